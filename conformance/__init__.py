@@ -1,0 +1,1 @@
+"""The promises of the SMP API as properties, run against any backend."""

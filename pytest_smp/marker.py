@@ -1,0 +1,117 @@
+"""The marker ``@pytest.mark.smp(ranks=..., **config)``: what it may say, checked when tests are collected."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import unittest
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from pytest_smp.settings import Settings
+
+# Fixtures that act on the controller's process or test item: a copy on each rank would do nothing, or harm.
+_NOT_ON_RANKS = {
+    "monkeypatch": "patch inside the body, or in a fixture of your own",
+    "request": "read what you need from it in a fixture of your own",
+    "capsys": "the ranks' output is shown per rank",
+    "capsysbinary": "the ranks' output is shown per rank",
+    "capfd": "the ranks' output is shown per rank",
+    "capfdbinary": "the ranks' output is shown per rank",
+    "caplog": "return the records, or assert on them in a plain test with smp_world",
+    "recwarn": "use warnings.catch_warnings inside the body",
+    "record_property": "use smp_world in a plain test",
+    "record_xml_attribute": "use smp_world in a plain test",
+    "record_testsuite_property": "use smp_world in a plain test",
+    "pytester": "use smp_world in a plain test",
+    "testdir": "use smp_world in a plain test",
+    "smp_world": "it starts runs, and this test is one; ask for it in a test without the marker",
+}
+RANKS_FIXTURE = "_smp_ranks"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """What a marked test asks for."""
+
+    ranks: tuple[int, ...]  # one run of the test for each
+    many: bool  # written as a list: the ids name the number
+    config: Mapping[str, Any]
+
+
+def request_of(definition: pytest.Item | Any, settings: Settings) -> Request | None:
+    """What the test's markers say, or None for a test without. Markers nearer to the test win, key by key.
+
+    Raises ``Collector.CollectError`` with the test's name for anything that cannot work.
+    """
+    markers = list(definition.iter_markers("smp"))
+    if not markers:
+        return None
+    keywords: dict[str, Any] = {}
+    for marker in reversed(markers):
+        if marker.args:
+            _refuse(
+                definition,
+                f"takes keyword arguments only, not {', '.join(map(repr, marker.args))}: smp(ranks=4)",
+            )
+        keywords.update(marker.kwargs)
+    ranks = keywords.pop("ranks", settings.ranks)
+    many = isinstance(ranks, list | tuple)
+    counts = tuple(ranks) if many else (ranks,)
+    if not counts:
+        _refuse(definition, "ranks=[] asks for no run at all")
+    for count in counts:
+        _check_count(definition, count, settings)
+    _check_function(definition)
+    _check_config(definition, keywords, counts)
+    return Request(counts, many, keywords)
+
+
+def _check_count(definition: Any, count: object, settings: Settings) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        _refuse(
+            definition, f"ranks={count!r}: must be a whole number of at least 1, or a list of them"
+        )
+    if count > settings.ranks:
+        _refuse(
+            definition,
+            f"ranks={count}: at most {settings.ranks} ranks are there; run pytest --smp-ranks={count}",
+        )
+
+
+def _check_function(definition: Any) -> None:
+    function = definition.obj
+    inner = getattr(getattr(function, "hypothesis", None), "inner_test", function)
+    for each in (function, inner):
+        if inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each):
+            _refuse(definition, "the test is async: a rank runs a plain function")
+        if inspect.isgeneratorfunction(each):
+            _refuse(definition, "the test is a generator: a rank runs a plain function")
+    cls = getattr(definition, "cls", None)
+    if cls is not None and issubclass(cls, unittest.TestCase):
+        _refuse(
+            definition,
+            "unittest.TestCase methods cannot run on ranks; use a plain class or function",
+        )
+    for name in definition._fixtureinfo.argnames:
+        if name in _NOT_ON_RANKS:
+            _refuse(
+                definition, f"fixture {name!r} cannot be shared by ranks: {_NOT_ON_RANKS[name]}"
+            )
+
+
+def _check_config(definition: Any, keywords: dict[str, Any], counts: tuple[int, ...]) -> None:
+    from smp_core import runtime
+    from smp_core.errors import ConfigError
+
+    for count in counts:
+        try:
+            runtime.validate(keywords, count)
+        except ConfigError as error:
+            _refuse(definition, f"with {count} ranks: {error}")
+
+
+def _refuse(definition: Any, why: str) -> None:
+    raise pytest.Collector.CollectError(f"{definition.nodeid}: marker smp: {why}")

@@ -1,0 +1,172 @@
+"""The pytest plugin: hooks and fixtures only. What they do stands in the modules beside this one.
+
+A session without marked tests imports no torch, no Hypothesis and nothing else that is heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_smp import settings
+
+if TYPE_CHECKING:
+    from pytest_smp.proxies import Smp, SmpWorld, TmpPath
+    from pytest_smp.running import Controller
+
+_SETTINGS = pytest.StashKey[settings.Settings]()
+_CONTROLLER = pytest.StashKey["Controller"]()
+_RANKS = "_smp_ranks"
+
+pytest_addoption = settings.add_options
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "smp(ranks=N or [N, ...], **config): run the test on N ranks, initialised with the configuration",
+    )
+    config.stash[_SETTINGS] = settings.read(config)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    chosen = config.stash[_SETTINGS]
+    return f"smp: {chosen.ranks} ranks on {chosen.backend}" if settings.chosen(config) else None
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    controller = config.stash.get(_CONTROLLER, None)
+    if controller is not None:
+        controller.close()
+
+
+def _controller(config: pytest.Config) -> Controller:
+    controller = config.stash.get(_CONTROLLER, None)
+    if controller is None:
+        from pytest_smp.running import Controller
+
+        capture = config.getoption("capture", "fd") != "no"
+        controller = config.stash[_CONTROLLER] = Controller(config.stash[_SETTINGS], capture)
+    return controller
+
+
+# Collection.
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.definition.get_closest_marker("smp") is None:
+        return
+    from pytest_smp.marker import request_of
+
+    request = request_of(metafunc.definition, metafunc.config.stash[_SETTINGS])
+    if request is not None and request.many:
+        if _RANKS not in metafunc.fixturenames:
+            metafunc.fixturenames.append(_RANKS)
+        metafunc.parametrize(
+            _RANKS, request.ranks, ids=[f"ranks={count}" for count in request.ranks]
+        )
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    # Other kinds of item (unittest, doctest) do not pass through pytest_generate_tests.
+    if not isinstance(item, pytest.Function) or item.get_closest_marker("smp") is None:
+        return
+    if "unittest" in type(item).__module__:
+        from pytest_smp.marker import request_of
+
+        request_of(item, item.config.stash[_SETTINGS])
+
+
+# Running.
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    __tracebackhide__ = True
+    if pyfuncitem.get_closest_marker("smp") is None:
+        return None
+    from pytest_smp import results
+    from pytest_smp.marker import request_of
+    from pytest_smp.running import MarkedTest
+
+    chosen = pyfuncitem.config.stash[_SETTINGS]
+    request = request_of(pyfuncitem, chosen)
+    assert request is not None
+    callspec = getattr(pyfuncitem, "callspec", None)
+    ranks = request.ranks[0] if callspec is None else callspec.params.get(_RANKS, request.ranks[0])
+    controller = _controller(pyfuncitem.config)
+    controller.last = None
+    try:
+        MarkedTest(pyfuncitem, ranks, request.config).run(controller)
+    finally:
+        if controller.last is not None:
+            results.add_to_item(pyfuncitem, controller.last, chosen.backend)
+            controller.last = None
+    return True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    controller = item.config.stash.get(_CONTROLLER, None)
+    if controller is not None and controller.tmp_path is not None:
+        controller.tmp_path.renew()
+
+
+def pytest_enter_pdb(config: pytest.Config) -> None:
+    controller = config.stash.get(_CONTROLLER, None)
+    if controller is not None:
+        controller.debugging = True
+
+
+def pytest_leave_pdb(config: pytest.Config) -> None:
+    controller = config.stash.get(_CONTROLLER, None)
+    if controller is not None:
+        controller.debugging = False
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    yield
+    controller = session.config.stash.get(_CONTROLLER, None)
+    if controller is not None and controller.timed_out and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = (
+            pytest.ExitCode.TESTS_FAILED
+        )  # an expected failure must not hide ranks that never end
+
+
+# Fixtures.
+
+
+@pytest.fixture(scope="session")
+def smp() -> Smp:
+    """The API, on the rank that uses it."""
+    from pytest_smp.proxies import the_smp
+
+    return the_smp()
+
+
+@pytest.fixture(scope="session")
+def smp_world(pytestconfig: pytest.Config) -> SmpWorld:
+    """Runs functions on ranks, from a test that is not marked itself."""
+    from pytest_smp.proxies import SmpWorld
+
+    return SmpWorld(_controller(pytestconfig))
+
+
+@pytest.fixture(scope="session")
+def smp_tmp_path(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> TmpPath:
+    """One folder for all ranks: a new one for each test, and for each example of a property."""
+    from pytest_smp.proxies import TmpPath
+
+    controller = _controller(pytestconfig)
+    if controller.tmp_path is None:
+        controller.tmp_path = TmpPath(lambda: tmp_path_factory.mktemp("smp"))
+    return controller.tmp_path
+
+
+@pytest.fixture
+def _smp_ranks(request: Any) -> int:
+    """The number of ranks of a test whose marker gives a list."""
+    return int(request.param)

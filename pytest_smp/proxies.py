@@ -1,0 +1,152 @@
+"""What the fixtures give: stateless stand-ins that find their rank, their world or their test when they are used.
+
+Hypothesis refuses function-scoped fixtures, so these live as long as the session. They pickle to themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smp_core.errors import ThreadError
+
+if TYPE_CHECKING:
+    from pytest_smp.running import Controller
+    from smp_core.backends.base import Report
+
+
+class Smp:
+    """The API, ``import smp_core.torch as smp``, on the rank that uses it."""
+
+    def __getattr__(self, name: str) -> Any:
+        import smp_core.torch as api
+        from smp_core.backends.hosts.current import current, refuse_child_thread
+
+        value = getattr(api, name)
+        if callable(value) and not isinstance(value, type) and current() is None:
+            refuse_child_thread()
+            raise ThreadError(
+                f"smp.{name} was used outside a rank: fixtures and plain tests run once, in the controller. "
+                "Use it in the body of a test marked smp, or in a function that smp_world runs"
+            )
+        return value
+
+    def __dir__(self) -> list[str]:
+        import smp_core.torch as api
+
+        return list(api.__all__)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return the_smp, ()
+
+    def __repr__(self) -> str:
+        return "smp"
+
+
+@functools.cache
+def the_smp() -> Smp:
+    """The one instance."""
+    return Smp()
+
+
+class SmpWorld:
+    """Runs functions on ranks, from a test that is not marked itself."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+
+    @property
+    def ranks(self) -> int:
+        """The largest number of ranks (--smp-ranks)."""
+        return self._controller.settings.ranks
+
+    def run(
+        self,
+        body: Callable[..., Any],
+        *args: Any,
+        ranks: int | None = None,
+        config: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        init: bool = True,
+    ) -> list[Any]:
+        """Run ``body(*args)`` on every rank of a world; return its values in rank order.
+
+        Each rank gets its own copy of the arguments. ``ranks`` is all that there are if not given; ``config`` is that
+        of ``smp.init``, which the first API call of a rank runs by itself unless ``init`` is false; ``timeout`` is in
+        seconds. Raises the root cause of a failed run (with the other ranks as notes), ConfigError or ValueError
+        before any rank starts.
+        """
+        __tracebackhide__ = True
+        how = self._how(ranks, config, timeout, init)
+        return self._controller.run(body, args, {}, **how)
+
+    def report(
+        self,
+        body: Callable[..., Any],
+        *args: Any,
+        ranks: int | None = None,
+        config: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        init: bool = True,
+    ) -> Report:
+        """As ``run``, but return the verdict and every rank's outcome, and raise for none of them."""
+        return self._controller.report(body, args, {}, **self._how(ranks, config, timeout, init))
+
+    def _how(
+        self, ranks: int | None, config: Mapping[str, Any] | None, timeout: float | None, init: bool
+    ) -> dict[str, Any]:
+        most = self.ranks
+        count = most if ranks is None else ranks
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= most:
+            raise ValueError(
+                f"smp_world: ranks={count!r}: must be from 1 to {most}; more with pytest --smp-ranks"
+            )
+        return {"ranks": count, "config": config, "timeout": timeout, "automatic_init": init}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("smp_world starts runs, and cannot be used inside one")
+
+
+class TmpPath(os.PathLike[str]):
+    """One folder for all ranks: a new one for each test, and for each example of a property.
+
+    On a rank it is a ``pathlib.Path``; in the controller it behaves like one.
+    """
+
+    def __init__(self, make: Callable[[], Path]) -> None:
+        self._make = make
+        self._current: Path | None = None
+
+    def renew(self) -> None:
+        """The next use makes a new folder."""
+        self._current = None
+
+    @property
+    def path(self) -> Path:
+        """The folder of the run that is next, or has just ended."""
+        if self._current is None:
+            self._current = self._make()
+        return self._current
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.path)
+
+    def __truediv__(self, name: str | os.PathLike[str]) -> Path:
+        return self.path / name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.path, name)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def __repr__(self) -> str:
+        return "smp_tmp_path"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path, (str(self.path),)

@@ -1,0 +1,200 @@
+"""Running a body on ranks: what the controller does for a marked test, for ``smp_world``, and for each example."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import unittest
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+import pytest
+from hypothesis import control, reporting
+from hypothesis.strategies import DataObject
+
+from pytest_smp import results
+from pytest_smp.proxies import TmpPath
+from pytest_smp.settings import Settings
+from smp_core import runtime
+from smp_core.backends import open_backend
+from smp_core.backends.base import Host, Job, Report, VerdictKind
+from smp_core.backends.payload import Payload, plain_dumps
+from smp_core.errors import BackendError, PayloadError
+
+_SKIPS = (pytest.skip.Exception, pytest.xfail.Exception, unittest.SkipTest)
+
+
+class GroupLeftWarning(UserWarning):
+    """A run ended with a process group that nobody destroyed (an error with --smp-strict)."""
+
+
+def _dumps(obj: object) -> bytes:
+    """By pickle, so that what can be imported stays itself; what cannot (a closure, a local class) by cloudpickle."""
+    try:
+        return plain_dumps(obj)
+    except Exception:
+        return bytes(cloudpickle.dumps(obj))
+
+
+class Arguments:
+    """A body's arguments, copied for each rank."""
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        # st.data() draws in the controller's one example; on simulated ranks it can be shared.
+        self._shared = {
+            name: value for name, value in kwargs.items() if isinstance(value, DataObject)
+        }
+        copied = {name: value for name, value in kwargs.items() if name not in self._shared}
+        try:
+            self._payload = Payload((tuple(args), copied), "arguments of the ranks", _dumps)
+        except PayloadError:
+            self._name_culprit([*((str(i), arg) for i, arg in enumerate(args)), *copied.items()])
+            raise
+
+    @staticmethod
+    def _name_culprit(arguments: Sequence[tuple[str, Any]]) -> None:
+        for name, value in arguments:
+            try:
+                Payload(value, f"argument {name!r}", _dumps)
+            except PayloadError as error:
+                raise PayloadError(
+                    f"{error} A test's arguments, fixtures among them, are copied for every rank; "
+                    "make what cannot be copied inside the body"
+                ) from None
+
+    def __call__(self, rank: int) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        args, kwargs = self._payload.thaw()
+        return args, {**kwargs, **self._shared}
+
+
+class Controller:
+    """Opens the backend when the first run needs it, and runs bodies on its ranks. One per session."""
+
+    def __init__(self, settings: Settings, capture: bool) -> None:
+        self.settings = settings
+        self.capture = capture
+        self.debugging = False  # a debugger is open: time stands still
+        self.timed_out = 0  # runs that did not end
+        self.tmp_path: TmpPath | None = None
+        self.last: Report | None = None  # of the item that runs
+        self._host: Host | None = None
+
+    def report(
+        self,
+        body: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        ranks: int,
+        config: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        automatic_init: bool = True,
+    ) -> Report:
+        """Run ``body`` on ``ranks`` ranks and say how it ended, without raising for it."""
+        runtime.validate(config, ranks)
+        if self.tmp_path is not None:
+            self.tmp_path.renew()
+        if self._host is None:
+            self._host = open_backend(self.settings.backend)
+        job = Job(
+            body=body,
+            arguments=Arguments(args, kwargs),
+            parameters=config,
+            automatic_init=automatic_init,
+            timeout=timeout or self.settings.timeout,
+            patience=lambda: self.debugging,
+            seed=self.settings.seed,
+            strict=self.settings.strict,
+            capture=self.capture,
+            skips=_SKIPS,
+            context=_hypothesis_context(),
+        )
+        report = self._host.open(ranks).run(job)
+        self.last = report
+        if report.verdict is VerdictKind.TIMED_OUT:
+            self.timed_out += 1
+        for text in report.warnings:
+            warnings.warn(text, GroupLeftWarning, stacklevel=2)
+        return report
+
+    def run(
+        self, body: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], **how: Any
+    ) -> list[Any]:
+        """Run ``body`` and return its values in rank order. Raises the root cause of a run that failed."""
+        __tracebackhide__ = True
+        report = self.report(body, args, kwargs, **how)
+        results.conclude(report, self.settings.backend)
+        return report.values
+
+    def close(self) -> None:
+        """End the ranks."""
+        host, self._host = self._host, None
+        if host is not None:
+            host.close()
+
+
+def _hypothesis_context() -> Callable[[], contextlib.AbstractContextManager[Any] | None]:
+    """What lets ``st.data()``, ``assume``, ``note``, ``target`` and ``event`` work inside a rank thread."""
+    variable = getattr(control, "_current_build_context", None)  # private: FACTS 2.6
+    if variable is None or not hasattr(variable, "with_value"):
+        raise BackendError(
+            "this version of Hypothesis keeps its build context elsewhere; install the pinned one"
+        )
+    build = variable.value
+    if build is None:
+        return lambda: None
+    reporter = reporting.reporter.value
+
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        with variable.with_value(build), reporting.reporter.with_value(reporter):
+            yield
+
+    return entered
+
+
+@dataclasses.dataclass(slots=True)
+class MarkedTest:
+    """One marked test item, and what its marker asks for."""
+
+    item: pytest.Function
+    ranks: int
+    config: Mapping[str, Any]
+
+    def run(self, controller: Controller) -> None:
+        """Run the test on its ranks: once, or once for each of Hypothesis's examples."""
+        __tracebackhide__ = True
+        item, function = self.item, self.item.obj
+        arguments = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
+        how = {"ranks": self.ranks, "config": self.config}
+        handle = getattr(function, "hypothesis", None)
+        if handle is None:
+            _no_value(item, controller.run(function, (), arguments, **how))
+            return
+        inner = handle.inner_test
+
+        @functools.wraps(inner)  # the database's key is a digest of source and signature
+        def on_ranks(*args: Any, **kwargs: Any) -> None:
+            __tracebackhide__ = True
+            controller.run(inner, args, kwargs, **how)
+
+        handle.inner_test = on_ranks
+        try:
+            function(**arguments)
+        finally:
+            handle.inner_test = inner
+
+
+def _no_value(item: pytest.Function, values: list[Any]) -> None:
+    """As pytest does for a plain test: a test that returns something was meant to assert it."""
+    if any(value is not None for value in values):
+        kind = type(next(value for value in values if value is not None)).__name__
+        warnings.warn(
+            pytest.PytestReturnNotNoneWarning(
+                f"{item.nodeid} returned {kind} on a rank; did you mean to use assert instead of return?"
+            ),
+            stacklevel=2,
+        )

@@ -1,0 +1,127 @@
+"""The plugin's options: each a command-line flag, an ini key of the same name, a default, and a check."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """The values in force for a session."""
+
+    ranks: int  # at most this many ranks; what a test gets that does not say how many
+    backend: str
+    timeout: float  # seconds for one run
+    seed: int  # of every rank's random generators
+    strict: bool  # a process group left over fails the run
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError
+    return value
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**32:
+        raise ValueError
+    return value
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in ("true", "false", "1", "0", "yes", "no"):
+        raise ValueError
+    return text.lower() in ("true", "1", "yes")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Option:
+    name: str
+    default: str
+    convert: Callable[[str], Any]
+    needs: str
+    help: str
+
+
+_OPTIONS = (
+    _Option(
+        "ranks",
+        "8",
+        _positive_int,
+        "a whole number of at least 1",
+        "number of ranks that a test may use",
+    ),
+    _Option("backend", "sim", str, "a backend's name", "what the ranks are made of"),
+    _Option(
+        "timeout",
+        "60",
+        _seconds,
+        "a number of seconds above 0",
+        "seconds that one run on the ranks may take",
+    ),
+    _Option(
+        "seed",
+        "0",
+        _seed,
+        "a whole number from 0 to 2**32 - 1",
+        "seed of every rank's random generators",
+    ),
+    _Option(
+        "strict", "false", _flag, "true or false", "fail a run that leaves a process group behind"
+    ),
+)
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Declare flags and ini keys."""
+    group = parser.getgroup("smp", "tests on ranks (pytest-smp)")
+    for option in _OPTIONS:
+        text = f"{option.help} (default: {option.default})"
+        extra: dict[str, Any] = {"metavar": option.name.upper()}
+        if option.convert is _flag:
+            extra = {"action": "store_const", "const": "true"}
+        group.addoption(
+            f"--smp-{option.name}", dest=f"smp_{option.name}", default=None, help=text, **extra
+        )
+        parser.addini(f"smp_{option.name}", text)
+
+
+def read(config: pytest.Config) -> Settings:
+    """The values in force. Raises pytest.UsageError for a bad one, before anything starts."""
+    values = {}
+    for option in _OPTIONS:
+        given = config.getoption(f"smp_{option.name}")
+        source = f"--smp-{option.name}"
+        if given is None:
+            given = str(config.getini(f"smp_{option.name}") or "")
+            source = (
+                f"smp_{option.name} in {config.inipath.name if config.inipath else 'the ini file'}"
+            )
+        given = given or option.default
+        try:
+            values[option.name] = option.convert(given)
+        except ValueError:
+            raise pytest.UsageError(f"{source}={given}: must be {option.needs}") from None
+    return Settings(**values)
+
+
+def chosen(config: pytest.Config) -> bool:
+    """Whether the user set any of the options."""
+    return any(
+        config.getoption(f"smp_{option.name}") is not None or config.getini(f"smp_{option.name}")
+        for option in _OPTIONS
+    )

@@ -1,0 +1,189 @@
+"""The protocols between the API, the harness and a backend, and the values that pass between them.
+
+A *host* opens a *world* of ranks; ``World.run(job)`` runs one body on every rank and returns a *report*. On each
+rank the *fabric* gives the default process group and the object transport. Nothing here imports torch.
+
+The protocols carry a version: a backend states which one it was written for, and another one is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+PROTOCOL_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Group:
+    """An ordered list of world ranks, and the name that messages give it.
+
+    Two groups of the same members but different names are different groups, as they are on a real backend.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+class ObjectTransport(Protocol):
+    """What carries picklable objects between ranks, one operation per call, by world ranks.
+
+    Every call is synchronous (SMP_API.md 1.6). Each receiver gets a copy of its own. The caller has checked that
+    ranks are in range, in the group, and not its own.
+    """
+
+    def send(self, obj: object, dest: int) -> None:
+        """Return after ``dest`` has taken the object. Raises PayloadError here if it cannot be pickled."""
+
+    def broadcast(self, obj: object, group: Group) -> None:
+        """Send to every other member; return after all of them have taken the object."""
+
+    def recv_from(self, src: int) -> Any:
+        """Return the next object that ``src`` sent or broadcast to this rank, in the order of sending."""
+
+    def allgather(self, obj: object, group: Group) -> list[Any]:
+        """Return the members' objects in the order of the group."""
+
+    def barrier(self, group: Group) -> None:
+        """Return after every member has called."""
+
+
+class Fabric(Protocol):
+    """What one rank exchanges data through."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    objects: ObjectTransport
+
+    def process_group(self, group: Group) -> ProcessGroup:
+        """The process group over ``group``, made on the first call; members call in the same order."""
+
+
+class VerdictKind(enum.StrEnum):
+    """What a run says of the world as a whole."""
+
+    PASSED = "passed"
+    FAILED = "failed"  # a rank raised
+    DEADLOCK = "deadlock"
+    MISMATCH = "mismatch"
+    LEAK = "leak"
+    TIMED_OUT = "timed out"
+
+
+class OutcomeKind(enum.StrEnum):
+    """How one rank's part in a run ended."""
+
+    RETURNED = "returned"
+    RAISED = "raised"
+    SKIPPED = "skipped"  # raised what the job's `skips` names
+    CANCELLED = "cancelled"  # unwound, because another rank ended the run
+    STUCK = "stuck"  # did not come back within the time limit, or waited in a deadlock
+    CRASHED = "crashed"
+
+
+@dataclasses.dataclass(slots=True)
+class Outcome:
+    """How one rank's part in a run ended.
+
+    ``error`` is the exception of a rank that raised or skipped; ``detail`` says in words where a stuck rank was
+    and whom it waited for, or because of whom a rank was cancelled.
+    """
+
+    rank: int
+    kind: OutcomeKind
+    value: Any = None
+    error: BaseException | None = None
+    detail: str = ""
+    stdout: str = ""
+    stderr: str = ""
+
+
+@dataclasses.dataclass(slots=True)
+class Report:
+    """What a run gave: the world's verdict, the rank and exception that caused it, one outcome per rank."""
+
+    verdict: VerdictKind
+    outcomes: list[Outcome]
+    root: int | None = None
+    error: BaseException | None = None
+    warnings: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def values(self) -> list[Any]:
+        """The ranks' return values, in rank order."""
+        return [outcome.value for outcome in self.outcomes]
+
+
+def no_patience() -> bool:
+    """The default of ``Job.patience``: time that is up is up."""
+    return False
+
+
+def no_context() -> AbstractContextManager[Any] | None:
+    """The default of ``Job.context``: nothing to enter."""
+    return None
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Job:
+    """One body to run on every rank of a world.
+
+    ``arguments(rank)`` gives the positional and keyword arguments of that rank; it is called in the rank's own
+    thread or process and must return values that no other rank shares.
+    """
+
+    body: Callable[..., Any]
+    arguments: Callable[[int], tuple[Sequence[Any], Mapping[str, Any]]]
+    parameters: Mapping[str, Any] | None = None  # of smp.init, used when the body does not call it
+    automatic_init: bool = True  # the first API call initialises, with `parameters`
+    timeout: float | None = None  # seconds for the whole run; None waits for ever
+    patience: Callable[[], bool] = (
+        no_patience  # asked when time is up: true (a debugger is open) starts it anew
+    )
+    seed: int = 0  # of every rank's random generators
+    strict: bool = False  # a process group that is not destroyed is a leak, too
+    capture: bool = False  # keep each rank's stdout and stderr apart
+    skips: tuple[
+        type[BaseException], ...
+    ] = ()  # exceptions by which a body says that it does not apply
+    context: Callable[[], AbstractContextManager[Any] | None] = (
+        no_context  # entered around each rank's body
+    )
+
+
+class World(Protocol):
+    """``size`` ranks, ready to run jobs one after the other."""
+
+    size: int
+
+    def run(self, job: Job) -> Report:
+        """Run the job on every rank. Never raises for what a rank does; KeyboardInterrupt passes through."""
+
+
+class Host(Protocol):
+    """How ranks come to exist. One host lives as long as a session and opens worlds of any size."""
+
+    protocol: int
+
+    def open(self, size: int) -> World:
+        """A world of ``size`` ranks, numbered from 0."""
+
+    def close(self) -> None:
+        """End every rank. Nothing of the host outlives this call."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Backend:
+    """A named pair of a host and a fabric."""
+
+    name: str
+    summary: str
+    open_host: Callable[[], Host]

@@ -1,0 +1,1 @@
+"""Fabrics: what ranks exchange data through."""

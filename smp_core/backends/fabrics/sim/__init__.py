@@ -1,0 +1,190 @@
+"""The fabric of the `sim` backend: what simulated ranks exchange data through.
+
+``SimWorldFabric`` is what the ranks of one run share; ``SimFabric`` is one rank's side of it (see base.Fabric).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from smp_core.backends.base import Group
+from smp_core.backends.fabrics.sim import torch_private
+from smp_core.backends.fabrics.sim.objects import ObjectRouter, SimObjects
+from smp_core.backends.fabrics.sim.process_group import SharedGroup, SimProcessGroup
+from smp_core.backends.fabrics.sim.store import SimStore, StoreData
+from smp_core.backends.fabrics.sim.work import SimWork
+from smp_core.backends.hosts.threads import RankContext, ThreadHost
+from smp_core.errors import CollectiveMismatchError, RankError
+
+_DEFAULT = "WORLD"
+
+
+class SimFabric:
+    """One rank's side of the fabric."""
+
+    def __init__(self, world: SimWorldFabric, context: RankContext) -> None:
+        self.rank, self.size = context.rank, context.size
+        self.local_rank, self.local_size = context.rank, context.size  # one simulated node
+        self.objects = SimObjects(context, world.router)
+        self.unwaited: dict[int, SimWork] = {}
+        self._shared, self._context = world, context
+        self._torch_world: torch_private.RankWorld | None = None
+
+    # Life of the rank.
+
+    def enter(self) -> None:
+        """See RankFabric."""
+        torch_private.prepare_rank_thread()
+
+    def leave(self) -> None:
+        """See RankFabric."""
+        if self._torch_world is not None:
+            torch_private.unregister_all_process_groups()
+        torch_private.prepare_rank_thread()
+
+    # torch.distributed.
+
+    def torch_world(self) -> torch_private.RankWorld:
+        """This rank's torch.distributed state; the default process group is made when it is first looked at."""
+        world = self._torch_world
+        if world is None:
+            world = self._torch_world = torch_private.RankWorld()
+            self._make_default(world)
+        return world
+
+    def _make_default(self, world: torch_private.RankWorld) -> None:
+        shared = self._shared.group(_DEFAULT, tuple(range(self.size)), self.rank)
+        group = SimProcessGroup(self._context, shared, _DEFAULT)
+        group._set_group_desc("default_pg")
+        torch_private.register_in_world(
+            group,
+            backend_name="sim",
+            store=SimStore(self._context, self._shared.store),
+            group_name=_DEFAULT,
+            backend_config="cpu:sim",
+            rank_mapping=shared.rank_map,  # one map for all ranks: N maps of N entries took 280 MB at 1,536
+            add_to_default_tag=True,
+        )
+        world.default_pg = group
+
+    def remade_default(self, rank: int, size: int) -> SimProcessGroup:
+        """The default group again, after the rank destroyed it and called init_process_group("sim")."""
+        if (rank, size) != (self.rank, self.size):
+            raise RankError(
+                f"init_process_group: rank={rank}, world_size={size}, but this is rank {self.rank} of {self.size}"
+            )
+        shared = self._shared.group(_DEFAULT, tuple(range(self.size)), self.rank)
+        return SimProcessGroup(self._context, shared, _DEFAULT)
+
+    def new_group(
+        self, ranks: tuple[int, ...], name: str | None, desc: str | None
+    ) -> SimProcessGroup | None:
+        """What torch's ``new_group`` delegates to. None for a rank that is no member."""
+        if self.rank not in ranks:
+            return None
+        shared = self._shared.group(str(name), ranks, self.rank)
+        self._shared.made_by_user.append(shared)
+        group = SimProcessGroup(self._context, shared, str(name))
+        if desc is not None:
+            group._set_group_desc(desc)
+        return group
+
+    def process_group(self, group: Group) -> Any:
+        """See base.Fabric. On `sim` making a group needs no communication, so it is made when first asked for."""
+        world = self.torch_world()
+        if len(group.ranks) == self.size and group.name == _DEFAULT:
+            return world.default_pg
+        name = f"smp:{group.name}:{group.ranks[0]}"
+        handle = next((pg for pg, known in world.pg_names.items() if known == name), None)
+        if handle is None:
+            shared = self._shared.group(name, group.ranks, self.rank)
+            handle = SimProcessGroup(self._context, shared, name)
+            torch_private.register_in_world(
+                handle,
+                backend_name="sim",
+                store=SimStore(self._context, self._shared.store),
+                group_name=name,
+                backend_config="cpu:sim",
+                rank_mapping=shared.rank_map,
+            )
+        return handle
+
+
+class SimWorldFabric:
+    """What the ranks of one run share."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.router = ObjectRouter()
+        self.store = StoreData()
+        self.made_by_user: list[SharedGroup] = []
+        self._groups: dict[str, tuple[SharedGroup, int]] = {}
+        self._fabrics: list[SimFabric] = []
+        self._worlds = torch_private.rank_worlds()
+        self._worlds.enter()
+
+    def rank_fabric(self, context: RankContext) -> SimFabric:
+        """The side of one rank."""
+        fabric = SimFabric(self, context)
+        self._fabrics.append(fabric)
+        return fabric
+
+    def group(self, name: str, ranks: tuple[int, ...], rank: int) -> SharedGroup:
+        """What the members of one group share, made by the first to come.
+
+        Raises CollectiveMismatchError if ranks give one name to different groups: they did not all call new_group.
+        """
+        known = self._groups.get(name)
+        if known is None:
+            known = self._groups[name] = SharedGroup(Group(name, ranks)), rank
+        shared, maker = known
+        if shared.group.ranks != ranks:
+            raise CollectiveMismatchError(
+                f"mismatch: new_group number {name} differs in its ranks\n"
+                f"  rank {maker}: ranks {list(shared.group.ranks)}\n  rank {rank}: ranks {list(ranks)}\n"
+                "hint: every rank of the world must call new_group, for every group, in the same order"
+            )
+        return shared
+
+    def leaks(self, strict: bool) -> tuple[list[str], list[str]]:
+        """See WorldFabric."""
+        fatal: list[str] = []
+        for shared, _ in self._groups.values():
+            for post in shared.mailbox.unmatched():
+                fatal.append(
+                    f"rank {post.context.rank}: {post.text()} was never matched" + _at(post.place)
+                )
+            for meeting in shared.channel.unfinished():
+                for rank, call in zip(shared.group.ranks, meeting.calls, strict=True):
+                    if call is not None:
+                        fatal.append(
+                            f"rank {rank}: {meeting.describe(rank)} was never joined by all"
+                            + _at(call.place)
+                        )
+        for fabric in sorted(self._fabrics, key=lambda each: each.rank):
+            for work in fabric.unwaited.values():
+                if work.is_success():  # the others stand in the list already
+                    fatal.append(
+                        f"rank {fabric.rank}: {work.name} was never waited for" + _at(work.place)
+                    )
+        groups = [
+            f"process group {shared.group.name} of ranks {list(shared.group.ranks)} was never destroyed"
+            for shared in dict.fromkeys(self.made_by_user)
+            if shared.alive
+        ]
+        return (fatal + groups, []) if strict else (fatal, groups)
+
+    def close(self) -> None:
+        """Give torch.distributed back."""
+        self._worlds.leave()
+
+
+def _at(place: object) -> str:
+    return "" if place is None else f"\n      {place}"
+
+
+def open_host() -> ThreadHost:
+    """The host of `sim`, ready to open worlds."""
+    torch_private.check_version()
+    torch_private.register_backend()
+    return ThreadHost(SimWorldFabric)

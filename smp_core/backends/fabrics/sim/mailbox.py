@@ -1,0 +1,118 @@
+"""Tensor point-to-point: sends and receives of one group, matched by sender, receiver and tag, in the order of posting.
+
+A send is done when its receive has taken the data, never before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from smp_core.backends.base import Group
+from smp_core.backends.frames import Place
+from smp_core.backends.hosts.threads import RankContext
+from smp_core.errors import CollectiveMismatchError
+
+ANY = -1
+
+
+class Post:
+    """One posted send or receive. An Operation of the scheduler. Ranks are positions in the group."""
+
+    __slots__ = (
+        "context",
+        "done",
+        "group",
+        "me",
+        "peer",
+        "place",
+        "source",
+        "tag",
+        "tensor",
+        "verb",
+    )
+
+    def __init__(
+        self,
+        context: RankContext,
+        group: Group,
+        verb: str,
+        me: int,
+        peer: int,
+        tag: int,
+        tensor: torch.Tensor,
+        place: Place | None,
+    ) -> None:
+        self.context, self.group, self.verb = context, group, verb
+        self.me, self.peer, self.tag, self.tensor, self.place = me, peer, tag, tensor, place
+        self.source = peer
+        self.done = False
+
+    def text(self) -> str:
+        """The call in words."""
+        preposition = "to" if self.verb == "send" else "from"
+        peer = "any rank" if self.peer == ANY else f"rank {self.group.ranks[self.peer]}"
+        dtype = str(self.tensor.dtype).removeprefix("torch.")
+        return f"{self.verb} {preposition} {peer} ({dtype}, shape {list(self.tensor.shape)}, tag {self.tag})"
+
+    def describe(self, rank: int) -> str:
+        """See Operation."""
+        return f"{self.text()} [group {self.group.name}]"
+
+    def missing(self, rank: int) -> Sequence[int]:
+        """See Operation."""
+        if self.peer == ANY:
+            return [each for each in self.group.ranks if each != rank]
+        return (self.group.ranks[self.peer],)
+
+
+class Mailbox:
+    """The posts of one group that have not been matched, oldest first, by receiver."""
+
+    def __init__(self, size: int) -> None:
+        self._sends: list[list[Post]] = [[] for _ in range(size)]
+        self._receives: list[list[Post]] = [[] for _ in range(size)]
+
+    def post(self, new: Post) -> None:
+        """Match ``new`` with the oldest post that fits, or keep it.
+
+        Raises CollectiveMismatchError, which ends the run, if dtype or number of elements differ.
+        """
+        if new.verb == "send":
+            candidates, own = self._receives[new.peer], self._sends[new.peer]
+        else:
+            candidates, own = self._sends[new.me], self._receives[new.me]
+        for index, other in enumerate(candidates):
+            send, receive = (new, other) if new.verb == "send" else (other, new)
+            if receive.peer in (ANY, send.me) and receive.tag == send.tag:
+                del candidates[index]
+                self._deliver(new, send, receive)
+                return
+        own.append(new)
+
+    def _deliver(self, new: Post, send: Post, receive: Post) -> None:
+        if (
+            send.tensor.dtype != receive.tensor.dtype
+            or send.tensor.numel() != receive.tensor.numel()
+        ):
+            what = "dtype" if send.tensor.dtype != receive.tensor.dtype else "element count"
+            lines = [f"mismatch: a send and its receive on group {new.group.name} differ in {what}"]
+            for post in (send, receive):
+                lines.append(f"  rank {post.context.rank}: {post.text()}")
+                if post.place is not None:
+                    lines.append(f"      {post.place}")
+            error = CollectiveMismatchError("\n".join(lines))
+            new.context.scheduler.fail(new.context.seat, error)
+            raise error
+        with torch.no_grad():
+            value = send.tensor.detach()
+            receive.tensor.detach().copy_(value.reshape(receive.tensor.shape))
+        receive.source = send.me
+        for post in (send, receive):
+            post.done = True
+            post.context.scheduler.wake(post.context.rank, post)
+
+    def unmatched(self) -> list[Post]:
+        """Posts that nothing has matched."""
+        return [post for posts in (*self._sends, *self._receives) for post in posts]

@@ -1,0 +1,149 @@
+"""Matching collective calls: the n-th call of one member of a group meets the n-th call of every other.
+
+Calls that meet must agree in everything that their description names: operation, reduce op, root, dtype, shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from smp_core.backends.base import Group
+from smp_core.backends.frames import Place
+from smp_core.backends.hosts.diagnosis import ranks_text
+from smp_core.backends.hosts.threads import RankContext
+from smp_core.errors import CollectiveMismatchError
+
+Fields = tuple[tuple[str, Any], ...]
+
+
+@dataclasses.dataclass(slots=True)
+class Call:
+    """One member's call: what it says (compared), what it brings (``data``), where it was made."""
+
+    operation: str
+    fields: Fields
+    data: Any
+    place: Place | None = None
+
+    def text(self) -> str:
+        """The call in words: ``all_reduce(reduce op=SUM, dtype=float32, shape=[4])``."""
+        return f"{self.operation}({', '.join(f'{name}={value}' for name, value in self.fields)})"
+
+
+class Meeting:
+    """The calls that meet: one per member of the group. An Operation of the scheduler."""
+
+    __slots__ = ("arrived", "calls", "channel", "done", "number", "result")
+
+    def __init__(self, channel: Channel, number: int) -> None:
+        self.channel, self.number = channel, number
+        self.calls: list[Call | None] = [None] * len(channel.group.ranks)
+        self.arrived = 0
+        self.done = False
+        self.result: Any = None
+
+    def describe(self, rank: int) -> str:
+        """See Operation."""
+        call = self.calls[self.channel.position[rank]]
+        assert call is not None
+        return f"{call.text()} [group {self.channel.group.name}, call {self.number}]"
+
+    def missing(self, rank: int) -> Sequence[int]:
+        """See Operation."""
+        ranks = self.channel.group.ranks
+        return [rank for rank, call in zip(ranks, self.calls, strict=True) if call is None]
+
+
+Complete = Callable[[list[Call]], Any]
+
+
+class Channel:
+    """The collective calls of one group, matched by number. Numbers count from 1."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.position = {rank: index for index, rank in enumerate(group.ranks)}
+        self._counts = [0] * len(group.ranks)
+        self._open: dict[int, Meeting] = {}
+
+    def join(self, context: RankContext, call: Call, complete: Complete) -> Meeting:
+        """Take part in the next meeting. The last to come runs ``complete`` on all calls, in group order.
+
+        Raises CollectiveMismatchError, which ends the run, if the call differs from those that came before.
+        """
+        context.check()
+        position = self.position[context.rank]
+        number = self._counts[position] = self._counts[position] + 1
+        meeting = self._open.get(number)
+        if meeting is None:
+            meeting = self._open[number] = Meeting(self, number)
+        elif not self._agrees(meeting, call):
+            meeting.calls[position] = call
+            error = self._mismatch(meeting, context)
+            context.scheduler.fail(context.seat, error)
+            raise error
+        meeting.calls[position] = call
+        meeting.arrived += 1
+        if meeting.arrived == len(meeting.calls):
+            del self._open[number]
+            calls: list[Call] = meeting.calls  # type: ignore[assignment]
+            try:
+                meeting.result = complete(calls)
+            except (
+                Exception
+            ) as error:  # nothing that the caller could catch and go on from: the others wait
+                context.scheduler.fail(context.seat, error)
+                raise
+            meeting.done = True
+            for rank in self.group.ranks:
+                context.scheduler.wake(rank, meeting)
+        return meeting
+
+    def _agrees(self, meeting: Meeting, call: Call) -> bool:
+        other = next(each for each in meeting.calls if each is not None)
+        return other.operation == call.operation and other.fields == call.fields
+
+    def _mismatch(self, meeting: Meeting, context: RankContext) -> CollectiveMismatchError:
+        for rank, call in zip(self.group.ranks, meeting.calls, strict=True):
+            if call is not None and call.place is None:  # it waits in this call, or makes it now
+                call.place = context.scheduler.locate(rank)
+        return mismatch(meeting)
+
+    def unfinished(self) -> list[Meeting]:
+        """The meetings that some members have not come to."""
+        return list(self._open.values())
+
+
+def mismatch(meeting: Meeting) -> CollectiveMismatchError:
+    """The verdict on calls that meet and differ: what differs, and every call that was made."""
+    calls = [
+        (rank, call)
+        for rank, call in zip(meeting.channel.group.ranks, meeting.calls, strict=True)
+        if call is not None
+    ]
+    operations = {call.operation for _, call in calls}
+    if len(operations) > 1:
+        what = "operation"
+    else:
+        names = dict.fromkeys(name for _, call in calls for name, _ in call.fields)
+        differing = [
+            name
+            for name in names
+            if len({repr(dict(call.fields).get(name)) for _, call in calls}) > 1
+        ]
+        what = " and ".join(differing)
+    lines = [
+        f"mismatch: call {meeting.number} on group {meeting.channel.group.name} differs in {what}"
+    ]
+    merged: dict[tuple[str, str], list[int]] = {}
+    for rank, call in calls:
+        merged.setdefault((call.text(), "" if call.place is None else str(call.place)), []).append(
+            rank
+        )
+    for (text, place), ranks in merged.items():
+        lines.append(f"  {ranks_text(ranks)}: {text}")
+        if place:
+            lines.append(f"      {place}")
+    return CollectiveMismatchError("\n".join(lines))

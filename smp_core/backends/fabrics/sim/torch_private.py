@@ -1,0 +1,109 @@
+"""Every private part of torch that `sim` needs, in one place, with the versions that it was checked against.
+
+torch.distributed keeps its state once per process (``distributed_c10d._world`` and a C++ registry of group names).
+While a run lasts, rank threads get a state each; every other thread keeps the process's own, so that a user's own
+torch.distributed tests in the same session are left alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed.nn.functional  # its default arguments capture the default group at import: now there is none
+from torch.distributed import distributed_c10d as c10d
+
+from smp_core.backends.hosts import current
+from smp_core.errors import BackendError, ThreadError
+
+CHECKED_VERSIONS = ("2.13",)
+
+set_thread_isolation_mode = torch._C._distributed_c10d._set_thread_isolation_mode
+unregister_all_process_groups = c10d._unregister_all_process_groups
+register_in_world = c10d._register_pg_in_world
+
+
+def check_version(version: str = torch.__version__) -> None:
+    """Raise BackendError for a torch whose private parts nobody has looked at."""
+    if not version.startswith(tuple(f"{checked}." for checked in CHECKED_VERSIONS)):
+        raise BackendError(
+            f"the sim backend uses private parts of torch, checked with {', '.join(CHECKED_VERSIONS)}; this is torch "
+            f"{version}. Install a checked version (pip install torch=={CHECKED_VERSIONS[-1]}.0)"
+        )
+
+
+class RankWorld(c10d._World):
+    """torch.distributed's state, for one rank: what ``_World`` keeps in module globals, kept in the instance."""
+
+    pg_map: Any = None
+    pg_names: Any = None
+    pg_group_ranks: Any = None
+    pg_backend_config: Any = None
+    group_count: Any = 0
+    tags_to_pg: Any = None
+    pg_to_tag: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pg_map, self.pg_names, self.pg_group_ranks, self.pg_backend_config = {}, {}, {}, {}
+        self.tags_to_pg, self.pg_to_tag = {}, {}
+
+
+class _Router:
+    """Stands in for ``_world``: each attribute is that of the calling thread's own state."""
+
+    __slots__ = ("_original",)
+
+    def __init__(self, original: Any) -> None:
+        object.__setattr__(self, "_original", original)
+
+    def _target(self) -> Any:
+        context = current.current()
+        if context is not None:
+            return context.fabric.torch_world()
+        current.refuse_child_thread()
+        return self._original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._target(), name, value)
+
+
+class rank_worlds:
+    """While entered, rank threads have a torch.distributed state each."""
+
+    def enter(self) -> None:
+        self._world, self._excepthook = c10d._world, sys.excepthook
+        c10d._world = _Router(self._world)  # type: ignore[assignment]
+        set_thread_isolation_mode(True)
+
+    def leave(self) -> None:
+        set_thread_isolation_mode(False)
+        c10d._world = self._world
+        sys.excepthook = self._excepthook  # init_process_group wraps it at every call
+
+
+def _create(options: Any, backend_options: Any) -> Any:
+    """What ``init_process_group("sim")`` calls, after the rank has destroyed its default group."""
+    context = current.current()
+    if context is None:
+        raise ThreadError(
+            "the sim backend exists on the ranks of a sim world; run the code with smp_world.run"
+        )
+    return context.fabric.remade_default(options.group_rank, options.group_size)
+
+
+def register_backend() -> None:
+    """Make ``sim`` a backend name that torch knows. Does not change which backend a device gets by default."""
+    if "SIM" not in c10d.Backend._plugins:
+        c10d.Backend.register_backend("sim", _create, extended_api=True, devices=["cpu"])
+
+
+def prepare_rank_thread() -> None:
+    """Once per run and rank: what belongs to a thread in torch, and may be left over from the last run."""
+    torch.set_grad_enabled(True)
+    if getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None:
+        torch.set_default_device(None)

@@ -1,0 +1,119 @@
+"""The handle of an asynchronous operation. Every operation of the process group gives one; torch waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+from torch.futures import Future
+
+from smp_core.backends.frames import Place
+from smp_core.backends.hosts import current
+from smp_core.backends.hosts.scheduler import Operation
+from smp_core.backends.hosts.threads import RankContext
+from smp_core.errors import ThreadError
+
+
+class SimWork(Work):
+    """Done when the scheduler says that its operation is. Waiting passes the turn."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        operation: Operation,
+        outputs: Any,
+        name: str,
+        place: Place | None,
+    ) -> None:
+        super().__init__()
+        self._context, self._operation, self._outputs = context, operation, outputs
+        self.name, self.place = name, place
+        context.fabric.unwaited[id(self)] = self
+
+    def _wait(self) -> None:
+        context = self._context
+        if current.current() is not context:
+            raise ThreadError(
+                f"{self.name}: waited for in a thread that is not rank {context.rank}"
+            )
+        context.scheduler.wait(context.seat, self._operation)
+        context.fabric.unwaited.pop(id(self), None)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when the operation is done. The timeout is not used: a wait that cannot end is a verdict."""
+        self._wait()
+        return True
+
+    def synchronize(self) -> None:
+        """As ``wait``."""
+        self._wait()
+
+    def get_future(self) -> Future[Any]:
+        """A future that is complete. DDP waits for futures in C++, where no turn can pass, so we wait here."""
+        self._wait()
+        future: Future[Any] = Future()
+        future.set_result(self._outputs)
+        return future
+
+    getFuture = get_future
+
+    def is_completed(self) -> bool:
+        """Let the others run once, then tell whether the operation is done."""
+        if not self._operation.done:
+            self._context.scheduler.give_way(self._context.seat)
+        if self._operation.done:
+            self._context.fabric.unwaited.pop(id(self), None)
+        return self._operation.done
+
+    def is_success(self) -> bool:
+        """Whether the operation is done; it cannot fail by itself."""
+        return self._operation.done
+
+    def exception(self) -> None:
+        """None: a failed operation ends the run."""
+        return
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that the operation writes, once it is done."""
+        self._wait()
+        outputs: list[torch.Tensor] = self._outputs
+        return outputs
+
+    def source_rank(self) -> int:
+        """Of a receive from any source: the group rank that sent."""
+        self._wait()
+        return int(getattr(self._operation, "source", -1))
+
+    _source_rank = source_rank
+
+
+class CombinedWork(Work):
+    """Several works waited for as one."""
+
+    def __init__(self, works: Sequence[SimWork]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for each, in the order of issue."""
+        for work in self._works:
+            work.wait()
+        return True
+
+    synchronize = wait
+
+    def is_completed(self) -> bool:
+        """Whether all are done."""
+        return all([work.is_completed() for work in self._works])
+
+    def get_future(self) -> Future[Any]:
+        """A future that is complete."""
+        self.wait()
+        future: Future[Any] = Future()
+        future.set_result([work.result() for work in self._works])
+        return future
+
+    getFuture = get_future

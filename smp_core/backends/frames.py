@@ -1,0 +1,126 @@
+"""Whose line is it: finding the user's code in a stack, and cutting a traceback down to it."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import sys
+import threading
+import types
+from collections.abc import Iterator
+
+_OWN = tuple(
+    os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), name)
+    + os.sep
+    for name in ("smp_core", "pytest_smp")
+)
+
+
+def _torch_root() -> str | None:
+    torch = sys.modules.get("torch")
+    file = getattr(torch, "__file__", None)
+    return os.path.dirname(file) + os.sep if file else None
+
+
+def _is_own(code: types.CodeType) -> bool:
+    return code.co_filename.startswith(_OWN)
+
+
+def _is_plumbing(code: types.CodeType) -> bool:
+    """Ours, torch's, or the thread machinery below a rank: never the line that a user wants to see."""
+    name = code.co_filename
+    if name.startswith(_OWN) or name.startswith("<frozen "):
+        return True
+    root = _torch_root()
+    if root is not None and name.startswith(root):
+        return True
+    return name in (contextlib.__file__, threading.__file__)
+
+
+class Place:
+    """A line of the user's, rendered only when somebody reads it."""
+
+    __slots__ = ("filename", "function", "lineno")
+
+    def __init__(self, filename: str, lineno: int, function: str) -> None:
+        self.filename, self.lineno, self.function = filename, lineno, function
+
+    def __str__(self) -> str:
+        source = linecache.getline(self.filename, self.lineno).strip()
+        where = f"{_relative(self.filename)}:{self.lineno} in {self.function}"
+        return f"{where}:  {source}" if source else where
+
+
+def _relative(filename: str) -> str:
+    try:
+        relative = os.path.relpath(filename)
+    except ValueError:  # another drive
+        return filename
+    return filename if relative.startswith("..") else relative
+
+
+def _frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def user_place(frame: types.FrameType | None) -> Place | None:
+    """The innermost line of the user's in this stack, or None where there is none."""
+    for each in _frames(frame):
+        code = each.f_code
+        if not _is_plumbing(code):
+            return Place(code.co_filename, each.f_lineno, code.co_name)
+    return None
+
+
+def caller_place() -> Place | None:
+    """The user's line that called into us."""
+    return user_place(sys._getframe(1))
+
+
+def stack_text(frame: types.FrameType) -> str:
+    """A thread's stack, outermost first, without our own frames at its two ends."""
+    frames = list(_frames(frame))[::-1]
+    own = [_is_own(each.f_code) or each.f_code.co_filename == threading.__file__ for each in frames]
+    if not all(own):
+        first, last = own.index(False), len(own) - own[::-1].index(False)
+        frames = frames[first:last]
+    lines = []
+    for each in frames:
+        code = each.f_code
+        lines.append(
+            f'  File "{_relative(code.co_filename)}", line {each.f_lineno}, in {code.co_name}'
+        )
+        source = linecache.getline(code.co_filename, each.f_lineno).strip()
+        if source:
+            lines.append(f"    {source}")
+    return "\n".join(lines)
+
+
+def cut_traceback(error: BaseException, *, ours: bool) -> None:
+    """Cut ``error.__traceback__`` down to the user's part of it, in place.
+
+    Our frames above the body go always. Where the error is one that we raised on purpose (``ours``), what lies
+    below the user's last line goes too: Hypothesis tells failures apart by the last line of the traceback, and one
+    line of ours would make all deadlocks one failure.
+    """
+    entries: list[types.TracebackType] = []
+    entry = error.__traceback__
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    start = 0
+    while start < len(entries) and _is_own(entries[start].tb_frame.f_code):
+        start += 1
+    stop = len(entries)
+    if ours:
+        while stop > start and _is_plumbing(entries[stop - 1].tb_frame.f_code):
+            stop -= 1
+    if start == stop:  # no line of the user's: keep everything
+        return
+    tail: types.TracebackType | None = None
+    for entry in reversed(entries[start:stop]):
+        tail = types.TracebackType(tail, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    error.__traceback__ = tail

@@ -1,0 +1,1 @@
+"""Hosts: how ranks come to exist."""

@@ -1,0 +1,60 @@
+"""Which rank the calling thread is."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from smp_core.errors import ThreadError
+
+if TYPE_CHECKING:
+    from smp_core.backends.hosts.threads import RankContext
+
+_local = threading.local()
+_PARENT = "_smp_started_by_rank"
+
+
+def current() -> RankContext | None:
+    """The rank that this thread is, or None for a thread that is no rank."""
+    context: RankContext | None = getattr(_local, "context", None)
+    return context
+
+
+def set_current(context: RankContext | None) -> None:
+    """Say which rank this thread is from now on."""
+    _local.context = context
+
+
+def parent_rank(thread: threading.Thread | None = None) -> int | None:
+    """The rank that started this thread, or None."""
+    rank: int | None = getattr(thread or threading.current_thread(), _PARENT, None)
+    return rank
+
+
+def refuse_child_thread() -> None:
+    """Raise ThreadError in a thread that a rank started: calls belong to the rank's own thread."""
+    rank = parent_rank()
+    if rank is not None:
+        raise ThreadError(
+            f"thread {threading.current_thread().name!r} was started by rank {rank}: on the sim backend smp and "
+            "torch.distributed calls must be made in the rank's own thread"
+        )
+
+
+class child_threads:
+    """While entered, threads know the rank that started them."""
+
+    def __enter__(self) -> None:
+        self._start = start = threading.Thread.start
+
+        def start_and_tell(thread: threading.Thread) -> None:
+            context = current()
+            rank = context.rank if context is not None else parent_rank()
+            if rank is not None:
+                setattr(thread, _PARENT, rank)
+            start(thread)
+
+        threading.Thread.start = start_and_tell  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        threading.Thread.start = self._start  # type: ignore[method-assign]

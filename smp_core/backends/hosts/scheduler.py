@@ -1,0 +1,191 @@
+"""The turn: which of a world's ranks runs, what the others wait for, and when none can run any more.
+
+Exactly one rank thread runs at any time. The turn passes only when a rank waits for something, ends, or gives way,
+so a run is a function of the program and its inputs. Ranks that can run stand in a queue and are served in order.
+
+When a rank raises, or no rank can run, or two calls do not match, the run has *ended*: each rank then still gets
+its turn, a rank whose wait is over goes on to its next communication call, and every communication call unwinds
+its rank with Cancelled. So no rank is left behind, and a failure that several ranks see is seen to be the same.
+"""
+
+from __future__ import annotations
+
+import _thread
+import collections
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from smp_core.backends.frames import Place
+from smp_core.backends.hosts import diagnosis
+from smp_core.backends.hosts.isolation import Isolation
+from smp_core.errors import Cancelled
+
+if TYPE_CHECKING:
+    pass
+
+
+class Operation(Protocol):
+    """Something that a rank can wait for."""
+
+    done: bool
+
+    def describe(self, rank: int) -> str:
+        """The call in words, as rank made it: operation, group, sequence number."""
+
+    def missing(self, rank: int) -> Sequence[int]:
+        """The world ranks without which this rank's wait cannot end."""
+
+
+class Seat:
+    """One rank's place in the scheduler: the lock it sleeps on, and what it waits for."""
+
+    __slots__ = ("finished", "place", "rank", "started", "turn", "waiting")
+
+    def __init__(self, rank: int, turn: _thread.LockType) -> None:
+        self.rank = rank
+        self.turn = turn
+        self.waiting: Operation | None = None
+        self.place: Place | None = None  # where it waited, kept when the run ends
+        self.started = False
+        self.finished = False
+
+
+class Scheduler:
+    """Passes the turn between the ranks of one run."""
+
+    def __init__(
+        self, seats: list[Seat], isolation: Isolation, locate: Callable[[int], Place | None]
+    ) -> None:
+        self.seats = seats
+        self.ended = False
+        self.failure: BaseException | None = None  # what ended the run
+        self.root: int | None = None  # the rank that it belongs to
+        self.running: Seat | None = None  # who has the turn
+        self.done = _thread.allocate_lock()  # released when the last rank has finished
+        self.done.acquire()
+        self.stuck: list[diagnosis.Wait] = []  # who waited for whom when no rank could run
+        self._ready: collections.deque[Seat] = collections.deque(seats)
+        self._isolation = isolation
+        self.locate = locate
+        self._must_raise: Seat | None = (
+            None  # the root of a verdict that its own thread has yet to raise
+        )
+
+    # What ranks call. The caller has the turn.
+
+    def check(self, seat: Seat) -> None:
+        """Every communication call starts here: unwinds the rank if the run has ended."""
+        if self.ended:
+            self._unwind(seat)
+
+    def wait(self, seat: Seat, operation: Operation) -> None:
+        """Return when ``operation.done``; meanwhile the others run."""
+        while not operation.done:
+            if self.ended:
+                self._unwind(seat)
+            seat.waiting = operation
+            self._pass_turn(seat)
+
+    def wake(self, rank: int, operation: Operation) -> None:
+        """Put a rank back into the queue if it waits for ``operation``."""
+        seat = self.seats[rank]
+        if seat.waiting is operation:
+            seat.waiting = None
+            self._ready.append(seat)
+
+    def give_way(self, seat: Seat) -> None:
+        """Let every rank that can run have a turn before this one goes on."""
+        self.check(seat)
+        if self._ready:
+            self._ready.append(seat)
+            self._pass_turn(seat)
+            self.check(seat)
+
+    def fail(self, seat: Seat, failure: BaseException) -> None:
+        """End the run because of ``failure``, which this rank is about to raise or has raised."""
+        if not self.ended:
+            self._end(failure, seat.rank)
+
+    def finish(self, seat: Seat) -> None:
+        """The rank's body is over; it does not run again."""
+        seat.finished = True
+        self._hand_over(seat, self._next())
+
+    # What the controller calls, while no rank has the turn or after it has given up on them.
+
+    def start(self) -> None:
+        """Give the first rank its turn."""
+        first = self._ready.popleft()
+        self._isolation.switch(None, first.rank)
+        self.running = first
+        first.turn.release()
+
+    def abandon(self, failure: BaseException) -> None:
+        """Make every rank unwind at its next communication call. Called without the turn: sets one flag."""
+        self.failure = failure
+        self.ended = True
+
+    def restore(self) -> None:
+        """Load the controller's own process-wide state again, after ranks that did not come back."""
+        self._isolation.switch(None, None)
+
+    # Inside.
+
+    def _next(self) -> Seat | None:
+        if not self._ready and self.ended:
+            self._release_waiting()  # after `abandon`: nobody has done it yet
+        elif not self._ready:
+            waits = self._waits()
+            if waits:
+                failure, root = diagnosis.deadlock(
+                    waits, [s.rank for s in self.seats if s.finished], len(self.seats)
+                )
+                self.stuck = waits
+                self._end(failure, root)
+                self._must_raise = self.seats[root]
+        return self._ready.popleft() if self._ready else None
+
+    def _waits(self) -> list[diagnosis.Wait]:
+        return [
+            diagnosis.Wait(
+                seat.rank,
+                seat.waiting.describe(seat.rank),
+                tuple(seat.waiting.missing(seat.rank)),
+                self.locate(seat.rank),
+                getattr(seat.waiting, "hint", None),
+            )
+            for seat in self.seats
+            if seat.waiting is not None
+        ]
+
+    def _end(self, failure: BaseException, root: int) -> None:
+        self.ended, self.failure, self.root = True, failure, root
+        for seat in self.seats:
+            if seat.waiting is not None:
+                seat.place = self.locate(seat.rank)
+        self._release_waiting()
+
+    def _release_waiting(self) -> None:
+        waiting = [seat for seat in self.seats if seat.waiting is not None]
+        waiting.sort(key=lambda seat: seat.rank != self.root)  # the root first
+        for seat in waiting:
+            seat.waiting = None
+        self._ready.extend(waiting)
+
+    def _unwind(self, seat: Seat) -> None:
+        if self._must_raise is seat:
+            self._must_raise = None
+            assert self.failure is not None
+            raise self.failure
+        raise Cancelled(f"the run has ended because of rank {self.root}")
+
+    def _pass_turn(self, seat: Seat) -> None:
+        following = self._next()
+        if following is not seat:
+            self._hand_over(seat, following)
+            seat.turn.acquire()
+
+    def _hand_over(self, seat: Seat, following: Seat | None) -> None:
+        self._isolation.switch(seat.rank, None if following is None else following.rank)
+        self.running = following
+        (self.done if following is None else following.turn).release()

@@ -1,0 +1,425 @@
+"""The host of the `sim` backend: ranks are threads of this process that stay warm from run to run.
+
+A run gives each thread a rank's part (a RankContext); the scheduler decides whose turn it is. When a rank does not
+come back within the time limit, the threads of that run are abandoned and the next run gets new ones.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import ctypes
+import io
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TextIO
+
+from smp_core.backends import frames
+from smp_core.backends.base import (
+    PROTOCOL_VERSION,
+    Job,
+    Outcome,
+    OutcomeKind,
+    Report,
+    VerdictKind,
+    World,
+)
+from smp_core.backends.hosts import current
+from smp_core.backends.hosts.diagnosis import ranks_text, wait_lines
+from smp_core.backends.hosts.isolation import Isolation
+from smp_core.backends.hosts.scheduler import Scheduler, Seat
+from smp_core.errors import (
+    BackendError,
+    Cancelled,
+    CollectiveMismatchError,
+    DeadlockError,
+    LeakError,
+    RunTimeout,
+    SmpError,
+)
+
+_GRACE = 1.0  # seconds that an abandoned rank gets to unwind before its thread is given up
+
+
+class RankFabric(Protocol):
+    """What the fabric keeps for one rank of one run."""
+
+    def enter(self) -> None:
+        """Called in the rank's thread before the body."""
+
+    def leave(self) -> None:
+        """Called in the rank's thread after the body, however it ended."""
+
+
+class WorldFabric(Protocol):
+    """What the fabric keeps for all ranks of one run."""
+
+    def rank_fabric(self, context: RankContext) -> RankFabric: ...
+
+    def leaks(self, strict: bool) -> tuple[list[str], list[str]]:
+        """After all ranks have returned: what was left behind that fails the run, and what only deserves a warning."""
+
+    def close(self) -> None: ...
+
+
+class RankContext:
+    """One rank of one run, as its own thread sees it."""
+
+    __slots__ = (
+        "fabric",
+        "job",
+        "outcome",
+        "rank",
+        "runtime",
+        "scheduler",
+        "seat",
+        "size",
+        "thread",
+        "world",
+    )
+
+    def __init__(
+        self, rank: int, size: int, job: Job, scheduler: Scheduler, thread: _RankThread
+    ) -> None:
+        self.rank, self.size, self.job = rank, size, job
+        self.scheduler, self.seat, self.thread = scheduler, scheduler.seats[rank], thread
+        self.outcome: Outcome | None = None
+        self.runtime: Any = None  # what smp.init builds
+        self.fabric: Any = None  # what the fabric's `rank_fabric` builds, when the rank starts
+
+    def check(self) -> None:
+        """Every communication call starts here."""
+        self.scheduler.check(self.seat)
+
+
+class _RankThread:
+    """A warm thread. It sleeps on its turn, runs the part it was given, and sleeps again."""
+
+    def __init__(self, rank: int) -> None:
+        self.turn = _thread.allocate_lock()
+        self.turn.acquire()
+        self.part: Callable[[], None] | None = None
+        self.abandoned = False
+        self.thread = threading.Thread(target=self._serve, name=f"smp rank {rank}", daemon=True)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        try:
+            self.turn.acquire()
+            _use_one_compute_thread()
+            while self.part is not None:
+                part, self.part = self.part, None
+                part()
+                del part
+                if self.abandoned:
+                    return
+                self.turn.acquire()
+        except Cancelled:  # injected into an abandoned rank that had just come back
+            return
+
+    def close(self) -> None:
+        self.part = None
+        self.turn.release()
+        self.thread.join()
+
+
+def _use_one_compute_thread() -> None:
+    """Compute on this rank thread alone, as launchers of real ranks do by OMP_NUM_THREADS=1."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.get_num_threads()  # torch sets its default in a thread at first use: have that behind us
+        torch.set_num_threads(1)
+
+
+def _keep_compute_threads() -> None:
+    """Undo what the above does to the default of threads to come; called in the controller."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(torch.get_num_threads())
+
+
+class _Output:
+    """Stands in for sys.stdout or sys.stderr: each rank's text goes to a buffer of its own."""
+
+    def __init__(self, outside: TextIO, size: int) -> None:
+        self._outside = outside
+        self._buffers: list[io.StringIO | None] = [None] * size
+
+    def _target(self) -> TextIO:
+        context = current.current()
+        rank = context.rank if context is not None else current.parent_rank()
+        if rank is None or rank >= len(self._buffers):
+            return self._outside
+        buffer = self._buffers[rank]
+        if buffer is None:
+            buffer = self._buffers[rank] = io.StringIO()
+        return buffer
+
+    def write(self, text: str) -> int:
+        return self._target().write(text)
+
+    def flush(self) -> None:
+        self._target().flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target() if name == "writelines" else self._outside, name)
+
+    def text(self, rank: int) -> str:
+        buffer = self._buffers[rank]
+        return "" if buffer is None else buffer.getvalue()
+
+
+class ThreadWorld:
+    """A world of `size` rank threads."""
+
+    def __init__(self, host: ThreadHost, size: int) -> None:
+        self.size = size
+        self._host = host
+
+    def run(self, job: Job) -> Report:
+        """Run the job on every rank; see the World protocol."""
+        return self._host.run(job, self.size)
+
+
+class ThreadHost:
+    """Keeps the threads, and runs one job at a time on as many of them as it needs."""
+
+    protocol = PROTOCOL_VERSION
+
+    def __init__(self, make_fabric: Callable[[int], WorldFabric]) -> None:
+        self._make_fabric = make_fabric
+        self._threads: list[_RankThread] = []
+        self._running = False
+        self.abandoned = 0  # threads that never came back
+
+    def open(self, size: int) -> World:
+        """A world of ``size`` ranks; threads are made when a run needs them."""
+        if size < 1:
+            raise BackendError(f"a world needs at least one rank, not {size}")
+        return ThreadWorld(self, size)
+
+    def close(self) -> None:
+        """End all rank threads."""
+        threads, self._threads = self._threads, []
+        for thread in threads:
+            thread.close()
+
+    def run(self, job: Job, size: int) -> Report:
+        """Run ``job`` on ranks 0 to ``size`` - 1."""
+        if self._running or current.current() is not None:
+            raise BackendError(
+                "a run was started inside another run; a world runs one job at a time"
+            )
+        self._running = True
+        try:
+            return self._run(job, size)
+        finally:
+            self._running = False
+
+    def _run(self, job: Job, size: int) -> Report:
+        new = range(len(self._threads), size)
+        self._threads += [_RankThread(rank) for rank in new]
+        threads = self._threads[:size]
+        seats = [Seat(rank, thread.turn) for rank, thread in enumerate(threads)]
+        isolation = Isolation(size, job.seed)
+        scheduler = Scheduler(seats, isolation, lambda rank: _place(threads[rank]))
+        fabric = self._make_fabric(size)
+        contexts = [
+            RankContext(rank, size, job, scheduler, thread) for rank, thread in enumerate(threads)
+        ]
+        for context, thread in zip(contexts, threads, strict=True):
+            thread.part = _Part(context, fabric)
+        streams = None
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(current.child_threads())
+            stack.callback(fabric.close)
+            if new:
+                stack.callback(_keep_compute_threads)
+            if job.capture:
+                streams = stack.enter_context(_captured(size))
+            try:
+                scheduler.start()
+                limit = -1 if job.timeout is None else job.timeout
+                while not (came_back := scheduler.done.acquire(timeout=limit)) and job.patience():
+                    pass
+            except BaseException as interruption:  # Ctrl-C, or a signal handler of another plugin
+                self._give_up(scheduler, contexts, interruption)
+                raise
+            timeout = None
+            if not came_back:
+                timeout = _timeout(job, scheduler, contexts)
+                self._give_up(scheduler, contexts, timeout)
+            report = _report(job, scheduler, contexts, fabric, timeout)
+        if streams is not None:
+            for outcome in report.outcomes:
+                outcome.stdout, outcome.stderr = (stream.text(outcome.rank) for stream in streams)
+        return report
+
+    def _give_up(
+        self, scheduler: Scheduler, contexts: list[RankContext], reason: BaseException
+    ) -> None:
+        """Leave the ranks of a run that does not end behind; the next run gets new threads."""
+        scheduler.abandon(reason)
+        for context in contexts:
+            context.thread.abandoned = True
+        running = scheduler.running
+        if running is not None:
+            _interrupt(contexts[running.rank].thread.thread)
+        self._threads = self._threads[len(contexts) :]
+        came_back = scheduler.done.acquire(timeout=_GRACE)
+        if not came_back:
+            scheduler.restore()
+            self.abandoned += sum(not context.seat.finished for context in contexts)
+
+
+class _Part:
+    """What one thread does in one run."""
+
+    __slots__ = ("_context", "_fabric")
+
+    def __init__(self, context: RankContext, fabric: WorldFabric) -> None:
+        self._context, self._fabric = context, fabric
+
+    def __call__(self) -> None:
+        context = self._context
+        current.set_current(context)
+        try:
+            if context.thread.abandoned:
+                context.outcome = Outcome(
+                    context.rank, OutcomeKind.CANCELLED, detail="the run was given up"
+                )
+            else:
+                context.outcome = _outcome(context, self._fabric)
+        except BaseException as error:  # an exception injected into the last lines of _outcome
+            context.outcome = Outcome(context.rank, OutcomeKind.CANCELLED, error=error)
+        finally:
+            current.set_current(None)
+            context.scheduler.finish(context.seat)
+
+
+def _outcome(context: RankContext, fabric: WorldFabric) -> Outcome:
+    """Run the body on this rank and say how it ended."""
+    job, rank = context.job, context.rank
+    rank_fabric = context.fabric = fabric.rank_fabric(context)
+    try:
+        rank_fabric.enter()
+        args, kwargs = job.arguments(rank)
+        entered = job.context()
+        if entered is None:
+            value = job.body(*args, **kwargs)
+        else:
+            with entered:
+                value = job.body(*args, **kwargs)
+        return Outcome(rank, OutcomeKind.RETURNED, value)
+    except Cancelled as error:
+        return Outcome(rank, OutcomeKind.CANCELLED, detail=str(error))
+    except job.skips as error:
+        frames.cut_traceback(error, ours=False)
+        return Outcome(rank, OutcomeKind.SKIPPED, error=error)
+    except BaseException as error:
+        frames.cut_traceback(error, ours=isinstance(error, SmpError))
+        context.scheduler.fail(context.seat, error)
+        return Outcome(rank, OutcomeKind.RAISED, error=error)
+    finally:
+        rank_fabric.leave()
+
+
+def _place(thread: _RankThread) -> frames.Place | None:
+    assert thread.thread.ident is not None
+    return frames.user_place(sys._current_frames().get(thread.thread.ident))
+
+
+def _interrupt(thread: threading.Thread) -> None:
+    """Raise Cancelled in a thread at its next bytecode: ends a loop in Python, not one in C."""
+    assert thread.ident is not None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread.ident), ctypes.py_object(Cancelled)
+    )
+
+
+@contextlib.contextmanager
+def _captured(size: int) -> Iterator[tuple[_Output, _Output]]:
+    outside = sys.stdout, sys.stderr
+    streams = _Output(sys.stdout, size), _Output(sys.stderr, size)
+    sys.stdout, sys.stderr = streams  # type: ignore[assignment]
+    try:
+        yield streams
+    finally:
+        sys.stdout, sys.stderr = outside
+
+
+def _timeout(job: Job, scheduler: Scheduler, contexts: list[RankContext]) -> RunTimeout:
+    """The verdict on a run that did not end in time: every rank's state and stack."""
+    stacks = sys._current_frames()
+    lines = [f"timeout: the run did not end within {job.timeout:g} s (--smp-timeout)"]
+    for context in sorted(
+        contexts, key=lambda each: each.seat is not scheduler.running
+    ):  # the one to blame first
+        rank, waiting = context.rank, context.seat.waiting
+        if context.seat.finished:
+            lines.append(f"rank {rank} has returned")
+            continue
+        if context.fabric is None:
+            lines.append(f"rank {rank} has not started")
+            continue
+        if waiting is not None:
+            lines.append(
+                f"rank {rank} waits in {waiting.describe(rank)} for {ranks_text(waiting.missing(rank))}"
+            )
+        elif context.seat is scheduler.running:
+            lines.append(
+                f"rank {rank} never came back: it computes, or waits where the scheduler cannot see"
+            )
+        else:
+            lines.append(f"rank {rank} can go on, and has no turn")
+        frame = stacks.get(context.thread.thread.ident or 0)
+        if frame is not None:
+            lines.append(frames.stack_text(frame))
+    return RunTimeout("\n".join(lines))
+
+
+def _report(
+    job: Job,
+    scheduler: Scheduler,
+    contexts: list[RankContext],
+    fabric: WorldFabric,
+    timeout: RunTimeout | None,
+) -> Report:
+    """Put the ranks' outcomes together and find the verdict on the world."""
+    outcomes = []
+    waits = {wait.rank: wait for wait in scheduler.stuck}
+    for context in contexts:
+        outcome = context.outcome
+        if timeout is not None or outcome is None:
+            outcome = outcome or Outcome(context.rank, OutcomeKind.STUCK, detail="never came back")
+        elif outcome.rank in waits:
+            outcome.kind = OutcomeKind.STUCK
+            outcome.detail = "\n".join(wait_lines([waits[outcome.rank]])).strip()
+        elif outcome.kind is OutcomeKind.CANCELLED:
+            place = f" at {context.seat.place}" if context.seat.place is not None else ""
+            outcome.detail = f"cancelled because of rank {scheduler.root}{place}"
+        outcomes.append(outcome)
+    if timeout is not None:
+        return Report(VerdictKind.TIMED_OUT, outcomes, None, timeout)
+    failure = scheduler.failure
+    if failure is not None:
+        return Report(_verdict(failure), outcomes, scheduler.root, failure)
+    fatal, minor = fabric.leaks(job.strict)
+    if fatal:
+        error = LeakError(
+            "\n".join(["leak: the run left something behind", *(f"  {line}" for line in fatal)])
+        )
+        return Report(VerdictKind.LEAK, outcomes, None, error, warnings=minor)
+    return Report(VerdictKind.PASSED, outcomes, warnings=minor)
+
+
+_VERDICTS: tuple[tuple[type[BaseException], VerdictKind], ...] = (
+    (DeadlockError, VerdictKind.DEADLOCK),
+    (CollectiveMismatchError, VerdictKind.MISMATCH),
+    (LeakError, VerdictKind.LEAK),
+)
+
+
+def _verdict(failure: BaseException) -> VerdictKind:
+    return next((kind for cls, kind in _VERDICTS if isinstance(failure, cls)), VerdictKind.FAILED)

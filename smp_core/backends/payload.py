@@ -1,0 +1,94 @@
+"""Objects by value: what passes between ranks is pickled once and unpickled by each receiver."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from smp_core.errors import PayloadError
+
+# Immutable and without parts: sharing one of these cannot be told from copying it.
+_ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None), type(Ellipsis)})
+
+_Dumps = Callable[[object], bytes]
+
+
+def plain_dumps(obj: object) -> bytes:
+    """By pickle's newest protocol: classes and functions by name."""
+    return pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+class Payload:
+    """One object, frozen at the time of the call; ``thaw`` gives a copy that nobody else holds."""
+
+    __slots__ = ("_atom", "_data")
+
+    def __init__(self, obj: object, call: str, dumps: _Dumps = plain_dumps) -> None:
+        """Freeze ``obj``. Raises PayloadError, naming ``call`` and the part that cannot be pickled."""
+        self._data: bytes | None = None
+        self._atom: object = None
+        if type(obj) in _ATOMS:
+            self._atom = obj
+            return
+        try:
+            self._data = dumps(obj)
+        except Exception as error:
+            path, part = _culprit(obj, dumps)
+            what = f"{path or 'the object'} ({_short(part)}, a {type(part).__qualname__})"
+            raise PayloadError(
+                f"{call}: cannot pickle {what}: {type(error).__name__}: {error}. "
+                "Objects pass between ranks by value; send what can be pickled."
+            ) from None
+
+    def thaw(self) -> Any:
+        """A copy of the object as it was when frozen."""
+        return self._atom if self._data is None else pickle.loads(self._data)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the pickle in bytes, 0 for an atom."""
+        return 0 if self._data is None else len(self._data)
+
+
+def _short(obj: object, limit: int = 120) -> str:
+    try:
+        text = repr(obj)
+    except (
+        Exception
+    ) as error:  # a broken __repr__ must not hide the message that it would be part of
+        text = f"<repr raised {type(error).__name__}>"
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _parts(obj: object) -> Iterator[tuple[str, object]]:
+    if isinstance(obj, dict):
+        for key, value in obj.items():
+            yield f"key {_short(key, 40)}", key
+            yield f"[{_short(key, 40)}]", value
+    elif isinstance(obj, list | tuple):
+        for index, value in enumerate(obj):
+            yield f"[{index}]", value
+    elif isinstance(obj, set | frozenset):
+        for value in obj:
+            yield f"{{{_short(value, 40)}}}", value
+    else:
+        for name, value in getattr(obj, "__dict__", {}).items():
+            yield f".{name}", value
+
+
+def _culprit(obj: object, dumps: _Dumps) -> tuple[str, object]:
+    """The innermost part that cannot be pickled by itself, and the path to it from ``obj``."""
+    path, seen = "", {id(obj)}
+    while True:
+        for step, part in _parts(obj):
+            if id(part) in seen or type(part) in _ATOMS:
+                continue
+            seen.add(id(part))
+            try:
+                dumps(part)
+            except Exception:
+                path, obj = path + step, part
+                break
+        else:
+            return path, obj

@@ -1,0 +1,77 @@
+"""Every error that the project raises on purpose.
+
+What a user can catch derives from :class:`SmpError` and, where Python has a fitting built-in class, from
+that too. The two exceptions that are no errors of the user's (:class:`Cancelled`, :class:`RunTimeout`)
+derive from ``BaseException``, so that no ``except Exception`` in a test body swallows them.
+"""
+
+
+class SmpError(Exception):
+    """Base of all errors that the project raises on purpose."""
+
+
+class ConfigError(SmpError, ValueError):
+    """Raised when a configuration has an unknown key, a bad value, or values that contradict each other.
+
+    The message names the key, the value and the rule. Sources: SMP_API.md section 3.
+    """
+
+
+class NotInitializedError(SmpError, RuntimeError):
+    """Raised when an API call needs ``smp.init`` and this rank has not called it."""
+
+
+class AlreadyInitializedError(SmpError, RuntimeError):
+    """Raised when ``smp.init`` is called again with a different configuration."""
+
+
+class RankError(SmpError, ValueError):
+    """Raised when a rank is out of range, is not in the group, or names the caller itself."""
+
+
+class PayloadError(SmpError, TypeError):
+    """Raised on the sender when an object cannot be pickled; names the part that cannot."""
+
+
+class UnsupportedError(SmpError, NotImplementedError):
+    """Raised when a backend is asked for an operation or dtype that it does not claim."""
+
+
+class ThreadError(SmpError, RuntimeError):
+    """Raised when a call that belongs to a rank is made in a thread that is not that rank."""
+
+
+class BackendError(SmpError, RuntimeError):
+    """Raised when a backend is unknown, cannot be opened, or does not fit the installed libraries."""
+
+
+class VerdictError(SmpError, RuntimeError):
+    """Base of the verdicts on a whole world: what ended the run is a fact about all of its ranks."""
+
+
+class DeadlockError(VerdictError):
+    """Raised when no rank can run: each rank's operation and the wait-for graph are in the message."""
+
+
+class CollectiveMismatchError(VerdictError):
+    """Raised when ranks make different calls at one sequence number of a group; names both calls."""
+
+
+class LeakError(VerdictError):
+    """Raised when a run ends with a message never received or an asynchronous work never waited for."""
+
+
+class RankDisagreementError(VerdictError):
+    """Raised when the ranks of one test do not agree whether to skip it or to expect its failure."""
+
+
+class RunTimeout(BaseException):
+    """Raised in the controller when a run exceeds its time limit; carries every rank's stack.
+
+    A ``BaseException``, because Hypothesis must not shrink it: each further example would take the whole
+    limit again.
+    """
+
+
+class Cancelled(BaseException):
+    """Raised in a rank whose world has ended, to unwind it. Passes through ``except Exception``."""

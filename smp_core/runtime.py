@@ -1,0 +1,185 @@
+"""What ``smp.init`` builds, one per rank: the configuration, the topology, and the fabric. Who am I?
+
+A rank of a simulated world is a thread and keeps its runtime in its rank context. Everywhere else the runtime
+belongs to the process.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from smp_core.backends.base import Fabric, Group
+from smp_core.backends.hosts import current as rank_threads
+from smp_core.config import Config
+from smp_core.errors import AlreadyInitializedError, BackendError, ConfigError, NotInitializedError
+from smp_core.topology import GroupKind, Topology
+
+_LAUNCHER_PARAMETERS = "SM_HP_MP_PARAMETERS"
+
+
+class Runtime:
+    """One rank's place in the world."""
+
+    __slots__ = ("_groups", "config", "fabric", "rank", "size", "topology")
+
+    def __init__(self, config: Config, topology: Topology, fabric: Fabric) -> None:
+        self.config, self.topology, self.fabric = config, topology, fabric
+        self.rank, self.size = fabric.rank, fabric.size
+        self._groups: dict[GroupKind, Group] = {}
+
+    def group(self, kind: GroupKind) -> Group:
+        """The group of this kind that this rank is in."""
+        group = self._groups.get(kind)
+        if group is None:
+            name = "WORLD" if kind is GroupKind.WORLD else f"{kind.name}_GROUP"
+            group = self._groups[kind] = Group(name, self.topology.group(kind, self.rank))
+        return group
+
+    def position(self, kind: GroupKind) -> int:
+        """This rank's index in its group of this kind."""
+        return self.topology.position(kind, self.rank)
+
+
+class _Process:
+    """The runtime of a process that is no simulated rank."""
+
+    runtime: Runtime | None = None
+
+
+def init(config: Mapping[str, Any] | None = None) -> None:
+    """Initialise the API on this rank; the first call of a script.
+
+    ``config`` maps the parameters of SMP_API.md section 3 to values; those that the launcher sets, as JSON in the
+    environment variable SM_HP_MP_PARAMETERS, win over it (1.2). Calling again changes nothing if the configuration is
+    the same or ``None``.
+
+    Raises ConfigError for a bad configuration, AlreadyInitializedError for a different one.
+    """
+    context = rank_threads.current()
+    if context is not None and context.runtime is None and context.job.parameters:
+        context.runtime = _build(context.job.parameters, context.fabric)
+    runtime = _Process.runtime if context is None else context.runtime
+    if runtime is not None:
+        if config is not None and _parse(config, _launcher_parameters()) != runtime.config:
+            raise AlreadyInitializedError(
+                f"smp.init: rank {runtime.rank} is initialised with {runtime.config!r}; it cannot change to "
+                f"{dict(config)!r}. Call smp.shutdown() first, or pass one configuration everywhere"
+            )
+        return
+    if context is not None:
+        context.runtime = _build(config, context.fabric)
+    else:
+        rank_threads.refuse_child_thread()
+        _Process.runtime = _build(config, _process_fabric())
+
+
+def is_initialized() -> bool:
+    """Whether ``init`` has run on this rank (SMP_API.md 1.2)."""
+    context = rank_threads.current()
+    return (_Process.runtime if context is None else context.runtime) is not None
+
+
+def shutdown() -> None:
+    """Forget the runtime of this rank; ``init`` may be called again. Does nothing before ``init``."""
+    context = rank_threads.current()
+    if context is None:
+        _Process.runtime = None
+    else:
+        context.runtime = None
+
+
+def current(call: str) -> Runtime:
+    """This rank's runtime. Raises NotInitializedError, naming ``call``, before ``init``."""
+    context = rank_threads.current()
+    if context is None:
+        if _Process.runtime is not None:
+            return _Process.runtime
+        rank_threads.refuse_child_thread()
+        raise NotInitializedError(
+            f"{call}: call smp.init() first; it must be the first call of the script"
+        )
+    runtime: Runtime | None = context.runtime
+    if runtime is None:
+        if not context.job.automatic_init:
+            raise NotInitializedError(f"{call}: rank {context.rank} has not called smp.init()")
+        runtime = context.runtime = _build(context.job.parameters, context.fabric)
+    return runtime
+
+
+def _build(config: Mapping[str, Any] | None, fabric: Fabric) -> Runtime:
+    parsed = _parse(config, _launcher_parameters())
+    return Runtime(parsed, _topology(parsed, fabric.size), fabric)
+
+
+def _launcher_parameters() -> str:
+    return os.environ.get(_LAUNCHER_PARAMETERS, "")
+
+
+def _parse(config: Mapping[str, Any] | None, launcher: str) -> Config:
+    try:
+        key = tuple(sorted((config or {}).items()))
+        return _parse_cached(key, launcher)
+    except (
+        TypeError,
+        AttributeError,
+    ):  # not a mapping, or not hashable: Config.parse says what is wrong
+        return Config.parse(config, launcher=_load(launcher))
+
+
+@functools.lru_cache(maxsize=256)
+def _parse_cached(items: tuple[tuple[str, Any], ...], launcher: str) -> Config:
+    return Config.parse(dict(items), launcher=_load(launcher))
+
+
+def _load(launcher: str) -> Mapping[str, Any] | None:
+    if not launcher:
+        return None
+    try:
+        parameters = json.loads(launcher)
+    except ValueError as error:
+        raise ConfigError(
+            f"environment variable {_LAUNCHER_PARAMETERS} is not JSON: {error}"
+        ) from None
+    if not isinstance(parameters, dict):
+        raise ConfigError(
+            f"environment variable {_LAUNCHER_PARAMETERS} must hold a JSON object, not {launcher!r}"
+        )
+    return parameters
+
+
+@functools.lru_cache(maxsize=256)
+def _topology(config: Config, size: int) -> Topology:
+    config.check_world(size)
+    return Topology(
+        size=size,
+        pipeline=config.pipeline_parallel_degree,
+        tensor=config.tensor_parallel_degree,
+        sharding=config.sharded_data_parallel_degree,
+        placement=config.placement_strategy,
+    )
+
+
+def _process_fabric() -> Fabric:
+    ranks = (
+        os.environ.get("WORLD_SIZE")
+        or os.environ.get("OMPI_COMM_WORLD_SIZE")
+        or os.environ.get("PMI_SIZE")
+        or "1"
+    )
+    if ranks != "1":
+        raise BackendError(
+            f"smp.init: this process was launched as one of {ranks} ranks, and no backend for launched ranks is "
+            "installed; the sim backend runs ranks inside one process (pytest --smp-ranks=8)"
+        )
+    from smp_core.backends.fabrics.solo import SoloFabric
+
+    return SoloFabric()
+
+
+def validate(config: Mapping[str, Any] | None, size: int) -> None:
+    """Raise ConfigError if ``config`` is bad, or does not fit a world of ``size`` ranks. Starts nothing."""
+    _topology(_parse(config, _launcher_parameters()), size)
