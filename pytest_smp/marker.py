@@ -1,4 +1,6 @@
-"""The marker ``@pytest.mark.smp(ranks=..., **config)``: what it may say, checked when tests are collected."""
+"""The marker ``@pytest.mark.smp(ranks=..., **config)``: what it may say, checked when tests are
+collected.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ import pytest
 
 from pytest_smp.settings import Settings
 
-# Fixtures that act on the controller's process or test item: a copy on each rank would do nothing, or harm.
+# Fixtures that act on the controller's process or test item: a copy on each rank would do nothing,
+# or harm.
 _NOT_ON_RANKS = {
     "monkeypatch": "patch inside the body, or in a fixture of your own",
     "request": "read what you need from it in a fixture of your own",
@@ -42,7 +45,8 @@ class Request:
 
 
 def request_of(definition: pytest.Item | Any, settings: Settings) -> Request | None:
-    """What the test's markers say, or None for a test without. Markers nearer to the test win, key by key.
+    """What the test's markers say, or None for a test without. Markers nearer to the test win, key
+    by key.
 
     Raises ``Collector.CollectError`` with the test's name for anything that cannot work.
     """
@@ -69,7 +73,7 @@ def request_of(definition: pytest.Item | Any, settings: Settings) -> Request | N
     return Request(counts, many, keywords)
 
 
-def _check_count(definition: Any, count: object, settings: Settings) -> None:
+def _check_count(definition: Any, count: Any, settings: Settings) -> None:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         _refuse(
             definition, f"ranks={count!r}: must be a whole number of at least 1, or a list of them"

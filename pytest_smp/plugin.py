@@ -36,6 +36,12 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return f"smp: {chosen.ranks} ranks on {chosen.backend}" if settings.chosen(config) else None
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    from pytest_smp import summary
+
+    summary.write(terminalreporter)
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     controller = config.stash.get(_CONTROLLER, None)
     if controller is not None:
@@ -97,13 +103,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     callspec = getattr(pyfuncitem, "callspec", None)
     ranks = request.ranks[0] if callspec is None else callspec.params.get(_RANKS, request.ranks[0])
     controller = _controller(pyfuncitem.config)
-    controller.last = None
+    controller.take_last()
+    error: BaseException | None = None
     try:
         MarkedTest(pyfuncitem, ranks, request.config).run(controller)
+    except BaseException as raised:
+        error = raised
+        raise
     finally:
-        if controller.last is not None:
-            results.add_to_item(pyfuncitem, controller.last, chosen.backend)
-            controller.last = None
+        report = controller.take_last()
+        if report is not None:
+            results.add_to_item(pyfuncitem, report, chosen.backend, error)
     return True
 
 

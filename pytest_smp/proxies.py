@@ -1,6 +1,8 @@
-"""What the fixtures give: stateless stand-ins that find their rank, their world or their test when they are used.
+"""What the fixtures give: stateless stand-ins that find their rank, their world or their test when
+they are used.
 
-Hypothesis refuses function-scoped fixtures, so these live as long as the session. They pickle to themselves.
+Hypothesis refuses function-scoped fixtures, so these live as long as the session. They pickle to
+themselves.
 """
 
 from __future__ import annotations
@@ -74,10 +76,10 @@ class SmpWorld:
     ) -> list[Any]:
         """Run ``body(*args)`` on every rank of a world; return its values in rank order.
 
-        Each rank gets its own copy of the arguments. ``ranks`` is all that there are if not given; ``config`` is that
-        of ``smp.init``, which the first API call of a rank runs by itself unless ``init`` is false; ``timeout`` is in
-        seconds. Raises the root cause of a failed run (with the other ranks as notes), ConfigError or ValueError
-        before any rank starts.
+        Each rank gets its own copy of the arguments. ``ranks`` is all that there are if not given;
+        ``config`` is that of ``smp.init``, which the first API call of a rank runs by itself unless
+        ``init`` is false; ``timeout`` is in seconds. Raises the root cause of a failed run (with
+        the other ranks as notes), ConfigError or ValueError before any rank starts.
         """
         __tracebackhide__ = True
         how = self._how(ranks, config, timeout, init)

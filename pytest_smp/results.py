@@ -1,23 +1,26 @@
-"""From a run's report to what pytest shows: one exception with notes, sections per rank, machine-readable outcomes."""
+"""From a run's report to what pytest shows: one exception with notes, sections per rank,
+machine-readable outcomes.
+"""
 
 from __future__ import annotations
 
 import json
 import traceback
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from smp_core.backends.base import Outcome, OutcomeKind, Report, VerdictKind
 from smp_core.backends.hosts.diagnosis import ranks_text
-from smp_core.errors import RankDisagreementError
+from smp_core.errors import LeakError, RankDisagreementError
 
 
 def conclude(report: Report, backend: str) -> None:
     """Raise what a failed or skipped run is to raise; return for a run that passed.
 
-    It is the root-cause rank's own exception object, with the other ranks as notes: Hypothesis tells failures apart
-    by the exception, and a group of all ranks' would be as many failures.
+    It is the root-cause rank's own exception object, with the other ranks as notes: Hypothesis
+    tells failures apart by the exception, and a group of all ranks' would be as many failures.
     """
     __tracebackhide__ = True
     error = report.error
@@ -44,21 +47,39 @@ def _notes(report: Report, backend: str) -> list[str]:
     if report.verdict is not VerdictKind.FAILED:  # the message tells about every rank already
         return [f"verdict: {report.verdict} ({world}, {backend})"]
     root = next(outcome for outcome in report.outcomes if outcome.rank == report.root)
-    same = [outcome.rank for outcome in others if _signature(outcome) == _signature(root)]
-    rest = [outcome for outcome in others if outcome.rank not in same]
+    alike = [outcome for outcome in others if _line(outcome) == _line(root)]
+    same = [outcome.rank for outcome in alike if str(outcome.error) == str(root.error)]
+    other_values = [outcome.rank for outcome in alike if outcome.rank not in same]
+    rest = [outcome for outcome in others if outcome not in alike]
     lines = [f"raised by rank {report.root} of {world} ({backend})"]
     if same:
         lines.append(f"{ranks_text(same)}: the same")
+    if other_values:
+        lines.append(f"{ranks_text(other_values)}: the same line, other values")
     return ["; ".join(lines), *(f"  {text}" for text in _merged(rest))]
 
 
-def _signature(outcome: Outcome) -> tuple[Any, ...]:
+def _line(outcome: Outcome) -> tuple[Any, ...]:
+    """What an outcome has in common with another of the same cause: type of error and line."""
     error = outcome.error
     if error is None:
         return (outcome.kind, outcome.rank)
+    place = _place(error)
+    return type(error), place
+
+
+def _place(error: BaseException) -> tuple[str, int | None] | None:
     frames = traceback.extract_tb(error.__traceback__)
-    last = (frames[-1].filename, frames[-1].lineno) if frames else None
-    return type(error), str(error), last
+    return (frames[-1].filename, frames[-1].lineno) if frames else None
+
+
+def _line_text(error: BaseException) -> str | None:
+    """The user's line where the error was raised, with its source."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or isinstance(error, LeakError):  # a leak is found after the bodies have returned
+        return None
+    last = frames[-1]
+    return f"{Path(last.filename).name}:{last.lineno}: {last.line}"
 
 
 def _merged(outcomes: list[Outcome]) -> list[str]:
@@ -70,13 +91,19 @@ def _merged(outcomes: list[Outcome]) -> list[str]:
 
 def _describe(outcome: Outcome) -> str:
     if outcome.error is not None:
-        text = f"{type(outcome.error).__name__}: {outcome.error}".rstrip(": ")
-        return f"{outcome.kind}: {text}"
+        first_line = str(outcome.error).partition("\n")[0]
+        text = f"{outcome.kind}: {type(outcome.error).__name__}: {first_line}".rstrip(": ")
+        place = _place(outcome.error)
+        return text if place is None else f"{text} ({Path(place[0]).name}:{place[1]})"
     return outcome.detail or str(outcome.kind)
 
 
-def add_to_item(item: pytest.Item, report: Report, backend: str) -> None:
-    """Put the ranks' output into sections of the item's report, and their outcomes into its properties."""
+def add_to_item(
+    item: pytest.Item, report: Report, backend: str, error: BaseException | None
+) -> None:
+    """Put the ranks' output into sections of the item's report, and their outcomes into its
+    properties.
+    """
     for outcome in report.outcomes:
         for name, text in (("stdout", outcome.stdout), ("stderr", outcome.stderr)):
             if text:
@@ -91,4 +118,10 @@ def add_to_item(item: pytest.Item, report: Report, backend: str) -> None:
         "root": report.root,
         "ranks": ranks,
     }
+    if error is not None:
+        summary |= {
+            "error": f"{type(error).__name__}: {error}".rstrip(": "),
+            "line": _line_text(error),
+            "notes": list(getattr(error, "__notes__", ())),
+        }
     item.user_properties.append(("smp", json.dumps(summary)))

@@ -1,10 +1,13 @@
-"""Running a body on ranks: what the controller does for a marked test, for ``smp_world``, and for each example."""
+"""Running a body on ranks: what the controller does for a marked test, for ``smp_world``, and for
+each example.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+import sys
 import unittest
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +35,9 @@ class GroupLeftWarning(UserWarning):
 
 
 def _dumps(obj: object) -> bytes:
-    """By pickle, so that what can be imported stays itself; what cannot (a closure, a local class) by cloudpickle."""
+    """By pickle, so that what can be imported stays itself; what cannot (a closure, a local class)
+    by cloudpickle.
+    """
     try:
         return plain_dumps(obj)
     except Exception:
@@ -71,7 +76,10 @@ class Arguments:
 
 
 class Controller:
-    """Opens the backend when the first run needs it, and runs bodies on its ranks. One per session."""
+    """Opens the backend when the first run needs it, and runs bodies on its ranks.
+
+    One per session.
+    """
 
     def __init__(self, settings: Settings, capture: bool) -> None:
         self.settings = settings
@@ -79,8 +87,14 @@ class Controller:
         self.debugging = False  # a debugger is open: time stands still
         self.timed_out = 0  # runs that did not end
         self.tmp_path: TmpPath | None = None
-        self.last: Report | None = None  # of the item that runs
+        self._last: Report | None = None
         self._host: Host | None = None
+
+    def open(self) -> Host:
+        """The backend's host, opened at the first call."""
+        if self._host is None:
+            self._host = open_backend(self.settings.backend)
+        return self._host
 
     def report(
         self,
@@ -97,8 +111,7 @@ class Controller:
         runtime.validate(config, ranks)
         if self.tmp_path is not None:
             self.tmp_path.renew()
-        if self._host is None:
-            self._host = open_backend(self.settings.backend)
+        host = self.open()
         job = Job(
             body=body,
             arguments=Arguments(args, kwargs),
@@ -112,8 +125,9 @@ class Controller:
             skips=_SKIPS,
             context=_hypothesis_context(),
         )
-        report = self._host.open(ranks).run(job)
-        self.last = report
+        with _untraced():
+            report = host.open(ranks).run(job)
+        self._last = report
         if report.verdict is VerdictKind.TIMED_OUT:
             self.timed_out += 1
         for text in report.warnings:
@@ -123,11 +137,19 @@ class Controller:
     def run(
         self, body: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], **how: Any
     ) -> list[Any]:
-        """Run ``body`` and return its values in rank order. Raises the root cause of a run that failed."""
+        """Run ``body`` and return its values in rank order.
+
+        Raises the root cause of a run that failed.
+        """
         __tracebackhide__ = True
         report = self.report(body, args, kwargs, **how)
         results.conclude(report, self.settings.backend)
         return report.values
+
+    def take_last(self) -> Report | None:
+        """The report of the last run since this was last called."""
+        last, self._last = self._last, None
+        return last
 
     def close(self) -> None:
         """End the ranks."""
@@ -136,8 +158,24 @@ class Controller:
             host.close()
 
 
+@contextlib.contextmanager
+def _untraced() -> Iterator[None]:
+    """Keep Hypothesis's explanation to the user's lines: it traces the controller, which runs ours."""
+    trace = sys.gettrace()
+    if not type(getattr(trace, "__self__", None)).__module__.startswith("hypothesis"):
+        yield
+        return
+    sys.settrace(None)
+    try:
+        yield
+    finally:
+        sys.settrace(trace)
+
+
 def _hypothesis_context() -> Callable[[], contextlib.AbstractContextManager[Any] | None]:
-    """What lets ``st.data()``, ``assume``, ``note``, ``target`` and ``event`` work inside a rank thread."""
+    """What lets ``st.data()``, ``assume``, ``note``, ``target`` and ``event`` work inside a rank
+    thread.
+    """
     variable = getattr(control, "_current_build_context", None)  # private: FACTS 2.6
     if variable is None or not hasattr(variable, "with_value"):
         raise BackendError(
@@ -174,6 +212,7 @@ class MarkedTest:
         if handle is None:
             _no_value(item, controller.run(function, (), arguments, **how))
             return
+        controller.open()  # not in the first example, whose time Hypothesis takes
         inner = handle.inner_test
 
         @functools.wraps(inner)  # the database's key is a digest of source and signature

@@ -1,4 +1,6 @@
-"""The plugin's options: each a command-line flag, an ini key of the same name, a default, and a check."""
+"""The plugin's options: each a command-line flag, an ini key of the same name, a default, and a
+check.
+"""
 
 from __future__ import annotations
 

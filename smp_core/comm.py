@@ -1,4 +1,5 @@
-"""Object communication between ranks, and the getters of ranks, sizes and groups (SMP_API.md 1.5, 1.6; seed 000).
+"""Object communication between ranks, and the getters of ranks, sizes and groups (SMP_API.md 1.5,
+1.6; seed 000).
 
 All calls are synchronous, and take any picklable object. Each receiver gets a copy of its own.
 """
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 
 
 class CommGroup(enum.Enum):
-    """Which group of the calling rank a call is about. All six, though seed 000 lists three (SMP_API.md 8.8)."""
+    """Which group of the calling rank a call is about.
+
+    All six, though seed 000 lists three (SMP_API.md 8.8).
+    """
 
     WORLD = GroupKind.WORLD
     MP_GROUP = GroupKind.MP
@@ -29,7 +33,9 @@ class CommGroup(enum.Enum):
 
 
 class RankType(enum.Enum):
-    """How a rank number is to be read: as a position in which group of the calling rank (SMP_API.md 1.5, 8.8)."""
+    """How a rank number is to be read: as a position in which group of the calling rank (SMP_API.md
+    1.5, 8.8).
+    """
 
     WORLD_RANK = GroupKind.WORLD
     MP_RANK = GroupKind.MP
@@ -40,10 +46,12 @@ class RankType(enum.Enum):
 
 
 def broadcast(obj: object, group: CommGroup) -> None:
-    """Send ``obj`` to every other rank of ``group``. Called by the root alone; the receivers call ``recv_from``.
+    """Send ``obj`` to every other rank of ``group``. Called by the root alone; the receivers call
+    ``recv_from``.
 
-    Returns after every receiver's matching ``recv_from``. Any rank may be the root. In a group of one it returns
-    at once. Raises PayloadError, before anything is sent, if ``obj`` cannot be pickled. (SMP_API.md 1.6)
+    Returns after every receiver's matching ``recv_from``. Any rank may be the root. In a group of
+    one it returns at once. Raises PayloadError, before anything is sent, if ``obj`` cannot be
+    pickled. (SMP_API.md 1.6)
     """
     runtime = current("smp.broadcast")
     runtime.fabric.objects.broadcast(obj, runtime.group(_kind("smp.broadcast", group)))
@@ -52,18 +60,20 @@ def broadcast(obj: object, group: CommGroup) -> None:
 def send(obj: object, dest_rank: int, rank_type: RankType) -> None:
     """Send ``obj`` to one rank; returns after its matching ``recv_from``.
 
-    ``dest_rank`` is read in the space of ``rank_type`` within the caller's own group. Raises RankError if it is out
-    of range or the caller itself, PayloadError if ``obj`` cannot be pickled. (SMP_API.md 1.6)
+    ``dest_rank`` is read in the space of ``rank_type`` within the caller's own group. Raises
+    RankError if it is out of range or the caller itself, PayloadError if ``obj`` cannot be pickled.
+    (SMP_API.md 1.6)
     """
     runtime = current("smp.send")
     runtime.fabric.objects.send(obj, _peer(runtime, "smp.send", "dest_rank", dest_rank, rank_type))
 
 
 def recv_from(src_rank: int, rank_type: RankType) -> Any:
-    """Receive the next object that ``src_rank`` sends or broadcasts to this rank, in the order of its calls.
+    """Receive the next object that ``src_rank`` sends or broadcasts to this rank, in the order of
+    its calls.
 
-    ``src_rank`` is read in the space of ``rank_type`` within the caller's own group. Raises RankError if it is out
-    of range or the caller itself. (SMP_API.md 1.6)
+    ``src_rank`` is read in the space of ``rank_type`` within the caller's own group. Raises
+    RankError if it is out of range or the caller itself. (SMP_API.md 1.6)
     """
     runtime = current("smp.recv_from")
     return runtime.fabric.objects.recv_from(
@@ -72,16 +82,21 @@ def recv_from(src_rank: int, rank_type: RankType) -> Any:
 
 
 def allgather(obj: object, group: CommGroup) -> list[Any]:
-    """Gather one object from each rank of ``group``; element i is the object of the i-th rank, on every member.
+    """Gather one object from each rank of ``group``; element i is the object of the i-th rank, on
+    every member.
 
-    Returns after all members have joined. Raises PayloadError if ``obj`` cannot be pickled. (SMP_API.md 1.6)
+    Returns after all members have joined. Raises PayloadError if ``obj`` cannot be pickled.
+    (SMP_API.md 1.6)
     """
     runtime = current("smp.allgather")
     return runtime.fabric.objects.allgather(obj, runtime.group(_kind("smp.allgather", group)))
 
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
-    """Wait until every rank of ``group`` has called. Ranks of other groups are not waited for. (SMP_API.md 1.6)"""
+    """Wait until every rank of ``group`` has called.
+
+    Ranks of other groups are not waited for. (SMP_API.md 1.6)
+    """
     _barrier("smp.barrier", group)
 
 
@@ -100,14 +115,15 @@ def _barrier(call: str, group: CommGroup) -> None:
     runtime.fabric.objects.barrier(runtime.group(_kind(call, group)))
 
 
-def _kind(call: str, group: CommGroup) -> GroupKind:
+def _kind(call: str, group: object) -> GroupKind:
     if not isinstance(group, CommGroup):
         names = ", ".join(f"smp.CommGroup.{each.name}" for each in CommGroup)
         raise TypeError(f"{call}: group must be one of {names}, not {group!r}")
-    return group.value
+    kind: GroupKind = group.value
+    return kind
 
 
-def _peer(runtime: Runtime, call: str, name: str, rank: SupportsIndex, rank_type: RankType) -> int:
+def _peer(runtime: Runtime, call: str, name: str, rank: object, rank_type: object) -> int:
     """The world rank of a partner that is not the caller."""
     if not isinstance(rank_type, RankType):
         names = ", ".join(f"smp.RankType.{each.name}" for each in RankType)

@@ -1,8 +1,9 @@
 """Every error that the project raises on purpose.
 
-What a user can catch derives from :class:`SmpError` and, where Python has a fitting built-in class, from
-that too. The two exceptions that are no errors of the user's (:class:`Cancelled`, :class:`RunTimeout`)
-derive from ``BaseException``, so that no ``except Exception`` in a test body swallows them.
+What a user can catch derives from :class:`SmpError` and, where Python has a fitting built-in class,
+from that too. The two exceptions that are no errors of the user's (:class:`Cancelled`,
+:class:`RunTimeout`) derive from ``BaseException``, so that no ``except Exception`` in a test body
+swallows them.
 """
 
 
@@ -11,7 +12,8 @@ class SmpError(Exception):
 
 
 class ConfigError(SmpError, ValueError):
-    """Raised when a configuration has an unknown key, a bad value, or values that contradict each other.
+    """Raised when a configuration has an unknown key, a bad value, or values that contradict each
+    other.
 
     The message names the key, the value and the rule. Sources: SMP_API.md section 3.
     """
@@ -58,7 +60,9 @@ class CollectiveMismatchError(VerdictError):
 
 
 class LeakError(VerdictError):
-    """Raised when a run ends with a message never received or an asynchronous work never waited for."""
+    """Raised when a run ends with a message never received or an asynchronous work never waited
+    for.
+    """
 
 
 class RankDisagreementError(VerdictError):
@@ -68,8 +72,8 @@ class RankDisagreementError(VerdictError):
 class RunTimeout(BaseException):
     """Raised in the controller when a run exceeds its time limit; carries every rank's stack.
 
-    A ``BaseException``, because Hypothesis must not shrink it: each further example would take the whole
-    limit again.
+    A ``BaseException``, because Hypothesis must not shrink it: each further example would take the
+    whole limit again.
     """
 
 

@@ -1,9 +1,10 @@
 """The order of every reduction, as functions that an engine and its reference share.
 
-Values are folded pairwise along a balanced binary tree over rank order: neighbours first, then pairs of pairs, an odd
-one waits for the next level. Contiguous blocks of a power of two ranks are subtrees of that tree, so folding inside
-blocks and then over blocks gives the same bits as one fold. 16-bit and 8-bit floating types are folded in float32 and
-rounded once; an average is the sum with one division at the end. (DESIGN: tier "replayed"; ENGINES.md 2.2.)
+Values are folded pairwise along a balanced binary tree over rank order: neighbours first, then
+pairs of pairs, an odd one waits for the next level. Contiguous blocks of a power of two ranks are
+subtrees of that tree, so folding inside blocks and then over blocks gives the same bits as one
+fold. 16-bit and 8-bit floating types are folded in float32 and rounded once; an average is the sum
+with one division at the end. (DESIGN: tier "replayed"; ENGINES.md 2.2.)
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ _SMALL_FLOATS = frozenset(
         if isinstance(dtype, torch.dtype) and "float8" in str(dtype)
     }
 )
-# torch has few kernels for these on the CPU; sums and products modulo 2**n agree in the signed type.
+# torch has few kernels for these on the CPU; sums and products modulo 2**n agree in the signed
+# type.
 _UNSIGNED = {torch.uint16: torch.int64, torch.uint32: torch.int64}
 _INT64_MIN = -(2**63)
 
@@ -70,9 +72,11 @@ def why_not(op: str, dtype: torch.dtype) -> str | None:
 
 
 def reduce_tensors(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """Reduce tensors of one shape and dtype, in the order of the tree; returns a new tensor of that dtype.
+    """Reduce tensors of one shape and dtype, in the order of the tree; returns a new tensor of that
+    dtype.
 
-    ``op`` is one of REDUCE_OPS; ``bool`` adds and multiplies as "or" and "and". Integers wrap around.
+    ``op`` is one of REDUCE_OPS; ``bool`` adds and multiplies as "or" and "and". Integers wrap
+    around.
     """
     dtype = tensors[0].dtype
     combine = _COMBINE[op]

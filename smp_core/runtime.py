@@ -1,7 +1,8 @@
-"""What ``smp.init`` builds, one per rank: the configuration, the topology, and the fabric. Who am I?
+"""What ``smp.init`` builds, one per rank: the configuration, the topology, and the fabric. Who am
+I?
 
-A rank of a simulated world is a thread and keeps its runtime in its rank context. Everywhere else the runtime
-belongs to the process.
+A rank of a simulated world is a thread and keeps its runtime in its rank context. Everywhere else
+the runtime belongs to the process.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ class _Process:
 def init(config: Mapping[str, Any] | None = None) -> None:
     """Initialise the API on this rank; the first call of a script.
 
-    ``config`` maps the parameters of SMP_API.md section 3 to values; those that the launcher sets, as JSON in the
-    environment variable SM_HP_MP_PARAMETERS, win over it (1.2). Calling again changes nothing if the configuration is
-    the same or ``None``.
+    ``config`` maps the parameters of SMP_API.md section 3 to values; those that the launcher sets,
+    as JSON in the environment variable SM_HP_MP_PARAMETERS, win over it (1.2). Calling again
+    changes nothing if the configuration is the same or ``None``.
 
     Raises ConfigError for a bad configuration, AlreadyInitializedError for a different one.
     """
@@ -84,7 +85,10 @@ def is_initialized() -> bool:
 
 
 def shutdown() -> None:
-    """Forget the runtime of this rank; ``init`` may be called again. Does nothing before ``init``."""
+    """Forget the runtime of this rank; ``init`` may be called again.
+
+    Does nothing before ``init``.
+    """
     context = rank_threads.current()
     if context is None:
         _Process.runtime = None
@@ -181,5 +185,8 @@ def _process_fabric() -> Fabric:
 
 
 def validate(config: Mapping[str, Any] | None, size: int) -> None:
-    """Raise ConfigError if ``config`` is bad, or does not fit a world of ``size`` ranks. Starts nothing."""
+    """Raise ConfigError if ``config`` is bad, or does not fit a world of ``size`` ranks.
+
+    Starts nothing.
+    """
     _topology(_parse(config, _launcher_parameters()), size)

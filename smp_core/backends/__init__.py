@@ -1,4 +1,7 @@
-"""Backends: how ranks come to exist (host) and what they exchange data through (fabric). The table of names."""
+"""Backends: how ranks come to exist (host) and what they exchange data through (fabric).
+
+The table of names.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ BACKENDS = {
 
 
 def open_backend(name: str) -> Host:
-    """Open the host of the backend of this name. Raises BackendError if there is none, or it is not for us."""
+    """Open the host of the backend of this name.
+
+    Raises BackendError if there is none, or it is not for us.
+    """
     backend = BACKENDS.get(name)
     if backend is None:
         near = difflib.get_close_matches(name, BACKENDS, n=1)

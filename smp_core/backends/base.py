@@ -1,9 +1,11 @@
 """The protocols between the API, the harness and a backend, and the values that pass between them.
 
-A *host* opens a *world* of ranks; ``World.run(job)`` runs one body on every rank and returns a *report*. On each
-rank the *fabric* gives the default process group and the object transport. Nothing here imports torch.
+A *host* opens a *world* of ranks; ``World.run(job)`` runs one body on every rank and returns a
+*report*. On each rank the *fabric* gives the default process group and the object transport.
+Nothing here imports torch.
 
-The protocols carry a version: a backend states which one it was written for, and another one is refused.
+The protocols carry a version: a backend states which one it was written for, and another one is
+refused.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ PROTOCOL_VERSION = 1
 class Group:
     """An ordered list of world ranks, and the name that messages give it.
 
-    Two groups of the same members but different names are different groups, as they are on a real backend.
+    Two groups of the same members but different names are different groups, as they are on a real
+    backend.
     """
 
     name: str
@@ -34,18 +37,23 @@ class Group:
 class ObjectTransport(Protocol):
     """What carries picklable objects between ranks, one operation per call, by world ranks.
 
-    Every call is synchronous (SMP_API.md 1.6). Each receiver gets a copy of its own. The caller has checked that
-    ranks are in range, in the group, and not its own.
+    Every call is synchronous (SMP_API.md 1.6). Each receiver gets a copy of its own. The caller has
+    checked that ranks are in range, in the group, and not its own.
     """
 
     def send(self, obj: object, dest: int) -> None:
-        """Return after ``dest`` has taken the object. Raises PayloadError here if it cannot be pickled."""
+        """Return after ``dest`` has taken the object.
+
+        Raises PayloadError here if it cannot be pickled.
+        """
 
     def broadcast(self, obj: object, group: Group) -> None:
         """Send to every other member; return after all of them have taken the object."""
 
     def recv_from(self, src: int) -> Any:
-        """Return the next object that ``src`` sent or broadcast to this rank, in the order of sending."""
+        """Return the next object that ``src`` sent or broadcast to this rank, in the order of
+        sending.
+        """
 
     def allgather(self, obj: object, group: Group) -> list[Any]:
         """Return the members' objects in the order of the group."""
@@ -93,8 +101,8 @@ class OutcomeKind(enum.StrEnum):
 class Outcome:
     """How one rank's part in a run ended.
 
-    ``error`` is the exception of a rank that raised or skipped; ``detail`` says in words where a stuck rank was
-    and whom it waited for, or because of whom a rank was cancelled.
+    ``error`` is the exception of a rank that raised or skipped; ``detail`` says in words where a
+    stuck rank was and whom it waited for, or because of whom a rank was cancelled.
     """
 
     rank: int
@@ -108,7 +116,9 @@ class Outcome:
 
 @dataclasses.dataclass(slots=True)
 class Report:
-    """What a run gave: the world's verdict, the rank and exception that caused it, one outcome per rank."""
+    """What a run gave: the world's verdict, the rank and exception that caused it, one outcome per
+    rank.
+    """
 
     verdict: VerdictKind
     outcomes: list[Outcome]
@@ -136,8 +146,8 @@ def no_context() -> AbstractContextManager[Any] | None:
 class Job:
     """One body to run on every rank of a world.
 
-    ``arguments(rank)`` gives the positional and keyword arguments of that rank; it is called in the rank's own
-    thread or process and must return values that no other rank shares.
+    ``arguments(rank)`` gives the positional and keyword arguments of that rank; it is called in the
+    rank's own thread or process and must return values that no other rank shares.
     """
 
     body: Callable[..., Any]
@@ -165,7 +175,10 @@ class World(Protocol):
     size: int
 
     def run(self, job: Job) -> Report:
-        """Run the job on every rank. Never raises for what a rank does; KeyboardInterrupt passes through."""
+        """Run the job on every rank.
+
+        Never raises for what a rank does; KeyboardInterrupt passes through.
+        """
 
 
 class Host(Protocol):

@@ -25,7 +25,10 @@ class Payload:
     __slots__ = ("_atom", "_data")
 
     def __init__(self, obj: object, call: str, dumps: _Dumps = plain_dumps) -> None:
-        """Freeze ``obj``. Raises PayloadError, naming ``call`` and the part that cannot be pickled."""
+        """Freeze ``obj``.
+
+        Raises PayloadError, naming ``call`` and the part that cannot be pickled.
+        """
         self._data: bytes | None = None
         self._atom: object = None
         if type(obj) in _ATOMS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from smp_core.backends.base import Group
+from smp_core.backends.base import Group, ObjectTransport
 from smp_core.backends.payload import Payload
 from smp_core.errors import RankError
 
@@ -39,14 +39,15 @@ class SoloFabric:
     def __init__(self) -> None:
         self.rank = self.local_rank = 0
         self.size = self.local_size = 1
-        self.objects = SoloObjects()
+        self.objects: ObjectTransport = SoloObjects()
 
     def process_group(self, group: Group) -> ProcessGroup:
         """The default process group, made over an in-process store (no port) if there is none."""
         from torch import distributed as dist
 
         if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         default = dist.group.WORLD
         assert default is not None
         return default

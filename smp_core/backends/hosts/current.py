@@ -54,7 +54,7 @@ class child_threads:
                 setattr(thread, _PARENT, rank)
             start(thread)
 
-        threading.Thread.start = start_and_tell  # type: ignore[method-assign]
+        threading.Thread.start = start_and_tell  # type: ignore[method-assign, assignment]
 
     def __exit__(self, *_: object) -> None:
         threading.Thread.start = self._start  # type: ignore[method-assign]

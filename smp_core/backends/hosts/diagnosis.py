@@ -1,8 +1,8 @@
 """Why no rank can run: the wait-for graph of a stuck world, in words.
 
-The graph has an edge from every waiting rank to each rank that it waits for. It contains a cycle, or a chain that
-ends at a rank that has returned. It need not contain a cycle: seven ranks can wait in five groups while the eighth
-has left.
+The graph has an edge from every waiting rank to each rank that it waits for. It contains a cycle,
+or a chain that ends at a rank that has returned. It need not contain a cycle: seven ranks can wait
+in five groups while the eighth has left.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ _MOST_WAITS = 16  # different waits that a message lists
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wait:
-    """One rank's wait: its call in words, the ranks it waits for, the user's line, and what may have gone wrong."""
+    """One rank's wait: its call in words, the ranks it waits for, the user's line, and what may
+    have gone wrong.
+    """
 
     rank: int
     call: str

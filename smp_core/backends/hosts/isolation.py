@@ -1,10 +1,13 @@
-"""What a process has once and every rank must have for itself: random generators and torch's default dtype.
+"""What a process has once and every rank must have for itself: random generators and torch's
+default dtype.
 
-Rank threads share a process. At each hand-over the outgoing rank's state is put away and the incoming rank's is
-loaded. Reading a generator's whole state costs as much as several hand-overs (numpy 34 us, Python 9 us), so it is
-read only when its memory shows that somebody drew from it, and loaded only when it is not what is loaded already.
+Rank threads share a process. At each hand-over the outgoing rank's state is put away and the
+incoming rank's is loaded. Reading a generator's whole state costs as much as several hand-overs
+(numpy 34 us, Python 9 us), so it is read only when its memory shows that somebody drew from it, and
+loaded only when it is not what is loaded already.
 
-What stays shared is listed in docs/sim.md: environment, working folder, module globals, warning filters.
+What stays shared is listed in docs/sim.md: environment, working folder, module globals, warning
+filters.
 """
 
 from __future__ import annotations
@@ -17,10 +20,18 @@ from typing import Any, Protocol
 
 
 class Part(Protocol):
-    """One piece of process-wide state. A state that ``get`` returned is never changed afterwards."""
+    """One piece of process-wide state.
+
+    A state that ``get`` returned is never changed afterwards.
+    """
+
+    def __hash__(self) -> int: ...
 
     def unchanged(self, state: Any) -> bool:
-        """Whether the process still has ``state``, which ``get`` returned or ``set`` loaded. May say no wrongly."""
+        """Whether the process still has ``state``, which ``get`` returned or ``set`` loaded.
+
+        May say no wrongly.
+        """
 
     def get(self) -> Any: ...
 
@@ -32,21 +43,24 @@ class Part(Protocol):
 
 
 class _PythonRandom:
-    """The generator behind ``random.random()`` and its siblings. A state is (getstate(), memory)."""
+    """The generator behind ``random.random()`` and its siblings.
+
+    A state is (getstate(), memory).
+    """
 
     def __init__(self) -> None:
-        self._shared: random.Random = random._inst  # type: ignore[attr-defined]
+        self._shared: Any = vars(random)["_inst"]
         c_type = random.Random.__base__
         assert c_type is not None
-        # The C part of the object, whatever its layout: equal bytes mean that nothing was drawn. Loading and
-        # storing go through getstate and setstate.
+        # The C part of the object, whatever its layout: equal bytes mean that nothing was drawn.
+        # Loading and storing go through getstate and setstate.
         self._address = id(self._shared) + object.__basicsize__
         self._length = c_type.__basicsize__ - object.__basicsize__
 
     def unchanged(self, state: Any) -> bool:
         (_, _, gauss_next), memory = state
-        return (
-            self._shared.gauss_next == gauss_next  # type: ignore[attr-defined]
+        return bool(
+            self._shared.gauss_next == gauss_next
             and ctypes.string_at(self._address, self._length) == memory
         )
 
@@ -65,9 +79,11 @@ class _PythonRandom:
 
 
 class _NumpyRandom:
-    """The generator behind ``numpy.random.rand()`` and its siblings. A state is (get_state(), generator, memory).
+    """The generator behind ``numpy.random.rand()`` and its siblings. A state is (get_state(),
+    generator, memory).
 
-    ``has_gauss`` says that one normal number lies ready; drawing it leaves the generator's memory as it is.
+    ``has_gauss`` says that one normal number lies ready; drawing it leaves the generator's memory
+    as it is.
     """
 
     _LENGTH = 624 * 4 + 4  # of MT19937: 624 words and the position

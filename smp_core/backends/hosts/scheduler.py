@@ -1,11 +1,14 @@
-"""The turn: which of a world's ranks runs, what the others wait for, and when none can run any more.
+"""The turn: which of a world's ranks runs, what the others wait for, and when none can run any
+more.
 
-Exactly one rank thread runs at any time. The turn passes only when a rank waits for something, ends, or gives way,
-so a run is a function of the program and its inputs. Ranks that can run stand in a queue and are served in order.
+Exactly one rank thread runs at any time. The turn passes only when a rank waits for something,
+ends, or gives way, so a run is a function of the program and its inputs. Ranks that can run stand
+in a queue and are served in order.
 
-When a rank raises, or no rank can run, or two calls do not match, the run has *ended*: each rank then still gets
-its turn, a rank whose wait is over goes on to its next communication call, and every communication call unwinds
-its rank with Cancelled. So no rank is left behind, and a failure that several ranks see is seen to be the same.
+When a rank raises, or no rank can run, or two calls do not match, the run has *ended*: each rank
+then still gets its turn, a rank whose wait is over goes on to its next communication call, and
+every communication call unwinds its rank with Cancelled. So no rank is left behind, and a failure
+that several ranks see is seen to be the same.
 """
 
 from __future__ import annotations
@@ -121,7 +124,10 @@ class Scheduler:
         first.turn.release()
 
     def abandon(self, failure: BaseException) -> None:
-        """Make every rank unwind at its next communication call. Called without the turn: sets one flag."""
+        """Make every rank unwind at its next communication call.
+
+        Called without the turn: sets one flag.
+        """
         self.failure = failure
         self.ended = True
 

@@ -1,7 +1,8 @@
 """The host of the `sim` backend: ranks are threads of this process that stay warm from run to run.
 
-A run gives each thread a rank's part (a RankContext); the scheduler decides whose turn it is. When a rank does not
-come back within the time limit, the threads of that run are abandoned and the next run gets new ones.
+A run gives each thread a rank's part (a RankContext); the scheduler decides whose turn it is. When
+a rank does not come back within the time limit, the threads of that run are abandoned and the next
+run gets new ones.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class WorldFabric(Protocol):
     def rank_fabric(self, context: RankContext) -> RankFabric: ...
 
     def leaks(self, strict: bool) -> tuple[list[str], list[str]]:
-        """After all ranks have returned: what was left behind that fails the run, and what only deserves a warning."""
+        """After all ranks have returned: what was left behind that fails the run, and what only
+        deserves a warning.
+        """
 
     def close(self) -> None: ...
 
@@ -342,7 +345,7 @@ def _interrupt(thread: threading.Thread) -> None:
 def _captured(size: int) -> Iterator[tuple[_Output, _Output]]:
     outside = sys.stdout, sys.stderr
     streams = _Output(sys.stdout, size), _Output(sys.stderr, size)
-    sys.stdout, sys.stderr = streams  # type: ignore[assignment]
+    sys.stdout, sys.stderr = streams
     try:
         yield streams
     finally:

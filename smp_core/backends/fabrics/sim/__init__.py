@@ -1,6 +1,7 @@
 """The fabric of the `sim` backend: what simulated ranks exchange data through.
 
-``SimWorldFabric`` is what the ranks of one run share; ``SimFabric`` is one rank's side of it (see base.Fabric).
+``SimWorldFabric`` is what the ranks of one run share; ``SimFabric`` is one rank's side of it (see
+base.Fabric).
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class SimFabric:
     # torch.distributed.
 
     def torch_world(self) -> torch_private.RankWorld:
-        """This rank's torch.distributed state; the default process group is made when it is first looked at."""
+        """This rank's torch.distributed state; the default process group is made when it is first
+        looked at.
+        """
         world = self._torch_world
         if world is None:
             world = self._torch_world = torch_private.RankWorld()
@@ -60,7 +63,7 @@ class SimFabric:
             group,
             backend_name="sim",
             store=SimStore(self._context, self._shared.store),
-            group_name=_DEFAULT,
+            group_name=torch_private.GroupName(_DEFAULT),
             backend_config="cpu:sim",
             rank_mapping=shared.rank_map,  # one map for all ranks: N maps of N entries took 280 MB at 1,536
             add_to_default_tag=True,
@@ -68,7 +71,9 @@ class SimFabric:
         world.default_pg = group
 
     def remade_default(self, rank: int, size: int) -> SimProcessGroup:
-        """The default group again, after the rank destroyed it and called init_process_group("sim")."""
+        """The default group again, after the rank destroyed it and called
+        init_process_group("sim").
+        """
         if (rank, size) != (self.rank, self.size):
             raise RankError(
                 f"init_process_group: rank={rank}, world_size={size}, but this is rank {self.rank} of {self.size}"
@@ -90,7 +95,10 @@ class SimFabric:
         return group
 
     def process_group(self, group: Group) -> Any:
-        """See base.Fabric. On `sim` making a group needs no communication, so it is made when first asked for."""
+        """See base.Fabric.
+
+        On `sim` making a group needs no communication, so it is made when first asked for.
+        """
         world = self.torch_world()
         if len(group.ranks) == self.size and group.name == _DEFAULT:
             return world.default_pg
@@ -103,7 +111,7 @@ class SimFabric:
                 handle,
                 backend_name="sim",
                 store=SimStore(self._context, self._shared.store),
-                group_name=name,
+                group_name=torch_private.GroupName(name),
                 backend_config="cpu:sim",
                 rank_mapping=shared.rank_map,
             )
@@ -132,7 +140,8 @@ class SimWorldFabric:
     def group(self, name: str, ranks: tuple[int, ...], rank: int) -> SharedGroup:
         """What the members of one group share, made by the first to come.
 
-        Raises CollectiveMismatchError if ranks give one name to different groups: they did not all call new_group.
+        Raises CollectiveMismatchError if ranks give one name to different groups: they did not all
+        call new_group.
         """
         known = self._groups.get(name)
         if known is None:

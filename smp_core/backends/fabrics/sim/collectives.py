@@ -1,7 +1,7 @@
 """What each tensor collective does to the members' tensors, once all of them have called.
 
-Each function gets the members' calls in group order. Inputs are read into new tensors before any output is written:
-an output may share memory with an input of its own rank.
+Each function gets the members' calls in group order. Inputs are read into new tensors before any
+output is written: an output may share memory with an input of its own rank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def _snapshot(tensors: Sequence[Tensor]) -> list[Tensor]:
     sizes = [tensor.numel() for tensor in tensors]
     block = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
     return [
-        part.view(tensor.shape) for part, tensor in zip(block.split(sizes), tensors, strict=True)
+        part.view(tensor.shape)
+        for part, tensor in zip(torch.split(block, sizes), tensors, strict=True)
     ]
 
 

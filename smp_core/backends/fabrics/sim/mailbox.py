@@ -1,4 +1,5 @@
-"""Tensor point-to-point: sends and receives of one group, matched by sender, receiver and tag, in the order of posting.
+"""Tensor point-to-point: sends and receives of one group, matched by sender, receiver and tag, in
+the order of posting.
 
 A send is done when its receive has taken the data, never before.
 """
@@ -18,7 +19,10 @@ ANY = -1
 
 
 class Post:
-    """One posted send or receive. An Operation of the scheduler. Ranks are positions in the group."""
+    """One posted send or receive.
+
+    An Operation of the scheduler. Ranks are positions in the group.
+    """
 
     __slots__ = (
         "context",

@@ -1,6 +1,8 @@
-"""Matching collective calls: the n-th call of one member of a group meets the n-th call of every other.
+"""Matching collective calls: the n-th call of one member of a group meets the n-th call of every
+other.
 
-Calls that meet must agree in everything that their description names: operation, reduce op, root, dtype, shape.
+Calls that meet must agree in everything that their description names: operation, reduce op, root,
+dtype, shape.
 """
 
 from __future__ import annotations
@@ -69,9 +71,11 @@ class Channel:
         self._open: dict[int, Meeting] = {}
 
     def join(self, context: RankContext, call: Call, complete: Complete) -> Meeting:
-        """Take part in the next meeting. The last to come runs ``complete`` on all calls, in group order.
+        """Take part in the next meeting. The last to come runs ``complete`` on all calls, in group
+        order.
 
-        Raises CollectiveMismatchError, which ends the run, if the call differs from those that came before.
+        Raises CollectiveMismatchError, which ends the run, if the call differs from those that came
+        before.
         """
         context.check()
         position = self.position[context.rank]

@@ -1,6 +1,7 @@
 """The native object transport of `sim`: one operation of the scheduler per call.
 
-A send waits until its receiver has taken the object, so at most one message lies between a sender and a receiver.
+A send waits until its receiver has taken the object, so at most one message lies between a sender
+and a receiver.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from smp_core.backends.payload import Payload
 
 
 class _Message:
-    """An object on its way to one or more receivers. An Operation of the scheduler: done when all have taken it."""
+    """An object on its way to one or more receivers.
+
+    An Operation of the scheduler: done when all have taken it.
+    """
 
     __slots__ = ("call", "done", "outstanding", "payload", "seats", "src")
 

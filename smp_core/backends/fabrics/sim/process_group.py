@@ -1,7 +1,8 @@
 """The process group of `sim`: what torch.distributed, DDP and FSDP2 call, on a rank thread.
 
-Every operation is issued and gives a work; synchronous calls are issue and wait. A call is checked on its own rank
-before it meets the others, so that a bad argument is an error of the rank that made it.
+Every operation is issued and gives a work; synchronous calls are issue and wait. A call is checked
+on its own rank before it meets the others, so that a bad argument is an error of the rank that made
+it.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class SimProcessGroup(dist.ProcessGroup):
     def __init__(self, context: RankContext, shared: SharedGroup, name: str) -> None:
         group = shared.group
         self._position = shared.rank_map[context.rank]
-        super().__init__(self._position, len(group.ranks))
+        super().__init__(self._position, len(group.ranks))  # type: ignore[call-arg]
         self._context, self._shared, self._name = context, shared, name
         self._size = len(group.ranks)
         self._desc = name
@@ -319,7 +320,7 @@ class SimProcessGroup(dist.ProcessGroup):
             raise ValueError(
                 f"{call}: {what} split sizes {list(sizes)} do not cut {rows} rows for {self._size} ranks"
             )
-        return list(tensor.split(list(sizes))) if tensor.dim() else [tensor]
+        return list(torch.split(tensor, list(sizes))) if tensor.dim() else [tensor]
 
     # Older names of torch for the same operations.
 
@@ -371,7 +372,9 @@ class SimProcessGroup(dist.ProcessGroup):
         group_name: str | None = None,
         group_desc: str | None = None,
     ) -> SimProcessGroup | None:
-        """The hook of torch's ``new_group``: every rank of the world calls it, members get their handle."""
+        """The hook of torch's ``new_group``: every rank of the world calls it, members get their
+        handle.
+        """
         context = self._enter("new_group")
         group: SimProcessGroup | None = context.fabric.new_group(
             tuple(ranks), group_name, group_desc

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 from smp_core.backends.hosts.threads import RankContext
 
@@ -46,7 +46,10 @@ class _KeyWait:
 
 
 class SimStore(Store):
-    """One rank's view of the world's store. Timeouts are not used: a wait that cannot end is a verdict."""
+    """One rank's view of the world's store.
+
+    Timeouts are not used: a wait that cannot end is a verdict.
+    """
 
     def __init__(self, context: RankContext, data: StoreData) -> None:
         super().__init__()
@@ -81,7 +84,9 @@ class SimStore(Store):
         self.set(key, self._data.values.get(key, b"") + _bytes(value))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set ``key`` to ``desired`` if it is ``expected``, or is not set and ``expected`` is empty."""
+        """Set ``key`` to ``desired`` if it is ``expected``, or is not set and ``expected`` is
+        empty.
+        """
         self._context.check()
         value = self._data.values.get(key)
         if value == _bytes(expected) or (value is None and not expected):

@@ -1,8 +1,9 @@
-"""Every private part of torch that `sim` needs, in one place, with the versions that it was checked against.
+"""Every private part of torch that `sim` needs, in one place, with the versions that it was checked
+against.
 
-torch.distributed keeps its state once per process (``distributed_c10d._world`` and a C++ registry of group names).
-While a run lasts, rank threads get a state each; every other thread keeps the process's own, so that a user's own
-torch.distributed tests in the same session are left alone.
+torch.distributed keeps its state once per process (``distributed_c10d._world`` and a C++ registry
+of group names). While a run lasts, rank threads get a state each; every other thread keeps the
+process's own, so that a user's own torch.distributed tests in the same session are left alone.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from smp_core.errors import BackendError, ThreadError
 
 CHECKED_VERSIONS = ("2.13",)
 
-set_thread_isolation_mode = torch._C._distributed_c10d._set_thread_isolation_mode
-unregister_all_process_groups = c10d._unregister_all_process_groups
+set_thread_isolation_mode = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
+unregister_all_process_groups = c10d._unregister_all_process_groups  # type: ignore[attr-defined]
+GroupName = c10d.GroupName
 register_in_world = c10d._register_pg_in_world
 
 
@@ -34,7 +36,9 @@ def check_version(version: str = torch.__version__) -> None:
 
 
 class RankWorld(c10d._World):
-    """torch.distributed's state, for one rank: what ``_World`` keeps in module globals, kept in the instance."""
+    """torch.distributed's state, for one rank: what ``_World`` keeps in module globals, kept in the
+    instance.
+    """
 
     pg_map: Any = None
     pg_names: Any = None
@@ -97,13 +101,18 @@ def _create(options: Any, backend_options: Any) -> Any:
 
 
 def register_backend() -> None:
-    """Make ``sim`` a backend name that torch knows. Does not change which backend a device gets by default."""
+    """Make ``sim`` a backend name that torch knows.
+
+    Does not change which backend a device gets by default.
+    """
     if "SIM" not in c10d.Backend._plugins:
         c10d.Backend.register_backend("sim", _create, extended_api=True, devices=["cpu"])
 
 
 def prepare_rank_thread() -> None:
-    """Once per run and rank: what belongs to a thread in torch, and may be left over from the last run."""
+    """Once per run and rank: what belongs to a thread in torch, and may be left over from the last
+    run.
+    """
     torch.set_grad_enabled(True)
     if getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None:
         torch.set_default_device(None)

@@ -1,4 +1,7 @@
-"""The handle of an asynchronous operation. Every operation of the process group gives one; torch waits for it."""
+"""The handle of an asynchronous operation.
+
+Every operation of the process group gives one; torch waits for it.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,10 @@ class SimWork(Work):
         context.fabric.unwaited.pop(id(self), None)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when the operation is done. The timeout is not used: a wait that cannot end is a verdict."""
+        """Return when the operation is done.
+
+        The timeout is not used: a wait that cannot end is a verdict.
+        """
         self._wait()
         return True
 
@@ -52,7 +58,10 @@ class SimWork(Work):
         self._wait()
 
     def get_future(self) -> Future[Any]:
-        """A future that is complete. DDP waits for futures in C++, where no turn can pass, so we wait here."""
+        """A future that is complete.
+
+        DDP waits for futures in C++, where no turn can pass, so we wait here.
+        """
         self._wait()
         future: Future[Any] = Future()
         future.set_result(self._outputs)
@@ -103,11 +112,16 @@ class CombinedWork(Work):
             work.wait()
         return True
 
-    synchronize = wait
+    def synchronize(self) -> None:
+        """As ``wait``."""
+        self.wait()
 
     def is_completed(self) -> bool:
         """Whether all are done."""
-        return all([work.is_completed() for work in self._works])
+        completed = [
+            work.is_completed() for work in self._works
+        ]  # ask each: asking lets the others run
+        return all(completed)
 
     def get_future(self) -> Future[Any]:
         """A future that is complete."""
