@@ -145,7 +145,7 @@ class Config(BaseModel):
     Source: SMP_API.md 3, seed 004 ("Set up the SageMaker PyTorch estimator").
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True)
 
     # Common
     pipeline_parallel_degree: Count = key(
@@ -354,8 +354,8 @@ class Config(BaseModel):
             raise ConfigError(
                 f"pipeline_parallel_degree={pipeline} with tensor_parallel_degree={tensor} in a "
                 f"world of {size}: the world size must be a multiple of {pipeline} * {tensor} = "
-                f"{replica}. Use {' or '.join(map(str, sizes))} ranks, or degrees whose product is one of "
-                f"{_divisors(size)}. [SMP_API.md 3.5]"
+                f"{replica}. Use {' or '.join(map(str, sizes))} ranks, or degrees whose product is "
+                f"one of {_divisors(size)}. [SMP_API.md 3.5]"
             )
         if reduced_data % sharded:
             raise ConfigError(
@@ -555,7 +555,7 @@ def _named(
 
 def _unknown_key(name: str) -> str:
     known = [*Config.model_fields, *ALIASES]
-    near = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1)
+    near = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"the known keys are {', '.join(known)}."
     return f"unknown key {_show(name)}: {hint} [SMP_API.md 3]"
 

@@ -90,6 +90,7 @@ class _NumpyRandom:
 
     def __init__(self, numpy_random: Any) -> None:
         self._random = numpy_random
+        self._own = numpy_random.MT19937()
 
     def _memory(self, generator: Any) -> bytes | None:
         if (
@@ -114,24 +115,20 @@ class _NumpyRandom:
 
     def set(self, state: Any, loaded: Any) -> None:
         full, generator, memory = state
-        current = self._random.get_bit_generator()
-        if current is not generator:
+        number_ready = loaded[0]["has_gauss"]
+        if self._random.get_bit_generator() is not generator:
             self._random.set_bit_generator(generator)
-        elif memory is not None and not full["has_gauss"] and not loaded[0]["has_gauss"]:
-            ctypes.memmove(
-                generator.ctypes.state_address, memory, len(memory)
-            )  # 0.3 us; set_state takes 37
-            return
-        self._random.set_state(full)
+            number_ready = 0  # exchanging the generator forgets it
+        if memory is not None and not full["has_gauss"] and not number_ready:
+            ctypes.memmove(generator.ctypes.state_address, memory, len(memory))  # 0.3 us, not 37
+        else:
+            self._random.set_state(full)
 
     def fresh(self, seed: int) -> Any:
-        before = self.get()
-        if before[2] is None:  # a generator of the user's: ranks share its kind, not our seed
-            return before
-        self._random.seed(seed)
-        fresh = self.get()
-        self._random.set_state(before[0])
-        return fresh
+        # On a generator of the ranks' own, whatever the process has made its default.
+        full = self._random.RandomState(seed).get_state(legacy=False)
+        self._own.state = full
+        return full, self._own, self._memory(self._own)
 
 
 class _TorchRandom:

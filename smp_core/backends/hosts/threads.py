@@ -11,8 +11,10 @@ import _thread
 import contextlib
 import ctypes
 import io
+import math
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TextIO
 
@@ -40,6 +42,7 @@ from smp_core.errors import (
     SmpError,
 )
 
+_SLICE = 1.0  # seconds between two looks at the clock and at interruptions
 _GRACE = 1.0  # seconds that an abandoned rank gets to unwind before its thread is given up
 
 
@@ -243,9 +246,7 @@ class ThreadHost:
                 streams = stack.enter_context(_captured(size))
             try:
                 scheduler.start()
-                limit = -1 if job.timeout is None else job.timeout
-                while not (came_back := scheduler.done.acquire(timeout=limit)) and job.patience():
-                    pass
+                came_back = _await(scheduler, job)
             except BaseException as interruption:  # Ctrl-C, or a signal handler of another plugin
                 self._give_up(scheduler, contexts, interruption)
                 raise
@@ -274,6 +275,23 @@ class ThreadHost:
         if not came_back:
             scheduler.restore()
             self.abandoned += sum(not context.seat.finished for context in contexts)
+
+
+def _await(scheduler: Scheduler, job: Job) -> bool:
+    """Wait for the ranks; whether they came back in time.
+
+    In slices: an interruption that no real signal delivers does not wake a sleeping main thread.
+    """
+    limit = math.inf if job.timeout is None else job.timeout
+    start = time.monotonic()
+    while True:
+        left = start + limit - time.monotonic()
+        if scheduler.done.acquire(timeout=max(0.0, min(left, _SLICE))):
+            return True
+        if left <= _SLICE:
+            if not job.patience():
+                return False
+            start = time.monotonic()
 
 
 class _Part:

@@ -8,11 +8,13 @@ process's own, so that a user's own torch.distributed tests in the same session 
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any
 
 import torch
 import torch.distributed.nn.functional  # its default arguments capture the default group at import: now there is none
+from torch.distributed import c10d_logger
 from torch.distributed import distributed_c10d as c10d
 
 from smp_core.backends.hosts import current
@@ -76,6 +78,17 @@ class _Router:
         setattr(self._target(), name, value)
 
 
+_exception_log = logging.getLogger(c10d_logger._c10d_logger.name)
+
+
+def _not_on_ranks(record: logging.LogRecord) -> bool:
+    """Drop what torch logs, arguments and all, when an exception passes through a call of a rank's.
+
+    The exception is in the report; a line per rank and call would bury it.
+    """
+    return current.current() is None
+
+
 class rank_worlds:
     """While entered, rank threads have a torch.distributed state each."""
 
@@ -83,8 +96,10 @@ class rank_worlds:
         self._world, self._excepthook = c10d._world, sys.excepthook
         c10d._world = _Router(self._world)  # type: ignore[assignment]
         set_thread_isolation_mode(True)
+        _exception_log.addFilter(_not_on_ranks)
 
     def leave(self) -> None:
+        _exception_log.removeFilter(_not_on_ranks)
         set_thread_isolation_mode(False)
         c10d._world = self._world
         sys.excepthook = self._excepthook  # init_process_group wraps it at every call

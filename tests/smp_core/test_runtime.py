@@ -1,0 +1,154 @@
+"""smp.init: once, with one configuration, before anything else."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+import smp_core.torch as smp
+from smp_core import runtime
+from smp_core.errors import (
+    AlreadyInitializedError,
+    BackendError,
+    ConfigError,
+    NotInitializedError,
+    ThreadError,
+)
+
+
+def test_before_init_nothing_works_and_the_call_is_named(smp_world):
+    def body():
+        assert not smp.is_initialized()
+        for call in (smp.rank, smp.barrier, lambda: smp.allgather(1, smp.WORLD)):
+            with pytest.raises(NotInitializedError, match=r"smp\.\w+: rank \d has not called"):
+                call()
+        smp.init()
+        assert smp.is_initialized()
+        return smp.rank()
+
+    assert smp_world.run(body, ranks=2, init=False) == [0, 1]
+
+
+def test_init_again_with_the_same_configuration_changes_nothing(smp_world):
+    def body():
+        smp.init({"pipeline_parallel_degree": 2})
+        smp.init({"partitions": 2})  # the same, by its alias
+        smp.init()
+        return smp.pp_size()
+
+    assert smp_world.run(body, ranks=2, init=False) == [2, 2]
+
+
+def test_init_again_with_another_configuration_is_refused(smp_world):
+    def body():
+        smp.init({"pipeline_parallel_degree": 2})
+        message = r"rank \d is initialised with Config.*'pipeline_parallel_degree': 2.*shutdown"
+        with pytest.raises(AlreadyInitializedError, match=message):
+            smp.init({"microbatches": 4})
+        smp.shutdown()
+        smp.init({"microbatches": 4})
+        return smp.pp_size()
+
+    assert smp_world.run(body, ranks=2, init=False) == [1, 1]
+
+
+def test_the_configuration_of_the_run_counts_as_the_first_init(smp_world):
+    def body():
+        smp.init({"pipeline_parallel_degree": 2})
+        with pytest.raises(AlreadyInitializedError):
+            smp.init({"pipeline_parallel_degree": 1})
+        return smp.pp_rank()
+
+    config = {"pipeline_parallel_degree": 2}
+    assert smp_world.run(body, ranks=2, config=config) == [0, 1]
+
+
+def test_a_body_that_initialises_by_itself_may_choose_the_configuration(smp_world):
+    def body():
+        smp.init({"pipeline_parallel_degree": 2})
+        return smp.pp_rank()
+
+    assert smp_world.run(body, ranks=2) == [0, 1]
+
+
+def test_the_launcher_wins_over_the_dict(smp_world, monkeypatch):
+    monkeypatch.setenv("SM_HP_MP_PARAMETERS", '{"pipeline_parallel_degree": 2}')
+
+    def body():
+        smp.init({"pipeline_parallel_degree": 4, "microbatches": 2})
+        return smp.pp_size()
+
+    assert smp_world.run(body, ranks=4) == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "is not JSON"), ("[1]", "must hold a JSON object")]
+)
+def test_broken_parameters_of_the_launcher_are_named(monkeypatch, text, message):
+    monkeypatch.setenv("SM_HP_MP_PARAMETERS", text)
+    with pytest.raises(ConfigError, match=f"SM_HP_MP_PARAMETERS.*{message}"):
+        runtime.validate({}, 1)
+
+
+@pytest.mark.parametrize("config", [7, "ddp", [("ddp", True)], {"ddp": []}, {1: 2}])
+def test_what_is_no_configuration_is_a_config_error(config):
+    with pytest.raises(ConfigError):
+        runtime.validate(config, 1)
+
+
+def test_bad_configuration_is_refused_before_any_rank_starts(smp_world):
+    started = []
+    with pytest.raises(ConfigError, match="pipeline_parallel_degree"):
+        smp_world.run(lambda: started.append(1), ranks=3, config={"pipeline_parallel_degree": 2})
+    assert not started
+
+
+def test_a_plain_process_is_a_world_of_one_rank():
+    assert not smp.is_initialized()
+    try:
+        smp.init({"microbatches": 2})
+        assert (smp.rank(), smp.size(), smp.local_rank(), smp.local_size()) == (0, 1, 0, 1)
+        assert smp.allgather({"a": [1]}, smp.WORLD) == [{"a": [1]}]
+        smp.broadcast(1, smp.PP_GROUP)
+        smp.barrier()
+        with pytest.raises(smp_error()):
+            smp.send(1, 0, smp.RankType.WORLD_RANK)
+    finally:
+        smp.shutdown()
+    with pytest.raises(NotInitializedError, match=r"smp\.size: call smp\.init\(\) first"):
+        smp.size()
+
+
+def smp_error():
+    from smp_core.errors import RankError
+
+    return RankError
+
+
+def test_a_process_of_a_launcher_is_told_that_its_backend_is_missing(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(BackendError, match="launched as one of 4 ranks"):
+        smp.init()
+    assert not smp.is_initialized()
+
+
+def test_a_thread_that_a_rank_starts_is_no_rank(smp_world):
+    def body():
+        smp.init()
+        caught = []
+
+        def call():
+            try:
+                smp.rank()
+            except Exception as error:
+                caught.append(error)
+
+        thread = threading.Thread(target=call, name="helper")
+        thread.start()
+        thread.join()
+        assert isinstance(caught[0], ThreadError)
+        return str(caught[0])
+
+    for rank, message in enumerate(smp_world.run(body, ranks=2)):
+        assert f"'helper' was started by rank {rank}" in message
