@@ -125,8 +125,7 @@ class Controller:
             skips=_SKIPS,
             context=_hypothesis_context(),
         )
-        with _untraced():
-            report = host.open(ranks).run(job)
+        report = host.open(ranks).run(job)
         self._last = report
         if report.verdict is VerdictKind.TIMED_OUT:
             self.timed_out += 1
@@ -142,9 +141,10 @@ class Controller:
         Raises the root cause of a run that failed.
         """
         __tracebackhide__ = True
-        report = self.report(body, args, kwargs, **how)
-        results.conclude(report, self.settings.backend)
-        return report.values
+        with _untraced():
+            report = self.report(body, args, kwargs, **how)
+            results.conclude(report, self.settings.backend)
+            return report.values
 
     def take_last(self) -> Report | None:
         """The report of the last run since this was last called."""

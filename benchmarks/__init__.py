@@ -1,0 +1,1 @@
+"""Figures of speed and size, side by side in one run: ``python -m benchmarks``."""

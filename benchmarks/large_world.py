@@ -1,0 +1,70 @@
+"""A world of 1,536 ranks in one process: every group of every rank, and an allgather in each TP group.
+
+The shape is that of seed 004, example 1: 192 nodes of 8, tensor degree 8. Runs in a process of its own, so that the
+memory is that of this world alone; torch's import is part of both figures.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+
+from benchmarks.figures import Figure
+
+RANKS = 1536
+PARAMETERS = {
+    "tensor_parallel_degree": 8,
+    "sharded_data_parallel_degree": 32,
+    "prescaled_batch": True,
+    "ddp": True,
+}
+
+
+def body():
+    """Every group, an allgather of objects and one of tensors in the TP group."""
+    import torch
+    from torch import distributed as dist
+
+    import smp_core.torch as smp
+
+    for kind in ("world", "mp", "dp", "pp", "tp", "rdp"):
+        getattr(smp, f"get_{kind}_process_group")()
+    expected = smp.get_tp_group()
+    assert smp.allgather(smp.rank(), smp.TP_GROUP) == expected
+    own = torch.tensor([smp.rank()])
+    outputs = [torch.empty_like(own) for _ in expected]
+    dist.all_gather(outputs, own, group=smp.get_tp_process_group())
+    assert [int(output) for output in outputs] == expected
+    return smp.rdp_rank()
+
+
+def run() -> None:
+    """In the process of its own: print seconds and bytes."""
+    start = time.perf_counter()
+    from smp_core.backends import open_backend
+    from smp_core.backends.base import Job
+
+    host = open_backend("sim")
+    job = Job(body=body, arguments=lambda rank: ((), {}), parameters=PARAMETERS)
+    report = host.open(RANKS).run(job)
+    if report.error is not None:
+        raise report.error
+    assert max(report.values) == RANKS // 8 - 1
+    host.close()
+    elapsed = time.perf_counter() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"seconds": elapsed, "bytes": peak}))
+
+
+def measure() -> list[Figure]:
+    """Seconds and GiB."""
+    command = [sys.executable, "-c", "from benchmarks import large_world; large_world.run()"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    result = json.loads(done.stdout)
+    return [
+        Figure("sim: world of 1,536 ranks", result["seconds"], "s", None, "", "under 20 s"),
+        Figure("its peak memory", result["bytes"] / 2**30, "GiB", None, "", "under 1.5 GiB"),
+    ]

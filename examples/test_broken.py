@@ -1,0 +1,40 @@
+"""Four tests that fail, one for each kind of verdict; docs/failures.md shows what pytest prints of them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+eight_integers = st.lists(st.integers(), min_size=8, max_size=8)
+
+
+@pytest.mark.smp(ranks=8)
+@given(objects=eight_integers)
+def test_assertion(smp, objects):
+    gathered = smp.allgather(objects[smp.rank()], smp.WORLD)
+    if smp.rank() == 3:
+        assert sum(gathered) < 100
+
+
+@pytest.mark.smp(ranks=8)
+@given(objects=eight_integers)
+def test_deadlock(smp, objects):
+    if smp.rank() == 3 and max(objects) > 50:
+        return  # "nothing to do here": but the others wait
+    smp.barrier()
+
+
+@pytest.mark.smp(ranks=8)
+@given(sizes=eight_integers)
+def test_mismatch(smp, sizes):
+    largest = sizes[smp.rank()] > 50
+    loss = torch.tensor([1.0])
+    dist.all_reduce(loss, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+
+
+@pytest.mark.smp(ranks=8)
+@given(objects=eight_integers)
+def test_leak(smp, objects):
+    if smp.rank() == 0 and objects[0] > 50:
+        dist.isend(torch.tensor(objects[0]), dst=1)
