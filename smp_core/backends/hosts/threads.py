@@ -312,8 +312,11 @@ class _Part:
                 )
             else:
                 context.outcome = _outcome(context, self._fabric)
-        except BaseException as error:  # an exception injected into the last lines of _outcome
-            context.outcome = Outcome(context.rank, OutcomeKind.CANCELLED, error=error)
+        except Cancelled as error:  # injected into the last lines of _outcome
+            context.outcome = Outcome(context.rank, OutcomeKind.CANCELLED, detail=str(error))
+        except BaseException as error:  # of ours, around the body: never a pass
+            context.scheduler.fail(context.seat, error)
+            context.outcome = Outcome(context.rank, OutcomeKind.RAISED, error=error)
         finally:
             current.set_current(None)
             context.scheduler.finish(context.seat)

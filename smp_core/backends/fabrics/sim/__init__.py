@@ -55,8 +55,15 @@ class SimFabric:
             self._make_default(world)
         return world
 
+    def _shared_group(self, name: str, ranks: tuple[int, ...]) -> SharedGroup:
+        try:
+            return self._shared.group(name, ranks, self.rank)
+        except CollectiveMismatchError as error:
+            self._context.scheduler.fail(self._context.seat, error)
+            raise
+
     def _make_default(self, world: torch_private.RankWorld) -> None:
-        shared = self._shared.group(_DEFAULT, tuple(range(self.size)), self.rank)
+        shared = self._shared_group(_DEFAULT, tuple(range(self.size)))
         group = SimProcessGroup(self._context, shared, _DEFAULT)
         group._set_group_desc("default_pg")
         torch_private.register_in_world(
@@ -78,7 +85,7 @@ class SimFabric:
             raise RankError(
                 f"init_process_group: rank={rank}, world_size={size}, but this is rank {self.rank} of {self.size}"
             )
-        shared = self._shared.group(_DEFAULT, tuple(range(self.size)), self.rank)
+        shared = self._shared_group(_DEFAULT, tuple(range(self.size)))
         return SimProcessGroup(self._context, shared, _DEFAULT)
 
     def new_group(
@@ -87,7 +94,7 @@ class SimFabric:
         """What torch's ``new_group`` delegates to. None for a rank that is no member."""
         if self.rank not in ranks:
             return None
-        shared = self._shared.group(str(name), ranks, self.rank)
+        shared = self._shared_group(str(name), ranks)
         self._shared.made_by_user.append(shared)
         group = SimProcessGroup(self._context, shared, str(name))
         if desc is not None:
@@ -105,7 +112,7 @@ class SimFabric:
         name = f"smp:{group.name}:{group.ranks[0]}"
         handle = next((pg for pg, known in world.pg_names.items() if known == name), None)
         if handle is None:
-            shared = self._shared.group(name, group.ranks, self.rank)
+            shared = self._shared_group(name, group.ranks)
             handle = SimProcessGroup(self._context, shared, name)
             torch_private.register_in_world(
                 handle,
