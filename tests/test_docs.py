@@ -1,0 +1,83 @@
+"""What README and docs show is what happens."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def blocks(name: str, language: str = "") -> list[str]:
+    """The fenced blocks of one language in a page."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [block for name, block in fenced if name == language]
+
+
+def run_pytest(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def failures() -> str:
+    """The last section of what the broken example prints."""
+    done = run_pytest("examples/test_broken.py", "--smp-ranks=8")
+    assert done.returncode == 1, done.stdout + done.stderr
+    section = re.search(r"= failures on ranks =+\n(.*?)^=+ short test", done.stdout, re.M | re.S)
+    assert section is not None, done.stdout
+    return section.group(1)
+
+
+def test_the_page_of_failures_shows_the_broken_example(failures):
+    assert blocks("docs/failures.md") == [failures]
+
+
+def test_the_failure_of_the_readme_is_one_of_them(failures):
+    (shown,) = (block for block in blocks("README.md") if "DeadlockError" in block)
+    assert shown in failures
+
+
+def test_the_tests_of_the_readme_pass(tmp_path):
+    examples = blocks("README.md", "python")
+    assert len(examples) == 2
+    for number, example in enumerate(examples):
+        (tmp_path / f"test_readme_{number}.py").write_text(example, encoding="utf-8")
+    done = run_pytest("--smp-ranks=8", "-q", cwd=tmp_path)
+    assert "2 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_first_example_of_the_readme_is_the_one_in_examples():
+    example = (ROOT / "examples/test_order.py").read_text(encoding="utf-8")
+    assert blocks("README.md", "python")[0] in example
+
+
+def test_the_continuous_integration_runs_the_commands_of_the_readme():
+    script = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for command in ("pip install tox", "tox run -e conformance", "tox run"):
+        assert command in readme
+        assert re.search(rf"^.*{command}.*$", script, re.MULTILINE)
+
+
+def test_every_option_is_documented():
+    """The table of options in docs/testing.md against what pytest itself prints."""
+    done = run_pytest("--help")
+    options = set(re.findall(r"^\s+(--smp-[a-z]+)", done.stdout, re.MULTILINE))
+    documented = set(
+        re.findall(r"^\| `(--smp-[a-z]+)", (ROOT / "docs/testing.md").read_text(), re.M)
+    )
+    assert options == documented
+    assert options
+
+
+def test_links_lead_somewhere():
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+            if not link.startswith("http"):
+                assert (page.parent / link).exists(), f"{page.name}: {link}"
