@@ -70,9 +70,7 @@ class Scheduler:
         self._ready: collections.deque[Seat] = collections.deque(seats)
         self._isolation = isolation
         self.locate = locate
-        self._must_raise: Seat | None = (
-            None  # the root of a verdict that its own thread has yet to raise
-        )
+        self._must_raise: Seat | None = None  # the root of a verdict, until its thread raises it
 
     # What ranks call. The caller has the turn.
 
@@ -133,7 +131,8 @@ class Scheduler:
 
     def restore(self) -> None:
         """Load the controller's own process-wide state again, after ranks that did not come back."""
-        self._isolation.switch(None, None)
+        running = self.running
+        self._isolation.switch(None if running is None else running.rank, None)
 
     # Inside.
 

@@ -40,6 +40,7 @@ from smp_core.errors import (
     LeakError,
     RunTimeout,
     SmpError,
+    ThreadError,
 )
 
 _SLICE = 1.0  # seconds between two looks at the clock and at interruptions
@@ -94,9 +95,19 @@ class RankContext:
         self.runtime: Any = None  # what smp.init builds
         self.fabric: Any = None  # what the fabric's `rank_fabric` builds, when the rank starts
 
-    def check(self) -> None:
-        """Every communication call starts here."""
+    def check(self, call: str, what: str = "call") -> None:
+        """Every communication call starts here: unwinds the rank if the run has ended."""
+        self.check_thread(call, what)
         self.scheduler.check(self.seat)
+
+    def check_thread(self, call: str, what: str = "call") -> None:
+        """Raise ThreadError in another thread: it would put the wrong rank to sleep."""
+        if current.current() is not self:
+            current.refuse_child_thread()
+            raise ThreadError(
+                f"{call}: this {what} belongs to rank {self.rank}, and another thread used it. "
+                "What a default argument or a module global captured is another rank's"
+            )
 
 
 class _RankThread:

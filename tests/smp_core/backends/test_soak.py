@@ -108,6 +108,7 @@ def census() -> dict[str, object]:
 
 @pytest.mark.parametrize("rounds", [100])
 def test_a_thousand_runs_leave_nothing_behind(rounds):
+    threads = threading.enumerate()
     host = open_backend("sim")
     try:
         world = host.open(RANKS)
@@ -125,4 +126,4 @@ def test_a_thousand_runs_leave_nothing_behind(rounds):
         assert census() == before
     finally:
         host.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("smp rank")]
+    assert threading.enumerate() == threads

@@ -14,6 +14,7 @@ from smp_core.backends.fabrics.sim.objects import ObjectRouter, SimObjects
 from smp_core.backends.fabrics.sim.process_group import SharedGroup, SimProcessGroup
 from smp_core.backends.fabrics.sim.store import SimStore, StoreData
 from smp_core.backends.fabrics.sim.work import SimWork
+from smp_core.backends.frames import Place, caller_place
 from smp_core.backends.hosts.threads import RankContext, ThreadHost
 from smp_core.errors import CollectiveMismatchError, RankError
 
@@ -133,7 +134,7 @@ class SimWorldFabric:
         self.router = ObjectRouter()
         self.store = StoreData()
         self.made_by_user: list[SharedGroup] = []
-        self._groups: dict[str, tuple[SharedGroup, int]] = {}
+        self._groups: dict[str, tuple[SharedGroup, int, Place | None]] = {}
         self._fabrics: list[SimFabric] = []
         self._worlds = torch_private.rank_worlds()
         self._worlds.enter()
@@ -152,20 +153,22 @@ class SimWorldFabric:
         """
         known = self._groups.get(name)
         if known is None:
-            known = self._groups[name] = SharedGroup(Group(name, ranks)), rank
-        shared, maker = known
+            known = self._groups[name] = SharedGroup(Group(name, ranks)), rank, caller_place()
+        shared, maker, place = known
         if shared.group.ranks != ranks:
             raise CollectiveMismatchError(
                 f"mismatch: new_group number {name} differs in its ranks\n"
-                f"  rank {maker}: ranks {list(shared.group.ranks)}\n  rank {rank}: ranks {list(ranks)}\n"
-                "hint: every rank of the world must call new_group, for every group, in the same order"
+                f"  rank {maker}: ranks {list(shared.group.ranks)}{_at(place)}\n"
+                f"  rank {rank}: ranks {list(ranks)}{_at(caller_place())}\n"
+                "hint: every rank of the world must call new_group, for every group, "
+                "in the same order"
             )
         return shared
 
     def leaks(self, strict: bool) -> tuple[list[str], list[str]]:
         """See WorldFabric."""
         fatal: list[str] = []
-        for shared, _ in self._groups.values():
+        for shared, _, _ in self._groups.values():
             for post in shared.mailbox.unmatched():
                 fatal.append(
                     f"rank {post.context.rank}: {post.text()} was never matched" + _at(post.place)

@@ -149,8 +149,10 @@ def all_to_all(calls: list[Call]) -> None:
         if sent != expected:
             raise CollectiveMismatchError(
                 f"mismatch: {source.operation} differs in element count\n"
-                f"  group rank {sender} sends {sent} elements to group rank {receiver}: {source.place}\n"
-                f"  group rank {receiver} expects {expected} elements from group rank {sender}: {target.place}"
+                f"  rank {source.rank} sends {sent} elements to rank {target.rank}\n"
+                f"      {source.place}\n"
+                f"  rank {target.rank} expects {expected} elements from rank {source.rank}\n"
+                f"      {target.place}"
             )
     with torch.no_grad():
         values = [_snapshot(call.data[1]) for call in calls]

@@ -28,6 +28,7 @@ class Call:
     fields: Fields
     data: Any
     place: Place | None = None
+    rank: int = -1  # in the world; set when the call meets the others
 
     def text(self) -> str:
         """The call in words: ``all_reduce(reduce op=SUM, dtype=float32, shape=[4])``."""
@@ -77,8 +78,8 @@ class Channel:
         Raises CollectiveMismatchError, which ends the run, if the call differs from those that came
         before.
         """
-        context.check()
-        position = self.position[context.rank]
+        context.check(call.operation)
+        position, call.rank = self.position[context.rank], context.rank
         number = self._counts[position] = self._counts[position] + 1
         meeting = self._open.get(number)
         if meeting is None:

@@ -100,14 +100,14 @@ class SimObjects:
 
     def send(self, obj: object, dest: int) -> None:
         """See ObjectTransport."""
-        self._context.check()
         call = f"smp.send(world rank {dest})"
+        self._context.check(call)
         self._post(call, Payload(obj, call), {dest})
 
     def broadcast(self, obj: object, group: Group) -> None:
         """See ObjectTransport."""
-        self._context.check()
         call = f"smp.broadcast(group {group.name})"
+        self._context.check(call)
         self._post(call, Payload(obj, call), set(group.ranks) - {self._context.rank})
 
     def _post(self, call: str, payload: Payload, dests: set[int]) -> None:
@@ -127,7 +127,7 @@ class SimObjects:
     def recv_from(self, src: int) -> Any:
         """See ObjectTransport."""
         context, router = self._context, self._router
-        context.check()
+        context.check("smp.recv_from")
         message = router.messages.pop((src, context.rank), None)
         if message is not None:
             message.outstanding.discard(context.rank)
@@ -143,7 +143,7 @@ class SimObjects:
     def allgather(self, obj: object, group: Group) -> list[Any]:
         """See ObjectTransport."""
         context = self._context
-        context.check()
+        context.check("smp.allgather")
         call = Call("smp.allgather", (), Payload(obj, "smp.allgather"))
         meeting = self._router.channel(group).join(context, call, _thaw_all)
         context.scheduler.wait(context.seat, meeting)

@@ -21,9 +21,8 @@ from smp_core.backends.fabrics.sim.mailbox import ANY, Mailbox, Post
 from smp_core.backends.fabrics.sim.matching import Call, Channel, Complete, Fields
 from smp_core.backends.fabrics.sim.work import CombinedWork, SimWork
 from smp_core.backends.frames import caller_place
-from smp_core.backends.hosts import current
 from smp_core.backends.hosts.threads import RankContext
-from smp_core.errors import RankError, ThreadError, UnsupportedError
+from smp_core.errors import RankError, UnsupportedError
 from smp_core.reduction import why_not
 
 Tensor = torch.Tensor
@@ -50,6 +49,17 @@ def _check_tensors(call: str, tensors: Sequence[Tensor]) -> None:
         raise ValueError(
             f"{call}: tensors of one call must have one dtype, not {dtype_text(tensors)}"
         )
+
+
+def _check_outputs(call: str, tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        if any(
+            step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+        ):
+            raise ValueError(
+                f"{call}: an output of shape {list(tensor.shape)} overlaps itself (strides "
+                f"{list(tensor.stride())}): several elements are one place in memory. Pass a copy"
+            )
 
 
 def _check_count(call: str, what: str, tensor: Tensor, expected: int, why: str) -> None:
@@ -90,15 +100,9 @@ class SimProcessGroup(dist.ProcessGroup):
 
     def _enter(self, call: str) -> RankContext:
         context = self._context
-        if current.current() is not context:
-            current.refuse_child_thread()
-            raise ThreadError(
-                f"{call}: this process group belongs to rank {context.rank}, and the call came from another thread. "
-                "A group captured by a default argument or a module global is another rank's"
-            )
+        context.check(call, "process group")
         if self._destroyed:
             raise RuntimeError(f"{call}: process group {self._name} has been destroyed")
-        context.check()
         return context
 
     def _collective(
@@ -138,6 +142,8 @@ class SimProcessGroup(dist.ProcessGroup):
     def broadcast(self, tensors: list[Tensor], opts: Any) -> SimWork:
         _check_tensors("broadcast", tensors)
         root = self._root("broadcast", opts)
+        if root != self._position:
+            _check_outputs("broadcast", tensors)
         return self._collective(
             "broadcast", _fields(tensors, root=root), tensors, collectives.broadcast(root), tensors
         )
@@ -152,6 +158,7 @@ class SimProcessGroup(dist.ProcessGroup):
 
     def _all_reduce(self, name: str, tensors: list[Tensor], opts: Any) -> SimWork:
         _check_tensors(name, tensors)
+        _check_outputs(name, tensors)
         op = self._reduce_op(name, opts, tensors)
         return self._collective(
             name, _fields(tensors, op=op), tensors, collectives.all_reduce(op), tensors
@@ -160,6 +167,8 @@ class SimProcessGroup(dist.ProcessGroup):
     def reduce(self, tensors: list[Tensor], opts: Any) -> SimWork:
         _check_tensors("reduce", tensors)
         op, root = self._reduce_op("reduce", opts, tensors), self._root("reduce", opts)
+        if root == self._position:
+            _check_outputs("reduce", tensors)
         return self._collective(
             "reduce",
             _fields(tensors, op=op, root=root),
@@ -184,6 +193,7 @@ class SimProcessGroup(dist.ProcessGroup):
         for targets, value in zip(outputs, inputs, strict=True):
             _check_list(name, "output", targets, self._size)
             _check_tensors(name, [value, *targets])
+            _check_outputs(name, targets)
             for target in targets:
                 _check_count(name, "output", target, value.numel(), "the input's elements")
         data = list(zip(outputs, inputs, strict=True))
@@ -200,6 +210,7 @@ class SimProcessGroup(dist.ProcessGroup):
     def _all_gather_single(self, name: str, outputs: list[Tensor], inputs: list[Tensor]) -> SimWork:
         for output, value in zip(outputs, inputs, strict=True):
             _check_tensors(name, [output, value])
+            _check_outputs(name, [output])
             why = f"{self._size} ranks x {value.numel()}"
             _check_count(name, "output", output, self._size * value.numel(), why)
         data = list(zip(outputs, inputs, strict=True))
@@ -212,6 +223,7 @@ class SimProcessGroup(dist.ProcessGroup):
         for output, inputs in zip(output_tensors, input_tensors, strict=True):
             _check_list(name, "input", inputs, self._size)
             _check_tensors(name, [output, *inputs])
+            _check_outputs(name, [output])
             own = inputs[self._position]
             _check_count(name, "output", output, own.numel(), "the elements of this rank's input")
         op = self._reduce_op(name, opts, output_tensors)
@@ -232,6 +244,7 @@ class SimProcessGroup(dist.ProcessGroup):
     ) -> SimWork:
         for output, value in zip(outputs, inputs, strict=True):
             _check_tensors(name, [output, value])
+            _check_outputs(name, [output])
             why = f"{self._size} ranks x {output.numel()}"
             _check_count(name, "input", value, self._size * output.numel(), why)
         op = self._reduce_op(name, opts or dist.ReduceScatterOptions(), outputs)
@@ -259,6 +272,7 @@ class SimProcessGroup(dist.ProcessGroup):
             for value in inputs:
                 _check_count(name, "output", output, value.numel(), "the elements of each input")
         _check_tensors(name, [output, *inputs])
+        _check_outputs(name, [output])
         fields = _fields([output], root=root)
         return self._collective(
             name, fields, (output, inputs), collectives.scatter(root), output_tensors
@@ -275,6 +289,7 @@ class SimProcessGroup(dist.ProcessGroup):
             for output in outputs:
                 _check_count(name, "output", output, value.numel(), "the input's elements")
         _check_tensors(name, [value, *outputs])
+        _check_outputs(name, outputs)
         fields = _fields([value], root=root)
         return self._collective(name, fields, (outputs, value), collectives.gather(root), outputs)
 
@@ -285,6 +300,7 @@ class SimProcessGroup(dist.ProcessGroup):
         _check_list(name, "output", output_tensors, self._size)
         _check_list(name, "input", input_tensors, self._size)
         _check_tensors(name, [*output_tensors, *input_tensors])
+        _check_outputs(name, output_tensors)
         fields = (("dtype", dtype_text(input_tensors)),)
         data = output_tensors, input_tensors
         return self._collective(name, fields, data, collectives.all_to_all, output_tensors)
@@ -299,6 +315,7 @@ class SimProcessGroup(dist.ProcessGroup):
     ) -> SimWork:
         name = "all_to_all_single"
         _check_tensors(name, [output_tensor, input_tensor])
+        _check_outputs(name, [output_tensor])
         outputs = self._split(name, "output", output_tensor, output_split_sizes)
         inputs = self._split(name, "input", input_tensor, input_split_sizes)
         fields = (("dtype", dtype_text([input_tensor])),)
@@ -344,6 +361,8 @@ class SimProcessGroup(dist.ProcessGroup):
         context = self._enter(verb)
         (tensor,) = tensors
         _check_tensors(verb, tensors)
+        if verb == "recv":
+            _check_outputs(verb, tensors)
         if peer != ANY and not 0 <= peer < self._size:
             raise RankError(
                 f"{verb}: rank {peer} is not in the group; group ranks are 0 to {self._size - 1}"

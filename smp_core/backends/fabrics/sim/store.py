@@ -57,14 +57,14 @@ class SimStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return when all keys are set."""
-        self._context.check()
+        self._context.check("torch.distributed store")
         if not all(key in self._data.values for key in keys):
             wait = _KeyWait(self._context, keys, self._data)
             self._data.waits.append(wait)
             self._context.scheduler.wait(self._context.seat, wait)
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._context.check()
+        self._context.check("torch.distributed store")
         self._data.values[key] = _bytes(value)
         self._data.changed()
 
@@ -75,7 +75,7 @@ class SimStore(Store):
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, which starts at 0; returns the new value."""
-        self._context.check()
+        self._context.check("torch.distributed store")
         total = int(self._data.values.get(key, b"0")) + amount
         self.set(key, str(total))
         return total
@@ -87,7 +87,7 @@ class SimStore(Store):
         """Set ``key`` to ``desired`` if it is ``expected``, or is not set and ``expected`` is
         empty.
         """
-        self._context.check()
+        self._context.check("torch.distributed store")
         value = self._data.values.get(key)
         if value == _bytes(expected) or (value is None and not expected):
             self.set(key, desired)
@@ -96,15 +96,24 @@ class SimStore(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are set. Lets the others run first: it is made for polling."""
+        self._context.check("torch.distributed store")
         self._context.scheduler.give_way(self._context.seat)
         return all(key in self._data.values for key in keys)
 
     def delete_key(self, key: str) -> bool:
-        self._context.check()
+        self._context.check("torch.distributed store")
         return self._data.values.pop(key, None) is not None
 
     def num_keys(self) -> int:
         return len(self._data.values)
+
+    # By these names C++ calls them, behind a prefix.
+    getNumKeys = num_keys
+    deleteKey = delete_key
+
+    def clone(self) -> SimStore:
+        """Another handle on the same values."""
+        return SimStore(self._context, self._data)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         self.wait(keys)

@@ -37,6 +37,21 @@ def check_version(version: str = torch.__version__) -> None:
         )
 
 
+class _OwnGroups(dict[Any, Any]):
+    """A rank's groups; torch asks it first, and another rank's is refused by name, not as unknown."""
+
+    def __contains__(self, group: object) -> bool:
+        if not super().__contains__(group):
+            context = getattr(group, "_context", None)
+            if context is not None:
+                context.check_thread("torch.distributed", "process group")
+            return False
+        return True
+
+    def get(self, group: object, default: Any = None) -> Any:
+        return self[group] if group in self else default
+
+
 class RankWorld(c10d._World):
     """torch.distributed's state, for one rank: what ``_World`` keeps in module globals, kept in the
     instance.
@@ -52,7 +67,8 @@ class RankWorld(c10d._World):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pg_map, self.pg_names, self.pg_group_ranks, self.pg_backend_config = {}, {}, {}, {}
+        self.pg_names, self.pg_backend_config = {}, {}
+        self.pg_map, self.pg_group_ranks = _OwnGroups(), _OwnGroups()
         self.tags_to_pg, self.pg_to_tag = {}, {}
 
 

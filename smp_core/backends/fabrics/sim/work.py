@@ -14,10 +14,8 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from smp_core.backends.frames import Place
-from smp_core.backends.hosts import current
 from smp_core.backends.hosts.scheduler import Operation
 from smp_core.backends.hosts.threads import RankContext
-from smp_core.errors import ThreadError
 
 
 class SimWork(Work):
@@ -38,10 +36,7 @@ class SimWork(Work):
 
     def _wait(self) -> None:
         context = self._context
-        if current.current() is not context:
-            raise ThreadError(
-                f"{self.name}: waited for in a thread that is not rank {context.rank}"
-            )
+        context.check_thread(self.name)
         context.scheduler.wait(context.seat, self._operation)
         context.fabric.unwaited.pop(id(self), None)
 
@@ -71,6 +66,7 @@ class SimWork(Work):
 
     def is_completed(self) -> bool:
         """Let the others run once, then tell whether the operation is done."""
+        self._context.check_thread(self.name)
         if not self._operation.done:
             self._context.scheduler.give_way(self._context.seat)
         if self._operation.done:
