@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 import unittest
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -32,7 +32,6 @@ _NOT_ON_RANKS = {
     "testdir": "use smp_world in a plain test",
     "smp_world": "it starts runs, and this test is one; ask for it in a test without the marker",
 }
-RANKS_FIXTURE = "_smp_ranks"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,6 +70,23 @@ def request_of(definition: pytest.Item | Any, settings: Settings) -> Request | N
     _check_function(definition)
     _check_config(definition, keywords, counts)
     return Request(counts, many, keywords)
+
+
+def request_of_item(item: pytest.Item, settings: Settings, ranks_parameter: str) -> Request:
+    """What one item asks for: exactly one number of ranks.
+
+    Raises ``Collector.CollectError`` as ``request_of``.
+    """
+    if not isinstance(item, pytest.Function):
+        _refuse(item, "only test functions and methods can run on ranks")
+    request = request_of(item, settings)
+    assert request is not None
+    parameters: Mapping[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
+    if not request.many:
+        return request
+    if ranks_parameter not in parameters:
+        _refuse(item, "a list of ranks belongs on the test, not on one set of its parameters")
+    return dataclasses.replace(request, ranks=(parameters[ranks_parameter],))
 
 
 def _check_count(definition: Any, count: Any, settings: Settings) -> None:
@@ -117,5 +133,5 @@ def _check_config(definition: Any, keywords: dict[str, Any], counts: tuple[int, 
             _refuse(definition, f"with {count} ranks: {error}")
 
 
-def _refuse(definition: Any, why: str) -> None:
+def _refuse(definition: Any, why: str) -> NoReturn:
     raise pytest.Collector.CollectError(f"{definition.nodeid}: marker smp: {why}")

@@ -5,6 +5,7 @@ A session without marked tests imports no torch, no Hypothesis and nothing else 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,13 @@ import pytest
 from pytest_smp import settings
 
 if TYPE_CHECKING:
+    from pytest_smp.marker import Request
     from pytest_smp.proxies import Smp, SmpWorld, TmpPath
     from pytest_smp.running import Controller
 
 _SETTINGS = pytest.StashKey[settings.Settings]()
-_CONTROLLER = pytest.StashKey["Controller"]()
+_CONTROLLER: pytest.StashKey[Controller] = pytest.StashKey()
+_REQUEST: pytest.StashKey[Request] = pytest.StashKey()
 _RANKS = "_smp_ranks"
 
 pytest_addoption = settings.add_options
@@ -29,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "smp(ranks=N or [N, ...], **config): run the test on N ranks, initialised with the configuration",
     )
     config.stash[_SETTINGS] = settings.read(config)
+    config.pluginmanager.register(_TimedOut(config), "smp-timed-out")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -75,14 +79,26 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         )
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    # Other kinds of item (unittest, doctest) do not pass through pytest_generate_tests.
-    if not isinstance(item, pytest.Function) or item.get_closest_marker("smp") is None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Markers that pytest_generate_tests does not see: on one set of parameters, on unittest methods.
+    marked = [item for item in items if item.get_closest_marker("smp") is not None]
+    if not marked:
         return
-    if "unittest" in type(item).__module__:
-        from pytest_smp.marker import request_of
+    from pytest_smp.marker import request_of_item
 
-        request_of(item, item.config.stash[_SETTINGS])
+    problems = []
+    for item in marked:
+        try:
+            request = request_of_item(item, config.stash[_SETTINGS], _RANKS)
+        except pytest.Collector.CollectError as error:
+            problems.append(str(error))
+            continue
+        item.stash[_REQUEST] = request
+        if request.many:  # tells Hypothesis that a method's instances differ for a reason
+            item.add_marker(pytest.mark.parametrize(_RANKS, request.ranks))
+    if problems:
+        raise pytest.UsageError("\n".join(dict.fromkeys(problems)))
 
 
 # Running.
@@ -94,19 +110,15 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if pyfuncitem.get_closest_marker("smp") is None:
         return None
     from pytest_smp import results
-    from pytest_smp.marker import request_of
     from pytest_smp.running import MarkedTest
 
     chosen = pyfuncitem.config.stash[_SETTINGS]
-    request = request_of(pyfuncitem, chosen)
-    assert request is not None
-    callspec = getattr(pyfuncitem, "callspec", None)
-    ranks = request.ranks[0] if callspec is None else callspec.params.get(_RANKS, request.ranks[0])
+    request = pyfuncitem.stash[_REQUEST]
     controller = _controller(pyfuncitem.config)
     controller.take_last()
     error: BaseException | None = None
     try:
-        MarkedTest(pyfuncitem, ranks, request.config).run(controller)
+        MarkedTest(pyfuncitem, request.ranks[0], request.config).run(controller)
     except BaseException as raised:
         error = raised
         raise
@@ -136,14 +148,37 @@ def pytest_leave_pdb(config: pytest.Config) -> None:
         controller.debugging = False
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
-    yield
-    controller = session.config.stash.get(_CONTROLLER, None)
-    if controller is not None and controller.timed_out and session.exitstatus == pytest.ExitCode.OK:
-        session.exitstatus = (
-            pytest.ExitCode.TESTS_FAILED
-        )  # an expected failure must not hide ranks that never end
+class _TimedOut:
+    """Counts runs that did not end: an expected failure must not hide ranks that compute for ever."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._reported = 0  # by tests on ranks, those of xdist's workers too
+
+    def _count(self) -> int:
+        controller = self._config.stash.get(_CONTROLLER, None)
+        return max(self._reported, 0 if controller is None else controller.timed_out)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        summary = dict(report.user_properties).get("smp") if report.when == "call" else None
+        if summary is not None and json.loads(str(summary))["verdict"] == "timed out":
+            self._reported += 1
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
+        if self._count() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        yield
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        count = self._count()
+        if count:
+            runs = "1 run" if count == 1 else f"{count} runs"
+            terminalreporter.write_line(
+                f"smp: {runs} did not end within the time limit (--smp-timeout); "
+                "their threads were given up, and the session fails",
+                red=True,
+            )
 
 
 # Fixtures.
@@ -172,7 +207,7 @@ def smp_tmp_path(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathF
 
     controller = _controller(pytestconfig)
     if controller.tmp_path is None:
-        controller.tmp_path = TmpPath(lambda: tmp_path_factory.mktemp("smp"))
+        controller.tmp_path = TmpPath(tmp_path_factory)
     return controller.tmp_path
 
 

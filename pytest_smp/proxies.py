@@ -8,16 +8,22 @@ themselves.
 from __future__ import annotations
 
 import functools
+import operator
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smp_core.errors import ThreadError
+from smp_core.errors import SmpError, ThreadError
 
 if TYPE_CHECKING:
+    import pytest
+
     from pytest_smp.running import Controller
     from smp_core.backends.base import Report
+
+# pytest leaves these frames out below an error that we raise on purpose; a bug of ours shows them.
+__tracebackhide__ = operator.methodcaller("errisinstance", SmpError)
 
 
 class Smp:
@@ -108,6 +114,9 @@ class SmpWorld:
             )
         return {"ranks": count, "config": config, "timeout": timeout, "automatic_init": init}
 
+    def __repr__(self) -> str:
+        return "smp_world"
+
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError("smp_world starts runs, and cannot be used inside one")
 
@@ -118,8 +127,10 @@ class TmpPath(os.PathLike[str]):
     On a rank it is a ``pathlib.Path``; in the controller it behaves like one.
     """
 
-    def __init__(self, make: Callable[[], Path]) -> None:
-        self._make = make
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self._factory = factory
+        self._base: Path | None = None  # of them all: the factory looks at every name it ever gave
+        self._count = 0
         self._current: Path | None = None
 
     def renew(self) -> None:
@@ -130,7 +141,11 @@ class TmpPath(os.PathLike[str]):
     def path(self) -> Path:
         """The folder of the run that is next, or has just ended."""
         if self._current is None:
-            self._current = self._make()
+            if self._base is None:
+                self._base = self._factory.mktemp("smp")
+            self._current = self._base / str(self._count)
+            self._current.mkdir()
+            self._count += 1
         return self._current
 
     def __fspath__(self) -> str:

@@ -5,6 +5,7 @@ machine-readable outcomes.
 from __future__ import annotations
 
 import json
+import sysconfig
 import traceback
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,9 @@ def conclude(report: Report, backend: str) -> None:
         raise skipped[0].error
     lines = ["the ranks do not agree whether the test applies"]
     lines += [f"  {text}" for text in _merged(report.outcomes)]
-    raise RankDisagreementError("\n".join(lines))
+    assert skipped[0].error is not None
+    disagreement = RankDisagreementError("\n".join(lines))
+    raise disagreement.with_traceback(skipped[0].error.__traceback__)
 
 
 def _notes(report: Report, backend: str) -> list[str]:
@@ -45,7 +48,10 @@ def _notes(report: Report, backend: str) -> list[str]:
     others = [outcome for outcome in report.outcomes if outcome.rank != report.root]
     world = f"{size} ranks" if size > 1 else "1 rank"
     if report.verdict is not VerdictKind.FAILED:  # the message tells about every rank already
-        return [f"verdict: {report.verdict} ({world}, {backend})"]
+        told = (OutcomeKind.RAISED, OutcomeKind.SKIPPED)
+        more = _merged([outcome for outcome in others if outcome.kind in told])
+        verdict = f"verdict: {report.verdict} ({world}, {backend})"
+        return [verdict, *(f"  {text}" for text in more)]
     root = next(outcome for outcome in report.outcomes if outcome.rank == report.root)
     alike = [outcome for outcome in others if _line(outcome) == _line(root)]
     same = [outcome.rank for outcome in alike if str(outcome.error) == str(root.error)]
@@ -69,17 +75,26 @@ def _line(outcome: Outcome) -> tuple[Any, ...]:
 
 
 def _place(error: BaseException) -> tuple[str, int | None] | None:
+    frame = _user_frame(error)
+    return None if frame is None else (frame.filename, frame.lineno)
+
+
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+
+
+def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost line that is not in a library, else the innermost of all."""
     frames = traceback.extract_tb(error.__traceback__)
-    return (frames[-1].filename, frames[-1].lineno) if frames else None
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    return own[-1] if own else frames[-1] if frames else None
 
 
 def _line_text(error: BaseException) -> str | None:
     """The user's line where the error was raised, with its source."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames or isinstance(error, LeakError):  # a leak is found after the bodies have returned
+    frame = _user_frame(error)
+    if frame is None or isinstance(error, LeakError):  # a leak is found after the bodies returned
         return None
-    last = frames[-1]
-    return f"{Path(last.filename).name}:{last.lineno}: {last.line}"
+    return f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}"
 
 
 def _merged(outcomes: list[Outcome]) -> list[str]:

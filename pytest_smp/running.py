@@ -7,6 +7,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
+import operator
 import sys
 import unittest
 import warnings
@@ -25,7 +27,10 @@ from smp_core import runtime
 from smp_core.backends import open_backend
 from smp_core.backends.base import Host, Job, Report, VerdictKind
 from smp_core.backends.payload import Payload, plain_dumps
-from smp_core.errors import BackendError, PayloadError
+from smp_core.errors import BackendError, PayloadError, SmpError
+
+# pytest leaves these frames out below an error that we raise on purpose; a bug of ours shows them.
+__tracebackhide__ = operator.methodcaller("errisinstance", SmpError)
 
 _SKIPS = (pytest.skip.Exception, pytest.xfail.Exception, unittest.SkipTest)
 
@@ -109,8 +114,6 @@ class Controller:
     ) -> Report:
         """Run ``body`` on ``ranks`` ranks and say how it ended, without raising for it."""
         runtime.validate(config, ranks)
-        if self.tmp_path is not None:
-            self.tmp_path.renew()
         host = self.open()
         job = Job(
             body=body,
@@ -127,22 +130,33 @@ class Controller:
         )
         report = host.open(ranks).run(job)
         self._last = report
-        if report.verdict is VerdictKind.TIMED_OUT:
-            self.timed_out += 1
         for text in report.warnings:
             warnings.warn(text, GroupLeftWarning, stacklevel=2)
         return report
 
     def run(
-        self, body: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], **how: Any
+        self,
+        body: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        example_of: str | None = None,
+        **how: Any,
     ) -> list[Any]:
         """Run ``body`` and return its values in rank order.
 
-        Raises the root cause of a run that failed.
+        Raises the root cause of a run that failed. ``example_of`` names the property that
+        ``kwargs`` is an example of.
         """
         __tracebackhide__ = True
         with _untraced():
             report = self.report(body, args, kwargs, **how)
+            if report.verdict is VerdictKind.TIMED_OUT:
+                self.timed_out += 1
+                if example_of is not None and report.error is not None:
+                    # Not Hypothesis's to shrink, so not its to show.
+                    example = ", ".join(f"{name}={value!r}" for name, value in kwargs.items())
+                    report.error.add_note(f"in the example {example_of}({example})")
             results.conclude(report, self.settings.backend)
             return report.values
 
@@ -207,10 +221,13 @@ class MarkedTest:
         __tracebackhide__ = True
         item, function = self.item, self.item.obj
         arguments = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
-        how = {"ranks": self.ranks, "config": self.config}
+        how: dict[str, Any] = {"ranks": self.ranks, "config": self.config}
         handle = getattr(function, "hypothesis", None)
         if handle is None:
-            _no_value(item, controller.run(function, (), arguments, **how))
+            bound: tuple[Any, ...] = ()
+            if inspect.ismethod(function):  # self is copied for each rank, like every argument
+                bound, function = (function.__self__,), function.__func__
+            _no_value(item, controller.run(function, bound, arguments, **how))
             return
         controller.open()  # not in the first example, whose time Hypothesis takes
         inner = handle.inner_test
@@ -218,7 +235,9 @@ class MarkedTest:
         @functools.wraps(inner)  # the database's key is a digest of source and signature
         def on_ranks(*args: Any, **kwargs: Any) -> None:
             __tracebackhide__ = True
-            controller.run(inner, args, kwargs, **how)
+            if controller.tmp_path is not None:
+                controller.tmp_path.renew()
+            controller.run(inner, args, kwargs, example_of=item.name, **how)
 
         handle.inner_test = on_ranks
         try:

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from smp_core.backends import find_backend
+from smp_core.errors import BackendError
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
@@ -44,6 +47,10 @@ def _seed(text: str) -> int:
     return value
 
 
+def _backend(text: str) -> str:
+    return find_backend(text).name
+
+
 def _flag(text: str) -> bool:
     if text.lower() not in ("true", "false", "1", "0", "yes", "no"):
         raise ValueError
@@ -67,7 +74,7 @@ _OPTIONS = (
         "a whole number of at least 1",
         "number of ranks that a test may use",
     ),
-    _Option("backend", "sim", str, "a backend's name", "what the ranks are made of"),
+    _Option("backend", "sim", _backend, "a backend's name", "what the ranks are made of"),
     _Option(
         "timeout",
         "60",
@@ -118,6 +125,8 @@ def read(config: pytest.Config) -> Settings:
             values[option.name] = option.convert(given)
         except ValueError:
             raise pytest.UsageError(f"{source}={given}: must be {option.needs}") from None
+        except BackendError as error:
+            raise pytest.UsageError(f"{source}={given}: {error}") from None
     return Settings(**values)
 
 

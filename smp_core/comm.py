@@ -10,7 +10,7 @@ import enum
 import operator
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
-from smp_core.errors import ConfigError, RankError
+from smp_core.errors import ArgumentTypeError, ConfigError, RankError
 from smp_core.runtime import Runtime, current
 from smp_core.topology import GroupKind
 
@@ -118,7 +118,7 @@ def _barrier(call: str, group: CommGroup) -> None:
 def _kind(call: str, group: object) -> GroupKind:
     if not isinstance(group, CommGroup):
         names = ", ".join(f"smp.CommGroup.{each.name}" for each in CommGroup)
-        raise TypeError(f"{call}: group must be one of {names}, not {group!r}")
+        raise ArgumentTypeError(f"{call}: group must be one of {names}, not {group!r}")
     kind: GroupKind = group.value
     return kind
 
@@ -127,9 +127,9 @@ def _peer(runtime: Runtime, call: str, name: str, rank: object, rank_type: objec
     """The world rank of a partner that is not the caller."""
     if not isinstance(rank_type, RankType):
         names = ", ".join(f"smp.RankType.{each.name}" for each in RankType)
-        raise TypeError(f"{call}: rank_type must be one of {names}, not {rank_type!r}")
+        raise ArgumentTypeError(f"{call}: rank_type must be one of {names}, not {rank_type!r}")
     if isinstance(rank, bool) or not isinstance(rank, SupportsIndex):
-        raise TypeError(f"{call}: {name} must be an int, not {rank!r}")
+        raise ArgumentTypeError(f"{call}: {name} must be an int, not {rank!r}")
     position, kind = operator.index(rank), rank_type.value
     ranks = runtime.group(kind).ranks
     here = f"on world rank {runtime.rank}"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import operator
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,7 +33,10 @@ from pydantic import (
     ValidationError,
 )
 
-from smp_core.errors import ConfigError
+from smp_core.errors import ConfigError, SmpError
+
+# pytest leaves these frames out below an error that we raise on purpose; a bug of ours shows them.
+__tracebackhide__ = operator.methodcaller("errisinstance", SmpError)
 
 
 class IgnoredKeyWarning(UserWarning):

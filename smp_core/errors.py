@@ -27,6 +27,14 @@ class AlreadyInitializedError(SmpError, RuntimeError):
     """Raised when ``smp.init`` is called again with a different configuration."""
 
 
+class ArgumentTypeError(SmpError, TypeError):
+    """Raised when an argument of a call is of a type that the call does not take."""
+
+
+class ArgumentError(SmpError, ValueError):
+    """Raised when a call's arguments have the right types and do not fit together."""
+
+
 class RankError(SmpError, ValueError):
     """Raised when a rank is out of range, is not in the group, or names the caller itself."""
 

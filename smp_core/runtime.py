@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -16,8 +17,17 @@ from typing import Any
 from smp_core.backends.base import Fabric, Group
 from smp_core.backends.hosts import current as rank_threads
 from smp_core.config import Config
-from smp_core.errors import AlreadyInitializedError, BackendError, ConfigError, NotInitializedError
+from smp_core.errors import (
+    AlreadyInitializedError,
+    BackendError,
+    ConfigError,
+    NotInitializedError,
+    SmpError,
+)
 from smp_core.topology import GroupKind, Topology
+
+# pytest leaves these frames out below an error that we raise on purpose; a bug of ours shows them.
+__tracebackhide__ = operator.methodcaller("errisinstance", SmpError)
 
 _LAUNCHER_PARAMETERS = "SM_HP_MP_PARAMETERS"
 

@@ -27,11 +27,8 @@ BACKENDS = {
 }
 
 
-def open_backend(name: str) -> Host:
-    """Open the host of the backend of this name.
-
-    Raises BackendError if there is none, or it is not for us.
-    """
+def find_backend(name: str) -> Backend:
+    """The backend of this name. Raises BackendError, naming the nearest, if there is none."""
     backend = BACKENDS.get(name)
     if backend is None:
         near = difflib.get_close_matches(name, BACKENDS, n=1)
@@ -39,7 +36,15 @@ def open_backend(name: str) -> Host:
         raise BackendError(
             f"unknown backend {name!r}; there is {', '.join(map(repr, BACKENDS))}{hint}"
         )
-    host = backend.open_host()
+    return backend
+
+
+def open_backend(name: str) -> Host:
+    """Open the host of the backend of this name.
+
+    Raises BackendError if there is none, or it is not for us.
+    """
+    host = find_backend(name).open_host()
     if host.protocol != PROTOCOL_VERSION:
         raise BackendError(
             f"backend {name!r} was written for protocol {host.protocol}; this version has {PROTOCOL_VERSION}"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from smp_core.errors import PayloadError
+from smp_core.errors import PayloadError, SmpError
+
+# pytest leaves these frames out below an error that we raise on purpose; a bug of ours shows them.
+__tracebackhide__ = operator.methodcaller("errisinstance", SmpError)
 
 # Immutable and without parts: sharing one of these cannot be told from copying it.
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None), type(Ellipsis)})

@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import random
-import sys
 from typing import Any, Protocol
 
 
@@ -171,15 +170,12 @@ class _TorchDtype:
 
 
 @functools.cache
-def _parts(numpy_loaded: bool, torch_loaded: bool) -> tuple[Part, ...]:
-    """The parts that exist in this process so far."""
-    parts: list[Part] = [_PythonRandom()]
-    if numpy_loaded:
-        parts.append(_NumpyRandom(sys.modules["numpy.random"]))
-    if torch_loaded:
-        torch = sys.modules["torch"]
-        parts += [_TorchRandom(torch), _TorchDtype(torch)]
-    return tuple(parts)
+def _parts() -> tuple[Part, ...]:
+    # Imported here: numpy loads its random module late, and a rank may be the first to use it.
+    import numpy.random
+    import torch
+
+    return _PythonRandom(), _NumpyRandom(numpy.random), _TorchRandom(torch), _TorchDtype(torch)
 
 
 @functools.lru_cache(maxsize=64)
@@ -193,7 +189,7 @@ class Isolation:
     _last_outside: dict[Part, Any] = {}  # noqa: RUF012  what the last run's controller had: often the same again
 
     def __init__(self, size: int, seed: int) -> None:
-        self._parts = _parts("numpy.random" in sys.modules, "torch" in sys.modules)
+        self._parts = _parts()
         fresh = [_fresh(part, seed) for part in self._parts]
         self._states: list[list[Any]] = [list(fresh) for _ in range(size)]
         self._outside = [self._current(part) for part in self._parts]

@@ -95,6 +95,11 @@ class RankContext:
         self.runtime: Any = None  # what smp.init builds
         self.fabric: Any = None  # what the fabric's `rank_fabric` builds, when the rank starts
 
+    def finished_outcome(self) -> Outcome:
+        """How the rank's part ended, once it has."""
+        assert self.outcome is not None
+        return self.outcome
+
     def check(self, call: str, what: str = "call") -> None:
         """Every communication call starts here: unwinds the rank if the run has ended."""
         self.check_thread(call, what)
@@ -261,11 +266,16 @@ class ThreadHost:
             except BaseException as interruption:  # Ctrl-C, or a signal handler of another plugin
                 self._give_up(scheduler, contexts, interruption)
                 raise
-            timeout = None
-            if not came_back:
-                timeout = _timeout(job, scheduler, contexts)
+            if came_back:
+                report = _report(job, scheduler, contexts, fabric)
+            else:
+                unfinished = _unfinished(scheduler, contexts)
+                timeout = _timeout(job, scheduler, contexts, unfinished)
                 self._give_up(scheduler, contexts, timeout)
-            report = _report(job, scheduler, contexts, fabric, timeout)
+                outcomes = [
+                    unfinished.get(each.rank) or each.finished_outcome() for each in contexts
+                ]
+                report = Report(VerdictKind.TIMED_OUT, outcomes, None, timeout)
         if streams is not None:
             for outcome in report.outcomes:
                 outcome.stdout, outcome.stderr = (stream.text(outcome.rank) for stream in streams)
@@ -384,32 +394,43 @@ def _captured(size: int) -> Iterator[tuple[_Output, _Output]]:
         sys.stdout, sys.stderr = outside
 
 
-def _timeout(job: Job, scheduler: Scheduler, contexts: list[RankContext]) -> RunTimeout:
+def _unfinished(scheduler: Scheduler, contexts: list[RankContext]) -> dict[int, Outcome]:
+    """What can be said of each rank that has not returned when time is up."""
+    unfinished = {}
+    for context in contexts:
+        rank, waiting, kind = context.rank, context.seat.waiting, OutcomeKind.STUCK
+        if context.seat.finished:
+            continue
+        if context.fabric is None:
+            detail, kind = "has not started", OutcomeKind.CANCELLED
+        elif waiting is not None:
+            missing = ranks_text(waiting.missing(rank))
+            detail = f"waits in {waiting.describe(rank)} for {missing}"
+        elif context.seat is scheduler.running:
+            detail = "never came back: it computes, or waits where the scheduler cannot see"
+        else:
+            detail = "can go on, and has no turn"
+        unfinished[rank] = Outcome(rank, kind, detail=f"rank {rank} {detail}")
+    return unfinished
+
+
+def _timeout(
+    job: Job,
+    scheduler: Scheduler,
+    contexts: list[RankContext],
+    unfinished: dict[int, Outcome],
+) -> RunTimeout:
     """The verdict on a run that did not end in time: every rank's state and stack."""
     stacks = sys._current_frames()
     lines = [f"timeout: the run did not end within {job.timeout:g} s (--smp-timeout)"]
-    for context in sorted(
-        contexts, key=lambda each: each.seat is not scheduler.running
-    ):  # the one to blame first
-        rank, waiting = context.rank, context.seat.waiting
-        if context.seat.finished:
-            lines.append(f"rank {rank} has returned")
+    for context in sorted(contexts, key=lambda each: each.seat is not scheduler.running):
+        outcome = unfinished.get(context.rank)  # the one to blame first
+        if outcome is None:
+            lines.append(f"rank {context.rank} has returned")
             continue
-        if context.fabric is None:
-            lines.append(f"rank {rank} has not started")
-            continue
-        if waiting is not None:
-            lines.append(
-                f"rank {rank} waits in {waiting.describe(rank)} for {ranks_text(waiting.missing(rank))}"
-            )
-        elif context.seat is scheduler.running:
-            lines.append(
-                f"rank {rank} never came back: it computes, or waits where the scheduler cannot see"
-            )
-        else:
-            lines.append(f"rank {rank} can go on, and has no turn")
+        lines.append(outcome.detail)
         frame = stacks.get(context.thread.thread.ident or 0)
-        if frame is not None:
+        if frame is not None and outcome.kind is OutcomeKind.STUCK:
             lines.append(frames.stack_text(frame))
     return RunTimeout("\n".join(lines))
 
@@ -419,24 +440,19 @@ def _report(
     scheduler: Scheduler,
     contexts: list[RankContext],
     fabric: WorldFabric,
-    timeout: RunTimeout | None,
 ) -> Report:
     """Put the ranks' outcomes together and find the verdict on the world."""
     outcomes = []
     waits = {wait.rank: wait for wait in scheduler.stuck}
     for context in contexts:
-        outcome = context.outcome
-        if timeout is not None or outcome is None:
-            outcome = outcome or Outcome(context.rank, OutcomeKind.STUCK, detail="never came back")
-        elif outcome.rank in waits:
+        outcome = context.finished_outcome()
+        if outcome.rank in waits:
             outcome.kind = OutcomeKind.STUCK
             outcome.detail = "\n".join(wait_lines([waits[outcome.rank]])).strip()
         elif outcome.kind is OutcomeKind.CANCELLED:
             place = f" at {context.seat.place}" if context.seat.place is not None else ""
             outcome.detail = f"cancelled because of rank {scheduler.root}{place}"
         outcomes.append(outcome)
-    if timeout is not None:
-        return Report(VerdictKind.TIMED_OUT, outcomes, None, timeout)
     failure = scheduler.failure
     if failure is not None:
         return Report(_verdict(failure), outcomes, scheduler.root, failure)

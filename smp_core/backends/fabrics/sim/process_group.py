@@ -22,7 +22,7 @@ from smp_core.backends.fabrics.sim.matching import Call, Channel, Complete, Fiel
 from smp_core.backends.fabrics.sim.work import CombinedWork, SimWork
 from smp_core.backends.frames import caller_place
 from smp_core.backends.hosts.threads import RankContext
-from smp_core.errors import RankError, UnsupportedError
+from smp_core.errors import ArgumentError, NotInitializedError, RankError, UnsupportedError
 from smp_core.reduction import why_not
 
 Tensor = torch.Tensor
@@ -46,7 +46,7 @@ def _check_tensors(call: str, tensors: Sequence[Tensor]) -> None:
                 f"{call}: the sim backend moves dense CPU tensors, not {tensor.layout} on {tensor.device}"
             )
     if len({tensor.dtype for tensor in tensors}) > 1:
-        raise ValueError(
+        raise ArgumentError(
             f"{call}: tensors of one call must have one dtype, not {dtype_text(tensors)}"
         )
 
@@ -56,7 +56,7 @@ def _check_outputs(call: str, tensors: Sequence[Tensor]) -> None:
         if any(
             step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
         ):
-            raise ValueError(
+            raise ArgumentError(
                 f"{call}: an output of shape {list(tensor.shape)} overlaps itself (strides "
                 f"{list(tensor.stride())}): several elements are one place in memory. Pass a copy"
             )
@@ -64,12 +64,14 @@ def _check_outputs(call: str, tensors: Sequence[Tensor]) -> None:
 
 def _check_count(call: str, what: str, tensor: Tensor, expected: int, why: str) -> None:
     if tensor.numel() != expected:
-        raise ValueError(f"{call}: the {what} has {tensor.numel()} elements, {why} need {expected}")
+        raise ArgumentError(
+            f"{call}: the {what} has {tensor.numel()} elements, {why} need {expected}"
+        )
 
 
 def _check_list(call: str, what: str, tensors: Sequence[Tensor], size: int) -> None:
     if len(tensors) != size:
-        raise ValueError(f"{call}: {len(tensors)} {what} tensors for a group of {size} ranks")
+        raise ArgumentError(f"{call}: {len(tensors)} {what} tensors for a group of {size} ranks")
 
 
 def _fields(tensors: Sequence[Tensor], *, op: str | None = None, root: int | None = None) -> Fields:
@@ -102,7 +104,7 @@ class SimProcessGroup(dist.ProcessGroup):
         context = self._context
         context.check(call, "process group")
         if self._destroyed:
-            raise RuntimeError(f"{call}: process group {self._name} has been destroyed")
+            raise NotInitializedError(f"{call}: process group {self._name} has been destroyed")
         return context
 
     def _collective(
@@ -329,12 +331,12 @@ class SimProcessGroup(dist.ProcessGroup):
         rows = tensor.size(0) if tensor.dim() else 1
         if not sizes:
             if rows % self._size:
-                raise ValueError(
+                raise ArgumentError(
                     f"{call}: {rows} rows of the {what} do not divide among {self._size} ranks"
                 )
             sizes = [rows // self._size] * self._size
         if len(sizes) != self._size or sum(sizes) != rows or min(sizes) < 0:
-            raise ValueError(
+            raise ArgumentError(
                 f"{call}: {what} split sizes {list(sizes)} do not cut {rows} rows for {self._size} ranks"
             )
         return list(torch.split(tensor, list(sizes))) if tensor.dim() else [tensor]

@@ -49,7 +49,7 @@ class _OwnGroups(dict[Any, Any]):
         return True
 
     def get(self, group: object, default: Any = None) -> Any:
-        return self[group] if group in self else default
+        return super().get(group, default) if group in self else default
 
 
 class RankWorld(c10d._World):

@@ -1,0 +1,469 @@
+"""The requirements, each declared once; properties point to them by :func:`requirement`.
+
+A source names the section that makes the promise. Where the sources leave a choice open, the source
+says INF and why it was decided so (SMP_API.md, first table).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from conformance.registry import Capability, Level, Registry, Requirement
+
+_INF_INIT = "INF: the sources say that init comes first, not what happens otherwise"
+_INF_ERROR = "INF: the sources name no error; accepted in silence it would go to a wrong rank"
+
+LIFECYCLE = (
+    Requirement(
+        "LIFE-INITIALIZED",
+        "is_initialized is False until init has run on the rank, and True from then on.",
+        "SMP_API.md 1.2 (smp.is_initialized)",
+        Level.L0,
+        Capability.RANKS,
+    ),
+    Requirement(
+        "LIFE-INIT-BARE",
+        "init needs no argument: one partition, one tensor rank, placement cluster.",
+        "seed 000 (smp.init), SMP_API.md 1.2, 3.1, 8.4",
+        Level.L0,
+        Capability.RANKS,
+    ),
+    Requirement(
+        "LIFE-INIT-PARAMETERS",
+        "init takes the parameters as a dict, and the ranks are laid out accordingly.",
+        "SMP_API.md 1.2, 8.13",
+        Level.L0,
+        Capability.RANKS,
+    ),
+    Requirement(
+        "LIFE-FIRST-CALL",
+        "Every call but init and is_initialized is refused on a rank that has not called init.",
+        f"seed 000 (smp.init), SMP_API.md 1.2; {_INF_INIT}",
+        Level.L0,
+        Capability.RANKS,
+    ),
+    Requirement(
+        "LIFE-INIT-AGAIN",
+        "init called again with the same parameters, or with none, changes nothing.",
+        f"SMP_API.md 1.2; {_INF_INIT}",
+        Level.L0,
+        Capability.RANKS,
+    ),
+    Requirement(
+        "LIFE-INIT-OTHER",
+        "init called again with other parameters is refused, and the first ones stay in force.",
+        f"SMP_API.md 1.2; {_INF_INIT}",
+        Level.L0,
+        Capability.RANKS,
+    ),
+)
+
+_REFUSED = (
+    "is refused before any rank starts, and by init on every rank, with the names of the keys."
+)
+
+CONFIGURATION = (
+    Requirement(
+        "CONF-VALID",
+        "A configuration within the documented types, values and rules is accepted.",
+        "SMP_API.md 3.1, 3.3, 3.5, 8.1, 8.3, 8.4, 8.6",
+        Level.L0,
+        Capability.RANKS,
+    ),
+    Requirement(
+        "CONF-PARTITIONS",
+        "partitions and pipeline_parallel_degree are two names of one key; unequal values are refused.",
+        "SMP_API.md 3.1, 8.5",
+        Level.L0,
+        Capability.RANKS,
+    ),
+    Requirement(
+        "CONF-UNKNOWN-KEY",
+        f"An unknown key {_REFUSED}",
+        "SMP_API.md 9 item 4; INF: a typo must not train with a default",
+        Level.L0,
+        Capability.RANKS,
+    ),
+    Requirement(
+        "CONF-VALUE",
+        f"A value of the wrong type, or outside the documented range, {_REFUSED}",
+        "SMP_API.md 3.1, 3.3, 3.4",
+        Level.L0,
+        Capability.RANKS,
+    ),
+    Requirement(
+        "CONF-WORLD-SIZE",
+        f"A world that is not pipeline x tensor x reduced-data ranks {_REFUSED}",
+        "SMP_API.md 3.5, 8.20",
+        Level.L0,
+        Capability.RANKS,
+    ),
+    Requirement(
+        "CONF-TENSOR-DDP",
+        f"tensor_parallel_degree above 1 without ddp {_REFUSED}",
+        "SMP_API.md 3.3, 3.5",
+        Level.L0,
+        Capability.RANKS,
+    ),
+    Requirement(
+        "CONF-BF16-SHARDED",
+        f"bf16 without sharded data parallelism {_REFUSED}",
+        "seed 004 (BF16 training), SMP_API.md 3.5",
+        Level.L0,
+        Capability.RANKS,
+    ),
+    Requirement(
+        "CONF-FP16-BF16",
+        f"fp16 together with bf16 {_REFUSED}",
+        "SMP_API.md 3.5, 8.11",
+        Level.L0,
+        Capability.RANKS,
+    ),
+    Requirement(
+        "CONF-SHARDED-PIPELINE",
+        f"Sharded data parallelism together with a pipeline {_REFUSED}",
+        "seed 004 (tips and considerations), SMP_API.md 3.5",
+        Level.L0,
+        Capability.RANKS,
+    ),
+    Requirement(
+        "CONF-SHARDED-OPTIMIZER",
+        f"Sharded data parallelism together with shard_optimizer_state {_REFUSED}",
+        "seed 004 (tips and considerations), SMP_API.md 3.5",
+        Level.L0,
+        Capability.RANKS,
+    ),
+    Requirement(
+        "CONF-SHARDED-PRESCALED",
+        f"Sharded data parallelism with tensor parallelism and without prescaled_batch {_REFUSED}",
+        "seed 004 (with tensor parallelism), SMP_API.md 3.5",
+        Level.L0,
+        Capability.RANKS,
+    ),
+    Requirement(
+        "CONF-SHARDED-DIVIDES",
+        f"A sharded degree that does not divide the reduced data parallel size {_REFUSED}",
+        "seed 004 (example 2), SMP_API.md 3.5, 8.3",
+        Level.L0,
+        Capability.RANKS,
+    ),
+    Requirement(
+        "CONF-DEFAULT-PARTITION",
+        f"auto_partition=False without default_partition, or with one that does not exist, {_REFUSED}",
+        "SMP_API.md 3.1, 3.4, 3.5",
+        Level.L0,
+        Capability.RANKS,
+    ),
+)
+
+GROUPS = (
+    Requirement(
+        "GROUP-NAMES",
+        "CommGroup and RankType have all six members, and smp.WORLD, smp.MP_GROUP, ... are short for "
+        "the groups.",
+        "seed 000 (CommGroup, RankType), SMP_API.md 1.5, 8.8; smp.RDP_GROUP is INF, for symmetry",
+        Level.L0,
+        Capability.RANKS,
+    ),
+    Requirement(
+        "GROUP-WORLD",
+        "rank runs from 0 to size - 1 over the ranks, and size is their number.",
+        "seed 000 (MPI basics)",
+        Level.L0,
+        Capability.RANKS,
+    ),
+    Requirement(
+        "GROUP-LOCAL",
+        "On every node local_rank runs from 0 to local_size - 1.",
+        "seed 000 (MPI basics)",
+        Level.L0,
+        Capability.RANKS,
+    ),
+    Requirement(
+        "GROUP-SIZES",
+        "pp_size and tp_size are the configured degrees; pp x tp x rdp = size, mp = pp x tp, "
+        "dp = rdp x tp.",
+        "SMP_API.md 4.1",
+        Level.L0,
+        Capability.RANKS,
+    ),
+    Requirement(
+        "GROUP-PLACEMENT",
+        "The right-most letter of placement_strategy varies fastest with the rank; cluster is DPT, "
+        "spread is TPD.",
+        "SMP_API.md 4.2",
+        Level.L0,
+        Capability.RANKS,
+    ),
+    Requirement(
+        "GROUP-TABLES",
+        "Eight ranks form the groups of the worked tables, for cluster, spread and all six permutations.",
+        "SMP_API.md 4.2 (tables)",
+        Level.L0,
+        Capability.RANKS,
+    ),
+    Requirement(
+        "GROUP-MEMBERS",
+        "get_mp_group, get_dp_group and get_tp_group list the world ranks that the definition puts "
+        "together, the same list on each of them.",
+        "seed 000 (MPI basics), SMP_API.md 1.5, 4.1",
+        Level.L0,
+        Capability.RANKS,
+    ),
+    Requirement(
+        "GROUP-POSITION",
+        "The world ranks of a group ascend, and mp_rank, dp_rank, pp_rank, tp_rank and rdp_rank are "
+        "positions there.",
+        "seed 000 (MPI basics); INF, SMP_API.md 4.2: the order where tp > 1, as after an MPI "
+        "communicator split",
+        Level.L0,
+        Capability.RANKS,
+    ),
+    Requirement(
+        "GROUP-PROCESS-GROUPS",
+        "get_world_process_group and its five siblings give torch process groups of the ranks of the "
+        "group, in its order.",
+        "seed 000 (MPI basics), SMP_API.md 1.5; the order is INF, as in GROUP-POSITION",
+        Level.L0,
+        Capability.PROCESS_GROUPS,
+    ),
+    Requirement(
+        "GROUP-PROCESS-GROUPS-DDP",
+        "Without ddp the process groups of world, MP and DP are refused.",
+        "SMP_API.md 1.5; INF: that the refusal is an error",
+        Level.L0,
+        Capability.PROCESS_GROUPS,
+    ),
+)
+
+SEND_RECV = (
+    Requirement(
+        "COMM-SEND-VALUE",
+        "recv_from returns an object equal to the one that was sent: types, structure, and of tensors "
+        "dtype, shape and every bit.",
+        "seed 000 (smp.send, smp.recv_from), SMP_API.md 1.6",
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-SEND-ORDER",
+        "Objects from one rank to another arrive in the order of the send calls.",
+        "SMP_API.md 1.6: calls are synchronous, so a later send begins after the earlier was received",
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-RECV-SOURCE",
+        "recv_from receives from the rank it names, whatever other ranks have sent before.",
+        "seed 000 (smp.recv_from)",
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-RANK-TYPE",
+        "dest_rank and src_rank count in the caller's own group of the kind that rank_type names, for "
+        "all six rank types.",
+        "seed 000 (RankType, smp.send, smp.recv_from), SMP_API.md 1.5, 8.8",
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-RANK-TYPE-MIXED",
+        "Sends to one world rank keep their order and meet its recv_from, whichever rank types the two "
+        "sides use.",
+        "seed 000: rank_type says how a rank is interpreted; INF: and nothing more",
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-SEND-COPY",
+        "What is sent is the object as it was at the call: later changes on either side do not reach "
+        "the other.",
+        "seed 000 (a picklable object is sent), SMP_API.md 1.6",
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-SEND-SYNC",
+        "send returns only after the destination has called the matching recv_from.",
+        "seed 000 (smp.send)",
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-KEYWORDS",
+        "Arguments are accepted by position and by the documented keywords.",
+        "seed 000, SMP_API.md 1.6 (argument style)",
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+)
+
+BROADCAST = (
+    Requirement(
+        "COMM-BROADCAST-VALUE",
+        "Every other rank of the group receives an object equal to the root's by recv_from, for any "
+        "kind of group and any root.",
+        "seed 000 (smp.broadcast), SMP_API.md 1.6",
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-BROADCAST-GROUP",
+        "A broadcast reaches the ranks of the root's group and no other rank.",
+        "seed 000 (smp.broadcast)",
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-BROADCAST-ORDER",
+        "Broadcasts and sends of one rank arrive in the order of its calls.",
+        "SMP_API.md 1.6 (consequence for testing; recv_from matches either)",
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-BROADCAST-COPY",
+        "Each receiver of a broadcast holds an object of its own.",
+        "seed 000 (a picklable object is sent), SMP_API.md 1.6",
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-BROADCAST-SYNC",
+        "broadcast returns only after every receiver has called the matching recv_from.",
+        "seed 000 (smp.broadcast)",
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-BROADCAST-ALONE",
+        "In a group of one rank broadcast has no receiver and returns.",
+        "SMP_API.md 1.6; INF: there is nobody to wait for",
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+)
+
+ALLGATHER = (
+    Requirement(
+        "COMM-ALLGATHER-ORDER",
+        "Element i is the object of the i-th rank of the group, on every member, for every kind of "
+        "group.",
+        "seed 000 (smp.allgather), SMP_API.md 1.6",
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-ALLGATHER-VALUE",
+        "The members' objects may be of any types and sizes, None, empty and large ones among them, "
+        "and arrive equal.",
+        "seed 000 (smp.allgather: arbitrary picklable objects)",
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-ALLGATHER-REPEATED",
+        "The n-th allgather of one member meets the n-th of every other, whatever came before.",
+        "seed 000 (smp.allgather: matching calls), SMP_API.md 1.6",
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-ALLGATHER-GROUP",
+        "Groups of one kind do not wait for each other, and need not make the same number of calls.",
+        "seed 000 (smp.allgather: the ranks in the specified group)",
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-ALLGATHER-KINDS",
+        "Calls on groups of different kinds do not mix, not even if their members are the same.",
+        "seed 000 (CommGroup), SMP_API.md 1.6, 4.1",
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-ALLGATHER-COPY",
+        "Every element is a copy, the caller's own included.",
+        "seed 000 (a picklable object is gathered); INF for the own element",
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+)
+
+BARRIERS = (
+    Requirement(
+        "COMM-BARRIER-ALL",
+        "No rank leaves a barrier before every rank of the group has come to it.",
+        "seed 000 (barrier)",
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-BARRIER-GROUP",
+        "A barrier waits for the ranks of the caller's own group and for no other rank.",
+        "seed 000 (barrier, the note on mp_groups)",
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-BARRIER-DEFAULT",
+        "barrier() is barrier(smp.WORLD).",
+        "seed 000 (barrier)",
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-BARRIER-MP-DP",
+        "mp_barrier() is barrier(smp.MP_GROUP) and dp_barrier() is barrier(smp.DP_GROUP).",
+        "seed 000 (dp_barrier, mp_barrier)",
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+)
+
+ERRORS = (
+    Requirement(
+        "COMM-ERROR-RANK",
+        "A rank below 0, or not below the size of the group, is an error in the calling rank, which "
+        "can go on.",
+        f"SMP_API.md 1.6; {_INF_ERROR}",
+        Level.L2,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-ERROR-SELF",
+        "A send to oneself or a recv_from oneself is an error, because it could never return.",
+        "seed 000 (both calls are synchronous); INF: the sources name no error",
+        Level.L2,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-ERROR-PICKLE",
+        "An object that cannot be pickled is an error in the rank that sends it; nothing is sent, and "
+        "its next call is as if the failed one had not been.",
+        "seed 000 (an arbitrary picklable object); INF: the sources name no error",
+        Level.L2,
+        Capability.OBJECTS,
+    ),
+)
+
+REQUIREMENTS = Registry(
+    *LIFECYCLE,
+    *CONFIGURATION,
+    *GROUPS,
+    *SEND_RECV,
+    *BROADCAST,
+    *ALLGATHER,
+    *BARRIERS,
+    *ERRORS,
+)
+
+
+def requirement(id: str) -> pytest.MarkDecorator:
+    """Mark a property as a test of the requirement ``id``.
+
+    Raises RequirementError, which ends the collection of the property's file, if there is none.
+    """
+    return pytest.mark.requirement(REQUIREMENTS.named(id).id)

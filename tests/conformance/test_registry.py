@@ -1,0 +1,82 @@
+"""The registry of requirements, and the declarations in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from conformance.registry import Capability, Level, Registry, Requirement, RequirementError
+from conformance.requirements import REQUIREMENTS, requirement
+
+GOOD = Requirement("AREA-WHAT", "It holds.", "SMP_API.md 1.6", Level.L1, Capability.OBJECTS)
+
+
+@pytest.mark.parametrize("field", ["id", "sentence", "source"])
+@pytest.mark.parametrize("empty", ["", "  "])
+def test_an_empty_field_is_refused(field: str, empty: str) -> None:
+    with pytest.raises(RequirementError, match=f"its {field} is empty"):
+        dataclasses.replace(GOOD, **{field: empty})
+
+
+@pytest.mark.parametrize("id", ["ALLGATHER", "comm-order", "COMM_ORDER", "COMM-", "-COMM", "A-B C"])
+def test_a_badly_formed_id_is_refused(id: str) -> None:
+    with pytest.raises(RequirementError, match=f"requirement {id!r}: an id is capital words"):
+        dataclasses.replace(GOOD, id=id)
+
+
+def test_a_requirement_is_a_value() -> None:
+    assert dataclasses.replace(GOOD) == GOOD
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        GOOD.source = "elsewhere"  # type: ignore[misc]
+
+
+def test_an_id_is_declared_once() -> None:
+    other = dataclasses.replace(GOOD, sentence="It holds, too.")
+    with pytest.raises(RequirementError, match="requirement AREA-WHAT is declared twice"):
+        Registry(GOOD, other)
+
+
+def test_the_registry_keeps_the_order_of_declaration() -> None:
+    ids = ["B-B", "A-A", "C-C"]
+    registry = Registry(*(dataclasses.replace(GOOD, id=id) for id in ids))
+    assert list(registry) == ids
+    assert registry["A-A"].id == "A-A"
+
+
+@pytest.mark.parametrize(
+    ("id", "hint"),
+    [
+        ("AREA-WHAY", "did you mean AREA-WHAT?"),
+        ("X-Y", "declare it in conformance/requirements.py"),
+    ],
+)
+def test_an_unknown_id_is_refused_with_the_nearest(id: str, hint: str) -> None:
+    with pytest.raises(RequirementError, match=re.escape(f"unknown requirement {id!r}: {hint}")):
+        Registry(GOOD).named(id)
+
+
+def test_a_property_points_to_a_declared_requirement() -> None:
+    assert requirement("COMM-ALLGATHER-ORDER").args == ("COMM-ALLGATHER-ORDER",)
+    with pytest.raises(RequirementError, match="did you mean COMM-ALLGATHER-ORDER"):
+        requirement("COMM-ALLGATHER-ODER")
+
+
+def test_levels_are_ordered_and_have_a_sentence() -> None:
+    assert [level.name for level in Level] == [f"L{number}" for number in range(8)]
+    assert list(Level) == list(range(8))
+    assert all(level.sentence.endswith(".") for level in Level)
+
+
+@pytest.mark.parametrize("each", REQUIREMENTS.values(), ids=list(REQUIREMENTS))
+def test_a_declaration_is_a_sentence_with_a_source(each: Requirement) -> None:
+    assert each.sentence.endswith(".")
+    assert not each.sentence.endswith("..")
+    assert re.search(r"SMP_API\.md \d|seed 00[0-4]", each.source)
+    # "INF" alone says nothing: the reason is what a third party can argue with (SMP_API.md, tags).
+    assert "INF" not in each.source or len(each.source.split("INF", 1)[1]) > len(": x")
+
+
+def test_the_levels_that_have_requirements() -> None:
+    assert {each.level for each in REQUIREMENTS.values()} == {Level.L0, Level.L1, Level.L2}

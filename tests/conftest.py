@@ -1,0 +1,3 @@
+"""What all tests share: pytest's own fixture for running pytest."""
+
+pytest_plugins = ["pytester"]
