@@ -16,6 +16,8 @@ from smp_core.backends.base import Outcome, OutcomeKind, Report, VerdictKind
 from smp_core.backends.hosts.diagnosis import ranks_text
 from smp_core.errors import LeakError, RankDisagreementError
 
+_ENDS_THE_SESSION = (KeyboardInterrupt, pytest.exit.Exception)
+
 
 def conclude(report: Report, backend: str) -> None:
     """Raise what a failed or skipped run is to raise; return for a run that passed.
@@ -26,8 +28,9 @@ def conclude(report: Report, backend: str) -> None:
     __tracebackhide__ = True
     error = report.error
     if error is not None:
-        for note in _notes(report, backend):
-            error.add_note(note)
+        if not isinstance(error, _ENDS_THE_SESSION):
+            for note in _notes(report, backend):
+                error.add_note(note)
         raise error
     skipped = [outcome for outcome in report.outcomes if outcome.kind is OutcomeKind.SKIPPED]
     if not skipped:

@@ -120,7 +120,7 @@ def read(config: pytest.Config) -> Settings:
             source = (
                 f"smp_{option.name} in {config.inipath.name if config.inipath else 'the ini file'}"
             )
-        given = given or option.default
+            given = given or option.default
         try:
             values[option.name] = option.convert(given)
         except ValueError:

@@ -105,6 +105,16 @@ def _not_on_ranks(record: logging.LogRecord) -> bool:
     return current.current() is None
 
 
+_full_message = c10d_logger._get_msg_dict
+
+
+def _message(name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """What torch logs. In full it describes the group, which another rank's refuses to be."""
+    if current.current() is None:
+        return _full_message(name, *args, **kwargs)
+    return {"func_name": name}
+
+
 class rank_worlds:
     """While entered, rank threads have a torch.distributed state each."""
 
@@ -113,8 +123,10 @@ class rank_worlds:
         c10d._world = _Router(self._world)  # type: ignore[assignment]
         set_thread_isolation_mode(True)
         _exception_log.addFilter(_not_on_ranks)
+        c10d_logger._get_msg_dict = _message  # type: ignore[assignment]
 
     def leave(self) -> None:
+        c10d_logger._get_msg_dict = _full_message
         _exception_log.removeFilter(_not_on_ranks)
         set_thread_isolation_mode(False)
         c10d._world = self._world
