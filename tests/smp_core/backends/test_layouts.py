@@ -336,7 +336,7 @@ def test_an_input_may_lie_in_its_own_output(smp_world: Any) -> None:
         dist.reduce_scatter_single(summed[rank : rank + 1], summed)
         scattered = torch.arange(1.0, 4.0)
         dist.scatter(
-            scattered[1:2], [scattered[i : i + 1] for i in (1, 2, 0)] if rank == 0 else None, src=0
+            scattered[1:2], [scattered[i : i + 1] for i in (2, 1, 0)] if rank == 0 else None, src=0
         )
         return tuple(
             each.tolist() for each in (buffer, listed, elsewhere, exchanged, summed, scattered)
@@ -352,7 +352,7 @@ def test_an_input_may_lie_in_its_own_output(smp_world: Any) -> None:
             rows,
             [1 + rank, 11 + rank, 21 + rank],
             own[:rank] + total[rank : rank + 1] + own[rank + 1 :],
-            [1, [2, 3, 1][rank], 3],
+            [1, [3, 2, 1][rank], 3],
         )
 
 

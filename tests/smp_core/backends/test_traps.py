@@ -459,6 +459,25 @@ def test_trap_9_a_foreign_thread_during_a_run(smp_world: Any, own_group: Any) ->
     assert failures == []
 
 
+def test_trap_9_threads_share_the_table_of_names_again_after_a_run(smp_world: Any) -> None:
+    """C++ keeps it apart for every thread during a run, and no longer."""
+    results: list[float] = []
+    smp_world.run(total, ranks=2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group: Any = dist.group.WORLD
+
+        def other_thread() -> None:
+            results.append(funcol.all_reduce(torch.tensor([4.0]), "sum", group.group_name).item())
+
+        thread = threading.Thread(target=other_thread)
+        thread.start()
+        thread.join()
+    finally:
+        dist.destroy_process_group()
+    assert results == [4.0]
+
+
 def test_trap_9_torch_world_is_put_back(smp_world: Any) -> None:
     before = dist.distributed_c10d._world
     smp_world.run(total, ranks=2)

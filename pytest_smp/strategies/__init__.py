@@ -1,0 +1,70 @@
+"""Hypothesis strategies for tests on ranks: worlds, groups, configurations, objects, tensors.
+
+What they draw follows the input rules of the design ("Exactness"): sizes are odd, tiny, zero and not
+divisible; groups are unsorted and leave out rank 0; degree 1 comes often; values are unique per
+rank and per element; views have strides, offsets and guard elements. Every drawn value prints, in a
+failing example, as code that can be pasted below::
+
+    import torch
+    from math import inf
+    from numpy import array, float32, int64
+    from pytest_smp.strategies import Pair, Record, TensorSpec
+    from smp_core.topology import Topology
+
+All of them refuse bad arguments at once, with ``hypothesis.errors.InvalidArgument``. The strategies
+of tensors and objects import torch when they are first asked for; the others never do.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from pytest_smp.strategies.configuration import configs
+from pytest_smp.strategies.mistakes import invalid_configs
+from pytest_smp.strategies.worlds import degrees, groups, placements, topologies, world_sizes
+
+if TYPE_CHECKING:
+    from pytest_smp.strategies.equality import same
+    from pytest_smp.strategies.nests import Pair, Record, objects
+    from pytest_smp.strategies.numbers import dtypes
+    from pytest_smp.strategies.recipes import TensorSpec, lengths, shapes, tensors
+
+__all__ = [
+    "Pair",
+    "Record",
+    "TensorSpec",
+    "configs",
+    "degrees",
+    "dtypes",
+    "groups",
+    "invalid_configs",
+    "lengths",
+    "objects",
+    "placements",
+    "same",
+    "shapes",
+    "tensors",
+    "topologies",
+    "world_sizes",
+]
+
+_NEEDS_TORCH = {
+    "Pair": "nests",
+    "Record": "nests",
+    "TensorSpec": "recipes",
+    "dtypes": "numbers",
+    "lengths": "recipes",
+    "objects": "nests",
+    "same": "equality",
+    "shapes": "recipes",
+    "tensors": "recipes",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEEDS_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_NEEDS_TORCH[name]}"), name)
+    globals()[name] = value
+    return value
