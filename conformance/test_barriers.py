@@ -66,9 +66,8 @@ def check_all_come(
     each = st.lists(st.sampled_from(spellings), min_size=world.size, max_size=world.size)
     program = data.draw(st.lists(each, min_size=1, max_size=3), "spellings")
     late = data.draw(some(range(world.size)), "late")
-    seen = smp_world.run(
-        meet_and_look, inside, program, late, folder, ranks=world.size, config=parameters(world)
-    )
+    arguments = inside, program, late, folder.fresh()
+    seen = smp_world.run(meet_and_look, *arguments, ranks=world.size, config=parameters(world))
     for rank, missing in enumerate(seen):
         for number, ranks in enumerate(missing):
             assert not ranks, f"rank {rank} left barrier {number} before ranks {ranks} came to it"

@@ -190,7 +190,7 @@ def test_broadcast_returns_after_all_receives_were_called(
     root = data.draw(st.integers(0, ranks - 1), "root")
     receivers = [rank for rank in range(ranks) if rank != root]
     late = data.draw(some(receivers), "late")
-    seen = smp_world.run(broadcast_and_look, root, count, late, smp_tmp_path, ranks=ranks)
+    seen = smp_world.run(broadcast_and_look, root, count, late, smp_tmp_path.fresh(), ranks=ranks)
     for number, missing in enumerate(seen[root]):
         assert not missing, f"broadcast {number} returned before ranks {missing} called recv_from"
 

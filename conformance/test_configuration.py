@@ -35,9 +35,9 @@ neutral = st.fixed_dictionaries(
 )
 
 
-def leave_trace(folder: Path) -> None:
+def leave_trace(trace: Path) -> None:
     """Show that a rank has started."""
-    (folder / "started").touch()
+    trace.touch()
 
 
 def initialize(config: dict[str, Any]) -> tuple[str | None, bool]:
@@ -53,9 +53,10 @@ def check_refused(
     smp_world: SmpWorld, folder: TmpPath, config: dict[str, Any], ranks: int, names: list[str]
 ) -> None:
     """The configuration is refused before a rank starts, by init on every rank, and by its names."""
+    trace = folder.fresh() / "started"
     with pytest.raises(ConfigError) as refused:
-        smp_world.run(leave_trace, folder, ranks=ranks, config=config)
-    assert not (folder / "started").exists()
+        smp_world.run(leave_trace, trace, ranks=ranks, config=config)
+    assert not trace.exists()
     messages = [str(refused.value)]
     for message, initialized in smp_world.run(initialize, config, ranks=ranks, init=False):
         assert message is not None, f"init accepted {config}"

@@ -259,7 +259,7 @@ def test_send_returns_after_the_receive_was_called(
     src, dest = data.draw(pairs(ranks), "src, dest")
     bystanders = [rank for rank in range(ranks) if rank not in (src, dest)]
     late = [dest, *bystanders] if bystanders else []
-    seen = smp_world.run(send_and_look, src, dest, count, late, smp_tmp_path, ranks=ranks)
+    seen = smp_world.run(send_and_look, src, dest, count, late, smp_tmp_path.fresh(), ranks=ranks)
     assert seen[src] == [True] * count
 
 

@@ -202,7 +202,7 @@ def smp_world(pytestconfig: pytest.Config) -> SmpWorld:
 
 @pytest.fixture(scope="session")
 def smp_tmp_path(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> TmpPath:
-    """One folder for all ranks: a new one for each test, and for each example of a property."""
+    """One folder for all ranks: new for each test, and for each example of a marked property."""
     from pytest_smp.proxies import TmpPath
 
     controller = _controller(pytestconfig)

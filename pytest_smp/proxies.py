@@ -122,7 +122,7 @@ class SmpWorld:
 
 
 class TmpPath(os.PathLike[str]):
-    """One folder for all ranks: a new one for each test, and for each example of a property.
+    """One folder for all ranks: a new one for each test, and for each example of a marked property.
 
     On a rank it is a ``pathlib.Path``; in the controller it behaves like one.
     """
@@ -137,6 +137,11 @@ class TmpPath(os.PathLike[str]):
         """The next use makes a new folder."""
         self._current = None
 
+    def fresh(self) -> Path:
+        """A new folder, for each example of a property that starts its runs by ``smp_world``."""
+        self.renew()
+        return self.path
+
     @property
     def path(self) -> Path:
         """The folder of the run that is next, or has just ended."""
@@ -147,6 +152,12 @@ class TmpPath(os.PathLike[str]):
             self._current.mkdir()
             self._count += 1
         return self._current
+
+    def __eq__(self, other: object) -> bool:
+        return self.path == other
+
+    def __hash__(self) -> int:
+        return hash(self.path)
 
     def __fspath__(self) -> str:
         return os.fspath(self.path)

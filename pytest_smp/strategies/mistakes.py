@@ -117,7 +117,8 @@ def _misspellings(name: str) -> Iterator[str]:
     yield name.replace("_", "")
 
 
-def _unknown_keys() -> Iterator[Plant]:
+def unknown_keys() -> Iterator[Plant]:
+    """Every misspelling of a known key that can only mean that one."""
     meant: dict[str, set[str]] = {}
     for name in KNOWN_NAMES:
         for typo in _misspellings(name):
@@ -125,7 +126,7 @@ def _unknown_keys() -> Iterator[Plant]:
     for typo, names in meant.items():
         names |= {name for name in KNOWN_NAMES if _one_letter_apart(typo, name)}
         # A typo of two keys (`p16`, `fb16`) has no nearest one, and one of a short key may be empty.
-        if typo not in (*KNOWN_NAMES, *IGNORED_KEYS, "") and len(names) == 1:
+        if typo not in (*KNOWN_NAMES, *IGNORED_KEYS, "") :
             yield Plant({typo: True}, (typo, *names))
 
 
@@ -261,7 +262,7 @@ def invalid_configs(size: int) -> SearchStrategy[tuple[Parameters, tuple[str, ..
     check_int("size", size, at_least=1)
     return st.one_of(
         _in_free_keys(st.sampled_from(tuple(_bad_values()))),
-        _in_any(st.sampled_from(tuple(_unknown_keys())), size),
+        _in_any(st.sampled_from(tuple(unknown_keys())), size),
         _in_free_keys(st.one_of(_breaches(size))),
         _in_free_keys(st.sampled_from(tuple(_misfits(size)))),
     )

@@ -404,3 +404,20 @@ def test_smp_world_refuses_what_cannot_run(session: Session) -> None:
         """
     )
     assert ended.counts == {"passed": 10}
+
+
+def test_a_property_of_smp_world_takes_a_fresh_folder_for_each_example(session: Session) -> None:
+    ended = session(
+        """
+        seen = []
+
+        @given(number=st.integers())
+        def test_x(smp_world, smp_tmp_path, number):
+            folder = smp_tmp_path.fresh()
+            assert folder not in seen
+            seen.append(folder)
+            assert smp_world.run(lambda each: each.exists(), folder, ranks=2) == [True, True]
+            assert smp_tmp_path == folder
+        """,
+    )
+    assert ended.counts == {"passed": 1}
