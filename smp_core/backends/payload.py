@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copyreg
+import io
 import operator
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +23,32 @@ _Dumps = Callable[[object], bytes]
 
 def plain_dumps(obj: object) -> bytes:
     """By pickle's newest protocol: classes and functions by name."""
-    return pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+    pickler.dispatch_table = copyreg.dispatch_table | {torch.Tensor: _reduce_tensor}
+    pickler.dump(obj)
+    return buffer.getvalue()
+
+
+# Dtypes that torch 2.13 pickles and cannot unpickle ("UntypedStorage has no attribute 'dtype'"), by
+# width: such a tensor travels as another dtype of its width.
+_CARRIERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+_CARRIED = ("uint16", "uint32", "uint64", "float8", "complex32")
+
+
+def _reduce_tensor(tensor: Any) -> Any:
+    name = str(tensor.dtype).removeprefix("torch.")
+    if not name.startswith(_CARRIED) or tensor.requires_grad:
+        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    carrier = getattr(sys.modules["torch"], _CARRIERS[tensor.itemsize])
+    return _rebuild_tensor, (tensor.view(carrier), tensor.dtype)
+
+
+def _rebuild_tensor(carried: Any, dtype: Any) -> Any:
+    return carried.view(dtype)
 
 
 class Payload:

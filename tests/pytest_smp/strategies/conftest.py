@@ -24,6 +24,16 @@ _IMPORTS = "\n".join(
 #: Drawn beside a value, because Hypothesis shows no example twice and stops when there are no more.
 _NONCE = st.integers(0, 2**64)
 
+#: So many that a rare value is found too; a search ends when it is.
+_MANY = settings(
+    database=None,
+    deadline=None,
+    derandomize=True,
+    max_examples=20_000,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
 
 @pytest.fixture(scope="session")
 def paste() -> Paste:
@@ -44,14 +54,7 @@ def drawn() -> Callable[..., list[Any]]:
     def draw(strategy: SearchStrategy[Any], count: int = 300) -> list[Any]:
         seen: list[Any] = []
 
-        @settings(
-            database=None,
-            deadline=None,
-            derandomize=True,
-            max_examples=count,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
+        @settings(_MANY, max_examples=count)
         @given(value=strategy, nonce=_NONCE)
         def run(value: Any, nonce: int) -> None:
             seen.append(value)
@@ -64,16 +67,14 @@ def drawn() -> Callable[..., list[Any]]:
 
 @pytest.fixture(scope="session")
 def minimal() -> Callable[..., Any]:
-    """What a strategy's values shrink to, among those that meet a condition."""
+    """What a strategy's values shrink to, among those that meet a condition; or the first of them."""
 
     def search(
-        strategy: SearchStrategy[Any], condition: Callable[[Any], Any] = lambda _: True
+        strategy: SearchStrategy[Any],
+        condition: Callable[[Any], Any] = lambda _: True,
+        shrink: bool = True,
     ) -> Any:
-        # So many that a rare one is found too; the search ends when it is.
-        quiet = settings(
-            database=None, deadline=None, derandomize=True, max_examples=20_000,
-            suppress_health_check=list(HealthCheck),
-        )  # fmt: skip
+        quiet = settings(_MANY, phases=[Phase.generate, Phase.shrink] if shrink else _MANY.phases)
         return find(strategy, lambda value: bool(condition(value)), settings=quiet)
 
     return search
@@ -84,26 +85,23 @@ class Failure(Exception):
 
 
 @pytest.fixture(scope="session")
-def printed() -> Callable[[SearchStrategy[Any], int], tuple[Any, str]]:
+def printed() -> Callable[..., tuple[Any, str]]:
     """A value that a property failed on, and the code by which Hypothesis shows it."""
 
-    def fail(strategy: SearchStrategy[Any], after: int) -> tuple[Any, str]:
+    def fail(
+        strategy: SearchStrategy[Any],
+        after: int = 0,
+        condition: Callable[[Any], Any] = lambda _: True,
+    ) -> tuple[Any, str]:
         seen: list[Any] = []
 
-        @settings(
-            database=None,
-            deadline=None,
-            derandomize=True,
-            max_examples=after + 1,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-            print_blob=False,
-        )
+        @settings(_MANY, print_blob=False)
         @given(value=strategy, nonce=_NONCE)
         def run(value: Any, nonce: int) -> None:
-            seen.append(value)
-            if len(seen) > after:
-                raise Failure
+            if condition(value):
+                seen.append(value)
+                if len(seen) > after:
+                    raise Failure
 
         with pytest.raises(Failure) as failed:
             run()

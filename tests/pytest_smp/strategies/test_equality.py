@@ -69,6 +69,7 @@ def test_a_value_is_the_same_as_its_copy(value: Any) -> None:
         (np.zeros((2, 0)), np.zeros((0, 2))),
         (np.float64(1), 1.0),
         (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
         (torch.zeros(2, 3), torch.zeros(3, 2)),
         (torch.zeros(()), torch.zeros(1)),
         (torch.zeros(2, 0), torch.zeros(0, 2)),

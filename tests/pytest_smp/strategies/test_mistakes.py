@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pytest_smp.strategies import invalid_configs
-from pytest_smp.strategies.mistakes import BAD_VALUES, BREACHES, KNOWN_NAMES
+from pytest_smp.strategies.mistakes import BAD_VALUES, BREACHES, KNOWN_NAMES, unknown_keys
 from smp_core.config import ALIASES, RULES, Config
 from smp_core.errors import ConfigError
 
@@ -76,6 +76,14 @@ def test_every_bad_value_of_a_key_is_refused(key: str) -> None:
     beside = {"ddp": True} if key in ("ddp_port", "ddp_dist_backend") else {}
     for value in BAD_VALUES[key]:
         assert key in complaint({**beside, key: value}), value
+
+
+def test_every_misspelling_is_refused_with_the_key_that_was_meant() -> None:
+    typos = list(unknown_keys())
+    assert len(typos) > 500
+    for parameters, keys in typos:
+        assert all(key in complaint(parameters) for key in keys), keys
+    assert {meant for _, (_, meant) in typos} == set(KNOWN_NAMES)
 
 
 @pytest.mark.parametrize("rule", BREACHES, ids=lambda rule: "-".join(rule.keys))

@@ -72,6 +72,14 @@ def test_an_element_differs_between_any_two_ranks_though_values_ran_out(dtype: t
         assert unique(list(each))
 
 
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_values_have_no_period(dtype: torch.dtype) -> None:
+    # Else a tensor whose elements were moved by one would look right.
+    for world in (1, 2, 8):
+        made = items(TensorSpec((700,), dtype).make(1 % world, world))
+        assert not [step for step in range(1, 20) if made[step:] == made[:-step]], world
+
+
 def test_values_are_unique_though_the_shapes_of_ranks_differ() -> None:
     found = [item for r in range(8) for item in items(TensorSpec((r + 1,), torch.int64).make(r, 8))]
     assert unique(found)
