@@ -126,7 +126,7 @@ def unknown_keys() -> Iterator[Plant]:
     for typo, names in meant.items():
         names |= {name for name in KNOWN_NAMES if _one_letter_apart(typo, name)}
         # A typo of two keys (`p16`, `fb16`) has no nearest one, and one of a short key may be empty.
-        if typo not in (*KNOWN_NAMES, *IGNORED_KEYS, "") :
+        if typo not in (*KNOWN_NAMES, *IGNORED_KEYS, "") and len(names) == 1:
             yield Plant({typo: True}, (typo, *names))
 
 

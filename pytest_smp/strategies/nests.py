@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -86,6 +87,7 @@ def _atoms() -> SearchStrategy[Any]:
         st.integers(),
         st.sampled_from([2**63, -(2**64), 10**30]),  # no machine word holds these
         st.floats(allow_nan=False),
+        st.sampled_from([math.inf, -math.inf, -0.0]),
         st.text(max_size=8),
         st.binary(max_size=8),
         st.just(()),

@@ -10,6 +10,8 @@ weights are rounded to integers on both sides, so that the next gradients are ex
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -76,21 +78,23 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def update(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One step of the optimizer, and back to integers."""
+def whole(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies; a sharded tensor is gathered."""
+    with torch.no_grad():
+        return [(t.full_tensor() if isinstance(t, DTensor) else t).clone() for t in tensors]
+
+
+def update(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """One step of the optimizer, and back to integers. Returns the gradients: the update alone would
+    not show a wrong divisor, since Adam's first step does not depend on it.
+    """
+    gradients = whole(p.grad for p in module.parameters() if p.grad is not None)
     optimizer.step()
     optimizer.zero_grad()
     with torch.no_grad():
         for parameter in module.parameters():
             local(parameter).round_()
-
-
-def values(module: nn.Module) -> list[torch.Tensor]:
-    """Whole parameters: a sharded one is gathered."""
-    with torch.no_grad():
-        return [
-            (p.full_tensor() if isinstance(p, DTensor) else p).clone() for p in module.parameters()
-        ]
+    return gradients
 
 
 def certify(module: Network, batches: list[Batch]) -> None:
@@ -118,17 +122,18 @@ def certify(module: Network, batches: list[Batch]) -> None:
 
 
 def one_process(steps: int = STEPS, micro: int = 1) -> list[torch.Tensor]:
-    """The parameters after ``steps`` steps on all ranks' losses, averaged over ranks and added up
-    over ``micro`` batches a step.
+    """Each step's gradients and the parameters at the end, where a step takes the losses of all
+    ranks, averaged over ranks and added up over ``micro`` batches.
     """
     module = Network()
     optimizer = adam(module)
+    history: list[torch.Tensor] = []
     for step in range(steps):
         batches = [batch(rank, step * micro + m) for m in range(micro) for rank in range(RANKS)]
         certify(module, batches)
         (torch.stack([loss(module, data) for data in batches]).sum() / RANKS).backward()
-        update(module, optimizer)
-    return values(module)
+        history += update(module, optimizer)
+    return history + whole(module.parameters())
 
 
 def check_equal(got: list[list[torch.Tensor]], expected: list[torch.Tensor]) -> None:

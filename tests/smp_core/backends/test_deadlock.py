@@ -64,6 +64,36 @@ def test_a_rank_has_returned(smp_world: Any) -> None:
     assert "waits in all_reduce" in report.outcomes[2].detail
 
 
+def test_several_ranks_have_returned(smp_world: Any) -> None:
+    """All of them are named, in the wait and in the end."""
+
+    def body() -> None:
+        if dist.get_rank() in (0, 4):
+            dist.barrier()
+
+    lines = deadlock(smp_world.report(body, ranks=6))
+    assert lines[1] == "  ranks 0, 4 wait in barrier() [group WORLD, call 1] for ranks 1-3, 5"
+    assert lines[-2:] == [
+        "  ranks 1-3, 5 have returned",
+        "wait-for: rank 0 waits for ranks 1-3, 5, which have returned without a matching call",
+    ]
+
+
+def test_messages_in_a_group_name_world_ranks(smp_world: Any) -> None:
+    def body() -> None:
+        rank = dist.get_rank()
+        group = dist.new_group([3, 1], sort_ranks=False)
+        if rank == 3:
+            dist.send(ones(), 1, group=group)
+        elif rank == 1:
+            dist.send(ones(), 3, group=group)
+
+    lines = deadlock(smp_world.report(body, ranks=4))
+    calls = [line.split(" (float32")[0] for line in lines if "float32" in line and "[group" in line]
+    assert calls == ["  rank 1 waits in send to rank 3", "  rank 3 waits in send to rank 1"]
+    assert lines[-1] == "wait-for cycle: rank 1 -> rank 3 -> rank 1"
+
+
 def test_a_rank_has_raised(smp_world: Any) -> None:
     """No deadlock: the error ends the run, and is the verdict; the others say where they were."""
 

@@ -30,7 +30,7 @@ from .lattice import (
     loss,
     one_process,
     update,
-    values,
+    whole,
 )
 
 MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
@@ -54,10 +54,11 @@ def sharded(mesh: str, *, by_layer: bool = True, **options: Any) -> Network:
 
 def train(module: nn.Module, steps: int = STEPS) -> list[torch.Tensor]:
     optimizer = adam(module)
+    history: list[torch.Tensor] = []
     for step in range(steps):
         loss(module, batch(dist.get_rank(), step)).backward()
-        update(module, optimizer)
-    result = values(module)
+        history += update(module, optimizer)
+    result = history + whole(module.parameters())
     dist.destroy_process_group()
     return result
 
@@ -111,13 +112,14 @@ def test_accumulation_without_synchronisation(smp_world: Any, mesh: str) -> None
     def body() -> list[torch.Tensor]:
         module: Any = sharded(mesh)
         optimizer, rank = adam(module), dist.get_rank()
+        history: list[torch.Tensor] = []
         for step in range(2):
             module.set_requires_gradient_sync(False)
             loss(module, batch(rank, 2 * step)).backward()
             module.set_requires_gradient_sync(True)
             loss(module, batch(rank, 2 * step + 1)).backward()
-            update(module, optimizer)
-        result = values(module)
+            history += update(module, optimizer)
+        result = history + whole(module.parameters())
         dist.destroy_process_group()
         return result
 

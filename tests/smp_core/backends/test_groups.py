@@ -313,6 +313,19 @@ def test_the_default_group_can_be_destroyed_and_made_again(smp_world: Any) -> No
     assert smp_world.run(body, ranks=3) == [(total, total)] * 3
 
 
+@pytest.mark.parametrize(("rank", "size"), [(1, 2), (0, 3), (0, 1)])
+def test_the_default_group_is_made_again_for_the_rank_itself(
+    smp_world: Any, rank: int, size: int
+) -> None:
+    def body() -> None:
+        if dist.get_rank() == 0:
+            dist.destroy_process_group()
+            with pytest.raises(RankError, match="but this is rank 0 of 2"):
+                dist.init_process_group("sim", rank=rank, world_size=size, store=dist.HashStore())
+
+    smp_world.run(body, ranks=2)
+
+
 def test_the_same_names_serve_run_after_run(smp_world: Any) -> None:
     """Names count from 0 in every run: nothing of the last run's groups is left."""
 

@@ -74,6 +74,26 @@ def test_trap_2_another_ranks_group_is_refused_at_once(smp_world: Any) -> None:
     assert "default argument or a module global" in str(report.error)
 
 
+@pytest.mark.parametrize(
+    "ask", [dist.get_rank, dist.get_backend, dist.get_process_group_ranks], ids=lambda f: f.__name__
+)
+def test_trap_2_a_question_about_another_ranks_group_is_refused(smp_world: Any, ask: Any) -> None:
+    """By name, and not as a group that nobody knows."""
+    captured: list[Any] = []
+
+    def body() -> None:
+        if dist.get_rank() == 0:
+            captured.append(dist.group.WORLD)
+            dist.barrier()
+        else:
+            dist.barrier()
+            ask(captured[0])
+
+    report = smp_world.report(body, ranks=2)
+    assert isinstance(report.error, ThreadError)
+    assert "this process group belongs to rank 0" in str(report.error)
+
+
 @pytest.mark.parametrize("use", ["wait", "is_completed", "get_future", "result", "synchronize"])
 def test_trap_2_another_ranks_work_is_refused_at_once(smp_world: Any, use: str) -> None:
     """It would put the wrong rank to sleep, and the run would not end."""
