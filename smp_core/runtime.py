@@ -134,18 +134,23 @@ def _launcher_parameters() -> str:
 
 
 def _parse(config: Mapping[str, Any] | None, launcher: str) -> Config:
-    try:
-        key = tuple(sorted((config or {}).items()))
-        return _parse_cached(key, launcher)
-    except (
-        TypeError,
-        AttributeError,
-    ):  # not a mapping, or not hashable: Config.parse says what is wrong
-        return Config.parse(config, launcher=_load(launcher))
+    if config is None or (
+        isinstance(config, Mapping)
+        and all(isinstance(key, str) and type(config[key]) in _PLAIN for key in config)
+    ):
+        items = tuple(sorted((config or {}).items()))
+        return _parse_cached(items, tuple(type(value) for _, value in items), launcher)
+    return Config.parse(config, launcher=_load(launcher))
+
+
+_PLAIN = (bool, int, float, str, type(None))
 
 
 @functools.lru_cache(maxsize=256)
-def _parse_cached(items: tuple[tuple[str, Any], ...], launcher: str) -> Config:
+def _parse_cached(
+    items: tuple[tuple[str, Any], ...], types: tuple[type, ...], launcher: str
+) -> Config:
+    # The types are part of the key: 1, True and 1.0 are equal, and not equally good.
     return Config.parse(dict(items), launcher=_load(launcher))
 
 

@@ -55,7 +55,7 @@ class Place:
 def _relative(filename: str) -> str:
     try:
         relative = os.path.relpath(filename)
-    except ValueError:  # another drive
+    except (ValueError, OSError):  # another drive; no working folder
         return filename
     return filename if relative.startswith("..") else relative
 

@@ -54,13 +54,14 @@ def _rebuild_tensor(carried: Any, dtype: Any) -> Any:
 class Payload:
     """One object, frozen at the time of the call; ``thaw`` gives a copy that nobody else holds."""
 
-    __slots__ = ("_atom", "_data")
+    __slots__ = ("_atom", "_call", "_data")
 
     def __init__(self, obj: object, call: str, dumps: _Dumps = plain_dumps) -> None:
         """Freeze ``obj``.
 
         Raises PayloadError, naming ``call`` and the part that cannot be pickled.
         """
+        self._call = call
         self._data: bytes | None = None
         self._atom: object = None
         if type(obj) in _ATOMS:
@@ -70,6 +71,8 @@ class Payload:
             self._data = dumps(obj)
         except Exception as error:
             path, part = _culprit(obj, dumps)
+            if len(path) > 200:
+                path = f"{path[:100]}...{path[-90:]}"
             what = f"{path or 'the object'} ({_short(part)}, a {type(part).__qualname__})"
             raise PayloadError(
                 f"{call}: cannot pickle {what}: {type(error).__name__}: {error}. "
@@ -77,13 +80,19 @@ class Payload:
             ) from None
 
     def thaw(self) -> Any:
-        """A copy of the object as it was when frozen."""
-        return self._atom if self._data is None else pickle.loads(self._data)
+        """A copy of the object as it was when frozen.
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the pickle in bytes, 0 for an atom."""
-        return 0 if self._data is None else len(self._data)
+        Raises PayloadError for an object whose pickle cannot be read back.
+        """
+        if self._data is None:
+            return self._atom
+        try:
+            return pickle.loads(self._data)
+        except Exception as error:
+            raise PayloadError(
+                f"{self._call}: an object was pickled by its sender and cannot be unpickled: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
 
 def _short(obj: object, limit: int = 120) -> str:

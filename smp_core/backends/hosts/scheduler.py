@@ -16,15 +16,18 @@ from __future__ import annotations
 import _thread
 import collections
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from smp_core.backends.frames import Place
 from smp_core.backends.hosts import diagnosis
 from smp_core.backends.hosts.isolation import Isolation
-from smp_core.errors import Cancelled
+from smp_core.errors import Cancelled, DeadlockError
 
-if TYPE_CHECKING:
-    pass
+
+def _headroom(frames: int = 24) -> None:
+    """Raise RecursionError here, where nothing has changed, rather than with the turn in hand."""
+    if frames:
+        _headroom(frames - 1)
 
 
 class Operation(Protocol):
@@ -70,6 +73,7 @@ class Scheduler:
         self._ready: collections.deque[Seat] = collections.deque(seats)
         self._isolation = isolation
         self.locate = locate
+        self._given_up = False
         self._must_raise: Seat | None = None  # the root of a verdict, until its thread raises it
 
     # What ranks call. The caller has the turn.
@@ -81,6 +85,7 @@ class Scheduler:
 
     def wait(self, seat: Seat, operation: Operation) -> None:
         """Return when ``operation.done``; meanwhile the others run."""
+        _headroom()
         while not operation.done:
             if self.ended:
                 self._unwind(seat)
@@ -97,6 +102,7 @@ class Scheduler:
     def give_way(self, seat: Seat) -> None:
         """Let every rank that can run have a turn before this one goes on."""
         self.check(seat)
+        _headroom()
         if self._ready:
             self._ready.append(seat)
             self._pass_turn(seat)
@@ -126,11 +132,13 @@ class Scheduler:
 
         Called without the turn: sets one flag.
         """
-        self.failure = failure
+        if self.failure is None:
+            self.failure = failure
         self.ended = True
 
     def restore(self) -> None:
         """Load the controller's own process-wide state again, after ranks that did not come back."""
+        self._given_up = True  # a rank that comes back later must not load its own
         running = self.running
         self._isolation.switch(None if running is None else running.rank, None)
 
@@ -140,15 +148,22 @@ class Scheduler:
         if not self._ready and self.ended:
             self._release_waiting()  # after `abandon`: nobody has done it yet
         elif not self._ready:
-            waits = self._waits()
-            if waits:
-                failure, root = diagnosis.deadlock(
-                    waits, [s.rank for s in self.seats if s.finished], len(self.seats)
-                )
-                self.stuck = waits
-                self._end(failure, root)
-                self._must_raise = self.seats[root]
+            self._look_for_deadlock()
         return self._ready.popleft() if self._ready else None
+
+    def _look_for_deadlock(self) -> None:
+        waiting = [seat.rank for seat in self.seats if seat.waiting is not None]
+        if not waiting:
+            return  # all have finished
+        finished = [seat.rank for seat in self.seats if seat.finished]
+        try:
+            self.stuck = self._waits()
+            failure, root = diagnosis.deadlock(self.stuck, finished, len(self.seats))
+        except Exception as error:  # the turn must go on, whatever became of the words
+            text = f"deadlock: {len(waiting)} of {len(self.seats)} ranks wait, and none can go on"
+            failure, root = DeadlockError(f"{text} (the diagnosis failed: {error!r})"), waiting[0]
+        self._end(failure, root)
+        self._must_raise = self.seats[root]
 
     def _waits(self) -> list[diagnosis.Wait]:
         return [
@@ -182,7 +197,8 @@ class Scheduler:
             self._must_raise = None
             assert self.failure is not None
             raise self.failure
-        raise Cancelled(f"the run has ended because of rank {self.root}")
+        why = "was given up" if self.root is None else f"has ended because of rank {self.root}"
+        raise Cancelled(f"the run {why}")
 
     def _pass_turn(self, seat: Seat) -> None:
         following = self._next()
@@ -191,6 +207,7 @@ class Scheduler:
             seat.turn.acquire()
 
     def _hand_over(self, seat: Seat, following: Seat | None) -> None:
-        self._isolation.switch(seat.rank, None if following is None else following.rank)
+        if not self._given_up:
+            self._isolation.switch(seat.rank, None if following is None else following.rank)
         self.running = following
         (self.done if following is None else following.turn).release()

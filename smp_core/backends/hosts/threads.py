@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import contextvars
 import ctypes
 import io
 import math
@@ -132,7 +133,7 @@ class _RankThread:
             _use_one_compute_thread()
             while self.part is not None:
                 part, self.part = self.part, None
-                part()
+                contextvars.Context().run(part)
                 del part
                 if self.abandoned:
                     return
@@ -159,6 +160,10 @@ def _keep_compute_threads() -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(torch.get_num_threads())
+
+
+def _set_streams(stdout: TextIO, stderr: TextIO) -> None:
+    sys.stdout, sys.stderr = stdout, stderr
 
 
 class _Output:
@@ -258,6 +263,7 @@ class ThreadHost:
             stack.callback(fabric.close)
             if new:
                 stack.callback(_keep_compute_threads)
+            stack.callback(_set_streams, sys.stdout, sys.stderr)  # a rank may leave others there
             if job.capture:
                 streams = stack.enter_context(_captured(size))
             try:
@@ -292,7 +298,13 @@ class ThreadHost:
         if running is not None:
             _interrupt(contexts[running.rank].thread.thread)
         self._threads = self._threads[len(contexts) :]
-        came_back = scheduler.done.acquire(timeout=_GRACE)
+        came_back = scheduler.done.acquire(timeout=_GRACE / 10)
+        for _ in range(9):  # a body may swallow it, or the next rank may be another that loops
+            if came_back:
+                break
+            if scheduler.running is not None:
+                _interrupt(contexts[scheduler.running.rank].thread.thread)
+            came_back = scheduler.done.acquire(timeout=_GRACE / 10)
         if not came_back:
             scheduler.restore()
             self.abandoned += sum(not context.seat.finished for context in contexts)
@@ -358,6 +370,9 @@ def _outcome(context: RankContext, fabric: WorldFabric) -> Outcome:
                 value = job.body(*args, **kwargs)
         return Outcome(rank, OutcomeKind.RETURNED, value)
     except Cancelled as error:
+        if not context.scheduler.ended:  # of the body's own making
+            context.scheduler.fail(context.seat, error)
+            return Outcome(rank, OutcomeKind.RAISED, error=error)
         return Outcome(rank, OutcomeKind.CANCELLED, detail=str(error))
     except job.skips as error:
         frames.cut_traceback(error, ours=False)
@@ -426,13 +441,17 @@ def _timeout(
     for context in sorted(contexts, key=lambda each: each.seat is not scheduler.running):
         outcome = unfinished.get(context.rank)  # the one to blame first
         if outcome is None:
-            lines.append(f"rank {context.rank} has returned")
+            ended = context.finished_outcome()
+            text = "" if ended.error is None else f" {type(ended.error).__name__}: {ended.error}"
+            lines.append(f"rank {context.rank} has {ended.kind}{text}")
             continue
         lines.append(outcome.detail)
         frame = stacks.get(context.thread.thread.ident or 0)
         if frame is not None and outcome.kind is OutcomeKind.STUCK:
             lines.append(frames.stack_text(frame))
-    return RunTimeout("\n".join(lines))
+    timeout = RunTimeout("\n".join(lines))
+    timeout.__cause__ = scheduler.failure
+    return timeout
 
 
 def _report(

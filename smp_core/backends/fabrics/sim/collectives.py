@@ -20,8 +20,10 @@ Tensor = torch.Tensor
 
 
 def _write(target: Tensor, value: Tensor) -> None:
-    """Copy into the caller's tensor, hidden from autograd: collectives are not differentiable."""
-    target.detach().copy_(value.view(target.shape) if value.shape != target.shape else value)
+    """Copy into the caller's tensor as other backends do: autograd does not see it, its version
+    counter neither.
+    """
+    target.data.copy_(value.view(target.shape) if value.shape != target.shape else value)
 
 
 def _write_all(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -29,7 +31,7 @@ def _write_all(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         values = [
             value.reshape(target.shape) for target, value in zip(targets, values, strict=True)
         ]
-    torch._foreach_copy_([target.detach() for target in targets], list(values))
+    torch._foreach_copy_([target.data for target in targets], list(values))
 
 
 def _snapshot(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -140,7 +142,7 @@ def gather(root: int) -> Callable[[list[Call]], None]:
 
 
 def all_to_all(calls: list[Call]) -> None:
-    """data: (outputs, inputs, names); member i's j-th input goes to member j's i-th output.
+    """data: (outputs, inputs); member i's j-th input goes to member j's i-th output.
 
     Raises CollectiveMismatchError if a pair of members disagrees on the number of elements.
     """

@@ -111,7 +111,7 @@ class Mailbox:
             raise error
         with torch.no_grad():
             value = send.tensor.detach()
-            receive.tensor.detach().copy_(value.reshape(receive.tensor.shape))
+            receive.tensor.data.copy_(value.reshape(receive.tensor.shape))
         receive.source = send.me
         for post in (send, receive):
             post.done = True

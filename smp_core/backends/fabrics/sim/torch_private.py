@@ -157,5 +157,7 @@ def prepare_rank_thread() -> None:
     run.
     """
     torch.set_grad_enabled(True)
+    if torch.is_autocast_enabled("cpu"):
+        torch.set_autocast_enabled("cpu", False)
     if getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None:
         torch.set_default_device(None)

@@ -32,9 +32,12 @@ class SimWork(Work):
         super().__init__()
         self._context, self._operation, self._outputs = context, operation, outputs
         self.name, self.place = name, place
+        self._forgotten = False
         context.fabric.unwaited[id(self)] = self
 
     def _wait(self) -> None:
+        if self._forgotten:
+            return
         context = self._context
         context.check_thread(self.name)
         context.scheduler.wait(context.seat, self._operation)
@@ -51,6 +54,15 @@ class SimWork(Work):
     def synchronize(self) -> None:
         """As ``wait``."""
         self._wait()
+
+    def forget(self) -> None:
+        """At the rank's end: leave torch's registry of functional collectives, which would keep the
+        work and its tensors for ever.
+        """
+        outputs, self._outputs, self._forgotten = self._outputs, [], True
+        for output in outputs if isinstance(outputs, list) else ():
+            if isinstance(output, torch.Tensor):
+                torch.ops._c10d_functional.wait_tensor(output)
 
     def get_future(self) -> Future[Any]:
         """A future that is complete.
