@@ -17,6 +17,10 @@ _OWN = tuple(
 )
 
 
+# Where torch.distributed's public functions stand; any other file of torch calls on its own account.
+_FRONT_DOOR = ("distributed_c10d.py", "c10d_logger.py")
+
+
 def _torch_root() -> str | None:
     torch = sys.modules.get("torch")
     file = getattr(torch, "__file__", None)
@@ -41,10 +45,11 @@ def _is_plumbing(code: types.CodeType) -> bool:
 class Place:
     """A line of the user's, rendered only when somebody reads it."""
 
-    __slots__ = ("filename", "function", "lineno")
+    __slots__ = ("direct", "filename", "function", "lineno")
 
-    def __init__(self, filename: str, lineno: int, function: str) -> None:
+    def __init__(self, filename: str, lineno: int, function: str, direct: bool = True) -> None:
         self.filename, self.lineno, self.function = filename, lineno, function
+        self.direct = direct  # the line calls us itself, or by torch.distributed's own functions
 
     def __str__(self) -> str:
         source = linecache.getline(self.filename, self.lineno).strip()
@@ -68,10 +73,12 @@ def _frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
 
 def user_place(frame: types.FrameType | None) -> Place | None:
     """The innermost line of the user's in this stack, or None where there is none."""
+    direct = True
     for each in _frames(frame):
         code = each.f_code
         if not _is_plumbing(code):
-            return Place(code.co_filename, each.f_lineno, code.co_name)
+            return Place(code.co_filename, each.f_lineno, code.co_name, direct)
+        direct = direct and (_is_own(code) or code.co_filename.endswith(_FRONT_DOOR))
     return None
 
 

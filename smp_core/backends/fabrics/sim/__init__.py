@@ -15,8 +15,9 @@ from smp_core.backends.fabrics.sim.process_group import SharedGroup, SimProcessG
 from smp_core.backends.fabrics.sim.store import SimStore, StoreData
 from smp_core.backends.fabrics.sim.work import SimWork
 from smp_core.backends.frames import Place, caller_place
+from smp_core.backends.hosts.diagnosis import ranks_text
 from smp_core.backends.hosts.threads import RankContext, ThreadHost
-from smp_core.errors import CollectiveMismatchError, RankError
+from smp_core.errors import CollectiveMismatchError, NotInitializedError, RankError
 
 _DEFAULT = "WORLD"
 
@@ -31,6 +32,7 @@ class SimFabric:
         self.unwaited: dict[int, SimWork] = {}
         self._shared, self._context = world, context
         self._torch_world: torch_private.RankWorld | None = None
+        self._handles: dict[Group, SimProcessGroup] = {}
 
     # Life of the rank.
 
@@ -40,6 +42,8 @@ class SimFabric:
 
     def leave(self) -> None:
         """See RankFabric."""
+        for work in self.unwaited.values():
+            work.forget()
         if self._torch_world is not None:
             torch_private.unregister_all_process_groups()
         torch_private.prepare_rank_thread()
@@ -64,19 +68,23 @@ class SimFabric:
             raise
 
     def _make_default(self, world: torch_private.RankWorld) -> None:
-        shared = self._shared_group(_DEFAULT, tuple(range(self.size)))
-        group = SimProcessGroup(self._context, shared, _DEFAULT)
-        group._set_group_desc("default_pg")
+        world.default_pg = self._registered(_DEFAULT, tuple(range(self.size)))
+        world.default_pg._set_group_desc("default_pg")
+
+    def _registered(self, name: str, ranks: tuple[int, ...]) -> SimProcessGroup:
+        """This rank's handle on a group, as torch.distributed knows it."""
+        shared = self._shared_group(name, ranks)
+        handle = SimProcessGroup(self._context, shared, name)
         torch_private.register_in_world(
-            group,
+            handle,
             backend_name="sim",
             store=SimStore(self._context, self._shared.store),
-            group_name=torch_private.GroupName(_DEFAULT),
+            group_name=torch_private.GroupName(name),
             backend_config="cpu:sim",
-            rank_mapping=shared.rank_map,  # one map for all ranks: N maps of N entries took 280 MB at 1,536
-            add_to_default_tag=True,
+            rank_mapping=shared.rank_map,  # one for all: N maps of N entries took 280 MB at 1,536
+            add_to_default_tag=name == _DEFAULT,
         )
-        world.default_pg = group
+        return handle
 
     def remade_default(self, rank: int, size: int) -> SimProcessGroup:
         """The default group again, after the rank destroyed it and called
@@ -93,9 +101,10 @@ class SimFabric:
         self, ranks: tuple[int, ...], name: str | None, desc: str | None
     ) -> SimProcessGroup | None:
         """What torch's ``new_group`` delegates to. None for a rank that is no member."""
+        shared = self._shared_group(str(name), ranks)
+        self._shared.called_new_group.setdefault(str(name), set()).add(self.rank)
         if self.rank not in ranks:
             return None
-        shared = self._shared_group(str(name), ranks)
         self._shared.made_by_user.append(shared)
         group = SimProcessGroup(self._context, shared, str(name))
         if desc is not None:
@@ -108,21 +117,13 @@ class SimFabric:
         On `sim` making a group needs no communication, so it is made when first asked for.
         """
         world = self.torch_world()
-        if len(group.ranks) == self.size and group.name == _DEFAULT:
+        if group.name == _DEFAULT:
+            if world.default_pg is None:
+                raise NotInitializedError("the default process group has been destroyed")
             return world.default_pg
-        name = f"smp:{group.name}:{group.ranks[0]}"
-        handle = next((pg for pg, known in world.pg_names.items() if known == name), None)
-        if handle is None:
-            shared = self._shared_group(name, group.ranks)
-            handle = SimProcessGroup(self._context, shared, name)
-            torch_private.register_in_world(
-                handle,
-                backend_name="sim",
-                store=SimStore(self._context, self._shared.store),
-                group_name=torch_private.GroupName(name),
-                backend_config="cpu:sim",
-                rank_mapping=shared.rank_map,
-            )
+        handle = self._handles.get(group)
+        if handle is None or handle not in world.pg_map:
+            handle = self._handles[group] = self._registered(self._shared.name(group), group.ranks)
         return handle
 
 
@@ -134,6 +135,8 @@ class SimWorldFabric:
         self.router = ObjectRouter()
         self.store = StoreData()
         self.made_by_user: list[SharedGroup] = []
+        self.called_new_group: dict[str, set[int]] = {}
+        self._names: dict[Group, str] = {}
         self._groups: dict[str, tuple[SharedGroup, int, Place | None]] = {}
         self._fabrics: list[SimFabric] = []
         self._worlds = torch_private.rank_worlds()
@@ -165,6 +168,13 @@ class SimWorldFabric:
             )
         return shared
 
+    def name(self, group: Group) -> str:
+        """torch's name for a group of the API: the same on every member, and its alone."""
+        name = self._names.get(group)
+        if name is None:
+            name = self._names[group] = f"smp:{group.name}:{len(self._names)}"
+        return name
+
     def leaks(self, strict: bool) -> tuple[list[str], list[str]]:
         """See WorldFabric."""
         fatal: list[str] = []
@@ -182,10 +192,20 @@ class SimWorldFabric:
                         )
         for fabric in sorted(self._fabrics, key=lambda each: each.rank):
             for work in fabric.unwaited.values():
-                if work.is_success():  # the others stand in the list already
+                # Those not done stand in the list already; what torch's own code leaves is torch's.
+                if work.is_success() and (work.place is None or work.place.direct):
                     fatal.append(
                         f"rank {fabric.rank}: {work.name} was never waited for" + _at(work.place)
                     )
+        everybody = set(range(self.size))
+        for name, callers in self.called_new_group.items():
+            absent = everybody - callers
+            if absent and name.isdecimal():  # other names are those of use_local_synchronization
+                shared, maker, place = self._groups[name]
+                fatal.append(
+                    f"rank {maker}: new_group number {name} of ranks {list(shared.group.ranks)} was "
+                    f"never called by {ranks_text(absent)}; every rank of the world must{_at(place)}"
+                )
         groups = [
             f"process group {shared.group.name} of ranks {list(shared.group.ranks)} was never destroyed"
             for shared in dict.fromkeys(self.made_by_user)

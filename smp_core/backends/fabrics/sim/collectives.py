@@ -151,15 +151,19 @@ def all_to_all(calls: list[Call]) -> None:
         if sent != expected:
             raise CollectiveMismatchError(
                 f"mismatch: {source.operation} differs in element count\n"
-                f"  rank {source.rank} sends {sent} elements to rank {target.rank}\n"
-                f"      {source.place}\n"
-                f"  rank {target.rank} expects {expected} elements from rank {source.rank}\n"
-                f"      {target.place}"
+                f"  rank {source.rank} sends {sent} elements to rank {target.rank}"
+                f"{_at(source.place)}\n"
+                f"  rank {target.rank} expects {expected} elements from rank {source.rank}"
+                f"{_at(target.place)}"
             )
     with torch.no_grad():
         values = [_snapshot(call.data[1]) for call in calls]
         for index, call in enumerate(calls):
             _write_all(call.data[0], [value[index] for value in values])
+
+
+def _at(place: object) -> str:
+    return "" if place is None else f"\n      {place}"
 
 
 def shape_text(tensors: Sequence[Any]) -> str:

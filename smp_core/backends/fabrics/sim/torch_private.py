@@ -48,6 +48,10 @@ class _OwnGroups(dict[Any, Any]):
             return False
         return True
 
+    def __missing__(self, group: object) -> Any:
+        _ = group in self  # raises for another rank's
+        raise KeyError(group)
+
     def get(self, group: object, default: Any = None) -> Any:
         return super().get(group, default) if group in self else default
 
