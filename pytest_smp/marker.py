@@ -24,7 +24,7 @@ _NOT_ON_RANKS = {
     "capfd": "the ranks' output is shown per rank",
     "capfdbinary": "the ranks' output is shown per rank",
     "caplog": "return the records, or assert on them in a plain test with smp_world",
-    "recwarn": "use warnings.catch_warnings inside the body",
+    "recwarn": "warning filters are shared by the ranks; use smp_world in a plain test",
     "record_property": "use smp_world in a plain test",
     "record_xml_attribute": "use smp_world in a plain test",
     "record_testsuite_property": "use smp_world in a plain test",
@@ -105,10 +105,9 @@ def _check_function(definition: Any) -> None:
     function = definition.obj
     inner = getattr(getattr(function, "hypothesis", None), "inner_test", function)
     for each in (function, inner):
-        if inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each):
-            _refuse(definition, "the test is async: a rank runs a plain function")
-        if inspect.isgeneratorfunction(each):
-            _refuse(definition, "the test is a generator: a rank runs a plain function")
+        why = why_not_plain(each)
+        if why is not None:
+            _refuse(definition, f"the test {why}: a rank runs a plain function")
     cls = getattr(definition, "cls", None)
     if cls is not None and issubclass(cls, unittest.TestCase):
         _refuse(
@@ -120,6 +119,15 @@ def _check_function(definition: Any) -> None:
             _refuse(
                 definition, f"fixture {name!r} cannot be shared by ranks: {_NOT_ON_RANKS[name]}"
             )
+
+
+def why_not_plain(function: object) -> str | None:
+    """Why calling ``function`` would not run its body, or None if it would."""
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        return "is async"
+    if inspect.isgeneratorfunction(function):
+        return "is a generator"
+    return None
 
 
 def _check_config(definition: Any, keywords: dict[str, Any], counts: tuple[int, ...]) -> None:

@@ -110,10 +110,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if pyfuncitem.get_closest_marker("smp") is None:
         return None
     from pytest_smp import results
+    from pytest_smp.marker import request_of_item
     from pytest_smp.running import MarkedTest
 
     chosen = pyfuncitem.config.stash[_SETTINGS]
-    request = pyfuncitem.stash[_REQUEST]
+    request = pyfuncitem.stash.get(_REQUEST, None)
+    if request is None:  # marked after collection, by somebody's conftest
+        request = request_of_item(pyfuncitem, chosen, _RANKS)
     controller = _controller(pyfuncitem.config)
     controller.take_last()
     error: BaseException | None = None

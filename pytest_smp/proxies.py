@@ -8,13 +8,14 @@ themselves.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smp_core.errors import SmpError, ThreadError
+from smp_core.errors import ArgumentError, SmpError, ThreadError
 
 if TYPE_CHECKING:
     import pytest
@@ -85,10 +86,10 @@ class SmpWorld:
         Each rank gets its own copy of the arguments. ``ranks`` is all that there are if not given;
         ``config`` is that of ``smp.init``, which the first API call of a rank runs by itself unless
         ``init`` is false; ``timeout`` is in seconds. Raises the root cause of a failed run (with
-        the other ranks as notes), ConfigError or ValueError before any rank starts.
+        the other ranks as notes), ConfigError or ArgumentError before any rank starts.
         """
         __tracebackhide__ = True
-        how = self._how(ranks, config, timeout, init)
+        how = self._how(body, ranks, config, timeout, init)
         return self._controller.run(body, args, {}, **how)
 
     def report(
@@ -101,18 +102,40 @@ class SmpWorld:
         init: bool = True,
     ) -> Report:
         """As ``run``, but return the verdict and every rank's outcome, and raise for none of them."""
-        return self._controller.report(body, args, {}, **self._how(ranks, config, timeout, init))
+        return self._controller.report(
+            body, args, {}, **self._how(body, ranks, config, timeout, init)
+        )
 
     def _how(
-        self, ranks: int | None, config: Mapping[str, Any] | None, timeout: float | None, init: bool
+        self,
+        body: Callable[..., Any],
+        ranks: int | None,
+        config: Mapping[str, Any] | None,
+        timeout: float | None,
+        init: bool,
     ) -> dict[str, Any]:
+        from pytest_smp.marker import why_not_plain
+
+        why = why_not_plain(body)
+        if why is not None:
+            raise ArgumentError(f"smp_world: {body!r} {why}: a rank runs a plain function")
         most = self.ranks
         count = most if ranks is None else ranks
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= most:
-            raise ValueError(
+            raise ArgumentError(
                 f"smp_world: ranks={count!r}: must be from 1 to {most}; more with pytest --smp-ranks"
             )
-        return {"ranks": count, "config": config, "timeout": timeout, "automatic_init": init}
+        if timeout is not None:
+            number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+            if not number or not 0 < timeout < math.inf:
+                raise ArgumentError(f"smp_world: timeout={timeout!r}: must be seconds above 0")
+        return {
+            "ranks": count,
+            "config": config,
+            "timeout": timeout,
+            "automatic_init": init,
+            "show_output": True,
+        }
 
     def __repr__(self) -> str:
         return "smp_world"

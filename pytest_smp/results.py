@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis.errors import UnsatisfiedAssumption
 
 from smp_core.backends.base import Outcome, OutcomeKind, Report, VerdictKind
+from smp_core.backends.frames import is_ours
 from smp_core.backends.hosts.diagnosis import ranks_text
 from smp_core.errors import LeakError, RankDisagreementError
 
@@ -26,11 +28,14 @@ def conclude(report: Report, backend: str) -> None:
     tells failures apart by the exception, and a group of all ranks' would be as many failures.
     """
     __tracebackhide__ = True
+    _prefer_failure(report)
     error = report.error
     if error is not None:
         if not isinstance(error, _ENDS_THE_SESSION):
+            known = getattr(error, "__notes__", ())  # an exception object may be raised again
             for note in _notes(report, backend):
-                error.add_note(note)
+                if note not in known:
+                    error.add_note(note)
         raise error
     skipped = [outcome for outcome in report.outcomes if outcome.kind is OutcomeKind.SKIPPED]
     if not skipped:
@@ -46,6 +51,23 @@ def conclude(report: Report, backend: str) -> None:
     raise disagreement.with_traceback(skipped[0].error.__traceback__)
 
 
+def _prefer_failure(report: Report) -> None:
+    """An example that one rank rejects by ``assume`` is no reason to discard another rank's failure."""
+    if not isinstance(report.error, UnsatisfiedAssumption):
+        return
+    for outcome in report.outcomes:
+        if outcome.kind is OutcomeKind.RAISED and not isinstance(outcome.error, type(report.error)):
+            report.root, report.error = outcome.rank, outcome.error
+            return
+
+
+def _text(error: BaseException | None) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # a broken __str__ must not hide the error
+        return f"<its text cannot be made: {type(broken).__name__}>"
+
+
 def _notes(report: Report, backend: str) -> list[str]:
     size = len(report.outcomes)
     others = [outcome for outcome in report.outcomes if outcome.rank != report.root]
@@ -57,9 +79,9 @@ def _notes(report: Report, backend: str) -> list[str]:
         return [verdict, *(f"  {text}" for text in more)]
     root = next(outcome for outcome in report.outcomes if outcome.rank == report.root)
     alike = [outcome for outcome in others if _line(outcome) == _line(root)]
-    same = [outcome.rank for outcome in alike if str(outcome.error) == str(root.error)]
+    same = [outcome.rank for outcome in alike if _text(outcome.error) == _text(root.error)]
     other_values = [outcome.rank for outcome in alike if outcome.rank not in same]
-    rest = [outcome for outcome in others if outcome not in alike]
+    rest = [outcome for outcome in others if _line(outcome) != _line(root)]
     lines = [f"raised by rank {report.root} of {world} ({backend})"]
     if same:
         lines.append(f"{ranks_text(same)}: the same")
@@ -86,10 +108,11 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "
 
 
 def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost line that is not in a library, else the innermost of all."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
-    return own[-1] if own else frames[-1] if frames else None
+    """The innermost line that is neither ours nor a library's, else the innermost of a library."""
+    stack = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in stack if not is_ours(frame.filename)]
+    users = [frame for frame in theirs if not frame.filename.startswith(_LIBRARIES)]
+    return next(reversed(users or theirs), None)
 
 
 def _line_text(error: BaseException) -> str | None:
@@ -109,7 +132,7 @@ def _merged(outcomes: list[Outcome]) -> list[str]:
 
 def _describe(outcome: Outcome) -> str:
     if outcome.error is not None:
-        first_line = str(outcome.error).partition("\n")[0]
+        first_line = _text(outcome.error).partition("\n")[0]
         text = f"{outcome.kind}: {type(outcome.error).__name__}: {first_line}".rstrip(": ")
         place = _place(outcome.error)
         return text if place is None else f"{text} ({Path(place[0]).name}:{place[1]})"
@@ -138,7 +161,7 @@ def add_to_item(
     }
     if error is not None:
         summary |= {
-            "error": f"{type(error).__name__}: {error}".rstrip(": "),
+            "error": f"{type(error).__name__}: {_text(error)}".rstrip(": "),
             "line": _line_text(error),
             "notes": list(getattr(error, "__notes__", ())),
         }

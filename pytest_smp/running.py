@@ -52,7 +52,9 @@ def _dumps(obj: object) -> bytes:
 class Arguments:
     """A body's arguments, copied for each rank."""
 
-    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str] = ()
+    ) -> None:
         # st.data() draws in the controller's one example; on simulated ranks it can be shared.
         self._shared = {
             name: value for name, value in kwargs.items() if isinstance(value, DataObject)
@@ -61,7 +63,8 @@ class Arguments:
         try:
             self._payload = Payload((tuple(args), copied), "arguments of the ranks", _dumps)
         except PayloadError:
-            self._name_culprit([*((str(i), arg) for i, arg in enumerate(args)), *copied.items()])
+            positions = [*names, *map(str, range(len(names), len(args)))]
+            self._name_culprit([*zip(positions, args, strict=True), *copied.items()])
             raise
 
     @staticmethod
@@ -111,13 +114,14 @@ class Controller:
         config: Mapping[str, Any] | None = None,
         timeout: float | None = None,
         automatic_init: bool = True,
+        show_output: bool = False,
     ) -> Report:
         """Run ``body`` on ``ranks`` ranks and say how it ended, without raising for it."""
         runtime.validate(config, ranks)
         host = self.open()
         job = Job(
             body=body,
-            arguments=Arguments(args, kwargs),
+            arguments=Arguments(args, kwargs, _leading_names(body, args)),
             parameters=config,
             automatic_init=automatic_init,
             timeout=timeout or self.settings.timeout,
@@ -130,7 +134,9 @@ class Controller:
         )
         report = host.open(ranks).run(job)
         self._last = report
-        for text in report.warnings:
+        if show_output:
+            _show_output(report)
+        for text in report.warnings if report.error is None else ():
             warnings.warn(text, GroupLeftWarning, stacklevel=2)
         return report
 
@@ -172,6 +178,16 @@ class Controller:
             host.close()
 
 
+def _show_output(report: Report) -> None:
+    """Pass the ranks' output on to the test's own, rank by rank."""
+    for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+        for outcome in report.outcomes:
+            text: str = getattr(outcome, name)
+            if text:
+                stream.write(f"--- rank {outcome.rank}, {name}\n{text}")
+                stream.write("" if text.endswith("\n") else "\n")
+
+
 @contextlib.contextmanager
 def _untraced() -> Iterator[None]:
     """Keep Hypothesis's explanation to the user's lines: it traces the controller, which runs ours."""
@@ -208,6 +224,12 @@ def _hypothesis_context() -> Callable[[], contextlib.AbstractContextManager[Any]
     return entered
 
 
+def _leading_names(body: Callable[..., Any], args: Sequence[Any]) -> Sequence[str]:
+    """What the body calls its first arguments; used when one of them cannot be copied."""
+    code = getattr(body, "__code__", None)
+    return () if code is None else code.co_varnames[: min(len(args), code.co_argcount)]
+
+
 @dataclasses.dataclass(slots=True)
 class MarkedTest:
     """One marked test item, and what its marker asks for."""
@@ -233,11 +255,13 @@ class MarkedTest:
         inner = handle.inner_test
 
         @functools.wraps(inner)  # the database's key is a digest of source and signature
-        def on_ranks(*args: Any, **kwargs: Any) -> None:
+        def on_ranks(*args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
             if controller.tmp_path is not None:
                 controller.tmp_path.renew()
-            controller.run(inner, args, kwargs, example_of=item.name, **how)
+            values = controller.run(inner, args, kwargs, example_of=item.name, **how)
+            # Hypothesis refuses a test that returns something: it was meant to assert it.
+            return next((value for value in values if value is not None), None)
 
         handle.inner_test = on_ranks
         try:

@@ -27,8 +27,13 @@ def _torch_root() -> str | None:
     return os.path.dirname(file) + os.sep if file else None
 
 
+def is_ours(filename: str) -> bool:
+    """Whether a file belongs to this project's packages for users."""
+    return filename.startswith(_OWN)
+
+
 def _is_own(code: types.CodeType) -> bool:
-    return code.co_filename.startswith(_OWN)
+    return is_ours(code.co_filename)
 
 
 def _is_plumbing(code: types.CodeType) -> bool:

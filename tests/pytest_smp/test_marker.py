@@ -108,7 +108,7 @@ def test_a_unittest_method_is_refused(session: Session, where: str) -> None:
         ("capsysbinary", "shown per rank"),
         ("capfdbinary", "shown per rank"),
         ("caplog", "smp_world"),
-        ("recwarn", "warnings.catch_warnings"),
+        ("recwarn", "warning filters are shared"),
         ("record_property", "smp_world"),
         ("smp_world", "without the marker"),
     ],

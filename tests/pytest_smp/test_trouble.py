@@ -352,3 +352,86 @@ def test_ctrl_c_ends_the_session_and_the_process(session: Session, source: str) 
     assert "no tests ran" in text
     for word in ("Traceback", "Fatal", "INTERNALERROR", "passed", "failed"):
         assert word not in text
+
+
+def test_an_example_that_one_rank_rejects_does_not_hide_the_failure_of_another(
+    session: Session,
+) -> None:
+    ended = session(
+        """
+        @pytest.mark.smp(ranks=2)
+        @given(number=st.integers(0, 100))
+        def test_x(smp, number):
+            from hypothesis import assume
+
+            assume(smp.rank() == 1 or number < 50)
+            assert number < 70
+        """
+    )
+    assert ended.counts == {"failed": 1}
+    ended.shows("raised by rank 1 of 2 ranks", "number=70")
+
+
+def test_a_property_that_returns_something_does_not_pass(session: Session) -> None:
+    ended = session(
+        """
+        @pytest.mark.smp(ranks=2)
+        @given(number=st.integers())
+        def test_x(smp, number):
+            return number == 2
+        """
+    )
+    assert ended.counts == {"failed": 1}
+    ended.shows("FailedHealthCheck")
+
+
+def test_smp_world_refuses_what_would_not_run(session: Session) -> None:
+    ended = session(
+        """
+        async def coroutine():
+            assert False
+
+        def generator():
+            yield
+
+        @pytest.mark.parametrize("body", [coroutine, generator])
+        def test_body(smp_world, body):
+            with pytest.raises(ValueError, match="a rank runs a plain function"):
+                smp_world.run(body, ranks=2)
+
+        @pytest.mark.parametrize("timeout", [0, -1, "3", float("inf"), True])
+        def test_timeout(smp_world, timeout):
+            with pytest.raises(ValueError, match="must be seconds above 0"):
+                smp_world.run(print, ranks=2, timeout=timeout)
+        """
+    )
+    assert ended.counts == {"passed": 7}
+
+
+def test_what_ranks_print_under_smp_world_is_shown(session: Session) -> None:
+    ended = session(
+        """
+        def body():
+            print("from a rank")
+            assert False
+
+        def test_x(smp_world):
+            smp_world.run(body, ranks=2)
+        """
+    )
+    ended.shows("--- rank 0, stdout", "from a rank", "--- rank 1, stdout")
+
+
+def test_a_marker_put_on_after_collection_works(session: Session) -> None:
+    session.pytester.makeconftest(
+        """
+        import pytest
+
+        @pytest.hookimpl(trylast=True)
+        def pytest_collection_modifyitems(items):
+            for item in items:
+                item.add_marker(pytest.mark.smp(ranks=2))
+        """
+    )
+    ended = session("def test_x(smp): assert smp.size() == 2")
+    assert ended.counts == {"passed": 1}

@@ -200,3 +200,18 @@ def test_tensors_of_every_dtype_are_objects(smp, dtype):
         assert got[1].shape == (0,)
         raw = got[0].contiguous().view(torch.uint8)
         assert torch.equal(raw, mine.contiguous().view(torch.uint8))
+
+
+class TwoArguments(Exception):
+    """Pickles, and cannot be unpickled: exceptions remember what they gave to Exception."""
+
+    def __init__(self, first, second):
+        super().__init__(first)
+
+
+def test_what_cannot_be_unpickled_names_the_call(smp_world):
+    def body():
+        smp.allgather(TwoArguments(1, 2), smp.WORLD)
+
+    with pytest.raises(PayloadError, match=r"smp\.allgather: .* cannot be unpickled: TypeError"):
+        smp_world.run(body, ranks=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 
 import smp_core.torch as smp
 from smp_core import runtime
@@ -152,3 +153,36 @@ def test_a_thread_that_a_rank_starts_is_no_rank(smp_world):
 
     for rank, message in enumerate(smp_world.run(body, ranks=2)):
         assert f"'helper' was started by rank {rank}" in message
+
+
+@pytest.mark.parametrize("first", [1, True, 1.0])
+def test_what_was_accepted_before_does_not_decide_what_is_accepted_now(first):
+    """1, True and 1.0 are equal, and 1 alone is a degree."""
+    for value in (first, 1, True, 1.0):
+        try:
+            runtime.validate({"pipeline_parallel_degree": value}, 1)
+            accepted = True
+        except ConfigError:
+            accepted = False
+        assert accepted is (type(value) is int), value
+
+
+def test_process_groups_of_another_configuration_are_other_groups(smp_world):
+    def body():
+        smp.init({"pipeline_parallel_degree": 2, "ddp": True})
+        first = smp.get_dp_process_group()
+        smp.shutdown()
+        smp.init({"ddp": True})
+        second = smp.get_dp_process_group()
+        return first.size(), second.size()
+
+    assert smp_world.run(body, ranks=4, init=False) == [(2, 4)] * 4
+
+
+def test_a_process_group_of_a_destroyed_world_is_an_error(smp_world):
+    def body():
+        torch.distributed.destroy_process_group()
+        with pytest.raises(NotInitializedError, match="has been destroyed"):
+            smp.get_world_process_group()
+
+    smp_world.run(body, ranks=2, config={"ddp": True})

@@ -280,3 +280,20 @@ def test_differentiable_broadcast_in_a_group_of_one(smp_world: Any) -> None:
         return result
 
     assert smp_world.run(body, ranks=2) == [None, numbers(1)]
+
+
+@pytest.mark.parametrize("call", [dist.all_reduce, lambda each: dist.broadcast(each, src=0)])
+def test_a_saved_tensor_may_be_communicated(smp_world: Any, call: Any) -> None:
+    """As on other backends: autograd's version counter does not see the write."""
+
+    def body() -> list[float]:
+        weight = torch.ones(2, requires_grad=True)
+        result = (weight * 2).exp()
+        before = result._version
+        call(result.detach())
+        assert result._version == before
+        result.sum().backward()
+        assert weight.grad is not None
+        return weight.grad.tolist()
+
+    smp_world.run(body, ranks=2)

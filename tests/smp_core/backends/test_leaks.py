@@ -235,3 +235,34 @@ def test_destroying_everything_leaves_nothing(host: Host) -> None:
 
     job = Job(body=body, arguments=lambda rank: ((), {}), strict=True)
     assert host.open(3).run(job).verdict is VerdictKind.PASSED
+
+
+@pytest.mark.parametrize("late", [1, 3])
+def test_new_group_called_by_some_ranks_only(smp_world: Any, late: int) -> None:
+    """torch: every process must call it, whether it becomes a member or not."""
+
+    def body() -> None:
+        if dist.get_rank() < late:
+            dist.new_group([0])
+
+    report = smp_world.report(body, ranks=4)
+    text = str(report.error)
+    absent = "ranks 1-3" if late == 1 else "rank 3"
+    assert isinstance(report.error, LeakError)
+    assert f"rank 0: new_group number 0 of ranks [0] was never called by {absent}" in text
+    assert "test_leaks.py" in text
+
+
+def test_works_that_torch_itself_leaves_are_no_leak(smp_world: Any) -> None:
+    """DDP.join() with uneven inputs starts all-reduces that it never waits for."""
+
+    def body() -> int:
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+        steps = 0
+        with model.join():
+            for _ in range(1 + dist.get_rank()):
+                model(torch.ones(1, 2)).sum().backward()
+                steps += 1
+        return steps
+
+    assert smp_world.run(body, ranks=3) == [1, 2, 3]

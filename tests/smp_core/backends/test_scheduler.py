@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import decimal
+import io
+import os
+import sys
 import threading
 
 import pytest
@@ -11,6 +15,7 @@ from torch import distributed as dist
 import smp_core.torch as smp
 from smp_core.backends import open_backend
 from smp_core.backends.base import PROTOCOL_VERSION, Job, OutcomeKind, VerdictKind
+from smp_core.backends.hosts import diagnosis
 from smp_core.errors import BackendError, Cancelled, DeadlockError, RunTimeout
 
 log: list[object] = []
@@ -250,8 +255,6 @@ def test_names_and_protocols():
 
 def test_output_belongs_to_the_rank(host):
     def body():
-        import sys
-
         print("out", smp.rank())
         smp.barrier()
         print("err", smp.rank(), file=sys.stderr)
@@ -271,3 +274,84 @@ def test_a_rank_may_skip(host):
     report = run(host, body, 2, skips=(Skip,))
     assert report.verdict is VerdictKind.PASSED
     assert [outcome.kind for outcome in report.outcomes] == [OutcomeKind.SKIPPED] * 2
+
+
+def test_a_recursion_without_end_is_a_recursion_error(host):
+    """Whatever call of ours it reaches last: the turn is not lost."""
+
+    def body():
+        smp.allgather(1, smp.WORLD)
+        body()
+
+    for _ in range(5):
+        report = run(host, body, 2, timeout=60)
+        assert report.verdict is VerdictKind.FAILED
+        assert isinstance(report.error, RecursionError)
+
+
+def test_a_deadlock_in_a_folder_that_is_gone(host, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def body():
+        if smp.rank() == 0:
+            (tmp_path / "gone").mkdir()
+            os.chdir(tmp_path / "gone")
+            (tmp_path / "gone").rmdir()
+        else:
+            smp.barrier()
+
+    report = run(host, body, 2, timeout=60)
+    assert report.verdict is VerdictKind.DEADLOCK
+
+
+def test_a_diagnosis_that_fails_is_a_deadlock_all_the_same(host, monkeypatch):
+    def broken(*_):
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(diagnosis, "deadlock", broken)
+    report = run(host, lambda: smp.rank() and smp.barrier(), 2, timeout=60)
+    assert report.verdict is VerdictKind.DEADLOCK
+    assert "the diagnosis failed: ZeroDivisionError" in str(report.error)
+
+
+def test_a_body_that_raises_our_unwinding_exception_does_not_pass(host):
+    def body():
+        raise Cancelled("by the body")
+
+    assert run(host, body, 2).verdict is VerdictKind.FAILED
+
+
+def test_a_failure_before_the_time_limit_is_told(host):
+    def body():
+        if smp.rank() == 0:
+            raise ValueError("the root of it")
+        while True:
+            pass
+
+    report = run(host, body, 2, timeout=0.5)
+    assert report.verdict is VerdictKind.TIMED_OUT
+    assert "rank 0 has raised ValueError: the root of it" in str(report.error)
+    assert isinstance(report.error.__cause__, ValueError)
+
+
+def test_what_a_thread_has_of_its_own_does_not_reach_the_next_run(host):
+    def leaves():
+        decimal.getcontext().prec = 3
+        torch.set_autocast_enabled("cpu", True)
+
+    def looks():
+        return decimal.getcontext().prec, torch.is_autocast_enabled("cpu")
+
+    run(host, leaves, 2)
+    assert run(host, looks, 2).values == [(decimal.getcontext().prec, False)] * 2
+
+
+def test_streams_that_a_rank_replaced_are_put_back(host):
+    before = sys.stdout, sys.stderr
+
+    def body():
+        sys.stdout = sys.stderr = io.StringIO()
+
+    for capture in (False, True):
+        run(host, body, 2, capture=capture)
+        assert (sys.stdout, sys.stderr) == before

@@ -127,3 +127,22 @@ def test_a_thousand_runs_leave_nothing_behind(rounds):
     finally:
         host.close()
     assert threading.enumerate() == threads
+
+
+def test_functional_collectives_that_nobody_waits_for_are_forgotten():
+    """torch keeps them, tensors and all, in a registry of its own until somebody waits."""
+    from torch._C._distributed_c10d import _get_work_registry_size
+    from torch.distributed import _functional_collectives as functional
+
+    def body():
+        functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
+        raise ValueError("planted")
+
+    before = _get_work_registry_size()
+    host = open_backend("sim")
+    try:
+        for _ in range(3):
+            host.open(RANKS).run(Job(body=body, arguments=lambda rank: ((), {})))
+    finally:
+        host.close()
+    assert _get_work_registry_size() == before
