@@ -39,7 +39,7 @@ def number(value: float) -> str:
 
 
 def table(figures: list[Figure]) -> list[str]:
-    """One line per figure: the median, the extremes, the ratio, and what DESIGN asks."""
+    """One line per figure: the median, the extremes, the ratio, and the budget."""
     rows = [("what", "median", "min to max", "ratio", "budget")]
     for figure in figures:
         spread = "" if figure.spread is None else " to ".join(map(number, figure.spread))

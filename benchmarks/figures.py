@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured quantity. ``budget`` is what DESIGN asks, in words; ``ratio`` compares within the run."""
+    """One measured quantity. ``budget`` is what we ask of it, in words; ``ratio`` compares within the run."""
 
     name: str
     value: float

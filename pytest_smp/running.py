@@ -206,7 +206,7 @@ def _hypothesis_context() -> Callable[[], contextlib.AbstractContextManager[Any]
     """What lets ``st.data()``, ``assume``, ``note``, ``target`` and ``event`` work inside a rank
     thread.
     """
-    variable = getattr(control, "_current_build_context", None)  # private: FACTS 2.6
+    variable = getattr(control, "_current_build_context", None)  # private
     if variable is None or not hasattr(variable, "with_value"):
         raise BackendError(
             "this version of Hypothesis keeps its build context elsewhere; install the pinned one"

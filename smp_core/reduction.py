@@ -4,7 +4,7 @@ Values are folded pairwise along a balanced binary tree over rank order: neighbo
 pairs of pairs, an odd one waits for the next level. Contiguous blocks of a power of two ranks are
 subtrees of that tree, so folding inside blocks and then over blocks gives the same bits as one
 fold. 16-bit and 8-bit floating types are folded in float32 and rounded once; an average is the sum
-with one division at the end. (DESIGN: tier "replayed"; ENGINES.md 2.2.)
+with one division at the end.
 """
 
 from __future__ import annotations

@@ -6,6 +6,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
+from smp_core.errors import BackendError
+
 if TYPE_CHECKING:
     from tests.pytest_smp.conftest import Session
 
@@ -94,3 +98,16 @@ def test_the_users_own_process_groups_live_beside_the_ranks(session: Session) ->
     )
     assert ended.counts == {"failed": 1, "passed": 6}
     ended.shows("DeadlockError: deadlock: 2 of 3 ranks wait")
+
+
+def test_a_hypothesis_that_keeps_its_context_elsewhere_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Private parts are used here; without them, draws on ranks would fail in the dark."""
+    from hypothesis import control
+
+    from pytest_smp import running
+
+    monkeypatch.delattr(control, "_current_build_context")
+    with pytest.raises(BackendError, match="this version of Hypothesis keeps its build context"):
+        running._hypothesis_context()

@@ -121,7 +121,7 @@ class SimProcessGroup(dist.ProcessGroup):
         return work
 
     def _reduce_op(self, call: str, opts: Any, tensors: Sequence[Tensor]) -> str:
-        op = str(opts.reduceOp.op.name)  # the object itself has no stable text (FACTS 1.5)
+        op = str(opts.reduceOp.op.name)  # the object itself has no stable text
         for tensor in tensors:
             reason = why_not(op, tensor.dtype)
             if reason is not None:
