@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import _thread
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from smp_core.backends.frames import Place
@@ -60,7 +60,10 @@ class Scheduler:
     """Passes the turn between the ranks of one run."""
 
     def __init__(
-        self, seats: list[Seat], isolation: Isolation, locate: Callable[[int], Place | None]
+        self,
+        seats: list[Seat],
+        isolation: Isolation,
+        locate: Callable[[Iterable[int]], dict[int, Place | None]],
     ) -> None:
         self.seats = seats
         self.ended = False
@@ -166,12 +169,13 @@ class Scheduler:
         self._must_raise = self.seats[root]
 
     def _waits(self) -> list[diagnosis.Wait]:
+        places = self.locate(seat.rank for seat in self.seats if seat.waiting is not None)
         return [
             diagnosis.Wait(
                 seat.rank,
                 seat.waiting.describe(seat.rank),
                 tuple(seat.waiting.missing(seat.rank)),
-                self.locate(seat.rank),
+                places[seat.rank],
                 getattr(seat.waiting, "hint", None),
             )
             for seat in self.seats
@@ -180,9 +184,9 @@ class Scheduler:
 
     def _end(self, failure: BaseException, root: int) -> None:
         self.ended, self.failure, self.root = True, failure, root
-        for seat in self.seats:
-            if seat.waiting is not None:
-                seat.place = self.locate(seat.rank)
+        places = self.locate(seat.rank for seat in self.seats if seat.waiting is not None)
+        for rank, place in places.items():
+            self.seats[rank].place = place
         self._release_waiting()
 
     def _release_waiting(self) -> None:

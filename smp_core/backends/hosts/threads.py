@@ -16,7 +16,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TextIO
 
 from smp_core.backends import frames
@@ -250,7 +250,7 @@ class ThreadHost:
         threads = self._threads[:size]
         seats = [Seat(rank, thread.turn) for rank, thread in enumerate(threads)]
         isolation = Isolation(size, job.seed)
-        scheduler = Scheduler(seats, isolation, lambda rank: _place(threads[rank]))
+        scheduler = Scheduler(seats, isolation, lambda ranks: _places(threads, ranks))
         fabric = self._make_fabric(size)
         contexts = [
             RankContext(rank, size, job, scheduler, thread) for rank, thread in enumerate(threads)
@@ -385,9 +385,10 @@ def _outcome(context: RankContext, fabric: WorldFabric) -> Outcome:
         rank_fabric.leave()
 
 
-def _place(thread: _RankThread) -> frames.Place | None:
-    assert thread.thread.ident is not None
-    return frames.user_place(sys._current_frames().get(thread.thread.ident))
+def _places(threads: list[_RankThread], ranks: Iterable[int]) -> dict[int, frames.Place | None]:
+    """The user's line in which each of these ranks is, by one look at all threads."""
+    stacks = frames.thread_frames()
+    return {rank: frames.user_place(stacks.get(threads[rank].thread.ident or 0)) for rank in ranks}
 
 
 def _interrupt(thread: threading.Thread) -> None:
@@ -436,7 +437,7 @@ def _timeout(
     unfinished: dict[int, Outcome],
 ) -> RunTimeout:
     """The verdict on a run that did not end in time: every rank's state and stack."""
-    stacks = sys._current_frames()
+    stacks = frames.thread_frames()
     lines = [f"timeout: the run did not end within {job.timeout:g} s (--smp-timeout)"]
     for context in sorted(contexts, key=lambda each: each.seat is not scheduler.running):
         outcome = unfinished.get(context.rank)  # the one to blame first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import decimal
+import gc
 import io
 import os
 import sys
@@ -355,3 +356,32 @@ def test_streams_that_a_rank_replaced_are_put_back(host):
     for capture in (False, True):
         run(host, body, 2, capture=capture)
         assert (sys.stdout, sys.stderr) == before
+
+
+class FreesALocal:
+    """Its collection frees a ``threading.local``, which takes a lock of the interpreter's."""
+
+    def __init__(self):
+        self.local = threading.local()
+        self.local.value = self
+        self.me = self
+
+
+@pytest.mark.parametrize("threshold", [1, 2, 5])
+def test_a_collection_while_frames_are_taken_does_not_hang(host, threshold):
+    """CPython 3.11 deadlocks where sys._current_frames() meets a collection that frees a local."""
+
+    def body():
+        for _ in range(20):
+            FreesALocal()
+        if smp.rank() != 3:
+            smp.barrier()
+
+    before = gc.get_threshold()
+    try:
+        for _ in range(20):
+            gc.set_threshold(threshold)
+            report = run(host, body, 8, timeout=60)
+            assert report.verdict is VerdictKind.DEADLOCK
+    finally:
+        gc.set_threshold(*before)

@@ -111,9 +111,13 @@ class Channel:
         return other.operation == call.operation and other.fields == call.fields
 
     def _mismatch(self, meeting: Meeting, context: RankContext) -> CollectiveMismatchError:
-        for rank, call in zip(self.group.ranks, meeting.calls, strict=True):
-            if call is not None and call.place is None:  # it waits in this call, or makes it now
-                call.place = context.scheduler.locate(rank)
+        unknown = {  # each waits in this call, or makes it now
+            rank: call
+            for rank, call in zip(self.group.ranks, meeting.calls, strict=True)
+            if call is not None and call.place is None
+        }
+        for rank, place in context.scheduler.locate(unknown).items():
+            unknown[rank].place = place
         return mismatch(meeting)
 
     def unfinished(self) -> list[Meeting]:
