@@ -45,14 +45,13 @@ class Operation(Protocol):
 class Seat:
     """One rank's place in the scheduler: the lock it sleeps on, and what it waits for."""
 
-    __slots__ = ("finished", "place", "rank", "started", "turn", "waiting")
+    __slots__ = ("finished", "place", "rank", "turn", "waiting")
 
     def __init__(self, rank: int, turn: _thread.LockType) -> None:
         self.rank = rank
         self.turn = turn
         self.waiting: Operation | None = None
         self.place: Place | None = None  # where it waited, kept when the run ends
-        self.started = False
         self.finished = False
 
 

@@ -84,7 +84,6 @@ class RankContext:
         "seat",
         "size",
         "thread",
-        "world",
     )
 
     def __init__(
