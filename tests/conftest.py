@@ -1,3 +1,19 @@
-"""What all tests share: pytest's own fixture for running pytest."""
+"""What all tests share: pytest's own fixture for running pytest, and one terminal for everybody."""
+
+from collections.abc import Iterator
+
+import pytest
 
 pytest_plugins = ["pytester"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_ci() -> Iterator[None]:
+    """Let the sessions of pytest inside tests print the same everywhere.
+
+    Under CI pytest cuts no line and no list of its summary, and tests read those.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("CI", "BUILD_NUMBER"):
+            patch.delenv(name, raising=False)
+        yield
