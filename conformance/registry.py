@@ -11,6 +11,10 @@ import enum
 import re
 from collections.abc import Iterator, Mapping
 
+from smp_core.backends.capabilities import Capability
+
+__all__ = ["Capability", "Level", "Registry", "Requirement", "RequirementError"]
+
 
 class RequirementError(Exception):
     """Raised when requirements and properties do not fit together: an id that is declared twice, an
@@ -38,14 +42,6 @@ class Level(enum.IntEnum):
     L5 = 5, "Sharded data parallelism."
     L6 = 6, "16-bit paths."
     L7 = 7, "Checkpoints."
-
-
-class Capability(enum.StrEnum):
-    """What a backend must have for a requirement to apply to it at all."""
-
-    RANKS = "ranks"  #: runs a body on a number of ranks; every backend does
-    OBJECTS = "objects"  #: the object transport
-    PROCESS_GROUPS = "process groups"  #: torch process groups, of any group of ranks
 
 
 _ID = re.compile(r"[A-Z0-9]+(-[A-Z0-9]+)+")

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from pytest_smp.running import Controller
     from smp_core.backends.base import Report
+    from smp_core.backends.capabilities import Capabilities
+    from smp_core.backends.schedule import Schedule
 
 # pytest leaves these frames out below an error that we raise on purpose; a bug of ours shows them.
 __tracebackhide__ = operator.methodcaller("errisinstance", SmpError)
@@ -72,6 +74,13 @@ class SmpWorld:
         """The largest number of ranks (--smp-ranks)."""
         return self._controller.settings.ranks
 
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the backend claims (--smp-backend)."""
+        from smp_core.backends import find_backend
+
+        return find_backend(self._controller.settings.backend).capabilities
+
     def run(
         self,
         body: Callable[..., Any],
@@ -80,16 +89,18 @@ class SmpWorld:
         config: Mapping[str, Any] | None = None,
         timeout: float | None = None,
         init: bool = True,
+        schedule: Schedule | None = None,
     ) -> list[Any]:
         """Run ``body(*args)`` on every rank of a world; return its values in rank order.
 
         Each rank gets its own copy of the arguments. ``ranks`` is all that there are if not given;
         ``config`` is that of ``smp.init``, which the first API call of a rank runs by itself unless
-        ``init`` is false; ``timeout`` is in seconds. Raises the root cause of a failed run (with
+        ``init`` is false; ``timeout`` is in seconds; ``schedule`` is the order of turns on `sim`
+        (round-robin if not given). Raises the root cause of a failed run (with
         the other ranks as notes), ConfigError or ArgumentError before any rank starts.
         """
         __tracebackhide__ = True
-        how = self._how(body, ranks, config, timeout, init)
+        how = self._how(body, ranks, config, timeout, init, schedule)
         return self._controller.run(body, args, {}, **how)
 
     def report(
@@ -100,10 +111,11 @@ class SmpWorld:
         config: Mapping[str, Any] | None = None,
         timeout: float | None = None,
         init: bool = True,
+        schedule: Schedule | None = None,
     ) -> Report:
         """As ``run``, but return the verdict and every rank's outcome, and raise for none of them."""
         return self._controller.report(
-            body, args, {}, **self._how(body, ranks, config, timeout, init)
+            body, args, {}, **self._how(body, ranks, config, timeout, init, schedule)
         )
 
     def _how(
@@ -113,6 +125,7 @@ class SmpWorld:
         config: Mapping[str, Any] | None,
         timeout: float | None,
         init: bool,
+        schedule: Schedule | None,
     ) -> dict[str, Any]:
         from pytest_smp.marker import why_not_plain
 
@@ -134,6 +147,7 @@ class SmpWorld:
             "config": config,
             "timeout": timeout,
             "automatic_init": init,
+            "schedule": schedule,
             "show_output": True,
         }
 

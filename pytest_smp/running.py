@@ -27,6 +27,7 @@ from smp_core import runtime
 from smp_core.backends import open_backend
 from smp_core.backends.base import Host, Job, Report, VerdictKind
 from smp_core.backends.payload import Payload, plain_dumps
+from smp_core.backends.schedule import ROUND_ROBIN, Schedule
 from smp_core.errors import BackendError, PayloadError, SmpError
 
 # pytest leaves these frames out below an error that we raise on purpose; a bug of ours shows them.
@@ -115,6 +116,7 @@ class Controller:
         timeout: float | None = None,
         automatic_init: bool = True,
         show_output: bool = False,
+        schedule: Schedule | None = None,
     ) -> Report:
         """Run ``body`` on ``ranks`` ranks and say how it ended, without raising for it."""
         runtime.validate(config, ranks)
@@ -131,6 +133,7 @@ class Controller:
             capture=self.capture,
             skips=_SKIPS,
             context=_hypothesis_context(),
+            schedule=self._schedule(schedule),
         )
         report = host.open(ranks).run(job)
         self._last = report
@@ -139,6 +142,11 @@ class Controller:
         for text in report.warnings if report.error is None else ():
             warnings.warn(text, GroupLeftWarning, stacklevel=2)
         return report
+
+    def _schedule(self, asked: Schedule | None) -> Schedule:
+        """--smp-schedule, else what the test asks for, else round-robin."""
+        replayed = self.settings.schedule
+        return replayed if replayed is not None else asked if asked is not None else ROUND_ROBIN
 
     def run(
         self,

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from smp_core.backends import find_backend
-from smp_core.errors import BackendError
+from smp_core.backends.schedule import Schedule
+from smp_core.errors import SmpError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class Settings:
     timeout: float  # seconds for one run
     seed: int  # of every rank's random generators
     strict: bool  # a process group left over fails the run
+    schedule: Schedule | None  # replayed in every run, or None: what the test says
 
 
 def _positive_int(text: str) -> int:
@@ -49,6 +51,10 @@ def _seed(text: str) -> int:
 
 def _backend(text: str) -> str:
     return find_backend(text).name
+
+
+def _schedule(text: str) -> Schedule | None:
+    return Schedule.parse(text) if text else None
 
 
 def _flag(text: str) -> bool:
@@ -90,6 +96,13 @@ _OPTIONS = (
         "seed of every rank's random generators",
     ),
     _Option(
+        "schedule",
+        "",
+        _schedule,
+        "a token that a failure printed",
+        "replay this order of the ranks' turns in every run (sim)",
+    ),
+    _Option(
         "strict", "false", _flag, "true or false", "fail a run that leaves a process group behind"
     ),
 )
@@ -99,7 +112,7 @@ def add_options(parser: pytest.Parser) -> None:
     """Declare flags and ini keys."""
     group = parser.getgroup("smp", "tests on ranks (pytest-smp)")
     for option in _OPTIONS:
-        text = f"{option.help} (default: {option.default})"
+        text = f"{option.help} (default: {option.default or 'what the test says'})"
         extra: dict[str, Any] = {"metavar": option.name.upper()}
         if option.convert is _flag:
             extra = {"action": "store_const", "const": "true"}
@@ -123,10 +136,10 @@ def read(config: pytest.Config) -> Settings:
             given = given or option.default
         try:
             values[option.name] = option.convert(given)
+        except SmpError as error:
+            raise pytest.UsageError(f"{source}={given}: {error}") from None
         except ValueError:
             raise pytest.UsageError(f"{source}={given}: must be {option.needs}") from None
-        except BackendError as error:
-            raise pytest.UsageError(f"{source}={given}: {error}") from None
     return Settings(**values)
 
 

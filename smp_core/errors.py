@@ -73,6 +73,12 @@ class LeakError(VerdictError):
     """
 
 
+class RaceError(VerdictError):
+    """Raised when memory of an operation in flight is changed before it was waited for; names the
+    rank, the operation, and where it was issued.
+    """
+
+
 class RankDisagreementError(VerdictError):
     """Raised when the ranks of one test do not agree whether to skip it or to expect its failure."""
 

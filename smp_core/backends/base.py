@@ -16,6 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from smp_core.backends.capabilities import EVERYTHING, Capabilities
+from smp_core.backends.schedule import ROUND_ROBIN, Schedule
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -83,6 +86,7 @@ class VerdictKind(enum.StrEnum):
     DEADLOCK = "deadlock"
     MISMATCH = "mismatch"
     LEAK = "leak"
+    RACE = "race"  # memory of an operation in flight was changed
     TIMED_OUT = "timed out"
 
 
@@ -125,6 +129,7 @@ class Report:
     root: int | None = None
     error: BaseException | None = None
     warnings: list[str] = dataclasses.field(default_factory=list)
+    schedule: Schedule = ROUND_ROBIN  # the deviations that took effect: it replays the run
 
     @property
     def values(self) -> list[Any]:
@@ -167,6 +172,7 @@ class Job:
     context: Callable[[], AbstractContextManager[Any] | None] = (
         no_context  # entered around each rank's body
     )
+    schedule: Schedule = ROUND_ROBIN  # the order of turns, where the backend decides it
 
 
 class World(Protocol):
@@ -200,3 +206,4 @@ class Backend:
     name: str
     summary: str
     open_host: Callable[[], Host]
+    capabilities: Capabilities = EVERYTHING  # claims of its own, or everything

@@ -1,0 +1,107 @@
+"""What a backend claims that it can do, as data: a requirement needs one capability, and what is
+not claimed is not tested.
+
+A claim is a promise: a claimed capability that fails is a failure. Names of operations are those of
+torch.distributed's functions; dtypes are torch's names without ``torch.``. Nothing here imports
+torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from smp_core.errors import BackendError
+
+
+class Capability(enum.StrEnum):
+    """What a backend must have for a requirement to apply to it at all."""
+
+    RANKS = "ranks"  #: runs a body on a number of ranks; every backend does
+    OBJECTS = "objects"  #: the object transport
+    PROCESS_GROUPS = "process groups"  #: a default torch process group on every rank
+    GROUPS = "groups"  #: new_group of any ranks in any order; destroyed and made again
+    POINT_TO_POINT = "point-to-point"  #: send, recv, isend, irecv, with tags
+    ANY_SOURCE = "any source"  #: recv without a source
+    COALESCING = "coalescing"  #: batch_isend_irecv, and collectives issued as one
+    BARRIER = "barrier"
+    BROADCAST = "broadcast"
+    ALL_REDUCE = "all_reduce"
+    REDUCE = "reduce"
+    ALL_GATHER = "all_gather"
+    ALL_GATHER_SINGLE = "all_gather_single"  #: also all_gather_into_tensor
+    GATHER = "gather"
+    SCATTER = "scatter"
+    REDUCE_SCATTER = "reduce_scatter"
+    REDUCE_SCATTER_SINGLE = "reduce_scatter_single"  #: also reduce_scatter_tensor
+    ALL_TO_ALL = "all_to_all"
+    ALL_TO_ALL_SINGLE = "all_to_all_single"
+
+
+FLOATS = frozenset({"float32", "float64", "bfloat16", "float16"})
+FLOAT8 = frozenset({"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"})
+INTEGERS = frozenset({"int64", "int32", "int16", "int8", "uint8"})
+WIDE_UNSIGNED = frozenset({"uint16", "uint32", "uint64"})
+COMPLEX = frozenset({"complex64", "complex128"})
+BOOL = frozenset({"bool"})
+DTYPES = FLOATS | FLOAT8 | INTEGERS | WIDE_UNSIGNED | COMPLEX | BOOL
+
+_WHOLE = INTEGERS | WIDE_UNSIGNED | BOOL
+#: The dtypes on which a reduction has a meaning.
+REDUCTIONS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "SUM": DTYPES,
+        "PRODUCT": DTYPES,
+        "AVG": FLOATS | FLOAT8 | COMPLEX,
+        "MIN": DTYPES - COMPLEX,
+        "MAX": DTYPES - COMPLEX,
+        "BAND": _WHOLE,
+        "BOR": _WHOLE,
+        "BXOR": _WHOLE,
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What one backend claims.
+
+    Attributes:
+        claims: the capabilities that it has.
+        dtypes: what every claimed operation moves.
+        reductions: by reduce op, the dtypes that every claimed reduction takes.
+
+    Raises:
+        BackendError: a name is none of those above; it names the nearest thing to do.
+    """
+
+    claims: frozenset[Capability] = frozenset(Capability)
+    dtypes: frozenset[str] = DTYPES
+    reductions: Mapping[str, frozenset[str]] = dataclasses.field(
+        default_factory=lambda: REDUCTIONS, hash=False
+    )
+
+    def __post_init__(self) -> None:
+        for what, given, known in (
+            ("claims", self.claims, frozenset(Capability)),
+            ("dtypes", self.dtypes, DTYPES),
+            ("reductions", frozenset(self.reductions), frozenset(REDUCTIONS)),
+            *(
+                (f"reductions[{op!r}]", dtypes, REDUCTIONS.get(op, DTYPES))
+                for op, dtypes in self.reductions.items()
+            ),
+        ):
+            unknown = sorted(map(str, frozenset(given) - known))
+            if unknown:
+                raise BackendError(
+                    f"capabilities: {what} holds {', '.join(unknown)}, which it cannot; "
+                    f"there is {', '.join(sorted(map(str, known)))}"
+                )
+
+    def __contains__(self, capability: object) -> bool:
+        return capability in self.claims
+
+
+EVERYTHING = Capabilities()
