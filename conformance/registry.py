@@ -91,9 +91,7 @@ class Registry(Mapping[str, Requirement]):
         found = self._by_id.get(id)
         if found is None:
             near = difflib.get_close_matches(id, self._by_id, n=1)
-            hint = (
-                f"did you mean {near[0]}?" if near else "declare it in conformance/requirements.py"
-            )
+            hint = f"did you mean {near[0]}?" if near else "declare it in conformance/requirements/"
             raise RequirementError(f"unknown requirement {id!r}: {hint}")
         return found
 

@@ -49,7 +49,7 @@ def test_the_registry_keeps_the_order_of_declaration() -> None:
     ("id", "hint"),
     [
         ("AREA-WHAY", "did you mean AREA-WHAT?"),
-        ("X-Y", "declare it in conformance/requirements.py"),
+        ("X-Y", "declare it in conformance/requirements/"),
     ],
 )
 def test_an_unknown_id_is_refused_with_the_nearest(id: str, hint: str) -> None:

@@ -1,4 +1,4 @@
-"""The requirements, each declared once; properties point to them by :func:`requirement`.
+"""Requirements of the API: lifecycle, configuration, groups, objects.
 
 A source names the section that makes the promise. Where the sources leave a choice open, the source
 says INF and why it was decided so (SMP_API.md, first table).
@@ -6,9 +6,7 @@ says INF and why it was decided so (SMP_API.md, first table).
 
 from __future__ import annotations
 
-import pytest
-
-from conformance.registry import Capability, Level, Registry, Requirement
+from conformance.registry import Capability, Level, Requirement
 
 _INF_INIT = "INF: the sources say that init comes first, not what happens otherwise"
 _INF_ERROR = "INF: the sources name no error; accepted in silence it would go to a wrong rank"
@@ -449,7 +447,7 @@ ERRORS = (
     ),
 )
 
-REQUIREMENTS = Registry(
+API = (
     *LIFECYCLE,
     *CONFIGURATION,
     *GROUPS,
@@ -459,11 +457,3 @@ REQUIREMENTS = Registry(
     *BARRIERS,
     *ERRORS,
 )
-
-
-def requirement(id: str) -> pytest.MarkDecorator:
-    """Mark a property as a test of the requirement ``id``.
-
-    Raises RequirementError, which ends the collection of the property's file, if there is none.
-    """
-    return pytest.mark.requirement(REQUIREMENTS.named(id).id)

@@ -1,0 +1,1 @@
+"""Planted bugs: each must be caught by the requirement that it names."""

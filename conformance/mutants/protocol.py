@@ -1,0 +1,101 @@
+"""What a mutant is: one planted bug, and the requirement that must catch it.
+
+A mutant is planted in every process that holds ranks, before they run and for as long as they do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import pytest
+
+#: How a wrong value shows: an assertion of the property, or pytest.raises that saw nothing raised.
+ASSERTION: tuple[type[BaseException], ...] = (AssertionError, pytest.fail.Exception)
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mutant:
+    """One planted bug.
+
+    Attributes:
+        name: unique, words joined by "-".
+        kind: the class of bugs that it stands for, as the score counts them: ``order``, ``root``.
+        sentence: the bug in words.
+        requirement: the id of the requirement that must catch it.
+        plant: gives the context manager that plants it.
+        by: the exceptions by which a property catches it. An error of another type is no kill: it
+            may come from a mutant that is broken itself.
+        origin: where the bug happened: an id of a catalogue, a link; empty for one that we thought of.
+    """
+
+    name: str
+    kind: str
+    sentence: str
+    requirement: str
+    plant: Callable[[], AbstractContextManager[object]]
+    by: tuple[type[BaseException], ...] = ASSERTION
+    origin: str = ""
+
+    def __post_init__(self) -> None:
+        for field in ("kind", "sentence", "requirement"):
+            if not getattr(self, field).strip():
+                raise ValueError(f"mutant {self.name!r}: its {field} is empty")
+        if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", self.name):
+            raise ValueError(f"mutant {self.name!r}: a name is lower-case words joined by '-'")
+
+
+class Bugs(list[Mutant]):
+    """The mutants of one area, entered by a decorator::
+
+        BUGS = Bugs("order")
+
+        @BUGS.enter("COMM-ALLGATHER-ORDER", origin="B037")
+        def reversed_result(patch):
+            \"\"\"allgather gives the objects in reverse order\"\"\"
+            ...
+
+    The function gets a ``pytest.MonkeyPatch`` that is undone when the mutant leaves; its name and
+    the first line of its docstring become the mutant's.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def enter(
+        self,
+        requirement: str,
+        *by: type[BaseException],
+        kind: str = "",
+        origin: str = "",
+    ) -> Callable[[Plant], Plant]:
+        """Enter a bug: ``requirement`` must catch it, by an assertion or by what ``by`` names."""
+
+        def entered(plant: Plant) -> Plant:
+            self.append(
+                Mutant(
+                    name=plant.__name__.strip("_").replace("_", "-"),
+                    kind=kind or self.kind,
+                    sentence=str(plant.__doc__).partition("\n")[0].strip(),
+                    requirement=requirement,
+                    plant=lambda: _patched(plant),
+                    by=by or ASSERTION,
+                    origin=origin,
+                )
+            )
+            return plant
+
+        return entered
+
+
+@contextlib.contextmanager
+def _patched(plant: Plant) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        yield

@@ -1,0 +1,24 @@
+"""The requirements, each declared once; properties point to them by :func:`requirement`.
+
+Sources of the API's requirements are SMP_API.md and the seeds; of the process groups', torch's own
+documentation of torch.distributed.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from conformance.registry import Registry
+from conformance.requirements.api import API
+from conformance.requirements.collectives import COLLECTIVES
+from conformance.requirements.traffic import TRAFFIC
+
+REQUIREMENTS = Registry(*API, *COLLECTIVES, *TRAFFIC)
+
+
+def requirement(id: str) -> pytest.MarkDecorator:
+    """Mark a property as a test of the requirement ``id``.
+
+    Raises RequirementError, which ends the collection of the property's file, if there is none.
+    """
+    return pytest.mark.requirement(REQUIREMENTS.named(id).id)
