@@ -33,7 +33,7 @@ def conclude(report: Report, backend: str) -> None:
     if error is not None:
         if not isinstance(error, _ENDS_THE_SESSION):
             known = getattr(error, "__notes__", ())  # an exception object may be raised again
-            for note in _notes(report, backend):
+            for note in [*_notes(report, backend), *_replay(report)]:
                 if note not in known:
                     error.add_note(note)
         raise error
@@ -49,6 +49,12 @@ def conclude(report: Report, backend: str) -> None:
     assert skipped[0].error is not None
     disagreement = RankDisagreementError("\n".join(lines))
     raise disagreement.with_traceback(skipped[0].error.__traceback__)
+
+
+def _replay(report: Report) -> list[str]:
+    if not report.schedule:
+        return []
+    return [f"in the schedule {report.schedule}; replay it: --smp-schedule={report.schedule}"]
 
 
 def _prefer_failure(report: Report) -> None:
@@ -157,6 +163,7 @@ def add_to_item(
         "backend": backend,
         "verdict": str(report.verdict),
         "root": report.root,
+        "schedule": str(report.schedule),
         "ranks": ranks,
     }
     if error is not None:

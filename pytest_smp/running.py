@@ -12,23 +12,26 @@ import operator
 import sys
 import unittest
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
+import hypothesis
 import pytest
 from hypothesis import control, reporting
+from hypothesis.internal.conjecture.data import ConjectureData
 from hypothesis.strategies import DataObject
 
 from pytest_smp import results
 from pytest_smp.proxies import TmpPath
 from pytest_smp.settings import Settings
+from pytest_smp.strategies.schedules import schedules
 from smp_core import runtime
 from smp_core.backends import open_backend
 from smp_core.backends.base import Host, Job, Report, VerdictKind
 from smp_core.backends.payload import Payload, plain_dumps
 from smp_core.backends.schedule import ROUND_ROBIN, Schedule
-from smp_core.errors import BackendError, PayloadError, SmpError
+from smp_core.errors import ArgumentError, BackendError, PayloadError, SmpError
 
 # pytest leaves these frames out below an error that we raise on purpose; a bug of ours shows them.
 __tracebackhide__ = operator.methodcaller("errisinstance", SmpError)
@@ -144,9 +147,13 @@ class Controller:
         return report
 
     def _schedule(self, asked: Schedule | None) -> Schedule:
-        """--smp-schedule, else what the test asks for, else round-robin."""
-        replayed = self.settings.schedule
-        return replayed if replayed is not None else asked if asked is not None else ROUND_ROBIN
+        """--smp-schedule, else what the test asks for, else drawn (--smp-explore), else round-robin."""
+        if self.settings.schedule is not None:
+            return self.settings.schedule
+        if asked is not None:
+            return asked
+        example = _current_example() if self.settings.explore else None
+        return ROUND_ROBIN if example is None else example.draw(schedules())
 
     def run(
         self,
@@ -232,6 +239,35 @@ def _hypothesis_context() -> Callable[[], contextlib.AbstractContextManager[Any]
     return entered
 
 
+def _current_example() -> ConjectureData | None:
+    """What the example that runs now is drawn from; an explicit example is not drawn."""
+    build = control._current_build_context.value
+    if build is None or build.data.max_choices == 0:
+        return None
+    return build.data
+
+
+def _schedule_among(arguments: Iterable[Any]) -> Schedule | None:
+    """The schedule that is one of a test's arguments. Raises ArgumentError if there are two."""
+    given = [value for value in arguments if isinstance(value, Schedule)]
+    if len(given) > 1:
+        raise ArgumentError("a run has one schedule, and two arguments of the test are one each")
+    return given[0] if given else None
+
+
+def _explored(run: Callable[[Schedule], None], count: int) -> Callable[[], None]:
+    """Run under drawn schedules, round-robin first."""
+
+    @hypothesis.settings(max_examples=count, deadline=None, database=None)
+    @hypothesis.given(schedule=schedules())
+    @hypothesis.example(schedule=ROUND_ROBIN)
+    def explored(schedule: Schedule) -> None:
+        __tracebackhide__ = True
+        run(schedule)
+
+    return explored
+
+
 def _leading_names(body: Callable[..., Any], args: Sequence[Any]) -> Sequence[str]:
     """What the body calls its first arguments; used when one of them cannot be copied."""
     code = getattr(body, "__code__", None)
@@ -257,7 +293,15 @@ class MarkedTest:
             bound: tuple[Any, ...] = ()
             if inspect.ismethod(function):  # self is copied for each rank, like every argument
                 bound, function = (function.__self__,), function.__func__
-            _no_value(item, controller.run(function, bound, arguments, **how))
+            schedule = _schedule_among(arguments.values())
+
+            def once(schedule: Schedule | None = schedule) -> None:
+                __tracebackhide__ = True
+                values = controller.run(function, bound, arguments, schedule=schedule, **how)
+                _no_value(item, values)
+
+            explore = controller.settings.explore
+            (once if schedule is not None or not explore else _explored(once, explore))()
             return
         controller.open()  # not in the first example, whose time Hypothesis takes
         inner = handle.inner_test
@@ -267,7 +311,14 @@ class MarkedTest:
             __tracebackhide__ = True
             if controller.tmp_path is not None:
                 controller.tmp_path.renew()
-            values = controller.run(inner, args, kwargs, example_of=item.name, **how)
+            values = controller.run(
+                inner,
+                args,
+                kwargs,
+                example_of=item.name,
+                schedule=_schedule_among(kwargs.values()),
+                **how,
+            )
             # Hypothesis refuses a test that returns something: it was meant to assert it.
             return next((value for value in values if value is not None), None)
 

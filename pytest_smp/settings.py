@@ -25,12 +25,20 @@ class Settings:
     timeout: float  # seconds for one run
     seed: int  # of every rank's random generators
     strict: bool  # a process group left over fails the run
+    explore: int  # schedules that a marked test is run under; 0 is round-robin alone
     schedule: Schedule | None  # replayed in every run, or None: what the test says
 
 
 def _positive_int(text: str) -> int:
     value = int(text)
     if value < 1:
+        raise ValueError
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
         raise ValueError
     return value
 
@@ -50,7 +58,8 @@ def _seed(text: str) -> int:
 
 
 def _backend(text: str) -> str:
-    return find_backend(text).name
+    find_backend(text)
+    return text  # module:attribute is found again by it, not by the backend's own name
 
 
 def _schedule(text: str) -> Schedule | None:
@@ -94,6 +103,13 @@ _OPTIONS = (
         _seed,
         "a whole number from 0 to 2**32 - 1",
         "seed of every rank's random generators",
+    ),
+    _Option(
+        "explore",
+        "0",
+        _count,
+        "a whole number",
+        "run each marked test under so many drawn orders of turns; a property, each example (sim)",
     ),
     _Option(
         "schedule",

@@ -66,12 +66,14 @@ def test_the_continuous_integration_runs_the_commands_of_the_readme():
 
 
 def test_every_option_is_documented():
-    """The table of options in docs/testing.md against what pytest itself prints."""
+    """The tables of options in docs/ against what pytest itself prints."""
     done = run_pytest("--help")
-    options = set(re.findall(r"^\s+(--smp-[a-z]+)", done.stdout, re.MULTILINE))
-    documented = set(
-        re.findall(r"^\| `(--smp-[a-z]+)", (ROOT / "docs/testing.md").read_text(), re.M)
-    )
+    options = set(re.findall(r"^\s+(--smp-[a-z-]+)", done.stdout, re.MULTILINE))
+    pages = [
+        (ROOT / "docs" / name).read_text()
+        for name in ("testing.md", "conformance.md", "mutants.md")
+    ]
+    documented = set(re.findall(r"^\| `(--smp-[a-z-]+)", "\n".join(pages), re.MULTILINE))
     assert options == documented
     assert options
 

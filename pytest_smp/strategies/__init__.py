@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_smp.strategies.configuration import configs
 from pytest_smp.strategies.mistakes import invalid_configs
+from pytest_smp.strategies.schedules import schedules
 from pytest_smp.strategies.worlds import degrees, groups, placements, topologies, world_sizes
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ __all__ = [
     "objects",
     "placements",
     "same",
+    "schedules",
     "shapes",
     "tensors",
     "topologies",

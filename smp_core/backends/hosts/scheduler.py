@@ -2,8 +2,8 @@
 more.
 
 Exactly one rank thread runs at any time. The turn passes only when a rank waits for something,
-ends, or gives way, so a run is a function of the program and its inputs. Ranks that can run stand
-in a queue and are served in order.
+ends, or gives way, so a run is a function of the program, its inputs, and the schedule. Ranks that
+can run stand in a queue and are served in order, but for the deviations of the schedule.
 
 When a rank raises, or no rank can run, or two calls do not match, the run has *ended*: each rank
 then still gets its turn, a rank whose wait is over goes on to its next communication call, and
@@ -21,6 +21,7 @@ from typing import Protocol
 from smp_core.backends.frames import Place
 from smp_core.backends.hosts import diagnosis
 from smp_core.backends.hosts.isolation import Isolation
+from smp_core.backends.schedule import ROUND_ROBIN, Schedule
 from smp_core.errors import Cancelled, DeadlockError
 
 
@@ -63,6 +64,7 @@ class Scheduler:
         seats: list[Seat],
         isolation: Isolation,
         locate: Callable[[Iterable[int]], dict[int, Place | None]],
+        schedule: Schedule = ROUND_ROBIN,
     ) -> None:
         self.seats = seats
         self.ended = False
@@ -77,11 +79,38 @@ class Scheduler:
         self.locate = locate
         self._given_up = False
         self._must_raise: Seat | None = None  # the root of a verdict, until its thread raises it
+        self._deviations = dict(schedule)
+        self._decisions = 0  # made so far; not counted after the last deviation
+        self.deviated: list[tuple[int, int]] = []  # the deviations that took effect
 
     # What ranks call. The caller has the turn.
 
+    def decide(self, options: int) -> int:
+        """The schedule's choice among so many, 0 to ``options`` - 1."""
+        if not self._deviations or options < 2 or self.ended:
+            return 0
+        decision, self._decisions = self._decisions, self._decisions + 1
+        choice = self._deviations.pop(decision, 0) % options
+        if choice:
+            self.deviated.append((decision, choice))
+        return choice
+
+    def enter(self, seat: Seat) -> None:
+        """Every communication call starts here, and may let another rank go first."""
+        self.check(seat)
+        if self._deviations:
+            choice = self.decide(1 + len(self._ready))
+            if choice:
+                _headroom()
+                first = self._ready[choice - 1]
+                self._ready.remove(first)
+                self._ready.append(seat)
+                self._ready.appendleft(first)
+                self._pass_turn(seat, decided=True)
+                self.check(seat)
+
     def check(self, seat: Seat) -> None:
-        """Every communication call starts here: unwinds the rank if the run has ended."""
+        """Unwind the rank if the run has ended."""
         if self.ended:
             self._unwind(seat)
 
@@ -124,7 +153,8 @@ class Scheduler:
 
     def start(self) -> None:
         """Give the first rank its turn."""
-        first = self._ready.popleft()
+        first = self._next()
+        assert first is not None
         self._isolation.switch(None, first.rank)
         self.running = first
         first.turn.release()
@@ -146,12 +176,20 @@ class Scheduler:
 
     # Inside.
 
-    def _next(self) -> Seat | None:
+    def _next(self, decided: bool = False) -> Seat | None:
         if not self._ready and self.ended:
             self._release_waiting()  # after `abandon`: nobody has done it yet
         elif not self._ready:
             self._look_for_deadlock()
-        return self._ready.popleft() if self._ready else None
+        if not self._ready:
+            return None
+        choice = 0 if decided else self.decide(len(self._ready))
+        if choice:
+            self._ready.rotate(-choice)
+            following = self._ready.popleft()
+            self._ready.rotate(choice)
+            return following
+        return self._ready.popleft()
 
     def _look_for_deadlock(self) -> None:
         waiting = [seat.rank for seat in self.seats if seat.waiting is not None]
@@ -203,8 +241,8 @@ class Scheduler:
         why = "was given up" if self.root is None else f"has ended because of rank {self.root}"
         raise Cancelled(f"the run {why}")
 
-    def _pass_turn(self, seat: Seat) -> None:
-        following = self._next()
+    def _pass_turn(self, seat: Seat, decided: bool = False) -> None:
+        following = self._next(decided)
         if following is not seat:
             self._hand_over(seat, following)
             seat.turn.acquire()

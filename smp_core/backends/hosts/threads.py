@@ -33,15 +33,18 @@ from smp_core.backends.hosts import current
 from smp_core.backends.hosts.diagnosis import ranks_text, wait_lines
 from smp_core.backends.hosts.isolation import Isolation
 from smp_core.backends.hosts.scheduler import Scheduler, Seat
+from smp_core.backends.schedule import Schedule
 from smp_core.errors import (
     BackendError,
     Cancelled,
     CollectiveMismatchError,
     DeadlockError,
     LeakError,
+    RaceError,
     RunTimeout,
     SmpError,
     ThreadError,
+    VerdictError,
 )
 
 _SLICE = 1.0  # seconds between two looks at the clock and at interruptions
@@ -53,6 +56,9 @@ class RankFabric(Protocol):
 
     def enter(self) -> None:
         """Called in the rank's thread before the body."""
+
+    def in_flight(self) -> list[str]:
+        """What the rank has issued and not waited for, in words."""
 
     def leave(self) -> None:
         """Called in the rank's thread after the body, however it ended."""
@@ -103,7 +109,7 @@ class RankContext:
     def check(self, call: str, what: str = "call") -> None:
         """Every communication call starts here: unwinds the rank if the run has ended."""
         self.check_thread(call, what)
-        self.scheduler.check(self.seat)
+        self.scheduler.enter(self.seat)
 
     def check_thread(self, call: str, what: str = "call") -> None:
         """Raise ThreadError in another thread: it would put the wrong rank to sleep."""
@@ -249,7 +255,7 @@ class ThreadHost:
         threads = self._threads[:size]
         seats = [Seat(rank, thread.turn) for rank, thread in enumerate(threads)]
         isolation = Isolation(size, job.seed)
-        scheduler = Scheduler(seats, isolation, lambda ranks: _places(threads, ranks))
+        scheduler = Scheduler(seats, isolation, lambda ranks: _places(threads, ranks), job.schedule)
         fabric = self._make_fabric(size)
         contexts = [
             RankContext(rank, size, job, scheduler, thread) for rank, thread in enumerate(threads)
@@ -281,6 +287,7 @@ class ThreadHost:
                     unfinished.get(each.rank) or each.finished_outcome() for each in contexts
                 ]
                 report = Report(VerdictKind.TIMED_OUT, outcomes, None, timeout)
+            report.schedule = Schedule(tuple(scheduler.deviated))
         if streams is not None:
             for outcome in report.outcomes:
                 outcome.stdout, outcome.stderr = (stream.text(outcome.rank) for stream in streams)
@@ -378,6 +385,9 @@ def _outcome(context: RankContext, fabric: WorldFabric) -> Outcome:
         return Outcome(rank, OutcomeKind.SKIPPED, error=error)
     except BaseException as error:
         frames.cut_traceback(error, ours=isinstance(error, SmpError))
+        if not isinstance(error, VerdictError):
+            for text in rank_fabric.in_flight():
+                error.add_note(text)
         context.scheduler.fail(context.seat, error)
         return Outcome(rank, OutcomeKind.RAISED, error=error)
     finally:
@@ -488,6 +498,7 @@ _VERDICTS: tuple[tuple[type[BaseException], VerdictKind], ...] = (
     (DeadlockError, VerdictKind.DEADLOCK),
     (CollectiveMismatchError, VerdictKind.MISMATCH),
     (LeakError, VerdictKind.LEAK),
+    (RaceError, VerdictKind.RACE),
 )
 
 

@@ -20,6 +20,7 @@ from smp_core.backends.hosts.threads import RankContext, ThreadHost
 from smp_core.errors import CollectiveMismatchError, NotInitializedError, RankError
 
 _DEFAULT = "WORLD"
+_MOST_IN_FLIGHT = 4  # operations that a note lists
 
 
 class SimFabric:
@@ -39,6 +40,20 @@ class SimFabric:
     def enter(self) -> None:
         """See RankFabric."""
         torch_private.prepare_rank_thread()
+
+    def in_flight(self) -> list[str]:
+        """See RankFabric.
+
+        Named when the rank raises: it may have read poison.
+        """
+        works = [work for work in self.unwaited.values() if work.flight.outputs]
+        lines = [f"  {work.name}{_at(work.place)}" for work in works[:_MOST_IN_FLIGHT]]
+        rest = len(works) - len(lines)
+        lines += [f"  and {rest} more"] if rest else []
+        head = (
+            f"in flight on rank {self.rank}, so that outputs hold poison (NaN where there is one):"
+        )
+        return ["\n".join([head, *lines])] if works else []
 
     def leave(self) -> None:
         """See RankFabric."""

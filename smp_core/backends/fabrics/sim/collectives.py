@@ -1,7 +1,7 @@
-"""What each tensor collective does to the members' tensors, once all of them have called.
+"""What each tensor collective gives each member, once all of them have called.
 
-Each function gets the members' calls in group order. Inputs are read into new tensors before any
-output is written: an output may share memory with an input of its own rank.
+Each function gets the members' calls in group order; a call's data are the tensors that the member
+brings, in a list. It returns a list per member: the values of that member's outputs, in new memory.
 """
 
 from __future__ import annotations
@@ -13,25 +13,13 @@ from typing import Any
 import torch
 
 from smp_core.backends.fabrics.sim.matching import Call
+from smp_core.backends.fabrics.sim.memory import copy
 from smp_core.errors import CollectiveMismatchError
 from smp_core.reduction import reduce_tensors
 
 Tensor = torch.Tensor
-
-
-def _write(target: Tensor, value: Tensor) -> None:
-    """Copy into the caller's tensor as other backends do: autograd does not see it, its version
-    counter neither.
-    """
-    target.data.copy_(value.view(target.shape) if value.shape != target.shape else value)
-
-
-def _write_all(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    if any(target.shape != value.shape for target, value in zip(targets, values, strict=True)):
-        values = [
-            value.reshape(target.shape) for target, value in zip(targets, values, strict=True)
-        ]
-    torch._foreach_copy_([target.data for target in targets], list(values))
+Values = list[list[Tensor]]
+Complete = Callable[[list[Call]], Values]
 
 
 def _snapshot(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -44,110 +32,112 @@ def _snapshot(tensors: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def barrier(calls: list[Call]) -> None:
+def barrier(calls: list[Call]) -> Values:
     """Nothing moves."""
+    return [[] for _ in calls]
 
 
-def all_reduce(op: str) -> Callable[[list[Call]], None]:
-    """data: list of tensors, reduced one by one, in place."""
+def all_reduce(op: str) -> Complete:
+    """Brought: tensors, reduced one by one."""
 
-    def complete(calls: list[Call]) -> None:
-        with torch.no_grad():
-            for tensors in zip(*(call.data for call in calls), strict=True):
-                result = reduce_tensors(tensors, op)
-                for tensor in tensors:
-                    _write(tensor, result)
-
-    return complete
-
-
-def reduce(op: str, root: int) -> Callable[[list[Call]], None]:
-    """data: list of tensors; only the root's are written."""
-
-    def complete(calls: list[Call]) -> None:
-        with torch.no_grad():
-            for tensors in zip(*(call.data for call in calls), strict=True):
-                _write(tensors[root], reduce_tensors(tensors, op))
+    def complete(calls: list[Call]) -> Values:
+        columns = zip(*(call.data for call in calls), strict=True)
+        results = [reduce_tensors(column, op) for column in columns]
+        return [results for _ in calls]
 
     return complete
 
 
-def broadcast(root: int) -> Callable[[list[Call]], None]:
-    """data: list of tensors; all but the root's are written."""
+def reduce(op: str, root: int) -> Complete:
+    """Brought: tensors, reduced one by one; the root gets the results."""
 
-    def complete(calls: list[Call]) -> None:
-        with torch.no_grad():
-            for index, call in enumerate(calls):
-                if index != root:
-                    for target, value in zip(call.data, calls[root].data, strict=True):
-                        _write(target, value.detach())
+    def complete(calls: list[Call]) -> Values:
+        columns = zip(*(call.data for call in calls), strict=True)
+        results = [reduce_tensors(column, op) for column in columns]
+        return [results if index == root else [] for index in range(len(calls))]
 
     return complete
 
 
-def all_gather(calls: list[Call]) -> None:
-    """data: list of (outputs, input), gathered one by one; one output per member."""
-    with torch.no_grad():
-        for parts in zip(*(call.data for call in calls), strict=True):
-            values = _snapshot([value for _, value in parts])
-            for outputs, _ in parts:
-                _write_all(outputs, values)
+def broadcast(root: int) -> Complete:
+    """Brought by the root: tensors; the others get them."""
 
-
-def all_gather_single(calls: list[Call]) -> None:
-    """data: list of (output, input); the output is the members' inputs, one behind the other."""
-    with torch.no_grad():
-        for parts in zip(*(call.data for call in calls), strict=True):
-            block = torch.cat([value.detach().reshape(-1) for _, value in parts])
-            for output, _ in parts:
-                _write(output, block)
-
-
-def reduce_scatter(op: str) -> Callable[[list[Call]], None]:
-    """data: list of (output, inputs); member i gets the reduction of everybody's i-th input."""
-
-    def complete(calls: list[Call]) -> None:
-        with torch.no_grad():
-            for parts in zip(*(call.data for call in calls), strict=True):
-                results = [
-                    reduce_tensors([inputs[index] for _, inputs in parts], op)
-                    for index in range(len(parts))
-                ]
-                for (output, _), result in zip(parts, results, strict=True):
-                    _write(output, result)
+    def complete(calls: list[Call]) -> Values:
+        values = [copy(tensor) for tensor in calls[root].data]
+        return [[] if index == root else values for index in range(len(calls))]
 
     return complete
 
 
-def scatter(root: int) -> Callable[[list[Call]], None]:
-    """data: (output, inputs); member i gets the root's i-th input."""
+def all_gather(calls: list[Call]) -> Values:
+    """Brought: tensors; for each of them, a member gets those of all."""
+    columns = zip(*(call.data for call in calls), strict=True)
+    values = [value for column in columns for value in _snapshot(column)]
+    return [values for _ in calls]
 
-    def complete(calls: list[Call]) -> None:
-        with torch.no_grad():
-            values = _snapshot(calls[root].data[1])
-            for call, value in zip(calls, values, strict=True):
-                _write(call.data[0], value)
+
+def all_gather_single(calls: list[Call]) -> Values:
+    """Brought: tensors; for each of them, a member gets those of all, one behind the other."""
+    columns = zip(*(call.data for call in calls), strict=True)
+    values = [torch.cat([tensor.detach().reshape(-1) for tensor in column]) for column in columns]
+    return [values for _ in calls]
+
+
+def reduce_scatter(op: str) -> Complete:
+    """Brought: tensors, one per member, and again; member i gets the reduction of everybody's
+    i-th.
+    """
+
+    def complete(calls: list[Call]) -> Values:
+        columns = zip(*(call.data for call in calls), strict=True)
+        results = [reduce_tensors(column, op) for column in columns]
+        return [results[index :: len(calls)] for index in range(len(calls))]
 
     return complete
 
 
-def gather(root: int) -> Callable[[list[Call]], None]:
-    """data: (outputs, input); the root's i-th output gets member i's input."""
+def reduce_scatter_single(op: str) -> Complete:
+    """Brought: tensors; member i gets the i-th part of their reduction."""
 
-    def complete(calls: list[Call]) -> None:
-        with torch.no_grad():
-            _write_all(calls[root].data[0], _snapshot([call.data[1] for call in calls]))
+    def complete(calls: list[Call]) -> Values:
+        columns = zip(*(call.data for call in calls), strict=True)
+        results = [reduce_tensors(column, op).reshape(-1) for column in columns]
+        parts = [torch.split(result, result.numel() // len(calls) or 1) for result in results]
+        return [
+            [part[index] if part[0].numel() else part[0] for part in parts]
+            for index in range(len(calls))
+        ]
 
     return complete
 
 
-def all_to_all(calls: list[Call]) -> None:
-    """data: (outputs, inputs); member i's j-th input goes to member j's i-th output.
+def scatter(root: int) -> Complete:
+    """Brought by the root: one tensor per member, who gets it."""
 
-    Raises CollectiveMismatchError if a pair of members disagrees on the number of elements.
+    def complete(calls: list[Call]) -> Values:
+        return [[value] for value in _snapshot(calls[root].data)]
+
+    return complete
+
+
+def gather(root: int) -> Complete:
+    """Brought: a tensor; the root gets all of them."""
+
+    def complete(calls: list[Call]) -> Values:
+        values = _snapshot([call.data[0] for call in calls])
+        return [values if index == root else [] for index in range(len(calls))]
+
+    return complete
+
+
+def all_to_all(calls: list[Call]) -> Values:
+    """Brought: (tensors, counts): one tensor per member, who gets it, and the number of elements
+    that each member is to bring for this one.
+
+    Raises CollectiveMismatchError if a pair of members disagrees on that number.
     """
     for (sender, source), (receiver, target) in itertools.product(enumerate(calls), repeat=2):
-        sent, expected = source.data[1][receiver].numel(), target.data[0][sender].numel()
+        sent, expected = source.data[0][receiver].numel(), target.data[1][sender]
         if sent != expected:
             raise CollectiveMismatchError(
                 f"mismatch: {source.operation} differs in element count\n"
@@ -156,10 +146,8 @@ def all_to_all(calls: list[Call]) -> None:
                 f"  rank {target.rank} expects {expected} elements from rank {source.rank}"
                 f"{_at(target.place)}"
             )
-    with torch.no_grad():
-        values = [_snapshot(call.data[1]) for call in calls]
-        for index, call in enumerate(calls):
-            _write_all(call.data[0], [value[index] for value in values])
+    values = [_snapshot(call.data[0]) for call in calls]
+    return [[value[index] for value in values] for index in range(len(calls))]
 
 
 def _at(place: object) -> str:

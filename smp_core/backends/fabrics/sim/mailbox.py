@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from smp_core.backends.base import Group
+from smp_core.backends.fabrics.sim.memory import Flight
 from smp_core.backends.frames import Place
 from smp_core.backends.hosts.threads import RankContext
 from smp_core.errors import CollectiveMismatchError
@@ -27,6 +28,7 @@ class Post:
     __slots__ = (
         "context",
         "done",
+        "flight",
         "group",
         "me",
         "peer",
@@ -34,6 +36,7 @@ class Post:
         "source",
         "tag",
         "tensor",
+        "value",
         "verb",
     )
 
@@ -46,10 +49,13 @@ class Post:
         peer: int,
         tag: int,
         tensor: torch.Tensor,
+        flight: Flight,
         place: Place | None,
     ) -> None:
         self.context, self.group, self.verb = context, group, verb
         self.me, self.peer, self.tag, self.tensor, self.place = me, peer, tag, tensor, place
+        self.flight = flight
+        self.value: torch.Tensor | None = None  # of a receive: what came
         self.source = peer
         self.done = False
 
@@ -70,6 +76,15 @@ class Post:
             return [each for each in self.group.ranks if each != rank]
         return (self.group.ranks[self.peer],)
 
+    def values(self, rank: int) -> list[torch.Tensor]:
+        """What the rank gets, once done."""
+        return [] if self.value is None else [self.value]
+
+
+def _fit(one: Post, other: Post) -> bool:
+    send, receive = (one, other) if one.verb == "send" else (other, one)
+    return receive.peer in (ANY, send.me) and receive.tag == send.tag
+
 
 class Mailbox:
     """The posts of one group that have not been matched, oldest first, by receiver."""
@@ -87,13 +102,17 @@ class Mailbox:
             candidates, own = self._receives[new.peer], self._sends[new.peer]
         else:
             candidates, own = self._sends[new.me], self._receives[new.me]
-        for index, other in enumerate(candidates):
-            send, receive = (new, other) if new.verb == "send" else (other, new)
-            if receive.peer in (ANY, send.me) and receive.tag == send.tag:
-                del candidates[index]
-                self._deliver(new, send, receive)
-                return
-        own.append(new)
+        fitting = [other for other in candidates if _fit(new, other)]
+        if not fitting:
+            own.append(new)
+            return
+        other = fitting[0]
+        if new.peer == ANY:  # whichever sender's came first; in the order of each sender
+            first = {each.me: each for each in reversed(fitting)}
+            senders = sorted(first, key=lambda me: fitting.index(first[me]))
+            other = first[senders[new.context.scheduler.decide(len(senders))]]
+        candidates.remove(other)
+        self._deliver(new, *((new, other) if new.verb == "send" else (other, new)))
 
     def _deliver(self, new: Post, send: Post, receive: Post) -> None:
         if (
@@ -109,9 +128,7 @@ class Mailbox:
             error = CollectiveMismatchError("\n".join(lines))
             new.context.scheduler.fail(new.context.seat, error)
             raise error
-        with torch.no_grad():
-            value = send.tensor.detach()
-            receive.tensor.data.copy_(value.reshape(receive.tensor.shape))
+        (receive.value,) = send.flight.inputs
         receive.source = send.me
         for post in (send, receive):
             post.done = True

@@ -58,6 +58,10 @@ class Meeting:
         ranks = self.channel.group.ranks
         return [rank for rank, call in zip(ranks, self.calls, strict=True) if call is None]
 
+    def values(self, rank: int) -> Any:
+        """What a member gets, once done, if the result has a part for each member."""
+        return self.result[self.channel.position[rank]]
+
 
 Complete = Callable[[list[Call]], Any]
 
@@ -78,7 +82,7 @@ class Channel:
         Raises CollectiveMismatchError, which ends the run, if the call differs from those that came
         before.
         """
-        context.check(call.operation)
+        context.scheduler.check(context.seat)
         position, call.rank = self.position[context.rank], context.rank
         number = self._counts[position] = self._counts[position] + 1
         meeting = self._open.get(number)

@@ -152,5 +152,6 @@ class SimObjects:
     def barrier(self, group: Group) -> None:
         """See ObjectTransport."""
         context = self._context
+        context.check("smp.barrier")
         meeting = self._router.channel(group).join(context, Call("smp.barrier", (), None), _nothing)
         context.scheduler.wait(context.seat, meeting)

@@ -19,6 +19,7 @@ from smp_core.backends.fabrics.sim import collectives
 from smp_core.backends.fabrics.sim.collectives import dtype_text, shape_text
 from smp_core.backends.fabrics.sim.mailbox import ANY, Mailbox, Post
 from smp_core.backends.fabrics.sim.matching import Call, Channel, Complete, Fields
+from smp_core.backends.fabrics.sim.memory import Flight
 from smp_core.backends.fabrics.sim.work import CombinedWork, SimWork
 from smp_core.backends.frames import caller_place
 from smp_core.backends.hosts.threads import RankContext
@@ -108,12 +109,43 @@ class SimProcessGroup(dist.ProcessGroup):
         return context
 
     def _collective(
-        self, operation: str, fields: Fields, data: Any, complete: Complete, outputs: Any
+        self,
+        operation: str,
+        fields: Fields,
+        complete: Complete,
+        opts: Any,
+        *,
+        brings: Sequence[Tensor] = (),
+        gets: Sequence[Tensor] = (),
+        counts: Sequence[int] | None = None,
+        result: Any = None,
     ) -> SimWork:
+        """Issue a collective.
+
+        ``gets`` are written with the values that ``complete`` gives this member; ``result`` is what
+        torch's callers expect of the work, if it is nested otherwise.
+        """
         context = self._enter(operation)
-        place = caller_place()
-        meeting = self._shared.channel.join(context, Call(operation, fields, data, place), complete)
-        return self._issued(SimWork(context, meeting, outputs, operation, place))
+        call = Call(operation, fields, None, caller_place())
+        flight = Flight(brings, gets)
+        self._take_off(flight, operation, asynchronous=getattr(opts, "asyncOp", True))
+        call.data = flight.inputs if counts is None else (flight.inputs, counts)
+
+        def completed(calls: list[Call]) -> Any:
+            with torch.no_grad():
+                return complete(calls)
+
+        meeting = self._shared.channel.join(context, call, completed)
+        outputs = list(gets) if result is None else result
+        return self._issued(SimWork(context, meeting, flight, outputs, operation, call.place))
+
+    def _take_off(self, flight: Flight, call: str, *, asynchronous: bool) -> None:
+        """The tensors of a call may not be those of another one in flight."""
+        for work in self._context.fabric.unwaited.values():
+            if flight.meets(work.flight):
+                work.race(f"{call} uses memory of {work.name}, which is still in flight")
+        if asynchronous:
+            flight.take_off()
 
     def _issued(self, work: SimWork) -> SimWork:
         if self._coalesced is not None:
@@ -139,15 +171,22 @@ class SimProcessGroup(dist.ProcessGroup):
     # Collectives. Names and arguments are those of torch's ProcessGroup.
 
     def barrier(self, opts: Any = None) -> SimWork:
-        return self._collective("barrier", (), None, collectives.barrier, [])
+        return self._collective("barrier", (), collectives.barrier, opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> SimWork:
         _check_tensors("broadcast", tensors)
         root = self._root("broadcast", opts)
-        if root != self._position:
+        mine = root == self._position
+        if not mine:
             _check_outputs("broadcast", tensors)
         return self._collective(
-            "broadcast", _fields(tensors, root=root), tensors, collectives.broadcast(root), tensors
+            "broadcast",
+            _fields(tensors, root=root),
+            collectives.broadcast(root),
+            opts,
+            brings=tensors if mine else (),
+            gets=() if mine else tensors,
+            result=tensors,
         )
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> SimWork:
@@ -162,61 +201,74 @@ class SimProcessGroup(dist.ProcessGroup):
         _check_tensors(name, tensors)
         _check_outputs(name, tensors)
         op = self._reduce_op(name, opts, tensors)
-        return self._collective(
-            name, _fields(tensors, op=op), tensors, collectives.all_reduce(op), tensors
-        )
+        fields, complete = _fields(tensors, op=op), collectives.all_reduce(op)
+        return self._collective(name, fields, complete, opts, brings=tensors, gets=tensors)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> SimWork:
         _check_tensors("reduce", tensors)
         op, root = self._reduce_op("reduce", opts, tensors), self._root("reduce", opts)
-        if root == self._position:
+        mine = root == self._position
+        if mine:
             _check_outputs("reduce", tensors)
         return self._collective(
             "reduce",
             _fields(tensors, op=op, root=root),
-            tensors,
             collectives.reduce(op, root),
-            tensors,
+            opts,
+            brings=tensors,
+            gets=tensors if mine else (),
+            result=tensors,
         )
 
     def allgather(
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None
     ) -> SimWork:
-        return self._all_gather("all_gather", output_tensors, input_tensors)
+        return self._all_gather("all_gather", output_tensors, input_tensors, opts)
 
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
     ) -> SimWork:
         # torch hands over one list per rank, each with one tensor per input.
         by_input = [list(outputs) for outputs in zip(*output_lists, strict=True)]
-        return self._all_gather("all_gather_coalesced", by_input, input_list)
+        return self._all_gather("all_gather_coalesced", by_input, input_list, opts)
 
-    def _all_gather(self, name: str, outputs: list[list[Tensor]], inputs: list[Tensor]) -> SimWork:
+    def _all_gather(
+        self, name: str, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any
+    ) -> SimWork:
         for targets, value in zip(outputs, inputs, strict=True):
             _check_list(name, "output", targets, self._size)
             _check_tensors(name, [value, *targets])
             _check_outputs(name, targets)
             for target in targets:
                 _check_count(name, "output", target, value.numel(), "the input's elements")
-        data = list(zip(outputs, inputs, strict=True))
-        return self._collective(name, _fields(inputs), data, collectives.all_gather, outputs)
+        return self._collective(
+            name,
+            _fields(inputs),
+            collectives.all_gather,
+            opts,
+            brings=inputs,
+            gets=[target for targets in outputs for target in targets],
+            result=outputs,
+        )
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SimWork:
-        return self._all_gather_single("all_gather_single", [output], [input])
+        return self._all_gather_single("all_gather_single", [output], [input], opts)
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> SimWork:
-        return self._all_gather_single("all_gather_single_coalesced", outputs, inputs)
+        return self._all_gather_single("all_gather_single_coalesced", outputs, inputs, opts)
 
-    def _all_gather_single(self, name: str, outputs: list[Tensor], inputs: list[Tensor]) -> SimWork:
+    def _all_gather_single(
+        self, name: str, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+    ) -> SimWork:
         for output, value in zip(outputs, inputs, strict=True):
             _check_tensors(name, [output, value])
             _check_outputs(name, [output])
             why = f"{self._size} ranks x {value.numel()}"
             _check_count(name, "output", output, self._size * value.numel(), why)
-        data = list(zip(outputs, inputs, strict=True))
-        return self._collective(name, _fields(inputs), data, collectives.all_gather_single, outputs)
+        fields, complete = _fields(inputs), collectives.all_gather_single
+        return self._collective(name, fields, complete, opts, brings=inputs, gets=outputs)
 
     def reduce_scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any
@@ -229,9 +281,9 @@ class SimProcessGroup(dist.ProcessGroup):
             own = inputs[self._position]
             _check_count(name, "output", output, own.numel(), "the elements of this rank's input")
         op = self._reduce_op(name, opts, output_tensors)
-        data = list(zip(output_tensors, input_tensors, strict=True))
-        fields = _fields([tensor for inputs in input_tensors for tensor in inputs], op=op)
-        return self._collective(name, fields, data, collectives.reduce_scatter(op), output_tensors)
+        brought = [tensor for inputs in input_tensors for tensor in inputs]
+        fields, complete = _fields(brought, op=op), collectives.reduce_scatter(op)
+        return self._collective(name, fields, complete, opts, brings=brought, gets=output_tensors)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SimWork:
         return self._reduce_scatter_single("reduce_scatter_single", [output], [input], opts)
@@ -250,18 +302,8 @@ class SimProcessGroup(dist.ProcessGroup):
             why = f"{self._size} ranks x {output.numel()}"
             _check_count(name, "input", value, self._size * output.numel(), why)
         op = self._reduce_op(name, opts or dist.ReduceScatterOptions(), outputs)
-        data = [
-            (
-                output,
-                list(value.reshape(-1).chunk(self._size))
-                if value.numel()
-                else [value] * self._size,
-            )
-            for output, value in zip(outputs, inputs, strict=True)
-        ]
-        return self._collective(
-            name, _fields(inputs, op=op), data, collectives.reduce_scatter(op), outputs
-        )
+        fields, complete = _fields(inputs, op=op), collectives.reduce_scatter_single(op)
+        return self._collective(name, fields, complete, opts, brings=inputs, gets=outputs)
 
     def scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any
@@ -276,9 +318,8 @@ class SimProcessGroup(dist.ProcessGroup):
         _check_tensors(name, [output, *inputs])
         _check_outputs(name, [output])
         fields = _fields([output], root=root)
-        return self._collective(
-            name, fields, (output, inputs), collectives.scatter(root), output_tensors
-        )
+        complete = collectives.scatter(root)
+        return self._collective(name, fields, complete, opts, brings=inputs, gets=output_tensors)
 
     def gather(
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any
@@ -293,7 +334,8 @@ class SimProcessGroup(dist.ProcessGroup):
         _check_tensors(name, [value, *outputs])
         _check_outputs(name, outputs)
         fields = _fields([value], root=root)
-        return self._collective(name, fields, (outputs, value), collectives.gather(root), outputs)
+        complete = collectives.gather(root)
+        return self._collective(name, fields, complete, opts, brings=[value], gets=outputs)
 
     def alltoall(
         self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None
@@ -303,9 +345,26 @@ class SimProcessGroup(dist.ProcessGroup):
         _check_list(name, "input", input_tensors, self._size)
         _check_tensors(name, [*output_tensors, *input_tensors])
         _check_outputs(name, output_tensors)
-        fields = (("dtype", dtype_text(input_tensors)),)
-        data = output_tensors, input_tensors
-        return self._collective(name, fields, data, collectives.all_to_all, output_tensors)
+        return self._all_to_all(name, input_tensors, output_tensors, opts)
+
+    def _all_to_all(
+        self,
+        name: str,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        opts: Any,
+        result: Any = None,
+    ) -> SimWork:
+        return self._collective(
+            name,
+            (("dtype", dtype_text(inputs)),),
+            collectives.all_to_all,
+            opts,
+            brings=inputs,
+            gets=outputs,
+            counts=[output.numel() for output in outputs],
+            result=result,
+        )
 
     def all_to_all_single(
         self,
@@ -320,10 +379,7 @@ class SimProcessGroup(dist.ProcessGroup):
         _check_outputs(name, [output_tensor])
         outputs = self._split(name, "output", output_tensor, output_split_sizes)
         inputs = self._split(name, "input", input_tensor, input_split_sizes)
-        fields = (("dtype", dtype_text([input_tensor])),)
-        return self._collective(
-            name, fields, (outputs, inputs), collectives.all_to_all, [output_tensor]
-        )
+        return self._all_to_all(name, inputs, outputs, opts, result=[output_tensor])
 
     alltoall_base = all_to_all_single
 
@@ -369,10 +425,15 @@ class SimProcessGroup(dist.ProcessGroup):
             raise RankError(
                 f"{verb}: rank {peer} is not in the group; group ranks are 0 to {self._size - 1}"
             )
-        place = caller_place()
-        post = Post(context, self._shared.group, verb, self._position, peer, tag, tensor, place)
+        # torch issues its synchronous send and recv in the same way, so each is in flight.
+        sends, place = verb == "send", caller_place()
+        flight = Flight(tensors if sends else (), () if sends else tensors)
+        post = Post(
+            context, self._shared.group, verb, self._position, peer, tag, tensor, flight, place
+        )
+        self._take_off(flight, post.text(), asynchronous=True)
         self._shared.mailbox.post(post)
-        return self._issued(SimWork(context, post, tensors, post.text(), place))
+        return self._issued(SimWork(context, post, flight, tensors, post.text(), place))
 
     # Coalescing: operations are issued one by one; their works are waited for as one.
 

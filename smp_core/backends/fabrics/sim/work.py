@@ -1,21 +1,31 @@
 """The handle of an asynchronous operation.
 
-Every operation of the process group gives one; torch waits for it.
+Every operation of the process group gives one; torch waits for it. The outputs are written when the
+rank learns that the operation is done: in ``wait``, or when ``is_completed`` says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
+from smp_core.backends.fabrics.sim.memory import Flight
 from smp_core.backends.frames import Place
 from smp_core.backends.hosts.scheduler import Operation
 from smp_core.backends.hosts.threads import RankContext
+from smp_core.errors import RaceError
+
+
+class Exchange(Operation, Protocol):
+    """An operation that gives its ranks tensors."""
+
+    def values(self, rank: int) -> list[torch.Tensor]:
+        """What a rank gets, once done: one value per output."""
 
 
 class SimWork(Work):
@@ -24,14 +34,15 @@ class SimWork(Work):
     def __init__(
         self,
         context: RankContext,
-        operation: Operation,
+        operation: Exchange,
+        flight: Flight,
         outputs: Any,
         name: str,
         place: Place | None,
     ) -> None:
         super().__init__()
         self._context, self._operation, self._outputs = context, operation, outputs
-        self.name, self.place = name, place
+        self.flight, self.name, self.place = flight, name, place
         self._forgotten = False
         context.fabric.unwaited[id(self)] = self
 
@@ -41,7 +52,28 @@ class SimWork(Work):
         context = self._context
         context.check_thread(self.name)
         context.scheduler.wait(context.seat, self._operation)
-        context.fabric.unwaited.pop(id(self), None)
+        self._land()
+
+    def _land(self) -> None:
+        """The rank has learnt that the operation is done."""
+        context = self._context
+        if context.fabric.unwaited.pop(id(self), None) is None:
+            return
+        what = self.flight.changed()
+        if what is not None:
+            self.race(f"{what} of {self.name} was written to while the operation was in flight")
+        self.flight.land(self._operation.values(context.rank))
+
+    def race(self, what: str) -> NoReturn:
+        """End the run: memory of this operation was used before it was waited for."""
+        context, issued = self._context, "" if self.place is None else f"\n      {self.place}"
+        error = RaceError(
+            f"race: rank {context.rank}: {what}\n"
+            f"  {self.name} was issued here, and not waited for{issued}\n"
+            "hint: from issue to wait, the tensors of an asynchronous operation belong to it"
+        )
+        context.scheduler.fail(context.seat, error)
+        raise error
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the operation is done.
@@ -78,12 +110,16 @@ class SimWork(Work):
 
     def is_completed(self) -> bool:
         """Let the others run once, then tell whether the operation is done."""
-        self._context.check_thread(self.name)
+        context = self._context
+        context.check_thread(self.name)
+        if id(self) not in context.fabric.unwaited:
+            return True
         if not self._operation.done:
-            self._context.scheduler.give_way(self._context.seat)
-        if self._operation.done:
-            self._context.fabric.unwaited.pop(id(self), None)
-        return self._operation.done
+            context.scheduler.give_way(context.seat)
+        if not self._operation.done or context.scheduler.decide(2):
+            return False
+        self._land()
+        return True
 
     def is_success(self) -> bool:
         """Whether the operation is done; it cannot fail by itself."""
