@@ -268,3 +268,15 @@ def test_a_failure_names_what_was_in_flight(smp_world: Any) -> None:
     (note,) = [note for note in error.__notes__ if note.startswith("in flight on rank 0")]
     assert "all_reduce" in note
     assert "work = dist.all_reduce(tensor, async_op=True)" in note
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_arithmetic_on_poison_is_a_race(smp_world: Any, dtype: torch.dtype) -> None:
+    # It is not a number before, and not a number after: but other bits.
+    def body() -> None:
+        tensor = torch.ones(5, dtype=dtype)
+        work = dist.all_reduce(tensor, async_op=True)
+        tensor /= 2
+        work.wait()
+
+    assert "the output of all_reduce" in race(smp_world.report(body, ranks=2))

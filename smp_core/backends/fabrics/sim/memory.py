@@ -2,8 +2,8 @@
 to the operation.
 
 - What the others get is what the inputs held at issue.
-- Outputs hold poison until the wait: NaN where the dtype has one, bytes ``0xA5`` in integers, the
-  opposite in bool.
+- Outputs hold poison until the wait: NaN in floating and complex dtypes, bytes ``0xA5`` in integers,
+  the opposite in bool.
 - A tensor that was written to in between, by the user's code or by another operation, is a
   RaceError.
 
@@ -13,6 +13,7 @@ out.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,16 +27,36 @@ def copy(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
+# Signalling NaNs where there are such: arithmetic on one makes it a quiet one, so that `gradient /= 2`
+# shows; copying keeps it.
+_POISON: dict[torch.dtype, str] = {
+    torch.float64: "7ff4a5a5a5a5a5a5",
+    torch.float32: "7fa5a5a5",
+    torch.float16: "7da5",
+    torch.bfloat16: "7fa5",
+    torch.complex128: "7ff4a5a5a5a5a5a5" * 2,
+    torch.complex64: "7fa5a5a5" * 2,
+    torch.float8_e4m3fn: "7f",
+    torch.float8_e5m2: "7d",
+    torch.float8_e4m3fnuz: "80",
+    torch.float8_e5m2fnuz: "80",
+}
+
+
+@functools.cache
+def _poison_of(dtype: torch.dtype) -> Tensor:
+    digits = _POISON.get(dtype, "a5" * dtype.itemsize)
+    little_endian = bytearray(reversed(bytes.fromhex(digits)))
+    return torch.frombuffer(little_endian, dtype=torch.uint8).view(dtype)[0]
+
+
 def poison(tensor: Tensor) -> None:
     """Overwrite what nobody may read yet. Neither autograd nor the version counter sees it."""
-    dtype, target = tensor.dtype, tensor.data
-    if dtype.is_floating_point or dtype.is_complex:
-        target.fill_(float("nan"))
-    elif dtype is torch.bool:
+    target = tensor.data
+    if tensor.dtype is torch.bool:
         target.logical_not_()
     else:
-        pattern = torch.full((dtype.itemsize,), 0xA5, dtype=torch.uint8)
-        target.fill_(pattern.view(dtype).item())
+        target.copy_(_poison_of(tensor.dtype))
 
 
 def _bits(tensor: Tensor) -> Tensor:
