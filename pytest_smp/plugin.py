@@ -52,7 +52,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         controller.close()
 
 
-def _controller(config: pytest.Config) -> Controller:
+def controller_of(config: pytest.Config) -> Controller:
+    """The session's one controller."""
     controller = config.stash.get(_CONTROLLER, None)
     if controller is None:
         from pytest_smp.running import Controller
@@ -117,7 +118,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     request = pyfuncitem.stash.get(_REQUEST, None)
     if request is None:  # marked after collection, by somebody's conftest
         request = request_of_item(pyfuncitem, chosen, _RANKS)
-    controller = _controller(pyfuncitem.config)
+    controller = controller_of(pyfuncitem.config)
     controller.take_last()
     error: BaseException | None = None
     try:
@@ -200,7 +201,7 @@ def smp_world(pytestconfig: pytest.Config) -> SmpWorld:
     """Runs functions on ranks, from a test that is not marked itself."""
     from pytest_smp.proxies import SmpWorld
 
-    return SmpWorld(_controller(pytestconfig))
+    return SmpWorld(controller_of(pytestconfig))
 
 
 @pytest.fixture(scope="session")
@@ -208,7 +209,7 @@ def smp_tmp_path(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathF
     """One folder for all ranks: new for each test, and for each example of a marked property."""
     from pytest_smp.proxies import TmpPath
 
-    controller = _controller(pytestconfig)
+    controller = controller_of(pytestconfig)
     if controller.tmp_path is None:
         controller.tmp_path = TmpPath(tmp_path_factory)
     return controller.tmp_path

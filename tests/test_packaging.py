@@ -135,9 +135,10 @@ def test_the_wheel_holds_every_file_of_the_three_packages_and_nothing_else(
     assert {f"{package}/__init__.py" for package in PACKAGES} <= ours
 
 
-def test_the_wheel_registers_the_plugin_and_carries_its_licence(wheel: zipfile.ZipFile) -> None:
-    assert read_metadata(wheel, "entry_points.txt").split("\n")[:2] == [
+def test_the_wheel_registers_the_plugins_and_carries_its_licence(wheel: zipfile.ZipFile) -> None:
+    assert read_metadata(wheel, "entry_points.txt").split("\n")[:3] == [
         "[pytest11]",
+        "conformance = conformance.plugin",
         "smp = pytest_smp.plugin",
     ]
     metadata = email.message_from_string(read_metadata(wheel, "METADATA"))
@@ -149,13 +150,15 @@ def test_a_session_without_marked_tests_imports_nothing_heavy(tmp_path: Path) ->
     (tmp_path / "test_plain.py").write_text(
         "import sys\n"
         "def test_plain():\n"
-        "    assert 'pytest_smp.plugin' in sys.modules\n"
+        "    assert {'pytest_smp.plugin', 'conformance.plugin'} <= set(sys.modules)\n"
+        "    assert not {'conformance.registry', 'conformance.requirements'} & set(sys.modules)\n"
         "    assert not {'torch', 'numpy', 'pydantic', 'cloudpickle'} & set(sys.modules)\n"
     )
-    # Other plugins may import what they like, so ours is loaded alone.
+    # Other plugins may import what they like, so ours are loaded alone.
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}
     environment.pop("PYTEST_ADDOPTS", None)
-    command = [sys.executable, "-m", "pytest", "-p", "pytest_smp.plugin", "-q", "test_plain.py"]
+    ours = ["-p", "pytest_smp.plugin", "-p", "conformance.plugin"]
+    command = [sys.executable, "-m", "pytest", *ours, "-q", "test_plain.py"]
     run = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )

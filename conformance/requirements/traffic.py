@@ -1,7 +1,577 @@
-"""Requirements of point-to-point, asynchronous work, groups in flight and their life."""
+"""Requirements of point-to-point, asynchronous work, groups in flight and their life, and of what
+objects may be sent.
+
+The documentation is that of torch 2.13.
+"""
 
 from __future__ import annotations
 
-from conformance.registry import Requirement
+from conformance.registry import Capability, Level, Requirement
 
-TRAFFIC: tuple[Requirement, ...] = ()
+_WRONG_RANK = (
+    "INF: torch names no error; accepted in silence it would go to a wrong rank, or nowhere"
+)
+_FINISHED = (
+    "torch.distributed docs: Point-to-point communication (wait blocks until the operation is "
+    "finished)"
+)
+_REQUEST = "torch.distributed docs: Synchronous and asynchronous collective operations (wait)"
+
+POINT_TO_POINT = (
+    Requirement(
+        "P2P-VALUE",
+        "A receive fills its tensor with the elements that were sent, bit for bit, for every shape and "
+        "claimed dtype; the sent tensor stays as it is.",
+        "torch.distributed docs: send (tensor), recv (Tensor to fill with received data)",
+        Level.L1,
+        Capability.POINT_TO_POINT,
+    ),
+    Requirement(
+        "P2P-ZERO-SIZE",
+        "A message without elements is sent and received like any other, and takes no other's place.",
+        "torch.distributed docs: send, recv: nothing says that a tensor must have elements",
+        Level.L1,
+        Capability.POINT_TO_POINT,
+    ),
+    Requirement(
+        "P2P-OFFSET",
+        "Of a storage only the part in the tensor is sent, and only that part is written.",
+        "torch.distributed docs: recv (Tensor to fill with received data)",
+        Level.L1,
+        Capability.POINT_TO_POINT,
+    ),
+    Requirement(
+        "P2P-NON-CONTIGUOUS",
+        "A view that does not lie densely is sent and received by its elements, in row-major order.",
+        "INF: send and recv take a Tensor, and name no layout; Gloo refuses these",
+        Level.L1,
+        Capability.POINT_TO_POINT,
+    ),
+    Requirement(
+        "P2P-LARGE",
+        "A message of a million elements arrives whole, in both directions at once.",
+        "torch.distributed docs: send, recv: nothing limits the size of a tensor",
+        Level.L1,
+        Capability.POINT_TO_POINT,
+    ),
+    Requirement(
+        "P2P-ORDER",
+        "Messages of one sender, receiver and tag are received in the order in which they were sent, "
+        "however many are under way and however their sizes differ.",
+        "torch.distributed docs: batch_isend_irecv (operations between the same pair of ranks "
+        "in the same direction)",
+        Level.L1,
+        Capability.POINT_TO_POINT,
+    ),
+    Requirement(
+        "P2P-TAG",
+        "A receive gets the message of its tag, in whatever order messages of other tags come.",
+        "torch.distributed docs: send, recv (tag: to match send with remote recv)",
+        Level.L1,
+        Capability.POINT_TO_POINT,
+    ),
+    Requirement(
+        "P2P-PEER",
+        "A receive gets the message of the rank that it names, whatever other ranks have sent before.",
+        "torch.distributed docs: recv (src)",
+        Level.L1,
+        Capability.POINT_TO_POINT,
+    ),
+    Requirement(
+        "P2P-BOTH-WAYS",
+        "Two ranks that send to each other with one tag each receive what the other has sent.",
+        "torch.distributed docs: isend, irecv: the direction is in the call",
+        Level.L1,
+        Capability.POINT_TO_POINT,
+    ),
+    Requirement(
+        "P2P-REUSE",
+        "Once a send has returned, or was waited for, its tensor may be changed: the receiver gets what "
+        "was there before.",
+        "torch.distributed docs: send (synchronously), isend (modifying before the request "
+        "completes is undefined)",
+        Level.L1,
+        Capability.POINT_TO_POINT,
+    ),
+    Requirement(
+        "P2P-SEPARATE",
+        "A received tensor is the receiver's own: the next message does not change an earlier one.",
+        "torch.distributed docs: recv (Tensor to fill with received data)",
+        Level.L1,
+        Capability.POINT_TO_POINT,
+    ),
+    Requirement(
+        "P2P-WAIT-OWN",
+        "The wait for one operation does not wait for others, issued before it or after.",
+        _FINISHED,
+        Level.L1,
+        Capability.POINT_TO_POINT,
+    ),
+    Requirement(
+        "P2P-COMPLETED",
+        "is_completed is True for a send or receive that was waited for.",
+        "torch.distributed docs: Point-to-point communication (is_completed is guaranteed)",
+        Level.L1,
+        Capability.POINT_TO_POINT,
+    ),
+    Requirement(
+        "P2P-SOURCE",
+        "recv returns the world rank of the sender.",
+        "torch.distributed docs: recv (Returns)",
+        Level.L1,
+        Capability.POINT_TO_POINT,
+    ),
+    Requirement(
+        "P2P-GROUP",
+        "In a group, dst and src are world ranks.",
+        "torch.distributed docs: send (dst), recv (src): regardless of the group argument",
+        Level.L1,
+        Capability.GROUPS,
+    ),
+    Requirement(
+        "P2P-GROUP-RANK",
+        "group_dst and group_src are positions in the group.",
+        "torch.distributed docs: send (group_dst), recv (group_src)",
+        Level.L1,
+        Capability.GROUPS,
+    ),
+    Requirement(
+        "P2P-GROUP-APART",
+        "Messages of different groups do not mix, not even between the same ranks and with one tag.",
+        "torch.distributed docs: send (group: the process group to work on)",
+        Level.L1,
+        Capability.GROUPS,
+    ),
+    Requirement(
+        "P2P-ANY-SOURCE",
+        "A receive without a source takes each message once, and tells by its return value who sent it.",
+        "torch.distributed docs: recv (src: will receive from any process if unspecified; Returns)",
+        Level.L1,
+        Capability.ANY_SOURCE,
+    ),
+    Requirement(
+        "P2P-ANY-SOURCE-GROUP",
+        "A receive without a source on a group takes messages of that group, and returns world ranks.",
+        "torch.distributed docs: recv (group; Returns)",
+        Level.L1,
+        Capability.ANY_SOURCE,
+    ),
+    Requirement(
+        "P2P-ANY-SOURCE-ORDER",
+        "Of one sender, receives without a source take the messages in the order of sending.",
+        "torch.distributed docs: recv; INF: as where the source is named",
+        Level.L1,
+        Capability.ANY_SOURCE,
+    ),
+    Requirement(
+        "P2P-ANY-SOURCE-TAG",
+        "A receive without a source takes messages of its tag only.",
+        "torch.distributed docs: recv (tag)",
+        Level.L1,
+        Capability.ANY_SOURCE,
+    ),
+    Requirement(
+        "P2P-BATCH",
+        "batch_isend_irecv exchanges with several partners at once, in any order of its list, also where "
+        "all ranks list their sends first.",
+        "torch.distributed docs: batch_isend_irecv (the relative ordering of sends vs. "
+        "receives does not matter)",
+        Level.L1,
+        Capability.COALESCING,
+    ),
+    Requirement(
+        "P2P-BATCH-ORDER",
+        "In a batch, operations between the same ranks in the same direction match in their order.",
+        "torch.distributed docs: batch_isend_irecv (the ordering does matter)",
+        Level.L1,
+        Capability.COALESCING,
+    ),
+    Requirement(
+        "P2P-BATCH-WAIT",
+        "The requests of a batch may be waited for in any order; after all waits all is received.",
+        "torch.distributed docs: batch_isend_irecv (Returns)",
+        Level.L1,
+        Capability.COALESCING,
+    ),
+    Requirement(
+        "P2P-ERROR-SELF",
+        "A send that blocks, to oneself, is an error.",
+        "torch.distributed docs: send (dst: should not be the same as the rank of the current "
+        "process)",
+        Level.L2,
+        Capability.POINT_TO_POINT,
+    ),
+    Requirement(
+        "P2P-ERROR-RANK",
+        "A partner that the world does not have is an error in the calling rank, which can go on.",
+        f"torch.distributed docs: send (dst), recv (src); {_WRONG_RANK}",
+        Level.L2,
+        Capability.POINT_TO_POINT,
+    ),
+    Requirement(
+        "P2P-ERROR-MEMBER",
+        "A partner outside the group is an error in the calling rank, which can go on.",
+        "torch.distributed docs: get_group_rank (must be part of group, otherwise this raises)",
+        Level.L2,
+        Capability.GROUPS,
+    ),
+    Requirement(
+        "P2P-ERROR-BOTH",
+        "A partner given both as world rank and as position in the group is an error.",
+        "torch.distributed docs: send (invalid to specify both dst and group_dst), recv",
+        Level.L2,
+        Capability.POINT_TO_POINT,
+    ),
+    Requirement(
+        "P2P-NON-MEMBER",
+        "Of a group that the rank is not in, isend and irecv return None and recv returns -1.",
+        "torch.distributed docs: isend, irecv, recv (Returns)",
+        Level.L2,
+        Capability.GROUPS,
+    ),
+)
+
+ASYNCHRONOUS = (
+    Requirement(
+        "ASYNC-VALUE",
+        "Once its handle was waited for, an asynchronous collective has done what the synchronous one "
+        "does.",
+        _REQUEST,
+        Level.L1,
+        Capability.PROCESS_GROUPS,
+    ),
+    Requirement(
+        "ASYNC-RETURN",
+        "With async_op a collective returns a handle, and without it None.",
+        "torch.distributed docs: all_reduce and its siblings (Returns)",
+        Level.L1,
+        Capability.PROCESS_GROUPS,
+    ),
+    Requirement(
+        "ASYNC-WAIT-ORDER",
+        "Handles of one group may be waited for in any order, another on each rank.",
+        _REQUEST,
+        Level.L1,
+        Capability.PROCESS_GROUPS,
+    ),
+    Requirement(
+        "ASYNC-WAIT-AGAIN",
+        "A handle may be waited for again, and the outputs stay as they are.",
+        f"{_REQUEST}; INF: nothing says that a second wait differs",
+        Level.L1,
+        Capability.PROCESS_GROUPS,
+    ),
+    Requirement(
+        "ASYNC-COMPLETED",
+        "is_completed is True after wait; where it is True, the outputs are there.",
+        "torch.distributed docs: Synchronous and asynchronous collective operations (is_completed)",
+        Level.L1,
+        Capability.PROCESS_GROUPS,
+    ),
+    Requirement(
+        "ASYNC-FUTURE",
+        "get_future gives a future that completes with the work; all_reduce's holds the reduced tensor.",
+        "torch.distributed docs: Work.get_future (example), register_comm_hook",
+        Level.L1,
+        Capability.ALL_REDUCE,
+    ),
+    Requirement(
+        "ASYNC-THEN-SYNC",
+        "A synchronous call may follow an asynchronous one that was not yet waited for.",
+        _REQUEST,
+        Level.L1,
+        Capability.PROCESS_GROUPS,
+    ),
+    Requirement(
+        "ASYNC-KEPT",
+        "Outputs stay as they are whatever is called later, and handles may be dropped in any order.",
+        _REQUEST,
+        Level.L1,
+        Capability.PROCESS_GROUPS,
+    ),
+    Requirement(
+        "ASYNC-REUSE",
+        "After the wait inputs and outputs may be changed and used again: the other ranks get what was "
+        "there before.",
+        _REQUEST,
+        Level.L1,
+        Capability.ALL_GATHER,
+    ),
+    Requirement(
+        "ASYNC-GROUPS",
+        "Calls in flight on several groups do not mix, however the groups overlap and however many calls "
+        "each has.",
+        "torch.distributed docs: new_group (a handle that can be given to collective calls)",
+        Level.L1,
+        Capability.GROUPS,
+    ),
+    Requirement(
+        "ASYNC-GROUPS-ORDER",
+        "Asynchronous calls on different groups may be issued in another order on each rank.",
+        "torch.distributed docs: new_group (Safe concurrent usage: one order is demanded with "
+        "NCCL); INF: with NCCL only",
+        Level.L1,
+        Capability.GROUPS,
+    ),
+    Requirement(
+        "ASYNC-MIXED",
+        "Messages and collective calls in flight on one group do not mix.",
+        f"{_REQUEST}; {_FINISHED}",
+        Level.L1,
+        Capability.POINT_TO_POINT,
+    ),
+    Requirement(
+        "ASYNC-BARRIER",
+        "The wait for an asynchronous barrier returns only after every rank of the group has come to it.",
+        "torch.distributed docs: barrier (blocks ... if async work handle is called on wait())",
+        Level.L1,
+        Capability.BARRIER,
+    ),
+)
+
+PROCESS_GROUPS = (
+    Requirement(
+        "PG-WORLD",
+        "The default group holds every rank, at the position of its number.",
+        "torch.distributed docs: get_rank, get_world_size, get_process_group_ranks",
+        Level.L0,
+        Capability.PROCESS_GROUPS,
+    ),
+    Requirement(
+        "PG-RANKS",
+        "A new group holds the ranks that it was made of, ascending, or in their own order with "
+        "sort_ranks=False; all ranks where none are given; and each member knows its position.",
+        "torch.distributed docs: new_group (ranks, sort_ranks), get_process_group_ranks, "
+        "get_rank, get_world_size",
+        Level.L0,
+        Capability.GROUPS,
+    ),
+    Requirement(
+        "PG-NON-MEMBER",
+        "A rank outside a new group gets GroupMember.NON_GROUP_MEMBER, whose rank and size are -1.",
+        "torch.distributed docs: new_group, get_rank, get_world_size (Returns)",
+        Level.L0,
+        Capability.GROUPS,
+    ),
+    Requirement(
+        "PG-TRANSLATE",
+        "get_group_rank and get_global_rank translate between world ranks and positions.",
+        "torch.distributed docs: get_group_rank, get_global_rank",
+        Level.L0,
+        Capability.GROUPS,
+    ),
+    Requirement(
+        "PG-SAME-MEMBERS",
+        "Groups of the same ranks are groups apart: the life of one does not touch the other.",
+        "torch.distributed docs: new_group (create a new distributed group)",
+        Level.L0,
+        Capability.GROUPS,
+    ),
+    Requirement(
+        "PG-DESTROY",
+        "When a group is destroyed, every other group works on, the default group too.",
+        "torch.distributed docs: destroy_process_group (a given process group)",
+        Level.L0,
+        Capability.GROUPS,
+    ),
+    Requirement(
+        "PG-AGAIN",
+        "Groups of the same ranks can be made and destroyed many times, and each works.",
+        "torch.distributed docs: new_group, destroy_process_group",
+        Level.L0,
+        Capability.GROUPS,
+    ),
+    Requirement(
+        "PG-SUBGROUPS",
+        "new_subgroups and new_subgroups_by_enumeration cut the world as they say, and return the "
+        "caller's own part and all parts.",
+        "torch.distributed docs: new_subgroups, new_subgroups_by_enumeration (Returns)",
+        Level.L0,
+        Capability.GROUPS,
+    ),
+    Requirement(
+        "PG-LOCAL",
+        "With use_local_synchronization only the members call new_group.",
+        "torch.distributed docs: new_group (use_local_synchronization; not with MPI)",
+        Level.L0,
+        Capability.GROUPS,
+    ),
+    Requirement(
+        "PG-DESTROYED",
+        "A collective call on a destroyed group is an error, and so is destroying it again.",
+        "torch.distributed docs: destroy_process_group; INF: torch names no error; a call that "
+        "worked would keep the group alive",
+        Level.L2,
+        Capability.GROUPS,
+    ),
+    Requirement(
+        "PG-ERROR-TRANSLATE",
+        "To translate a rank that is not in the group is an error.",
+        "torch.distributed docs: get_group_rank, get_global_rank (must be part of group, "
+        "otherwise this raises)",
+        Level.L2,
+        Capability.GROUPS,
+    ),
+    Requirement(
+        "PG-ERROR-RANKS",
+        "new_group with a rank twice, or with one that the world does not have, is an error on every rank.",
+        "torch.distributed docs: new_group (ranks: List of ranks of group members); INF: that "
+        "it is an error",
+        Level.L2,
+        Capability.GROUPS,
+    ),
+    Requirement(
+        "PG-ERROR-LENGTH",
+        "all_gather into a list of the wrong length is an error in the calling rank, which can go on.",
+        "torch.distributed docs: all_gather (tensor_list: correctly-sized); INF: that it is an "
+        "error",
+        Level.L2,
+        Capability.ALL_GATHER,
+    ),
+    Requirement(
+        "PG-ERROR-SPLITS",
+        "Split sizes that do not add up to the rows are an error in the calling rank, which can go on.",
+        "torch.distributed docs: all_to_all_single (split sizes); INF: that it is an error",
+        Level.L2,
+        Capability.ALL_TO_ALL_SINGLE,
+    ),
+)
+
+OBJECT_LISTS = (
+    Requirement(
+        "PG-OBJECTS-ALL-GATHER",
+        "all_gather_object puts the object of the i-th rank of the group at i, of any sizes.",
+        "torch.distributed docs: all_gather_object",
+        Level.L1,
+        Capability.ALL_GATHER,
+    ),
+    Requirement(
+        "PG-OBJECTS-GATHER",
+        "gather_object puts the object of the i-th rank of the group at i of the root's list.",
+        "torch.distributed docs: gather_object",
+        Level.L1,
+        Capability.GATHER,
+    ),
+    Requirement(
+        "PG-OBJECTS-BROADCAST",
+        "broadcast_object_list fills every rank's list with the root's objects.",
+        "torch.distributed docs: broadcast_object_list",
+        Level.L1,
+        Capability.BROADCAST,
+    ),
+    Requirement(
+        "PG-OBJECTS-SCATTER",
+        "scatter_object_list gives each rank the root's object at its position.",
+        "torch.distributed docs: scatter_object_list",
+        Level.L1,
+        Capability.SCATTER,
+    ),
+    Requirement(
+        "PG-OBJECTS-SEND",
+        "recv_object_list fills the list with the objects of send_object_list, and returns who sent.",
+        "torch.distributed docs: send_object_list, recv_object_list",
+        Level.L1,
+        Capability.POINT_TO_POINT,
+    ),
+    Requirement(
+        "PG-OBJECTS-OUTSIDER",
+        "To a rank that is not in the group the calls of lists of objects leave the list alone.",
+        "torch.distributed docs: all_gather_object (Returns: the object_list will be unmodified)",
+        Level.L2,
+        Capability.GROUPS,
+    ),
+)
+
+_PICKLABLE = "seed 000 (an arbitrary picklable object), SMP_API.md 1.6"
+
+PAYLOADS = (
+    Requirement(
+        "COMM-PAYLOAD-LARGE",
+        "Objects of a million bytes and of a hundred thousand parts arrive whole.",
+        _PICKLABLE,
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-PAYLOAD-EDGE",
+        "An object arrives whole whatever its size, also just below and above powers of two.",
+        _PICKLABLE,
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-PAYLOAD-SIZES",
+        "Objects of different sizes may follow each other, the small after the large.",
+        _PICKLABLE,
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-PAYLOAD-MANY",
+        "Of hundreds of small objects in a row each arrives once, in order.",
+        _PICKLABLE,
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-PAYLOAD-NESTED",
+        "Nests of a hundred levels arrive with their structure.",
+        _PICKLABLE,
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-PAYLOAD-SHARED",
+        "What is one part at two places of an object is one part in the copy, cycles included; equal "
+        "parts that are two stay two.",
+        f"{_PICKLABLE}: pickle keeps it so",
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-PAYLOAD-DISTINCT",
+        "Objects of two calls are two copies, also if they are equal, or the same object.",
+        "seed 000 (a picklable object is sent), SMP_API.md 1.6",
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-PAYLOAD-CLASSES",
+        "Instances, named tuples, enum members, functions, classes and exceptions arrive as such.",
+        _PICKLABLE,
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-PAYLOAD-ARRAYS",
+        "numpy arrays and scalars keep dtype, shape and every element, whatever their layout.",
+        _PICKLABLE,
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-PAYLOAD-TENSORS",
+        "Tensors of any layout within an object keep dtype, shape, elements and requires_grad, and "
+        "parameters stay parameters, through every call.",
+        _PICKLABLE,
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-PAYLOAD-DTYPES",
+        "Tensors of every claimed dtype can be sent as objects, those too that torch's own pickle "
+        "cannot read back.",
+        "seed 000 (an arbitrary picklable object); INF: torch 2.13 pickles them and fails to unpickle",
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+    Requirement(
+        "COMM-PAYLOAD-MODULES",
+        "A module arrives with its state, its mode, and with the parameters shared that were shared.",
+        _PICKLABLE,
+        Level.L1,
+        Capability.OBJECTS,
+    ),
+)
+
+TRAFFIC = (*POINT_TO_POINT, *ASYNCHRONOUS, *PROCESS_GROUPS, *OBJECT_LISTS, *PAYLOADS)

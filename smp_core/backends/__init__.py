@@ -93,8 +93,12 @@ def open_backend(name: str) -> Host:
         raise BackendError(
             f"backend {name!r} cannot be opened: {type(error).__name__}: {error}"
         ) from error
-    if host.protocol != PROTOCOL_VERSION:
+    protocol = getattr(host, "protocol", None)
+    if protocol != PROTOCOL_VERSION:
+        written = (
+            "is no host: it names no" if protocol is None else f"was written for {protocol} of the"
+        )
         raise BackendError(
-            f"backend {name!r} was written for protocol {host.protocol}; this version has {PROTOCOL_VERSION}"
+            f"backend {name!r}: what it opens {written} protocol; this version has {PROTOCOL_VERSION}"
         )
     return host

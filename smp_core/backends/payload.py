@@ -41,14 +41,14 @@ _CARRIED = ("uint16", "uint32", "uint64", "float8", "complex32")
 
 def _reduce_tensor(tensor: Any) -> Any:
     name = str(tensor.dtype).removeprefix("torch.")
-    if not name.startswith(_CARRIED) or tensor.requires_grad:
+    if not name.startswith(_CARRIED):
         return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     carrier = getattr(sys.modules["torch"], _CARRIERS[tensor.itemsize])
-    return _rebuild_tensor, (tensor.view(carrier), tensor.dtype)
+    return _rebuild_tensor, (tensor.detach().view(carrier), tensor.dtype, tensor.requires_grad)
 
 
-def _rebuild_tensor(carried: Any, dtype: Any) -> Any:
-    return carried.view(dtype)
+def _rebuild_tensor(carried: Any, dtype: Any, requires_grad: bool) -> Any:
+    return carried.view(dtype).requires_grad_(requires_grad)
 
 
 class Payload:

@@ -1,63 +1,31 @@
-"""The suite as a third party runs it: from another folder, in sessions of its own."""
+"""The suite itself as a third party runs it: from another folder, on backends of their own."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from conformance import conftest
 from conformance.requirements import REQUIREMENTS
-
-#: Runs one session after the other in one process (torch is imported once), and tells them apart.
-DRIVER = """
-import pytest, sys
-for arguments in {sessions!r}:
-    print("=== session", *arguments, flush=True)
-    print("=== exit", int(pytest.main(["-p", "no:cacheprovider", *arguments])), flush=True)
-"""
-
-
-@pytest.fixture
-def sessions(tmp_path: Path) -> Any:
-    """Run pytest in a folder that knows nothing of this project; return each session's output."""
-
-    def run(*sessions: list[str], plugin: str = "") -> list[str]:
-        (tmp_path / "pytest.ini").write_text("[pytest]\n")
-        (tmp_path / "planted.py").write_text(plugin)
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                DRIVER.format(sessions=[["-p", "planted", *s] for s in sessions]),
-            ],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(tmp_path), "COLUMNS": "80"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        return [part + done.stderr for part in done.stdout.split("=== session")[1:]]
-
-    return run
+from conformance.session import claims_text, property_name, requirement_of
+from smp_core.backends.capabilities import DTYPES, EVERYTHING, Capabilities, Capability
 
 
 @pytest.mark.parametrize("mode", ["prepend", "append", "importlib"])
 def test_it_runs_from_elsewhere_in_every_import_mode(sessions: Any, mode: str) -> None:
-    (output,) = sessions(
-        ["--pyargs", "conformance", "--smp-ranks=2", f"--import-mode={mode}", "-k", "before_init"]
+    arguments = ["--pyargs", "conformance.test_lifecycle", f"--import-mode={mode}", "--smp-ranks=2"]
+    alone, *workers = sessions(
+        [*arguments, "-k", "before_init"],
+        *([[*arguments, "-k", "before_init", "-n1"]] if mode == "importlib" else []),
     )
-    assert "1 passed" in output
     count = len(REQUIREMENTS) - 1
-    assert f"requirements: {count} SKIPPED, 1 PASS (sim, --smp-ranks=2)" in output
-    assert "   PASS    LIFE-FIRST-CALL\n" in output
-    assert "=== exit 0" in output
+    for output in (alone, *workers):
+        assert "1 passed" in output
+        assert f"requirements: {count} SKIPPED, 1 PASS (sim, --smp-ranks=2)" in output
+        assert "   PASS    LIFE-FIRST-CALL\n" in output
+        assert "=== exit 0" in output
 
 
 NEW = """
@@ -69,16 +37,14 @@ REQUIREMENTS._by_id[new.id] = new
 
 
 def test_a_requirement_without_a_property_is_a_collection_error(sessions: Any) -> None:
-    whole, narrowed, part, without = sessions(
-        ["--pyargs", "conformance", "-q", "--collect-only"],
+    narrowed, part, without = sessions(
         ["--pyargs", "conformance", "-q", "--collect-only", "-k", "before_init"],
         ["--pyargs", "conformance.test_lifecycle", "-q", "--collect-only"],
         ["--pyargs", "conformance", "-q", "--collect-only", "--ignore-glob=*/test_lifecycle.py"],
         plugin=NEW,
     )
-    for output in (whole, narrowed):
-        assert "requirements without a property: COMM-NEW\n" in output
-        assert "=== exit 4" in output
+    assert "ERROR: requirements without a property: COMM-NEW\n" in narrowed
+    assert "=== exit 4" in narrowed
     for output in (part, without):  # what was not asked for cannot be missed
         assert "=== exit 0" in output
 
@@ -90,7 +56,9 @@ del REQUIREMENTS._by_id["COMM-BARRIER-DEFAULT"]
 
 
 def test_a_property_of_an_unknown_requirement_is_a_collection_error(sessions: Any) -> None:
-    (output,) = sessions(["--pyargs", "conformance", "--collect-only"], plugin=FORGOTTEN)
+    (output,) = sessions(
+        ["--pyargs", "conformance.test_barriers", "--collect-only"], plugin=FORGOTTEN
+    )
     assert "ERROR collecting" in output
     assert '@requirement("COMM-BARRIER-DEFAULT")' in output  # the line that names it
     assert "unknown requirement 'COMM-BARRIER-DEFAULT': did you mean" in output
@@ -100,26 +68,41 @@ def test_a_property_of_an_unknown_requirement_is_a_collection_error(sessions: An
 def item(*marks: pytest.Mark) -> Any:
     """As much of a test item as is asked."""
     found = {mark.name: mark for mark in marks}
-    return SimpleNamespace(
-        nodeid="test_x.py::test_y", get_closest_marker=found.get, user_properties=[]
-    )
+    return SimpleNamespace(nodeid="test_x.py::test_y", get_closest_marker=found.get)
 
 
-def test_an_item_carries_its_requirement() -> None:
+def test_an_item_has_a_requirement() -> None:
     property = item(pytest.Mark("requirement", ("COMM-SEND-SYNC",), {}, _ispytest=True))
-    assert conftest._requirement_of(property) == "COMM-SEND-SYNC"
-    assert property.user_properties == [("requirement", "COMM-SEND-SYNC")]
+    assert requirement_of(property, REQUIREMENTS) == "COMM-SEND-SYNC"
 
 
 def test_a_property_without_a_requirement_is_an_error() -> None:
     with pytest.raises(pytest.UsageError, match=r"test_x\.py::test_y: no requirement: say"):
-        conftest._requirement_of(item())
+        requirement_of(item(), REQUIREMENTS)
 
 
 @pytest.mark.parametrize("arguments", [("COMM-NO-SUCH",), (), ("COMM-SEND-SYNC", "COMM-SEND-COPY")])
 def test_a_marker_that_names_no_requirement_is_an_error(arguments: tuple[str, ...]) -> None:
+    mark = pytest.Mark("requirement", arguments, {}, _ispytest=True)
     with pytest.raises(pytest.UsageError, match=r"test_x\.py::test_y: "):
-        conftest._requirement_of(item(pytest.Mark("requirement", arguments, {}, _ispytest=True)))
+        requirement_of(item(mark), REQUIREMENTS)
+
+
+@pytest.mark.parametrize(
+    "nodeid", ["test_x.py::test_y[a/b::c]", "../lib/conformance/test_x.py::test_y[a/b::c]"]
+)
+def test_the_name_of_a_property_does_not_depend_on_the_folder(nodeid: str) -> None:
+    assert property_name(nodeid) == "conformance/test_x.py::test_y[a/b::c]"
+
+
+def test_what_is_claimed_in_words() -> None:
+    assert claims_text(EVERYTHING) == "everything"
+    assert (
+        claims_text(Capabilities(claims=frozenset(Capability) - {Capability.GATHER}))
+        == "all but gather"
+    )
+    # A reduction of a dtype that is not claimed at all is not told again.
+    assert claims_text(Capabilities(dtypes=DTYPES - {"int8"})) == "all but int8"
 
 
 BUG = """
@@ -138,3 +121,43 @@ def test_a_failure_shows_the_requirement(sessions: Any) -> None:
     assert "   PASS    COMM-BARRIER-GROUP\n" in end  # it waits for nobody, the others neither
     assert len(end.splitlines()) <= 40
     assert "=== exit 1" in output
+
+
+BACKENDS = """
+from smp_core.backends import BACKENDS
+from smp_core.backends.base import Backend
+from smp_core.backends.capabilities import EVERYTHING, Capabilities, Capability
+from smp_core.errors import UnsupportedError
+
+def refuse(self, *arguments):
+    raise UnsupportedError("scatter: not here")
+
+def open_host():
+    from smp_core.backends.fabrics.sim.process_group import SimProcessGroup
+    SimProcessGroup.scatter = refuse
+    return BACKENDS["sim"].open_host()
+
+less = Capabilities(claims=frozenset(Capability) - {Capability.SCATTER})
+boasting = Backend("boasting", "claims what it lacks", open_host, EVERYTHING)
+honest = Backend("honest", "claims what it has", open_host, less)
+"""
+
+
+def test_a_claim_that_fails_is_a_failure_and_what_is_not_claimed_is_not_run(
+    sessions: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(BACKENDS)
+    what = ["--pyargs", "conformance.test_tensor_roots", "--smp-ranks=4", "-q"]
+    needs = [id for id, each in REQUIREMENTS.items() if each.capability is Capability.SCATTER]
+    boasting, honest = sessions(
+        [*what, "--smp-backend=mine:boasting", "--smp-report=boasting.json"],
+        [*what, "--smp-backend=mine:honest"],
+    )
+    assert "UnsupportedError: scatter: not here" in boasting
+    assert "   FAIL    COLL-SCATTER-ROOT\n" in boasting
+    assert "=== exit 1" in boasting
+    assert "UnsupportedError" not in honest
+    assert f", {len(needs)} NOT SUPPORTED, " in next(
+        line for line in honest.splitlines() if line.startswith("= requirements: ")
+    )
+    assert "=== exit 0" in honest

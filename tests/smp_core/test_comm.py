@@ -202,6 +202,17 @@ def test_tensors_of_every_dtype_are_objects(smp, dtype):
         assert torch.equal(raw, mine.contiguous().view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+@pytest.mark.smp(ranks=2)
+def test_tensors_that_want_a_gradient_still_do(smp, dtype):
+    leaf = torch.ones(2).to(dtype).requires_grad_()
+    parameter = torch.nn.Parameter(torch.ones(2).to(dtype))
+    for got in smp.allgather([leaf, parameter, leaf.detach()], smp.WORLD):
+        assert [each.requires_grad for each in got] == [True, True, False]
+        assert [type(each) for each in got] == [torch.Tensor, torch.nn.Parameter, torch.Tensor]
+        assert all(each.dtype is dtype for each in got)
+
+
 class TwoArguments(Exception):
     """Pickles, and cannot be unpickled: exceptions remember what they gave to Exception."""
 

@@ -54,6 +54,7 @@ def broken():
 
 no_backend = 3
 unopenable = Backend("unopenable", "does not open", broken)
+empty = Backend("empty", "opens nothing", lambda: None)
 """
 
 
@@ -89,6 +90,11 @@ def test_what_names_no_backend(theirs: str, reference: str, text: str) -> None:
 def test_a_backend_that_raises_while_opening(theirs: str) -> None:
     with pytest.raises(BackendError, match="cannot be opened: OSError: no such device"):
         open_backend(f"{theirs}:unopenable")
+
+
+def test_what_a_backend_opens_must_be_a_host(theirs: str) -> None:
+    with pytest.raises(BackendError, match="what it opens is no host: it names no protocol"):
+        open_backend(f"{theirs}:empty")
 
 
 def test_an_entry_point_names_a_backend(theirs: str, monkeypatch: pytest.MonkeyPatch) -> None:

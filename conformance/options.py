@@ -1,0 +1,79 @@
+"""The suite's options: each a command-line flag and an ini key of the same name.
+
+Nothing here imports more than pytest: every session of every user of the distribution reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """The values in force for a session; paths are absolute."""
+
+    certify: bool  # nothing may be left out: the gate of a CI
+    expectations: Path | None  # the file of expected failures
+    write_expectations: Path | None  # where to write that file, from what failed
+    report: Path | None  # where to write the verdicts as JSON
+
+
+_HELP = {
+    "certify": "allow nothing skipped, deselected or stale; say which level is certified",
+    "expectations": "the file of failures that are expected (TOML)",
+    "write_expectations": "run everything and write the file of expected failures from what failed",
+    "report": "write the verdicts to this file (JSON)",
+}
+_FLAGS = {"certify"}
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Declare flags and ini keys."""
+    group = parser.getgroup("smp", "tests on ranks (pytest-smp)")
+    for name, text in _HELP.items():
+        flag = f"--smp-{name.replace('_', '-')}"
+        told = f"conformance: {text}"
+        if name in _FLAGS:
+            group.addoption(flag, dest=f"smp_{name}", action="store_true", default=None, help=told)
+            parser.addini(f"smp_{name}", told, type="bool", default=False)
+        else:
+            group.addoption(flag, dest=f"smp_{name}", default=None, metavar="FILE", help=told)
+            parser.addini(f"smp_{name}", told, default="")
+
+
+def given(config: pytest.Config) -> bool:
+    """Whether the user set any of the options."""
+    return any(_value(config, name)[0] for name in _HELP)
+
+
+def read(config: pytest.Config) -> Options:
+    """The values in force. Raises pytest.UsageError for two that contradict each other."""
+    options = Options(
+        certify=bool(_value(config, "certify")[0]),
+        expectations=_path(config, "expectations"),
+        write_expectations=_path(config, "write_expectations"),
+        report=_path(config, "report"),
+    )
+    if options.certify and options.write_expectations:
+        raise pytest.UsageError(
+            "--smp-certify and --smp-write-expectations: the first judges by the file of expected "
+            "failures, the second changes it; use one of them"
+        )
+    return options
+
+
+def _value(config: pytest.Config, name: str) -> tuple[str | bool | None, Path]:
+    """What is given, and the folder that a relative path starts at."""
+    value = config.getoption(f"smp_{name}")
+    if value is not None:
+        return value, config.invocation_params.dir
+    folder = config.inipath.parent if config.inipath else config.rootpath
+    return config.getini(f"smp_{name}"), folder
+
+
+def _path(config: pytest.Config, name: str) -> Path | None:
+    value, folder = _value(config, name)
+    return folder / str(value) if value else None

@@ -1,0 +1,191 @@
+"""The suite's pytest plugin: hooks only. What they do stands in the modules beside this one.
+
+A session that neither collects the suite nor uses its options pays for this file and its import of
+``conformance.options`` only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from conformance import options
+
+if TYPE_CHECKING:
+    from conformance.session import Session
+
+_HERE = Path(__file__).parent
+_SESSION: pytest.StashKey[Session] = pytest.StashKey()
+_OUTPUT = "smp_conformance"  # of xdist's workers
+
+pytest_addoption = options.add_options
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "requirement(id): the requirement that a property of `conformance` tests"
+    )
+    main = not hasattr(config, "workerinput")
+    config.pluginmanager.register(_Listener(config) if main else _Worker(), "smp-conformance")
+    if options.given(config):
+        _session(config)
+
+
+def _session(config: pytest.Config) -> Session:
+    session = config.stash.get(_SESSION, None)
+    if session is None:
+        from conformance.session import Session
+
+        session = config.stash[_SESSION] = Session(config)
+    return session
+
+
+def _used(config: pytest.Config) -> Session | None:
+    return config.stash.get(_SESSION, None)
+
+
+@contextlib.contextmanager
+def _refusing(config: pytest.Config) -> Iterator[None]:
+    """Let the main process refuse what a worker of xdist refuses."""
+    try:
+        yield
+    except pytest.UsageError as error:
+        if hasattr(config, "workeroutput"):
+            config.workeroutput[_OUTPUT] = {"refused": str(error)}
+        raise
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    asked = _used(config) or any(_ours(config, argument) for argument in config.args)
+    return _session(config).header() if asked else None
+
+
+def _ours(config: pytest.Config, argument: str) -> bool:
+    name = argument.partition("::")[0]
+    if config.option.pyargs and name.partition(".")[0] == "conformance":
+        return True
+    return (config.invocation_params.dir / name).is_relative_to(_HERE)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    suite = _used(session.config)
+    if suite is not None and suite.main:
+        suite.start()
+
+
+# Collection.
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    path = getattr(collector, "path", None)
+    if path is not None and path.is_relative_to(_HERE):
+        with _refusing(collector.config):
+            _session(collector.config)  # requirements that cannot be used end the session here
+
+
+@pytest.hookimpl(tryfirst=True)  # before anything is deselected
+def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
+    suite = _used(session.config)
+    if suite is not None:
+        with _refusing(session.config):
+            suite.collected(session, items)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    suite = _used(session.config)
+    if suite is not None:
+        suite.selected(session.items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    suite = _used(session.config)
+    if suite is not None and session.items and not session.config.option.collectonly:
+        with _refusing(session.config):
+            suite.open_backend(session.items)
+
+
+# Running.
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    suite = _used(item.config)
+    if suite is None:
+        return (yield)
+    with suite.unshrunk(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[Any]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    suite = _used(item.config)
+    if suite is not None:
+        suite.tell(item, call, report)
+    return report
+
+
+# What the main process hears, from its own items or from xdist's workers, and the end.
+
+
+class _Listener:
+    """The hooks that get no config."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        properties = getattr(report, "user_properties", ())
+        if _used(self._config) or any(name == "requirement" for name, _ in properties):
+            _session(self._config).logged(report)
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        self._interrupted(str(excinfo.value) or excinfo.typename)
+
+    def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        self._interrupted(f"internal error: {excinfo.exconly()}")
+
+    def _interrupted(self, why: str) -> None:
+        suite = _used(self._config)
+        if suite is not None:
+            suite.interrupted = why
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        output = getattr(node, "workeroutput", {}).get(_OUTPUT)
+        if output is not None:
+            if "refused" in output:
+                raise pytest.UsageError(output["refused"])
+            _session(self._config).worker_told(output)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        suite = _used(self._config)
+        if suite is not None:
+            suite.finish(session)
+
+    def pytest_terminal_summary(
+        self, terminalreporter: pytest.TerminalReporter, exitstatus: int
+    ) -> None:
+        suite = _used(self._config)
+        if suite is None or not suite.tells(exitstatus):
+            return
+        terminalreporter.section(suite.heading())
+        for line in suite.summary(terminalreporter._tw.fullwidth):
+            terminalreporter.write_line(line)
+
+
+class _Worker:
+    """What a worker of xdist tells at its end."""
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        suite = _used(session.config)
+        if suite is not None:
+            session.config.workeroutput.setdefault(_OUTPUT, suite.worker_output())  # type: ignore[attr-defined]

@@ -1,0 +1,196 @@
+"""What the properties of tensor collectives draw: cases within what a backend claims."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+import torch
+from hypothesis import settings
+
+from conformance.draws import needs, on_ranks
+from conformance.registry import Capability
+from conformance.tensors import COLLECTIVES, Case, Shape
+from conformance.verdicts import not_supported
+from pytest_smp.proxies import SmpWorld
+from pytest_smp.strategies.numbers import ALL
+from pytest_smp.strategies.recipes import LAYOUTS
+from smp_core.backends.capabilities import Capabilities
+
+#: A property of tensor collectives draws worlds of up to so many ranks: groups of 1 to 5 hold every
+#: kind of fold (even, odd, odd twice), and a product of so many powers of two fits into a float8.
+MOST = 5
+
+#: The sizes of groups whose averages are exact: powers of two.
+EXACT = (1, 2, 4)
+
+#: Layouts that a call can write to, and those that it can only read.
+WRITABLE = tuple(name for name in LAYOUTS if name != "expanded")
+READABLE = tuple(LAYOUTS)
+
+
+def share(part: float) -> settings:
+    """``on_ranks`` with this part of the examples of the profile that the user chose.
+
+    An example here is many calls: in several dtypes, on every rank.
+    """
+    return settings(on_ranks, max_examples=max(1, round(part * on_ranks.max_examples)))
+
+
+def worlds(smp_world: SmpWorld, least: int = 1) -> st.SearchStrategy[int]:
+    """Numbers of ranks; skips the test where the session has fewer than ``least``."""
+    needs(smp_world, least)
+    return _many(least, min(MOST, smp_world.ranks))
+
+
+def _many(least: int, most: int) -> st.SearchStrategy[int]:
+    """Numbers of ranks. One or two show little of an order or a root, and come once, others twice."""
+    numbers = range(least, most + 1)
+    return st.sampled_from([*numbers, *(number for number in numbers if number > 2)])
+
+
+def claimed(smp_world: SmpWorld, among: Iterable[str] = COLLECTIVES) -> list[str]:
+    """The collectives that the backend claims; ends the property where there is none."""
+    claims, among = smp_world.capabilities, list(among)
+    found = [name for name in among if COLLECTIVES[name].capability in claims]
+    return found or not_supported(f"the backend claims none of {', '.join(among)}")
+
+
+def dtypes(claims: Capabilities, op: str = "") -> list[torch.dtype]:
+    """The dtypes that the backend moves, or reduces by ``op``; ends the property where there is none.
+
+    torch.distributed.ReduceOp docs: MAX, MIN and PRODUCT are not supported for complex tensors.
+    """
+    names = claims.dtypes & claims.reductions.get(op, frozenset()) if op else claims.dtypes
+    found = [dtype for dtype in ALL if str(dtype).removeprefix("torch.") in names]
+    if op in ("MIN", "MAX", "PRODUCT"):
+        found = [dtype for dtype in found if not dtype.is_complex]
+    return found or not_supported(f"the backend claims no dtype for {op or 'any collective'}")
+
+
+def kept(claims: Capabilities, ops: Iterable[str]) -> list[str]:
+    """Those of these reduce ops for which the backend claims a dtype; ends the property without."""
+    ops = list(ops)
+    found = [op for op in ops if claims.reductions.get(op)]
+    return found or not_supported(f"the backend claims none of {', '.join(ops)}")
+
+
+def spread(case: Case, among: Sequence[torch.dtype]) -> list[Case]:
+    """The case in each of these dtypes."""
+    return [dataclasses.replace(case, dtype=dtype) for dtype in among]
+
+
+def some(dtypes: Sequence[torch.dtype], most: int = 4) -> st.SearchStrategy[list[torch.dtype]]:
+    """At most so many of these dtypes, far apart; each comes as often as any other."""
+    step = -(-len(dtypes) // most)
+    return st.integers(0, step - 1).map(lambda first: list(dtypes[first::step]))
+
+
+def sides(least_dims: int = 0, most_dims: int = 3, most: int = 5) -> st.SearchStrategy[Shape]:
+    """Shapes without a side of 0."""
+    return st.lists(st.integers(1, most), min_size=least_dims, max_size=most_dims).map(tuple)
+
+
+def empty(least_dims: int = 1) -> st.SearchStrategy[Shape]:
+    """Shapes with a side of 0."""
+    return (
+        sides(least_dims, 3, 3)
+        .filter(bool)
+        .flatmap(
+            lambda shape: st.integers(0, len(shape) - 1).map(
+                lambda at: (*shape[:at], 0, *shape[at + 1 :])
+            )
+        )
+    )
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    /,
+    world: int,
+    claims: Capabilities,
+    operation: str,
+    *,
+    group: str = "any",
+    shape: st.SearchStrategy[Shape] | None = None,
+    uneven: bool = False,
+    given: Sequence[str] = ("contiguous",),
+    taken: Sequence[str] = ("contiguous",),
+    **fixed: Any,
+) -> Case:
+    """Cases of a collective. Shrinks towards one call of few ranks on the default group.
+
+    Args:
+        world: the number of ranks that run.
+        claims: what the backend claims; groups are made only if it claims them.
+        operation: a name of COLLECTIVES.
+        group: "default", "any" (the default one, or some ranks, ascending), "unsorted" (ranks in
+            any other order), "alone" (one rank), "without 0", "exact" (as any, of a size that
+            an average is exact in).
+        shape: of a piece; if not given any without a side of 0.
+        uneven: whether the first sides of pieces differ, 0 among them.
+        given: layouts to draw inputs' from.
+        taken: layouts to draw outputs' from.
+        fixed: further fields of the case.
+    """
+    collective = COLLECTIVES[operation]
+    joins = "joined" in (collective.given, collective.taken)
+    # Only what is about stacks draws them: a backend may know concatenations alone.
+    stacked = fixed.get("stacked", False)
+    cut = (joins and not stacked) or uneven or fixed.get("chunks", False)
+    named = min(
+        (LAYOUTS[name].min_dims for name in {*given, *taken} if name != "contiguous"), default=0
+    )
+    drawn = draw(sides(max(int(cut), named)) if shape is None else shape)
+
+    ranks, default = draw(_ranks(world, group if Capability.GROUPS in claims else "default"))
+    rows = None
+    if uneven:
+        many = 1 if collective.given == "one" else len(ranks)
+        row = st.lists(st.integers(0, 4), min_size=many, max_size=many).map(tuple)
+        rows = tuple(draw(row) for _ in ranks)
+    return Case(
+        operation=operation,
+        ranks=ranks,
+        default=default,
+        shape=drawn,
+        rows=rows,
+        root=draw(st.integers(0, len(ranks) - 1)) if collective.root else 0,
+        given=draw(_layouts(given, drawn)),
+        taken=draw(_layouts(taken, drawn)),
+        **fixed,
+    )
+
+
+def _layouts(names: Sequence[str], shape: Shape) -> st.SearchStrategy[tuple[str, ...]]:
+    """Two, so that neighbours differ, of those that suit the shape."""
+    fitting = [name for name in names if LAYOUTS[name].min_dims <= len(shape)]
+    if len(fitting) < 2:
+        return st.just(tuple(fitting) or ("contiguous",))
+    return st.lists(st.sampled_from(fitting), min_size=1, max_size=2).map(tuple)
+
+
+@st.composite
+def _ranks(draw: st.DrawFn, world: int, kind: str) -> tuple[tuple[int, ...], bool]:
+    """The ranks of a group in its order, and whether it is the default group."""
+    everyone = tuple(range(world))
+    fits = kind != "exact" or world in EXACT
+    if kind == "default" or (kind in ("any", "exact") and fits and draw(st.booleans())):
+        return everyone, True
+    if kind == "alone":
+        return (draw(st.sampled_from(everyone)),), False
+    among = everyone[1:] if kind == "without 0" else everyone
+    least = 2 if kind == "unsorted" else 1
+    most = len(among)
+    size = draw(
+        st.sampled_from([each for each in EXACT if each <= most])
+        if kind == "exact"
+        else _many(least, most)
+    )
+    ranks = tuple(draw(st.permutations(among))[:size])
+    if kind != "unsorted":
+        return tuple(sorted(ranks)), False
+    return (tuple(reversed(ranks)) if list(ranks) == sorted(ranks) else ranks), False

@@ -1,0 +1,750 @@
+"""Point-to-point of tensors: values, order, tags, partners, groups, any source, batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections import defaultdict
+from typing import Any
+
+import hypothesis.strategies as st
+import torch
+import torch.distributed as dist
+from hypothesis import given
+
+from conformance import traffic
+from conformance.draws import needs, on_ranks, pairs, sizes
+from conformance.registry import Capability
+from conformance.requirements import requirement
+from conformance.traffic import (
+    PLAIN,
+    Exchange,
+    Message,
+    Ranks,
+    check,
+    exchanges,
+    few,
+    in_order,
+    is_member,
+    is_refused,
+    new_groups,
+    take_part,
+)
+from pytest_smp import strategies
+from pytest_smp.proxies import SmpWorld
+from pytest_smp.strategies import TensorSpec, lengths, same, shapes, tensors
+
+tags = st.sampled_from([0, 1, 2, 7, 100])
+
+# ---- One message ---------------------------------------------------------------------------------
+
+
+def pass_on(specs: list[TensorSpec], src: int, dest: int, asynchronous: bool) -> None:
+    """Send tensors, made and received as the recipes say, from one rank to another."""
+    me, world = dist.get_rank(), dist.get_world_size()
+    for spec in specs:
+        if me not in (src, dest):
+            return
+        tensor = spec.make(src, world) if me == src else spec.blank()
+        if asynchronous:
+            work = dist.isend(tensor, dest) if me == src else dist.irecv(tensor, src)
+            assert work is not None
+            work.wait()
+        elif me == src:
+            dist.send(tensor, dest)
+        else:
+            dist.recv(tensor, src)
+        assert same(tensor, spec.make(src, world))
+        assert spec.guards_intact(tensor)
+
+
+def check_pass_on(
+    smp_world: SmpWorld, data: st.DataObject, specs: st.SearchStrategy[TensorSpec], most: int = 3
+) -> None:
+    """Drawn recipes, between drawn ranks, by calls that block or do not."""
+    ranks = data.draw(sizes(smp_world, least=2), "ranks")
+    src, dest = data.draw(pairs(ranks), "src, dest")
+    drawn = data.draw(st.lists(specs, min_size=1, max_size=most), "specs")
+    asynchronous = data.draw(st.booleans(), "asynchronous")
+    smp_world.run(pass_on, drawn, src, dest, asynchronous, ranks=ranks)
+
+
+def dense(spec: TensorSpec) -> TensorSpec:
+    """The recipe without elements in front."""
+    return TensorSpec(spec.shape, spec.dtype)
+
+
+@requirement("P2P-VALUE")
+@given(data=st.data())
+@on_ranks
+def test_values(smp_world: SmpWorld, data: st.DataObject) -> None:
+    drawn = tensors(dtype=traffic.dtypes(smp_world), layout="contiguous").map(dense)
+    check_pass_on(smp_world, data, drawn)
+
+
+@requirement("P2P-ZERO-SIZE")
+@given(data=st.data())
+@few
+def test_messages_without_elements(smp_world: SmpWorld, data: st.DataObject) -> None:
+    shape = st.sampled_from([(0,), (1,), (0, 3), (2, 0), (2,)])
+    drawn = tensors(dtype=traffic.dtypes(smp_world), layout="contiguous", shape=shape).map(dense)
+    check_pass_on(smp_world, data, drawn, most=6)
+
+
+@requirement("P2P-OFFSET")
+@given(data=st.data())
+@few
+def test_parts_of_a_storage(smp_world: SmpWorld, data: st.DataObject) -> None:
+    drawn = tensors(dtype=traffic.dtypes(smp_world), layout="contiguous")
+    shifted = drawn.map(lambda spec: dataclasses.replace(spec, offset=spec.offset + 1))
+    check_pass_on(smp_world, data, shifted)
+
+
+def pass_view(spec: TensorSpec, src: int, dest: int, sparse: tuple[bool, bool]) -> None:
+    """Send a view; which sides hold the view itself and which a dense tensor is told by ``sparse``."""
+    me, world = dist.get_rank(), dist.get_world_size()
+    if me not in (src, dest):
+        return
+    value = spec.make(src, world)
+    lies = spec if sparse[me == dest] else dense(spec)
+    if me == src:
+        dist.send(value if lies is spec else value.contiguous(), dest)
+        return
+    got = lies.blank()
+    dist.recv(got, src)
+    assert same(got, value)
+    assert lies.guards_intact(got)
+
+
+@requirement("P2P-NON-CONTIGUOUS")
+@given(data=st.data())
+@few
+def test_views(smp_world: SmpWorld, data: st.DataObject) -> None:
+    ranks = data.draw(sizes(smp_world, least=2), "ranks")
+    src, dest = data.draw(pairs(ranks), "src, dest")
+    dtypes, shape = traffic.dtypes(smp_world), shapes(min_dims=2, max_side=4)
+    layouts = ["strided", "sliced", "transposed"]
+    spec = data.draw(tensors(dtype=dtypes, shape=shape, layout=layouts), "spec")
+    sparse = data.draw(st.sampled_from([(True, False), (False, True), (True, True)]), "sparse")
+    smp_world.run(pass_view, spec, src, dest, sparse, ranks=ranks)
+
+
+@requirement("P2P-LARGE")
+@given(data=st.data())
+@traffic.once
+def test_large_messages(smp_world: SmpWorld, data: st.DataObject) -> None:
+    needs(smp_world, 2)
+    messages = [Message(0, 1, numel=2**20), Message(1, 0, numel=2**20 + 1)]
+    drawn = exchanges(2, st.just(messages), traffic.dtypes(smp_world))
+    smp_world.run(take_part, data.draw(drawn, "exchange"), None, ranks=2)
+
+
+# ---- Several messages ----------------------------------------------------------------------------
+
+
+def check_exchange(
+    smp_world: SmpWorld,
+    data: st.DataObject,
+    ranks: int,
+    messages: st.SearchStrategy[Message],
+    least: int = 2,
+    most: int = 8,
+    blocking: bool | None = None,
+) -> None:
+    """Messages among the ranks of a world, posted and waited for in drawn orders."""
+    lists = st.lists(messages, min_size=least, max_size=most)
+    dtypes = traffic.dtypes(smp_world)
+    exchange = data.draw(exchanges(ranks, lists, dtypes, blocking), "exchange")
+    smp_world.run(take_part, exchange, None, ranks=ranks)
+
+
+@st.composite
+def _messages(draw: st.DrawFn, ranks: int, dest: int | None = None) -> Message:
+    """A message without tag; to ``dest``, if that is given and is not the sender."""
+    src, to = draw(pairs(ranks))
+    if dest is not None and src != dest:
+        to = dest
+    return Message(src, to, numel=draw(lengths(3)))
+
+
+@requirement("P2P-ORDER")
+@given(data=st.data())
+@few
+def test_messages_keep_their_order(smp_world: SmpWorld, data: st.DataObject) -> None:
+    ranks = data.draw(sizes(smp_world, least=2), "ranks")
+    src, dest = data.draw(pairs(ranks), "src, dest")
+    message = st.builds(Message, st.just(src), st.just(dest), st.just(3), st.just(2))
+    check_exchange(smp_world, data, ranks, message)
+
+
+@requirement("P2P-ORDER")
+@given(data=st.data())
+@few
+def test_sizes_may_change_from_one_to_the_next(smp_world: SmpWorld, data: st.DataObject) -> None:
+    ranks = data.draw(sizes(smp_world, least=2), "ranks")
+    src, dest = data.draw(pairs(ranks), "src, dest")
+    message = st.builds(Message, st.just(src), st.just(dest), st.just(0), st.integers(0, 9))
+    check_exchange(smp_world, data, ranks, message)
+
+
+@requirement("P2P-ORDER")
+@given(data=st.data())
+@traffic.once
+def test_hundreds_of_messages(smp_world: SmpWorld, data: st.DataObject) -> None:
+    needs(smp_world, 2)
+    messages = [Message(number % 2, (number + 1) % 2, numel=2) for number in range(300)]
+    posts = in_order(range(300), messages)
+    waits = data.draw(st.sampled_from([range(300), range(299, -1, -1)]), "waits")
+    dtype = data.draw(traffic.dtypes(smp_world), "dtype")
+    blocking = data.draw(st.booleans(), "blocking")
+    exchange = Exchange(messages, [posts] * 2, [list(waits)] * 2, blocking, dtype)
+    smp_world.run(take_part, exchange, None, ranks=2)
+
+
+@requirement("P2P-TAG")
+@given(data=st.data())
+@few
+def test_tags_match(smp_world: SmpWorld, data: st.DataObject) -> None:
+    ranks = data.draw(sizes(smp_world, least=2), "ranks")
+    src, dest = data.draw(pairs(ranks), "src, dest")
+    message = st.builds(Message, st.just(src), st.just(dest), tags, st.just(2))
+    check_exchange(smp_world, data, ranks, message)
+
+
+@requirement("P2P-PEER")
+@given(data=st.data())
+@few
+def test_partners_match(smp_world: SmpWorld, data: st.DataObject) -> None:
+    ranks = data.draw(sizes(smp_world, least=3), "ranks")
+    dest = data.draw(st.integers(0, ranks - 1), "dest")
+    message = _messages(ranks, dest).map(lambda each: each._replace(numel=2))
+    check_exchange(smp_world, data, ranks, message)
+
+
+@requirement("P2P-BOTH-WAYS")
+@given(data=st.data())
+@few
+def test_both_ways_at_once(smp_world: SmpWorld, data: st.DataObject) -> None:
+    ranks = data.draw(sizes(smp_world, least=2), "ranks")
+    one, other = data.draw(pairs(ranks), "pair")
+    ends = st.sampled_from([(one, other), (other, one)])
+    message = st.builds(lambda way, tag: Message(way[0], way[1], tag, 2), ends, st.integers(0, 1))
+    check_exchange(smp_world, data, ranks, message)
+
+
+def send_and_overwrite(spec: TensorSpec, rounds: int, src: int, dest: int, flying: bool) -> None:
+    """Send one tensor again and again, with other values each time."""
+    me, got = dist.get_rank(), [spec.blank() for _ in range(rounds)]
+    if me == src:
+        tensor, works = spec.blank(), []
+        for number in range(rounds):
+            tensor.copy_(spec.make(number, rounds + 1))
+            if flying:
+                works.append(dist.isend(tensor.clone(), dest))
+            else:
+                dist.send(tensor, dest)
+            tensor.copy_(spec.make(rounds, rounds + 1))
+        for work in works:
+            assert work is not None
+            work.wait()
+    elif me == dest:
+        for tensor in got:
+            dist.recv(tensor, src)
+        assert same(got, [spec.make(number, rounds + 1) for number in range(rounds)])
+
+
+@requirement("P2P-REUSE")
+@given(data=st.data(), rounds=st.integers(1, 4), flying=st.booleans())
+@few
+def test_a_sent_tensor_may_be_changed(
+    smp_world: SmpWorld, data: st.DataObject, rounds: int, flying: bool
+) -> None:
+    ranks = data.draw(sizes(smp_world, least=2), "ranks")
+    src, dest = data.draw(pairs(ranks), "src, dest")
+    spec = TensorSpec((3,), data.draw(traffic.dtypes(smp_world), "dtype"))
+    smp_world.run(send_and_overwrite, spec, rounds, src, dest, flying, ranks=ranks)
+
+
+def receive_into(parts: int, spec: TensorSpec, src: int, dest: int, flying: bool) -> None:
+    """Receive messages into parts of one tensor, the last part first; look at all after each."""
+    me = dist.get_rank()
+    values = [spec.make(number, parts) for number in range(parts)]
+    if me == src:
+        for value in values:
+            dist.send(value, dest)
+    elif me == dest:
+        whole = torch.zeros(parts * spec.numel, dtype=spec.dtype)
+        places = list(reversed(whole.reshape(parts, spec.numel).unbind()))
+        works = [dist.irecv(place, src) for place in places] if flying else []
+        for number, place in enumerate(places):
+            if flying:
+                work = works[number]
+                assert work is not None
+                work.wait()
+            else:
+                dist.recv(place, src)
+            assert same([each.clone() for each in places[: number + 1]], values[: number + 1])
+
+
+@requirement("P2P-SEPARATE")
+@given(data=st.data(), parts=st.integers(2, 5), flying=st.booleans())
+@few
+def test_received_tensors_stay(
+    smp_world: SmpWorld, data: st.DataObject, parts: int, flying: bool
+) -> None:
+    ranks = data.draw(sizes(smp_world, least=2), "ranks")
+    src, dest = data.draw(pairs(ranks), "src, dest")
+    spec = TensorSpec((2,), data.draw(traffic.dtypes(smp_world), "dtype"))
+    smp_world.run(receive_into, parts, spec, src, dest, flying, ranks=ranks)
+
+
+def skip_a_stage(order: list[int], before: bool, dtype: torch.dtype) -> None:
+    """Three ranks: the last one's answer to the second's message lets the first send.
+
+    The last rank has two receives open; were the wait for one the wait for both, nobody could go on.
+    """
+    first, second, last = order
+    me, spec = dist.get_rank(), TensorSpec((2,), dtype)
+    values = [spec.make(number, 3) for number in range(3)]
+    if me == first:
+        answer = spec.blank()
+        dist.recv(answer, last)
+        check(answer, values[1], "the answer")
+        dist.send(values[2], last)
+    elif me == second:
+        dist.send(values[0], last)
+    elif me == last:
+        got, skipped = spec.blank(), spec.blank()
+        if before:  # the receive that comes to its end last is issued first
+            late, early = dist.irecv(skipped, first), dist.irecv(got, second)
+        else:
+            early, late = dist.irecv(got, second), dist.irecv(skipped, first)
+        assert early is not None
+        assert late is not None
+        early.wait()
+        check(got, values[0], "the second rank's")
+        dist.send(values[1], first)
+        late.wait()
+        check(skipped, values[2], "the first rank's")
+
+
+@requirement("P2P-WAIT-OWN")
+@given(data=st.data(), before=st.booleans())
+@few
+def test_a_wait_is_for_one_operation(
+    smp_world: SmpWorld, data: st.DataObject, before: bool
+) -> None:
+    ranks = data.draw(sizes(smp_world, least=3), "ranks")
+    order = data.draw(st.permutations(range(ranks)), "order")[:3]
+    dtype = data.draw(traffic.dtypes(smp_world), "dtype")
+    smp_world.run(skip_a_stage, order, before, dtype, ranks=ranks)
+
+
+def wait_and_ask(src: int, dest: int, dtype: torch.dtype) -> None:
+    """Whether the works say that they are completed, after their waits."""
+    me, spec = dist.get_rank(), TensorSpec((2,), dtype)
+    works = []
+    if me == src:
+        works = [dist.isend(spec.make(number, 2), dest) for number in range(2)]
+    elif me == dest:
+        works = [dist.irecv(spec.blank(), src) for _ in range(2)]
+    for work in reversed(works):
+        assert work is not None
+        work.wait()
+        assert work.is_completed() is True
+
+
+@requirement("P2P-COMPLETED")
+@given(data=st.data())
+@few
+def test_completed_after_the_wait(smp_world: SmpWorld, data: st.DataObject) -> None:
+    ranks = data.draw(sizes(smp_world, least=2), "ranks")
+    src, dest = data.draw(pairs(ranks), "src, dest")
+    dtype = data.draw(traffic.dtypes(smp_world), "dtype")
+    smp_world.run(wait_and_ask, src, dest, dtype, ranks=ranks)
+
+
+def receive_from(src: int, dest: int, by_position: bool, dtype: torch.dtype) -> object:
+    """What recv returns on ``dest``."""
+    me, spec = dist.get_rank(), TensorSpec((2,), dtype)
+    if me == src:
+        dist.send(spec.make(), dest)
+    elif me == dest:
+        if by_position:
+            return dist.recv(spec.blank(), group_src=src)
+        return dist.recv(spec.blank(), src)
+    return None
+
+
+@requirement("P2P-SOURCE")
+@given(data=st.data(), by_position=st.booleans())
+@few
+def test_recv_returns_the_sender(
+    smp_world: SmpWorld, data: st.DataObject, by_position: bool
+) -> None:
+    ranks = data.draw(sizes(smp_world, least=2), "ranks")
+    src, dest = data.draw(pairs(ranks), "src, dest")
+    dtype = data.draw(traffic.dtypes(smp_world), "dtype")
+    assert smp_world.run(receive_from, src, dest, by_position, dtype, ranks=ranks)[dest] == src
+
+
+# ---- Groups --------------------------------------------------------------------------------------
+
+
+def send_in_group(
+    group: Ranks, hops: list[tuple[int, int]], positions: bool, spec: TensorSpec
+) -> list[int]:
+    """Send along pairs of positions, one after the other; what recv returned, in order."""
+    returned = []
+    with new_groups([group]) as (handle,):
+        for number, (src, dest) in enumerate(hops):
+            value, me = spec.make(number, len(hops)), dist.get_rank()
+            to = {"group_dst": dest} if positions else {"dst": group[dest]}
+            of = {"group_src": src} if positions else {"src": group[src]}
+            if me == group[src]:
+                dist.send(value, group=handle, **to)
+            elif me == group[dest]:
+                got = spec.blank()
+                returned.append(dist.recv(got, group=handle, **of))
+                assert same(got, value)
+    return returned
+
+
+def check_send_in_group(smp_world: SmpWorld, data: st.DataObject, positions: bool) -> None:
+    """Drawn hops in a drawn group arrive, and each receiver learns the sender's world rank."""
+    ranks = data.draw(sizes(smp_world, least=2), "ranks")
+    group = data.draw(strategies.groups(ranks, min_size=2), "group")
+    hops = data.draw(st.lists(pairs(len(group)), min_size=1, max_size=4), "hops")
+    spec = TensorSpec((2,), data.draw(traffic.dtypes(smp_world), "dtype"))
+    seen = smp_world.run(send_in_group, group, hops, positions, spec, ranks=ranks)
+    for rank, returned in enumerate(seen):
+        assert returned == [group[src] for src, dest in hops if group[dest] == rank]
+
+
+@requirement("P2P-GROUP")
+@given(data=st.data())
+@few
+def test_world_ranks_in_a_group(smp_world: SmpWorld, data: st.DataObject) -> None:
+    check_send_in_group(smp_world, data, positions=False)
+
+
+@requirement("P2P-GROUP-RANK")
+@given(data=st.data())
+@few
+def test_positions_in_a_group(smp_world: SmpWorld, data: st.DataObject) -> None:
+    check_send_in_group(smp_world, data, positions=True)
+
+
+def exchange_on(groups: list[Ranks | None], pair: tuple[int, int], order: list[int]) -> None:
+    """One rank sends to another on every group; the other receives in another order of groups."""
+    me, (src, dest) = dist.get_rank(), pair
+    spec = TensorSpec((2,), PLAIN)
+    with new_groups(groups) as handles:
+        values = [spec.make(number, len(groups)) for number in range(len(groups))]
+        if me == src:
+            works = [
+                dist.isend(value, dest, group=handle)
+                for value, handle in zip(values, handles, strict=True)
+            ]
+            for work in works:
+                assert work is not None
+                work.wait()
+        elif me == dest:
+            for number in order:
+                got = spec.blank()
+                dist.recv(got, src, group=handles[number])
+                assert same(got, values[number])
+
+
+@requirement("P2P-GROUP-APART")
+@given(data=st.data())
+@few
+def test_groups_do_not_mix(smp_world: SmpWorld, data: st.DataObject) -> None:
+    ranks = data.draw(sizes(smp_world, least=2), "ranks")
+    pair = data.draw(pairs(ranks), "src, dest")
+    both = st.permutations(pair).map(tuple)
+    every = st.permutations(range(ranks)).map(tuple)
+    made = data.draw(st.lists(both | every, min_size=1, max_size=3), "made")
+    groups = data.draw(st.permutations([None, *made]), "groups")
+    order = data.draw(st.permutations(range(len(groups))), "order")
+    smp_world.run(exchange_on, groups, pair, order, ranks=ranks)
+
+
+# ---- Any source ----------------------------------------------------------------------------------
+
+
+def fan_in(
+    group: Ranks | None, counts: list[int], dest: int, tag: int
+) -> list[tuple[int, list[float]]]:
+    """Every position but ``dest`` sends so many messages; who sent what, in order of receipt."""
+    got = []
+    with new_groups([group]) as (handle,):
+        if is_member(handle):
+            me = dist.get_rank(handle)
+            if me == dest:
+                for _ in range(sum(counts)):
+                    tensor = torch.zeros(2, dtype=PLAIN)
+                    sender = dist.recv(tensor, group=handle, tag=tag)
+                    got.append((sender, tensor.tolist()))
+            else:
+                values = [torch.tensor([me, number], dtype=PLAIN) for number in range(counts[me])]
+                works = [dist.isend(each, group_dst=dest, group=handle, tag=tag) for each in values]
+                for work in works:
+                    assert work is not None
+                    work.wait()
+    return got
+
+
+def check_fan_in(
+    smp_world: SmpWorld, data: st.DataObject, ranks: int, group: Ranks | None
+) -> dict[int, list[float]]:
+    """By world rank of the sender: the numbers of its messages, in order of receipt."""
+    order = group or tuple(range(ranks))
+    dest = data.draw(st.integers(0, len(order) - 1), "dest")
+    counts = [
+        data.draw(st.integers(0, 3), "count") if position != dest else 0
+        for position in range(len(order))
+    ]
+    tag = data.draw(tags, "tag")
+    got = smp_world.run(fan_in, group, counts, dest, tag, ranks=ranks)[order[dest]]
+    numbers: dict[int, list[float]] = defaultdict(list)
+    for sender, (position, number) in got:
+        assert sender == order[int(position)], "what recv returned is not who sent"
+        numbers[sender].append(number)
+    assert {sender: sorted(each) for sender, each in numbers.items()} == {
+        order[position]: list(range(count)) for position, count in enumerate(counts) if count
+    }
+    return numbers
+
+
+@requirement("P2P-ANY-SOURCE")
+@given(data=st.data())
+@few
+def test_any_source(smp_world: SmpWorld, data: st.DataObject) -> None:
+    check_fan_in(smp_world, data, data.draw(sizes(smp_world, least=2), "ranks"), None)
+
+
+@requirement("P2P-ANY-SOURCE-GROUP")
+@given(data=st.data())
+@few
+def test_any_source_in_a_group(smp_world: SmpWorld, data: st.DataObject) -> None:
+    ranks = data.draw(sizes(smp_world, least=2), "ranks")
+    groups: st.SearchStrategy[Ranks | None] = strategies.groups(ranks, min_size=2)
+    if Capability.GROUPS not in smp_world.capabilities:
+        groups = st.none()
+    check_fan_in(smp_world, data, ranks, data.draw(groups, "group"))
+
+
+@requirement("P2P-ANY-SOURCE-ORDER")
+@given(data=st.data())
+@few
+def test_any_source_keeps_the_order(smp_world: SmpWorld, data: st.DataObject) -> None:
+    ranks = data.draw(sizes(smp_world, least=2), "ranks")
+    for numbers in check_fan_in(smp_world, data, ranks, None).values():
+        assert numbers == sorted(numbers)
+
+
+def receive_tags(src: int, dest: int, sent: list[int], received: list[int]) -> list[float]:
+    """Send messages of these tags, and receive them in another order, without naming the source."""
+    me, got = dist.get_rank(), []
+    if me == src:
+        works = [dist.isend(torch.tensor([tag], dtype=PLAIN), dest, tag=tag) for tag in sent]
+        for work in works:
+            assert work is not None
+            work.wait()
+    elif me == dest:
+        for tag in received:
+            tensor = torch.zeros(1, dtype=PLAIN)
+            dist.recv(tensor, tag=tag)
+            got.append(tensor.item())
+    return got
+
+
+@requirement("P2P-ANY-SOURCE-TAG")
+@given(data=st.data(), sent=st.lists(tags, min_size=1, max_size=4, unique=True))
+@few
+def test_any_source_of_a_tag(smp_world: SmpWorld, data: st.DataObject, sent: list[int]) -> None:
+    ranks = data.draw(sizes(smp_world, least=2), "ranks")
+    src, dest = data.draw(pairs(ranks), "src, dest")
+    received = data.draw(st.permutations(sent), "received")
+    got = smp_world.run(receive_tags, src, dest, sent, received, ranks=ranks)[dest]
+    assert got == received
+
+
+# ---- Batches -------------------------------------------------------------------------------------
+
+
+def batch(
+    messages: list[Message], orders: list[list[int]], waits: list[list[int]], dtype: torch.dtype
+) -> None:
+    """Exchange messages by one batch on each rank, its list and its waits in these orders."""
+    me, total = dist.get_rank(), len(messages)
+    operations, held = [], []
+    for number in orders[me]:
+        message = messages[number]
+        if me not in message[:2]:
+            continue
+        value = traffic.content(message, number, total, dtype)
+        tensor = value.clone() if me == message.src else value.new_zeros(value.shape)
+        held.append((tensor, value, message))
+        action, peer = (
+            (dist.isend, message.dest) if me == message.src else (dist.irecv, message.src)
+        )
+        operations.append(dist.P2POp(action, tensor, peer, tag=message.tag))
+    works = dist.batch_isend_irecv(operations) if operations else []
+    # A backend may give fewer requests than there are operations: one for the whole batch.
+    for number in waits[me]:
+        if number < len(works):
+            works[number].wait()
+    for tensor, value, message in held:
+        check(tensor, value, f"{message} after all waits")
+
+
+def check_batch(
+    smp_world: SmpWorld, data: st.DataObject, ranks: int, messages: list[Message]
+) -> None:
+    """One batch on every rank. All ranks take part, as the first call of a group demands."""
+    order = st.permutations(range(len(messages)))
+    orders = [in_order(data.draw(order, "order"), messages) for _ in range(ranks)]
+    waits = [list(data.draw(order, "waits")) for _ in range(ranks)]
+    dtype = data.draw(traffic.dtypes(smp_world), "dtype")
+    smp_world.run(batch, messages, orders, waits, dtype, ranks=ranks)
+
+
+@requirement("P2P-BATCH")
+@given(data=st.data(), count=st.integers(1, 4))
+@few
+def test_a_ring_in_both_directions(smp_world: SmpWorld, data: st.DataObject, count: int) -> None:
+    ranks = data.draw(sizes(smp_world, least=2), "ranks")
+    there = [Message(rank, (rank + 1) % ranks, 0, count) for rank in range(ranks)]
+    # With two ranks the next and the previous are one, and only order and direction tell them apart.
+    back = [Message(rank, (rank - 1) % ranks, 0, count) for rank in range(ranks)]
+    check_batch(smp_world, data, ranks, [*there, *back])
+
+
+@requirement("P2P-BATCH-ORDER")
+@given(data=st.data(), count=st.integers(2, 5))
+@few
+def test_a_batch_keeps_the_order_of_a_pair(
+    smp_world: SmpWorld, data: st.DataObject, count: int
+) -> None:
+    ranks = data.draw(sizes(smp_world, least=2), "ranks")
+    pair = data.draw(pairs(ranks), "pair")
+    ring = [Message(rank, (rank + 1) % ranks, 0, 2) for rank in range(ranks)]
+    check_batch(smp_world, data, ranks, [*ring, *([Message(*pair, 0, 2)] * count)])
+
+
+@requirement("P2P-BATCH-WAIT")
+@given(data=st.data())
+@few
+def test_requests_of_a_batch_in_any_order(smp_world: SmpWorld, data: st.DataObject) -> None:
+    ranks = data.draw(sizes(smp_world, least=2), "ranks")
+    ring = [Message(rank, (rank + 1) % ranks, 0, 2) for rank in range(ranks)]
+    more = data.draw(st.lists(_messages(ranks), max_size=6), "more")
+    check_batch(smp_world, data, ranks, [*ring, *more])
+
+
+# ---- Errors --------------------------------------------------------------------------------------
+
+
+def go_on() -> None:
+    """Send around all ranks: whatever a call was refused for, the next ones work."""
+    me, ranks = dist.get_rank(), dist.get_world_size()
+    if ranks == 1:
+        return
+    got, spec = torch.zeros(2, dtype=PLAIN), TensorSpec((2,), PLAIN)
+    work = dist.isend(spec.make(me, ranks), (me + 1) % ranks)
+    dist.recv(got, (me - 1) % ranks)
+    assert work is not None
+    work.wait()
+    check(got, spec.make((me - 1) % ranks, ranks), "the message after the refused call")
+
+
+def call_with(call: str, on: int, arguments: dict[str, int], group: Ranks | None) -> bool:
+    """Whether the call is refused on rank ``on``; then all go on."""
+    refused = False
+    with new_groups([group]) as (handle,):
+        if dist.get_rank() == on:
+            tensor = torch.zeros(2, dtype=PLAIN)
+            what: Any = getattr(dist, call)
+            refused = is_refused(lambda: what(tensor, group=handle, **arguments))
+        go_on()
+    return refused
+
+
+@requirement("P2P-ERROR-SELF")
+@given(data=st.data(), by_position=st.booleans())
+@few
+def test_a_send_to_oneself_is_refused(
+    smp_world: SmpWorld, data: st.DataObject, by_position: bool
+) -> None:
+    ranks = data.draw(sizes(smp_world), "ranks")
+    on = data.draw(st.integers(0, ranks - 1), "on")
+    arguments = {"group_dst" if by_position else "dst": on}
+    assert smp_world.run(call_with, "send", on, arguments, None, ranks=ranks)[on]
+
+
+@requirement("P2P-ERROR-RANK")
+@given(data=st.data(), call=st.sampled_from(["send", "recv", "isend", "irecv"]))
+@few
+def test_a_partner_out_of_range_is_refused(
+    smp_world: SmpWorld, data: st.DataObject, call: str
+) -> None:
+    ranks = data.draw(sizes(smp_world), "ranks")
+    on = data.draw(st.integers(0, ranks - 1), "on")
+    partner = data.draw(st.integers(ranks, ranks + 9) | st.integers(-9, -2), "partner")
+    end = "dst" if call.endswith("send") else "src"
+    name = data.draw(st.sampled_from([end, f"group_{end}"]), "name")
+    assert smp_world.run(call_with, call, on, {name: partner}, None, ranks=ranks)[on]
+
+
+@requirement("P2P-ERROR-MEMBER")
+@given(data=st.data(), call=st.sampled_from(["send", "recv", "isend", "irecv"]))
+@few
+def test_a_partner_outside_the_group_is_refused(
+    smp_world: SmpWorld, data: st.DataObject, call: str
+) -> None:
+    ranks = data.draw(sizes(smp_world, least=2), "ranks")
+    group = data.draw(strategies.groups(ranks, max_size=ranks - 1), "group")
+    on = data.draw(st.sampled_from(group), "on")
+    outside = data.draw(st.sampled_from([r for r in range(ranks) if r not in group]), "outside")
+    name = "dst" if call.endswith("send") else "src"
+    assert smp_world.run(call_with, call, on, {name: outside}, group, ranks=ranks)[on]
+
+
+@requirement("P2P-ERROR-BOTH")
+@given(data=st.data(), call=st.sampled_from(["send", "recv", "isend", "irecv"]))
+@few
+def test_a_partner_given_twice_is_refused(
+    smp_world: SmpWorld, data: st.DataObject, call: str
+) -> None:
+    ranks = data.draw(sizes(smp_world, least=2), "ranks")
+    on, partner = data.draw(pairs(ranks), "on, partner")
+    end = "dst" if call.endswith("send") else "src"
+    arguments = {end: partner, f"group_{end}": partner}
+    assert smp_world.run(call_with, call, on, arguments, None, ranks=ranks)[on]
+
+
+def call_from_outside(group: Ranks) -> list[object]:
+    """What the calls return on ranks that are not in the group; its members exchange nothing."""
+    with new_groups([group]) as (handle,):
+        if is_member(handle):
+            return []
+        tensor = torch.zeros(2, dtype=PLAIN)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of each
+            return [
+                dist.isend(tensor, group_dst=0, group=handle),
+                dist.irecv(tensor, group_src=0, group=handle),
+                dist.recv(tensor, group_src=0, group=handle),
+            ]
+
+
+@requirement("P2P-NON-MEMBER")
+@given(data=st.data())
+@few
+def test_calls_from_outside_the_group(smp_world: SmpWorld, data: st.DataObject) -> None:
+    ranks = data.draw(sizes(smp_world, least=2), "ranks")
+    group = data.draw(strategies.groups(ranks, max_size=ranks - 1), "group")
+    for rank, returned in enumerate(smp_world.run(call_from_outside, group, ranks=ranks)):
+        assert returned == ([] if rank in group else [None, None, -1])

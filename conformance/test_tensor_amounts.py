@@ -1,0 +1,103 @@
+"""How much and how often: nothing at all, a lot at once, a lot of calls."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from conformance.requirements import requirement
+from conformance.requirements.collectives import EMPTY
+from conformance.tensor_draws import (
+    cases,
+    claimed,
+    dtypes,
+    empty,
+    share,
+    sides,
+    some,
+    spread,
+    worlds,
+)
+from conformance.tensors import COLLECTIVES, Case, play
+from pytest_smp.proxies import SmpWorld
+
+
+def op_of(operation: str) -> str:
+    """SUM for what reduces."""
+    return "SUM" if COLLECTIVES[operation].reduces else ""
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [pytest.param(each.capability.value, id=each.id, marks=requirement(each.id)) for each in EMPTY],
+)
+@given(data=st.data())
+@share(0.08)
+def test_nothing_at_all(smp_world: SmpWorld, data: st.DataObject, operation: str) -> None:
+    claims, op = smp_world.capabilities, op_of(operation)
+    ranks = data.draw(worlds(smp_world), "ranks")
+    case = data.draw(cases(ranks, claims, operation, shape=empty(), op=op), "case")
+    chosen = data.draw(some(dtypes(claims, op)), "dtypes")
+    played = spread(case, chosen)
+    after = [dataclasses.replace(each, shape=(2, 1)) for each in played]
+    smp_world.run(play, *played, *after, ranks=ranks)
+
+
+@requirement("COLL-REPEATED")
+@given(data=st.data())
+@share(0.3)
+def test_calls_of_one_shape(smp_world: SmpWorld, data: st.DataObject) -> None:
+    claims = smp_world.capabilities
+    operation = data.draw(st.sampled_from(claimed(smp_world)), "operation")
+    op = op_of(operation)
+    ranks = data.draw(worlds(smp_world), "ranks")
+    case = data.draw(cases(ranks, claims, operation, shape=sides(1), op=op, of=2), "case")
+    chosen = data.draw(some(dtypes(claims, op)), "dtypes")
+    played = [
+        dataclasses.replace(each, number=number)
+        for each in spread(case, chosen)
+        for number in range(case.of)
+    ]
+    smp_world.run(play, *played, ranks=ranks)
+
+
+@requirement("COLL-MANY")
+@given(data=st.data())
+@share(0.02)
+def test_many_calls(smp_world: SmpWorld, data: st.DataObject) -> None:
+    claims, names = smp_world.capabilities, claimed(smp_world)
+    ranks = data.draw(worlds(smp_world), "ranks")
+    order = data.draw(st.permutations(names), "order")
+    dtype = data.draw(st.sampled_from(sorted(dtypes(claims), key=_wide)), "dtype")
+    turns = 300 // len(names)
+    everyone = tuple(range(ranks))
+    played = [
+        Case(name, everyone, dtype, (2,), op=op_of(name), number=turn, of=turns, root=turn % ranks)
+        for turn in range(turns)
+        for name in order
+        if not op_of(name) or dtype in dtypes(claims, "SUM")
+    ]
+    smp_world.run(play, *played, ranks=ranks)
+
+
+def _wide(dtype: torch.dtype) -> int:
+    """Dtypes with many numbers first: with few of them, values come again."""
+    return -dtype.itemsize
+
+
+@requirement("COLL-LARGE")
+@given(data=st.data())
+@share(0.01)
+def test_large_tensors(smp_world: SmpWorld, data: st.DataObject) -> None:
+    claims = smp_world.capabilities
+    ranks = min(2, smp_world.ranks)
+    dtype = data.draw(st.sampled_from(dtypes(claims)), "dtype")
+    for name in claimed(smp_world):
+        op = op_of(name)
+        if not op or dtype in dtypes(claims, op):
+            case = Case(name, tuple(range(ranks)), dtype, (2**20 // ranks,), op=op, root=ranks - 1)
+            smp_world.run(play, case, ranks=ranks)

@@ -1,0 +1,153 @@
+"""Groups of tensor collectives: in any order, without rank 0, of one rank, overlapping, not one's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+
+from conformance.registry import Capability
+from conformance.requirements import requirement
+from conformance.tensor_draws import cases, claimed, dtypes, share, some, spread, worlds
+from conformance.tensors import COLLECTIVES, new_group, play
+from conformance.verdicts import not_supported
+from pytest_smp.proxies import SmpWorld, TmpPath
+
+
+@pytest.mark.parametrize(
+    ("group", "least"),
+    [
+        pytest.param(group, least, id=id, marks=requirement(f"COLL-GROUP-{id}"))
+        for id, group, least in (
+            ("ORDER", "unsorted", 2),
+            ("SORTED", "any", 1),
+            ("WITHOUT-0", "without 0", 2),
+            ("ALONE", "alone", 1),
+        )
+    ],
+)
+@given(data=st.data())
+@share(0.35)
+def test_groups(smp_world: SmpWorld, data: st.DataObject, group: str, least: int) -> None:
+    claims = smp_world.capabilities
+    operation = data.draw(st.sampled_from(claimed(smp_world)), "operation")
+    op = "SUM" if COLLECTIVES[operation].reduces else ""
+    ranks = data.draw(worlds(smp_world, least), "ranks")
+    case = data.draw(cases(ranks, claims, operation, group=group, op=op), "case")
+    if group == "any":
+        case = dataclasses.replace(case, default=False, sort=True)
+    chosen = data.draw(some(dtypes(claims, op)), "dtypes")
+    smp_world.run(play, *spread(case, chosen), ranks=ranks)
+
+
+@requirement("COLL-GROUP-OVERLAP")
+@given(data=st.data())
+@share(0.3)
+def test_groups_that_share_ranks(smp_world: SmpWorld, data: st.DataObject) -> None:
+    claims = smp_world.capabilities
+    operation = data.draw(st.sampled_from(claimed(smp_world)), "operation")
+    op = "SUM" if COLLECTIVES[operation].reduces else ""
+    ranks = data.draw(worlds(smp_world, 2), "ranks")
+    dtype = data.draw(st.sampled_from(dtypes(claims, op)), "dtype")
+    count = data.draw(st.integers(2, 4), "calls")
+    shape = st.just((2, 1))  # of one shape, so that a call could meet another group's
+    one = cases(ranks, claims, operation, shape=shape, op=op, dtype=dtype, of=count)
+    played = [
+        dataclasses.replace(data.draw(one, f"call {number}"), number=number)
+        for number in range(count)
+    ]
+    smp_world.run(play, *played, ranks=ranks)
+
+
+def call_from_outside(operation: str, ranks: list[int], dtype: torch.dtype) -> None:
+    """Call on a group; a rank that is not in it looks at its tensors."""
+    group, me = new_group(ranks), dist.get_rank()
+    if me in ranks:
+        dist.destroy_process_group(group)
+        return
+    collective, size = COLLECTIVES[operation], len(ranks)
+    given = [torch.ones(size, dtype=dtype) for _ in range(size)]
+    taken = [torch.ones(size, dtype=dtype) for _ in range(size)]
+    how = {f"group_{collective.root}": 0} if collective.root else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says so, too
+        result = collective.call(given, taken, {"group": group, **how})
+    assert result is None, f"rank {me} is not in the group, and {operation} returned {result!r}"
+    for each in given + taken:
+        assert each.double().eq(1).all(), f"rank {me} is not in the group, and {operation} wrote"
+
+
+@requirement("COLL-GROUP-OUTSIDER")
+@given(data=st.data())
+@share(0.3)
+def test_calls_from_outside(smp_world: SmpWorld, data: st.DataObject) -> None:
+    operation = data.draw(st.sampled_from(claimed(smp_world)), "operation")
+    world = data.draw(worlds(smp_world, 2), "ranks")
+    outsider = data.draw(st.integers(0, world - 1), "outsider")
+    members = [rank for rank in range(world) if rank != outsider]
+    real = [dtype for dtype in dtypes(smp_world.capabilities) if not dtype.is_complex]
+    dtype = data.draw(st.sampled_from(real), "dtype")
+    smp_world.run(call_from_outside, operation, members, dtype, ranks=world)
+
+
+# ---- Barriers ------------------------------------------------------------------------------------
+
+
+def meet_and_look(members: list[int] | None, count: int, folder: Path) -> list[list[int]]:
+    """For each of ``count`` barriers of the group: the members that had not come when it let go.
+
+    Args:
+        members: their ranks; None is the default group.
+        count: the number of barriers.
+        folder: what all ranks see.
+    """
+    me, missing = dist.get_rank(), []
+    group = None if members is None else new_group(members)
+    inside = list(range(dist.get_world_size())) if members is None else members
+    for number in range(count if me in inside else 0):
+        (folder / f"{me} at {number}").touch()
+        dist.barrier(group=group)
+        missing.append([r for r in inside if not (folder / f"{r} at {number}").exists()])
+    if members is not None and me in members:
+        dist.destroy_process_group(group)
+    return missing
+
+
+@requirement("COLL-BARRIER-ALL")
+@given(data=st.data(), count=st.integers(1, 3))
+@share(0.2)
+def test_all_come_before_one_leaves(
+    smp_world: SmpWorld, smp_tmp_path: TmpPath, data: st.DataObject, count: int
+) -> None:
+    """A rank makes a file before it comes, so all files are there whenever a barrier that waits lets
+    a rank go, on any backend and at any speed.
+    """
+    ranks = data.draw(worlds(smp_world), "ranks")
+    seen = smp_world.run(meet_and_look, None, count, smp_tmp_path.fresh(), ranks=ranks)
+    for rank, barriers in enumerate(seen):
+        for number, missing in enumerate(barriers):
+            assert not missing, f"rank {rank} left barrier {number} before ranks {missing} came"
+
+
+@requirement("COLL-BARRIER-GROUP")
+@given(data=st.data(), count=st.integers(1, 3))
+@share(0.2)
+def test_a_barrier_is_of_its_group(
+    smp_world: SmpWorld, smp_tmp_path: TmpPath, data: st.DataObject, count: int
+) -> None:
+    """The other ranks come to none: a barrier that waits for them never ends."""
+    if Capability.GROUPS not in smp_world.capabilities:
+        not_supported("the backend claims no groups")
+    ranks = data.draw(worlds(smp_world, 2), "ranks")
+    size = data.draw(st.integers(1, ranks), "size")
+    members = sorted(data.draw(st.permutations(range(ranks)), "members")[:size])
+    seen = smp_world.run(meet_and_look, members, count, smp_tmp_path.fresh(), ranks=ranks)
+    for rank in members:
+        for number, missing in enumerate(seen[rank]):
+            assert not missing, f"rank {rank} left barrier {number} before ranks {missing} came"

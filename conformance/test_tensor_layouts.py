@@ -1,0 +1,59 @@
+"""Tensors that are not contiguous: strided, sliced, transposed, reversed, and expanded inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from conformance.registry import Requirement
+from conformance.requirements import requirement
+from conformance.requirements.collectives import LAYOUTS
+from conformance.tensor_draws import (
+    READABLE,
+    WRITABLE,
+    cases,
+    dtypes,
+    share,
+    sides,
+    some,
+    spread,
+    worlds,
+)
+from conformance.tensors import COLLECTIVES, play
+from pytest_smp.proxies import SmpWorld
+
+#: To the right of contiguous ones, so that a call mixes both and shrinks to one of them.
+_VIEWS = tuple(name for name in WRITABLE if name != "contiguous")
+_INPUTS = tuple(name for name in READABLE if name != "contiguous")
+
+
+def parameter(declared: Requirement) -> Any:
+    """Operation and layouts that test a requirement."""
+    operation = declared.capability.value
+    both = declared.id.endswith("-LAYOUT")
+    # What is written to cannot be expanded; of a broadcast, only the root's tensor is read.
+    read = COLLECTIVES[operation].taken != "same" or operation == "broadcast"
+    how = {}
+    if both or declared.id.endswith("-IN"):
+        how["given"] = _INPUTS if read else _VIEWS
+    if both or declared.id.endswith("-OUT"):
+        how["taken"] = _VIEWS
+    return pytest.param(operation, how, id=declared.id, marks=requirement(declared.id))
+
+
+@pytest.mark.parametrize(("operation", "how"), [parameter(each) for each in LAYOUTS])
+@given(data=st.data())
+@share(0.16)
+def test_views(
+    smp_world: SmpWorld, data: st.DataObject, operation: str, how: dict[str, Any]
+) -> None:
+    claims = smp_world.capabilities
+    op = "SUM" if COLLECTIVES[operation].reduces else ""
+    ranks = data.draw(worlds(smp_world), "ranks")
+    shape = sides(1, 3, 4)
+    case = data.draw(cases(ranks, claims, operation, shape=shape, op=op, **how), "case")
+    chosen = data.draw(some(dtypes(claims, op)), "dtypes")
+    smp_world.run(play, *spread(case, chosen), ranks=ranks)

@@ -1,0 +1,173 @@
+"""Collectives that reduce tensors: every claimed reduce op on every dtype that it is claimed for."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+
+from conformance.registry import Capability
+from conformance.requirements import requirement
+from conformance.tensor_draws import (
+    EXACT,
+    cases,
+    claimed,
+    dtypes,
+    kept,
+    share,
+    sides,
+    some,
+    spread,
+    worlds,
+)
+from conformance.tensors import COLLECTIVES, WHOLE, Case, play
+from conformance.verdicts import not_supported
+from pytest_smp.proxies import SmpWorld
+from pytest_smp.strategies import same
+from smp_core.backends.capabilities import REDUCTIONS
+
+
+def check(
+    smp_world: SmpWorld,
+    data: st.DataObject,
+    operation: str,
+    op: str,
+    chosen: list[torch.dtype] | None = None,
+    **how: object,
+) -> None:
+    """Draw a case of this op and carry it out, in some or in all dtypes that are claimed for it."""
+    claims = smp_world.capabilities
+    ranks = data.draw(worlds(smp_world), "ranks")
+    if op == "AVG":
+        how["group"] = "exact"
+        if Capability.GROUPS not in claims:
+            ranks = max(size for size in EXACT if size <= ranks)
+    case = data.draw(cases(ranks, claims, operation, op=op, **how), "case")  # type: ignore[arg-type]
+    smp_world.run(play, *spread(case, chosen or dtypes(claims, op)), ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        pytest.param(ops.split(), id=id, marks=requirement(f"COLL-ALL-REDUCE-{id}"))
+        for id, ops in (
+            ("SUM", "SUM"),
+            ("PRODUCT", "PRODUCT"),
+            ("MIN-MAX", "MIN MAX"),
+            ("BITS", "BAND BOR BXOR"),
+            ("AVG", "AVG"),
+        )
+    ],
+)
+@given(data=st.data())
+@share(0.1)
+def test_all_reduce(smp_world: SmpWorld, data: st.DataObject, ops: list[str]) -> None:
+    """Each example is carried out in every dtype that the op is claimed for."""
+    op = data.draw(st.sampled_from(kept(smp_world.capabilities, ops)), "op")
+    check(smp_world, data, "all_reduce", op)
+
+
+@pytest.mark.parametrize(
+    ("operation", "stacked"),
+    [
+        pytest.param(operation, stacked, id=id, marks=requirement(f"COLL-{id}"))
+        for id, operation, stacked in (
+            ("REDUCE-VALUE", "reduce", False),
+            ("REDUCE-SCATTER-VALUE", "reduce_scatter", False),
+            ("REDUCE-SCATTER-SINGLE-CAT", "reduce_scatter_single", False),
+            ("REDUCE-SCATTER-SINGLE-STACK", "reduce_scatter_single", True),
+        )
+    ],
+)
+@given(data=st.data())
+@share(0.24)
+def test_every_op(smp_world: SmpWorld, data: st.DataObject, operation: str, stacked: bool) -> None:
+    op = data.draw(st.sampled_from(kept(smp_world.capabilities, REDUCTIONS)), "op")
+    check(smp_world, data, operation, op, stacked=stacked)
+
+
+@requirement("COLL-OP-DEFAULT")
+@given(data=st.data())
+@share(0.3)
+def test_without_an_op_it_is_a_sum(smp_world: SmpWorld, data: st.DataObject) -> None:
+    reducing = [name for name, each in COLLECTIVES.items() if each.reduces]
+    operation = data.draw(st.sampled_from(claimed(smp_world, reducing)), "operation")
+    chosen = data.draw(some(dtypes(smp_world.capabilities, "SUM")), "dtypes")
+    check(smp_world, data, operation, "", chosen)
+
+
+@requirement("COLL-ALL-REDUCE-WRAP")
+@given(data=st.data())
+@share(0.2)
+def test_integers_wrap_around(smp_world: SmpWorld, data: st.DataObject) -> None:
+    op = data.draw(st.sampled_from(kept(smp_world.capabilities, ["SUM", "PRODUCT"])), "op")
+    whole = [dtype for dtype in dtypes(smp_world.capabilities, op) if dtype in WHOLE]
+    if not whole:
+        not_supported(f"the backend claims no integers for {op}")
+    check(smp_world, data, "all_reduce", op, whole, wide=True)
+
+
+@requirement("COLL-ALL-REDUCE-BOOL")
+@given(data=st.data())
+@share(0.2)
+def test_sums_and_products_of_bool(smp_world: SmpWorld, data: st.DataObject) -> None:
+    claimed = smp_world.capabilities.reductions
+    ops = [op for op in ("SUM", "PRODUCT") if "bool" in claimed.get(op, ())]
+    if not ops:
+        not_supported("the backend claims neither SUM nor PRODUCT of bool")
+    check(smp_world, data, "all_reduce", data.draw(st.sampled_from(ops), "op"), [torch.bool])
+
+
+def average_large(ranks: int) -> None:
+    """The average of numbers each of which is near the largest of float16."""
+    tensor = torch.arange(60000, 60000 + 32 * ranks, 32, dtype=torch.float16)
+    tensor = tensor.roll(dist.get_rank())
+    dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
+    assert tensor.isfinite().all(), f"rank {dist.get_rank()}: the average is {tensor.tolist()}"
+
+
+@requirement("COLL-ALL-REDUCE-AVG-HALF")
+@given(data=st.data())
+@share(0.1)
+def test_averages_do_not_overflow(smp_world: SmpWorld, data: st.DataObject) -> None:
+    """Only that: in which precision the numbers are summed is not said."""
+    if "float16" not in smp_world.capabilities.reductions.get("AVG", ()):
+        not_supported("the backend claims no AVG of float16")
+    ranks = data.draw(worlds(smp_world), "ranks")
+    smp_world.run(average_large, ranks, ranks=ranks)
+
+
+def reduce_any(case: Case, seed: int) -> torch.Tensor:
+    """All-reduce numbers that no order sums exactly; what this rank gets."""
+    generator = torch.Generator().manual_seed(seed + dist.get_rank())
+    count = case.spec(("contiguous",), 0, case.shape).numel
+    numbers = torch.randn(count, generator=generator, dtype=torch.float64)
+    numbers *= 10 ** (4 * torch.rand(count, generator=generator, dtype=torch.float64) - 2)
+    tensor = numbers.to(case.dtype).reshape(case.shape)
+    dist.all_reduce(tensor, op=getattr(dist.ReduceOp, case.op))
+    # As bytes: plain pickle knows them on every backend.
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+@requirement("COLL-ALL-REDUCE-IDENTICAL")
+@given(data=st.data(), seed=st.integers(0, 2**32))
+@share(0.3)
+def test_all_ranks_hold_the_same_bits(smp_world: SmpWorld, data: st.DataObject, seed: int) -> None:
+    claims = smp_world.capabilities
+    op = data.draw(st.sampled_from(kept(claims, ["SUM", "PRODUCT", "AVG"])), "op")
+    floats = [dtype for dtype in dtypes(claims, op) if dtype.is_floating_point]
+    if not floats:
+        not_supported(f"the backend claims no floating-point dtype for {op}")
+    ranks = data.draw(worlds(smp_world), "ranks")
+    case = Case(
+        "all_reduce",
+        tuple(range(ranks)),
+        data.draw(st.sampled_from(floats), "dtype"),
+        data.draw(sides(1), "shape"),
+        op=op,
+    )
+    first, *others = smp_world.run(reduce_any, case, seed, ranks=ranks)
+    for rank, each in enumerate(others, 1):
+        assert same(each, first), f"rank {rank} holds other bits than rank 0"
