@@ -297,8 +297,7 @@ class Case:
     def makes(self, source: int) -> list[tuple[TensorSpec, int, int]]:
         """As ``inputs``, each with the arguments of ``TensorSpec.make``.
 
-        They are chosen so that signs change from element to element and from tensor to tensor, and
-        that an int64 is beyond what a float64 holds exactly.
+        They are chosen so that signs change from element to element and from tensor to tensor.
         """
         specs, sources = self.inputs(source)
         first = (self.number * self.size + source) * len(specs)
@@ -307,8 +306,7 @@ class Case:
         made = []
         for at, spec in enumerate(specs, first):
             per_sign = spec.distinct // 2
-            far = 2**23 if self.dtype is torch.int64 and spec.bound is None else 0
-            made.append((spec, at + far + at % 2 * per_sign, sources + 3 * per_sign))
+            made.append((spec, at + at % 2 * per_sign, sources + 3 * per_sign))
         return made
 
     def values(self, source: int) -> list[Tensor]:

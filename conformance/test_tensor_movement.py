@@ -21,6 +21,7 @@ from pytest_smp.proxies import SmpWorld
         for id, operation, how in (
             ("BROADCAST-VALUE", "broadcast", {}),
             ("ALL-GATHER-VALUE", "all_gather", {}),
+            ("ALL-GATHER-UNEVEN", "all_gather", {"uneven": True}),
             ("ALL-GATHER-SINGLE-CAT", "all_gather_single", {"stacked": False}),
             ("ALL-GATHER-SINGLE-STACK", "all_gather_single", {"stacked": True}),
             ("GATHER-VALUE", "gather", {}),

@@ -52,6 +52,13 @@ MOVEMENT = (
         "On every member the i-th tensor of the list holds the i-th member's tensor.",
     ),
     _of(
+        "ALL-GATHER",
+        "UNEVEN",
+        "Members' tensors may differ in size, 0 among them, as long as each finds its place in the "
+        "others' lists.",
+        "uneven sized tensors are supported",
+    ),
+    _of(
         "ALL-GATHER-SINGLE",
         "CAT",
         "On every member the output holds all inputs, concatenated in the order of the group.",

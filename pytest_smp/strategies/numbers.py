@@ -59,6 +59,9 @@ class Numbers(NamedTuple):
 
 _FLOAT32 = Numbers(2**11, 1 + 2**-12, exact=2**24)  # 23 bits each: exact
 _FLOAT64 = Numbers(2**22, 1 + 2**-30, exact=2**53)  # 52 bits each: exact
+# Each beyond what a float64 holds exactly; the unsigned ones on both sides of 2**63.
+_INT64 = Numbers(2**9 - 1, 2**53 + 1, exact=2**62)
+_UINT64 = Numbers(2**9 - 1, 2**55 + 1, exact=2**62)
 
 NUMBERS: Mapping[torch.dtype, Numbers] = {
     torch.float32: _FLOAT32,
@@ -74,11 +77,11 @@ NUMBERS: Mapping[torch.dtype, Numbers] = {
     torch.int8: Numbers(127),
     torch.int16: Numbers(32000),
     torch.int32: Numbers(32000, 2**16 + 1, exact=2**31 - 1),
-    torch.int64: Numbers(2**30, 2**32 + 1, exact=2**62),
+    torch.int64: _INT64,
     torch.uint8: Numbers(254, exact=127),
     torch.uint16: Numbers(32000),
     torch.uint32: Numbers(32000, 2**16 + 1, exact=2**31 - 1),
-    torch.uint64: Numbers(2**30, 2**32 + 1, exact=2**62),
+    torch.uint64: _UINT64,
     torch.bool: Numbers(2, exact=1),
 }
 

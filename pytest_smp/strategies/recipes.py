@@ -85,7 +85,8 @@ class TensorSpec:
 
     - Without ``bound``, for movement: numbers near the ends of the dtype, with low bits set, so that
       a detour through a narrower dtype or a wrong sign shows. 512 distinct in bfloat16, 4096 in
-      float16 and float32, 254 in int8 and uint8, 32 in float8_e4m3, 16 in float8_e5m2.
+      float16 and float32, 254 in int8 and uint8, 1022 in int64 and 511 in uint64 (all beyond what
+      a float64 holds), 32 in float8_e4m3, 16 in float8_e5m2.
     - With ``bound``, for reductions: 1 to ``bound``, then, if the dtype has signs, -1 to -``bound``.
       Sums over ``world`` ranks are exact in any order if ``world * bound`` is at most 2**8 in
       bfloat16, 2**11 in float16, 2**24 in float32, 2**4 and 2**3 in float8_e4m3 and float8_e5m2, and

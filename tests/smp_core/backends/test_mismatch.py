@@ -135,10 +135,10 @@ CASES: list[Calls] = [
     ),
     (
         "shape",
-        lambda: dist.all_gather([f32(4) for _ in range(3)], f32(4)),
-        "all_gather(dtype=float32, shape=[4])",
-        lambda: dist.all_gather([f32(5) for _ in range(3)], f32(5)),
-        "all_gather(dtype=float32, shape=[5])",
+        lambda: dist.all_gather_single(f32(12), f32(4)),
+        "all_gather_single(dtype=float32, shape=[4])",
+        lambda: dist.all_gather_single(f32(15), f32(5)),
+        "all_gather_single(dtype=float32, shape=[5])",
     ),
     (
         "shape",
@@ -176,6 +176,30 @@ def test_each_field(smp_world: Any, case: Calls, late: int) -> None:
     assert any(line.startswith("  rank") and line.endswith(usual_words) for line in lines)
     assert f"  rank {late}: {other_words}" in lines
     assert sum(THIS_FILE in line for line in lines) == 2
+
+
+@pytest.mark.parametrize("late", [0, 2], ids=["it calls first", "it calls last"])
+def test_what_all_gather_brings_must_be_what_the_others_expect(smp_world: Any, late: int) -> None:
+    def body() -> None:
+        size = 5 if dist.get_rank() == late else 4
+        dist.all_gather([f32(size) for _ in range(3)], f32(size))
+
+    text = mismatch(smp_world.report(body, ranks=3))
+    assert text.startswith("mismatch: all_gather differs in element count\n")
+    first, second = sorted([late, 1 if late == 0 else 0])
+    sizes = {rank: 5 if rank == late else 4 for rank in range(3)}
+    assert f"  rank {second} sends {sizes[second]} elements to rank {first}\n" in text
+    assert f"  rank {first} expects {sizes[first]} elements from rank {second}\n" in text
+
+
+def test_all_gather_takes_tensors_of_different_sizes(smp_world: Any) -> None:
+    def body() -> list[list[float]]:
+        rank = dist.get_rank()
+        outputs = [torch.zeros(size) for size in (2, 0, 3)]
+        dist.all_gather(outputs, torch.full((outputs[rank].numel(),), float(rank)))
+        return [output.tolist() for output in outputs]
+
+    assert smp_world.run(body, ranks=3) == [[[0, 0], [], [2, 2, 2]]] * 3
 
 
 def test_the_users_lines_are_in_the_message(smp_world: Any) -> None:
@@ -384,7 +408,7 @@ def test_the_same_threads_serve_after_a_mismatch(smp_world: Any) -> None:
         ),
         (
             lambda: dist.all_gather([f32(3)] * 3, f32(4)),
-            "all_gather: the output has 3 elements, the input's elements need 4",
+            "all_gather: the output has 3 elements, the elements of this rank's input need 4",
         ),
         (
             lambda: dist.all_gather_single(f32(11), f32(4)),

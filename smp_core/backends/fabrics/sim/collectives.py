@@ -70,8 +70,16 @@ def broadcast(root: int) -> Complete:
 
 
 def all_gather(calls: list[Call]) -> Values:
-    """Brought: tensors; for each of them, a member gets those of all."""
-    columns = zip(*(call.data for call in calls), strict=True)
+    """Brought: (tensors, counts): for each tensor, a member gets those of all; ``counts`` are the
+    elements that it expects of them, tensor by tensor. Sizes may differ between members.
+
+    Raises CollectiveMismatchError if a member brings more or fewer than another expects.
+    """
+    columns = [*zip(*(call.data[0] for call in calls), strict=True)]
+    sent = [tensor.numel() for column in columns for tensor in column]
+    for target in calls:
+        for index, (count, expected) in enumerate(zip(sent, target.data[1], strict=True)):
+            _check_pair(calls[index % len(calls)], target, count, expected)
     values = [value for column in columns for value in _snapshot(column)]
     return [values for _ in calls]
 
@@ -137,17 +145,19 @@ def all_to_all(calls: list[Call]) -> Values:
     Raises CollectiveMismatchError if a pair of members disagrees on that number.
     """
     for (sender, source), (receiver, target) in itertools.product(enumerate(calls), repeat=2):
-        sent, expected = source.data[0][receiver].numel(), target.data[1][sender]
-        if sent != expected:
-            raise CollectiveMismatchError(
-                f"mismatch: {source.operation} differs in element count\n"
-                f"  rank {source.rank} sends {sent} elements to rank {target.rank}"
-                f"{_at(source.place)}\n"
-                f"  rank {target.rank} expects {expected} elements from rank {source.rank}"
-                f"{_at(target.place)}"
-            )
+        _check_pair(source, target, source.data[0][receiver].numel(), target.data[1][sender])
     values = [_snapshot(call.data[0]) for call in calls]
     return [[value[index] for value in values] for index in range(len(calls))]
+
+
+def _check_pair(source: Call, target: Call, sent: int, expected: int) -> None:
+    if sent != expected:
+        raise CollectiveMismatchError(
+            f"mismatch: {source.operation} differs in element count\n"
+            f"  rank {source.rank} sends {sent} elements to rank {target.rank}{_at(source.place)}\n"
+            f"  rank {target.rank} expects {expected} elements from rank {source.rank}"
+            f"{_at(target.place)}"
+        )
 
 
 def _at(place: object) -> str:

@@ -29,10 +29,12 @@ class Call:
     data: Any
     place: Place | None = None
     rank: int = -1  # in the world; set when the call meets the others
+    told: Fields = ()  # what may differ, and is of interest all the same
 
     def text(self) -> str:
         """The call in words: ``all_reduce(reduce op=SUM, dtype=float32, shape=[4])``."""
-        return f"{self.operation}({', '.join(f'{name}={value}' for name, value in self.fields)})"
+        fields = (*self.fields, *self.told)
+        return f"{self.operation}({', '.join(f'{name}={value}' for name, value in fields)})"
 
 
 class Meeting:

@@ -118,6 +118,7 @@ class SimProcessGroup(dist.ProcessGroup):
         brings: Sequence[Tensor] = (),
         gets: Sequence[Tensor] = (),
         counts: Sequence[int] | None = None,
+        told: Fields = (),
         result: Any = None,
     ) -> SimWork:
         """Issue a collective.
@@ -126,7 +127,7 @@ class SimProcessGroup(dist.ProcessGroup):
         torch's callers expect of the work, if it is nested otherwise.
         """
         context = self._enter(operation)
-        call = Call(operation, fields, None, caller_place())
+        call = Call(operation, fields, None, caller_place(), told=told)
         flight = Flight(brings, gets)
         self._take_off(flight, operation, asynchronous=getattr(opts, "asyncOp", True))
         call.data = flight.inputs if counts is None else (flight.inputs, counts)
@@ -239,15 +240,18 @@ class SimProcessGroup(dist.ProcessGroup):
             _check_list(name, "output", targets, self._size)
             _check_tensors(name, [value, *targets])
             _check_outputs(name, targets)
-            for target in targets:
-                _check_count(name, "output", target, value.numel(), "the input's elements")
+            mine = targets[self._position]
+            _check_count(name, "output", mine, value.numel(), "the elements of this rank's input")
+        flat = [target for targets in outputs for target in targets]
         return self._collective(
             name,
-            _fields(inputs),
+            (("dtype", dtype_text(inputs)),),  # sizes may differ: counts are compared by pairs
             collectives.all_gather,
             opts,
             brings=inputs,
-            gets=[target for targets in outputs for target in targets],
+            gets=flat,
+            counts=[target.numel() for target in flat],
+            told=(("shape", shape_text(inputs)),),
             result=outputs,
         )
 
