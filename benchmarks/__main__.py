@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.figures import Figure
 
-NAMES = ("allgather", "peers", "deadlock", "large_world")
+NAMES = ("allgather", "peers", "deadlock", "large_world", "diagnostics")
 
 
 def main() -> None:

@@ -16,7 +16,14 @@ import pytest
 #: How a wrong value shows: an assertion of the property, or pytest.raises that saw nothing raised.
 ASSERTION: tuple[type[BaseException], ...] = (AssertionError, pytest.fail.Exception)
 
-Plant = Callable[[pytest.MonkeyPatch], None]
+Patch = pytest.MonkeyPatch
+Plant = Callable[[Patch], None]
+
+
+class MutantError(Exception):
+    """Raised when mutants cannot be used: two of one name, an unknown requirement, what is no mutant,
+    or a module or attribute that is not there.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,12 +68,14 @@ class Bugs(list[Mutant]):
             ...
 
     The function gets a ``pytest.MonkeyPatch`` that is undone when the mutant leaves; its name and
-    the first line of its docstring become the mutant's.
+    the first line of its docstring become the mutant's. Entered for a second requirement, it is a
+    second mutant, whose name ends in that requirement's id.
     """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
+        self._entered: list[Plant] = []
 
     def enter(
         self,
@@ -78,9 +87,13 @@ class Bugs(list[Mutant]):
         """Enter a bug: ``requirement`` must catch it, by an assertion or by what ``by`` names."""
 
         def entered(plant: Plant) -> Plant:
+            words = plant.__name__.strip("_").split("_")
+            if plant in self._entered:
+                words.append(requirement.lower())
+            self._entered.append(plant)
             self.append(
                 Mutant(
-                    name=plant.__name__.strip("_").replace("_", "-"),
+                    name="-".join(words),
                     kind=kind or self.kind,
                     sentence=str(plant.__doc__).partition("\n")[0].strip(),
                     requirement=requirement,

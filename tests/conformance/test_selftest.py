@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,6 +90,16 @@ ELSEWHERE = Bugs("theirs")
 def typo(patch):
     "its requirement is a typo"
 """
+
+
+def test_the_page_shows_what_happens(sessions: Any) -> None:
+    page = (Path(__file__).parents[2] / "docs/mutants.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (example,) = (block for language, block in blocks if language == "python")
+    (shown,) = (block for language, block in blocks if not language)
+    arguments = [*SELFTEST, "--pyargs", "conformance.test_allgather", "--smp-mutants=planted:BUGS"]
+    (output,) = sessions(arguments, plugin=example)
+    assert shown in output
 
 
 def test_planted_bugs_are_killed(sessions: Any) -> None:

@@ -1,0 +1,35 @@
+"""What our verdicts are worth: programs with one planted fault, and what the verdict said of them."""
+
+from __future__ import annotations
+
+from benchmarks.figures import Figure
+from pytest_smp.strategies.communication.profile import run_invalid, run_valid
+from smp_core.backends import find_backend, open_backend
+
+INVALID = 1000
+VALID = 500
+
+
+def measure() -> list[Figure]:
+    """The share of invalid programs whose verdict has the right class, rank and line; false alarms."""
+    capabilities = find_backend("sim").capabilities
+    host = open_backend("sim")
+    try:
+        scores = run_invalid(host, capabilities, range(INVALID))
+        coverage = run_valid(host, capabilities, range(VALID))
+    finally:
+        host.close()
+    told = f"sim: {INVALID} invalid programs:"
+    rows = (
+        ("verdict", "verdict of the right class", "100 %"),
+        ("rank", "rank at fault named", "at least 95 %"),
+        ("lines", "user's lines shown", "100 %"),
+    )
+    figures = [
+        Figure(f"{told} {text}", 100 * scores.share(what), "%", budget=budget)
+        for what, text, budget in rows
+    ]
+    alarms, rate = len(coverage.alarms), VALID / coverage.seconds
+    figures.append(Figure(f"sim: {VALID} valid programs: false alarms", alarms, "", budget="none"))
+    figures.append(Figure("sim: valid programs, drawn, run and checked", rate, "programs/s"))
+    return figures

@@ -1,0 +1,69 @@
+"""All hand-written mutants: our own, and those that a session adds (``--smp-mutants``)."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+
+from conformance.mutants import (
+    collectives,
+    configuration,
+    errors,
+    group_calls,
+    groups,
+    lifecycle,
+    send_recv,
+    traffic,
+)
+from conformance.mutants.protocol import Mutant, MutantError
+from conformance.registry import RequirementError
+from conformance.requirements import REQUIREMENTS
+
+
+def checked(*areas: Iterable[object]) -> tuple[Mutant, ...]:
+    """The mutants of these areas in one tuple. Raises MutantError."""
+    found: dict[str, Mutant] = {}
+    for area in areas:
+        for each in area:
+            if not isinstance(each, Mutant):
+                raise MutantError(f"{each!r} is no conformance.mutants.protocol.Mutant")
+            if each.name in found:
+                raise MutantError(f"two mutants are called {each.name!r}")
+            try:
+                REQUIREMENTS.named(each.requirement)
+            except RequirementError as error:
+                raise MutantError(f"mutant {each.name!r}: {error}") from None
+            found[each.name] = each
+    return tuple(found.values())
+
+
+def load(where: str) -> Iterable[object]:
+    """The mutants at ``module:attribute``, not yet checked. Raises MutantError."""
+    module_name, colon, attribute = where.partition(":")
+    if not (module_name and colon and attribute):
+        raise MutantError("must be module:attribute")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # of any kind: somebody else's module runs
+        raise MutantError(
+            f"cannot import {module_name}: {type(error).__name__}: {error}"
+        ) from error
+    try:
+        mutants = getattr(module, attribute)
+    except AttributeError:
+        raise MutantError(f"module {module_name} has no attribute {attribute!r}") from None
+    if not isinstance(mutants, Iterable) or isinstance(mutants, str | bytes):
+        raise MutantError(f"{mutants!r} is no iterable of mutants")
+    return mutants
+
+
+MUTANTS: tuple[Mutant, ...] = checked(
+    lifecycle.BUGS,
+    configuration.BUGS,
+    groups.BUGS,
+    send_recv.BUGS,
+    group_calls.BUGS,
+    errors.BUGS,
+    collectives.BUGS,
+    traffic.BUGS,
+)

@@ -1,0 +1,905 @@
+"""Bugs of the tensor collectives of a process group: layouts, dtypes, roots, orders.
+
+Most stand around the functions of torch.distributed, which every backend is called by; those of the
+order and the numbers of a reduction, in the fold.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from conformance.mutants.blocks import PerRun
+from conformance.mutants.protocol import ASSERTION, Bugs, Patch
+from smp_core import reduction
+from smp_core.backends.fabrics.sim import collectives
+from smp_core.errors import VerdictError
+
+BUGS = Bugs("collectives and layout")
+
+Tensor = torch.Tensor
+
+# ---- What bugs are made of -----------------------------------------------------------------------
+
+#: By name of a function: the places of its inputs and of its outputs among the positional arguments,
+#: as ``call`` of conformance.tensors.COLLECTIVES passes them.
+ARGUMENTS = {
+    "broadcast": ((0,), (0,)),
+    "all_reduce": ((0,), (0,)),
+    "reduce": ((0,), (0,)),
+    "all_gather": ((1,), (0,)),
+    "all_gather_single": ((1,), (0,)),
+    "gather": ((0,), (1,)),
+    "scatter": ((1,), (0,)),
+    "reduce_scatter": ((1,), (0,)),
+    "reduce_scatter_single": ((1,), (0,)),
+    "all_to_all": ((1,), (0,)),
+    "all_to_all_single": ((1,), (0,)),
+}
+
+
+def around(patch: Patch, names: str | Sequence[str], wrapper: Callable[..., Any]) -> None:
+    """Replace functions of torch.distributed by one that gets the original and its arguments."""
+    for name in [names] if isinstance(names, str) else names:
+        patch.setattr(dist, name, functools.partial(wrapper, getattr(dist, name)))
+
+
+def everywhere(patch: Patch, wrapper: Callable[..., Any]) -> None:
+    """``around`` every function; the wrapper gets its name first."""
+    for name in ARGUMENTS:
+        around(patch, name, functools.partial(wrapper, name))
+
+
+def each(change: Callable[[Tensor], Tensor], argument: Any) -> Any:
+    """Change a tensor, or all of a list; None stays."""
+    if isinstance(argument, list):
+        return [change(tensor) for tensor in argument]
+    return argument if argument is None else change(argument)
+
+
+def tensors_at(arguments: Sequence[Any], places: Sequence[int]) -> list[Tensor]:
+    """The tensors at these places, lists opened."""
+    found = [arguments[place] for place in places]
+    return [
+        tensor
+        for one in found
+        if one is not None
+        for tensor in (one if isinstance(one, list) else [one])
+    ]
+
+
+def seen_as(
+    patch: Patch, name: str, change: Callable[[Tensor], Tensor], inputs: bool, outputs: bool
+) -> None:
+    """The function gets other views of the same memory."""
+    reads, writes = ARGUMENTS[name]
+    places = {*(reads if inputs else ()), *(writes if outputs else ())}
+
+    def call(original: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
+        changed = [
+            each(change, argument) if place in places else argument
+            for place, argument in enumerate(arguments)
+        ]
+        return original(*changed, **how)
+
+    around(patch, name, call)
+
+
+def as_if_dense(tensor: Tensor) -> Tensor:
+    """The memory from a tensor's first element on, read or written as if the rest followed densely."""
+    if tensor.is_contiguous():
+        return tensor
+    start, count = tensor.storage_offset(), tensor.numel()
+    there = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize - start
+    if there >= count:
+        return tensor.as_strided((count,), (1,), start).view(tensor.shape)
+    beyond = torch.zeros(count - there, dtype=torch.float32).to(tensor.dtype)
+    return torch.cat([tensor.as_strided((there,), (1,), start), beyond]).view(tensor.shape)
+
+
+def from_the_start(tensor: Tensor) -> Tensor:
+    """A tensor's memory, its place in the storage forgotten."""
+    return tensor.as_strided(tensor.shape, tensor.stride(), 0)
+
+
+def members(group: Any) -> int:
+    """The size of a group; None is the default one."""
+    return dist.get_world_size(group)
+
+
+def turned(parts: Sequence[Any]) -> list[Any]:
+    """The last first."""
+    return [*parts[-1:], *parts[:-1]]
+
+
+def rearranged(tensor: Tensor, count: int, order: Callable[[Sequence[Tensor]], Any]) -> None:
+    """Put the equal parts of a tensor into another order."""
+    parts = tensor.clone().reshape(count, tensor.numel() // count)
+    tensor.copy_(torch.stack(order(list(parts))).reshape(tensor.shape))
+
+
+def named(plant: Callable[[Patch], None], name: str, sentence: str) -> Callable[[Patch], None]:
+    """A bug that is planted in several functions, named for one of them."""
+    plant.__name__, plant.__doc__ = name, sentence
+    return plant
+
+
+# ---- Movement ------------------------------------------------------------------------------------
+
+
+@BUGS.enter("COLL-BROADCAST-VALUE", kind="root", origin="B034")
+def broadcast_from_the_first(patch: Patch) -> None:
+    """broadcast takes the first rank of the group for the root"""
+
+    def call(original: Callable[..., Any], tensor: Tensor, group: Any = None, **how: Any) -> Any:
+        return original(tensor, group=group, group_src=0)
+
+    around(patch, "broadcast", call)
+
+
+@BUGS.enter("COLL-ALL-GATHER-VALUE")
+def gathered_backwards(patch: Patch) -> None:
+    """all_gather fills the list from its end"""
+    around(patch, "all_gather", lambda call, outs, value, **how: call(outs[::-1], value, **how))
+
+
+@BUGS.enter("COLL-ALL-GATHER-UNEVEN", origin="B014")
+def gathered_as_if_all_were_alike(patch: Patch) -> None:
+    """all_gather takes the size of the first member's tensor for that of all"""
+
+    def call(original: Callable[..., Any], outs: list[Tensor], value: Tensor, **how: Any) -> Any:
+        result = original(outs, value, **how)
+        for out in outs:
+            if out.dim():
+                out[len(outs[0]) :] = 0
+        return result
+
+    around(patch, "all_gather", call)
+
+
+def through(patch: Patch, name: str, narrow: torch.dtype, wide: torch.dtype) -> None:
+    """Inputs of a dtype make a detour through another."""
+    seen_as(patch, name, lambda t: t.to(narrow).to(wide) if t.dtype is wide else t, True, False)
+
+
+@BUGS.enter("COLL-ALL-GATHER-VALUE", kind="dtype")
+def int64_through_float64(patch: Patch) -> None:
+    """all_gather moves int64 as float64"""
+    through(patch, "all_gather", torch.float64, torch.int64)
+
+
+@BUGS.enter("COLL-ALL-TO-ALL-SINGLE-VALUE", kind="dtype")
+def float64_through_float32(patch: Patch) -> None:
+    """all_to_all_single moves float64 as float32"""
+    through(patch, "all_to_all_single", torch.float32, torch.float64)
+
+
+@BUGS.enter("COLL-SCATTER-VALUE", kind="dtype")
+def float8_by_value(patch: Patch) -> None:
+    """scatter moves one kind of float8 as another"""
+    through(patch, "scatter", torch.float8_e5m2, torch.float8_e4m3fn)
+
+
+def arranged_after(
+    patch: Patch, name: str, order: Callable[[Sequence[Tensor]], Any], stacked: bool | None = None
+) -> None:
+    """Put the parts of the output into another order, of stacks or concatenations only if said so."""
+
+    def call(
+        original: Callable[..., Any], out: Tensor, value: Tensor, *rest: Any, **how: Any
+    ) -> Any:
+        result = original(out, value, *rest, **how)
+        if out.numel() and stacked in (None, out.dim() > value.dim()):
+            rearranged(out, members(how.get("group")), order)
+        return result
+
+    around(patch, name, call)
+
+
+@BUGS.enter("COLL-ALL-GATHER-SINGLE-CAT")
+def ring_order(patch: Patch) -> None:
+    """all_gather_single leaves the parts in the order in which a ring delivers them"""
+
+    def call(original: Callable[..., Any], out: Tensor, value: Tensor, **how: Any) -> Any:
+        result, group = original(out, value, **how), how.get("group")
+        if out.numel():
+            first = dist.get_rank(group)
+            rearranged(out, members(group), lambda parts: [*parts[first:], *parts[:first]])
+        return result
+
+    around(patch, "all_gather_single", call)
+
+
+@BUGS.enter("COLL-ALL-GATHER-SINGLE-STACK")
+def stacked_along_the_last(patch: Patch) -> None:
+    """all_gather_single stacks along the last dimension"""
+    arranged_after(
+        patch,
+        "all_gather_single",
+        lambda parts: list(torch.stack(list(parts)).t().reshape(len(parts), -1)),
+        stacked=True,
+    )
+
+
+@BUGS.enter("COLL-GATHER-VALUE")
+def last_rank_left_out(patch: Patch) -> None:
+    """gather leaves out the last rank"""
+
+    def call(original: Callable[..., Any], value: Tensor, outs: Any, **how: Any) -> Any:
+        kept = outs and [*outs[:-1], outs[-1].clone()]
+        return original(value, kept, **how)
+
+    around(patch, "gather", call)
+
+
+@BUGS.enter("COLL-SCATTER-VALUE", origin="B028")
+def scattered_to_the_next(patch: Patch) -> None:
+    """scatter gives chunk r to rank r + 1"""
+    around(
+        patch,
+        "scatter",
+        lambda call, out, values, **how: call(out, values and turned(values), **how),
+    )
+
+
+@BUGS.enter("COLL-ALL-TO-ALL-VALUE")
+def exchanged_with_the_opposite(patch: Patch) -> None:
+    """all_to_all puts what rank i sent at place n - 1 - i"""
+
+    def call(
+        original: Callable[..., Any], outs: list[Tensor], values: list[Tensor], **how: Any
+    ) -> Any:
+        sizes = {tuple(tensor.shape) for tensor in outs + values}
+        return original(outs[::-1] if len(sizes) == 1 else outs, values, **how)
+
+    around(patch, "all_to_all", call)
+
+
+@BUGS.enter("COLL-ALL-TO-ALL-UNEVEN", origin="B014")
+def size_of_the_first(patch: Patch) -> None:
+    """all_to_all takes the size of the first piece for that of all"""
+
+    def call(original: Callable[..., Any], outs: list[Tensor], *rest: Any, **how: Any) -> Any:
+        result = original(outs, *rest, **how)
+        for out in outs:
+            if out.dim():
+                out[len(outs[0]) :] = 0
+        return result
+
+    around(patch, "all_to_all", call)
+
+
+@BUGS.enter("COLL-ALL-TO-ALL-SINGLE-VALUE")
+def parts_turned(patch: Patch) -> None:
+    """all_to_all_single gives part r to rank r + 1"""
+    arranged_after(patch, "all_to_all_single", turned)
+
+
+@BUGS.enter("COLL-ALL-TO-ALL-SINGLE-UNEVEN", origin="B016")
+def receivers_splits(patch: Patch) -> None:
+    """all_to_all_single finds the pieces of its input by the sizes of the output's"""
+
+    def call(
+        original: Callable[..., Any],
+        out: Tensor,
+        value: Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        **how: Any,
+    ) -> Any:
+        if input_split_sizes and len(value):
+            starts = [sum(output_split_sizes[:i]) for i in range(len(output_split_sizes))]
+            rows = [
+                min(start + row, len(value) - 1)
+                for start, size in zip(starts, input_split_sizes, strict=True)
+                for row in range(size)
+            ]
+            value = torch.stack([value[row] for row in rows])
+        return original(out, value, output_split_sizes, input_split_sizes, **how)
+
+    around(patch, "all_to_all_single", call)
+
+
+# ---- Reductions ----------------------------------------------------------------------------------
+
+
+def combines(patch: Patch, **by: str) -> None:
+    """Reduce ops use the function of others."""
+    table = reduction._COMBINE
+    patch.setattr(reduction, "_COMBINE", table | {op: table[other] for op, other in by.items()})
+
+
+def reduces(patch: Patch, change: Callable[..., Tensor]) -> None:
+    """``change`` gets the original reduction, the tensors and the op."""
+    replaced = functools.partial(change, reduction.reduce_tensors)
+    for module in (reduction, collectives):
+        patch.setattr(module, "reduce_tensors", replaced)
+
+
+@BUGS.enter("COLL-ALL-REDUCE-SUM", kind="fold")
+@BUGS.enter("COLL-REDUCE-VALUE", kind="fold")
+def odd_one_dropped(patch: Patch) -> None:
+    """the fold drops the last of an odd number"""
+
+    def fold(values: Sequence[Any], combine: Callable[[Any, Any], Any]) -> Any:
+        level = list(values)
+        while len(level) > 1:
+            level = [combine(level[i], level[i + 1]) for i in range(0, len(level) - 1, 2)]
+        return level[0]
+
+    patch.setattr(reduction, "fold", fold)
+
+
+@BUGS.enter("COLL-ALL-REDUCE-SUM", kind="dtype")
+def sums_in_float32(patch: Patch) -> None:
+    """float64 is summed in float32"""
+
+    def reduce(original: Callable[..., Tensor], tensors: Sequence[Tensor], op: str) -> Tensor:
+        if tensors[0].dtype is torch.float64:
+            return original([tensor.float() for tensor in tensors], op).double()
+        return original(tensors, op)
+
+    reduces(patch, reduce)
+
+
+@BUGS.enter("COLL-ALL-REDUCE-PRODUCT", kind="fold")
+def product_is_a_sum(patch: Patch) -> None:
+    """PRODUCT adds"""
+    combines(patch, PRODUCT="SUM")
+
+
+@BUGS.enter("COLL-ALL-REDUCE-PRODUCT", kind="fold")
+def product_of_the_first_two(patch: Patch) -> None:
+    """PRODUCT multiplies the first two members only"""
+    reduces(
+        patch, lambda original, tensors, op: original(tensors[: 2 if op == "PRODUCT" else None], op)
+    )
+
+
+@BUGS.enter("COLL-ALL-REDUCE-MIN-MAX", kind="fold")
+def least_and_largest_swapped(patch: Patch) -> None:
+    """MIN and MAX are swapped"""
+    combines(patch, MIN="MAX", MAX="MIN")
+
+
+@BUGS.enter("COLL-ALL-REDUCE-MIN-MAX", kind="dtype")
+def uint64_compared_as_int64(patch: Patch) -> None:
+    """MIN and MAX compare uint64 as int64"""
+    patch.setattr(reduction, "_INT64_MIN", 0)
+
+
+@BUGS.enter("COLL-ALL-REDUCE-BITS", kind="fold")
+def exclusive_or_is_or(patch: Patch) -> None:
+    """BXOR is BOR"""
+    combines(patch, BXOR="BOR")
+
+
+@BUGS.enter("COLL-ALL-REDUCE-AVG", kind="averaging", origin="B020")
+def one_dtype_not_divided(patch: Patch) -> None:
+    """the average of bfloat16 is not divided"""
+    reduces(
+        patch,
+        lambda original, tensors, op: original(
+            tensors, "SUM" if op == "AVG" and tensors[0].dtype is torch.bfloat16 else op
+        ),
+    )
+
+
+@BUGS.enter("COLL-ALL-REDUCE-AVG", kind="averaging", origin="B043")
+def divided_by_the_world(patch: Patch) -> None:
+    """an average is divided by the size of the world"""
+
+    def reduce(original: Callable[..., Tensor], tensors: Sequence[Tensor], op: str) -> Tensor:
+        result = original(tensors, op)
+        if op != "AVG":
+            return result
+        wide = result if result.dtype.is_complex else result.double()
+        return (wide * len(tensors) / dist.get_world_size()).to(result.dtype)
+
+    reduces(patch, reduce)
+
+
+@BUGS.enter("COLL-ALL-REDUCE-AVG-HALF", kind="averaging", origin="B029")
+def divided_after_the_sum(patch: Patch) -> None:
+    """float16 is summed in float16, and divided then"""
+    patch.setattr(reduction, "_SMALL_FLOATS", reduction._SMALL_FLOATS - {torch.float16})
+
+
+@BUGS.enter("COLL-ALL-REDUCE-WRAP", kind="dtype", origin="L14")
+def uint8_saturates(patch: Patch) -> None:
+    """sums of uint8 stop at 255"""
+
+    def reduce(original: Callable[..., Tensor], tensors: Sequence[Tensor], op: str) -> Tensor:
+        if tensors[0].dtype is torch.uint8 and op == "SUM":
+            return original([tensor.long() for tensor in tensors], op).clamp(max=255).byte()
+        return original(tensors, op)
+
+    reduces(patch, reduce)
+
+
+@BUGS.enter("COLL-ALL-REDUCE-WRAP", kind="dtype")
+def int64_reduced_in_float64(patch: Patch) -> None:
+    """int64 is reduced in float64"""
+
+    def reduce(original: Callable[..., Tensor], tensors: Sequence[Tensor], op: str) -> Tensor:
+        if tensors[0].dtype is torch.int64 and op in ("SUM", "PRODUCT"):
+            return original([tensor.double() for tensor in tensors], op).long()
+        return original(tensors, op)
+
+    reduces(patch, reduce)
+
+
+@BUGS.enter("COLL-ALL-REDUCE-BOOL", kind="dtype")
+def bool_sum_is_exclusive(patch: Patch) -> None:
+    """a sum of bool is exclusive: true and true is false"""
+    reduces(
+        patch,
+        lambda original, tensors, op: original(
+            tensors, "BXOR" if op == "SUM" and tensors[0].dtype is torch.bool else op
+        ),
+    )
+
+
+@BUGS.enter("COLL-ALL-REDUCE-IDENTICAL", kind="fold")
+def everybody_begins_with_themselves(patch: Patch) -> None:
+    """each member folds in an order of its own, beginning with its own tensor"""
+
+    def all_reduce(op: str) -> Any:
+        def complete(calls: Sequence[Any]) -> Any:
+            columns = list(zip(*(call.data for call in calls), strict=True))
+            return [
+                [reduction.reduce_tensors([*column[i:], *column[:i]], op) for column in columns]
+                for i in range(len(calls))
+            ]
+
+        return complete
+
+    patch.setattr(collectives, "all_reduce", all_reduce)
+
+
+@BUGS.enter("COLL-REDUCE-VALUE", kind="fold", origin="B023")
+def roots_own_left_out(patch: Patch) -> None:
+    """reduce leaves out the root's own tensor"""
+
+    def reduce(op: str, root: int) -> Any:
+        def complete(calls: Sequence[Any]) -> Any:
+            others = [call for at, call in enumerate(calls) if at != root] or calls
+            columns = zip(*(call.data for call in others), strict=True)
+            results = [reduction.reduce_tensors(column, op) for column in columns]
+            return [results if at == root else [] for at in range(len(calls))]
+
+        return complete
+
+    patch.setattr(collectives, "reduce", reduce)
+
+
+@BUGS.enter("COLL-REDUCE-SCATTER-VALUE", origin="B028")
+def reduced_for_the_next(patch: Patch) -> None:
+    """reduce_scatter gives chunk r to rank r + 1"""
+    around(
+        patch,
+        "reduce_scatter",
+        lambda call, out, values, **how: call(out, turned(values), **how),
+    )
+
+
+def arranged_before(patch: Patch, order: Callable[[Sequence[Tensor]], Any], stacked: bool) -> None:
+    """reduce_scatter_single gets the parts of its input in another order."""
+
+    def call(original: Callable[..., Any], out: Tensor, value: Tensor, **how: Any) -> Any:
+        if value.numel() and stacked == (value.dim() > out.dim()):
+            value = value.clone()
+            rearranged(value, members(how.get("group")), order)
+        return original(out, value, **how)
+
+    around(patch, "reduce_scatter_single", call)
+
+
+@BUGS.enter("COLL-REDUCE-SCATTER-SINGLE-CAT", origin="B028")
+def part_for_the_next(patch: Patch) -> None:
+    """reduce_scatter_single gives part r of a concatenation to rank r + 1"""
+    arranged_before(patch, turned, stacked=False)
+
+
+@BUGS.enter("COLL-REDUCE-SCATTER-SINGLE-STACK")
+def unstacked_along_the_last(patch: Patch) -> None:
+    """reduce_scatter_single takes a stack apart along the last dimension"""
+    arranged_before(
+        patch,
+        lambda parts: list(torch.stack(list(parts)).reshape(-1, len(parts)).t()),
+        stacked=True,
+    )
+
+
+@BUGS.enter("COLL-OP-DEFAULT", kind="API default", origin="B022")
+def average_by_default(patch: Patch) -> None:
+    """without an op floating-point tensors are averaged"""
+
+    def call(original: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
+        (first, *_) = tensors_at(arguments, (0,))
+        if first.is_floating_point():
+            how.setdefault("op", dist.ReduceOp.AVG)
+        return original(*arguments, **how)
+
+    around(patch, ["all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single"], call)
+
+
+# ---- Roots ---------------------------------------------------------------------------------------
+
+
+@BUGS.enter("COLL-BROADCAST-ROOT", *ASSERTION, ValueError, VerdictError, kind="root", origin="B031")
+def group_rank_for_world_rank(patch: Patch) -> None:
+    """broadcast reads group_src as a rank of the world"""
+
+    def call(original: Callable[..., Any], tensor: Tensor, **how: Any) -> Any:
+        if "group_src" in how:
+            how["src"] = how.pop("group_src")
+        return original(tensor, **how)
+
+    around(patch, "broadcast", call)
+
+
+@BUGS.enter("COLL-REDUCE-ROOT", *ASSERTION, ValueError, VerdictError, kind="root", origin="B035")
+def world_rank_for_group_rank(patch: Patch) -> None:
+    """reduce takes dst for a rank of the group"""
+
+    def call(original: Callable[..., Any], tensor: Tensor, **how: Any) -> Any:
+        if "dst" in how:
+            how["group_dst"] = how.pop("dst") % members(how.get("group"))
+        return original(tensor, **how)
+
+    around(patch, "reduce", call)
+
+
+@BUGS.enter("COLL-GATHER-ROOT", *ASSERTION, ValueError, VerdictError, kind="root", origin="B034")
+def rank_0_gathers(patch: Patch) -> None:
+    """gather always gathers on the first rank of the group"""
+
+    def call(
+        original: Callable[..., Any], value: Tensor, outs: Any, group: Any = None, **_: Any
+    ) -> Any:
+        own = [torch.empty_like(value) for _ in range(members(group))]
+        first = dist.get_rank(group) == 0
+        return original(value, (outs or own) if first else None, group=group, group_dst=0)
+
+    around(patch, "gather", call)
+
+
+@BUGS.enter("COLL-SCATTER-ROOT", *ASSERTION, ValueError, VerdictError, kind="root", origin="B032")
+def root_converted_twice(patch: Patch) -> None:
+    """scatter converts its root from the world to the group twice"""
+
+    def call(original: Callable[..., Any], out: Tensor, values: Any, **how: Any) -> Any:
+        if "src" in how:
+            ranks = dist.get_process_group_ranks(how.get("group"))
+            once = ranks.index(how.pop("src"))
+            how["group_src"] = ranks.index(once) if once in ranks else once
+        return original(out, values, **how)
+
+    around(patch, "scatter", call)
+
+
+# ---- Layouts -------------------------------------------------------------------------------------
+
+
+def _raw(name: str, inputs: bool, outputs: bool) -> Callable[[Patch], None]:
+    return lambda patch: seen_as(patch, name, as_if_dense, inputs, outputs)
+
+
+for _name, (_reads, _writes) in ARGUMENTS.items():
+    _id = _name.upper().replace("_", "-")
+    if _reads == _writes:
+        BUGS.enter(f"COLL-{_id}-LAYOUT", kind="non-contiguous", origin="B001")(
+            named(
+                _raw(_name, True, True),
+                f"{_name}_of_raw_memory",
+                f"{_name} takes a strided view's memory for dense",
+            )
+        )
+        continue
+    for _side, _inputs in (("IN", True), ("OUT", False)):
+        _what = "input" if _inputs else "output"
+        BUGS.enter(
+            f"COLL-{_id}-LAYOUT-{_side}",
+            kind="non-contiguous",
+            origin="B002" if _name == "gather" else "B001",
+        )(
+            named(
+                _raw(_name, _inputs, not _inputs),
+                f"{_name}_{'from' if _inputs else 'into'}_raw_memory",
+                f"{_name} takes the memory of a strided {_what} for dense",
+            )
+        )
+
+
+@BUGS.enter("COLL-ALL-REDUCE-LAYOUT", kind="non-contiguous")
+def result_into_a_copy(patch: Patch) -> None:
+    """all_reduce of a view that is not contiguous works on a copy, which nobody copies back"""
+    seen_as(patch, "all_reduce", lambda tensor: tensor.contiguous(), True, True)
+
+
+@BUGS.enter("COLL-ALL-GATHER-LAYOUT-OUT", kind="non-contiguous", origin="B004")
+def gathered_transposed(patch: Patch) -> None:
+    """all_gather writes a transposed output in the order of its memory"""
+
+    def in_memory_order(tensor: Tensor) -> Tensor:
+        if tensor.dim() < 2 or tensor.is_contiguous() or not tensor.mT.is_contiguous():
+            return tensor
+        return tensor.mT.view(tensor.shape)
+
+    seen_as(patch, "all_gather", in_memory_order, False, True)
+
+
+# ---- Amounts -------------------------------------------------------------------------------------
+
+
+def _skips(name: str) -> Callable[[Patch], None]:
+    def call(original: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
+        everything = tensors_at(arguments, [place for two in ARGUMENTS[name] for place in two])
+        if dist.get_rank() == 0 and not any(tensor.numel() for tensor in everything):
+            return None
+        return original(*arguments, **how)
+
+    return lambda patch: around(patch, name, call)
+
+
+for _name in ARGUMENTS:
+    BUGS.enter(
+        f"COLL-{_name.upper().replace('_', '-')}-EMPTY",
+        *ASSERTION,
+        VerdictError,
+        kind="zero size",
+        origin="B013",
+    )(
+        named(
+            _skips(_name),
+            f"{_name}_left_out_if_empty",
+            f"rank 0 leaves out {_name} of tensors without elements",
+        )
+    )
+
+
+@BUGS.enter("COLL-ALL-GATHER-EMPTY", ZeroDivisionError, kind="zero size", origin="B011")
+def divides_by_the_count(patch: Patch) -> None:
+    """all_gather divides by the number of elements"""
+
+    def call(original: Callable[..., Any], outs: list[Tensor], value: Tensor, **how: Any) -> Any:
+        assert math.prod(outs[0].shape) // value.numel() >= 0
+        return original(outs, value, **how)
+
+    around(patch, "all_gather", call)
+
+
+@BUGS.enter("COLL-REPEATED", kind="stale result", origin="B157")
+def stale_output(patch: Patch) -> None:
+    """the second call of one shape gives the result of the first"""
+    memory = PerRun(dict)
+
+    def call(name: str, original: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
+        outputs = tensors_at(arguments, ARGUMENTS[name][1])
+        looks = [(tensor.shape, tensor.dtype) for tensor in outputs]
+        result = original(*arguments, **how)
+        if outputs:
+            key = (dist.get_rank(), name, str(looks))
+            first = memory().setdefault(key, [tensor.clone() for tensor in outputs])
+            for tensor, old in zip(outputs, first, strict=True):
+                tensor.copy_(old)
+        return result
+
+    everywhere(patch, call)
+
+
+@BUGS.enter("COLL-MANY")
+def no_more_after_a_while(patch: Patch) -> None:
+    """after 128 calls nothing is moved any more"""
+    counts: PerRun = PerRun(lambda: defaultdict(int))
+
+    def call(name: str, original: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
+        counts()[dist.get_rank()] += 1
+        return original(*arguments, **how) if counts()[dist.get_rank()] <= 128 else None
+
+    everywhere(patch, call)
+
+
+@BUGS.enter("COLL-LARGE", kind="size limit", origin="B148")
+def fixed_buffer_of_tensors(patch: Patch) -> None:
+    """elements beyond the first 2**16 are not moved"""
+
+    def call(name: str, original: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
+        outputs = tensors_at(arguments, ARGUMENTS[name][1])
+        before = [tensor.clone() for tensor in outputs]
+        result = original(*arguments, **how)
+        for tensor, old in zip(outputs, before, strict=True):
+            if tensor.numel() > 2**16:
+                tensor.view(-1)[2**16 :] = old.view(-1)[2**16 :]
+        return result
+
+    everywhere(patch, call)
+
+
+# ---- Buffers -------------------------------------------------------------------------------------
+
+
+@BUGS.enter("COLL-OFFSET", kind="aliasing", origin="B008")
+def offset_forgotten(patch: Patch) -> None:
+    """tensors are looked for at the start of their storage"""
+    for name in ARGUMENTS:
+        seen_as(patch, name, from_the_start, True, True)
+
+
+@BUGS.enter("COLL-CHUNKS-OUT", kind="aliasing", origin="B008")
+def outputs_at_the_start(patch: Patch) -> None:
+    """all_gather and its like put every output at the start of its storage"""
+    for name in ("all_gather", "gather", "all_to_all"):
+        seen_as(patch, name, from_the_start, False, True)
+
+
+@BUGS.enter("COLL-CHUNKS-IN", kind="aliasing", origin="B008")
+def inputs_at_the_start(patch: Patch) -> None:
+    """scatter and its like read every input at the start of its storage"""
+    for name in ("scatter", "reduce_scatter", "all_to_all"):
+        seen_as(patch, name, from_the_start, True, False)
+
+
+@BUGS.enter("COLL-IN-PLACE", kind="aliasing")
+def output_cleared_first(patch: Patch) -> None:
+    """outputs are cleared before inputs are read"""
+
+    def call(name: str, original: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
+        if ARGUMENTS[name][0] != ARGUMENTS[name][1]:
+            for tensor in tensors_at(arguments, ARGUMENTS[name][1]):
+                tensor.zero_()
+        return original(*arguments, **how)
+
+    everywhere(patch, call)
+
+
+@BUGS.enter("COLL-INPUTS", kind="aliasing")
+def inputs_as_scratch(patch: Patch) -> None:
+    """reductions add up in their inputs"""
+
+    def call(original: Callable[..., Any], out: Tensor, values: Any, **how: Any) -> Any:
+        result = original(out, values, **how)
+        each(lambda tensor: tensor.copy_(tensor.flip(0) if tensor.dim() else -tensor), values)
+        return result
+
+    around(patch, ["reduce_scatter", "reduce_scatter_single", "all_to_all_single"], call)
+
+
+@BUGS.enter("COLL-INPUTS", kind="aliasing", origin="L2")
+def roots_tensor_written(patch: Patch) -> None:
+    """broadcast clears the root's tensor when all have it"""
+
+    def call(original: Callable[..., Any], tensor: Tensor, **how: Any) -> Any:
+        result = original(tensor, **how)
+        if how.get("src") == dist.get_rank():
+            tensor.zero_()
+        return result
+
+    around(patch, "broadcast", call)
+
+
+# ---- Groups --------------------------------------------------------------------------------------
+
+
+@BUGS.enter("COLL-GROUP-ORDER", kind="group", origin="B037")
+def order_forgotten(patch: Patch) -> None:
+    """new_group sorts its ranks though told not to"""
+    around(patch, "new_group", lambda new, ranks, sort_ranks=True: new(ranks))
+
+
+@BUGS.enter("COLL-GROUP-SORTED", kind="group", origin="L17")
+def never_sorted(patch: Patch) -> None:
+    """new_group leaves its ranks as they were listed though it should sort them"""
+    around(patch, "new_group", lambda new, ranks, sort_ranks=True: new(ranks, sort_ranks=False))
+
+
+@BUGS.enter("COLL-GROUP-WITHOUT-0", *ASSERTION, VerdictError, kind="group", origin="B040")
+def rank_0_is_in_every_group(patch: Patch) -> None:
+    """rank 0 is made a member of every group"""
+    around(
+        patch,
+        "new_group",
+        lambda new, ranks, **how: new([0, *(rank for rank in ranks if rank)], **how),
+    )
+
+
+@BUGS.enter("COLL-GROUP-ALONE", kind="group", origin="B088")
+def nothing_to_do_alone(patch: Patch) -> None:
+    """in a group of one rank a collective does nothing"""
+
+    def call(name: str, original: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
+        return original(*arguments, **how) if members(how.get("group")) > 1 else None
+
+    everywhere(patch, call)
+
+
+@BUGS.enter("COLL-GROUP-OVERLAP", *ASSERTION, ValueError, VerdictError, kind="group", origin="B043")
+def latest_group(patch: Patch) -> None:
+    """a collective on any group goes to the group that the rank has made last"""
+    latest: PerRun = PerRun(dict)
+
+    def new_group(original: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
+        group = original(*arguments, **how)
+        if group != dist.GroupMember.NON_GROUP_MEMBER:
+            latest()[dist.get_rank()] = group
+        return group
+
+    def call(name: str, original: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
+        if how.get("group") is not None:
+            how["group"] = latest().get(dist.get_rank(), how["group"])
+        return original(*arguments, **how)
+
+    around(patch, "new_group", new_group)
+    everywhere(patch, call)
+
+
+@BUGS.enter("COLL-GROUP-OUTSIDER", kind="group")
+def outsiders_cleared(patch: Patch) -> None:
+    """a collective clears the outputs of a rank that is not in the group"""
+
+    def call(name: str, original: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
+        if how.get("group") == dist.GroupMember.NON_GROUP_MEMBER:
+            for tensor in tensors_at(arguments, ARGUMENTS[name][1]):
+                tensor.zero_()
+        return original(*arguments, **how)
+
+    everywhere(patch, call)
+
+
+@BUGS.enter("COLL-GROUP-OUTSIDER", *ASSERTION, VerdictError, kind="group", origin="B043")
+def outsiders_use_the_world(patch: Patch) -> None:
+    """for a rank that is not in the group the world is meant"""
+
+    def call(name: str, original: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
+        if how.get("group") == dist.GroupMember.NON_GROUP_MEMBER:
+            how["group"] = None
+        return original(*arguments, **how)
+
+    everywhere(patch, call)
+
+
+@BUGS.enter("COLL-BARRIER-ALL", kind="barrier", origin="B026")
+def tensor_barrier_does_nothing(patch: Patch) -> None:
+    """a barrier waits for nobody"""
+    around(patch, "barrier", lambda call, **how: None)
+
+
+@BUGS.enter("COLL-BARRIER-GROUP", VerdictError, kind="barrier", origin="B155")
+def tensor_barrier_of_the_world(patch: Patch) -> None:
+    """a barrier is always one of the world"""
+    around(patch, "barrier", lambda call, **how: call())
+
+
+# ---- Errors --------------------------------------------------------------------------------------
+
+
+@BUGS.enter("COLL-ERROR-ROOT", *ASSERTION, VerdictError, kind="errors")
+def root_guessed(patch: Patch) -> None:
+    """of two names of a root one is taken, and without any rank 0"""
+
+    def canonical(group: Any, world_rank: Any = None, group_rank: Any = None, **how: Any) -> int:
+        if group_rank is not None:
+            return int(group_rank)
+        return int(c10d.get_group_rank(group, world_rank or 0))
+
+    patch.setattr(c10d, "_canonicalize_group_rank", canonical)
+
+
+@BUGS.enter("COLL-ERROR-LIST", *ASSERTION, VerdictError, kind="errors")
+def list_made_up(patch: Patch) -> None:
+    """gather and scatter make up the list that their root does not pass"""
+
+    def call(original: Callable[..., Any], tensor: Tensor, listed: Any, **how: Any) -> Any:
+        if not listed and dist.get_rank() in (how.get("src"), how.get("dst")):
+            listed = [torch.zeros_like(tensor) for _ in range(members(how.get("group")))]
+        return original(tensor, listed, **how)
+
+    around(patch, ["gather", "scatter"], call)

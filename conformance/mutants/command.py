@@ -1,0 +1,80 @@
+"""``--smp-selftest``: a pytest plugin that plants bugs and sees whether the properties catch them.
+
+In place of running the collected properties once, the session runs them on the reference, and then
+on every mutant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conformance.mutants.protocol import Mutant
+
+_MUTANTS: pytest.StashKey[Sequence[Mutant]] = pytest.StashKey()
+
+#: Seconds that one run on the ranks may take: mutants that loop are many, and ranks are quick.
+_TIMEOUT = "5"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("smp", "tests on ranks (pytest-smp)")
+    group.addoption(
+        "--smp-selftest",
+        action="store_true",
+        help="plant bugs, and see whether the collected properties of `conformance` catch them",
+    )
+    group.addoption(
+        "--smp-mutants",
+        action="append",
+        default=[],
+        metavar="MODULE:ATTRIBUTE",
+        help="more mutants for --smp-selftest: an iterable of conformance.mutants.protocol.Mutant",
+    )
+    group.addoption(
+        "--smp-mutant",
+        metavar="GLOB",
+        help="try only the mutants of such a name, or none of them: !GLOB (--smp-selftest)",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before the options of the ranks are read
+def pytest_configure(config: pytest.Config) -> None:
+    option = config.option
+    if not option.smp_selftest:
+        if option.smp_mutants or option.smp_mutant:
+            raise pytest.UsageError("--smp-mutants and --smp-mutant belong to --smp-selftest")
+        return
+    if getattr(option, "dist", "no") != "no":
+        raise pytest.UsageError("--smp-selftest uses all cores by itself: leave out -n and --dist")
+    from conformance.mutants.protocol import MutantError
+
+    where = "conformance"
+    try:
+        from conformance.mutants.catalogue import MUTANTS, checked, load
+
+        found: Sequence[Mutant] = MUTANTS
+        for where in option.smp_mutants:
+            found = checked(found, load(where))
+    except MutantError as error:
+        raise pytest.UsageError(f"mutants of {where}: {error}") from error
+    config.stash[_MUTANTS] = found
+    if option.smp_timeout is None and not config.getini("smp_timeout"):
+        option.smp_timeout = _TIMEOUT
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    config = session.config
+    if not config.option.smp_selftest or config.option.collectonly:
+        return None
+    if session.testsfailed and not config.option.continue_on_collection_errors:
+        raise session.Interrupted("errors during collection: nothing is scored")
+    from conformance.mutants.selftest import selftest
+
+    if not selftest(session, config.stash[_MUTANTS]):
+        session.testsfailed += 1
+    return True

@@ -1,0 +1,84 @@
+"""Bugs of the errors that the API promises: accepted in silence, or refused too late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import smp_core.torch as smp
+from conformance.mutants.blocks import members, wrap
+from conformance.mutants.protocol import ASSERTION, Bugs, Patch
+from smp_core import comm
+from smp_core.backends.fabrics.sim import objects
+from smp_core.backends.payload import Payload
+from smp_core.errors import PayloadError, VerdictError
+
+BUGS = Bugs("errors, hangs, pickling and resources")
+
+
+def lenient_peer(patch: Patch, forgive: Callable[[int, int], int]) -> None:
+    """Correct a rank, given it and the group's size, before it is judged."""
+    peer = comm._peer
+
+    def correct(here: Any, call: str, name: str, rank: int, kind: smp.RankType) -> int:
+        return peer(here, call, name, forgive(rank, len(here.group(kind.value).ranks)), kind)
+
+    patch.setattr(comm, "_peer", correct)
+
+
+@BUGS.enter("COMM-ERROR-RANK", *ASSERTION, VerdictError)
+def ranks_wrap_around(patch: Patch) -> None:
+    """ranks below 0 count from the end"""
+    lenient_peer(patch, lambda rank, size: rank + size if rank < 0 else rank)
+
+
+@BUGS.enter("COMM-ERROR-RANK", *ASSERTION, VerdictError)
+def one_rank_too_many(patch: Patch) -> None:
+    """the size of the group is taken for its last rank"""
+    lenient_peer(patch, lambda rank, size: size - 1 if rank == size else rank)
+
+
+@BUGS.enter("COMM-ERROR-SELF")
+def to_myself_is_ignored(patch: Patch) -> None:
+    """a send to oneself does nothing"""
+
+    def send(original: Callable[..., None], obj: object, dest: int, kind: smp.RankType) -> None:
+        if members(smp.CommGroup(kind.value))[dest] != smp.rank():
+            original(obj, dest, kind)
+
+    wrap(patch, "send", send)
+
+
+class Described(Payload):
+    """A payload that sends a description of what cannot be pickled."""
+
+    def __init__(self, obj: object, call: str) -> None:
+        try:
+            super().__init__(obj, call)
+        except PayloadError:
+            super().__init__(repr(obj), call)
+
+
+@BUGS.enter(
+    "COMM-ERROR-PICKLE",
+    *ASSERTION,
+    VerdictError,
+    origin="https://github.com/NVIDIA/TensorRT-LLM/pull/7507",
+)
+def unpicklable_described(patch: Patch) -> None:
+    """of an unpicklable object its description is sent"""
+    patch.setattr(objects, "Payload", Described)
+
+
+@BUGS.enter("COMM-ERROR-PICKLE", *ASSERTION, VerdictError)
+def pickled_too_late(patch: Patch) -> None:
+    """allgather joins before it pickles, so the failed call counts"""
+
+    def allgather(gather: Callable[..., Any], obj: object, group: smp.CommGroup) -> list[Any]:
+        try:
+            return list(gather(obj, group))
+        except PayloadError:
+            gather(None, group)
+            raise
+
+    wrap(patch, "allgather", allgather)

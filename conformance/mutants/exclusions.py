@@ -1,0 +1,146 @@
+"""Generated mutants that no property can be asked to kill, and those that none kills yet: each with
+the reason.
+
+An entry that fits no site is an error of this list: tests/conformance/test_generated.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from conformance.mutants.generated import Site
+
+_WORDS = "words of a verdict or hint: what only our harness detects is no requirement"
+_REFUSED_BEFORE = "second line of defence: the configuration is refused before a topology is made"
+_OWN_RANK = "second line of defence: a rank asks about itself only"
+_LATER = "used by no call of L0 to L2"
+_UNDOCUMENTED = "a getter that the sources do not show, so no third party needs it"
+
+#: Functions whose results no requirement promises; their tests are those of smp_core.
+FUNCTIONS: Mapping[str, str] = {
+    "_Message.describe": _WORDS,
+    "_Message.missing": _WORDS,
+    "_Message.hint": _WORDS,
+    "_Receive.describe": _WORDS,
+    "_Receive.missing": _WORDS,
+    "Call.text": _WORDS,
+    "Meeting.describe": _WORDS,
+    "Meeting.missing": _WORDS,
+    "Channel._agrees": _WORDS,
+    "Channel._mismatch": _WORDS,
+    "Channel.unfinished": _WORDS,
+    "mismatch": _WORDS,
+    "Topology.__post_init__": _REFUSED_BEFORE,
+    "Topology._check": _OWN_RANK,
+    "Topology.coordinates": _LATER,
+    "Topology.rank_of": _LATER,
+    "Topology.groups": _LATER,
+    "Topology.global_batch": _LATER,
+    "get_pp_group": _UNDOCUMENTED,
+    "get_rdp_group": _UNDOCUMENTED,
+}
+
+_TEXT = "only in the text of an error"
+_KEY = "a key that is made, and compared, in one place"
+_OVER = "looks whether the run has ended, or another thread calls: only our harness can tell"
+_DIFFER = "calls that differ: what only our harness detects is no requirement"
+_OURS = "a collective that raises when all have come: a bug of ours"
+_COPIED = "what is returned is copied into an output of the right dtype"
+_UNDEFINED = "what torch does not define is refused by us, and promised by nobody"
+_MODULO = "2**63 and -2**63 are one, modulo 2**64"
+_WAKING = "the order of waking is promised to nobody"
+_NUMBER = "a meeting's number is only compared with those of other ranks"
+
+#: Changes that change nothing, by :attr:`Site.text`.
+EQUIVALENT: Mapping[str, str] = {
+    "send: _peer(runtime, 'smp.send', 'dest_rank', dest_rank, rank_type) -> "
+    "_peer(runtime, 'dest_rank', 'smp.send', dest_rank, rank_type)": _TEXT,
+    "recv_from: _peer(runtime, 'smp.recv_from', 'src_rank', src_rank, rank_type) -> "
+    "_peer(runtime, 'src_rank', 'smp.recv_from', src_rank, rank_type)": _TEXT,
+    "_SHARED: (at.tp_rank, at.rdp_rank) -> (at.rdp_rank, at.tp_rank)": _KEY,
+    "_SHARED: (at.pp_rank, at.rdp_rank) -> (at.rdp_rank, at.pp_rank)": _KEY,
+    "_SHARED: (at.pp_rank, at.tp_rank) -> (at.tp_rank, at.pp_rank)": _KEY,
+    "_SHARED: at.rdp_rank // sharding -> at.rdp_rank % sharding": _LATER,
+    "_SHARED: at.rdp_rank % sharding -> at.rdp_rank // sharding": _LATER,
+    "Topology.group: self._check(rank) -> pass": _OWN_RANK,
+    "Topology.group: rank -> 0": _OWN_RANK,
+    "Topology.position: self._check(rank) -> pass": _OWN_RANK,
+    "Topology.position: rank -> 0": _OWN_RANK,
+    "Topology.group_size: 0 -> -1": "all groups of a kind have one size",
+    "fold: raise ValueError('fold needs at least one value') -> pass": "no group has no rank",
+    "fold: combine(level[i], level[i + 1]) -> combine(level[i + 1], level[i])": "every reduction "
+    "of torch is commutative, but for the sign of a zero and the bits of a NaN",
+    "fold: 0 -> -1 (2)": "one value is left",
+    'why_not: return f"reduce op {op} is not supported; supported are '
+    "{', '.join(sorted(REDUCE_OPS))}\" -> return None": _UNDEFINED,
+    "why_not: return f'reduce op {op} needs an integer or boolean tensor, not {dtype}' -> "
+    "return None": _UNDEFINED,
+    "why_not: return f'reduce op {op} needs ordered values, not {dtype}' -> return None": _UNDEFINED,
+    "why_not: return f'reduce op AVG divides, so it needs a floating-point tensor, not {dtype}' -> "
+    "return None": _UNDEFINED,
+    "reduce_tensors: 0 -> -1": "all have one dtype",
+    "reduce_tensors: fold([tensor.contiguous().view(torch.int64) + shift for tensor in tensors], "
+    "combine) - shift -> fold([tensor.contiguous().view(torch.int64) + shift for tensor in tensors]"
+    ", combine) + shift": _MODULO,
+    "reduce_tensors: tensor.contiguous().view(torch.int64) + shift -> "
+    "tensor.contiguous().view(torch.int64) - shift": _MODULO,
+    "reduce_tensors: result.dtype is not dtype -> result.dtype is dtype": _COPIED,
+    "reduce_tensors: len(tensors) > 1 -> len(tensors) <= 1": _COPIED,
+    "reduce_tensors: len(tensors) > 1 -> len(tensors) >= 1": _COPIED,
+    "reduce_tensors: 1 -> 2": _COPIED,
+    "reduce_tensors: 1 -> 0": _COPIED,
+    "_Message.__init__: (context.rank, context.scheduler.seats) -> "
+    "(context.scheduler.seats, context.rank)": _WORDS,
+    "_Message.__init__: context.rank -> 0": _WORDS,
+    "_Message.__init__: not dests -> dests": "SimObjects._post says it again",
+    "_Receive.__init__: src -> 0": _WORDS,
+    "SimObjects.send: self._context.check(call) -> pass": _OVER,
+    "SimObjects.broadcast: self._context.check(call) -> pass": _OVER,
+    "SimObjects.recv_from: context.check('smp.recv_from') -> pass": _OVER,
+    "SimObjects.recv_from: src -> 0 (4)": _WORDS,
+    "SimObjects.allgather: context.check('smp.allgather') -> pass": _OVER,
+    "SimObjects.allgather: Call('smp.allgather', (), Payload(obj, 'smp.allgather')) -> "
+    "Call((), 'smp.allgather', Payload(obj, 'smp.allgather'))": _WORDS,
+    "SimObjects.barrier: context.check('smp.barrier') -> pass": _OVER,
+    "SimObjects.barrier: Call('smp.barrier', (), None) -> Call((), 'smp.barrier', None)": _WORDS,
+    "SimObjects.barrier: Call('smp.barrier', (), None) -> Call('smp.barrier', None, ())": _WORDS,
+    "Meeting.__init__: (channel, number) -> (number, channel)": _WORDS,
+    "Channel.__init__: 0 -> 1": _NUMBER,
+    "Channel.__init__: 0 -> -1": _NUMBER,
+    "Channel.join: context.scheduler.check(context.seat) -> pass": _OVER,
+    "Channel.join: context.rank -> 0 (2)": _WORDS,
+    "Channel.join: self._counts[position] + 1 -> self._counts[position] - 1": _NUMBER,
+    "Channel.join: 1 -> 2": _NUMBER,
+    "Channel.join: position -> 0 (3)": _DIFFER,
+    "Channel.join: self._mismatch(meeting, context) -> self._mismatch(context, meeting)": _DIFFER,
+    "Channel.join: context.scheduler.fail(context.seat, error) -> pass": _DIFFER,
+    "Channel.join: context.scheduler.fail(context.seat, error) -> "
+    "context.scheduler.fail(error, context.seat)": _DIFFER,
+    "Channel.join: raise error -> pass": _DIFFER,
+    "Channel.join: context.scheduler.fail(context.seat, error) -> pass (2)": _OURS,
+    "Channel.join: context.scheduler.fail(context.seat, error) -> "
+    "context.scheduler.fail(error, context.seat) (2)": _OURS,
+    "Channel.join: raise -> pass": _OURS,
+    "Channel.join: self.group.ranks -> self.group.ranks[::-1]": _WAKING,
+}
+
+
+_TYPES = "no requirement says that an argument of a wrong type is refused"
+
+#: Changes that a property could find and none does, by :attr:`Site.text`. They count as survivors.
+UNPROVED: Mapping[str, str] = {
+    "_kind: raise ArgumentTypeError(f'{call}: group must be one of {names}, not {group!r}') -> "
+    "pass": _TYPES,
+    "_peer: raise ArgumentTypeError(f'{call}: rank_type must be one of {names}, not {rank_type!r}') "
+    "-> pass": _TYPES,
+    "_peer: isinstance(rank, bool) or not isinstance(rank, SupportsIndex) -> "
+    "isinstance(rank, bool) and (not isinstance(rank, SupportsIndex))": _TYPES,
+    "_peer: rank -> 0": _TYPES,
+    "_peer: rank -> 0 (2)": _TYPES,
+    "_peer: raise ArgumentTypeError(f'{call}: {name} must be an int, not {rank!r}') -> pass": _TYPES,
+}
+
+
+def reason(site: Site) -> str | None:
+    """Why the site is no mutant, or None if it is one."""
+    return FUNCTIONS.get(site.function) or EQUIVALENT.get(site.text)

@@ -1,0 +1,530 @@
+"""Bugs of tensor point-to-point: matching, buffers, waits, ranks and groups."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from conformance.mutants.blocks import PerRun
+from conformance.mutants.protocol import ASSERTION, Bugs, Patch
+from smp_core.backends.fabrics.sim import mailbox
+from smp_core.backends.fabrics.sim.mailbox import ANY, Mailbox, Post
+from smp_core.backends.fabrics.sim.memory import Flight
+from smp_core.backends.fabrics.sim.process_group import SharedGroup, SimProcessGroup
+from smp_core.backends.fabrics.sim.work import SimWork
+from smp_core.backends.hosts import current
+from smp_core.errors import VerdictError
+
+BUGS = Bugs("point-to-point")
+
+Tensor = torch.Tensor
+
+#: What a wrong match becomes: wrong values, or a verdict on the world.
+EITHER = (*ASSERTION, VerdictError)
+
+
+class Done(dist.Work):
+    """A work that is over before it began."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        """At once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Always."""
+        return True
+
+
+def wrap_dist(patch: Patch, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace ``torch.distributed.name`` by a function that gets the original first."""
+    patch.setattr(dist, name, functools.partial(wrapper, getattr(dist, name)))
+
+
+def posted(
+    patch: Patch,
+    change: Callable[[SimProcessGroup, str, Tensor, int, int], tuple[Tensor, int, int]],
+) -> None:
+    """Change tensor, peer and tag of every send and receive."""
+    post = SimProcessGroup._post
+
+    def changed(
+        self: SimProcessGroup, verb: str, tensors: list[Tensor], peer: int, tag: int
+    ) -> Any:
+        tensor, peer, tag = change(self, verb, tensors[0], peer, tag)
+        return post(self, verb, [tensor], peer, tag)
+
+    patch.setattr(SimProcessGroup, "_post", changed)
+
+
+def delivered(patch: Patch, change: Callable[[Post, Tensor], Tensor]) -> None:
+    """Change what a receive gets."""
+    values = Post.values
+
+    def changed(self: Post, rank: int) -> list[Tensor]:
+        return [change(self, value) for value in values(self, rank)]
+
+    patch.setattr(Post, "values", changed)
+
+
+# ---- Values and buffers --------------------------------------------------------------------------
+
+
+@BUGS.enter("P2P-VALUE", kind="wrong value")
+def through_float32(patch: Patch) -> None:
+    """numbers of 64 bits pass through float32"""
+
+    def narrow(post: Post, value: Tensor) -> Tensor:
+        real = value.dtype.itemsize == 8 and not value.dtype.is_complex
+        return value.to(torch.float32).to(value.dtype) if real else value
+
+    delivered(patch, narrow)
+
+
+@BUGS.enter("P2P-VALUE", kind="wrong value")
+def last_element_lost(patch: Patch) -> None:
+    """the last element of an odd number of elements is not sent"""
+
+    def cut(post: Post, value: Tensor) -> Tensor:
+        flat = value.clone().reshape(-1)
+        if len(flat) % 2 and len(flat) > 1:
+            flat[-1] = flat[0]
+        return flat.reshape(value.shape)
+
+    delivered(patch, cut)
+
+
+@BUGS.enter("P2P-ZERO-SIZE", VerdictError, origin="B013", kind="zero size")
+def empty_receive_skipped(patch: Patch) -> None:
+    """a receive without elements takes no message"""
+    recv = SimProcessGroup.recv
+
+    def skip(self: SimProcessGroup, tensors: list[Tensor], src: int, tag: int) -> Any:
+        return recv(self, tensors, src, tag) if tensors[0].numel() else Done()
+
+    patch.setattr(SimProcessGroup, "recv", skip)
+
+
+def from_the_start(self: Any, verb: str, tensor: Tensor, peer: int, tag: int) -> Any:
+    """The same shape, from the start of the storage."""
+    return torch.as_strided(tensor, tensor.shape, tensor.stride(), 0), peer, tag
+
+
+@BUGS.enter("P2P-OFFSET", origin="B008", kind="aliasing / offset")
+def offset_of_the_sent_ignored(patch: Patch) -> None:
+    """what is sent begins at the start of the storage"""
+    posted(
+        patch,
+        lambda group, verb, tensor, peer, tag: (
+            from_the_start(group, verb, tensor, peer, tag)
+            if verb == "send"
+            else (tensor, peer, tag)
+        ),
+    )
+
+
+@BUGS.enter("P2P-OFFSET", origin="B008", kind="aliasing / offset")
+def offset_of_the_received_ignored(patch: Patch) -> None:
+    """what is received is written to the start of the storage"""
+    posted(
+        patch,
+        lambda group, verb, tensor, peer, tag: (
+            from_the_start(group, verb, tensor, peer, tag)
+            if verb == "recv"
+            else (tensor, peer, tag)
+        ),
+    )
+
+
+@BUGS.enter("P2P-NON-CONTIGUOUS", origin="B001", kind="non-contiguous")
+def views_as_if_dense(patch: Patch) -> None:
+    """of a view that is sent, the elements from its first on are sent as if they lay densely"""
+
+    def dense(group: Any, verb: str, tensor: Tensor, peer: int, tag: int) -> Any:
+        if verb == "send" and not tensor.is_contiguous():
+            strides = torch.empty(tensor.shape).stride()
+            tensor = torch.as_strided(tensor, tensor.shape, strides, tensor.storage_offset())
+        return tensor, peer, tag
+
+    posted(patch, dense)
+
+
+@BUGS.enter("P2P-LARGE", origin="B148", kind="size limit")
+def buffer_of_a_million_elements(patch: Patch) -> None:
+    """of a message, the first million elements are sent"""
+
+    def cut(post: Post, value: Tensor) -> Tensor:
+        whole = value.clone().reshape(-1)
+        whole[10**6 :] = whole[0]
+        return whole.reshape(value.shape)
+
+    delivered(patch, cut)
+
+
+@BUGS.enter("P2P-ORDER", origin="B055", kind="uneven microbatch")
+def messages_of_the_first_size(patch: Patch) -> None:
+    """every message of a pair has the size of its first; what lies behind is not written"""
+    sizes = PerRun(dict)
+
+    def cut(post: Post, value: Tensor) -> Tensor:
+        first = sizes().setdefault((post.context.rank, post.peer), value.numel())
+        whole = value.clone().reshape(-1)
+        whole[first:] = 0
+        return whole.reshape(value.shape)
+
+    delivered(patch, cut)
+
+
+@BUGS.enter("P2P-REUSE", origin="B026", kind="race")
+def sent_without_a_copy(patch: Patch) -> None:
+    """a send returns at once, and the receiver reads the tensor when it comes"""
+    post = SimProcessGroup._post
+
+    def send(self: SimProcessGroup, tensors: list[Tensor], dest: int, tag: int) -> Any:
+        work = post(self, "send", tensors, dest, tag)
+        if not work._operation.done:
+            work.flight.inputs = tensors
+        self._context.fabric.unwaited.pop(id(work), None)
+        return Done()
+
+    patch.setattr(SimProcessGroup, "send", send)
+
+
+def landing_twice(patch: Patch) -> None:
+    """What lands is written to the outputs of this rank's operation before, too."""
+    before = PerRun(dict)
+    land = Flight.land
+
+    def again(self: Flight, values: Any) -> None:
+        context = current.current()
+        assert context is not None
+        land(self, values)
+        shapes = tuple((each.shape, each.dtype) for each in self.outputs)
+        earlier = before().get((context.rank, shapes), [])
+        for old, new in zip(earlier, self.outputs, strict=False):
+            old.data.copy_(new)
+        before()[context.rank, shapes] = self.outputs
+
+    patch.setattr(Flight, "land", again)
+
+
+@BUGS.enter("P2P-SEPARATE", origin="B059", kind="aliasing / offset")
+def one_receive_buffer(patch: Patch) -> None:
+    """a receive overwrites the tensor of the receive before"""
+    landing_twice(patch)
+
+
+# ---- Matching ------------------------------------------------------------------------------------
+
+
+def newest_first(patch: Patch, applies: Callable[[Post], bool]) -> None:
+    """Match these posts with the newest that fits."""
+    post = Mailbox.post
+
+    def turned(self: Mailbox, new: Post) -> None:
+        candidates = self._receives[new.peer] if new.verb == "send" else self._sends[new.me]
+        if not applies(new):
+            return post(self, new)
+        candidates.reverse()
+        post(self, new)
+        candidates.reverse()
+
+    patch.setattr(Mailbox, "post", turned)
+
+
+@BUGS.enter("P2P-ORDER", *EITHER, kind="order")
+def newest_message_first(patch: Patch) -> None:
+    """of several messages the newest is received first"""
+    newest_first(patch, lambda post: True)
+
+
+@BUGS.enter("P2P-ANY-SOURCE-ORDER", *EITHER, kind="order")
+def newest_from_any_source(patch: Patch) -> None:
+    """a receive without a source takes the newest message"""
+    newest_first(patch, lambda post: post.peer == ANY)
+
+
+@BUGS.enter("P2P-TAG", origin="B052")
+def tag_ignored(patch: Patch) -> None:
+    """messages match by partner only, not by tag"""
+    posted(patch, lambda group, verb, tensor, peer, tag: (tensor, peer, 0))
+
+
+@BUGS.enter("P2P-PEER")
+def partner_ignored(patch: Patch) -> None:
+    """a receive takes what came first, from any rank"""
+    posted(
+        patch,
+        lambda group, verb, tensor, peer, tag: (tensor, ANY if verb == "recv" else peer, tag),
+    )
+
+
+@BUGS.enter("P2P-BOTH-WAYS", origin="B052")
+def direction_ignored(patch: Patch) -> None:
+    """a receive from a rank gives what was sent to it last"""
+    sent = PerRun(dict)
+
+    def remember(group: SimProcessGroup, verb: str, tensor: Tensor, peer: int, tag: int) -> Any:
+        if verb == "send":
+            sent()[group._context.rank, peer, tag] = tensor.clone()
+        return tensor, peer, tag
+
+    def own(post: Post, value: Tensor) -> Tensor:
+        mine: Tensor = sent().get((post.context.rank, post.peer, post.tag), value)
+        return mine if mine.numel() == value.numel() else value
+
+    posted(patch, remember)
+    delivered(patch, own)
+
+
+@BUGS.enter("P2P-BOTH-WAYS", VerdictError, origin="B047", kind="deadlock")
+def asynchronous_send_blocks(patch: Patch) -> None:
+    """isend returns when the message is received, so two ranks that send first never receive"""
+    post = SimProcessGroup._post
+
+    def send(self: SimProcessGroup, tensors: list[Tensor], dest: int, tag: int) -> Any:
+        work = post(self, "send", tensors, dest, tag)
+        work.wait()
+        return work
+
+    patch.setattr(SimProcessGroup, "send", send)
+
+
+@BUGS.enter("P2P-WAIT-OWN", VerdictError, origin="B049", kind="deadlock")
+def wait_for_all(patch: Patch) -> None:
+    """a wait waits for every operation that the rank has issued"""
+    wait = SimWork.wait
+
+    def wait_all(self: SimWork, timeout: Any = None) -> bool:
+        for work in list(self._context.fabric.unwaited.values()):
+            wait(work)
+        return wait(self)
+
+    patch.setattr(SimWork, "wait", wait_all)
+
+
+@BUGS.enter("P2P-COMPLETED", kind="asynchronous")
+def messages_never_complete(patch: Patch) -> None:
+    """is_completed of a send or receive is False, waited for or not"""
+    completed = SimWork.is_completed
+    patch.setattr(
+        SimWork,
+        "is_completed",
+        lambda self: not isinstance(self._operation, Post) and completed(self),
+    )
+
+
+# ---- Ranks and groups ----------------------------------------------------------------------------
+
+
+@BUGS.enter("P2P-SOURCE", kind="rank mapping")
+def recv_returns_the_receiver(patch: Patch) -> None:
+    """recv returns the rank that received"""
+
+    def own(recv: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+        recv(*args, **kwargs)
+        return dist.get_rank()
+
+    wrap_dist(patch, "recv", own)
+
+
+@BUGS.enter("P2P-GROUP", *EITHER, ValueError, origin="B031", kind="rank mapping")
+def world_rank_as_position(patch: Patch) -> None:
+    """a world rank that could be a position in the group is taken for one"""
+    canonical = c10d._canonicalize_group_rank
+
+    def mixed(group: Any, global_rank: Any = None, group_rank: Any = None, *args: Any) -> Any:
+        if global_rank is not None and group_rank is None and global_rank < group.size():
+            return global_rank
+        return canonical(group, global_rank, group_rank, *args)
+
+    patch.setattr(c10d, "_canonicalize_group_rank", mixed)
+
+
+@BUGS.enter("P2P-GROUP-RANK", *EITHER, origin="B041", kind="rank mapping")
+def position_among_the_sorted(patch: Patch) -> None:
+    """positions count in the ascending list of the group's ranks"""
+
+    def other(group: SimProcessGroup, verb: str, tensor: Tensor, peer: int, tag: int) -> Any:
+        ranks = group._shared.group.ranks
+        return tensor, peer if peer == ANY else ranks.index(sorted(ranks)[peer]), tag
+
+    posted(patch, other)
+
+
+@BUGS.enter("P2P-GROUP-APART", *EITHER, kind="wrong group")
+def mailbox_of_the_members(patch: Patch) -> None:
+    """groups of the same ranks have one mailbox"""
+    boxes = PerRun(dict)
+    init = SharedGroup.__init__
+
+    def shared(self: SharedGroup, group: Any) -> None:
+        init(self, group)
+        self.mailbox = boxes().setdefault(group.ranks, self.mailbox)
+
+    patch.setattr(SharedGroup, "__init__", shared)
+
+
+@BUGS.enter("P2P-ANY-SOURCE", *ASSERTION, ValueError, kind="any source")
+def source_is_always_0(patch: Patch) -> None:
+    """a receive without a source says that rank 0 sent"""
+    patch.setattr(SimWork, "_source_rank", lambda self: 0)
+
+
+@BUGS.enter("P2P-ANY-SOURCE", *EITHER, kind="any source")
+def any_source_takes_twice(patch: Patch) -> None:
+    """every second receive without a source gives the message before once more"""
+    last = PerRun(dict)
+    counts = PerRun(lambda: defaultdict(int))
+
+    def again(post: Post, value: Tensor) -> Tensor:
+        if post.peer != ANY:
+            return value
+        counts()[post.context.rank] += 1
+        if counts()[post.context.rank] % 2:
+            last()[post.context.rank] = value
+        old: Tensor = last()[post.context.rank]
+        return old if old.numel() == value.numel() else value
+
+    delivered(patch, again)
+
+
+@BUGS.enter("P2P-ANY-SOURCE-GROUP", origin="B035", kind="rank mapping")
+def any_source_gives_a_position(patch: Patch) -> None:
+    """recv without a source returns the sender's position in the group"""
+
+    def position(recv: Callable[..., int], tensor: Tensor, *args: Any, **kwargs: Any) -> int:
+        sender = recv(tensor, *args, **kwargs)
+        if args or {"src", "group_src"} & set(kwargs) or sender < 0:
+            return sender
+        ranks = dist.get_process_group_ranks(kwargs.get("group"))
+        return ranks.index(sender)
+
+    wrap_dist(patch, "recv", position)
+
+
+@BUGS.enter("P2P-ANY-SOURCE-TAG", kind="any source")
+def any_source_any_tag(patch: Patch) -> None:
+    """a receive without a source takes messages of any tag"""
+    fit = mailbox._fit
+
+    def loose(one: Post, other: Post) -> bool:
+        return ANY in (one.peer, other.peer) or fit(one, other)
+
+    patch.setattr(mailbox, "_fit", loose)
+
+
+# ---- Batches -------------------------------------------------------------------------------------
+
+
+def issued(operation: Any) -> Any:
+    """The operation of a batch, issued."""
+    peer = "group_dst" if operation.op is dist.isend else "group_src"
+    return operation.op(
+        operation.tensor,
+        group=operation.group,
+        tag=operation.tag,
+        **{peer: operation.group_peer},
+    )
+
+
+@BUGS.enter("P2P-BATCH", VerdictError, origin="B050", kind="deadlock")
+def batch_one_by_one(patch: Patch) -> None:
+    """a batch waits for each operation before it issues the next"""
+
+    def batch(original: Any, operations: list[Any]) -> list[Any]:
+        works = []
+        for operation in operations:
+            works.append(issued(operation))
+            works[-1].wait()
+        return works
+
+    wrap_dist(patch, "batch_isend_irecv", batch)
+
+
+@BUGS.enter("P2P-BATCH-ORDER", kind="order")
+def batch_receives_backwards(patch: Patch) -> None:
+    """a batch issues its receives from the last to the first"""
+
+    def batch(original: Any, operations: list[Any]) -> list[Any]:
+        order = sorted(range(len(operations)), key=lambda at: (operations[at].op is dist.irecv, at))
+        sends = sum(operation.op is dist.isend for operation in operations)
+        works = {at: issued(operations[at]) for at in [*order[:sends], *order[sends:][::-1]]}
+        return [works[at] for at in range(len(operations))]
+
+    wrap_dist(patch, "batch_isend_irecv", batch)
+
+
+@BUGS.enter("P2P-BATCH-WAIT", kind="asynchronous")
+def first_request_stands_for_all(patch: Patch) -> None:
+    """of the requests of a batch only the first is one; the others wait for nothing"""
+
+    def batch(original: Any, operations: list[Any]) -> list[Any]:
+        first, *others = original(operations)
+        return [first, *(Done() for _ in others)]
+
+    wrap_dist(patch, "batch_isend_irecv", batch)
+
+
+# ---- Errors --------------------------------------------------------------------------------------
+
+
+@BUGS.enter("P2P-ERROR-SELF", kind="errors")
+def send_to_myself_ignored(patch: Patch) -> None:
+    """a send to oneself does nothing"""
+
+    def send(original: Any, tensor: Tensor, dst: Any = None, **kwargs: Any) -> None:
+        own = dist.get_rank(kwargs.get("group") or dist.group.WORLD)
+        if own not in (dst, kwargs.get("group_dst")):
+            original(tensor, dst, **kwargs)
+
+    wrap_dist(patch, "send", send)
+
+
+@BUGS.enter("P2P-ERROR-RANK", *EITHER, kind="errors")
+def partners_wrap_around(patch: Patch) -> None:
+    """a partner beyond the last rank counts from the first again"""
+    posted(
+        patch,
+        lambda group, verb, tensor, peer, tag: (
+            tensor,
+            peer if peer == ANY else peer % group.size(),
+            tag,
+        ),
+    )
+
+
+@BUGS.enter("P2P-ERROR-MEMBER", *EITHER, origin="B034", kind="errors")
+def outsiders_are_the_first(patch: Patch) -> None:
+    """a partner outside the group is taken for its first rank"""
+    canonical = c10d._canonicalize_group_rank
+
+    def lenient(group: Any, global_rank: Any = None, group_rank: Any = None, *args: Any) -> Any:
+        if global_rank is not None and global_rank not in dist.get_process_group_ranks(group):
+            return 0
+        return canonical(group, global_rank, group_rank, *args)
+
+    patch.setattr(c10d, "_canonicalize_group_rank", lenient)
+
+
+@BUGS.enter("P2P-ERROR-BOTH", *EITHER, kind="errors")
+def position_wins(patch: Patch) -> None:
+    """of a world rank and a position that are both given, the position counts"""
+    canonical = c10d._canonicalize_group_rank
+
+    def lenient(group: Any, global_rank: Any = None, group_rank: Any = None, *args: Any) -> Any:
+        world = global_rank if group_rank is None else None
+        return canonical(group, world, group_rank, *args)
+
+    patch.setattr(c10d, "_canonicalize_group_rank", lenient)
+
+
+@BUGS.enter("P2P-NON-MEMBER", kind="errors", origin="L16")
+def outsiders_receive_from_0(patch: Patch) -> None:
+    """recv returns 0 to a rank that is not in the group"""
+    wrap_dist(patch, "recv", lambda recv, *args, **kwargs: max(recv(*args, **kwargs), 0))
