@@ -23,6 +23,7 @@ _SESSION: pytest.StashKey[Session] = pytest.StashKey()
 _OUTPUT = "smp_conformance"  # of xdist's workers
 
 pytest_addoption = options.add_options
+pytest_plugins = ["conformance.mutants.command"]  # --smp-selftest
 
 
 def pytest_configure(config: pytest.Config) -> None:

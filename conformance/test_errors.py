@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 
 import smp_core.torch as smp
-from conformance.draws import UNPICKLABLE, comm_groups, on_ranks, sizes, unpicklable, worlds
+from conformance.draws import UNPICKLABLE, comm_groups, needs, on_ranks, sizes, unpicklable, worlds
 from conformance.layout import RANK_TYPES, members, parameters
 from conformance.requirements import requirement
 from pytest_smp.proxies import SmpWorld
@@ -62,6 +64,48 @@ def test_oneself_is_refused(
     )
     assert [refused for refused, _ in seen] == [rank == on for rank in range(world.size)]
     assert all(gathered == list(range(world.size)) for _, gathered in seen)
+
+
+#: Calls with an argument of a wrong type, by name.
+MISTYPED: Mapping[str, Callable[[Any], object]] = {
+    "group of broadcast": lambda wrong: smp.broadcast("lost", wrong),
+    "group of allgather": lambda wrong: smp.allgather("lost", wrong),
+    "group of barrier": lambda wrong: smp.barrier(wrong),
+    "rank type of send": lambda wrong: smp.send("lost", 1 - smp.rank(), wrong),
+    "rank type of recv_from": lambda wrong: smp.recv_from(1 - smp.rank(), wrong),
+    "rank of send": lambda wrong: smp.send("lost", wrong, WORLD_RANK),
+    "rank of recv_from": lambda wrong: smp.recv_from(wrong, WORLD_RANK),
+}
+NO_RANKS = (None, "1", 1.0, True, False, [1])
+NO_NAMES = (None, "WORLD", 0, WORLD_RANK.value)
+
+
+def use_bad_type(call: str, wrong: Any, on: int) -> tuple[bool, list[int]]:
+    """Whether the call is refused on rank ``on``, and what all ranks gather afterwards."""
+    refused = False
+    if smp.rank() == on:
+        try:
+            MISTYPED[call](wrong)
+        except TypeError:
+            refused = True
+    return refused, smp.allgather(smp.rank(), smp.WORLD)
+
+
+@requirement("COMM-ERROR-TYPE")
+@pytest.mark.parametrize("call", MISTYPED)
+@given(data=st.data(), on=st.integers(0, 1))
+@settings(on_ranks, max_examples=15)
+def test_a_wrong_type_is_refused(
+    smp_world: SmpWorld, data: st.DataObject, call: str, on: int
+) -> None:
+    needs(smp_world, 2)
+    other = (smp.WORLD,) if call.startswith("rank type") else (WORLD_RANK,)
+    wrong = data.draw(
+        st.sampled_from(NO_RANKS if call.startswith("rank of") else (*NO_NAMES, *other)), "wrong"
+    )
+    seen = smp_world.run(use_bad_type, call, wrong, on, ranks=2)
+    assert [refused for refused, _ in seen] == [rank == on for rank in range(2)]
+    assert all(gathered == [0, 1] for _, gathered in seen)
 
 
 def send_unpicklable(call: str, what: str, nested: bool, src: int) -> tuple[bool, Any]:

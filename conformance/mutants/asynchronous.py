@@ -18,7 +18,7 @@ from smp_core.backends.fabrics.sim.process_group import SharedGroup, SimProcessG
 from smp_core.backends.fabrics.sim.work import SimWork
 from smp_core.errors import VerdictError
 
-BUGS = Bugs("asynchronous")
+BUGS = Bugs("asynchronous work")
 
 
 @BUGS.enter("ASYNC-VALUE", origin="B026")
@@ -39,9 +39,9 @@ def synchronous_calls_return_true(patch: Patch) -> None:
         wrap_dist(patch, name, call)
 
 
-@BUGS.enter("ASYNC-WAIT-ORDER", origin="B056", kind="order")
-@BUGS.enter("ASYNC-THEN-SYNC", origin="B056", kind="order")
-@BUGS.enter("ASYNC-MIXED", *EITHER, origin="B056", kind="order")
+@BUGS.enter("ASYNC-WAIT-ORDER", origin="B056", kind="point-to-point")
+@BUGS.enter("ASYNC-THEN-SYNC", origin="B056", kind="point-to-point")
+@BUGS.enter("ASYNC-MIXED", *EITHER, origin="B056", kind="point-to-point")
 def wait_ends_the_oldest(patch: Patch) -> None:
     """a wait ends the oldest operation of the rank, whichever it is called for"""
     wait = SimWork.wait
@@ -92,13 +92,13 @@ def future_before_the_reduction(patch: Patch) -> None:
     patch.setattr(SimWork, "get_future", get_future)
 
 
-@BUGS.enter("ASYNC-KEPT", origin="B118", kind="buffer reuse")
+@BUGS.enter("ASYNC-KEPT", origin="B118", kind="point-to-point")
 def one_result_buffer(patch: Patch) -> None:
     """a result is written into the outputs of the call before, too"""
     landing_twice(patch)
 
 
-@BUGS.enter("ASYNC-REUSE", origin="B026", kind="race")
+@BUGS.enter("ASYNC-REUSE", origin="B026")
 def inputs_read_late(patch: Patch) -> None:
     """all_gather reads the others' inputs when a rank waits, not before they are let go"""
     take_off = Flight.take_off
@@ -109,13 +109,13 @@ def inputs_read_late(patch: Patch) -> None:
         self.inputs = originals
 
     def by_reference(calls: list[Call]) -> list[list[torch.Tensor]]:
-        return [[call.data[0] for call in calls] for _ in calls]
+        return [[call.data[0][0] for call in calls] for _ in calls]
 
     patch.setattr(Flight, "take_off", keep)
     patch.setattr(collectives, "all_gather", by_reference)
 
 
-@BUGS.enter("ASYNC-GROUPS", *EITHER, origin="B043", kind="wrong group")
+@BUGS.enter("ASYNC-GROUPS", *EITHER, origin="B043", kind="groups, roots and rank mapping")
 def groups_count_as_one(patch: Patch) -> None:
     """calls are numbered over all groups of a rank"""
     join = SimProcessGroup._collective
@@ -130,7 +130,7 @@ def groups_count_as_one(patch: Patch) -> None:
     patch.setattr(SimProcessGroup, "_collective", count)
 
 
-@BUGS.enter("ASYNC-GROUPS-ORDER", VerdictError, kind="deadlock")
+@BUGS.enter("ASYNC-GROUPS-ORDER", VerdictError, kind="point-to-point")
 def one_group_at_a_time(patch: Patch) -> None:
     """a call on a group waits until the rank's calls on other groups are done"""
     join = SimProcessGroup._collective
@@ -146,7 +146,7 @@ def one_group_at_a_time(patch: Patch) -> None:
     patch.setattr(SimProcessGroup, "_collective", queue)
 
 
-@BUGS.enter("ASYNC-GROUPS-ORDER", *EITHER, kind="wrong group")
+@BUGS.enter("ASYNC-GROUPS-ORDER", *EITHER, kind="groups, roots and rank mapping")
 def channel_of_the_members(patch: Patch) -> None:
     """groups of the same ranks, in any order, share their calls"""
     init = SharedGroup.__init__
@@ -160,7 +160,7 @@ def channel_of_the_members(patch: Patch) -> None:
     patch.setattr(SharedGroup, "__init__", shared)
 
 
-@BUGS.enter("ASYNC-MIXED", VerdictError, kind="sequence")
+@BUGS.enter("ASYNC-MIXED", VerdictError, kind="point-to-point")
 def messages_count_as_calls(patch: Patch) -> None:
     """a message takes a number among the collective calls of its group"""
     post = SimProcessGroup._post

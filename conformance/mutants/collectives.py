@@ -134,7 +134,7 @@ def named(plant: Callable[[Patch], None], name: str, sentence: str) -> Callable[
 # ---- Movement ------------------------------------------------------------------------------------
 
 
-@BUGS.enter("COLL-BROADCAST-VALUE", kind="root", origin="B034")
+@BUGS.enter("COLL-BROADCAST-VALUE", kind="groups, roots and rank mapping", origin="B034")
 def broadcast_from_the_first(patch: Patch) -> None:
     """broadcast takes the first rank of the group for the root"""
 
@@ -169,19 +169,19 @@ def through(patch: Patch, name: str, narrow: torch.dtype, wide: torch.dtype) -> 
     seen_as(patch, name, lambda t: t.to(narrow).to(wide) if t.dtype is wide else t, True, False)
 
 
-@BUGS.enter("COLL-ALL-GATHER-VALUE", kind="dtype")
+@BUGS.enter("COLL-ALL-GATHER-VALUE")
 def int64_through_float64(patch: Patch) -> None:
     """all_gather moves int64 as float64"""
     through(patch, "all_gather", torch.float64, torch.int64)
 
 
-@BUGS.enter("COLL-ALL-TO-ALL-SINGLE-VALUE", kind="dtype")
+@BUGS.enter("COLL-ALL-TO-ALL-SINGLE-VALUE")
 def float64_through_float32(patch: Patch) -> None:
     """all_to_all_single moves float64 as float32"""
     through(patch, "all_to_all_single", torch.float32, torch.float64)
 
 
-@BUGS.enter("COLL-SCATTER-VALUE", kind="dtype")
+@BUGS.enter("COLL-SCATTER-VALUE")
 def float8_by_value(patch: Patch) -> None:
     """scatter moves one kind of float8 as another"""
     through(patch, "scatter", torch.float8_e5m2, torch.float8_e4m3fn)
@@ -323,8 +323,8 @@ def reduces(patch: Patch, change: Callable[..., Tensor]) -> None:
         patch.setattr(module, "reduce_tensors", replaced)
 
 
-@BUGS.enter("COLL-ALL-REDUCE-SUM", kind="fold")
-@BUGS.enter("COLL-REDUCE-VALUE", kind="fold")
+@BUGS.enter("COLL-ALL-REDUCE-SUM")
+@BUGS.enter("COLL-REDUCE-VALUE")
 def odd_one_dropped(patch: Patch) -> None:
     """the fold drops the last of an odd number"""
 
@@ -337,7 +337,7 @@ def odd_one_dropped(patch: Patch) -> None:
     patch.setattr(reduction, "fold", fold)
 
 
-@BUGS.enter("COLL-ALL-REDUCE-SUM", kind="dtype")
+@BUGS.enter("COLL-ALL-REDUCE-SUM")
 def sums_in_float32(patch: Patch) -> None:
     """float64 is summed in float32"""
 
@@ -349,13 +349,13 @@ def sums_in_float32(patch: Patch) -> None:
     reduces(patch, reduce)
 
 
-@BUGS.enter("COLL-ALL-REDUCE-PRODUCT", kind="fold")
+@BUGS.enter("COLL-ALL-REDUCE-PRODUCT")
 def product_is_a_sum(patch: Patch) -> None:
     """PRODUCT adds"""
     combines(patch, PRODUCT="SUM")
 
 
-@BUGS.enter("COLL-ALL-REDUCE-PRODUCT", kind="fold")
+@BUGS.enter("COLL-ALL-REDUCE-PRODUCT")
 def product_of_the_first_two(patch: Patch) -> None:
     """PRODUCT multiplies the first two members only"""
     reduces(
@@ -363,25 +363,25 @@ def product_of_the_first_two(patch: Patch) -> None:
     )
 
 
-@BUGS.enter("COLL-ALL-REDUCE-MIN-MAX", kind="fold")
+@BUGS.enter("COLL-ALL-REDUCE-MIN-MAX")
 def least_and_largest_swapped(patch: Patch) -> None:
     """MIN and MAX are swapped"""
     combines(patch, MIN="MAX", MAX="MIN")
 
 
-@BUGS.enter("COLL-ALL-REDUCE-MIN-MAX", kind="dtype")
+@BUGS.enter("COLL-ALL-REDUCE-MIN-MAX")
 def uint64_compared_as_int64(patch: Patch) -> None:
     """MIN and MAX compare uint64 as int64"""
     patch.setattr(reduction, "_INT64_MIN", 0)
 
 
-@BUGS.enter("COLL-ALL-REDUCE-BITS", kind="fold")
+@BUGS.enter("COLL-ALL-REDUCE-BITS")
 def exclusive_or_is_or(patch: Patch) -> None:
     """BXOR is BOR"""
     combines(patch, BXOR="BOR")
 
 
-@BUGS.enter("COLL-ALL-REDUCE-AVG", kind="averaging", origin="B020")
+@BUGS.enter("COLL-ALL-REDUCE-AVG", origin="B020")
 def one_dtype_not_divided(patch: Patch) -> None:
     """the average of bfloat16 is not divided"""
     reduces(
@@ -392,7 +392,7 @@ def one_dtype_not_divided(patch: Patch) -> None:
     )
 
 
-@BUGS.enter("COLL-ALL-REDUCE-AVG", kind="averaging", origin="B043")
+@BUGS.enter("COLL-ALL-REDUCE-AVG", origin="B043")
 def divided_by_the_world(patch: Patch) -> None:
     """an average is divided by the size of the world"""
 
@@ -406,13 +406,13 @@ def divided_by_the_world(patch: Patch) -> None:
     reduces(patch, reduce)
 
 
-@BUGS.enter("COLL-ALL-REDUCE-AVG-HALF", kind="averaging", origin="B029")
+@BUGS.enter("COLL-ALL-REDUCE-AVG-HALF", origin="B029")
 def divided_after_the_sum(patch: Patch) -> None:
     """float16 is summed in float16, and divided then"""
     patch.setattr(reduction, "_SMALL_FLOATS", reduction._SMALL_FLOATS - {torch.float16})
 
 
-@BUGS.enter("COLL-ALL-REDUCE-WRAP", kind="dtype", origin="L14")
+@BUGS.enter("COLL-ALL-REDUCE-WRAP", origin="L14")
 def uint8_saturates(patch: Patch) -> None:
     """sums of uint8 stop at 255"""
 
@@ -424,7 +424,7 @@ def uint8_saturates(patch: Patch) -> None:
     reduces(patch, reduce)
 
 
-@BUGS.enter("COLL-ALL-REDUCE-WRAP", kind="dtype")
+@BUGS.enter("COLL-ALL-REDUCE-WRAP")
 def int64_reduced_in_float64(patch: Patch) -> None:
     """int64 is reduced in float64"""
 
@@ -436,7 +436,7 @@ def int64_reduced_in_float64(patch: Patch) -> None:
     reduces(patch, reduce)
 
 
-@BUGS.enter("COLL-ALL-REDUCE-BOOL", kind="dtype")
+@BUGS.enter("COLL-ALL-REDUCE-BOOL")
 def bool_sum_is_exclusive(patch: Patch) -> None:
     """a sum of bool is exclusive: true and true is false"""
     reduces(
@@ -447,7 +447,7 @@ def bool_sum_is_exclusive(patch: Patch) -> None:
     )
 
 
-@BUGS.enter("COLL-ALL-REDUCE-IDENTICAL", kind="fold")
+@BUGS.enter("COLL-ALL-REDUCE-IDENTICAL")
 def everybody_begins_with_themselves(patch: Patch) -> None:
     """each member folds in an order of its own, beginning with its own tensor"""
 
@@ -464,7 +464,7 @@ def everybody_begins_with_themselves(patch: Patch) -> None:
     patch.setattr(collectives, "all_reduce", all_reduce)
 
 
-@BUGS.enter("COLL-REDUCE-VALUE", kind="fold", origin="B023")
+@BUGS.enter("COLL-REDUCE-VALUE", origin="B023")
 def roots_own_left_out(patch: Patch) -> None:
     """reduce leaves out the root's own tensor"""
 
@@ -518,7 +518,7 @@ def unstacked_along_the_last(patch: Patch) -> None:
     )
 
 
-@BUGS.enter("COLL-OP-DEFAULT", kind="API default", origin="B022")
+@BUGS.enter("COLL-OP-DEFAULT", origin="B022")
 def average_by_default(patch: Patch) -> None:
     """without an op floating-point tensors are averaged"""
 
@@ -534,7 +534,14 @@ def average_by_default(patch: Patch) -> None:
 # ---- Roots ---------------------------------------------------------------------------------------
 
 
-@BUGS.enter("COLL-BROADCAST-ROOT", *ASSERTION, ValueError, VerdictError, kind="root", origin="B031")
+@BUGS.enter(
+    "COLL-BROADCAST-ROOT",
+    *ASSERTION,
+    ValueError,
+    VerdictError,
+    kind="groups, roots and rank mapping",
+    origin="B031",
+)
 def group_rank_for_world_rank(patch: Patch) -> None:
     """broadcast reads group_src as a rank of the world"""
 
@@ -546,7 +553,14 @@ def group_rank_for_world_rank(patch: Patch) -> None:
     around(patch, "broadcast", call)
 
 
-@BUGS.enter("COLL-REDUCE-ROOT", *ASSERTION, ValueError, VerdictError, kind="root", origin="B035")
+@BUGS.enter(
+    "COLL-REDUCE-ROOT",
+    *ASSERTION,
+    ValueError,
+    VerdictError,
+    kind="groups, roots and rank mapping",
+    origin="B035",
+)
 def world_rank_for_group_rank(patch: Patch) -> None:
     """reduce takes dst for a rank of the group"""
 
@@ -558,7 +572,14 @@ def world_rank_for_group_rank(patch: Patch) -> None:
     around(patch, "reduce", call)
 
 
-@BUGS.enter("COLL-GATHER-ROOT", *ASSERTION, ValueError, VerdictError, kind="root", origin="B034")
+@BUGS.enter(
+    "COLL-GATHER-ROOT",
+    *ASSERTION,
+    ValueError,
+    VerdictError,
+    kind="groups, roots and rank mapping",
+    origin="B034",
+)
 def rank_0_gathers(patch: Patch) -> None:
     """gather always gathers on the first rank of the group"""
 
@@ -572,7 +593,14 @@ def rank_0_gathers(patch: Patch) -> None:
     around(patch, "gather", call)
 
 
-@BUGS.enter("COLL-SCATTER-ROOT", *ASSERTION, ValueError, VerdictError, kind="root", origin="B032")
+@BUGS.enter(
+    "COLL-SCATTER-ROOT",
+    *ASSERTION,
+    ValueError,
+    VerdictError,
+    kind="groups, roots and rank mapping",
+    origin="B032",
+)
 def root_converted_twice(patch: Patch) -> None:
     """scatter converts its root from the world to the group twice"""
 
@@ -596,7 +624,7 @@ def _raw(name: str, inputs: bool, outputs: bool) -> Callable[[Patch], None]:
 for _name, (_reads, _writes) in ARGUMENTS.items():
     _id = _name.upper().replace("_", "-")
     if _reads == _writes:
-        BUGS.enter(f"COLL-{_id}-LAYOUT", kind="non-contiguous", origin="B001")(
+        BUGS.enter(f"COLL-{_id}-LAYOUT", origin="B001")(
             named(
                 _raw(_name, True, True),
                 f"{_name}_of_raw_memory",
@@ -608,7 +636,6 @@ for _name, (_reads, _writes) in ARGUMENTS.items():
         _what = "input" if _inputs else "output"
         BUGS.enter(
             f"COLL-{_id}-LAYOUT-{_side}",
-            kind="non-contiguous",
             origin="B002" if _name == "gather" else "B001",
         )(
             named(
@@ -619,13 +646,13 @@ for _name, (_reads, _writes) in ARGUMENTS.items():
         )
 
 
-@BUGS.enter("COLL-ALL-REDUCE-LAYOUT", kind="non-contiguous")
+@BUGS.enter("COLL-ALL-REDUCE-LAYOUT")
 def result_into_a_copy(patch: Patch) -> None:
     """all_reduce of a view that is not contiguous works on a copy, which nobody copies back"""
     seen_as(patch, "all_reduce", lambda tensor: tensor.contiguous(), True, True)
 
 
-@BUGS.enter("COLL-ALL-GATHER-LAYOUT-OUT", kind="non-contiguous", origin="B004")
+@BUGS.enter("COLL-ALL-GATHER-LAYOUT-OUT", origin="B004")
 def gathered_transposed(patch: Patch) -> None:
     """all_gather writes a transposed output in the order of its memory"""
 
@@ -655,7 +682,6 @@ for _name in ARGUMENTS:
         f"COLL-{_name.upper().replace('_', '-')}-EMPTY",
         *ASSERTION,
         VerdictError,
-        kind="zero size",
         origin="B013",
     )(
         named(
@@ -666,7 +692,7 @@ for _name in ARGUMENTS:
     )
 
 
-@BUGS.enter("COLL-ALL-GATHER-EMPTY", ZeroDivisionError, kind="zero size", origin="B011")
+@BUGS.enter("COLL-ALL-GATHER-EMPTY", ZeroDivisionError, origin="B011")
 def divides_by_the_count(patch: Patch) -> None:
     """all_gather divides by the number of elements"""
 
@@ -677,7 +703,7 @@ def divides_by_the_count(patch: Patch) -> None:
     around(patch, "all_gather", call)
 
 
-@BUGS.enter("COLL-REPEATED", kind="stale result", origin="B157")
+@BUGS.enter("COLL-REPEATED", origin="B157")
 def stale_output(patch: Patch) -> None:
     """the second call of one shape gives the result of the first"""
     memory = PerRun(dict)
@@ -708,7 +734,7 @@ def no_more_after_a_while(patch: Patch) -> None:
     everywhere(patch, call)
 
 
-@BUGS.enter("COLL-LARGE", kind="size limit", origin="B148")
+@BUGS.enter("COLL-LARGE", kind="errors, hangs, pickling and resources", origin="B148")
 def fixed_buffer_of_tensors(patch: Patch) -> None:
     """elements beyond the first 2**16 are not moved"""
 
@@ -727,28 +753,28 @@ def fixed_buffer_of_tensors(patch: Patch) -> None:
 # ---- Buffers -------------------------------------------------------------------------------------
 
 
-@BUGS.enter("COLL-OFFSET", kind="aliasing", origin="B008")
+@BUGS.enter("COLL-OFFSET", origin="B008")
 def offset_forgotten(patch: Patch) -> None:
     """tensors are looked for at the start of their storage"""
     for name in ARGUMENTS:
         seen_as(patch, name, from_the_start, True, True)
 
 
-@BUGS.enter("COLL-CHUNKS-OUT", kind="aliasing", origin="B008")
+@BUGS.enter("COLL-CHUNKS-OUT", origin="B008")
 def outputs_at_the_start(patch: Patch) -> None:
     """all_gather and its like put every output at the start of its storage"""
     for name in ("all_gather", "gather", "all_to_all"):
         seen_as(patch, name, from_the_start, False, True)
 
 
-@BUGS.enter("COLL-CHUNKS-IN", kind="aliasing", origin="B008")
+@BUGS.enter("COLL-CHUNKS-IN", origin="B008")
 def inputs_at_the_start(patch: Patch) -> None:
     """scatter and its like read every input at the start of its storage"""
     for name in ("scatter", "reduce_scatter", "all_to_all"):
         seen_as(patch, name, from_the_start, True, False)
 
 
-@BUGS.enter("COLL-IN-PLACE", kind="aliasing")
+@BUGS.enter("COLL-IN-PLACE")
 def output_cleared_first(patch: Patch) -> None:
     """outputs are cleared before inputs are read"""
 
@@ -761,7 +787,7 @@ def output_cleared_first(patch: Patch) -> None:
     everywhere(patch, call)
 
 
-@BUGS.enter("COLL-INPUTS", kind="aliasing")
+@BUGS.enter("COLL-INPUTS")
 def inputs_as_scratch(patch: Patch) -> None:
     """reductions add up in their inputs"""
 
@@ -773,7 +799,7 @@ def inputs_as_scratch(patch: Patch) -> None:
     around(patch, ["reduce_scatter", "reduce_scatter_single", "all_to_all_single"], call)
 
 
-@BUGS.enter("COLL-INPUTS", kind="aliasing", origin="L2")
+@BUGS.enter("COLL-INPUTS", origin="L2")
 def roots_tensor_written(patch: Patch) -> None:
     """broadcast clears the root's tensor when all have it"""
 
@@ -789,19 +815,25 @@ def roots_tensor_written(patch: Patch) -> None:
 # ---- Groups --------------------------------------------------------------------------------------
 
 
-@BUGS.enter("COLL-GROUP-ORDER", kind="group", origin="B037")
+@BUGS.enter("COLL-GROUP-ORDER", kind="groups, roots and rank mapping", origin="B037")
 def order_forgotten(patch: Patch) -> None:
     """new_group sorts its ranks though told not to"""
     around(patch, "new_group", lambda new, ranks, sort_ranks=True: new(ranks))
 
 
-@BUGS.enter("COLL-GROUP-SORTED", kind="group", origin="L17")
+@BUGS.enter("COLL-GROUP-SORTED", kind="groups, roots and rank mapping", origin="L17")
 def never_sorted(patch: Patch) -> None:
     """new_group leaves its ranks as they were listed though it should sort them"""
     around(patch, "new_group", lambda new, ranks, sort_ranks=True: new(ranks, sort_ranks=False))
 
 
-@BUGS.enter("COLL-GROUP-WITHOUT-0", *ASSERTION, VerdictError, kind="group", origin="B040")
+@BUGS.enter(
+    "COLL-GROUP-WITHOUT-0",
+    *ASSERTION,
+    VerdictError,
+    kind="groups, roots and rank mapping",
+    origin="B040",
+)
 def rank_0_is_in_every_group(patch: Patch) -> None:
     """rank 0 is made a member of every group"""
     around(
@@ -811,7 +843,7 @@ def rank_0_is_in_every_group(patch: Patch) -> None:
     )
 
 
-@BUGS.enter("COLL-GROUP-ALONE", kind="group", origin="B088")
+@BUGS.enter("COLL-GROUP-ALONE", kind="groups, roots and rank mapping", origin="B088")
 def nothing_to_do_alone(patch: Patch) -> None:
     """in a group of one rank a collective does nothing"""
 
@@ -821,7 +853,14 @@ def nothing_to_do_alone(patch: Patch) -> None:
     everywhere(patch, call)
 
 
-@BUGS.enter("COLL-GROUP-OVERLAP", *ASSERTION, ValueError, VerdictError, kind="group", origin="B043")
+@BUGS.enter(
+    "COLL-GROUP-OVERLAP",
+    *ASSERTION,
+    ValueError,
+    VerdictError,
+    kind="groups, roots and rank mapping",
+    origin="B043",
+)
 def latest_group(patch: Patch) -> None:
     """a collective on any group goes to the group that the rank has made last"""
     latest: PerRun = PerRun(dict)
@@ -841,7 +880,7 @@ def latest_group(patch: Patch) -> None:
     everywhere(patch, call)
 
 
-@BUGS.enter("COLL-GROUP-OUTSIDER", kind="group")
+@BUGS.enter("COLL-GROUP-OUTSIDER", kind="groups, roots and rank mapping")
 def outsiders_cleared(patch: Patch) -> None:
     """a collective clears the outputs of a rank that is not in the group"""
 
@@ -854,7 +893,13 @@ def outsiders_cleared(patch: Patch) -> None:
     everywhere(patch, call)
 
 
-@BUGS.enter("COLL-GROUP-OUTSIDER", *ASSERTION, VerdictError, kind="group", origin="B043")
+@BUGS.enter(
+    "COLL-GROUP-OUTSIDER",
+    *ASSERTION,
+    VerdictError,
+    kind="groups, roots and rank mapping",
+    origin="B043",
+)
 def outsiders_use_the_world(patch: Patch) -> None:
     """for a rank that is not in the group the world is meant"""
 
@@ -866,13 +911,13 @@ def outsiders_use_the_world(patch: Patch) -> None:
     everywhere(patch, call)
 
 
-@BUGS.enter("COLL-BARRIER-ALL", kind="barrier", origin="B026")
+@BUGS.enter("COLL-BARRIER-ALL", origin="B026")
 def tensor_barrier_does_nothing(patch: Patch) -> None:
     """a barrier waits for nobody"""
     around(patch, "barrier", lambda call, **how: None)
 
 
-@BUGS.enter("COLL-BARRIER-GROUP", VerdictError, kind="barrier", origin="B155")
+@BUGS.enter("COLL-BARRIER-GROUP", VerdictError, origin="B155")
 def tensor_barrier_of_the_world(patch: Patch) -> None:
     """a barrier is always one of the world"""
     around(patch, "barrier", lambda call, **how: call())
@@ -881,7 +926,9 @@ def tensor_barrier_of_the_world(patch: Patch) -> None:
 # ---- Errors --------------------------------------------------------------------------------------
 
 
-@BUGS.enter("COLL-ERROR-ROOT", *ASSERTION, VerdictError, kind="errors")
+@BUGS.enter(
+    "COLL-ERROR-ROOT", *ASSERTION, VerdictError, kind="errors, hangs, pickling and resources"
+)
 def root_guessed(patch: Patch) -> None:
     """of two names of a root one is taken, and without any rank 0"""
 
@@ -893,7 +940,9 @@ def root_guessed(patch: Patch) -> None:
     patch.setattr(c10d, "_canonicalize_group_rank", canonical)
 
 
-@BUGS.enter("COLL-ERROR-LIST", *ASSERTION, VerdictError, kind="errors")
+@BUGS.enter(
+    "COLL-ERROR-LIST", *ASSERTION, VerdictError, kind="errors, hangs, pickling and resources"
+)
 def list_made_up(patch: Patch) -> None:
     """gather and scatter make up the list that their root does not pass"""
 

@@ -11,7 +11,7 @@ from conformance.mutants.protocol import ASSERTION, Bugs, Patch
 from smp_core import comm
 from smp_core.backends.fabrics.sim import objects
 from smp_core.backends.payload import Payload
-from smp_core.errors import PayloadError, VerdictError
+from smp_core.errors import PayloadError, RankError, VerdictError
 
 BUGS = Bugs("errors, hangs, pickling and resources")
 
@@ -24,6 +24,29 @@ def lenient_peer(patch: Patch, forgive: Callable[[int, int], int]) -> None:
         return peer(here, call, name, forgive(rank, len(here.group(kind.value).ranks)), kind)
 
     patch.setattr(comm, "_peer", correct)
+
+
+@BUGS.enter("COMM-ERROR-TYPE", *ASSERTION, VerdictError, RankError)
+def bools_are_ranks(patch: Patch) -> None:
+    """True is rank 1"""
+    peer = comm._peer
+
+    def number(here: Any, call: str, name: str, rank: Any, kind: Any) -> int:
+        return peer(here, call, name, int(rank) if isinstance(rank, bool) else rank, kind)
+
+    patch.setattr(comm, "_peer", number)
+
+
+@BUGS.enter("COMM-ERROR-TYPE", *ASSERTION, VerdictError)
+def groups_by_name(patch: Patch) -> None:
+    """a group may be given as a string"""
+    kind = comm._kind
+    named = smp.CommGroup.__members__
+    patch.setattr(
+        comm,
+        "_kind",
+        lambda call, group: kind(call, named.get(group, group) if type(group) is str else group),
+    )
 
 
 @BUGS.enter("COMM-ERROR-RANK", *ASSERTION, VerdictError)

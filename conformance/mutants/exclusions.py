@@ -125,22 +125,6 @@ EQUIVALENT: Mapping[str, str] = {
 }
 
 
-_TYPES = "no requirement says that an argument of a wrong type is refused"
-
-#: Changes that a property could find and none does, by :attr:`Site.text`. They count as survivors.
-UNPROVED: Mapping[str, str] = {
-    "_kind: raise ArgumentTypeError(f'{call}: group must be one of {names}, not {group!r}') -> "
-    "pass": _TYPES,
-    "_peer: raise ArgumentTypeError(f'{call}: rank_type must be one of {names}, not {rank_type!r}') "
-    "-> pass": _TYPES,
-    "_peer: isinstance(rank, bool) or not isinstance(rank, SupportsIndex) -> "
-    "isinstance(rank, bool) and (not isinstance(rank, SupportsIndex))": _TYPES,
-    "_peer: rank -> 0": _TYPES,
-    "_peer: rank -> 0 (2)": _TYPES,
-    "_peer: raise ArgumentTypeError(f'{call}: {name} must be an int, not {rank!r}') -> pass": _TYPES,
-}
-
-
 def reason(site: Site) -> str | None:
     """Why the site is no mutant, or None if it is one."""
     return FUNCTIONS.get(site.function) or EQUIVALENT.get(site.text)

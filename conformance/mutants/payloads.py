@@ -19,7 +19,7 @@ from smp_core.backends.fabrics.sim import objects
 from smp_core.backends.payload import Payload
 from smp_core.errors import PayloadError
 
-BUGS = Bugs("payload")
+BUGS = Bugs("errors, hangs, pickling and resources")
 
 Change = Callable[[Any], Any]
 
@@ -57,13 +57,13 @@ def cut(length: Callable[[int], int]) -> Change:
     return lambda obj: obj[: length(len(obj))] if type(obj) in (bytes, str) else obj
 
 
-@BUGS.enter("COMM-PAYLOAD-LARGE", origin="B148", kind="size limit")
+@BUGS.enter("COMM-PAYLOAD-LARGE", origin="B148")
 def a_million_bytes_at_most(patch: Patch) -> None:
     """bytes and texts are cut off after 2**19 parts"""
     payload(patch, sent=cut(lambda length: min(length, 2**19)))
 
 
-@BUGS.enter("COMM-PAYLOAD-LARGE", *ASSERTION, PayloadError, kind="size limit")
+@BUGS.enter("COMM-PAYLOAD-LARGE", *ASSERTION, PayloadError)
 def pickles_are_cut(patch: Patch) -> None:
     """a pickle is cut off at 512 KiB"""
     load = pickle.loads
@@ -78,19 +78,19 @@ def pickles_are_cut(patch: Patch) -> None:
     patch.setattr(objects, "Payload", Cut)
 
 
-@BUGS.enter("COMM-PAYLOAD-EDGE", origin="B149", kind="size limit")
+@BUGS.enter("COMM-PAYLOAD-EDGE", origin="B149")
 def length_of_16_bits(patch: Patch) -> None:
     """the header of a message has 16 bits for its length"""
     payload(patch, sent=cut(lambda length: length % 2**16))
 
 
-@BUGS.enter("COMM-PAYLOAD-EDGE", origin="B148", kind="size limit")
+@BUGS.enter("COMM-PAYLOAD-EDGE", origin="B148")
 def buffer_of_64_kib(patch: Patch) -> None:
     """objects are cut off at 64 KiB, their header of 16 bytes included"""
     payload(patch, sent=cut(lambda length: min(length, 2**16 - 16)))
 
 
-@BUGS.enter("COMM-PAYLOAD-SIZES", origin="B055", kind="uneven microbatch")
+@BUGS.enter("COMM-PAYLOAD-SIZES", origin="B055", kind="point-to-point")
 def size_of_the_first_object(patch: Patch) -> None:
     """no object that a rank receives is longer than its first"""
     lengths = PerRun(dict)
@@ -103,7 +103,7 @@ def size_of_the_first_object(patch: Patch) -> None:
     payload(patch, received=first)
 
 
-@BUGS.enter("COMM-PAYLOAD-MANY", kind="sequence")
+@BUGS.enter("COMM-PAYLOAD-MANY", kind="point-to-point")
 def sequence_of_8_bits(patch: Patch) -> None:
     """messages are numbered by 8 bits: the 256th is taken for one that was seen"""
     counts = PerRun(lambda: defaultdict(int))
@@ -134,7 +134,7 @@ def nests_of_64_levels(patch: Patch) -> None:
     payload(patch, received=shallow)
 
 
-@BUGS.enter("COMM-PAYLOAD-SHARED", kind="aliasing / offset")
+@BUGS.enter("COMM-PAYLOAD-SHARED", kind="collectives and layout")
 def part_by_part(patch: Patch) -> None:
     """the parts of a list are pickled one by one"""
     payload(
@@ -142,7 +142,7 @@ def part_by_part(patch: Patch) -> None:
     )
 
 
-@BUGS.enter("COMM-PAYLOAD-SHARED", kind="aliasing / offset")
+@BUGS.enter("COMM-PAYLOAD-SHARED", kind="collectives and layout")
 def equal_parts_are_one(patch: Patch) -> None:
     """equal parts of a list become one"""
 
@@ -155,7 +155,7 @@ def equal_parts_are_one(patch: Patch) -> None:
     payload(patch, received=merge)
 
 
-@BUGS.enter("COMM-PAYLOAD-DISTINCT", kind="stale result")
+@BUGS.enter("COMM-PAYLOAD-DISTINCT", kind="collectives and layout")
 def copies_are_kept(patch: Patch) -> None:
     """a rank that receives equal bytes again gives the copy that it gave before"""
     copies = PerRun(dict)
@@ -187,7 +187,7 @@ def dicts_are_plain(patch: Patch) -> None:
     payload(patch, received=in_parts(lambda obj: dict(obj) if isinstance(obj, dict) else obj))
 
 
-@BUGS.enter("COMM-PAYLOAD-ARRAYS", origin="B004", kind="non-contiguous")
+@BUGS.enter("COMM-PAYLOAD-ARRAYS", origin="B004", kind="collectives and layout")
 def arrays_as_they_lie(patch: Patch) -> None:
     """the elements of an array are sent in the order in which they lie in memory"""
 
@@ -209,7 +209,7 @@ def gradients_not_wanted(patch: Patch) -> None:
     payload(patch, received=in_parts(detach))
 
 
-@BUGS.enter("COMM-PAYLOAD-TENSORS", origin="B001", kind="non-contiguous")
+@BUGS.enter("COMM-PAYLOAD-TENSORS", origin="B001", kind="collectives and layout")
 def tensors_as_they_lie(patch: Patch) -> None:
     """a tensor is sent as if its elements lay densely from the first on"""
 
@@ -234,7 +234,7 @@ def by_plain_pickle(patch: Patch) -> None:
     patch.setattr(objects, "Payload", Plain)
 
 
-@BUGS.enter("COMM-PAYLOAD-MODULES", kind="tied params")
+@BUGS.enter("COMM-PAYLOAD-MODULES")
 def tied_weights_untied(patch: Patch) -> None:
     """each layer of a module gets parameters of its own"""
 
@@ -249,7 +249,7 @@ def tied_weights_untied(patch: Patch) -> None:
     payload(patch, received=in_parts(untie))
 
 
-@BUGS.enter("COMM-PAYLOAD-MANY", kind="order")
+@BUGS.enter("COMM-PAYLOAD-MANY", kind="point-to-point")
 def every_tenth_overtakes(patch: Patch) -> None:
     """every tenth object that a rank receives is the one before, once more"""
     counts = PerRun(lambda: defaultdict(int))

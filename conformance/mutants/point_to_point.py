@@ -75,7 +75,7 @@ def delivered(patch: Patch, change: Callable[[Post, Tensor], Tensor]) -> None:
 # ---- Values and buffers --------------------------------------------------------------------------
 
 
-@BUGS.enter("P2P-VALUE", kind="wrong value")
+@BUGS.enter("P2P-VALUE", kind="collectives and layout")
 def through_float32(patch: Patch) -> None:
     """numbers of 64 bits pass through float32"""
 
@@ -86,7 +86,7 @@ def through_float32(patch: Patch) -> None:
     delivered(patch, narrow)
 
 
-@BUGS.enter("P2P-VALUE", kind="wrong value")
+@BUGS.enter("P2P-VALUE", kind="collectives and layout")
 def last_element_lost(patch: Patch) -> None:
     """the last element of an odd number of elements is not sent"""
 
@@ -99,7 +99,7 @@ def last_element_lost(patch: Patch) -> None:
     delivered(patch, cut)
 
 
-@BUGS.enter("P2P-ZERO-SIZE", VerdictError, origin="B013", kind="zero size")
+@BUGS.enter("P2P-ZERO-SIZE", VerdictError, origin="B013", kind="collectives and layout")
 def empty_receive_skipped(patch: Patch) -> None:
     """a receive without elements takes no message"""
     recv = SimProcessGroup.recv
@@ -115,7 +115,7 @@ def from_the_start(self: Any, verb: str, tensor: Tensor, peer: int, tag: int) ->
     return torch.as_strided(tensor, tensor.shape, tensor.stride(), 0), peer, tag
 
 
-@BUGS.enter("P2P-OFFSET", origin="B008", kind="aliasing / offset")
+@BUGS.enter("P2P-OFFSET", origin="B008", kind="collectives and layout")
 def offset_of_the_sent_ignored(patch: Patch) -> None:
     """what is sent begins at the start of the storage"""
     posted(
@@ -128,7 +128,7 @@ def offset_of_the_sent_ignored(patch: Patch) -> None:
     )
 
 
-@BUGS.enter("P2P-OFFSET", origin="B008", kind="aliasing / offset")
+@BUGS.enter("P2P-OFFSET", origin="B008", kind="collectives and layout")
 def offset_of_the_received_ignored(patch: Patch) -> None:
     """what is received is written to the start of the storage"""
     posted(
@@ -141,7 +141,7 @@ def offset_of_the_received_ignored(patch: Patch) -> None:
     )
 
 
-@BUGS.enter("P2P-NON-CONTIGUOUS", origin="B001", kind="non-contiguous")
+@BUGS.enter("P2P-NON-CONTIGUOUS", origin="B001", kind="collectives and layout")
 def views_as_if_dense(patch: Patch) -> None:
     """of a view that is sent, the elements from its first on are sent as if they lay densely"""
 
@@ -154,7 +154,7 @@ def views_as_if_dense(patch: Patch) -> None:
     posted(patch, dense)
 
 
-@BUGS.enter("P2P-LARGE", origin="B148", kind="size limit")
+@BUGS.enter("P2P-LARGE", origin="B148", kind="errors, hangs, pickling and resources")
 def buffer_of_a_million_elements(patch: Patch) -> None:
     """of a message, the first million elements are sent"""
 
@@ -166,7 +166,7 @@ def buffer_of_a_million_elements(patch: Patch) -> None:
     delivered(patch, cut)
 
 
-@BUGS.enter("P2P-ORDER", origin="B055", kind="uneven microbatch")
+@BUGS.enter("P2P-ORDER", origin="B055")
 def messages_of_the_first_size(patch: Patch) -> None:
     """every message of a pair has the size of its first; what lies behind is not written"""
     sizes = PerRun(dict)
@@ -180,7 +180,7 @@ def messages_of_the_first_size(patch: Patch) -> None:
     delivered(patch, cut)
 
 
-@BUGS.enter("P2P-REUSE", origin="B026", kind="race")
+@BUGS.enter("P2P-REUSE", origin="B026", kind="asynchronous work")
 def sent_without_a_copy(patch: Patch) -> None:
     """a send returns at once, and the receiver reads the tensor when it comes"""
     post = SimProcessGroup._post
@@ -213,7 +213,7 @@ def landing_twice(patch: Patch) -> None:
     patch.setattr(Flight, "land", again)
 
 
-@BUGS.enter("P2P-SEPARATE", origin="B059", kind="aliasing / offset")
+@BUGS.enter("P2P-SEPARATE", origin="B059", kind="collectives and layout")
 def one_receive_buffer(patch: Patch) -> None:
     """a receive overwrites the tensor of the receive before"""
     landing_twice(patch)
@@ -237,13 +237,13 @@ def newest_first(patch: Patch, applies: Callable[[Post], bool]) -> None:
     patch.setattr(Mailbox, "post", turned)
 
 
-@BUGS.enter("P2P-ORDER", *EITHER, kind="order")
+@BUGS.enter("P2P-ORDER", *EITHER)
 def newest_message_first(patch: Patch) -> None:
     """of several messages the newest is received first"""
     newest_first(patch, lambda post: True)
 
 
-@BUGS.enter("P2P-ANY-SOURCE-ORDER", *EITHER, kind="order")
+@BUGS.enter("P2P-ANY-SOURCE-ORDER", *EITHER)
 def newest_from_any_source(patch: Patch) -> None:
     """a receive without a source takes the newest message"""
     newest_first(patch, lambda post: post.peer == ANY)
@@ -282,7 +282,7 @@ def direction_ignored(patch: Patch) -> None:
     delivered(patch, own)
 
 
-@BUGS.enter("P2P-BOTH-WAYS", VerdictError, origin="B047", kind="deadlock")
+@BUGS.enter("P2P-BOTH-WAYS", VerdictError, origin="B047")
 def asynchronous_send_blocks(patch: Patch) -> None:
     """isend returns when the message is received, so two ranks that send first never receive"""
     post = SimProcessGroup._post
@@ -295,7 +295,7 @@ def asynchronous_send_blocks(patch: Patch) -> None:
     patch.setattr(SimProcessGroup, "send", send)
 
 
-@BUGS.enter("P2P-WAIT-OWN", VerdictError, origin="B049", kind="deadlock")
+@BUGS.enter("P2P-WAIT-OWN", VerdictError, origin="B049")
 def wait_for_all(patch: Patch) -> None:
     """a wait waits for every operation that the rank has issued"""
     wait = SimWork.wait
@@ -308,7 +308,7 @@ def wait_for_all(patch: Patch) -> None:
     patch.setattr(SimWork, "wait", wait_all)
 
 
-@BUGS.enter("P2P-COMPLETED", kind="asynchronous")
+@BUGS.enter("P2P-COMPLETED", kind="asynchronous work")
 def messages_never_complete(patch: Patch) -> None:
     """is_completed of a send or receive is False, waited for or not"""
     completed = SimWork.is_completed
@@ -322,7 +322,7 @@ def messages_never_complete(patch: Patch) -> None:
 # ---- Ranks and groups ----------------------------------------------------------------------------
 
 
-@BUGS.enter("P2P-SOURCE", kind="rank mapping")
+@BUGS.enter("P2P-SOURCE", kind="groups, roots and rank mapping")
 def recv_returns_the_receiver(patch: Patch) -> None:
     """recv returns the rank that received"""
 
@@ -333,7 +333,7 @@ def recv_returns_the_receiver(patch: Patch) -> None:
     wrap_dist(patch, "recv", own)
 
 
-@BUGS.enter("P2P-GROUP", *EITHER, ValueError, origin="B031", kind="rank mapping")
+@BUGS.enter("P2P-GROUP", *EITHER, ValueError, origin="B031", kind="groups, roots and rank mapping")
 def world_rank_as_position(patch: Patch) -> None:
     """a world rank that could be a position in the group is taken for one"""
     canonical = c10d._canonicalize_group_rank
@@ -346,7 +346,7 @@ def world_rank_as_position(patch: Patch) -> None:
     patch.setattr(c10d, "_canonicalize_group_rank", mixed)
 
 
-@BUGS.enter("P2P-GROUP-RANK", *EITHER, origin="B041", kind="rank mapping")
+@BUGS.enter("P2P-GROUP-RANK", *EITHER, origin="B041", kind="groups, roots and rank mapping")
 def position_among_the_sorted(patch: Patch) -> None:
     """positions count in the ascending list of the group's ranks"""
 
@@ -357,7 +357,7 @@ def position_among_the_sorted(patch: Patch) -> None:
     posted(patch, other)
 
 
-@BUGS.enter("P2P-GROUP-APART", *EITHER, kind="wrong group")
+@BUGS.enter("P2P-GROUP-APART", *EITHER, kind="groups, roots and rank mapping")
 def mailbox_of_the_members(patch: Patch) -> None:
     """groups of the same ranks have one mailbox"""
     boxes = PerRun(dict)
@@ -370,13 +370,13 @@ def mailbox_of_the_members(patch: Patch) -> None:
     patch.setattr(SharedGroup, "__init__", shared)
 
 
-@BUGS.enter("P2P-ANY-SOURCE", *ASSERTION, ValueError, kind="any source")
+@BUGS.enter("P2P-ANY-SOURCE", *ASSERTION, ValueError)
 def source_is_always_0(patch: Patch) -> None:
     """a receive without a source says that rank 0 sent"""
     patch.setattr(SimWork, "_source_rank", lambda self: 0)
 
 
-@BUGS.enter("P2P-ANY-SOURCE", *EITHER, kind="any source")
+@BUGS.enter("P2P-ANY-SOURCE", *EITHER)
 def any_source_takes_twice(patch: Patch) -> None:
     """every second receive without a source gives the message before once more"""
     last = PerRun(dict)
@@ -394,7 +394,7 @@ def any_source_takes_twice(patch: Patch) -> None:
     delivered(patch, again)
 
 
-@BUGS.enter("P2P-ANY-SOURCE-GROUP", origin="B035", kind="rank mapping")
+@BUGS.enter("P2P-ANY-SOURCE-GROUP", origin="B035", kind="groups, roots and rank mapping")
 def any_source_gives_a_position(patch: Patch) -> None:
     """recv without a source returns the sender's position in the group"""
 
@@ -408,7 +408,7 @@ def any_source_gives_a_position(patch: Patch) -> None:
     wrap_dist(patch, "recv", position)
 
 
-@BUGS.enter("P2P-ANY-SOURCE-TAG", kind="any source")
+@BUGS.enter("P2P-ANY-SOURCE-TAG")
 def any_source_any_tag(patch: Patch) -> None:
     """a receive without a source takes messages of any tag"""
     fit = mailbox._fit
@@ -433,7 +433,7 @@ def issued(operation: Any) -> Any:
     )
 
 
-@BUGS.enter("P2P-BATCH", VerdictError, origin="B050", kind="deadlock")
+@BUGS.enter("P2P-BATCH", VerdictError, origin="B050")
 def batch_one_by_one(patch: Patch) -> None:
     """a batch waits for each operation before it issues the next"""
 
@@ -447,7 +447,7 @@ def batch_one_by_one(patch: Patch) -> None:
     wrap_dist(patch, "batch_isend_irecv", batch)
 
 
-@BUGS.enter("P2P-BATCH-ORDER", kind="order")
+@BUGS.enter("P2P-BATCH-ORDER")
 def batch_receives_backwards(patch: Patch) -> None:
     """a batch issues its receives from the last to the first"""
 
@@ -460,7 +460,7 @@ def batch_receives_backwards(patch: Patch) -> None:
     wrap_dist(patch, "batch_isend_irecv", batch)
 
 
-@BUGS.enter("P2P-BATCH-WAIT", kind="asynchronous")
+@BUGS.enter("P2P-BATCH-WAIT", kind="asynchronous work")
 def first_request_stands_for_all(patch: Patch) -> None:
     """of the requests of a batch only the first is one; the others wait for nothing"""
 
@@ -474,7 +474,7 @@ def first_request_stands_for_all(patch: Patch) -> None:
 # ---- Errors --------------------------------------------------------------------------------------
 
 
-@BUGS.enter("P2P-ERROR-SELF", kind="errors")
+@BUGS.enter("P2P-ERROR-SELF", kind="errors, hangs, pickling and resources")
 def send_to_myself_ignored(patch: Patch) -> None:
     """a send to oneself does nothing"""
 
@@ -486,7 +486,7 @@ def send_to_myself_ignored(patch: Patch) -> None:
     wrap_dist(patch, "send", send)
 
 
-@BUGS.enter("P2P-ERROR-RANK", *EITHER, kind="errors")
+@BUGS.enter("P2P-ERROR-RANK", *EITHER, kind="errors, hangs, pickling and resources")
 def partners_wrap_around(patch: Patch) -> None:
     """a partner beyond the last rank counts from the first again"""
     posted(
@@ -499,7 +499,9 @@ def partners_wrap_around(patch: Patch) -> None:
     )
 
 
-@BUGS.enter("P2P-ERROR-MEMBER", *EITHER, origin="B034", kind="errors")
+@BUGS.enter(
+    "P2P-ERROR-MEMBER", *EITHER, origin="B034", kind="errors, hangs, pickling and resources"
+)
 def outsiders_are_the_first(patch: Patch) -> None:
     """a partner outside the group is taken for its first rank"""
     canonical = c10d._canonicalize_group_rank
@@ -512,7 +514,7 @@ def outsiders_are_the_first(patch: Patch) -> None:
     patch.setattr(c10d, "_canonicalize_group_rank", lenient)
 
 
-@BUGS.enter("P2P-ERROR-BOTH", *EITHER, kind="errors")
+@BUGS.enter("P2P-ERROR-BOTH", *EITHER, kind="errors, hangs, pickling and resources")
 def position_wins(patch: Patch) -> None:
     """of a world rank and a position that are both given, the position counts"""
     canonical = c10d._canonicalize_group_rank
@@ -524,7 +526,7 @@ def position_wins(patch: Patch) -> None:
     patch.setattr(c10d, "_canonicalize_group_rank", lenient)
 
 
-@BUGS.enter("P2P-NON-MEMBER", kind="errors", origin="L16")
+@BUGS.enter("P2P-NON-MEMBER", kind="errors, hangs, pickling and resources", origin="L16")
 def outsiders_receive_from_0(patch: Patch) -> None:
     """recv returns 0 to a rank that is not in the group"""
     wrap_dist(patch, "recv", lambda recv, *args, **kwargs: max(recv(*args, **kwargs), 0))

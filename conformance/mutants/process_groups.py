@@ -16,7 +16,7 @@ from smp_core.backends.fabrics.sim.matching import Meeting
 from smp_core.backends.fabrics.sim.process_group import SimProcessGroup
 from smp_core.errors import ArgumentError, NotInitializedError, VerdictError
 
-BUGS = Bugs("process groups")
+BUGS = Bugs("groups, roots and rank mapping")
 
 
 # ---- Members -------------------------------------------------------------------------------------
@@ -28,19 +28,19 @@ def not_there_at_first(patch: Patch) -> None:
     patch.setattr(dist, "is_initialized", lambda: False)
 
 
-@BUGS.enter("PG-RANKS", origin="B037", kind="group construction")
+@BUGS.enter("PG-RANKS", origin="B037")
 def sorted_whatever_is_told(patch: Patch) -> None:
     """new_group sorts its ranks whatever it is told"""
     wrap_dist(patch, "new_group", lambda new, *a, **k: new(*a, **{**k, "sort_ranks": True}))
 
 
-@BUGS.enter("PG-RANKS", kind="group construction")
+@BUGS.enter("PG-RANKS")
 def sorted_when_told_only(patch: Patch) -> None:
     """new_group leaves its ranks in their order unless told to sort them"""
     wrap_dist(patch, "new_group", lambda new, *a, **k: new(*a, **{"sort_ranks": False, **k}))
 
 
-@BUGS.enter("PG-NON-MEMBER", origin="B040", kind="group construction")
+@BUGS.enter("PG-NON-MEMBER", origin="B040")
 def none_for_outsiders(patch: Patch) -> None:
     """new_group gives None, which means the default group, to ranks outside"""
 
@@ -51,13 +51,13 @@ def none_for_outsiders(patch: Patch) -> None:
     wrap_dist(patch, "new_group", new)
 
 
-@BUGS.enter("PG-TRANSLATE", origin="B041", kind="rank mapping")
+@BUGS.enter("PG-TRANSLATE", origin="B041")
 def positions_are_world_ranks(patch: Patch) -> None:
     """get_global_rank gives the position back"""
     wrap_dist(patch, "get_global_rank", lambda get, group, rank: (get(group, rank), rank)[1])
 
 
-@BUGS.enter("PG-SUBGROUPS", *ASSERTION, kind="group construction")
+@BUGS.enter("PG-SUBGROUPS", *ASSERTION)
 def subgroups_in_steps(patch: Patch) -> None:
     """new_subgroups deals the ranks out one by one"""
 
@@ -69,7 +69,7 @@ def subgroups_in_steps(patch: Patch) -> None:
     wrap_dist(patch, "new_subgroups", deal)
 
 
-@BUGS.enter("PG-LOCAL", VerdictError, origin="B038", kind="group construction")
+@BUGS.enter("PG-LOCAL", VerdictError, origin="B038")
 def local_groups_are_of_all(patch: Patch) -> None:
     """use_local_synchronization is ignored: every rank must call"""
     wrap_dist(
@@ -82,7 +82,9 @@ def local_groups_are_of_all(patch: Patch) -> None:
 # ---- Life ----------------------------------------------------------------------------------------
 
 
-@BUGS.enter("PG-SAME-MEMBERS", NotInitializedError, ValueError, kind="group life")
+@BUGS.enter(
+    "PG-SAME-MEMBERS", NotInitializedError, ValueError, kind="errors, hangs, pickling and resources"
+)
 def one_handle_for_the_same_ranks(patch: Patch) -> None:
     """new_group gives the handle that it gave before for these ranks"""
     handles = PerRun(dict)
@@ -96,7 +98,7 @@ def one_handle_for_the_same_ranks(patch: Patch) -> None:
     wrap_dist(patch, "new_group", new)
 
 
-@BUGS.enter("PG-DESTROY", NotInitializedError, kind="group life")
+@BUGS.enter("PG-DESTROY", NotInitializedError, kind="errors, hangs, pickling and resources")
 def later_groups_end_too(patch: Patch) -> None:
     """the end of a group is the end of every group that was made after it"""
     shutdown = SimProcessGroup.shutdown
@@ -110,7 +112,7 @@ def later_groups_end_too(patch: Patch) -> None:
     patch.setattr(SimProcessGroup, "shutdown", end)
 
 
-@BUGS.enter("PG-DESTROY", NotInitializedError, kind="group life")
+@BUGS.enter("PG-DESTROY", NotInitializedError, kind="errors, hangs, pickling and resources")
 def default_group_ends_too(patch: Patch) -> None:
     """the end of a group is the end of the default group"""
     shutdown = SimProcessGroup.shutdown
@@ -122,7 +124,7 @@ def default_group_ends_too(patch: Patch) -> None:
     patch.setattr(SimProcessGroup, "shutdown", end)
 
 
-@BUGS.enter("PG-AGAIN", RuntimeError, origin="B151", kind="resource leak")
+@BUGS.enter("PG-AGAIN", RuntimeError, origin="B151", kind="errors, hangs, pickling and resources")
 def eight_groups_at_most(patch: Patch) -> None:
     """a rank can make eight groups; destroyed ones count"""
     made = PerRun(lambda: defaultdict(int))
@@ -136,7 +138,7 @@ def eight_groups_at_most(patch: Patch) -> None:
     wrap_dist(patch, "new_group", new)
 
 
-@BUGS.enter("PG-AGAIN", origin="B157", kind="stale result")
+@BUGS.enter("PG-AGAIN", origin="B157", kind="collectives and layout")
 def results_of_the_group_before(patch: Patch) -> None:
     """a group's calls give the results of an earlier group of the same ranks"""
     results = PerRun(dict)
@@ -151,13 +153,13 @@ def results_of_the_group_before(patch: Patch) -> None:
     patch.setattr(Meeting, "values", stale)
 
 
-@BUGS.enter("PG-DESTROYED", origin="B154", kind="group life")
+@BUGS.enter("PG-DESTROYED", origin="B154", kind="errors, hangs, pickling and resources")
 def destroy_does_nothing(patch: Patch) -> None:
     """a destroyed group works on"""
     patch.setattr(SimProcessGroup, "shutdown", lambda self: None)
 
 
-@BUGS.enter("PG-DESTROYED", origin="B152", kind="resource leak")
+@BUGS.enter("PG-DESTROYED", origin="B152", kind="errors, hangs, pickling and resources")
 def destroy_forgets_nothing(patch: Patch) -> None:
     """a group can be destroyed again and again"""
 
@@ -173,7 +175,7 @@ def destroy_forgets_nothing(patch: Patch) -> None:
 # ---- Errors --------------------------------------------------------------------------------------
 
 
-@BUGS.enter("PG-ERROR-TRANSLATE", kind="errors")
+@BUGS.enter("PG-ERROR-TRANSLATE", kind="errors, hangs, pickling and resources")
 def minus_1_for_outsiders(patch: Patch) -> None:
     """get_group_rank gives -1 for a rank outside"""
 
@@ -184,7 +186,7 @@ def minus_1_for_outsiders(patch: Patch) -> None:
     wrap_dist(patch, "get_group_rank", get)
 
 
-@BUGS.enter("PG-ERROR-RANKS", *EITHER, kind="errors")
+@BUGS.enter("PG-ERROR-RANKS", *EITHER, kind="errors, hangs, pickling and resources")
 def ranks_are_mended(patch: Patch) -> None:
     """new_group leaves out ranks that are there twice, or not in the world"""
 
@@ -196,7 +198,7 @@ def ranks_are_mended(patch: Patch) -> None:
     wrap_dist(patch, "new_group", new)
 
 
-@BUGS.enter("PG-ERROR-LENGTH", VerdictError, origin="B142", kind="sequence")
+@BUGS.enter("PG-ERROR-LENGTH", VerdictError, origin="B142", kind="point-to-point")
 def refused_calls_count(patch: Patch) -> None:
     """an all_gather that is refused takes a number among the calls of the group"""
     gather = SimProcessGroup.allgather
@@ -211,7 +213,7 @@ def refused_calls_count(patch: Patch) -> None:
     patch.setattr(SimProcessGroup, "allgather", count)
 
 
-@BUGS.enter("PG-ERROR-LENGTH", *EITHER, kind="errors")
+@BUGS.enter("PG-ERROR-LENGTH", *EITHER, kind="errors, hangs, pickling and resources")
 def lists_are_not_measured(patch: Patch) -> None:
     """lists of the wrong length are cut, or filled up"""
     gather = SimProcessGroup.allgather
@@ -224,7 +226,7 @@ def lists_are_not_measured(patch: Patch) -> None:
     patch.setattr(SimProcessGroup, "allgather", mend)
 
 
-@BUGS.enter("PG-ERROR-SPLITS", origin="B143", kind="swallowed error")
+@BUGS.enter("PG-ERROR-SPLITS", origin="B143", kind="errors, hangs, pickling and resources")
 def bad_splits_are_ignored(patch: Patch) -> None:
     """all_to_all_single does nothing if its splits do not add up"""
     exchange = SimProcessGroup.all_to_all_single
@@ -241,7 +243,7 @@ def bad_splits_are_ignored(patch: Patch) -> None:
 # ---- Objects -------------------------------------------------------------------------------------
 
 
-@BUGS.enter("PG-OBJECTS-ALL-GATHER", origin="B041", kind="object lists")
+@BUGS.enter("PG-OBJECTS-ALL-GATHER", origin="B041", kind="errors, hangs, pickling and resources")
 def gathered_by_world_rank(patch: Patch) -> None:
     """all_gather_object puts the objects in the order of world ranks"""
 
@@ -259,7 +261,7 @@ def gathered_by_world_rank(patch: Patch) -> None:
     EOFError,
     pickle.UnpicklingError,
     origin="B148",
-    kind="size limit",
+    kind="errors, hangs, pickling and resources",
 )
 def gathered_by_the_first_size(patch: Patch) -> None:
     """the bytes of each object are as many as those of the first"""
@@ -283,7 +285,7 @@ def gathered_by_the_first_size(patch: Patch) -> None:
     patch.setattr(SimProcessGroup, "allgather", first_size)
 
 
-@BUGS.enter("PG-OBJECTS-GATHER", kind="object lists")
+@BUGS.enter("PG-OBJECTS-GATHER", kind="errors, hangs, pickling and resources")
 def objects_gathered_backwards(patch: Patch) -> None:
     """gather_object's list begins with the last rank's object"""
 
@@ -295,7 +297,7 @@ def objects_gathered_backwards(patch: Patch) -> None:
     wrap_dist(patch, "gather_object", gather)
 
 
-@BUGS.enter("PG-OBJECTS-BROADCAST", origin="B034", kind="root")
+@BUGS.enter("PG-OBJECTS-BROADCAST", origin="B034")
 def first_rank_broadcasts(patch: Patch) -> None:
     """broadcast_object_list takes the first rank of the group for the root"""
 
@@ -305,7 +307,7 @@ def first_rank_broadcasts(patch: Patch) -> None:
     wrap_dist(patch, "broadcast_object_list", broadcast)
 
 
-@BUGS.enter("PG-OBJECTS-SCATTER", origin="B028", kind="object lists")
+@BUGS.enter("PG-OBJECTS-SCATTER", origin="B028", kind="errors, hangs, pickling and resources")
 def objects_scattered_to_the_next(patch: Patch) -> None:
     """scatter_object_list gives the object of position r to position r + 1"""
 
@@ -315,7 +317,7 @@ def objects_scattered_to_the_next(patch: Patch) -> None:
     wrap_dist(patch, "scatter_object_list", scatter)
 
 
-@BUGS.enter("PG-OBJECTS-SEND", kind="object lists")
+@BUGS.enter("PG-OBJECTS-SEND", kind="errors, hangs, pickling and resources")
 def first_object_for_all(patch: Patch) -> None:
     """recv_object_list fills its list with the first object"""
 
@@ -327,7 +329,7 @@ def first_object_for_all(patch: Patch) -> None:
     wrap_dist(patch, "recv_object_list", receive)
 
 
-@BUGS.enter("PG-OBJECTS-OUTSIDER", origin="L16", kind="object lists")
+@BUGS.enter("PG-OBJECTS-OUTSIDER", origin="L16", kind="errors, hangs, pickling and resources")
 def outsiders_lists_are_cleared(patch: Patch) -> None:
     """all_gather_object empties the list of a rank outside the group"""
 

@@ -128,11 +128,6 @@ class _Selftest:
             for site in (generated.sites(module) if all_here else ())
             if _chosen(site.name, pattern)
         ]
-        self.unproved = {
-            site.name: f"known: {exclusions.UNPROVED[site.text]}"
-            for site in self.sites
-            if site.text in exclusions.UNPROVED
-        }
 
     def run(self) -> bool:
         start = time.monotonic()
@@ -223,7 +218,7 @@ class _Selftest:
             self._line(line)
         for mutant, outcome in (*written, *made):
             if outcome.result not in (Result.KILLED, Result.LEFT_OUT):
-                why = outcome.detail or self.unproved.get(mutant.name, "")
+                why = outcome.detail
                 text = f"{mutant.name}: {mutant.sentence} [{mutant.requirement}] {why}"
                 self._line(f"{outcome.result.upper()} {text.strip()}", red=True)
         for reason, count in excluded.most_common():

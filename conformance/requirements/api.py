@@ -438,6 +438,14 @@ ERRORS = (
         Capability.OBJECTS,
     ),
     Requirement(
+        "COMM-ERROR-TYPE",
+        "A group that is no CommGroup, a rank type that is no RankType, or a rank that is no int (a bool "
+        "is none) is an error in the rank that calls, which can go on.",
+        f"seed 000 (the types of the arguments), SMP_API.md 1.6; {_INF_ERROR}",
+        Level.L2,
+        Capability.OBJECTS,
+    ),
+    Requirement(
         "COMM-ERROR-PICKLE",
         "An object that cannot be pickled is an error in the rank that sends it; nothing is sent, and "
         "its next call is as if the failed one had not been.",

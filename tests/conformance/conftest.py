@@ -46,8 +46,9 @@ def sessions(tmp_path: Path) -> Sessions:
             (tmp_path / "pytest.ini").write_text("[pytest]\n")
         if plugin or not (tmp_path / "planted.py").exists():
             (tmp_path / "planted.py").write_text(plugin)
-        environment: dict[str, Any] = {**os.environ, "PYTHONPATH": str(tmp_path), "COLUMNS": "80"}
-        environment.pop("PYTEST_ADDOPTS", None)
+        # What pytest and xdist say of this session is not to be said of those.
+        outside = {name: each for name, each in os.environ.items() if "PYTEST" not in name}
+        environment: dict[str, Any] = {**outside, "PYTHONPATH": str(tmp_path), "COLUMNS": "80"}
         done = subprocess.run(
             [sys.executable, "-c", DRIVER.format(sessions=[_split(each) for each in sessions])],
             cwd=tmp_path,

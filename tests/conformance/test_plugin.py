@@ -364,7 +364,10 @@ def test_a_session_of_other_tests_does_not_load_the_suite(sessions: Any, tmp_pat
         "import sys\n"
         "def test_other():\n"
         "    ours = {name for name in sys.modules if name.startswith('conformance')}\n"
-        "    assert ours == {'conformance', 'conformance.plugin', 'conformance.options'}\n"
+        "    assert ours == {\n"
+        "        'conformance', 'conformance.plugin', 'conformance.options', 'conformance.mutants',\n"
+        "        'conformance.mutants.command',\n"
+        "    }\n"
     )
     alone, workers = sessions(["test_other.py"], ["test_other.py", "-n1"])
     for output in (alone, workers):

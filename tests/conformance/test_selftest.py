@@ -10,7 +10,7 @@ import pytest
 
 from conformance.mutants.catalogue import MUTANTS
 
-SELFTEST = ["-p", "conformance.mutants.command", "--smp-selftest"]
+SELFTEST = ["--smp-selftest"]
 BARRIERS = [*SELFTEST, "--pyargs", "conformance.test_barriers"]
 OUR_BARRIERS = sum(mutant.requirement.startswith("COMM-BARRIER-") for mutant in MUTANTS)
 
@@ -181,7 +181,7 @@ def test_bad_input_ends_the_session_before_anything_runs(
     sessions: Any, options: list[str], error: str
 ) -> None:
     (output,) = sessions(
-        ["-p", "conformance.mutants.command", "--pyargs", "conformance.test_barriers", *options],
+        ["--pyargs", "conformance.test_barriers", *options],
         plugin=THEIRS,
     )
     assert error in output
