@@ -1,4 +1,5 @@
-"""Hypothesis strategies for tests on ranks: worlds, groups, configurations, objects, tensors.
+"""Hypothesis strategies for tests on ranks: worlds, groups, configurations, objects, tensors, and
+whole communication programs.
 
 What they draw follows the input rules of the design ("Exactness"): sizes are odd, tiny, zero and not
 divisible; groups are unsorted and leave out rank 0; degree 1 comes often; values are unique per
@@ -11,8 +12,10 @@ failing example, as code that can be pasted below::
     from pytest_smp.strategies import Pair, Record, TensorSpec
     from smp_core.topology import Topology
 
+A communication program prints as a test file that runs alone.
+
 All of them refuse bad arguments at once, with ``hypothesis.errors.InvalidArgument``. The strategies
-of tensors and objects import torch when they are first asked for; the others never do.
+of tensors, objects and programs import torch when they are first asked for; the others never do.
 """
 
 from __future__ import annotations
@@ -26,13 +29,21 @@ from pytest_smp.strategies.schedules import schedules
 from pytest_smp.strategies.worlds import degrees, groups, placements, topologies, world_sizes
 
 if TYPE_CHECKING:
+    from pytest_smp.strategies.communication import (
+        InvalidProgram,
+        Program,
+        invalid_programs,
+        programs,
+    )
     from pytest_smp.strategies.equality import same
     from pytest_smp.strategies.nests import Pair, Record, objects
     from pytest_smp.strategies.numbers import dtypes
     from pytest_smp.strategies.recipes import TensorSpec, lengths, shapes, tensors
 
 __all__ = [
+    "InvalidProgram",
     "Pair",
+    "Program",
     "Record",
     "TensorSpec",
     "configs",
@@ -40,9 +51,11 @@ __all__ = [
     "dtypes",
     "groups",
     "invalid_configs",
+    "invalid_programs",
     "lengths",
     "objects",
     "placements",
+    "programs",
     "same",
     "schedules",
     "shapes",
@@ -52,12 +65,16 @@ __all__ = [
 ]
 
 _NEEDS_TORCH = {
+    "InvalidProgram": "communication",
     "Pair": "nests",
+    "Program": "communication",
     "Record": "nests",
     "TensorSpec": "recipes",
     "dtypes": "numbers",
+    "invalid_programs": "communication",
     "lengths": "recipes",
     "objects": "nests",
+    "programs": "communication",
     "same": "equality",
     "shapes": "recipes",
     "tensors": "recipes",
