@@ -12,6 +12,7 @@ from conformance.mutants import (
     group_calls,
     groups,
     lifecycle,
+    programs,
     send_recv,
     traffic,
 )
@@ -66,4 +67,5 @@ MUTANTS: tuple[Mutant, ...] = checked(
     errors.BUGS,
     collectives.BUGS,
     traffic.BUGS,
+    programs.BUGS,
 )

@@ -11,9 +11,10 @@ import pytest
 from conformance.registry import Registry
 from conformance.requirements.api import API
 from conformance.requirements.collectives import COLLECTIVES
+from conformance.requirements.programs import PROGRAMS
 from conformance.requirements.traffic import TRAFFIC
 
-REQUIREMENTS = Registry(*API, *COLLECTIVES, *TRAFFIC)
+REQUIREMENTS = Registry(*API, *COLLECTIVES, *TRAFFIC, *PROGRAMS)
 
 
 def requirement(id: str) -> pytest.MarkDecorator:

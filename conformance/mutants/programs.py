@@ -1,0 +1,32 @@
+"""Bugs that take several calls to show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.mutants.protocol import ASSERTION, Bugs, Patch
+from smp_core.backends.fabrics.sim.process_group import SimProcessGroup
+from smp_core.errors import VerdictError
+
+BUGS = Bugs("collectives and layout")
+
+
+@BUGS.enter("PROG-VALUES", *ASSERTION, VerdictError)
+def third_call_is_shifted(patch: Patch) -> None:
+    """the third call on a group gives each member the values of its neighbour"""
+    collective = SimProcessGroup._collective
+
+    def shifted(
+        self: SimProcessGroup, operation: str, fields: Any, complete: Any, *args: Any, **how: Any
+    ) -> Any:
+        counts = self._shared.__dict__.setdefault("_planted", {})
+        counts[self._position] = counts.get(self._position, 0) + 1
+
+        def other(calls: list[Any]) -> Any:
+            values = complete(calls)
+            same = len({tuple(each.shape for each in value) for value in values}) == 1
+            return values[1:] + values[:1] if same and counts[self._position] == 3 else values
+
+        return collective(self, operation, fields, other, *args, **how)
+
+    patch.setattr(SimProcessGroup, "_collective", shifted)

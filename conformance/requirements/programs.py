@@ -1,0 +1,16 @@
+"""The requirement that single calls do not show: many of them, in one program."""
+
+from __future__ import annotations
+
+from conformance.registry import Capability, Level, Requirement
+
+PROGRAMS = (
+    Requirement(
+        "PROG-VALUES",
+        "In a program of objects and tensors, collectives and messages, synchronous and asynchronous, "
+        "over overlapping groups, every rank holds after each call or wait what that call gives it.",
+        "SMP_API.md 1.6 and the torch.distributed docs of each call",
+        Level.L1,
+        Capability.PROCESS_GROUPS,
+    ),
+)
