@@ -20,7 +20,7 @@ def measure() -> list[Figure]:
     finally:
         host.close()
     told = f"sim: {INVALID} invalid programs:"
-    rows = (
+    rows: tuple[tuple[str, str, str], ...] = (
         ("verdict", "verdict of the right class", "100 %"),
         ("rank", "rank at fault named", "at least 95 %"),
         ("lines", "user's lines shown", "100 %"),

@@ -142,6 +142,13 @@ class SmpWorld:
             number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
             if not number or not 0 < timeout < math.inf:
                 raise ArgumentError(f"smp_world: timeout={timeout!r}: must be seconds above 0")
+        if schedule is not None:
+            from smp_core.backends.schedule import Schedule
+
+            if not isinstance(schedule, Schedule):
+                raise ArgumentError(
+                    f"smp_world: schedule={schedule!r}: must be a Schedule; Schedule.parse takes a token"
+                )
         return {
             "ranks": count,
             "config": config,

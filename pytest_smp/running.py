@@ -98,6 +98,7 @@ class Controller:
         self.capture = capture
         self.debugging = False  # a debugger is open: time stands still
         self.timed_out = 0  # runs that did not end
+        self.decisions = 0  # of the last run
         self.tmp_path: TmpPath | None = None
         self._last: Report | None = None
         self._host: Host | None = None
@@ -107,6 +108,11 @@ class Controller:
         if self._host is None:
             self._host = open_backend(self.settings.backend)
         return self._host
+
+    @property
+    def explores(self) -> bool:
+        """Whether schedules are drawn where a test has none."""
+        return self.settings.explore > 0 and self.settings.schedule is None
 
     def report(
         self,
@@ -139,7 +145,7 @@ class Controller:
             schedule=self._schedule(schedule),
         )
         report = host.open(ranks).run(job)
-        self._last = report
+        self._last, self.decisions = report, report.decisions
         if show_output:
             _show_output(report)
         for text in report.warnings if report.error is None else ():
@@ -152,7 +158,7 @@ class Controller:
             return self.settings.schedule
         if asked is not None:
             return asked
-        example = _current_example() if self.settings.explore else None
+        example = _current_example() if self.explores else None
         return ROUND_ROBIN if example is None else example.draw(schedules())
 
     def run(
@@ -255,17 +261,18 @@ def _schedule_among(arguments: Iterable[Any]) -> Schedule | None:
     return given[0] if given else None
 
 
-def _explored(run: Callable[[Schedule], None], count: int) -> Callable[[], None]:
-    """Run under drawn schedules, round-robin first."""
+def _explored(run: Callable[[Schedule], None], controller: Controller, name: str) -> None:
+    """Run under drawn schedules, which deviate anywhere in the run that has just been made."""
+    __tracebackhide__ = True
+    count, horizon = controller.settings.explore, max(1, controller.decisions)
 
-    @hypothesis.settings(max_examples=count, deadline=None, database=None)
-    @hypothesis.given(schedule=schedules())
-    @hypothesis.example(schedule=ROUND_ROBIN)
     def explored(schedule: Schedule) -> None:
         __tracebackhide__ = True
         run(schedule)
 
-    return explored
+    explored.__name__ = explored.__qualname__ = name
+    settings = hypothesis.settings(max_examples=count, deadline=None, database=None)
+    settings(hypothesis.given(schedule=schedules(horizon=horizon))(explored))()
 
 
 def _leading_names(body: Callable[..., Any], args: Sequence[Any]) -> Sequence[str]:
@@ -297,11 +304,14 @@ class MarkedTest:
 
             def once(schedule: Schedule | None = schedule) -> None:
                 __tracebackhide__ = True
+                if controller.tmp_path is not None:
+                    controller.tmp_path.renew()
                 values = controller.run(function, bound, arguments, schedule=schedule, **how)
                 _no_value(item, values)
 
-            explore = controller.settings.explore
-            (once if schedule is not None or not explore else _explored(once, explore))()
+            once()
+            if schedule is None and controller.explores:
+                _explored(once, controller, item.name)
             return
         controller.open()  # not in the first example, whose time Hypothesis takes
         inner = handle.inner_test
@@ -311,13 +321,15 @@ class MarkedTest:
             __tracebackhide__ = True
             if controller.tmp_path is not None:
                 controller.tmp_path.renew()
+            schedule = _schedule_among(kwargs.values())
+            if schedule is not None and controller.settings.schedule is not None:
+                schedule = controller.settings.schedule  # and the body is told the one in force
+                kwargs = {
+                    name: schedule if isinstance(value, Schedule) else value
+                    for name, value in kwargs.items()
+                }
             values = controller.run(
-                inner,
-                args,
-                kwargs,
-                example_of=item.name,
-                schedule=_schedule_among(kwargs.values()),
-                **how,
+                inner, args, kwargs, example_of=item.name, schedule=schedule, **how
             )
             # Hypothesis refuses a test that returns something: it was meant to assert it.
             return next((value for value in values if value is not None), None)

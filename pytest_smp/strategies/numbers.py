@@ -60,7 +60,7 @@ class Numbers(NamedTuple):
 _FLOAT32 = Numbers(2**11, 1 + 2**-12, exact=2**24)  # 23 bits each: exact
 _FLOAT64 = Numbers(2**22, 1 + 2**-30, exact=2**53)  # 52 bits each: exact
 # Each beyond what a float64 holds exactly; the unsigned ones on both sides of 2**63.
-_INT64 = Numbers(2**9 - 1, 2**53 + 1, exact=2**62)
+_INT64 = Numbers(2**9 - 1, 2**53 + 1, exact=2**61)  # of both signs: counted in an int64
 _UINT64 = Numbers(2**9 - 1, 2**55 + 1, exact=2**62)
 
 NUMBERS: Mapping[torch.dtype, Numbers] = {

@@ -130,6 +130,7 @@ class Report:
     error: BaseException | None = None
     warnings: list[str] = dataclasses.field(default_factory=list)
     schedule: Schedule = ROUND_ROBIN  # the deviations that took effect: it replays the run
+    decisions: int = 0  # how many a schedule can deviate at
 
     @property
     def values(self) -> list[Any]:

@@ -25,17 +25,17 @@ class Capability(enum.StrEnum):
     GROUPS = "groups"  #: new_group of any ranks in any order; destroyed and made again
     POINT_TO_POINT = "point-to-point"  #: send, recv, isend, irecv, with tags
     ANY_SOURCE = "any source"  #: recv without a source
-    COALESCING = "coalescing"  #: batch_isend_irecv, and collectives issued as one
+    COALESCING = "coalescing"  #: batch_isend_irecv
     BARRIER = "barrier"
     BROADCAST = "broadcast"
     ALL_REDUCE = "all_reduce"
     REDUCE = "reduce"
     ALL_GATHER = "all_gather"
-    ALL_GATHER_SINGLE = "all_gather_single"  #: also all_gather_into_tensor
+    ALL_GATHER_SINGLE = "all_gather_single"
     GATHER = "gather"
     SCATTER = "scatter"
     REDUCE_SCATTER = "reduce_scatter"
-    REDUCE_SCATTER_SINGLE = "reduce_scatter_single"  #: also reduce_scatter_tensor
+    REDUCE_SCATTER_SINGLE = "reduce_scatter_single"
     ALL_TO_ALL = "all_to_all"
     ALL_TO_ALL_SINGLE = "all_to_all_single"
 

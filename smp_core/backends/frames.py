@@ -19,7 +19,9 @@ _OWN = tuple(
 
 
 # Where torch.distributed's public functions stand; any other file of torch calls on its own account.
-_FRONT_DOOR = ("distributed_c10d.py", "c10d_logger.py")
+_FRONT_DOOR = ("distributed_c10d.py", "c10d_logger.py", "typing_extensions.py", "warnings.py")
+# What torch wraps its deprecated names in: all_gather_into_tensor, reduce_scatter_tensor.
+_WRAPPERS = ("typing_extensions", "warnings")
 
 
 def _torch_root() -> str | None:
@@ -45,7 +47,9 @@ def _is_plumbing(code: types.CodeType) -> bool:
     root = _torch_root()
     if root is not None and name.startswith(root):
         return True
-    return name in (contextlib.__file__, threading.__file__)
+    if name in (contextlib.__file__, threading.__file__):
+        return True
+    return any(name == getattr(sys.modules.get(wrapper), "__file__", None) for wrapper in _WRAPPERS)
 
 
 class Place:

@@ -33,15 +33,22 @@ class Schedule:
     deviations: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
+        if not self._is_good():
+            raise ArgumentError(
+                f"schedule: {self.deviations!r}: must be a tuple of pairs (decision, choice) of ints, "
+                "decisions ascending from 0, choices at least 1"
+            )
+
+    def _is_good(self) -> bool:
         before = -1
-        for deviation in self.deviations:
-            decision, choice = deviation
+        for pair in self.deviations if type(self.deviations) is tuple else (None,):
+            if type(pair) is not tuple or len(pair) != 2:
+                return False
+            decision, choice = pair
             if not (type(decision) is type(choice) is int and decision > before and choice >= 1):
-                raise ArgumentError(
-                    f"schedule: {self.deviations!r}: must be pairs (decision, choice) of ints, "
-                    "decisions ascending from 0, choices at least 1"
-                )
+                return False
             before = decision
+        return True
 
     @classmethod
     def parse(cls, token: str) -> Schedule:

@@ -114,3 +114,56 @@ def test_bad_options_are_refused_before_anything_starts(
     ended = session(PLAIN, option)
     assert ended.code == pytest.ExitCode.USAGE_ERROR
     ended.shows(text)
+
+
+def test_exploring_goes_as_far_as_the_run_does(session: Session) -> None:
+    ended = session(
+        FIRST_COME
+        + """
+    @pytest.mark.smp(ranks=4)
+    def test_x(smp):
+        for _ in range(15):
+            smp.barrier()
+        if smp.rank() < 3:
+            protocol(smp)
+    """,
+        "--smp-explore=200",
+    )
+    assert ended.counts == {"failed": 1}
+    ended.shows("assert 2 == 1", "replay it: --smp-schedule=")
+
+
+def test_every_explored_run_has_a_folder_of_its_own(session: Session) -> None:
+    ended = session(
+        """
+    @pytest.mark.smp(ranks=2)
+    def test_x(smp, smp_tmp_path):
+        if smp.rank() == 0:
+            (smp_tmp_path / "x").mkdir()
+    """,
+        "--smp-explore=5",
+    )
+    assert ended.counts == {"passed": 1}
+
+
+def test_a_replayed_run_is_made_once_and_says_its_own_schedule(session: Session) -> None:
+    ended = session(
+        FIRST_COME
+        + """
+    from pytest_smp import strategies
+
+    @pytest.mark.smp(ranks=3)
+    def test_x(smp):
+        protocol(smp)
+
+    @pytest.mark.smp(ranks=3)
+    @given(schedule=strategies.schedules())
+    def test_y(smp, schedule):
+        assert str(schedule) == "0.2"
+    """,
+        "--smp-explore=5",
+        "--smp-schedule=0.2",
+    )
+    assert ended.counts == {"failed": 1, "passed": 1}
+    ended.shows("in the schedule 0.2")
+    ended.hides("Schedule()", "Failing")

@@ -62,12 +62,14 @@ class Truth(NamedTuple):
         rank: who is at fault; the message must name it.
         lines: lines of the code, each of which the message must show.
         others: lines of the code, one of which the message must show, if there are any.
+        ranks: all that have to do with it; another rank in the message is noise.
     """
 
     verdict: VerdictKind
     rank: int
     lines: tuple[int, ...]
     others: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
 
 
 class Score(NamedTuple):
@@ -414,7 +416,8 @@ class InvalidProgram(Runnable):
             tuple(dict.fromkeys(where[rank, action.slot] for rank, action in each))
             for each in (lines, others)
         ]
-        return Truth(verdict, rank, *found)
+        ranks = {rank, *(each for each, _ in (*lines, *others))}
+        return Truth(verdict, rank, *found, tuple(sorted(ranks)))
 
     def _end(self) -> tuple[VerdictKind, int, list[tuple[int, Action]], list[tuple[int, Action]]]:
         rank, end = self.fault.rank, ending(self.plans)
@@ -445,14 +448,29 @@ class InvalidProgram(Runnable):
         chain = message
         if truth.verdict is VerdictKind.DEADLOCK:
             chain = "\n".join(re.findall(r"^wait-for.*$", message, re.MULTILINE))
-        shown = {
-            int(number) for number in re.findall(rf"{re.escape(code.FILENAME)}:(\d+) in", message)
-        }
+        shown = _shown(message)
         return Score(
             report.verdict is truth.verdict,
             truth.rank in named(chain),
             shown.issuperset(truth.lines) and (not truth.others or bool(shown & {*truth.others})),
         )
+
+    def noise(self, report: Report) -> int:
+        """How many ranks and lines the message names that have nothing to do with the fault.
+
+        A rank is named where a line of the message begins with it, or in the chain of waits; in the
+        words of a call it is a partner.
+        """
+        truth, message = self.truth, str(report.error)
+        heads = re.findall(r"^ *(?:\w+: )?(ranks? [\d, -]+)|^(wait-for.*)$", message, re.MULTILINE)
+        spoken = named("\n".join(text for head in heads for text in head))
+        lines = _shown(message) - {*truth.lines, *truth.others}
+        return len(spoken - {*truth.ranks}) + len(lines)
+
+
+def _shown(message: str) -> set[int]:
+    """The lines of the program's code that a message shows."""
+    return {int(number) for number in re.findall(rf"{re.escape(code.FILENAME)}:(\d+) in", message)}
 
 
 def named(message: str) -> set[int]:

@@ -69,7 +69,13 @@ class Scores:
         default_factory=collections.Counter
     )
     wrong: list[tuple[int, Score, str]] = field(default_factory=list)  #: seed, score, message
+    noise: list[int] = field(default_factory=list)  #: of each program's message
     seconds: float = 0.0
+
+    @property
+    def quiet(self) -> float:
+        """The share of messages that name no rank and no line beside those that matter."""
+        return self.noise.count(0) / len(self.noise) if self.noise else 1.0
 
     def share(self, what: str) -> float:
         """The share of programs whose ``verdict``, ``rank`` or ``lines`` was right."""
@@ -87,7 +93,8 @@ class Scores:
                 f"{right[0]:9}{right[1]:8}{right[2]:8}"
             )
         shares = ", ".join(f"{what} {self.share(what):.2%}" for what in Score._fields)
-        return "\n".join([*lines, f"right: {shares}"])
+        noise = f"{self.quiet:.2%} of the messages without noise, {sum(self.noise)} ranks or lines in all"
+        return "\n".join([*lines, f"right: {shares}", noise])
 
 
 def run_valid(host: Host, capabilities: Capabilities, seeds: Iterable[int]) -> Coverage:
@@ -121,6 +128,7 @@ def run_invalid(
         report = _run(host, program)
         score, key = program.score(report), (program.fault.kind, program.verdict)
         result.counts[key] += 1
+        result.noise.append(program.noise(report))
         for what in Score._fields:
             result.right[(*key, what)] += getattr(score, what)
         if not all(score):

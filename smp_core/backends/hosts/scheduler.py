@@ -80,16 +80,18 @@ class Scheduler:
         self._given_up = False
         self._must_raise: Seat | None = None  # the root of a verdict, until its thread raises it
         self._deviations = dict(schedule)
-        self._decisions = 0  # made so far; not counted after the last deviation
+        self.decisions = 0  # made so far
         self.deviated: list[tuple[int, int]] = []  # the deviations that took effect
 
     # What ranks call. The caller has the turn.
 
     def decide(self, options: int) -> int:
         """The schedule's choice among so many, 0 to ``options`` - 1."""
-        if not self._deviations or options < 2 or self.ended:
+        if options < 2 or self.ended:
             return 0
-        decision, self._decisions = self._decisions, self._decisions + 1
+        decision, self.decisions = self.decisions, self.decisions + 1
+        if not self._deviations:
+            return 0
         choice = self._deviations.pop(decision, 0) % options
         if choice:
             self.deviated.append((decision, choice))
@@ -98,16 +100,15 @@ class Scheduler:
     def enter(self, seat: Seat) -> None:
         """Every communication call starts here, and may let another rank go first."""
         self.check(seat)
-        if self._deviations:
-            choice = self.decide(1 + len(self._ready))
-            if choice:
-                _headroom()
-                first = self._ready[choice - 1]
-                self._ready.remove(first)
-                self._ready.append(seat)
-                self._ready.appendleft(first)
-                self._pass_turn(seat, decided=True)
-                self.check(seat)
+        choice = self.decide(1 + len(self._ready))
+        if choice:
+            _headroom()
+            first = self._ready[choice - 1]
+            self._ready.remove(first)
+            self._ready.append(seat)
+            self._ready.appendleft(first)
+            self._pass_turn(seat, decided=True)
+            self.check(seat)
 
     def check(self, seat: Seat) -> None:
         """Unwind the rank if the run has ended."""

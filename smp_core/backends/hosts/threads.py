@@ -288,6 +288,7 @@ class ThreadHost:
                 ]
                 report = Report(VerdictKind.TIMED_OUT, outcomes, None, timeout)
             report.schedule = Schedule(tuple(scheduler.deviated))
+            report.decisions = scheduler.decisions
         if streams is not None:
             for outcome in report.outcomes:
                 outcome.stdout, outcome.stderr = (stream.text(outcome.rank) for stream in streams)
@@ -485,6 +486,8 @@ def _report(
     failure = scheduler.failure
     if failure is not None:
         return Report(_verdict(failure), outcomes, scheduler.root, failure)
+    if any(outcome.kind is OutcomeKind.SKIPPED for outcome in outcomes):
+        return Report(VerdictKind.PASSED, outcomes)  # who skips leaves its work where it is
     fatal, minor = fabric.leaks(job.strict)
     if fatal:
         error = LeakError(

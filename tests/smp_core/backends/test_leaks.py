@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from pytest_smp.running import GroupLeftWarning
 from smp_core.backends import open_backend
-from smp_core.backends.base import Host, Job, Report, VerdictKind
+from smp_core.backends.base import Host, Job, OutcomeKind, Report, VerdictKind
 from smp_core.errors import LeakError
 
 THIS_FILE = "test_leaks.py"
@@ -266,3 +266,13 @@ def test_works_that_torch_itself_leaves_are_no_leak(smp_world: Any) -> None:
         return steps
 
     assert smp_world.run(body, ranks=3) == [1, 2, 3]
+
+
+def test_who_skips_leaves_nothing_behind(smp_world: Any) -> None:
+    def body() -> None:
+        dist.all_reduce(torch.zeros(1), async_op=True)
+        pytest.skip("not here")
+
+    report = smp_world.report(body, ranks=2)
+    assert report.verdict is VerdictKind.PASSED
+    assert [outcome.kind for outcome in report.outcomes] == [OutcomeKind.SKIPPED] * 2

@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import distributed as dist
 
 from pytest_smp.strategies.numbers import ALL
 from smp_core.backends.base import Report, VerdictKind
-from smp_core.errors import RaceError
+from smp_core.errors import ArgumentError, RaceError
 
 Issue = Callable[[torch.Tensor, torch.Tensor], Any]
 
@@ -280,3 +281,65 @@ def test_arithmetic_on_poison_is_a_race(smp_world: Any, dtype: torch.dtype) -> N
         work.wait()
 
     assert "the output of all_reduce" in race(smp_world.report(body, ranks=2))
+
+
+def test_memory_that_is_freed_in_flight_is_a_race(smp_world: Any) -> None:
+    def body() -> None:
+        mine, out = torch.ones(4), torch.zeros(8)
+        work = dist.all_gather_single(out, mine, async_op=True)
+        mine.untyped_storage().resize_(0)  # as FSDP frees memory
+        work.wait()
+
+    assert "memory of an input of all_gather_single was freed" in race(
+        smp_world.report(body, ranks=2)
+    )
+
+
+def test_one_memory_behind_two_storages(smp_world: Any) -> None:
+    def body() -> None:
+        array = np.zeros(8, "f4")
+        work = dist.all_reduce(torch.from_numpy(array), async_op=True)
+        dist.all_reduce(torch.from_numpy(array[2:]))
+        work.wait()
+
+    assert "all_reduce uses memory of all_reduce" in race(smp_world.report(body, ranks=2))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: dist.all_gather([t[:2]] * 2, t[2:4]),
+        lambda t: dist.all_gather([t[:2], t[1:3]], t[4:6]),
+        lambda t: dist.all_to_all([t[:2], t[1:3]], [t[4:6], t[6:]]),
+        lambda t: dist.all_reduce(t.as_strided((2, 2), (1, 1))),
+        lambda t: dist.all_reduce(t[:1].expand(2)),
+    ],
+    ids=["one twice", "two that meet", "two of all_to_all", "diagonals", "a repeated one"],
+)
+def test_outputs_that_share_memory_are_refused(smp_world: Any, call: Any) -> None:
+    report = smp_world.report(lambda: call(torch.zeros(8)), ranks=2)
+    assert isinstance(report.error, ArgumentError)
+    assert "share memory" in str(report.error) or "overlaps itself" in str(report.error)
+
+
+def test_views_that_only_look_entangled_are_outputs(smp_world: Any) -> None:
+    def body() -> None:
+        base = torch.zeros(4, 6)
+        dist.all_gather([base[:, ::2], base[:, 1::2]], torch.ones(4, 3))
+        dist.all_reduce(base.t()[::2, 1:])
+        dist.all_reduce(torch.zeros(5, 4).as_strided((2, 3), (10, 3)))
+
+    assert smp_world.report(body, ranks=2).verdict is VerdictKind.PASSED
+
+
+def test_thousands_in_flight(smp_world: Any) -> None:
+    # All against all took half a minute.
+    def body() -> float:
+        base = torch.ones(8, 500)
+        works = [dist.all_reduce(base[:, at], async_op=True) for at in range(500)]
+        works += [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(2000)]
+        for work in works:
+            work.wait()
+        return base.sum().item()
+
+    assert smp_world.run(body, ranks=2) == [8000.0] * 2

@@ -5,6 +5,7 @@ ranks, what differs, both calls, and the user's line of each.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -93,7 +94,9 @@ CASES: list[Calls] = [
     ),
     (
         "root",
-        lambda: dist.gather(f32(1), [f32(1)] * 3 if dist.get_rank() == 0 else None, 0),
+        lambda: dist.gather(
+            f32(1), [f32(1) for _ in range(3)] if dist.get_rank() == 0 else None, 0
+        ),
         "gather(root=0, dtype=float32, shape=[1])",
         lambda: dist.gather(f32(1), None, 1),
         "gather(root=1, dtype=float32, shape=[1])",
@@ -114,9 +117,9 @@ CASES: list[Calls] = [
     ),
     (
         "dtype",
-        lambda: dist.all_to_all([f32(1)] * 3, [f32(1)] * 3),
+        lambda: dist.all_to_all([f32(1) for _ in range(3)], [f32(1)] * 3),
         "all_to_all(dtype=float32)",
-        lambda: dist.all_to_all([i32(1)] * 3, [i32(1)] * 3),
+        lambda: dist.all_to_all([i32(1) for _ in range(3)], [i32(1)] * 3),
         "all_to_all(dtype=int32)",
     ),
     (
@@ -423,7 +426,7 @@ def test_the_same_threads_serve_after_a_mismatch(smp_world: Any) -> None:
             "reduce_scatter: 2 input tensors for a group of 3 ranks",
         ),
         (
-            lambda: dist.all_to_all([f32(1)] * 3, [f32(1)] * 4),
+            lambda: dist.all_to_all([f32(1) for _ in range(3)], [f32(1)] * 4),
             "all_to_all: 4 input tensors for a group of 3 ranks",
         ),
         (
@@ -459,3 +462,19 @@ def test_a_bad_argument_is_an_error_of_its_own_rank(smp_world: Any, call: Any, w
     assert (report.verdict, report.root) == (VerdictKind.FAILED, 1)
     assert isinstance(report.error, ValueError)
     assert str(report.error) == words
+
+
+@pytest.mark.parametrize("name", ["all_gather_into_tensor", "reduce_scatter_tensor"])
+def test_deprecated_names_show_the_users_line(smp_world: Any, name: str) -> None:
+    def body() -> None:
+        if dist.get_rank() == 0:
+            sizes = (4, 2) if name.startswith("all") else (2, 4)
+            with warnings.catch_warnings(action="ignore"):
+                getattr(dist, name)(f32(sizes[0]), f32(sizes[1]))
+
+    report = smp_world.report(body, ranks=2)
+    assert report.verdict is VerdictKind.DEADLOCK
+    assert THIS_FILE in str(report.error)
+    assert "typing_extensions" not in str(report.error)
+    assert report.error.__traceback__.tb_frame.f_code is body.__code__
+    assert report.error.__traceback__.tb_next is None

@@ -37,10 +37,30 @@ def test_what_is_no_token(token: str) -> None:
         Schedule.parse(token)
 
 
-@pytest.mark.parametrize("deviations", [((0, 0),), ((-1, 1),), ((True, 1),), ((0, 1), (0, 1))])
+@pytest.mark.parametrize(
+    "deviations",
+    [
+        ((0, 0),),
+        ((-1, 1),),
+        ((True, 1),),
+        ((0, 1), (0, 1)),
+        ((0, 1, 2),),
+        (1, 2),
+        [(0, 1)],
+        None,
+        "0.1",
+    ],
+    ids=str,
+)
 def test_what_are_no_deviations(deviations: Any) -> None:
     with pytest.raises(ArgumentError, match="ascending"):
         Schedule(deviations)
+
+
+@pytest.mark.parametrize("schedule", ["0.1", 0, ((0, 1),)])
+def test_what_is_no_schedule(smp_world: Any, schedule: Any) -> None:
+    with pytest.raises(ArgumentError, match="must be a Schedule"):
+        smp_world.report(arrivals, ranks=2, schedule=schedule)
 
 
 def arrivals() -> list[int]:

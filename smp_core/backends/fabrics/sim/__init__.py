@@ -10,6 +10,7 @@ from typing import Any
 
 from smp_core.backends.base import Group
 from smp_core.backends.fabrics.sim import torch_private
+from smp_core.backends.fabrics.sim.memory import Airspace
 from smp_core.backends.fabrics.sim.objects import ObjectRouter, SimObjects
 from smp_core.backends.fabrics.sim.process_group import SharedGroup, SimProcessGroup
 from smp_core.backends.fabrics.sim.store import SimStore, StoreData
@@ -31,6 +32,7 @@ class SimFabric:
         self.local_rank, self.local_size = context.rank, context.size  # one simulated node
         self.objects = SimObjects(context, world.router)
         self.unwaited: dict[int, SimWork] = {}
+        self.airspace: Airspace[SimWork] = Airspace()
         self._shared, self._context = world, context
         self._torch_world: torch_private.RankWorld | None = None
         self._handles: dict[Group, SimProcessGroup] = {}
@@ -208,7 +210,7 @@ class SimWorldFabric:
         for fabric in sorted(self._fabrics, key=lambda each: each.rank):
             for work in fabric.unwaited.values():
                 # Those not done stand in the list already; what torch's own code leaves is torch's.
-                if work.is_success() and (work.place is None or work.place.direct):
+                if work.done and (work.place is None or work.place.direct):
                     fatal.append(
                         f"rank {fabric.rank}: {work.name} was never waited for" + _at(work.place)
                     )

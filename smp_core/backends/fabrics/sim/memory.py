@@ -13,9 +13,11 @@ out.
 
 from __future__ import annotations
 
+import bisect
 import functools
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -64,9 +66,8 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 class _Span(NamedTuple):
-    """Where in memory a tensor lies: addresses in bytes."""
+    """Where in memory a tensor lies: addresses in bytes, the same whichever storage it is of."""
 
-    storage: int
     start: int
     stop: int
     tensor: Tensor
@@ -76,26 +77,67 @@ class _Span(NamedTuple):
     def of(cls, tensor: Tensor, written: bool) -> _Span | None:
         if not tensor.numel():
             return None
-        size = tensor.dtype.itemsize
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
         start = tensor.data_ptr()
-        stop = start + (1 + sum((side - 1) * stride for side, stride in steps)) * size
-        return cls(tensor.untyped_storage().data_ptr(), start, stop, tensor, written)
+        return cls(start, start + _extent(tensor), tensor, written)
 
     def meets(self, other: _Span) -> bool:
         """Whether an element of one lies on an element of the other."""
-        if self.storage != other.storage or self.start >= other.stop or other.start >= self.stop:
+        if self.start >= other.stop or other.start >= self.stop:
             return False
-        if self.tensor.is_contiguous() and other.tensor.is_contiguous():
+        mine, theirs = self.tensor, other.tensor
+        if mine.is_contiguous() and theirs.is_contiguous():
             return True
-        return bool(torch.isin(self._elements(), other._elements()).any())
+        if (
+            mine.stride() == theirs.stride()
+            and mine.dtype is theirs.dtype
+            and _between(mine, theirs)
+        ):
+            return False
+        return bool(torch.isin(_addresses(mine), _addresses(theirs)).any())
 
-    def _elements(self) -> Tensor:
-        """The addresses of its elements, each once."""
-        places = torch.zeros((), dtype=torch.int64)
-        for side, stride in zip(self.tensor.shape, self.tensor.stride(), strict=True):
-            places = places.unsqueeze(-1) + torch.arange(side if stride else 1) * stride
-        return self.start + places.reshape(-1) * self.tensor.dtype.itemsize
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from the first element of a tensor with elements to behind its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((side - 1) * stride for side, stride in steps)) * tensor.dtype.itemsize
+
+
+def _between(one: Tensor, other: Tensor) -> bool:
+    """Whether, of two tensors with equal strides, one lies in the gaps of the other: columns."""
+    size = one.dtype.itemsize
+    step = math.gcd(*one.stride()) * size
+    return size <= (one.data_ptr() - other.data_ptr()) % step <= step - size if step else False
+
+
+def _addresses(tensor: Tensor) -> Tensor:
+    """Where each element begins; elements of a dimension of stride 0 once."""
+    places = torch.zeros((), dtype=torch.int64)
+    for side, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        places = places.unsqueeze(-1) + torch.arange(side if stride else 1) * stride
+    return tensor.data_ptr() + places.reshape(-1) * tensor.dtype.itemsize
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements are one place in memory."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return False
+    sides = sorted(
+        (stride, side)
+        for side, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        if side > 1
+    )
+    reach = 0  # of the dimensions with smaller strides
+    for stride, side in sides:
+        if stride <= reach:
+            return stride == 0 or bool(torch.unique(_addresses(tensor)).numel() < tensor.numel())
+        reach += (side - 1) * stride
+    return False
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Whether the memory is gone: FSDP resizes storages to 0."""
+    end = tensor.storage_offset() * tensor.dtype.itemsize + _extent(tensor) if tensor.numel() else 0
+    return end > tensor.untyped_storage().nbytes()
 
 
 class Flight:
@@ -121,16 +163,21 @@ class Flight:
             self._spans = [span for span in spans if span is not None]
         return self._spans
 
-    def meets(self, other: Flight) -> bool:
-        """Whether one of the two writes where the other reads or writes."""
-        return any(
-            (mine.written or theirs.written) and mine.meets(theirs)
-            for mine in self.spans()
-            for theirs in other.spans()
-        )
+    def outputs_meet(self) -> bool:
+        """Whether two outputs share memory."""
+        if len(self.outputs) < 2:
+            return False
+        spans = sorted((span for span in self.spans() if span.written), key=lambda span: span.start)
+        for at, span in enumerate(spans):
+            for other in spans[at + 1 :]:
+                if other.start >= span.stop:
+                    break
+                if span.meets(other):
+                    return True
+        return False
 
-    def take_off(self) -> None:
-        """From here on the rank's code runs beside the operation.
+    def take_off(self, name: str) -> None:
+        """From here on the rank's code runs beside the operation of this name.
 
         ``inputs`` become copies, outputs are poisoned, and how all tensors stand is kept.
         """
@@ -139,15 +186,17 @@ class Flight:
         for tensor in self.outputs:
             poison(tensor)
         written = {id(tensor) for tensor in self.outputs}
-        watched = [("an input", each) for each in originals if id(each) not in written]
-        watched += [("the output", each) for each in self.outputs]
+        watched = [(f"an input of {name}", each) for each in originals if id(each) not in written]
+        watched += [(f"the output of {name}", each) for each in self.outputs]
         self._stands = [(what, tensor, _bits(tensor)) for what, tensor in watched]
 
     def changed(self) -> str | None:
-        """Which kind of tensor was written to since it took off."""
+        """What happened to a tensor since it took off that must not, in words."""
         for what, tensor, bits in self._stands:
+            if is_freed(tensor):
+                return f"memory of {what} was freed"
             if not torch.equal(_bits(tensor), bits):
-                return what
+                return f"{what} was written to"
         return None
 
     def land(self, values: Sequence[Tensor]) -> None:
@@ -163,3 +212,48 @@ class Flight:
             for target, value in zip(targets, values, strict=True)
         ]
         torch._foreach_copy_(targets, shaped)
+
+
+Owner = TypeVar("Owner")
+
+
+class Airspace(Generic[Owner]):
+    """The memory of all operations of one rank that are in flight, by address.
+
+    A rank may have thousands in flight: only spans that begin near an address are looked at.
+    """
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[int, int, _Span, Owner]] = []
+        self._longest = 0
+        self._count = 0
+
+    def conflict(self, flight: Flight) -> Owner | None:
+        """Whose operation writes where this one reads or writes, or reads where it writes."""
+        if not self._spans:
+            return None
+        for mine in flight.spans():
+            at = bisect.bisect_left(self._spans, (mine.start - self._longest, -1))
+            while at < len(self._spans) and self._spans[at][0] < mine.stop:
+                _, _, theirs, owner = self._spans[at]
+                if (mine.written or theirs.written) and mine.meets(theirs):
+                    return owner
+                at += 1
+        return None
+
+    def enter(self, flight: Flight, owner: Owner) -> None:
+        """An operation has been issued."""
+        for span in flight.spans():
+            self._count += 1
+            bisect.insort(self._spans, (span.start, self._count, span, owner))
+            self._longest = max(self._longest, span.stop - span.start)
+
+    def leave(self, flight: Flight) -> None:
+        """An operation was waited for."""
+        for span in flight.spans():
+            at = bisect.bisect_left(self._spans, (span.start, -1))
+            while self._spans[at][2] is not span:
+                at += 1
+            del self._spans[at]
+        if not self._spans:
+            self._longest = 0

@@ -19,7 +19,7 @@ from smp_core.backends.fabrics.sim import collectives
 from smp_core.backends.fabrics.sim.collectives import dtype_text, shape_text
 from smp_core.backends.fabrics.sim.mailbox import ANY, Mailbox, Post
 from smp_core.backends.fabrics.sim.matching import Call, Channel, Complete, Fields
-from smp_core.backends.fabrics.sim.memory import Flight
+from smp_core.backends.fabrics.sim.memory import Flight, overlaps_itself
 from smp_core.backends.fabrics.sim.work import CombinedWork, SimWork
 from smp_core.backends.frames import caller_place
 from smp_core.backends.hosts.threads import RankContext
@@ -54,9 +54,7 @@ def _check_tensors(call: str, tensors: Sequence[Tensor]) -> None:
 
 def _check_outputs(call: str, tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
-        if any(
-            step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
-        ):
+        if overlaps_itself(tensor):
             raise ArgumentError(
                 f"{call}: an output of shape {list(tensor.shape)} overlaps itself (strides "
                 f"{list(tensor.stride())}): several elements are one place in memory. Pass a copy"
@@ -142,11 +140,15 @@ class SimProcessGroup(dist.ProcessGroup):
 
     def _take_off(self, flight: Flight, call: str, *, asynchronous: bool) -> None:
         """The tensors of a call may not be those of another one in flight."""
-        for work in self._context.fabric.unwaited.values():
-            if flight.meets(work.flight):
-                work.race(f"{call} uses memory of {work.name}, which is still in flight")
+        if flight.outputs_meet():
+            raise ArgumentError(
+                f"{call}: two outputs share memory: one value would overwrite the other"
+            )
+        work = self._context.fabric.airspace.conflict(flight)
+        if work is not None:
+            work.race(f"{call} uses memory of {work.name}, which is still in flight")
         if asynchronous:
-            flight.take_off()
+            flight.take_off(call)
 
     def _issued(self, work: SimWork) -> SimWork:
         if self._coalesced is not None:

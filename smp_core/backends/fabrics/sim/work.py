@@ -45,6 +45,7 @@ class SimWork(Work):
         self.flight, self.name, self.place = flight, name, place
         self._forgotten = False
         context.fabric.unwaited[id(self)] = self
+        context.fabric.airspace.enter(flight, self)
 
     def _wait(self) -> None:
         if self._forgotten:
@@ -59,9 +60,10 @@ class SimWork(Work):
         context = self._context
         if context.fabric.unwaited.pop(id(self), None) is None:
             return
+        context.fabric.airspace.leave(self.flight)
         what = self.flight.changed()
         if what is not None:
-            self.race(f"{what} of {self.name} was written to while the operation was in flight")
+            self.race(f"{what} while the operation was in flight")
         self.flight.land(self._operation.values(context.rank))
 
     def race(self, what: str) -> NoReturn:
@@ -121,9 +123,14 @@ class SimWork(Work):
         self._land()
         return True
 
-    def is_success(self) -> bool:
-        """Whether the operation is done; it cannot fail by itself."""
+    @property
+    def done(self) -> bool:
+        """Whether the operation is done; the rank may not have learnt it yet."""
         return self._operation.done
+
+    def is_success(self) -> bool:
+        """As ``is_completed``: an operation cannot fail by itself."""
+        return self.is_completed()
 
     def exception(self) -> None:
         """None: a failed operation ends the run."""
@@ -166,6 +173,18 @@ class CombinedWork(Work):
             work.is_completed() for work in self._works
         ]  # ask each: asking lets the others run
         return all(completed)
+
+    def is_success(self) -> bool:
+        """As ``is_completed``."""
+        return self.is_completed()
+
+    def exception(self) -> None:
+        """None: a failed operation ends the run."""
+        return
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that the operations write, once all are done."""
+        return [tensor for work in self._works for tensor in work.result()]
 
     def get_future(self) -> Future[Any]:
         """A future that is complete."""
