@@ -29,6 +29,7 @@ def measure() -> list[Figure]:
         Figure(f"{told} {text}", 100 * scores.share(what), "%", budget=budget)
         for what, text, budget in rows
     ]
+    figures.append(Figure(f"{told} no other rank or line", 100 * scores.quiet, "%"))
     alarms, rate = len(coverage.alarms), VALID / coverage.seconds
     figures.append(Figure(f"sim: {VALID} valid programs: false alarms", alarms, "", budget="none"))
     figures.append(Figure("sim: valid programs, drawn, run and checked", rate, "programs/s"))

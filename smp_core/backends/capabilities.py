@@ -100,6 +100,19 @@ class Capabilities:
                     f"there is {', '.join(sorted(map(str, known)))}"
                 )
 
+    def __repr__(self) -> str:
+        # Sets in order: so that it reads, and prints the same in every process.
+        said = [
+            f"{name}={sorted(map(str, value))}"
+            for name, value in (("claims", self.claims), ("dtypes", self.dtypes))
+            if value != getattr(EVERYTHING, name)
+        ]
+        if self.reductions != REDUCTIONS:
+            said.append(
+                f"reductions={dict(sorted((op, sorted(each)) for op, each in self.reductions.items()))}"
+            )
+        return f"Capabilities({', '.join(said)})"
+
     def __contains__(self, capability: object) -> bool:
         return capability in self.claims
 

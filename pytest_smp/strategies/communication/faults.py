@@ -6,6 +6,7 @@ that leaves a program valid, or of which the model cannot tell how it ends, is n
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import re
@@ -412,12 +413,12 @@ class InvalidProgram(Runnable):
         """
         verdict, rank, lines, others = self._end()
         where = self._printed.lines
-        found = [
-            tuple(dict.fromkeys(where[rank, action.slot] for rank, action in each))
-            for each in (lines, others)
-        ]
+        shown, one_of = (
+            tuple(dict.fromkeys(where[each, action.slot] for each, action in actions))
+            for actions in (lines, others)
+        )
         ranks = {rank, *(each for each, _ in (*lines, *others))}
-        return Truth(verdict, rank, *found, tuple(sorted(ranks)))
+        return Truth(verdict, rank, shown, one_of, tuple(sorted(ranks)))
 
     def _end(self) -> tuple[VerdictKind, int, list[tuple[int, Action]], list[tuple[int, Action]]]:
         rank, end = self.fault.rank, ending(self.plans)
@@ -486,8 +487,16 @@ def named(message: str) -> set[int]:
 # ---- Drawing -------------------------------------------------------------------------------------
 
 
+#: By kind of fault and reason, how many were tried and not used: "in doubt", or "still valid".
+Unused = collections.Counter[tuple[str, str]]
+
+
 def draw_fault(
-    choose: Choose, program: Program, capabilities: Capabilities, kinds: tuple[str, ...]
+    choose: Choose,
+    program: Program,
+    capabilities: Capabilities,
+    kinds: tuple[str, ...],
+    unused: Unused | None = None,
 ) -> InvalidProgram | None:
     """The program with a fault of one of these kinds, or None if it can have none."""
     first = choose(len(kinds))
@@ -500,7 +509,10 @@ def draw_fault(
             invalid = InvalidProgram(program, fault)
             try:
                 invalid._end()
-            except InvalidArgument:
+            except InvalidArgument as error:
+                if unused is not None:
+                    why = "still valid" if "leaves the program valid" in str(error) else "in doubt"
+                    unused[kind, why] += 1
                 continue
             return invalid
     return None
@@ -513,8 +525,12 @@ def sample_invalid(
     max_calls: int = 8,
     capabilities: Capabilities = EVERYTHING,
     kinds: tuple[str, ...] = tuple(FAULTS),
+    unused: Unused | None = None,
 ) -> InvalidProgram:
-    """An invalid program drawn without Hypothesis: see :func:`sample`."""
+    """An invalid program drawn without Hypothesis: see :func:`sample`.
+
+    ``unused`` counts the faults that were drawn and not used.
+    """
     while True:
         program = sample(
             choose,
@@ -523,7 +539,7 @@ def sample_invalid(
             max_calls=max_calls,
             capabilities=capabilities,
         )
-        invalid = draw_fault(choose, program, capabilities, kinds)
+        invalid = draw_fault(choose, program, capabilities, kinds, unused)
         if invalid is not None:
             return invalid
 

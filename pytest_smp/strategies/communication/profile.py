@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from pytest_smp.strategies.communication.coverage import Cell, all_cells, cells
 from pytest_smp.strategies.communication.drawing import sample
-from pytest_smp.strategies.communication.faults import FAULTS, Score, sample_invalid
+from pytest_smp.strategies.communication.faults import FAULTS, Score, Unused, sample_invalid
 from pytest_smp.strategies.communication.program import Runnable
 from smp_core.backends import find_backend, open_backend
 from smp_core.backends.base import Host, Job, Report, VerdictKind
@@ -70,6 +70,7 @@ class Scores:
     )
     wrong: list[tuple[int, Score, str]] = field(default_factory=list)  #: seed, score, message
     noise: list[int] = field(default_factory=list)  #: of each program's message
+    unused: Unused = field(default_factory=collections.Counter)  #: faults that were drawn, too
     seconds: float = 0.0
 
     @property
@@ -94,7 +95,10 @@ class Scores:
             )
         shares = ", ".join(f"{what} {self.share(what):.2%}" for what in Score._fields)
         noise = f"{self.quiet:.2%} of the messages without noise, {sum(self.noise)} ranks or lines in all"
-        return "\n".join([*lines, f"right: {shares}", noise])
+        unused = ", ".join(
+            f"{kind} {why} {count}" for (kind, why), count in sorted(self.unused.items())
+        )
+        return "\n".join([*lines, f"right: {shares}", noise, f"drawn and not used: {unused}"])
 
 
 def run_valid(host: Host, capabilities: Capabilities, seeds: Iterable[int]) -> Coverage:
@@ -123,7 +127,10 @@ def run_invalid(
     result, start = Scores(), time.monotonic()
     for seed in seeds:
         program = sample_invalid(
-            random.Random(seed).randrange, capabilities=capabilities, kinds=kinds
+            random.Random(seed).randrange,
+            capabilities=capabilities,
+            kinds=kinds,
+            unused=result.unused,
         )
         report = _run(host, program)
         score, key = program.score(report), (program.fault.kind, program.verdict)

@@ -4,6 +4,8 @@ verdict, name the rank and show the lines.
 
 from __future__ import annotations
 
+import collections
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,7 +24,7 @@ from pytest_smp.strategies.communication import (
     Truth,
 )
 from pytest_smp.strategies.communication.code import FILENAME
-from pytest_smp.strategies.communication.faults import named
+from pytest_smp.strategies.communication.faults import Unused, named, sample_invalid
 from pytest_smp.strategies.communication.program import Runnable
 from smp_core.backends.base import Report, VerdictKind
 
@@ -341,3 +343,26 @@ def test_invalid_programs_shrink_to_a_call_left_out(minimal: Callable[..., Any])
 def test_bad_arguments_are_refused_at_once(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidArgument, match=said):
         invalid_programs(**arguments)
+
+
+def test_a_message_that_names_everything_is_noise() -> None:
+    for seed in range(20):
+        invalid = sample_invalid(random.Random(seed).randrange)
+        lines = range(1, invalid.code().count("\n") + 1)
+        text = "\n".join(
+            ["wait-for ranks 0-7", *(f"<program>:{line} in test_program" for line in lines)]
+        )
+        everything = Report(invalid.verdict, [], error=RuntimeError(f"  ranks 0-7: all\n{text}"))
+        assert all(invalid.score(everything))
+        truth = invalid.truth
+        noise = 8 - len(truth.ranks) + len(lines) - len({*truth.lines, *truth.others})
+        assert invalid.noise(everything) == noise
+
+
+def test_what_is_not_used_is_counted() -> None:
+    unused: Unused = collections.Counter()
+    for seed in range(60):
+        sample_invalid(random.Random(seed).randrange, kinds=("swap",), unused=unused)
+    assert unused["swap", "in doubt"]
+    assert unused["swap", "still valid"]
+    assert unused.keys() <= {("swap", "in doubt"), ("swap", "still valid")}
