@@ -59,7 +59,7 @@ class Expectation:
     @property
     def todo(self) -> bool:
         """Whether nobody has said yet why it is expected."""
-        return self.reason.startswith(TODO) or self.link.startswith(TODO)
+        return any(text.strip().upper().startswith(TODO) for text in (self.reason, self.link))
 
     def __str__(self) -> str:
         return f"{self.reason} ({self.link})"
@@ -146,7 +146,7 @@ def check(entries: Sequence[Expectation], ids: Collection[str]) -> dict[str, Exp
                 f"{entry.place}: it still says {TODO}: say why this is expected to fail, and where "
                 "that is tracked"
             )
-        if urlsplit(entry.link).scheme not in ("http", "https") or not urlsplit(entry.link).netloc:
+        if not _is_url(entry.link):
             raise ExpectationError(f"{entry.place}: link = {entry.link!r} is not a URL")
         matched = [id for id in ids if entry.matches(id)]
         if not matched:
@@ -160,6 +160,14 @@ def check(entries: Sequence[Expectation], ids: Collection[str]) -> dict[str, Exp
                 )
             found[id] = entry
     return found
+
+
+def _is_url(link: str) -> bool:
+    try:
+        parts = urlsplit(link)
+    except ValueError:  # "https://[bad"
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 # ---- Writing -------------------------------------------------------------------------------------

@@ -45,17 +45,21 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def given(config: pytest.Config) -> bool:
-    """Whether the user set any of the options."""
-    return any(_value(config, name)[0] for name in _HELP)
+    """Whether any of the options is on the command line."""
+    return any(_value(config, name, ini=False)[0] for name in _HELP)
 
 
-def read(config: pytest.Config) -> Options:
-    """The values in force. Raises pytest.UsageError for two that contradict each other."""
+def read(config: pytest.Config, *, ini: bool) -> Options:
+    """The values in force. Raises pytest.UsageError for two that contradict each other.
+
+    Without ``ini`` only the command line counts: a project's ini keys are about its sessions of the
+    suite, not about all its other tests.
+    """
     options = Options(
-        certify=bool(_value(config, "certify")[0]),
-        expectations=_path(config, "expectations"),
-        write_expectations=_path(config, "write_expectations"),
-        report=_path(config, "report"),
+        certify=bool(_value(config, "certify", ini)[0]),
+        expectations=_path(config, "expectations", ini),
+        write_expectations=_path(config, "write_expectations", ini),
+        report=_path(config, "report", ini),
     )
     if options.certify and options.write_expectations:
         raise pytest.UsageError(
@@ -65,15 +69,15 @@ def read(config: pytest.Config) -> Options:
     return options
 
 
-def _value(config: pytest.Config, name: str) -> tuple[str | bool | None, Path]:
+def _value(config: pytest.Config, name: str, ini: bool) -> tuple[str | bool | None, Path]:
     """What is given, and the folder that a relative path starts at."""
     value = config.getoption(f"smp_{name}")
-    if value is not None:
+    if value is not None or not ini:
         return value, config.invocation_params.dir
     folder = config.inipath.parent if config.inipath else config.rootpath
     return config.getini(f"smp_{name}"), folder
 
 
-def _path(config: pytest.Config, name: str) -> Path | None:
-    value, folder = _value(config, name)
+def _path(config: pytest.Config, name: str, ini: bool) -> Path | None:
+    value, folder = _value(config, name, ini)
     return folder / str(value) if value else None

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 _HERE = Path(__file__).parent
 _SESSION: pytest.StashKey[Session] = pytest.StashKey()
+_STARTED: pytest.StashKey[bool] = pytest.StashKey()
 _OUTPUT = "smp_conformance"  # of xdist's workers
+
+# What they assert must not depend on how Python runs; installed in a folder of its own they are
+# rewritten anyway, from a working copy they are not.
+pytest.register_assert_rewrite("conformance.tensors", "conformance.traffic")
 
 pytest_addoption = options.add_options
 pytest_plugins = ["conformance.mutants.command"]  # --smp-selftest
@@ -42,6 +47,16 @@ def _session(config: pytest.Config) -> Session:
         from conformance.session import Session
 
         session = config.stash[_SESSION] = Session(config)
+        config.pluginmanager.register(_Running(session), "smp-conformance-running")
+        if config.stash.get(_STARTED, False):
+            session.start()
+    return session
+
+
+def _with_suite(config: pytest.Config) -> Session:
+    """The session, now that it is known to collect the suite."""
+    session = _session(config)
+    session.found()
     return session
 
 
@@ -61,8 +76,8 @@ def _refusing(config: pytest.Config) -> Iterator[None]:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    asked = _used(config) or any(_ours(config, argument) for argument in config.args)
-    return _session(config).header() if asked else None
+    suite = _used(config)
+    return None if suite is None else suite.header()
 
 
 def _ours(config: pytest.Config, argument: str) -> bool:
@@ -73,8 +88,14 @@ def _ours(config: pytest.Config, argument: str) -> bool:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    suite = _used(session.config)
-    if suite is not None and suite.main:
+    config = session.config
+    if hasattr(config, "workerinput"):
+        return
+    if any(_ours(config, argument) for argument in config.args):
+        _with_suite(config)
+    config.stash[_STARTED] = True
+    suite = _used(config)
+    if suite is not None:
         suite.start()
 
 
@@ -85,7 +106,8 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
     path = getattr(collector, "path", None)
     if path is not None and path.is_relative_to(_HERE):
         with _refusing(collector.config):
-            _session(collector.config)  # requirements that cannot be used end the session here
+            # Requirements that cannot be used end the session here.
+            _with_suite(collector.config).collects(path)
 
 
 @pytest.hookimpl(tryfirst=True)  # before anything is deselected
@@ -113,13 +135,17 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 # Running.
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    suite = _used(item.config)
-    if suite is None:
-        return (yield)
-    with suite.unshrunk(item):
-        return (yield)
+class _Running:
+    """What stands around a running test, and so in its tracebacks: in sessions of the suite only."""
+
+    def __init__(self, suite: Session) -> None:
+        self._suite = suite
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        __tracebackhide__ = True
+        with self._suite.unshrunk(item):
+            return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -144,8 +170,10 @@ class _Listener:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         properties = getattr(report, "user_properties", ())
-        if _used(self._config) or any(name == "requirement" for name, _ in properties):
-            _session(self._config).logged(report)
+        if any(name == "requirement" for name, _ in properties):
+            _with_suite(self._config).logged(report)
+        elif (suite := _used(self._config)) is not None:
+            suite.logged(report)
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         self._interrupted(str(excinfo.value) or excinfo.typename)
@@ -164,7 +192,8 @@ class _Listener:
         if output is not None:
             if "refused" in output:
                 raise pytest.UsageError(output["refused"])
-            _session(self._config).worker_told(output)
+            suite = _with_suite if output["properties"] else _session
+            suite(self._config).worker_told(output)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -186,7 +215,9 @@ class _Listener:
 class _Worker:
     """What a worker of xdist tells at its end."""
 
+    @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         suite = _used(session.config)
         if suite is not None:
+            suite.close_backend()
             session.config.workeroutput.setdefault(_OUTPUT, suite.worker_output())  # type: ignore[attr-defined]

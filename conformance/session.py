@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -27,6 +28,9 @@ from pytest_smp import settings
 from smp_core.backends import find_backend
 from smp_core.backends.capabilities import DTYPES, EVERYTHING, REDUCTIONS, Capabilities, Capability
 from smp_core.errors import BackendError
+
+if TYPE_CHECKING:
+    from pytest_smp.running import Controller
 
 HERE = Path(__file__).parent  #: a test below it is a property
 
@@ -79,7 +83,12 @@ class Session:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        self.options = options.read(config)
+        if sys.flags.optimize and config.getoption("assertmode") == "plain":
+            raise pytest.UsageError(
+                "conformance: Python drops every assert (PYTHONOPTIMIZE, -O), and pytest does not "
+                "rewrite them (--assert=plain): nothing would be tested; leave out one of them"
+            )
+        self.options = options.read(config, ini=False)
         if config.getoption("smp_backend", False) is False:
             raise pytest.UsageError("conformance: the plugin smp is needed, and is not loaded")
         self.settings = settings.read(config)
@@ -94,9 +103,27 @@ class Session:
         self.results: dict[str, Result] = {}  # by node id
         self.siblings: dict[str, int] = {}  # by requirement
         self.whole: bool | None = None  # None: not known yet
+        self.unclosed: str | None = None  # how the backend failed to close
+        self._here = self._started = False  # whether the suite is collected; whether all has begun
+        self._collected: set[Path] = set()
+        self._controller: Controller | None = None  # if we opened its backend
         self._crashed: dict[str, str] = {}  # by node id; whose, a worker tells at its end
         self._certification: Certification | None = None
         self._written: str | None = None
+
+    def found(self) -> None:
+        """The session collects the suite: from now on the ini keys count, too.
+
+        Raises pytest.UsageError for options or expected failures that cannot be used.
+        """
+        if self._here:
+            return
+        self._here = True
+        before, self.options = self.options, options.read(self.config, ini=True)
+        if self.options != before:
+            self.entries, self.expected = self._expectations()
+            if self._started:
+                self.start()
 
     def _expectations(self) -> tuple[list[Expectation], dict[str, Expectation]]:
         path, target = self.options.expectations, self.options.write_expectations
@@ -115,6 +142,10 @@ class Session:
         return entries, {id: e for e in usable for id in self.registry if e.matches(id)}
 
     # Collection.
+
+    def collects(self, path: Path) -> None:
+        """A folder or file of the suite is being collected."""
+        self._collected.add(path)
 
     def collected(self, session: pytest.Session, items: list[pytest.Item]) -> None:
         """Look at all items, before any is deselected: what they test, and whether they can."""
@@ -148,10 +179,16 @@ class Session:
                 self.results[item.nodeid].outcome = Outcome.NOT_RUN
 
     def _is_whole(self, session: pytest.Session) -> bool:
-        """Whether every property must be there: the package was asked for, without exceptions."""
-        option = session.config.option
+        """Whether every property must be there: the package, or a folder above it, was asked for,
+        and each of its files was collected, all of it.
+
+        A folder above may be a project's that has its virtual environment below it, and does not
+        collect that. ``--lf`` collects parts of files.
+        """
         asked = any(session.isinitpath(path) for path in (HERE, *HERE.parents))
-        return asked and not (session.testsfailed or option.ignore or option.ignore_glob)
+        parts = session.testsfailed or getattr(session.config.option, "lf", False)
+        files = set(HERE.glob("test_*.py"))
+        return asked and not parts and bool(files) and files <= self._collected
 
     def open_backend(self, items: list[pytest.Item]) -> None:
         """Open the backend if any property will need it.
@@ -167,6 +204,16 @@ class Session:
             controller_of(self.config).open()
         except BackendError as error:
             raise pytest.UsageError(str(error)) from None
+        self._controller = controller_of(self.config)
+
+    def close_backend(self) -> None:
+        """Close what ``open_backend`` opened, while a failure can still be told."""
+        if self._controller is None:
+            return
+        try:
+            self._controller.close()
+        except (Exception, SystemExit) as error:
+            self.unclosed = f"the backend could not be closed: {report.error_text(error)}"
 
     # Running.
 
@@ -236,6 +283,7 @@ class Session:
         """What a worker tells the main process."""
         return {
             "whole": self.whole,
+            "unclosed": self.unclosed,
             "properties": {
                 nodeid: [result.requirement, result.outcome is not Outcome.DESELECTED]
                 for nodeid, result in self.results.items()
@@ -245,6 +293,7 @@ class Session:
     def worker_told(self, output: Mapping[str, Any]) -> None:
         """Take what a worker told into account."""
         self.whole = output["whole"]
+        self.unclosed = self.unclosed or output["unclosed"]
         for nodeid, (id, selected) in output["properties"].items():
             missing = Outcome.NOT_RUN if selected else Outcome.DESELECTED
             self.results.setdefault(nodeid, Result(id, missing))
@@ -310,6 +359,7 @@ class Session:
 
     def finish(self, session: pytest.Session) -> None:
         """Judge, and write what was asked for; may turn the session's exit status to failure."""
+        self.close_backend()
         for nodeid, text in self._crashed.items():
             if nodeid in self.results:
                 self.results[nodeid].add(Outcome.ERROR)
@@ -319,6 +369,14 @@ class Session:
             self.interrupted = str(stopped)
         if self.interrupted is None and session.exitstatus == pytest.ExitCode.USAGE_ERROR:
             self.interrupted = "refused; see what pytest printed"
+        if self.interrupted is None:
+            self.interrupted = self.unclosed
+        if session.exitstatus == pytest.ExitCode.OK and (
+            self.unclosed is not None
+            # Another plugin may have made a passed test of one that failed.
+            or Verdict.FAIL in self.verdicts().values()
+        ):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
         good = session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
         if good and self.options.certify and not self.certification().certified:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -331,6 +389,7 @@ class Session:
         Raises pytest.UsageError if it cannot. What is left if the process is killed is a report
         that says so.
         """
+        self._started = True
         for name in ("report", "write_expectations"):
             path = getattr(self.options, name)
             if path is not None:
@@ -339,7 +398,8 @@ class Session:
                 except OSError as error:
                     option = f"--smp-{name.replace('_', '-')}"
                     raise pytest.UsageError(f"{option}={path.name}: {error.strerror}") from None
-        self._write_report(None)
+        if self.options.report is not None and not report.is_stream(self.options.report):
+            self._write_report(None)
 
     def _write_report(self, exit_status: int | None) -> None:
         if self.options.report is not None:
@@ -394,6 +454,8 @@ class Session:
                 yield f"waived: {entry.id}: {entry}"
             if stale:
                 yield f"stale: {entry.place}: passes: {', '.join(stale)}"
+        if self.unclosed is not None:
+            yield self.unclosed
         if self._written is not None:
             yield from self._written.splitlines()
         if self.options.certify:

@@ -19,12 +19,9 @@ from pytest_smp.strategies.numbers import ALL
 from pytest_smp.strategies.recipes import LAYOUTS
 from smp_core.backends.capabilities import Capabilities
 
-#: A property of tensor collectives draws worlds of up to so many ranks: groups of 1 to 5 hold every
-#: kind of fold (even, odd, odd twice), and a product of so many powers of two fits into a float8.
-MOST = 5
-
-#: The sizes of groups whose averages are exact: powers of two.
-EXACT = (1, 2, 4)
+#: A property of tensor collectives draws worlds of up to so many ranks: the smallest with a fold of
+#: three full levels. COLL-SIZES takes every size of them.
+MOST = 8
 
 #: Layouts that a call can write to, and those that it can only read.
 WRITABLE = tuple(name for name in LAYOUTS if name != "expanded")
@@ -46,9 +43,11 @@ def worlds(smp_world: SmpWorld, least: int = 1) -> st.SearchStrategy[int]:
 
 
 def _many(least: int, most: int) -> st.SearchStrategy[int]:
-    """Numbers of ranks. One or two show little of an order or a root, and come once, others twice."""
+    """Numbers of ranks. One or two show little of an order or a root, and more than five take long;
+    those between come twice.
+    """
     numbers = range(least, most + 1)
-    return st.sampled_from([*numbers, *(number for number in numbers if number > 2)])
+    return st.sampled_from([*numbers, *(number for number in numbers if 2 < number < 6)])
 
 
 def claimed(smp_world: SmpWorld, among: Iterable[str] = COLLECTIVES) -> list[str]:
@@ -80,6 +79,14 @@ def kept(claims: Capabilities, ops: Iterable[str]) -> list[str]:
 def spread(case: Case, among: Sequence[torch.dtype]) -> list[Case]:
     """The case in each of these dtypes."""
     return [dataclasses.replace(case, dtype=dtype) for dtype in among]
+
+
+def alternated(cases: Sequence[Case], first: bool) -> list[Case]:
+    """Every second case is asynchronous; ``first``: whether the first one is."""
+    return [
+        dataclasses.replace(case, asynchronous=(at % 2 == 0) == first)
+        for at, case in enumerate(cases)
+    ]
 
 
 def some(dtypes: Sequence[torch.dtype], most: int = 4) -> st.SearchStrategy[list[torch.dtype]]:
@@ -128,8 +135,7 @@ def cases(
         claims: what the backend claims; groups are made only if it claims them.
         operation: a name of COLLECTIVES.
         group: "default", "any" (the default one, or some ranks, ascending), "unsorted" (ranks in
-            any other order), "alone" (one rank), "without 0", "exact" (as any, of a size that
-            an average is exact in).
+            any other order), "alone" (one rank), "without 0".
         shape: of a piece; if not given any without a side of 0.
         uneven: whether the first sides of pieces differ, 0 among them.
         given: layouts to draw inputs' from.
@@ -177,19 +183,13 @@ def _layouts(names: Sequence[str], shape: Shape) -> st.SearchStrategy[tuple[str,
 def _ranks(draw: st.DrawFn, world: int, kind: str) -> tuple[tuple[int, ...], bool]:
     """The ranks of a group in its order, and whether it is the default group."""
     everyone = tuple(range(world))
-    fits = kind != "exact" or world in EXACT
-    if kind == "default" or (kind in ("any", "exact") and fits and draw(st.booleans())):
+    if kind == "default" or (kind == "any" and draw(st.booleans())):
         return everyone, True
     if kind == "alone":
         return (draw(st.sampled_from(everyone)),), False
     among = everyone[1:] if kind == "without 0" else everyone
     least = 2 if kind == "unsorted" else 1
-    most = len(among)
-    size = draw(
-        st.sampled_from([each for each in EXACT if each <= most])
-        if kind == "exact"
-        else _many(least, most)
-    )
+    size = draw(_many(least, len(among)))
     ranks = tuple(draw(st.permutations(among))[:size])
     if kind != "unsorted":
         return tuple(sorted(ranks)), False

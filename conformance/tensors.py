@@ -51,7 +51,7 @@ class Collective(NamedTuple):
     taken: Literal["same", "one", "list", "joined"]
     root: Literal["", "src", "dst"]
     reduces: bool
-    call: Callable[[list[Tensor], list[Tensor], dict[str, Any]], object]
+    call: Callable[[list[Tensor], list[Tensor], dict[str, Any]], Any]
 
 
 # The functions are looked up when they are called: a planted bug may stand in their place.
@@ -186,6 +186,9 @@ class Case:
         chunks: whether the tensors of a list are views of one tensor.
         in_place: whether a member's part of the output is its input, or the other way round.
         unchanged: whether inputs are compared with what they were, guards included.
+        asynchronous: whether the call is issued, and then waited for.
+        special: whether values are those of :func:`specials`.
+        conjugated: whether inputs, complex ones, are lazy conjugates.
         wide: whether values of a reduction come from the whole range of the dtype; else its result
             is exact in any order.
         number: which of ``of`` calls this is: no two of them bring the same values.
@@ -209,6 +212,9 @@ class Case:
     chunks: bool = False
     in_place: bool = False
     unchanged: bool = False
+    asynchronous: bool = False
+    special: bool = False
+    conjugated: bool = False
     wide: bool = False
     number: int = 0
     of: int = 1
@@ -294,7 +300,12 @@ class Case:
         specs = [self.spec(self.given, source + at, shape) for at, shape in enumerate(shapes)]
         return [dataclasses.replace(spec, bound=bound) for spec in specs], sources
 
-    def makes(self, source: int) -> list[tuple[TensorSpec, int, int]]:
+    @property
+    def factor(self) -> int:
+        """What all values are multiples of: of an average that no power of two divides, the size."""
+        return self.size if self.op == "AVG" and self.size & (self.size - 1) else 1
+
+    def makes(self, source: int) -> list[tuple[Recipe, int, int]]:
         """As ``inputs``, each with the arguments of ``TensorSpec.make``.
 
         They are chosen so that signs change from element to element and from tensor to tensor.
@@ -302,16 +313,22 @@ class Case:
         specs, sources = self.inputs(source)
         first = (self.number * self.size + source) * len(specs)
         if not signed(self.dtype):
-            return [(spec, first + at, sources) for at, spec in enumerate(specs)]
+            return [(self.recipe(spec), first + at, sources) for at, spec in enumerate(specs)]
         made = []
         for at, spec in enumerate(specs, first):
             per_sign = spec.distinct // 2
-            made.append((spec, at + at % 2 * per_sign, sources + 3 * per_sign))
+            made.append((self.recipe(spec), at + at % 2 * per_sign, sources + 3 * per_sign))
         return made
+
+    def recipe(self, spec: TensorSpec) -> Recipe:
+        """The recipe of an input, and what becomes of its values."""
+        return Recipe(spec, self.factor, self.special)
 
     def values(self, source: int) -> list[Tensor]:
         """The pieces that a member has for each. Only to be read: they are kept."""
         tensors = [_kept(*each) for each in self.makes(source)]
+        if self.conjugated:
+            tensors = [torch.conj_physical(tensor) for tensor in tensors]
         if self.collective.given == "one":
             return tensors * self.size
         if len(tensors) == self.size and not self.chunks and self.collective.given == "list":
@@ -334,9 +351,25 @@ class Case:
 # Each rank needs the values of all: where ranks are threads, they are made once. Not for large ones.
 
 
+class Recipe(NamedTuple):
+    """How an input is made: its numbers times the factor, or special ones in their place."""
+
+    spec: TensorSpec
+    factor: int
+    special: bool
+
+
 @functools.lru_cache(maxsize=4096)
-def _kept(spec: TensorSpec, source: int, sources: int) -> Tensor:
-    return spec.make(source, sources)
+def _kept(recipe: Recipe, source: int, sources: int) -> Tensor:
+    spec = recipe.spec
+    tensor = spec.make(source, sources)
+    once = tensor[:1] if spec.layout == "expanded" else tensor
+    if recipe.special:
+        some = specials(spec.dtype)
+        once.copy_(some[(torch.arange(once.numel()) + source) % len(some)].view(once.shape))
+    elif recipe.factor != 1:
+        once.copy_((once.double() * recipe.factor).to(spec.dtype))
+    return tensor
 
 
 @functools.lru_cache(maxsize=1024)
@@ -375,13 +408,49 @@ def _copy(tensor: Tensor) -> Tensor:
     return copied.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
+# ---- Special numbers -----------------------------------------------------------------------------
+
+#: Bits of the mantissa of the dtypes that have all special numbers. The other float8 have no
+#: infinities; fnuz ones have no -0.0 either.
+MANTISSAS: Mapping[torch.dtype, int] = {
+    torch.float64: 52,
+    torch.float32: 23,
+    torch.float16: 10,
+    torch.bfloat16: 7,
+    torch.float8_e5m2: 2,
+    torch.complex128: 52,
+    torch.complex64: 23,
+}
+
+
+@functools.cache
+def specials(dtype: torch.dtype) -> Tensor:
+    """-0.0, the infinities, the least subnormals, and a quiet NaN that is not torch.nan. 1-D.
+
+    As bits of IEEE 754: sign, exponent, mantissa. A complex number holds two of them.
+    """
+    width, mantissa = 8 * dtype.to_real().itemsize, MANTISSAS[dtype]
+    sign = -(1 << (width - 1))
+    infinity = (~sign >> mantissa) << mantissa
+    nan = infinity | 1 << (mantissa - 1) | 1
+    bits = [sign, infinity, sign | infinity, 1, sign | 1, nan]
+    whole = getattr(torch, f"int{width}")
+    real = torch.tensor(bits, dtype=whole).view(dtype.to_real())
+    if not dtype.is_complex:
+        return real
+    return torch.view_as_complex(torch.stack([real, real.roll(1)], dim=-1))
+
+
 # ---- What a reduction gives ----------------------------------------------------------------------
 
 WHOLE = frozenset(KINDS["integer"] + KINDS["unsigned"])
 
 
 def exact_bound(op: str, dtype: torch.dtype, size: int, numbers: int) -> int | None:
-    """The ``bound`` of a recipe that makes a reduction exact in any order.
+    """The ``bound`` of a recipe that makes a reduction exact in any order; 0 if there is none.
+
+    The numbers of an average over ``size`` ranks that is no power of two are multiples of ``size``,
+    so that it is exact whether numbers are divided or their sum is.
 
     Args:
         op: the name of the ReduceOp.
@@ -390,14 +459,27 @@ def exact_bound(op: str, dtype: torch.dtype, size: int, numbers: int) -> int | N
         numbers: at most so many numbers of the recipe's sequence are used.
     """
     numbered = NUMBERS[dtype]
+    most = numbered.largest_bound
     if op not in ("SUM", "AVG", "PRODUCT") or dtype is torch.bool:
         return None  # picks a number, or bits
     if op == "PRODUCT":  # a power of two at worst, which is exact wherever it can be written
-        return max(2, int(numbered.largest_bound ** (1 / size) + 1e-9))
+        return max(2 if 2**size <= _largest(dtype) else 1, int(most ** (1 / size) + 1e-9))
+    if op == "AVG" and size & (size - 1):
+        # Division of complex numbers need not be exact. And of a backend that multiplies by the
+        # reciprocal: 1/7 is the one that float32 rounds too far, as 21 * float32(1/7) != 3.
+        if dtype.is_complex or (size, dtype) == (7, torch.float32):
+            return 0
+        odd = size // (size & -size)
+        return most // (size * odd)  # sums are multiples of size, by at most most // odd
     # Multiples of one number, by at most three times as many, whose sums are still in the sequence.
     if signed(dtype) and dtype is not torch.int64 and 3 * size * (numbers + 1) <= numbered.per_sign:
         return None
-    return max(1, numbered.largest_bound // size)
+    return max(1, most // size)
+
+
+def _largest(dtype: torch.dtype) -> float:
+    floating = dtype.is_floating_point or dtype.is_complex
+    return (torch.finfo if floating else torch.iinfo)(dtype).max
 
 
 def wrapped(number: int, dtype: torch.dtype) -> int:
@@ -433,13 +515,23 @@ def reduced(tensors: Sequence[Tensor], op: str) -> Tensor:
     """
     dtype, shape = tensors[0].dtype, tensors[0].shape
     if tensors[0].numel() >= _MANY and op == "SUM":  # numbers of Python would take seconds
-        return torch.stack([tensor.double() for tensor in tensors]).sum(0).to(dtype)
+        return _sum_of_many(tensors)
     fold = (_BOOL_FOLDS if dtype is torch.bool else _FOLDS)[op]
     numbers = [fold(column) for column in zip(*map(_numbers, tensors), strict=True)]
     if dtype in WHOLE:
         numbers = [wrapped(number, dtype) for number in numbers]
     exact = dtype if dtype.is_complex or not dtype.is_floating_point else torch.float64
     return torch.tensor(numbers, dtype=exact).to(dtype).reshape(shape)
+
+
+def _sum_of_many(tensors: Sequence[Tensor]) -> Tensor:
+    dtype = tensors[0].dtype
+    if dtype is torch.uint64:  # modulo 2**64, sums of both are of the same bits
+        return _sum_of_many([tensor.view(torch.int64) for tensor in tensors]).view(dtype)
+    wide = torch.float64
+    if dtype.is_complex or dtype in WHOLE:
+        wide = torch.complex128 if dtype.is_complex else torch.int64
+    return torch.stack([tensor.to(wide) for tensor in tensors]).sum(0).to(dtype)
 
 
 def _numbers(tensor: Tensor) -> list[Any]:
@@ -486,8 +578,10 @@ def take_part(case: Case, group: Any = None) -> None:
 
     inputs: list[Buffer] = []
     if brings:
-        inputs = [Buffer(spec, _copy(_kept(spec, *at))) for spec, *at in case.makes(me)]
+        inputs = [Buffer(made[0].spec, _copy(_kept(*made))) for made in case.makes(me)]
     given = case.listed("given", [each.tensor for each in inputs], outward)
+    if case.conjugated:
+        given = [each.conj() for each in given]
     outputs: list[Buffer] = []
     if collective.taken == "same":  # the receiver of a broadcast has a buffer, too
         outputs = inputs or case.blanks(me, [case.piece(case.root, me)])
@@ -506,9 +600,15 @@ def take_part(case: Case, group: Any = None) -> None:
         inputs, given = [], [slots[me].copy_(given[0])]
     before = [storage(each.tensor).clone() for each in inputs if case.unchanged]
 
-    collective.call(given, taken, _keywords(case, me, group))
-
     where = f"rank {dist.get_rank()} ({me} in the group): {case.operation}"
+    how = _keywords(case, me, group)
+    if case.asynchronous:
+        work = collective.call(given, taken, how | {"async_op": True})
+        assert work is not None, f"{where}: async_op=True gave no work"
+        work.wait()
+    else:
+        collective.call(given, taken, how)
+
     if gets:
         got = case.parts(taken[0], inward) if collective.taken == "joined" else taken
         for at, (each, want) in enumerate(zip(got, case.expected(me), strict=True)):

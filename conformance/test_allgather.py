@@ -12,6 +12,7 @@ import smp_core.torch as smp
 from conformance.draws import comm_groups, on_ranks, sizes, worlds
 from conformance.layout import GROUPS, groups, members, parameters
 from conformance.requirements import requirement
+from conformance.traffic import paddings
 from pytest_smp.proxies import SmpWorld
 from pytest_smp.strategies import objects, same
 from smp_core.topology import Topology
@@ -131,13 +132,13 @@ def test_groups_of_a_kind_do_not_wait_for_each_other(
             assert got[rank] == [[(n, each) for each in ranks] for n in range(count)]
 
 
-def gather_and_change(group: smp.CommGroup) -> tuple[Any, list[Any]]:
+def gather_and_change(group: smp.CommGroup, padding: int) -> tuple[Any, list[Any]]:
     """Change the own object after the call, and then, differently on every rank, what was received.
 
     Returns both as they are when everybody has done so.
     """
     me = smp.rank()
-    own: dict[str, Any] = {"list": [me], "tensor": torch.full((3,), me)}
+    own: dict[str, Any] = {"list": [me], "tensor": torch.full((3,), me), "pad": bytes(padding)}
     got = smp.allgather(own, group)
     own["list"].append("owner")
     own["tensor"][0] = -1
@@ -150,13 +151,15 @@ def gather_and_change(group: smp.CommGroup) -> tuple[Any, list[Any]]:
 
 
 @requirement("COMM-ALLGATHER-COPY")
-@given(data=st.data(), group=comm_groups)
+@given(data=st.data(), group=comm_groups, padding=paddings)
 @on_ranks
 def test_elements_are_copies(
-    smp_world: SmpWorld, data: st.DataObject, group: smp.CommGroup
+    smp_world: SmpWorld, data: st.DataObject, group: smp.CommGroup, padding: int
 ) -> None:
     world = data.draw(worlds(smp_world), "world")
-    seen = smp_world.run(gather_and_change, group, ranks=world.size, config=parameters(world))
+    seen = smp_world.run(
+        gather_and_change, group, padding, ranks=world.size, config=parameters(world)
+    )
     for rank, (own, got) in enumerate(seen):
         assert own == ([rank, "owner"], [-1, rank, rank])
         assert got == [

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import hypothesis.strategies as st
-import torch
 import torch.distributed as dist
 from hypothesis import given
 
@@ -111,32 +109,45 @@ def test_completed_work(smp_world: SmpWorld, data: st.DataObject, asks: int) -> 
     smp_world.run(ask_and_wait, program, asks, ranks=ranks)
 
 
-def reduce_in_future(calls: Sequence[Call], waits: Orders) -> None:
-    """all_reduces whose futures are waited for in these orders; the works afterwards."""
-    me, flying = dist.get_rank(), issue_all(calls, [None])
+def wait_for_futures(program: Sequence[Call], waits: Orders, reduced: bool = False) -> None:
+    """Calls whose futures are waited for in these orders; the works afterwards.
+
+    Args:
+        reduced: the value of each future is a reduced tensor.
+    """
+    me, flying = dist.get_rank(), issue_all(program, [None])
     futures = {number: issued.work.get_future() for number, issued in flying.items()}
     for number in waits[me]:
-        (reduced,) = _tensors(futures[number].wait())
-        check(reduced, flying[number].expected[0], f"the future of call {number}")
+        value = futures[number].wait()
+        if reduced:
+            (tensor,) = value if isinstance(value, list) else [value]
+            check(tensor, flying[number].expected[0], f"the future of call {number}")
         flying[number].look("when its future is done")
         assert futures[number].done()
     for issued in flying.values():
         issued.finish()
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return value if isinstance(value, list) else [value]
-
-
 @requirement("ASYNC-FUTURE")
+@given(data=st.data())
+@few
+def test_futures(smp_world: SmpWorld, data: st.DataObject) -> None:
+    ranks = data.draw(sizes(smp_world), "ranks")
+    drawn = calls(smp_world, [ranks], moving=True)
+    program = data.draw(st.lists(drawn, min_size=1, max_size=3), "program")
+    waits = orders(data, ranks, len(program), "waits")
+    # The futures are made in order: a backend may wait there (torch lets it).
+    smp_world.run(wait_for_futures, program, waits, ranks=ranks)
+
+
+@requirement("ASYNC-FUTURE-VALUE")
 @given(data=st.data(), counts=st.lists(st.integers(1, 4), min_size=1, max_size=3))
 @few
-def test_futures(smp_world: SmpWorld, data: st.DataObject, counts: list[int]) -> None:
+def test_futures_of_reductions(smp_world: SmpWorld, data: st.DataObject, counts: list[int]) -> None:
     ranks = data.draw(sizes(smp_world), "ranks")
     program = [Call("all_reduce", PLAIN, count) for count in counts]
     waits = orders(data, ranks, len(program), "waits")
-    # The futures are made in order: a backend may wait there (torch lets it).
-    smp_world.run(reduce_in_future, program, waits, ranks=ranks)
+    smp_world.run(wait_for_futures, program, waits, True, ranks=ranks)
 
 
 # ---- Several calls of one group ------------------------------------------------------------------

@@ -13,6 +13,7 @@ import smp_core.torch as smp
 from conformance.draws import be_late, comm_groups, on_ranks, sizes, some, worlds
 from conformance.layout import GROUPS, RANK_TYPES, groups, members, parameters
 from conformance.requirements import requirement
+from conformance.traffic import paddings
 from pytest_smp.proxies import SmpWorld, TmpPath
 from pytest_smp.strategies import objects, same
 from smp_core.topology import Topology
@@ -131,7 +132,7 @@ def test_broadcasts_and_sends_keep_their_order(smp_world: SmpWorld, data: st.Dat
         assert got[rank] == reached
 
 
-def broadcast_and_change(root: int) -> list[Any]:
+def broadcast_and_change(root: int, padding: int) -> list[Any]:
     """Every rank changes what it holds; what it then sees.
 
     The others have changed theirs when this rank looks.
@@ -139,23 +140,25 @@ def broadcast_and_change(root: int) -> list[Any]:
     me = smp.rank()
     obj: dict[str, Any]
     if me == root:
-        obj = {"list": [], "tensor": torch.zeros(2, dtype=torch.int64)}
+        obj = {"list": [], "tensor": torch.zeros(2 + padding, dtype=torch.int64)}
         smp.broadcast(obj, smp.WORLD)
     else:
         obj = smp.recv_from(root, WORLD_RANK)
     obj["list"].append(me)
     obj["tensor"][0] += me + 1
     smp.barrier()
-    return [obj["list"], obj["tensor"].tolist()]
+    return [obj["list"], obj["tensor"][:2].tolist()]
 
 
 @requirement("COMM-BROADCAST-COPY")
-@given(data=st.data())
+@given(data=st.data(), padding=paddings)
 @on_ranks
-def test_receivers_hold_objects_of_their_own(smp_world: SmpWorld, data: st.DataObject) -> None:
+def test_receivers_hold_objects_of_their_own(
+    smp_world: SmpWorld, data: st.DataObject, padding: int
+) -> None:
     ranks = data.draw(sizes(smp_world), "ranks")
     root = data.draw(st.integers(0, ranks - 1), "root")
-    seen = smp_world.run(broadcast_and_change, root, ranks=ranks)
+    seen = smp_world.run(broadcast_and_change, root, padding, ranks=ranks)
     assert seen == [[[rank], [rank + 1, 0]] for rank in range(ranks)]
 
 

@@ -219,7 +219,7 @@ def test_deep_nests(
 # ---- Identity ------------------------------------------------------------------------------------
 
 
-def pass_shared(call: str, src: int) -> None:
+def pass_shared(call: str, src: int, padding: int) -> None:
     """Parts that are one, parts that are equal, and cycles."""
     part: dict[str, Any] = {"list": [1]}
     cycle: list[Any] = ["cycle"]
@@ -227,11 +227,11 @@ def pass_shared(call: str, src: int) -> None:
     node = Record("node", None)
     node.value = [node, part]
     tensor = torch.arange(3)
-    obj = [part, part, {"list": [1]}, cycle, node, tensor, tensor, tensor.clone()]
+    obj = [part, part, {"list": [1]}, cycle, node, tensor, tensor, tensor.clone(), bytes(padding)]
     got = pass_object(call, obj, src)
     if smp.rank() not in receivers(call, src, smp.size()):
         return
-    one, again, equal, around, met, first, second, other = got
+    one, again, equal, around, met, first, second, other, _ = got
     assert one is again
     assert equal == one
     assert equal is not one
@@ -247,24 +247,26 @@ def pass_shared(call: str, src: int) -> None:
 
 
 @requirement("COMM-PAYLOAD-SHARED")
-@given(data=st.data(), call=st.sampled_from(CALLS))
+@given(data=st.data(), call=st.sampled_from(CALLS), padding=traffic.paddings)
 @few
-def test_parts_that_are_one(smp_world: SmpWorld, data: st.DataObject, call: str) -> None:
+def test_parts_that_are_one(
+    smp_world: SmpWorld, data: st.DataObject, call: str, padding: int
+) -> None:
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
     src = data.draw(st.integers(0, ranks - 1), "src")
-    smp_world.run(pass_shared, call, src, ranks=ranks)
+    smp_world.run(pass_shared, call, src, padding, ranks=ranks)
 
 
-def pass_equal(call: str, src: int, again: bool, content: Any) -> None:
+def pass_equal(call: str, src: int, again: bool, content: list[Any], padding: int) -> None:
     """Two objects that are equal, or one object twice: the copies are two."""
-    first = [content]
-    second = first if again else [content]
+    first = [*content, bytes(padding)]
+    second = first if again else [*content, bytes(padding)]
     got = [pass_object(call, first, src), pass_object(call, second, src)]
     if smp.rank() in receivers(call, src, smp.size()):
-        assert same(got, [[content], [content]])
+        assert same(got, [[*content, bytes(padding)]] * 2)
         assert got[0] is not got[1]
         got[0].append("more")
-        assert same(got[1], [content])
+        assert same(got[1], [*content, bytes(padding)])
 
 
 @requirement("COMM-PAYLOAD-DISTINCT")
@@ -273,14 +275,15 @@ def pass_equal(call: str, src: int, again: bool, content: Any) -> None:
     call=st.sampled_from(CALLS),
     again=st.booleans(),
     content=st.sampled_from([0, 1, True, 1.0, "", b"", (), None]),
+    padding=traffic.paddings,
 )
 @few
 def test_equal_objects_are_two(
-    smp_world: SmpWorld, data: st.DataObject, call: str, again: bool, content: Any
+    smp_world: SmpWorld, data: st.DataObject, call: str, again: bool, content: Any, padding: int
 ) -> None:
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
     src = data.draw(st.integers(0, ranks - 1), "src")
-    smp_world.run(pass_equal, call, src, again, content, ranks=ranks)
+    smp_world.run(pass_equal, call, src, again, [content], padding, ranks=ranks)
 
 
 # ---- Types ---------------------------------------------------------------------------------------
@@ -459,9 +462,7 @@ def pass_tensors(call: str, items: list[tuple[TensorSpec, str]], src: int) -> No
 @st.composite
 def _items(draw: st.DrawFn, dtypes: list[torch.dtype]) -> tuple[TensorSpec, str]:
     spec = draw(tensors(dtype=st.sampled_from(dtypes)))
-    # What pickle cannot read back is sent plain: that it travels at all is more than is promised.
-    floats = spec.dtype.is_floating_point and spec.dtype in PICKLABLE
-    wants = floats and spec.layout != "expanded"
+    wants = spec.dtype.is_floating_point and spec.layout != "expanded"
     return spec, draw(st.sampled_from(["plain", "leaf", "parameter"] if wants else ["plain"]))
 
 

@@ -23,6 +23,7 @@ from conformance.traffic import (
     calls,
     check,
     few,
+    groups_of,
     is_member,
     is_refused,
     issue,
@@ -337,8 +338,9 @@ def use_after(group: Ranks, call: Capability) -> tuple[bool, bool] | None:
 @given(data=st.data())
 @few
 def test_a_destroyed_group(smp_world: SmpWorld, data: st.DataObject) -> None:
-    ranks = data.draw(sizes(smp_world), "ranks")
-    group = data.draw(strategies.groups(ranks), "group")
+    ranks = data.draw(sizes(smp_world, least=2), "ranks")
+    # Of two ranks at least: a call on a group of one has nobody to ask, and may do nothing at all.
+    group = data.draw(strategies.groups(ranks, min_size=2), "group")
     claimed = [each for each in PLAIN_CALLS if each in smp_world.capabilities]
     call = data.draw(st.sampled_from(claimed), "call")
     for rank, refused in enumerate(smp_world.run(use_after, group, call, ranks=ranks)):
@@ -375,65 +377,92 @@ def test_ranks_that_make_no_group(smp_world: SmpWorld, data: st.DataObject) -> N
     assert smp_world.run(make_wrongly, ranks, ranks=world) == [True] * world
 
 
-def gather_wrongly(on: int, count: int) -> bool:
-    """Whether all_gather is refused into a list of this length, which only rank ``on`` has."""
+def gather_wrongly(on: int, count: int, then: bool = False) -> bool:
+    """Whether all_gather is refused into a list of this length, which only rank ``on`` has.
+
+    Args:
+        then: go on after it, all ranks.
+    """
     refused = False
     if dist.get_rank() == on:
         value = torch.ones(2, dtype=PLAIN)
         outputs = [torch.zeros_like(value) for _ in range(count)]
         refused = is_refused(lambda: dist.all_gather(outputs, value))
-    go_on()
+    if then:
+        go_on()
     return refused
+
+
+def check_length(smp_world: SmpWorld, data: st.DataObject, then: bool) -> None:
+    """A list that is too short or too long is refused."""
+    ranks = data.draw(sizes(smp_world), "ranks")
+    on = data.draw(st.integers(0, ranks - 1), "on")
+    lengths = [length for length in range(1, ranks + 3) if length != ranks]
+    count = data.draw(st.sampled_from(lengths), "count")
+    assert smp_world.run(gather_wrongly, on, count, then, ranks=ranks)[on]
 
 
 @requirement("PG-ERROR-LENGTH")
 @given(data=st.data())
 @few
 def test_a_list_of_the_wrong_length(smp_world: SmpWorld, data: st.DataObject) -> None:
-    ranks = data.draw(sizes(smp_world), "ranks")
-    on = data.draw(st.integers(0, ranks - 1), "on")
-    lengths = [length for length in range(1, ranks + 3) if length != ranks]
-    count = data.draw(st.sampled_from(lengths), "count")
-    assert smp_world.run(gather_wrongly, on, count, ranks=ranks)[on]
+    check_length(smp_world, data, then=False)
 
 
-def split_wrongly(on: int, splits: tuple[list[int], list[int]], rows: int) -> bool:
-    """Whether all_to_all_single refuses these splits, of which only rank ``on`` knows."""
+@requirement("PG-ERROR-LENGTH-THEN")
+@given(data=st.data())
+@few
+def test_calls_after_a_list_of_the_wrong_length(smp_world: SmpWorld, data: st.DataObject) -> None:
+    check_length(smp_world, data, then=True)
+
+
+def split_wrongly(
+    on: int, splits: tuple[list[int], list[int]], rows: int, then: bool = False
+) -> bool:
+    """Whether all_to_all_single refuses these splits, of which only rank ``on`` knows.
+
+    Args:
+        then: go on after it, all ranks.
+    """
     refused = False
     if dist.get_rank() == on:
         value = torch.ones(rows, dtype=PLAIN)
         output = torch.zeros_like(value)
         refused = is_refused(lambda: dist.all_to_all_single(output, value, *splits))
-    go_on()
+    if then:
+        go_on()
     return refused
 
 
-@requirement("PG-ERROR-SPLITS")
-@given(data=st.data(), more=st.sampled_from([-1, 1, 5]), which=st.integers(0, 1))
-@few
-def test_splits_that_do_not_add_up(
-    smp_world: SmpWorld, data: st.DataObject, more: int, which: int
-) -> None:
+def check_splits(smp_world: SmpWorld, data: st.DataObject, then: bool) -> None:
+    """Splits of one side that do not add up are refused."""
     ranks = data.draw(sizes(smp_world), "ranks")
     on = data.draw(st.integers(0, ranks - 1), "on")
     side = st.lists(st.integers(1, 3), min_size=ranks, max_size=ranks)
     right = data.draw(side, "right")
-    wrong = [*right[:-1], right[-1] + more]
-    splits = (wrong, right) if which else (right, wrong)
-    assert smp_world.run(split_wrongly, on, splits, sum(right), ranks=ranks)[on]
+    wrong = [*right[:-1], right[-1] + data.draw(st.sampled_from([-1, 1, 5]), "more")]
+    splits = data.draw(st.sampled_from([(wrong, right), (right, wrong)]), "splits")
+    assert smp_world.run(split_wrongly, on, splits, sum(right), then, ranks=ranks)[on]
+
+
+@requirement("PG-ERROR-SPLITS")
+@given(data=st.data())
+@few
+def test_splits_that_do_not_add_up(smp_world: SmpWorld, data: st.DataObject) -> None:
+    check_splits(smp_world, data, then=False)
+
+
+@requirement("PG-ERROR-SPLITS-THEN")
+@given(data=st.data())
+@few
+def test_calls_after_splits_that_do_not_add_up(smp_world: SmpWorld, data: st.DataObject) -> None:
+    check_splits(smp_world, data, then=True)
 
 
 # ---- Objects -------------------------------------------------------------------------------------
 
 #: What the members bring: of very different sizes, so that one's size is no other's.
 brought = st.sampled_from(["", "x" * 1000, None]) | objects(tensors=False, max_leaves=3)
-
-
-def groups_of(smp_world: SmpWorld, ranks: int) -> st.SearchStrategy[Ranks | None]:
-    """The world; any group, if the backend makes groups."""
-    if Capability.GROUPS not in smp_world.capabilities:
-        return st.none()
-    return strategies.groups(ranks) | st.none()
 
 
 def carry(call: str, group: Ranks | None, root: int, own: list[Any]) -> list[Any] | None:
@@ -462,7 +491,7 @@ def carry(call: str, group: Ranks | None, root: int, own: list[Any]) -> list[Any
 def check_carried(smp_world: SmpWorld, data: st.DataObject, call: str) -> None:
     """Drawn objects arrive where the call brings them, in a drawn group."""
     ranks = data.draw(sizes(smp_world), "ranks")
-    group = data.draw(groups_of(smp_world, ranks), "group")
+    group = data.draw(groups_of(smp_world, ranks) | st.none(), "group")
     order = tuple(range(ranks)) if group is None else group
     root = data.draw(st.integers(0, len(order) - 1), "root")
     own = data.draw(st.lists(brought, min_size=len(order), max_size=len(order)), "objects")
@@ -527,8 +556,7 @@ def send_lists(
 @few
 def test_send_object_list(smp_world: SmpWorld, data: st.DataObject, lists: list[list[Any]]) -> None:
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
-    groups = groups_of(smp_world, ranks).filter(lambda each: each is None or len(each) > 1)
-    group = data.draw(groups, "group")
+    group = data.draw(groups_of(smp_world, ranks, least=2) | st.none(), "group")
     order = tuple(range(ranks)) if group is None else group
     src, dest = data.draw(pairs(len(order)), "src, dest")
     seen = smp_world.run(send_lists, group, src, dest, lists, ranks=ranks)

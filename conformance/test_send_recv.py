@@ -15,6 +15,7 @@ import smp_core.torch as smp
 from conformance.draws import be_late, needs, on_ranks, pairs, sizes, worlds
 from conformance.layout import GROUPS, RANK_TYPES, members, parameters
 from conformance.requirements import requirement
+from conformance.traffic import paddings
 from pytest_smp.proxies import SmpWorld, TmpPath
 from pytest_smp.strategies import TensorSpec, objects, same, tensors
 from pytest_smp.strategies.numbers import PICKLABLE
@@ -192,13 +193,13 @@ def test_rank_types_only_name_the_partner(smp_world: SmpWorld, data: st.DataObje
     check_walk(smp_world, world, program, list(range(len(program))))
 
 
-def send_and_change(src: int, dest: int) -> Any:
+def send_and_change(src: int, dest: int, padding: int) -> Any:
     """Change the object on both sides after it was sent.
 
     Returns what each side holds after the other has changed its own.
     """
     if smp.rank() == src:
-        obj: dict[str, Any] = {"list": [1], "tensor": torch.arange(3)}
+        obj: dict[str, Any] = {"list": [1], "tensor": torch.arange(3), "pad": bytes(padding)}
         smp.send(obj, dest, WORLD_RANK)
         obj["list"].append("sender")
         obj["tensor"][0] = 10
@@ -217,12 +218,14 @@ def send_and_change(src: int, dest: int) -> Any:
 
 
 @requirement("COMM-SEND-COPY")
-@given(data=st.data())
+@given(data=st.data(), padding=paddings)
 @on_ranks
-def test_objects_are_copied_when_sent(smp_world: SmpWorld, data: st.DataObject) -> None:
+def test_objects_are_copied_when_sent(
+    smp_world: SmpWorld, data: st.DataObject, padding: int
+) -> None:
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
     src, dest = data.draw(pairs(ranks), "src, dest")
-    seen = smp_world.run(send_and_change, src, dest, ranks=ranks)
+    seen = smp_world.run(send_and_change, src, dest, padding, ranks=ranks)
     assert seen[dest] == ([1], [0, 1, 2])
     assert seen[src] == ([1, "sender"], [10, 1, 2])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import hypothesis.strategies as st
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given
 from conformance.requirements import requirement
 from conformance.requirements.collectives import EMPTY
 from conformance.tensor_draws import (
+    alternated,
     cases,
     claimed,
     dtypes,
@@ -42,7 +44,8 @@ def test_nothing_at_all(smp_world: SmpWorld, data: st.DataObject, operation: str
     ranks = data.draw(worlds(smp_world), "ranks")
     case = data.draw(cases(ranks, claims, operation, shape=empty(), op=op), "case")
     chosen = data.draw(some(dtypes(claims, op)), "dtypes")
-    played = spread(case, chosen)
+    first = data.draw(st.booleans(), "the first is asynchronous")
+    played = alternated(spread(case, chosen), first)
     after = [dataclasses.replace(each, shape=(2, 1)) for each in played]
     smp_world.run(play, *played, *after, ranks=ranks)
 
@@ -89,15 +92,23 @@ def _wide(dtype: torch.dtype) -> int:
     return -dtype.itemsize
 
 
+#: Sizes that are no multiples of what buffers are cut into, beside those that are.
+LARGE = (2**12 - 1, 2**12 + 1, 3 * 2**12 + 5, 2**16 + 1, 2**20 + 1)
+
+
 @requirement("COLL-LARGE")
 @given(data=st.data())
 @share(0.01)
 def test_large_tensors(smp_world: SmpWorld, data: st.DataObject) -> None:
     claims = smp_world.capabilities
-    ranks = min(2, smp_world.ranks)
+    ranks = min(data.draw(st.sampled_from([2, 3]), "ranks"), smp_world.ranks)
     dtype = data.draw(st.sampled_from(dtypes(claims)), "dtype")
-    for name in claimed(smp_world):
-        op = op_of(name)
-        if not op or dtype in dtypes(claims, op):
-            case = Case(name, tuple(range(ranks)), dtype, (2**20 // ranks,), op=op, root=ranks - 1)
-            smp_world.run(play, case, ranks=ranks)
+    sizes = data.draw(st.permutations(LARGE), "sizes of the first calls, and so on")
+    first = data.draw(st.booleans(), "the first is asynchronous")
+    played = [
+        Case(name, tuple(range(ranks)), dtype, (size,), op=op_of(name), root=ranks - 1)
+        for name, size in zip(claimed(smp_world), itertools.cycle(sizes), strict=False)
+        if not op_of(name) or dtype in dtypes(claims, op_of(name))
+    ]
+    for case in alternated(played, first):
+        smp_world.run(play, case, ranks=ranks)

@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 
 from conformance.requirements import requirement
-from conformance.tensor_draws import cases, claimed, dtypes, share, some, spread, worlds
+from conformance.tensor_draws import (
+    alternated,
+    cases,
+    claimed,
+    dtypes,
+    share,
+    some,
+    spread,
+    worlds,
+)
 from conformance.tensors import COLLECTIVES, play
 from pytest_smp.proxies import SmpWorld
 
@@ -33,7 +42,7 @@ from pytest_smp.proxies import SmpWorld
     ],
 )
 @given(data=st.data())
-@share(0.35)
+@share(0.25)
 def test_buffers(
     smp_world: SmpWorld, data: st.DataObject, among: Sequence[str], how: dict[str, Any]
 ) -> None:
@@ -43,4 +52,5 @@ def test_buffers(
     ranks = data.draw(worlds(smp_world), "ranks")
     case = data.draw(cases(ranks, claims, operation, op=op, **how), "case")
     chosen = data.draw(some(dtypes(claims, op)), "dtypes")
-    smp_world.run(play, *spread(case, chosen), ranks=ranks)
+    first = data.draw(st.booleans(), "the first is asynchronous")
+    smp_world.run(play, *alternated(spread(case, chosen), first), ranks=ranks)

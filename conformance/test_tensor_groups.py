@@ -14,8 +14,8 @@ from hypothesis import given
 
 from conformance.registry import Capability
 from conformance.requirements import requirement
-from conformance.tensor_draws import cases, claimed, dtypes, share, some, spread, worlds
-from conformance.tensors import COLLECTIVES, new_group, play
+from conformance.tensor_draws import MOST, cases, claimed, dtypes, share, some, spread, worlds
+from conformance.tensors import COLLECTIVES, Case, new_group, play
 from conformance.verdicts import not_supported
 from pytest_smp.proxies import SmpWorld, TmpPath
 
@@ -33,7 +33,7 @@ from pytest_smp.proxies import SmpWorld, TmpPath
     ],
 )
 @given(data=st.data())
-@share(0.35)
+@share(0.25)
 def test_groups(smp_world: SmpWorld, data: st.DataObject, group: str, least: int) -> None:
     claims = smp_world.capabilities
     operation = data.draw(st.sampled_from(claimed(smp_world)), "operation")
@@ -44,6 +44,24 @@ def test_groups(smp_world: SmpWorld, data: st.DataObject, group: str, least: int
         case = dataclasses.replace(case, default=False, sort=True)
     chosen = data.draw(some(dtypes(claims, op)), "dtypes")
     smp_world.run(play, *spread(case, chosen), ranks=ranks)
+
+
+@requirement("COLL-SIZES")
+@given(data=st.data())
+@share(0.02)
+def test_every_size(smp_world: SmpWorld, data: st.DataObject) -> None:
+    """Each example goes through all sizes: a bug at one of them is not left to the draw."""
+    claims = smp_world.capabilities
+    chosen = data.draw(some(dtypes(claims), 2), "dtypes")
+    for ranks in range(1, min(MOST, smp_world.ranks) + 1):
+        played = [
+            Case(name, tuple(range(ranks)), dtype, (2,), op=op, root=ranks - 1)
+            for name in claimed(smp_world)
+            for op in (["SUM"] if COLLECTIVES[name].reduces else [""])
+            for dtype in chosen
+            if not op or dtype in dtypes(claims, op)
+        ]
+        smp_world.run(play, *played, ranks=ranks)
 
 
 @requirement("COLL-GROUP-OVERLAP")

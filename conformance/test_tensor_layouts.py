@@ -14,6 +14,7 @@ from conformance.requirements.collectives import LAYOUTS
 from conformance.tensor_draws import (
     READABLE,
     WRITABLE,
+    alternated,
     cases,
     dtypes,
     share,
@@ -58,4 +59,5 @@ def test_views(
     ranks = data.draw(worlds(smp_world), "ranks")
     case = data.draw(cases(ranks, claims, operation, shape=_SHAPES, op=op, **how), "case")
     chosen = data.draw(some(dtypes(claims, op)), "dtypes")
-    smp_world.run(play, *spread(case, chosen), ranks=ranks)
+    first = data.draw(st.booleans(), "the first is asynchronous")
+    smp_world.run(play, *alternated(spread(case, chosen), first), ranks=ranks)

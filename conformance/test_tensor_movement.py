@@ -9,8 +9,17 @@ import pytest
 from hypothesis import given
 
 from conformance.requirements import requirement
-from conformance.tensor_draws import cases, dtypes, share, spread, worlds
-from conformance.tensors import play
+from conformance.tensor_draws import (
+    alternated,
+    cases,
+    claimed,
+    dtypes,
+    share,
+    spread,
+    worlds,
+)
+from conformance.tensors import COLLECTIVES, MANTISSAS, play
+from conformance.verdicts import not_supported
 from pytest_smp.proxies import SmpWorld
 
 
@@ -34,7 +43,7 @@ from pytest_smp.proxies import SmpWorld
     ],
 )
 @given(data=st.data())
-@share(0.1)
+@share(0.08)
 def test_values_arrive(
     smp_world: SmpWorld, data: st.DataObject, operation: str, how: dict[str, Any]
 ) -> None:
@@ -43,3 +52,43 @@ def test_values_arrive(
     ranks = data.draw(worlds(smp_world), "ranks")
     case = data.draw(cases(ranks, claims, operation, **how), "case")
     smp_world.run(play, *spread(case, dtypes(claims)), ranks=ranks)
+
+
+@requirement("COLL-SPECIAL-BITS")
+@given(data=st.data())
+@share(0.02)
+def test_special_numbers_keep_their_bits(smp_world: SmpWorld, data: st.DataObject) -> None:
+    """Each example goes through every collective that moves."""
+    claims = smp_world.capabilities
+    chosen = [dtype for dtype in dtypes(claims) if dtype in MANTISSAS]
+    if not chosen:
+        not_supported("the backend claims no floating-point dtype with every special number")
+    ranks = data.draw(worlds(smp_world), "ranks")
+    first = data.draw(st.booleans(), "the first is asynchronous")
+    shape = st.sampled_from([(6,), (2, 3), (7, 2)])  # at least one of each number
+    moving = [name for name, each in COLLECTIVES.items() if not each.reduces]
+    for name in claimed(smp_world, moving):
+        case = data.draw(cases(ranks, claims, name, shape=shape, special=True), "case")
+        smp_world.run(play, *alternated(spread(case, chosen), first), ranks=ranks)
+
+
+#: The others make of a complex tensor a real one by torch.view_as_real, which refuses a conjugate
+#: before any backend is asked (torch 2.13).
+TAKES_CONJUGATES = ("gather", "reduce_scatter", "reduce_scatter_single")
+
+
+@requirement("COLL-CONJUGATED")
+@given(data=st.data())
+@share(0.05)
+def test_conjugates_arrive(smp_world: SmpWorld, data: st.DataObject) -> None:
+    claims = smp_world.capabilities
+    ranks = data.draw(worlds(smp_world), "ranks")
+    first = data.draw(st.booleans(), "the first is asynchronous")
+    complexes = [dtype for dtype in dtypes(claims) if dtype.is_complex]
+    for name in claimed(smp_world, TAKES_CONJUGATES):
+        op = "SUM" if COLLECTIVES[name].reduces else ""
+        chosen = [dtype for dtype in complexes if not op or dtype in dtypes(claims, op)]
+        if not chosen:
+            not_supported(f"the backend claims no complex dtype for {name}")
+        case = data.draw(cases(ranks, claims, name, op=op, conjugated=True), "case")
+        smp_world.run(play, *alternated(spread(case, chosen), first), ranks=ranks)

@@ -6,12 +6,10 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, reject
 
-from conformance.registry import Capability
 from conformance.requirements import requirement
 from conformance.tensor_draws import (
-    EXACT,
     cases,
     claimed,
     dtypes,
@@ -22,7 +20,7 @@ from conformance.tensor_draws import (
     spread,
     worlds,
 )
-from conformance.tensors import COLLECTIVES, WHOLE, Case, play
+from conformance.tensors import COLLECTIVES, WHOLE, Case, exact_bound, play
 from conformance.verdicts import not_supported
 from pytest_smp.proxies import SmpWorld
 from pytest_smp.strategies import same
@@ -40,12 +38,13 @@ def check(
     """Draw a case of this op and carry it out, in some or in all dtypes that are claimed for it."""
     claims = smp_world.capabilities
     ranks = data.draw(worlds(smp_world), "ranks")
-    if op == "AVG":
-        how["group"] = "exact"
-        if Capability.GROUPS not in claims:
-            ranks = max(size for size in EXACT if size <= ranks)
     case = data.draw(cases(ranks, claims, operation, op=op, **how), "case")  # type: ignore[arg-type]
-    smp_world.run(play, *spread(case, chosen or dtypes(claims, op)), ranks=ranks)
+    chosen = chosen or dtypes(claims, op)
+    if op == "AVG":  # 0: not exact in any order
+        chosen = [dtype for dtype in chosen if exact_bound(op, dtype, case.size, 1) != 0]
+    if not chosen:
+        reject()
+    smp_world.run(play, *spread(case, chosen), ranks=ranks)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +81,7 @@ def test_all_reduce(smp_world: SmpWorld, data: st.DataObject, ops: list[str]) ->
     ],
 )
 @given(data=st.data())
-@share(0.24)
+@share(0.16)
 def test_every_op(smp_world: SmpWorld, data: st.DataObject, operation: str, stacked: bool) -> None:
     op = data.draw(st.sampled_from(kept(smp_world.capabilities, REDUCTIONS)), "op")
     check(smp_world, data, operation, op, stacked=stacked)
@@ -122,17 +121,25 @@ def test_sums_and_products_of_bool(smp_world: SmpWorld, data: st.DataObject) -> 
 
 def average_large(ranks: int) -> None:
     """The average of numbers each of which is near the largest of float16."""
-    tensor = torch.arange(60000, 60000 + 32 * ranks, 32, dtype=torch.float16)
+    ulp = 32  # of float16 from 2**15 on
+    least, most = 60000, 60000 + ulp * (ranks - 1)
+    tensor = torch.arange(least, most + 1, ulp, dtype=torch.float16)
     tensor = tensor.roll(dist.get_rank())
     dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
-    assert tensor.isfinite().all(), f"rank {dist.get_rank()}: the average is {tensor.tolist()}"
+    # In float16 each of ranks - 1 additions is off by half an ulp at most, all divisions together by
+    # one, and a rounded reciprocal by another; of two ranks, divisions are exact.
+    slack = ulp * ranks
+    for average in tensor.tolist():
+        assert least - slack <= average <= most + slack, (
+            f"rank {dist.get_rank()}: an average of numbers from {least} to {most} is {average}"
+        )
 
 
 @requirement("COLL-ALL-REDUCE-AVG-HALF")
 @given(data=st.data())
 @share(0.1)
 def test_averages_do_not_overflow(smp_world: SmpWorld, data: st.DataObject) -> None:
-    """Only that: in which precision the numbers are summed is not said."""
+    """Within what the roundings of float16 allow: in which precision numbers are summed is not said."""
     if "float16" not in smp_world.capabilities.reductions.get("AVG", ()):
         not_supported("the backend claims no AVG of float16")
     ranks = data.draw(worlds(smp_world), "ranks")

@@ -23,7 +23,7 @@ from pytest_smp.proxies import SmpWorld
     ],
 )
 @given(data=st.data())
-@share(0.4)
+@share(0.5)
 def test_roots(smp_world: SmpWorld, data: st.DataObject, operation: str) -> None:
     claims = smp_world.capabilities
     op = "SUM" if operation == "reduce" else ""
@@ -31,7 +31,7 @@ def test_roots(smp_world: SmpWorld, data: st.DataObject, operation: str) -> None
     groups = ["any", "without 0", "without 0"] if ranks > 1 else ["any"]
     group = data.draw(st.sampled_from(groups), "group")
     case = data.draw(cases(ranks, claims, operation, group=group, op=op), "case")
-    named: list[Literal["world", "group", "nothing"]] = ["world", "group"]
+    named: list[Literal["world", "group", "nothing"]] = ["world", "world", "group"]
     if operation in ("gather", "scatter") and 0 in case.ranks:
         named.append("nothing")
     root_as = data.draw(st.sampled_from(named), "the root is named by its rank in")

@@ -76,6 +76,12 @@ def dtypes(smp_world: SmpWorld) -> st.SearchStrategy[torch.dtype]:
 PLAIN = torch.float32
 
 
+# ---- Sizes of objects ----------------------------------------------------------------------------
+
+#: Bytes that an object carries beside what is looked at: what is large may go another way.
+paddings = st.sampled_from([0, 5_000, 200_000])
+
+
 # ---- Groups --------------------------------------------------------------------------------------
 
 Ranks = tuple[int, ...]  # of a group, in its order
@@ -97,6 +103,13 @@ def new_groups(groups: Sequence[Ranks | None]) -> Iterator[list[Any]]:
     for ranks, handle in zip(groups, handles, strict=True):
         if ranks is not None and dist.get_rank() in ranks:
             dist.destroy_process_group(handle)
+
+
+def groups_of(smp_world: SmpWorld, ranks: int, least: int = 1) -> st.SearchStrategy[Ranks | None]:
+    """Groups of a world of so many ranks; the world only, if the backend makes no groups."""
+    if Capability.GROUPS not in smp_world.capabilities:
+        return st.none()
+    return strategies.groups(ranks, min_size=least)
 
 
 def is_member(handle: Any) -> bool:

@@ -78,7 +78,7 @@ def completed_at_once(patch: Patch) -> None:
     patch.setattr(SimWork, "is_completed", lambda self: True)
 
 
-@BUGS.enter("ASYNC-FUTURE", origin="B100")
+@BUGS.enter("ASYNC-FUTURE-VALUE", origin="B100")
 def future_before_the_reduction(patch: Patch) -> None:
     """the future of an all_reduce holds what this rank brought"""
 
@@ -92,6 +92,21 @@ def future_before_the_reduction(patch: Patch) -> None:
     patch.setattr(SimWork, "get_future", get_future)
 
 
+@BUGS.enter("ASYNC-FUTURE", origin="B100")
+def futures_of_others_are_early(patch: Patch) -> None:
+    """the futures of all calls but all_reduce are complete before the outputs are there"""
+    get_future = SimWork.get_future
+
+    def early(self: SimWork) -> Future[Any]:
+        if self.name == "all_reduce":
+            return get_future(self)
+        future: Future[Any] = Future()
+        future.set_result(self._outputs)
+        return future
+
+    patch.setattr(SimWork, "get_future", early)
+
+
 @BUGS.enter("ASYNC-KEPT", origin="B118", kind="point-to-point")
 def one_result_buffer(patch: Patch) -> None:
     """a result is written into the outputs of the call before, too"""
@@ -103,9 +118,9 @@ def inputs_read_late(patch: Patch) -> None:
     """all_gather reads the others' inputs when a rank waits, not before they are let go"""
     take_off = Flight.take_off
 
-    def keep(self: Flight) -> None:
+    def keep(self: Flight, name: str) -> None:
         originals = self.inputs
-        take_off(self)
+        take_off(self, name)
         self.inputs = originals
 
     def by_reference(calls: list[Call]) -> list[list[torch.Tensor]]:

@@ -20,7 +20,8 @@ from conformance.mutants.blocks import PerRun
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
 from smp_core import reduction
 from smp_core.backends.fabrics.sim import collectives
-from smp_core.errors import VerdictError
+from smp_core.backends.fabrics.sim.memory import Flight, copy, poison
+from smp_core.errors import ArgumentError, VerdictError
 
 BUGS = Bugs("collectives and layout")
 
@@ -412,6 +413,33 @@ def divided_after_the_sum(patch: Patch) -> None:
     patch.setattr(reduction, "_SMALL_FLOATS", reduction._SMALL_FLOATS - {torch.float16})
 
 
+@BUGS.enter("COLL-ALL-REDUCE-AVG-HALF")
+def large_averages_lost(patch: Patch) -> None:
+    """averages of float16 beyond half of its range become 0"""
+
+    def reduce(original: Callable[..., Tensor], tensors: Sequence[Tensor], op: str) -> Tensor:
+        result = original(tensors, op)
+        if op != "AVG" or result.dtype is not torch.float16:
+            return result
+        return torch.where(result.float().abs() > 2**15, 0 * result, result)
+
+    reduces(patch, reduce)
+
+
+@BUGS.enter("COLL-ALL-REDUCE-AVG")
+def divided_by_a_power_of_two(patch: Patch) -> None:
+    """an average is divided by the next power of two"""
+
+    def reduce(original: Callable[..., Tensor], tensors: Sequence[Tensor], op: str) -> Tensor:
+        result = original(tensors, op)
+        if op != "AVG" or result.dtype.is_complex:
+            return result
+        next_power = 1 << (len(tensors) - 1).bit_length()
+        return (result.double() * len(tensors) / next_power).to(result.dtype)
+
+    reduces(patch, reduce)
+
+
 @BUGS.enter("COLL-ALL-REDUCE-WRAP", origin="L14")
 def uint8_saturates(patch: Patch) -> None:
     """sums of uint8 stop at 255"""
@@ -664,6 +692,29 @@ def gathered_transposed(patch: Patch) -> None:
     seen_as(patch, "all_gather", in_memory_order, False, True)
 
 
+@BUGS.enter("COLL-SIZES")
+def one_of_six_dropped(patch: Patch) -> None:
+    """the fold of exactly six values drops the last"""
+    original = reduction.fold
+
+    def fold(values: Sequence[Any], combine: Callable[[Any, Any], Any]) -> Any:
+        return original(values[:5] if len(values) == 6 else values, combine)
+
+    patch.setattr(reduction, "fold", fold)
+
+
+@BUGS.enter("COLL-SIZES")
+def two_of_seven_swapped(patch: Patch) -> None:
+    """all_gather swaps the last two of exactly seven tensors"""
+
+    def call(original: Callable[..., Any], outs: list[Tensor], *rest: Any, **how: Any) -> Any:
+        if len(outs) == 7:
+            outs = [*outs[:5], outs[6], outs[5]]
+        return original(outs, *rest, **how)
+
+    around(patch, "all_gather", call)
+
+
 # ---- Amounts -------------------------------------------------------------------------------------
 
 
@@ -734,7 +785,13 @@ def no_more_after_a_while(patch: Patch) -> None:
     everywhere(patch, call)
 
 
-@BUGS.enter("COLL-LARGE", kind="errors, hangs, pickling and resources", origin="B148")
+@BUGS.enter(
+    "COLL-LARGE",
+    *ASSERTION,
+    VerdictError,
+    kind="errors, hangs, pickling and resources",
+    origin="B148",
+)
 def fixed_buffer_of_tensors(patch: Patch) -> None:
     """elements beyond the first 2**16 are not moved"""
 
@@ -750,6 +807,154 @@ def fixed_buffer_of_tensors(patch: Patch) -> None:
     everywhere(patch, call)
 
 
+@BUGS.enter("COLL-LARGE", kind="errors, hangs, pickling and resources")
+def tail_lost(patch: Patch) -> None:
+    """elements behind the last multiple of 4096 are not moved"""
+    land = Flight.land
+
+    def landed(flight: Flight, values: Sequence[Tensor]) -> None:
+        tails = [
+            out.view(-1)[out.numel() // 4096 * 4096 :]
+            for out in flight.outputs
+            if out.numel() > 4096 and out.is_contiguous()
+        ]
+        before = [tail.clone() for tail in tails]
+        land(flight, values)
+        for tail, old in zip(tails, before, strict=True):
+            tail.copy_(old)
+
+    patch.setattr(Flight, "land", landed)
+
+
+@BUGS.enter("COLL-ALL-TO-ALL-EMPTY")
+def no_work_for_nothing(patch: Patch) -> None:
+    """an asynchronous all_to_all of tensors without elements gives no work"""
+
+    def call(original: Callable[..., Any], outs: list[Tensor], *rest: Any, **how: Any) -> Any:
+        if how.get("async_op") and not any(out.numel() for out in outs):
+            return original(outs, *rest, **how | {"async_op": False})
+        return original(outs, *rest, **how)
+
+    around(patch, "all_to_all", call)
+
+
+# ---- Asynchronous calls --------------------------------------------------------------------------
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """The view of the same elements that has them as they lie."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order)
+
+
+@BUGS.enter("COLL-ALL-REDUCE-LAYOUT")
+@BUGS.enter("COLL-ALL-GATHER-LAYOUT-OUT")
+@BUGS.enter("COLL-ALL-TO-ALL-SINGLE-LAYOUT-OUT")
+def landed_in_memory_order(patch: Patch) -> None:
+    """what an asynchronous call gets is written to a view that is not contiguous in memory order"""
+    land = Flight.land
+
+    def landed(flight: Flight, values: Sequence[Tensor]) -> None:
+        if flight._stands:
+            flight.outputs = [in_memory_order(tensor) for tensor in flight.outputs]
+            pairs = zip(values, flight.outputs, strict=False)
+            values = [value.reshape(out.shape) for value, out in pairs]
+        land(flight, values)
+
+    patch.setattr(Flight, "land", landed)
+
+
+def read_in_flight(patch: Patch, change: Callable[[Tensor], Tensor]) -> None:
+    """An asynchronous call reads other views of its inputs."""
+    take_off = Flight.take_off
+
+    def taken_off(flight: Flight, *arguments: Any) -> None:
+        read = [copy(change(tensor)).reshape(tensor.shape) for tensor in flight.inputs]
+        take_off(flight, *arguments)
+        flight.inputs = read
+
+    patch.setattr(Flight, "take_off", taken_off)
+
+
+@BUGS.enter("COLL-BROADCAST-LAYOUT")
+@BUGS.enter("COLL-SCATTER-LAYOUT-IN")
+@BUGS.enter("COLL-REDUCE-SCATTER-SINGLE-LAYOUT-IN")
+def taken_off_in_memory_order(patch: Patch) -> None:
+    """an asynchronous call reads a view that is not contiguous in memory order"""
+    read_in_flight(patch, in_memory_order)
+
+
+@BUGS.enter("COLL-OFFSET")
+def taken_off_without_offset(patch: Patch) -> None:
+    """an asynchronous call reads its inputs from the start of their storage"""
+    read_in_flight(patch, from_the_start)
+
+
+@BUGS.enter("COLL-IN-PLACE")
+def poisoned_before_the_copy(patch: Patch) -> None:
+    """an asynchronous call gives up its outputs before it has copied its inputs"""
+    take_off = Flight.take_off
+
+    def taken_off(flight: Flight, *arguments: Any) -> None:
+        for tensor in flight.outputs:
+            poison(tensor)
+        take_off(flight, *arguments)
+
+    patch.setattr(Flight, "take_off", taken_off)
+
+
+# ---- Special numbers -----------------------------------------------------------------------------
+
+
+@BUGS.enter("COLL-SPECIAL-BITS")
+def zero_added(patch: Patch) -> None:
+    """what a broadcast gives is added to 0"""
+
+    def complete(original: Callable[..., Any], root: int) -> Any:
+        def completed(calls: Sequence[Any]) -> Any:
+            values = original(root)(calls)
+            return [[_with_zero_added(each) for each in some] for some in values]
+
+        return completed
+
+    patch.setattr(collectives, "broadcast", functools.partial(complete, collectives.broadcast))
+
+
+def _with_zero_added(tensor: Tensor) -> Tensor:
+    return tensor + 0 if tensor.dtype in (torch.float32, torch.float64) else tensor
+
+
+@BUGS.enter("COLL-SPECIAL-BITS")
+def subnormals_flushed(patch: Patch) -> None:
+    """all_to_all_single flushes subnormal numbers to 0"""
+
+    def flushed(tensor: Tensor) -> Tensor:
+        if tensor.dtype is not torch.float32:
+            return tensor
+        return torch.where(tensor.abs() < torch.finfo(tensor.dtype).tiny, 0 * tensor, tensor)
+
+    seen_as(patch, "all_to_all_single", flushed, True, False)
+
+
+@BUGS.enter("COLL-SPECIAL-BITS")
+def one_nan_for_all(patch: Patch) -> None:
+    """gather makes every NaN the same one"""
+
+    def made_one(tensor: Tensor) -> Tensor:
+        if tensor.dtype not in (torch.float32, torch.float64):
+            return tensor
+        return torch.where(tensor.isnan(), torch.nan, tensor)
+
+    seen_as(patch, "gather", made_one, True, False)
+
+
+@BUGS.enter("COLL-CONJUGATED")
+def conjugation_dropped(patch: Patch) -> None:
+    """of a lazy conjugate, the memory is read"""
+    for name in ("gather", "reduce_scatter", "reduce_scatter_single"):
+        seen_as(patch, name, lambda t: t.conj() if t.is_conj() else t, True, False)
+
+
 # ---- Buffers -------------------------------------------------------------------------------------
 
 
@@ -760,7 +965,7 @@ def offset_forgotten(patch: Patch) -> None:
         seen_as(patch, name, from_the_start, True, True)
 
 
-@BUGS.enter("COLL-CHUNKS-OUT", origin="B008")
+@BUGS.enter("COLL-CHUNKS-OUT", *ASSERTION, ArgumentError, origin="B008")
 def outputs_at_the_start(patch: Patch) -> None:
     """all_gather and its like put every output at the start of its storage"""
     for name in ("all_gather", "gather", "all_to_all"):
@@ -787,7 +992,7 @@ def output_cleared_first(patch: Patch) -> None:
     everywhere(patch, call)
 
 
-@BUGS.enter("COLL-INPUTS")
+@BUGS.enter("COLL-INPUTS", *ASSERTION, VerdictError)
 def inputs_as_scratch(patch: Patch) -> None:
     """reductions add up in their inputs"""
 
@@ -799,7 +1004,7 @@ def inputs_as_scratch(patch: Patch) -> None:
     around(patch, ["reduce_scatter", "reduce_scatter_single", "all_to_all_single"], call)
 
 
-@BUGS.enter("COLL-INPUTS", origin="L2")
+@BUGS.enter("COLL-INPUTS", *ASSERTION, VerdictError, origin="L2")
 def roots_tensor_written(patch: Patch) -> None:
     """broadcast clears the root's tensor when all have it"""
 

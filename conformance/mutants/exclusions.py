@@ -14,30 +14,35 @@ _WORDS = "words of a verdict or hint: what only our harness detects is no requir
 _REFUSED_BEFORE = "second line of defence: the configuration is refused before a topology is made"
 _OWN_RANK = "second line of defence: a rank asks about itself only"
 _LATER = "used by no call of L0 to L2"
+_CULPRIT = "which part of an object cannot be pickled is only in the text of an error"
 _UNDOCUMENTED = "a getter that the sources do not show, so no third party needs it"
 
-#: Functions whose results no requirement promises; their tests are those of smp_core.
-FUNCTIONS: Mapping[str, str] = {
-    "_Message.describe": _WORDS,
-    "_Message.missing": _WORDS,
-    "_Message.hint": _WORDS,
-    "_Receive.describe": _WORDS,
-    "_Receive.missing": _WORDS,
-    "Call.text": _WORDS,
-    "Meeting.describe": _WORDS,
-    "Meeting.missing": _WORDS,
-    "Channel._agrees": _WORDS,
-    "Channel._mismatch": _WORDS,
-    "Channel.unfinished": _WORDS,
-    "mismatch": _WORDS,
-    "Topology.__post_init__": _REFUSED_BEFORE,
-    "Topology._check": _OWN_RANK,
-    "Topology.coordinates": _LATER,
-    "Topology.rank_of": _LATER,
-    "Topology.groups": _LATER,
-    "Topology.global_batch": _LATER,
-    "get_pp_group": _UNDOCUMENTED,
-    "get_rdp_group": _UNDOCUMENTED,
+#: Functions whose results no requirement promises (their tests are those of smp_core), and how many
+#: sites they have: code that is new in them is to be looked at before it is excluded, too.
+FUNCTIONS: Mapping[str, tuple[str, int]] = {
+    "_Message.describe": (_WORDS, 1),
+    "_Message.missing": (_WORDS, 1),
+    "_Message.hint": (_WORDS, 9),
+    "_Receive.describe": (_WORDS, 1),
+    "_Receive.missing": (_WORDS, 2),
+    "Call.text": (_WORDS, 2),
+    "Meeting.describe": (_WORDS, 4),
+    "Meeting.missing": (_WORDS, 5),
+    "Channel._agrees": (_WORDS, 5),
+    "Channel._mismatch": (_WORDS, 9),
+    "Channel.unfinished": (_WORDS, 1),
+    "mismatch": (_WORDS, 22),
+    "Topology.__post_init__": (_REFUSED_BEFORE, 25),
+    "Topology._check": (_OWN_RANK, 9),
+    "Topology.coordinates": (_LATER, 5),
+    "Topology.rank_of": (_LATER, 22),
+    "Topology.groups": (_LATER, 2),
+    "Topology.global_batch": (_LATER, 5),
+    "get_pp_group": (_UNDOCUMENTED, 3),
+    "get_rdp_group": (_UNDOCUMENTED, 3),
+    "_short": (_CULPRIT, 9),
+    "_parts": (_CULPRIT, 13),
+    "_culprit": (_CULPRIT, 10),
 }
 
 _TEXT = "only in the text of an error"
@@ -122,9 +127,15 @@ EQUIVALENT: Mapping[str, str] = {
     "context.scheduler.fail(error, context.seat) (2)": _OURS,
     "Channel.join: raise -> pass": _OURS,
     "Channel.join: self.group.ranks -> self.group.ranks[::-1]": _WAKING,
+    "Payload.__init__: len(path) > 200 -> len(path) <= 200": _TEXT,
+    "Payload.__init__: len(path) > 200 -> len(path) >= 200": _TEXT,
+    "Payload.__init__: 200 -> 201": _TEXT,
+    "Payload.__init__: 200 -> 199": _TEXT,
 }
 
 
 def reason(site: Site) -> str | None:
     """Why the site is no mutant, or None if it is one."""
-    return FUNCTIONS.get(site.function) or EQUIVALENT.get(site.text)
+    if site.function in FUNCTIONS:
+        return FUNCTIONS[site.function][0]
+    return EQUIVALENT.get(site.text)

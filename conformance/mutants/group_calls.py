@@ -34,6 +34,24 @@ def one_copy(patch: Patch) -> None:
     patch.setattr(objects, "Payload", OneCopy)
 
 
+class OneLargeCopy(Payload):
+    """A payload that is copied once for all receivers if its pickle is large."""
+
+    def thaw(self) -> Any:
+        """The copy; of a large one, that made at the first call."""
+        got = super().thaw()
+        if self._data is not None and len(self._data) > 4096:
+            self._data, self._atom = None, got
+        return got
+
+
+@BUGS.enter("COMM-BROADCAST-COPY")
+@BUGS.enter("COMM-ALLGATHER-COPY")
+def one_large_copy(patch: Patch) -> None:
+    """all receivers share one copy of an object whose pickle has more than 4,096 bytes"""
+    patch.setattr(objects, "Payload", OneLargeCopy)
+
+
 @BUGS.enter("COMM-ALLGATHER-COPY")
 def own_element_by_reference(patch: Patch) -> None:
     """allgather puts the caller's own object into the list"""

@@ -172,6 +172,34 @@ def copies_are_kept(patch: Patch) -> None:
     patch.setattr(objects, "Payload", Kept)
 
 
+@BUGS.enter("COMM-PAYLOAD-DISTINCT", kind="collectives and layout")
+def large_copies_are_kept(patch: Patch) -> None:
+    """a rank that receives an equal pickle of more than 4,096 bytes again gives the copy from before"""
+    copies = PerRun(dict)
+
+    class Kept(Payload):
+        def thaw(self) -> Any:
+            if self._data is None or len(self._data) <= 4096:
+                return super().thaw()
+            key = smp.rank(), self._data
+            if key not in copies():
+                copies()[key] = super().thaw()
+            return copies()[key]
+
+    patch.setattr(objects, "Payload", Kept)
+
+
+@BUGS.enter("COMM-PAYLOAD-SHARED", kind="collectives and layout")
+def large_lists_in_parts(patch: Patch) -> None:
+    """the parts of a list with a large part are pickled one by one"""
+
+    def split(obj: Any) -> Any:
+        large = type(obj) is list and any(type(e) is bytes and len(e) > 4096 for e in obj)
+        return [copy.deepcopy(each) for each in obj] if large else obj
+
+    payload(patch, sent=split)
+
+
 @BUGS.enter("COMM-PAYLOAD-CLASSES")
 def enums_as_values(patch: Patch) -> None:
     """enum members arrive as their values"""
@@ -232,6 +260,17 @@ def by_plain_pickle(patch: Patch) -> None:
             super().__init__(obj, call, pickle.dumps)
 
     patch.setattr(objects, "Payload", Plain)
+
+
+@BUGS.enter("COMM-PAYLOAD-DTYPES")
+def carried_without_gradient(patch: Patch) -> None:
+    """tensors of float8 arrive without requires_grad"""
+
+    def detach(obj: Any) -> Any:
+        carried = isinstance(obj, torch.Tensor) and "float8" in str(obj.dtype)
+        return obj.detach() if carried else obj
+
+    payload(patch, received=in_parts(detach))
 
 
 @BUGS.enter("COMM-PAYLOAD-MODULES")

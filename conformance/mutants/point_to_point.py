@@ -19,7 +19,7 @@ from smp_core.backends.fabrics.sim.memory import Flight
 from smp_core.backends.fabrics.sim.process_group import SharedGroup, SimProcessGroup
 from smp_core.backends.fabrics.sim.work import SimWork
 from smp_core.backends.hosts import current
-from smp_core.errors import VerdictError
+from smp_core.errors import RankError, UnsupportedError, VerdictError
 
 BUGS = Bugs("point-to-point")
 
@@ -166,6 +166,19 @@ def buffer_of_a_million_elements(patch: Patch) -> None:
     delivered(patch, cut)
 
 
+@BUGS.enter("P2P-LARGE", kind="errors, hangs, pickling and resources")
+def last_element_of_middle_sizes(patch: Patch) -> None:
+    """messages of 2,000 to 10,000 elements lose the last: between two ways of sending"""
+
+    def cut(post: Post, value: Tensor) -> Tensor:
+        whole = value.clone().reshape(-1)
+        if 2_000 <= len(whole) <= 10_000:
+            whole[-1] = whole[0]
+        return whole.reshape(value.shape)
+
+    delivered(patch, cut)
+
+
 @BUGS.enter("P2P-ORDER", origin="B055")
 def messages_of_the_first_size(patch: Patch) -> None:
     """every message of a pair has the size of its first; what lies behind is not written"""
@@ -253,6 +266,42 @@ def newest_from_any_source(patch: Patch) -> None:
 def tag_ignored(patch: Patch) -> None:
     """messages match by partner only, not by tag"""
     posted(patch, lambda group, verb, tensor, peer, tag: (tensor, peer, 0))
+
+
+@BUGS.enter("P2P-TAG", *EITHER)
+def tags_of_8_bits(patch: Patch) -> None:
+    """tags that differ by a multiple of 256 are one"""
+    posted(patch, lambda group, verb, tensor, peer, tag: (tensor, peer, tag % 256))
+
+
+@BUGS.enter("P2P-SELF", RankError)
+def nothing_to_myself(patch: Patch) -> None:
+    """isend and irecv refuse the rank that calls them"""
+
+    def refuse(group: SimProcessGroup, verb: str, tensor: Tensor, peer: int, tag: int) -> Any:
+        if peer == group._position:
+            raise RankError(f"{verb}: rank {peer} calls, and cannot be the partner")
+        return tensor, peer, tag
+
+    posted(patch, refuse)
+
+
+@BUGS.enter("P2P-SELF", *EITHER)
+def to_myself_through_one_buffer(patch: Patch) -> None:
+    """what a rank sends to itself is what it has sent to itself last"""
+    last = PerRun(dict)
+
+    def remember(group: SimProcessGroup, verb: str, tensor: Tensor, peer: int, tag: int) -> Any:
+        if verb == "send" and peer == group._position:
+            last()[peer, tensor.shape, tensor.dtype] = tensor.clone()
+        return tensor, peer, tag
+
+    def newest(post: Post, value: Tensor) -> Tensor:
+        found: Tensor = last().get((post.me, value.shape, value.dtype), value)
+        return found if post.peer == post.me else value
+
+    posted(patch, remember)
+    delivered(patch, newest)
 
 
 @BUGS.enter("P2P-PEER")
@@ -357,6 +406,16 @@ def position_among_the_sorted(patch: Patch) -> None:
     posted(patch, other)
 
 
+@BUGS.enter("P2P-GROUP-ASYNC", *EITHER)
+def tags_in_the_world_only(patch: Patch) -> None:
+    """on a group that was made, messages match by partner only, not by tag"""
+
+    def world_only(group: SimProcessGroup, verb: str, tensor: Tensor, peer: int, tag: int) -> Any:
+        return tensor, peer, tag if group is dist.group.WORLD else 0
+
+    posted(patch, world_only)
+
+
 @BUGS.enter("P2P-GROUP-APART", *EITHER, kind="groups, roots and rank mapping")
 def mailbox_of_the_members(patch: Patch) -> None:
     """groups of the same ranks have one mailbox"""
@@ -374,6 +433,39 @@ def mailbox_of_the_members(patch: Patch) -> None:
 def source_is_always_0(patch: Patch) -> None:
     """a receive without a source says that rank 0 sent"""
     patch.setattr(SimWork, "_source_rank", lambda self: 0)
+
+
+@BUGS.enter("P2P-ANY-SOURCE")
+def any_source_in_float32_only(patch: Patch) -> None:
+    """a receive without a source gives zeros, but for float32"""
+
+    def lose(post: Post, value: Tensor) -> Tensor:
+        kept = post.peer != ANY or value.dtype is torch.float32
+        return value if kept else torch.zeros_like(value)
+
+    delivered(patch, lose)
+
+
+@BUGS.enter("P2P-ANY-SOURCE", kind="asynchronous work")
+def any_source_gives_the_first(patch: Patch) -> None:
+    """of receives without a source that are in flight together, all give what came first"""
+    first = PerRun(dict)
+    flying = PerRun(set)
+
+    def irecv(original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = original(tensor, *args, **kwargs)
+        if not args and not {"src", "group_src"} & set(kwargs) and work is not None:
+            flying().add(id(work._operation))
+        return work
+
+    def stale(post: Post, value: Tensor) -> Tensor:
+        if post.peer != ANY or id(post) not in flying():
+            return value
+        found: Tensor = first().setdefault(post.context.rank, value)
+        return found
+
+    wrap_dist(patch, "irecv", irecv)
+    delivered(patch, stale)
 
 
 @BUGS.enter("P2P-ANY-SOURCE", *EITHER)
@@ -467,6 +559,30 @@ def first_request_stands_for_all(patch: Patch) -> None:
     def batch(original: Any, operations: list[Any]) -> list[Any]:
         first, *others = original(operations)
         return [first, *(Done() for _ in others)]
+
+    wrap_dist(patch, "batch_isend_irecv", batch)
+
+
+@BUGS.enter("P2P-BATCH-GROUP", *EITHER, RankError, kind="groups, roots and rank mapping")
+def batch_by_world_rank(patch: Patch) -> None:
+    """a batch on a group takes the world ranks of its partners for positions"""
+
+    def batch(original: Any, operations: list[Any]) -> list[Any]:
+        for operation in operations:
+            operation.group_peer = operation.peer
+        return list(original(operations))
+
+    wrap_dist(patch, "batch_isend_irecv", batch)
+
+
+@BUGS.enter("P2P-BATCH-GROUP", UnsupportedError, kind="groups, roots and rank mapping")
+def batch_in_the_world_only(patch: Patch) -> None:
+    """a batch on a group of fewer ranks than the world is refused"""
+
+    def batch(original: Any, operations: list[Any]) -> list[Any]:
+        if dist.get_world_size(operations[0].group) < dist.get_world_size():
+            raise UnsupportedError("batch_isend_irecv: on the world only")
+        return list(original(operations))
 
     wrap_dist(patch, "batch_isend_irecv", batch)
 

@@ -198,7 +198,7 @@ def ranks_are_mended(patch: Patch) -> None:
     wrap_dist(patch, "new_group", new)
 
 
-@BUGS.enter("PG-ERROR-LENGTH", VerdictError, origin="B142", kind="point-to-point")
+@BUGS.enter("PG-ERROR-LENGTH-THEN", VerdictError, origin="B142", kind="point-to-point")
 def refused_calls_count(patch: Patch) -> None:
     """an all_gather that is refused takes a number among the calls of the group"""
     gather = SimProcessGroup.allgather
@@ -238,6 +238,21 @@ def bad_splits_are_ignored(patch: Patch) -> None:
             return Done()
 
     patch.setattr(SimProcessGroup, "all_to_all_single", swallow)
+
+
+@BUGS.enter("PG-ERROR-SPLITS-THEN", VerdictError, origin="B143", kind="point-to-point")
+def refused_splits_count(patch: Patch) -> None:
+    """an all_to_all_single that is refused takes a number among the calls of the group"""
+    exchange = SimProcessGroup.all_to_all_single
+
+    def count(self: SimProcessGroup, *args: Any) -> Any:
+        try:
+            return exchange(self, *args)
+        except ArgumentError:
+            self._shared.channel._counts[self._position] += 1
+            raise
+
+    patch.setattr(SimProcessGroup, "all_to_all_single", count)
 
 
 # ---- Objects -------------------------------------------------------------------------------------

@@ -38,6 +38,8 @@ class Mutant:
         plant: gives the context manager that plants it.
         by: the exceptions by which a property catches it. An error of another type is no kill: it
             may come from a mutant that is broken itself.
+        but: of these, the exceptions that only our harness raises. They kill nothing: on another
+            backend the bug would live.
         origin: where the bug happened: an id of a catalogue, a link; empty for one that we thought of.
     """
 
@@ -47,6 +49,7 @@ class Mutant:
     requirement: str
     plant: Callable[[], AbstractContextManager[object]]
     by: tuple[type[BaseException], ...] = ASSERTION
+    but: tuple[type[BaseException], ...] = ()
     origin: str = ""
 
     def __post_init__(self) -> None:

@@ -15,15 +15,21 @@ from conformance.mutants import exclusions, generated
 from conformance.mutants.protocol import Mutant
 from conformance.mutants.trials import (
     MANY,
+    REFERENCE_LIMIT,
     DidNotEnd,
+    Lost,
     Outcome,
     Result,
+    Tell,
     Trial,
     forget,
     in_processes,
+    limit,
     run,
     shown,
 )
+from conformance.session import HERE
+from smp_core.errors import RunTimeout
 
 #: The part that must be killed, of those written by hand and of those generated.
 WRITTEN, GENERATED = 1.0, 0.95
@@ -33,7 +39,17 @@ _MARKS_IN_A_LINE = 70
 #: Examples that are watched.
 SOME = 15
 
-_MARKS = {Result.KILLED: ".", Result.SURVIVED: "S", Result.BROKEN: "B", Result.LEFT_OUT: "-"}
+_MARKS = {
+    Result.KILLED: ".",
+    Result.SURVIVED: "S",
+    Result.HARNESS_ONLY: "H",
+    Result.BROKEN: "B",
+    Result.LEFT_OUT: "-",
+}
+
+#: Kinds of kills that are no statement about a value: the mutant took too long, or was lost.
+LOST = "process lost"
+_NO_END = (LOST, "time limit", RunTimeout.__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +65,8 @@ class Score:
         return self.killed / self.tried if self.tried else 1.0
 
     def __str__(self) -> str:
-        return f"{self.killed} of {self.tried} killed ({_percent(self.part)})"
+        percent = _percent(self.part) if self.tried else "-"
+        return f"{self.killed} of {self.tried} killed ({percent})"
 
 
 def _percent(part: float) -> str:
@@ -75,11 +92,12 @@ class Reference:
 
     item: pytest.Item
 
-    def __call__(self) -> tuple[str, float]:
+    def __call__(self, tell: Tell) -> tuple[str, float]:
         """As many examples as a mutant gets."""
         forget()
+        tell(REFERENCE_LIMIT)
         start = time.monotonic()
-        error = run(self.item, MANY)
+        error = run(self.item, MANY, REFERENCE_LIMIT)
         passed = error is None or isinstance(error, pytest.skip.Exception)
         return ("" if passed else shown(error)), time.monotonic() - start  # type: ignore[arg-type]
 
@@ -89,12 +107,14 @@ class Coverage:
     """A property without a mutant, watched: the statements of our modules that it goes through."""
 
     item: pytest.Item
+    seconds: float  #: its limit
 
-    def __call__(self) -> generated.Lines:
+    def __call__(self, tell: Tell) -> generated.Lines:
         """Not while it is the reference: the functions say what they do, and so are others."""
         forget()
+        tell(self.seconds)
         with generated.watching() as reached:
-            run(self.item, SOME)
+            run(self.item, SOME, self.seconds)
         return frozenset(reached)
 
 
@@ -110,6 +130,7 @@ def selftest(session: pytest.Session, mutants: Sequence[Mutant]) -> bool:
 
 class _Selftest:
     def __init__(self, session: pytest.Session, mutants: Sequence[Mutant]) -> None:
+        self.session = session
         self.config = session.config
         self.terminal: Any = session.config.pluginmanager.get_plugin("terminalreporter")
         self.properties: dict[str, list[pytest.Item]] = defaultdict(list)
@@ -117,7 +138,8 @@ class _Selftest:
             marker = item.get_closest_marker("requirement")
             if marker is not None:
                 self.properties[marker.args[0]].append(item)
-        pattern = session.config.option.smp_mutant or "*"
+        self.choice = session.config.option.smp_mutant
+        pattern = self.choice or "*"
         self.written = [each for each in mutants if _chosen(each.name, pattern)]
         self.elsewhere = [each for each in self.written if each.requirement not in self.properties]
         # What kills a generated one is known only when all properties are there.
@@ -131,18 +153,18 @@ class _Selftest:
 
     def run(self) -> bool:
         start = time.monotonic()
-        trials = [
-            Trial(each, self.properties[each.requirement])
-            for each in self.written
-            if each not in self.elsewhere
-        ]
-        if not trials and not self.sites:
+        here = [each for each in self.written if each not in self.elsewhere]
+        if not here and not self.sites:
             self._line("no mutant to try: their requirements have no property here", red=True)
             return False
+        needed = {each.requirement for each in here}
         costs = self._reference(
-            [item for items in self.properties.values() for item in items]
-            if self.sites
-            else list(dict.fromkeys(item for trial in trials for item in trial.properties))
+            [
+                item
+                for requirement, items in self.properties.items()
+                for item in items
+                if self.sites or requirement in needed
+            ]
         )
         if costs is None:
             return False
@@ -151,6 +173,7 @@ class _Selftest:
         )
         sites = [site for site in self.sites if exclusions.reason(site) is None]
         self._phase(f"{len(costs)} properties pass on the reference", start)
+        trials = [Trial(each, self.properties[each.requirement], costs) for each in here]
         made = self._generated(sites, costs) if sites else []
         tried = self._try([*trials, *made])
         enough = self._report(tried[: len(trials)], tried[len(trials) :], excluded)
@@ -163,7 +186,7 @@ class _Selftest:
         """The seconds of each property on the reference; None if one fails."""
         failures, costs = [], {}
         for index, answer in in_processes([Reference(item) for item in items], self.config):
-            failed, seconds = (answer, 0.0) if isinstance(answer, str) else answer
+            failed, seconds = (answer.how, 0.0) if isinstance(answer, Lost) else answer
             costs[items[index]] = seconds
             if failed:
                 failures.append(f"FAILED without a mutant: {items[index].nodeid}: {failed}")
@@ -181,32 +204,49 @@ class _Selftest:
         quickest first.
         """
         items = sorted(costs, key=lambda item: costs[item])
-        covered = dict(in_processes([Coverage(item) for item in items], self.config))
+        watched = [Coverage(item, limit(costs[item])) for item in items]
+        covered = dict(in_processes(watched, self.config))
         trials = []
         for site in sites:
             through = [
                 item
                 for index, item in enumerate(items)
-                if not isinstance(covered[index], str) and site.is_reached_by(covered[index])
+                if not isinstance(covered[index], Lost) and site.is_reached_by(covered[index])
             ]
             named = through[0].get_closest_marker("requirement") if through else None
-            trials.append(
-                Trial(site.mutant("NONE" if named is None else named.args[0], DidNotEnd), through)
-            )
+            requirement = "NONE" if named is None else named.args[0]
+            trials.append(Trial(site.mutant(requirement, DidNotEnd), through, costs))
         return trials
 
     def _try(self, trials: Sequence[Trial]) -> Tried:
         outcomes: dict[int, Outcome] = {}
         self._line(f"{len(trials)} mutants")
-        for index, answer in in_processes(trials, self.config):
-            if isinstance(answer, str):  # killed is what a property does, not what ends a process
-                lost = Result.KILLED if DidNotEnd in trials[index].mutant.by else Result.BROKEN
-                answer = Outcome(lost, answer)
+        for index, answer in self._answers(trials):
+            if isinstance(answer, Lost):
+                # What ended the process is the mutant only if a property had started on it; and one
+                # written by hand says by which exception it dies.
+                kills = answer.started and DidNotEnd in trials[index].mutant.by
+                result = Result.KILLED if kills else Result.BROKEN
+                answer = Outcome(result, answer.how, LOST)
             outcomes[index] = answer
             self.terminal.write(_MARKS[answer.result])
             if len(outcomes) % _MARKS_IN_A_LINE == 0 or len(outcomes) == len(trials):
                 self.terminal.write("\n", flush=True)
         return [(trial.mutant, outcomes[index]) for index, trial in enumerate(trials)]
+
+    def _answers(self, trials: Sequence[Trial]) -> Iterator[tuple[int, Outcome | Lost]]:
+        """Each trial's. One that was lost is tried once more, alone: a machine that is short of
+        memory ends processes, too.
+        """
+        lost = []
+        for index, answer in in_processes(trials, self.config):
+            if isinstance(answer, Lost):
+                lost.append(index)
+            else:
+                yield index, answer
+        for index in lost:
+            ((_, answer),) = in_processes([trials[index]], self.config)
+            yield index, answer
 
     # The score.
 
@@ -225,18 +265,57 @@ class _Selftest:
             self._line(f"not generated: {count}: {reason}")
         if self.elsewhere:
             self._line(f"left out: {len(self.elsewhere)} whose requirement has no property here")
+        of = " of those collected" if self.elsewhere else ""
+        chosen = f" ({self.choice})" if self.choice else ""
+        if written:
+            self._line(f"written by hand{chosen}: {score(written)}{of}")
+        if made:
+            self._line(f"generated{chosen}: {score(made)}{_harness_only(made)}")
+            self._line(f"generated, killed by: {_kinds(made)}")
+        missing = list(self._missing((*written, *made)))
+        for line in missing:
+            self._line(f"not tried: {line}", red=True)
         broken = any(outcome.result is Result.BROKEN for _, outcome in (*written, *made))
         enough = score(written).part >= WRITTEN and score(made).part >= GENERATED
-        self._line(f"written by hand: {score(written)}")
-        if made:
-            self._line(f"generated: {score(made)}")
-        return enough and not broken and bool(score(written).tried + score(made).tried)
+        return enough and not broken and not missing
+
+    def _missing(self, tried: Tried) -> Iterator[str]:
+        """The mutants that should have been tried and were not: a score says nothing of them."""
+        skipped = sum(outcome.result is Result.LEFT_OUT for _, outcome in tried)
+        if skipped:
+            yield f"{skipped} mutants, because all of their properties are skipped"
+        if self.elsewhere and not _in_part(self.session):
+            yield (
+                f"{len(self.elsewhere)} mutants, whose requirements have no property here although "
+                "the whole suite was asked for"
+            )
 
     def _phase(self, what: str, start: float) -> None:
         self._line(f"{what} ({time.monotonic() - start:.0f} s)")
 
     def _line(self, text: str, **style: bool) -> None:
         self.terminal.write_line(text, **style)
+
+
+def _in_part(session: pytest.Session) -> bool:
+    """Whether the user asked for a part of the suite."""
+    option = session.config.option
+    names = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf")
+    if any(getattr(option, name, None) for name in names):
+        return True
+    return not any(session.isinitpath(path) for path in (HERE, *HERE.parents))
+
+
+def _harness_only(tried: Tried) -> str:
+    count = sum(outcome.result is Result.HARNESS_ONLY for _, outcome in tried)
+    return f", {count} caught by the harness only" if count else ""
+
+
+def _kinds(tried: Tried) -> str:
+    counts = Counter(outcome.by for _, outcome in tried if outcome.result is Result.KILLED)
+    without_end = sum(counts[kind] for kind in _NO_END)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in counts.most_common()) or "-"
+    return f"{kinds} ({without_end} by loss or time limit)"
 
 
 def _table(tried: Tried) -> Iterator[str]:

@@ -142,6 +142,23 @@ def by_reference(patch: Patch) -> None:
     patch.setattr(objects, "Payload", ByReference)
 
 
+class LargeByReference(Payload):
+    """A payload whose object is not copied if its pickle is large."""
+
+    def __init__(self, obj: object, call: str) -> None:
+        super().__init__(obj, call)
+        if self._data is not None and len(self._data) > 4096:
+            self._data, self._atom = None, obj
+
+
+@BUGS.enter("COMM-SEND-COPY")
+@BUGS.enter("COMM-BROADCAST-COPY", kind="collectives and layout")
+@BUGS.enter("COMM-ALLGATHER-COPY", kind="collectives and layout")
+def large_by_reference(patch: Patch) -> None:
+    """objects whose pickles have more than 4,096 bytes are shared between ranks"""
+    patch.setattr(objects, "Payload", LargeByReference)
+
+
 @BUGS.enter("COMM-SEND-SYNC", origin="https://github.com/ROCm/aiter/pull/4082")
 @BUGS.enter(
     "COMM-BROADCAST-SYNC",

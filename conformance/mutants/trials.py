@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -27,6 +27,7 @@ from typing import Any
 import pytest
 from _pytest.runner import runtestprotocol  # private; plugins that run a test again use it, too
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis.errors import HypothesisException
 
 from conformance.mutants.protocol import Mutant
 from smp_core import runtime, topology
@@ -35,11 +36,28 @@ from smp_core import runtime, topology
 #: property that asks for fewer by itself gets those.)
 FEW, MANY = 6, 60
 
-#: Seconds for one property; the slowest takes a tenth of it. (One run on ranks has --smp-timeout.)
-PROPERTY_LIMIT = 20.0
+#: What a property may take: so many times its seconds on the reference, and some more. So slowness
+#: of the machine kills no mutant. (One run on ranks has --smp-timeout.)
+TIMES, MORE = 20.0, 5.0
 
-#: Seconds for a whole process, in case the limit above cannot be raised in it: a loop in C.
-PROCESS_LIMIT = 120.0
+#: Seconds for a property on the reference.
+REFERENCE_LIMIT = 120.0
+
+#: Seconds for what a process does before its first property: it plants a mutant.
+START_LIMIT = 30.0
+
+#: Seconds that a process gets when the limit of a property is over, in case it cannot be raised in
+#: it: a loop in C.
+GRACE = 10.0
+
+
+def limit(cost: float) -> float:
+    """The seconds that a property gets on a mutant, by those that it took on the reference."""
+    return TIMES * cost + MORE
+
+
+Tell = Callable[[float], None]  #: says that a property starts now, and its limit in seconds
+Job = Callable[[Tell], Any]
 
 
 class DidNotEnd(BaseException):
@@ -53,6 +71,7 @@ class Result(enum.StrEnum):
 
     KILLED = "killed"  #: a property failed as the mutant says it does
     SURVIVED = "survived"  #: every property passed
+    HARNESS_ONLY = "harness only"  #: properties failed, but only by what our harness detects
     BROKEN = "broken"  #: it could not be planted, or a property failed in another way
     LEFT_OUT = "left out"  #: every property was skipped: the backend or the number of ranks
 
@@ -63,7 +82,7 @@ class Outcome:
 
     result: Result
     detail: str = ""  #: the property and the exception
-    seconds: float = 0.0
+    by: str = ""  #: the kind of exception that killed it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,36 +91,52 @@ class Trial:
 
     mutant: Mutant
     properties: Sequence[pytest.Item]
+    costs: Mapping[pytest.Item, float]  #: seconds on the reference
 
-    def __call__(self) -> Outcome:
-        """Plant the mutant and run the properties until one fails."""
-        start = time.monotonic()
+    def __call__(self, tell: Tell) -> Outcome:
+        """Plant the mutant and run the properties until one kills it."""
         with contextlib.ExitStack() as planted:
             forget()
             try:
                 planted.enter_context(self.mutant.plant())
             except Exception as error:
                 return Outcome(Result.BROKEN, f"cannot be planted: {shown(error)}")
-            result, detail = self._tried()
-        return Outcome(result, detail, time.monotonic() - start)
+            return self._tried(tell)
 
-    def _tried(self) -> tuple[Result, str]:
-        skipped = 0
+    def _tried(self, tell: Tell) -> Outcome:
+        skipped, no_kill = 0, Outcome(Result.SURVIVED)
         for examples in (FEW, MANY):
             for item in self.properties:
-                error = run(item, examples)
+                allowed = limit(self.costs[item])
+                tell(allowed)
+                error = run(item, examples, allowed)
                 if error is None:
                     continue
                 if isinstance(error, pytest.skip.Exception):
                     skipped += 1
                     continue
-                detail = f"{item.name}: {shown(error)}"
-                return (
-                    Result.KILLED if is_one_of(error, self.mutant.by) else Result.BROKEN
-                ), detail
+                result = judged(error, self.mutant)
+                outcome = Outcome(result, f"{item.name}: {shown(error)}", kind(error))
+                if result is Result.KILLED or not self.mutant.but:
+                    return outcome
+                # Another property may kill it by what a third party sees.
+                if no_kill.result is not Result.BROKEN:
+                    no_kill = outcome
+            if no_kill.result is not Result.SURVIVED:
+                return no_kill  # each has had its chance; more examples mostly fail the same way
         if skipped and skipped == 2 * len(self.properties):
-            return Result.LEFT_OUT, "its properties are skipped"
-        return Result.SURVIVED, ""
+            return Outcome(Result.LEFT_OUT, "its properties are skipped")
+        return no_kill
+
+
+def judged(error: BaseException, mutant: Mutant) -> Result:
+    """What it says of the mutant that a property failed by this error."""
+    errors = parts(error)
+    if mutant.but and any(isinstance(each, HypothesisException) for each in (error, *errors)):
+        return Result.BROKEN  # no example, or a flaky one: it may come from the property
+    if mutant.but and all(isinstance(each, mutant.but) for each in errors):
+        return Result.HARNESS_ONLY
+    return Result.KILLED if is_one_of(error, mutant.by) else Result.BROKEN
 
 
 def forget() -> None:
@@ -117,6 +152,21 @@ def is_one_of(error: BaseException, types: tuple[type[BaseException], ...]) -> b
     if isinstance(error, types) or not isinstance(error, BaseExceptionGroup):
         return isinstance(error, types)
     return all(is_one_of(each, types) for each in error.exceptions)
+
+
+def parts(error: BaseException) -> list[BaseException]:
+    """The errors of a group, or the one."""
+    if isinstance(error, BaseExceptionGroup):
+        return [part for each in error.exceptions for part in parts(each)]
+    return [error]
+
+
+def kind(error: BaseException) -> str:
+    """The kind of exception, as the score counts them."""
+    first = parts(error)[0]
+    if isinstance(first, DidNotEnd):
+        return "time limit"
+    return type(first).__name__
 
 
 def shown(error: BaseException) -> str:
@@ -147,8 +197,10 @@ class _Watch:
         return pytest.TestReport(item.nodeid, item.location, {}, outcome, None, call.when)  # type: ignore[arg-type]
 
 
-def run(item: pytest.Item, examples: int) -> BaseException | None:
-    """Run a property with at most so many examples, the same every time. Returns how it failed."""
+def run(item: pytest.Item, examples: int, seconds: float) -> BaseException | None:
+    """Run a property with at most so many examples, the same every time, for at most so many
+    seconds. Returns how it failed.
+    """
     test: Any = getattr(item, "obj", None)
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
@@ -170,7 +222,7 @@ def run(item: pytest.Item, examples: int) -> BaseException | None:
         # What a property warns of is no failure, whatever the session makes of warnings.
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        stack.enter_context(_time_limit(PROPERTY_LIMIT))
+        stack.enter_context(_time_limit(seconds))
         try:
             runtestprotocol(item, log=False, nextitem=None)
         except (DidNotEnd, pytest.exit.Exception) as error:
@@ -181,7 +233,7 @@ def run(item: pytest.Item, examples: int) -> BaseException | None:
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
-        raise DidNotEnd(f"the property did not end within {seconds:.0f} s")
+        raise DidNotEnd(f"the property did not end within {seconds:.3g} s")
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -195,46 +247,84 @@ def _time_limit(seconds: float) -> Iterator[None]:
 # Processes.
 
 
-def in_processes(
-    jobs: Sequence[Callable[[], Any]], config: pytest.Config
-) -> Iterator[tuple[int, Any]]:
-    """Run each job in a forked process, as many at a time as there are cores.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lost:
+    """A process that gave no answer."""
 
-    Yields the job's index and what it returned, as the processes end; a string, in words, for a
-    process that was lost.
-    """
-    config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # made once, not by each
-    with tempfile.TemporaryDirectory(prefix="smp-mutants-") as folder:
-        running: dict[int, tuple[BaseProcess, Connection, float]] = {}
-        waiting = list(enumerate(jobs))[::-1]
-        try:
-            while waiting or running:
-                while waiting and len(running) < len(os.sched_getaffinity(0)):
-                    index, job = waiting.pop()
-                    running[index] = (*_start(job, config, Path(folder) / str(index)), _now())
-                ends = [connection for _, connection, _ in running.values()]
-                wait(ends, timeout=1.0)
-                for index, (process, connection, since) in list(running.items()):
-                    late = _now() - since > PROCESS_LIMIT
-                    if late:
-                        process.kill()
-                    if late or connection.poll():
-                        yield index, _answer(process, connection, late)
-                        del running[index]
-                        shutil.rmtree(Path(folder) / str(index), ignore_errors=True)
-        finally:
-            for process, connection, _ in running.values():
-                process.kill()
-                process.join()
-                connection.close()
+    how: str
+    started: bool  #: it had said that a property starts: this ended it, or did not end
+
+
+@dataclasses.dataclass(slots=True)
+class _Child:
+    process: BaseProcess
+    answers: Connection
+    deadline: float
+    started: bool = False
+
+    def heard(self) -> Any:
+        """Its answer, or Lost; None as long as there is none."""
+        while self.answers.poll():
+            try:
+                answer = self.answers.recv()
+            except EOFError:
+                self.process.join()
+                return self._lost(f"ended with exit code {self.process.exitcode}")
+            if not isinstance(answer, _Started):
+                return answer
+            self.started, self.deadline = True, _now() + answer.seconds + GRACE
+        if _now() > self.deadline:
+            return self._lost("did not end in time")
+        return None
+
+    def _lost(self, how: str) -> Lost:
+        when = "in a property" if self.started else "before its first property"
+        return Lost(f"its process {how}, {when}", self.started)
+
+    def end(self) -> None:
+        """Whether it has answered or not: its answer is the last that it does."""
+        self.process.kill()
+        self.process.join()
+        self.answers.close()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Started:
+    seconds: float
 
 
 _now = time.monotonic
 
 
-def _start(
-    job: Callable[[], Any], config: pytest.Config, folder: Path
-) -> tuple[BaseProcess, Connection]:
+def in_processes(jobs: Sequence[Job], config: pytest.Config) -> Iterator[tuple[int, Any]]:
+    """Run each job in a forked process, as many at a time as there are cores.
+
+    Yields the job's index and what it returned, as the processes end; :class:`Lost` for a process
+    that ended, or had to be ended, before it answered.
+    """
+    config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # made once, not by each
+    with tempfile.TemporaryDirectory(prefix="smp-mutants-") as folder:
+        running: dict[int, _Child] = {}
+        waiting = list(enumerate(jobs))[::-1]
+        try:
+            while waiting or running:
+                while waiting and len(running) < len(os.sched_getaffinity(0)):
+                    index, job = waiting.pop()
+                    running[index] = _start(job, config, Path(folder) / str(index))
+                wait([child.answers for child in running.values()], timeout=1.0)
+                for index, child in list(running.items()):
+                    answer = child.heard()
+                    if answer is not None:
+                        child.end()
+                        del running[index]
+                        shutil.rmtree(Path(folder) / str(index), ignore_errors=True)
+                        yield index, answer
+        finally:
+            for child in running.values():
+                child.end()
+
+
+def _start(job: Job, config: pytest.Config, folder: Path) -> _Child:
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(job, config, folder, sending), daemon=True)
@@ -243,22 +333,10 @@ def _start(
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     sending.close()
-    return process, receiving
+    return _Child(process, receiving, _now() + START_LIMIT)
 
 
-def _answer(process: BaseProcess, connection: Connection, late: bool) -> Any:
-    try:
-        return connection.recv()
-    except EOFError:
-        process.join()
-        how = f"ended with exit code {process.exitcode}"
-        return f"its process {f'did not end within {PROCESS_LIMIT:.0f} s' if late else how}"
-    finally:
-        process.join()
-        connection.close()
-
-
-def _work(job: Callable[[], Any], config: pytest.Config, folder: Path, answer: Connection) -> None:
+def _work(job: Job, config: pytest.Config, folder: Path, answer: Connection) -> None:
     # The parent's capture, terminal and temporary folder are the parent's.
     capture = config.pluginmanager.get_plugin("capturemanager")
     config.pluginmanager.unregister(capture)
@@ -268,6 +346,10 @@ def _work(job: Callable[[], Any], config: pytest.Config, folder: Path, answer: C
     sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     folder.mkdir()
     config._tmp_path_factory._basetemp = folder  # type: ignore[attr-defined]
-    answer.send(job())
+    try:
+        found = job(lambda seconds: answer.send(_Started(seconds)))
+    except BaseException as error:  # a bug of ours, and no fact about a mutant
+        found = Lost(f"its trial raised {shown(error)}", started=False)
+    answer.send(found)
     answer.close()
     os._exit(0)  # threads of ranks that never came back must not be waited for

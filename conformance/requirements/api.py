@@ -322,7 +322,7 @@ BROADCAST = (
     ),
     Requirement(
         "COMM-BROADCAST-COPY",
-        "Each receiver of a broadcast holds an object of its own.",
+        "Each receiver of a broadcast holds an object of its own, be it small or large.",
         "seed 000 (a picklable object is sent), SMP_API.md 1.6",
         Level.L1,
         Capability.OBJECTS,

@@ -118,7 +118,8 @@ REDUCTIONS = (
     _of(
         "ALL-REDUCE",
         "AVG-HALF",
-        "An average of float16 numbers does not overflow: AVG divides before it sums.",
+        "An average of large float16 numbers does not overflow, and lies among them but for "
+        "rounding: AVG divides before it sums.",
         f"{_OPS}: AVG divides values by the world size before summing",
     ),
     _of(
@@ -236,6 +237,11 @@ _NEW_GROUP = _docs("new_group")
 
 GROUPS = (
     _all(
+        "SIZES",
+        "Collectives work in groups of every size: nobody is left out, and nobody taken twice.",
+        "the collectives' docs: no size of a group is excepted",
+    ),
+    _all(
         "GROUP-ORDER",
         "With sort_ranks=False a member's place in the list of ranks is its place in every collective.",
         f"{_NEW_GROUP} (sort_ranks)",
@@ -270,6 +276,21 @@ GROUPS = (
         "To a rank that is not in the group a collective returns None and leaves its tensors alone.",
         f"{_docs('all_reduce')} and its siblings' (None, if not part of the group)",
         Capability.GROUPS,
+    ),
+)
+
+NUMBERS = (
+    _all(
+        "SPECIAL-BITS",
+        "-0.0, infinities, subnormals and NaNs are moved bit for bit.",
+        "INF: what is moved is not computed with; torch.distributed docs name no number apart",
+    ),
+    _all(
+        "CONJUGATED",
+        "Of a complex input that is a lazy conjugate, the conjugates are taken (gather, "
+        "reduce_scatter, reduce_scatter_single; the other functions of torch refuse it).",
+        "torch.Tensor.conj docs (a lazy conjugate is the tensor of the conjugates); INF: that "
+        "collectives take it",
     ),
 )
 
@@ -322,7 +343,8 @@ AMOUNTS = (
     ),
     _all(
         "LARGE",
-        "Tensors of 2**20 elements are moved and reduced as small ones are.",
+        "Tensors of up to 2**20 elements and more, also of no round number, are moved and reduced "
+        "as small ones are.",
         "torch.distributed docs: no size is excepted",
     ),
 )
@@ -359,6 +381,7 @@ COLLECTIVES: tuple[Requirement, ...] = (
     *LAYOUTS,
     *EMPTY,
     *GROUPS,
+    *NUMBERS,
     *BUFFERS,
     *AMOUNTS,
     *BARRIER,

@@ -11,6 +11,7 @@ from conformance.registry import Capability, Level, Requirement
 _WRONG_RANK = (
     "INF: torch names no error; accepted in silence it would go to a wrong rank, or nowhere"
 )
+_REFUSED_FIRST = "INF: torch promises nothing about the group afterwards; a call is judged before it meets the others"
 _FINISHED = (
     "torch.distributed docs: Point-to-point communication (wait blocks until the operation is "
     "finished)"
@@ -49,7 +50,8 @@ POINT_TO_POINT = (
     ),
     Requirement(
         "P2P-LARGE",
-        "A message of a million elements arrives whole, in both directions at once.",
+        "A message of thousands of elements, of tens of thousands or of a million arrives whole, in both "
+        "directions at once.",
         "torch.distributed docs: send, recv: nothing limits the size of a tensor",
         Level.L1,
         Capability.POINT_TO_POINT,
@@ -66,7 +68,8 @@ POINT_TO_POINT = (
     Requirement(
         "P2P-TAG",
         "A receive gets the message of its tag, in whatever order messages of other tags come.",
-        "torch.distributed docs: send, recv (tag: to match send with remote recv)",
+        "torch.distributed docs: send, recv (tag: to match send with remote recv); MPI standard: "
+        "MPI_TAG_UB is at least 32767",
         Level.L1,
         Capability.POINT_TO_POINT,
     ),
@@ -115,6 +118,13 @@ POINT_TO_POINT = (
         Capability.POINT_TO_POINT,
     ),
     Requirement(
+        "P2P-SELF",
+        "A rank may send to itself by isend and irecv, whichever is called first.",
+        "torch.distributed docs: isend, irecv (allows src == dst rank, i.e. send to self)",
+        Level.L1,
+        Capability.POINT_TO_POINT,
+    ),
+    Requirement(
         "P2P-SOURCE",
         "recv returns the world rank of the sender.",
         "torch.distributed docs: recv (Returns)",
@@ -136,6 +146,14 @@ POINT_TO_POINT = (
         Capability.GROUPS,
     ),
     Requirement(
+        "P2P-GROUP-ASYNC",
+        "In a group of any ranks in any order, messages match by sender, receiver, tag and order as in the "
+        "world, however many are in flight.",
+        "torch.distributed docs: isend, irecv (group, tag)",
+        Level.L1,
+        Capability.GROUPS,
+    ),
+    Requirement(
         "P2P-GROUP-APART",
         "Messages of different groups do not mix, not even between the same ranks and with one tag.",
         "torch.distributed docs: send (group: the process group to work on)",
@@ -144,7 +162,8 @@ POINT_TO_POINT = (
     ),
     Requirement(
         "P2P-ANY-SOURCE",
-        "A receive without a source takes each message once, and tells by its return value who sent it.",
+        "A receive without a source takes each message once, of every claimed dtype; recv tells by its "
+        "return value who sent it.",
         "torch.distributed docs: recv (src: will receive from any process if unspecified; Returns)",
         Level.L1,
         Capability.ANY_SOURCE,
@@ -194,6 +213,14 @@ POINT_TO_POINT = (
         Capability.COALESCING,
     ),
     Requirement(
+        "P2P-BATCH-GROUP",
+        "A batch on a group of any ranks in any order exchanges among them; peer is a world rank, and "
+        "group_peer a position in the group.",
+        "torch.distributed docs: batch_isend_irecv, P2POp (peer, group, group_peer)",
+        Level.L1,
+        Capability.COALESCING,
+    ),
+    Requirement(
         "P2P-ERROR-SELF",
         "A send that blocks, to oneself, is an error.",
         "torch.distributed docs: send (dst: should not be the same as the rank of the current "
@@ -203,7 +230,7 @@ POINT_TO_POINT = (
     ),
     Requirement(
         "P2P-ERROR-RANK",
-        "A partner that the world does not have is an error in the calling rank, which can go on.",
+        "A partner beyond the last rank of the world is an error in the calling rank, which can go on.",
         f"torch.distributed docs: send (dst), recv (src); {_WRONG_RANK}",
         Level.L2,
         Capability.POINT_TO_POINT,
@@ -270,7 +297,14 @@ ASYNCHRONOUS = (
     ),
     Requirement(
         "ASYNC-FUTURE",
-        "get_future gives a future that completes with the work; all_reduce's holds the reduced tensor.",
+        "get_future gives, for every collective, a future that completes when the outputs are there.",
+        "torch.distributed docs: Work.get_future (associated with the completion of the Work)",
+        Level.L1,
+        Capability.PROCESS_GROUPS,
+    ),
+    Requirement(
+        "ASYNC-FUTURE-VALUE",
+        "The future of an all_reduce holds the reduced tensor.",
         "torch.distributed docs: Work.get_future (example), register_comm_hook",
         Level.L1,
         Capability.ALL_REDUCE,
@@ -398,7 +432,7 @@ PROCESS_GROUPS = (
     ),
     Requirement(
         "PG-DESTROYED",
-        "A collective call on a destroyed group is an error, and so is destroying it again.",
+        "A collective call on a destroyed group of several ranks is an error, and so is destroying it again.",
         "torch.distributed docs: destroy_process_group; INF: torch names no error; a call that "
         "worked would keep the group alive",
         Level.L2,
@@ -422,16 +456,32 @@ PROCESS_GROUPS = (
     ),
     Requirement(
         "PG-ERROR-LENGTH",
-        "all_gather into a list of the wrong length is an error in the calling rank, which can go on.",
+        "all_gather into a list of the wrong length is an error in the calling rank.",
         "torch.distributed docs: all_gather (tensor_list: correctly-sized); INF: that it is an "
         "error",
         Level.L2,
         Capability.ALL_GATHER,
     ),
     Requirement(
+        "PG-ERROR-LENGTH-THEN",
+        "After an all_gather that was refused for the length of its list, the next call works: the refused "
+        "one counts for nothing.",
+        _REFUSED_FIRST,
+        Level.L2,
+        Capability.ALL_GATHER,
+    ),
+    Requirement(
         "PG-ERROR-SPLITS",
-        "Split sizes that do not add up to the rows are an error in the calling rank, which can go on.",
+        "Split sizes that do not add up to the rows are an error in the calling rank.",
         "torch.distributed docs: all_to_all_single (split sizes); INF: that it is an error",
+        Level.L2,
+        Capability.ALL_TO_ALL_SINGLE,
+    ),
+    Requirement(
+        "PG-ERROR-SPLITS-THEN",
+        "After an all_to_all_single that was refused for its split sizes, the next call works: the refused "
+        "one counts for nothing.",
+        _REFUSED_FIRST,
         Level.L2,
         Capability.ALL_TO_ALL_SINGLE,
     ),
@@ -560,7 +610,7 @@ PAYLOADS = (
     Requirement(
         "COMM-PAYLOAD-DTYPES",
         "Tensors of every claimed dtype can be sent as objects, those too that torch's own pickle "
-        "cannot read back.",
+        "cannot read back, and keep requires_grad.",
         "seed 000 (an arbitrary picklable object); INF: torch 2.13 pickles them and fails to unpickle",
         Level.L1,
         Capability.OBJECTS,

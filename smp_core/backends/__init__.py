@@ -6,11 +6,14 @@ The table of names, and how other people's backends are found: by entry point (g
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 
 from smp_core.backends.base import PROTOCOL_VERSION, Backend, Host
+from smp_core.backends.capabilities import Capabilities
 from smp_core.errors import BackendError
 
 ENTRY_POINTS = "smp.backends"
@@ -36,7 +39,7 @@ def find_backend(name: str) -> Backend:
     """The backend of this name: one of ours, one of an entry point, or ``module:attribute``.
 
     Raises BackendError if there is none (naming the nearest), if its module cannot be imported, or
-    if what is found is no Backend.
+    if what is found is no Backend, or one whose fields are of wrong types.
     """
     backend = BACKENDS.get(name)
     if backend is not None:
@@ -55,18 +58,42 @@ def find_backend(name: str) -> Backend:
     )
 
 
+@contextlib.contextmanager
+def _blaming(what: str, *passed: type[Exception]) -> Iterator[None]:
+    """Turn whatever other people's code raises into a BackendError, which says what failed.
+
+    Not only Exceptions: a module may end in ``sys.exit``, or in a test framework's ``skip``.
+    ``passed`` are left alone.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, (KeyboardInterrupt, *passed)):
+            raise
+        try:
+            text = f"{type(error).__name__}: {error}"
+        except Exception:  # a broken __str__
+            text = type(error).__name__
+        raise BackendError(f"{what}: {text}") from error
+
+
+#: A Backend's fields, whether a value will do, and what it should be.
+_FIELDS = (
+    ("name", lambda value: isinstance(value, str) and value.strip(), "a text"),
+    ("summary", lambda value: isinstance(value, str), "a text"),
+    ("open_host", callable, "callable"),
+    ("capabilities", lambda value: isinstance(value, Capabilities), "a Capabilities"),
+)
+
+
 def _load(name: str, reference: str) -> Backend:
     module_name, _, attribute = reference.partition(":")
-    try:
+    with _blaming(f"backend {name!r}: module {module_name!r} cannot be imported"):
         found: object = importlib.import_module(module_name)
-    except Exception as error:
-        raise BackendError(
-            f"backend {name!r}: module {module_name!r} cannot be imported: "
-            f"{type(error).__name__}: {error}"
-        ) from error
     for part in attribute.split("."):
         try:
-            found = getattr(found, part)
+            with _blaming(f"backend {name!r}: {reference} cannot be looked up", AttributeError):
+                found = getattr(found, part)
         except AttributeError:
             raise BackendError(
                 f"backend {name!r}: module {module_name!r} has no attribute {attribute!r}"
@@ -76,29 +103,41 @@ def _load(name: str, reference: str) -> Backend:
             f"backend {name!r}: {reference} is {type(found).__name__}, not a "
             "smp_core.backends.base.Backend"
         )
+    for field, fits, wanted in _FIELDS:
+        value = getattr(found, field)
+        if not fits(value):
+            raise BackendError(
+                f"backend {name!r}: the {field} of {reference} is not {wanted}, but of the type "
+                f"{type(value).__name__}"
+            )
     return found
 
 
 def open_backend(name: str) -> Host:
     """Open the host of the backend of this name.
 
-    Raises BackendError if there is none, it cannot be opened, or it was written for another version
-    of the protocol.
+    Raises BackendError if there is none, it cannot be opened, what it opens is no host, or it was
+    written for another version of the protocol. A host that is refused is closed.
     """
-    try:
-        host = find_backend(name).open_host()
-    except BackendError:
-        raise
-    except Exception as error:
-        raise BackendError(
-            f"backend {name!r} cannot be opened: {type(error).__name__}: {error}"
-        ) from error
+    backend = find_backend(name)
+    with _blaming(f"backend {name!r} cannot be opened", BackendError):
+        host = backend.open_host()
+    with _blaming(f"backend {name!r}: what it opens is no host"):
+        refused = _why_refused(host)
+    if refused is None:
+        return host
+    with contextlib.suppress(BackendError), _blaming("it is refused anyway"):
+        host.close()
+    raise BackendError(f"backend {name!r}: what it opens {refused}")
+
+
+def _why_refused(host: object) -> str | None:
     protocol = getattr(host, "protocol", None)
+    if protocol is None:
+        return f"is no host: it names no protocol; this version has {PROTOCOL_VERSION}"
     if protocol != PROTOCOL_VERSION:
-        written = (
-            "is no host: it names no" if protocol is None else f"was written for {protocol} of the"
-        )
-        raise BackendError(
-            f"backend {name!r}: what it opens {written} protocol; this version has {PROTOCOL_VERSION}"
-        )
-    return host
+        return f"was written for {protocol} of the protocol; this version has {PROTOCOL_VERSION}"
+    for method in ("open", "close"):
+        if not callable(getattr(host, method, None)):
+            return f"is no host: it has no method {method}"
+    return None

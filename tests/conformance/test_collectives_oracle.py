@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from conformance.tensors import COLLECTIVES, Case, exact_bound, reduced, wrapped
+from conformance.tensors import COLLECTIVES, WHOLE, Case, exact_bound, reduced, specials, wrapped
 from pytest_smp.strategies.numbers import ALL, KINDS
 
 
@@ -56,18 +56,65 @@ def test_sums_of_cases_are_exact(dtype: torch.dtype, size: int) -> None:
     if dtype.is_complex:
         values = [value.real.contiguous() for value in values]
     if dtype in KINDS["unsigned"] or not values[0].is_floating_point():
-        most = sum(value.to(torch.int64).abs() for value in values)
+        most = torch.stack([value.to(torch.int64).abs() for value in values]).sum(0)
         assert torch.equal(most.to(dtype).to(torch.int64), most)
         assert int(most.max()) <= torch.iinfo(dtype).max
     else:
-        sums = sum(value.double().abs() for value in values)
+        sums = torch.stack([value.double().abs() for value in values]).sum(0)
         assert torch.equal(sums.to(values[0].dtype).double(), sums)
 
 
 def test_products_are_exact() -> None:
     assert exact_bound("PRODUCT", torch.int8, 4, 20) == 3  # 3**4 = 81 and 4**4 = 256
     assert exact_bound("PRODUCT", torch.float8_e5m2, 5, 20) == 2
+    assert exact_bound("PRODUCT", torch.float8_e4m3fnuz, 7, 20) == 2
+    assert exact_bound("PRODUCT", torch.float8_e4m3fnuz, 8, 20) == 1  # 2**8 is beyond 240
     assert exact_bound("MAX", torch.float32, 5, 20) is None
+
+
+@pytest.mark.parametrize("dtype", [*KINDS["floating"], *KINDS["half"], *KINDS["float8"]], ids=str)
+@pytest.mark.parametrize("size", [3, 5, 6, 7])
+def test_averages_are_exact(dtype: torch.dtype, size: int) -> None:
+    """Whether numbers are divided, multiplied by the reciprocal, or summed first."""
+    case = Case("all_reduce", tuple(range(size)), dtype, (4, 5), op="AVG")
+    if exact_bound("AVG", dtype, size, 1) == 0:
+        assert dtype.itemsize == 1 or (size, dtype) == (7, torch.float32)
+        return
+    values = [case.values(rank)[0] for rank in range(size)]
+    shares = [value.double() / size for value in values]
+    reciprocal = torch.tensor(1 / size, dtype=dtype)
+    for value, share in zip(values, shares, strict=True):
+        assert torch.equal(share, share.round())
+        if dtype.itemsize > 1:
+            assert torch.equal((value * reciprocal).double(), share)
+    for numbers in (shares, [value.double() for value in values]):
+        most = torch.stack(numbers).abs().sum(0)
+        assert torch.equal(most.to(dtype).double(), most)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [
+        (torch.float32, [0x80000000, 0x7F800000, 0xFF800000, 1, 0x80000001, 0x7FC00001]),
+        (torch.bfloat16, [0x8000, 0x7F80, 0xFF80, 1, 0x8001, 0x7FC1]),
+        (torch.float16, [0x8000, 0x7C00, 0xFC00, 1, 0x8001, 0x7E01]),
+        (torch.float8_e5m2, [0x80, 0x7C, 0xFC, 1, 0x81, 0x7F]),
+    ],
+)
+def test_special_numbers(dtype: torch.dtype, bits: list[int]) -> None:
+    mask = (1 << 8 * dtype.itemsize) - 1
+    whole = specials(dtype).view(getattr(torch, f"int{8 * dtype.itemsize}"))
+    assert [number & mask for number in whole.tolist()] == bits
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64, torch.int8, torch.float32], ids=str)
+def test_sums_of_many_are_those_of_few(dtype: torch.dtype) -> None:
+    """From 2**16 elements on they are not made of Python's numbers."""
+    case = Case("all_reduce", (0, 1, 2), dtype, (2**16,), op="SUM", wide=dtype in WHOLE)
+    values = [case.values(rank)[0] for rank in range(3)]
+    halves = zip(*(value.chunk(2) for value in values), strict=True)
+    few = torch.cat([reduced(parts, "SUM") for parts in halves])
+    assert torch.equal(reduced(values, "SUM").view(torch.uint8), few.view(torch.uint8))
 
 
 def test_no_float64_holds_the_numbers_of_int64() -> None:

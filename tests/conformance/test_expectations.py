@@ -78,6 +78,17 @@ def test_a_file_may_be_empty_but_for_its_version() -> None:
             "e.toml:3: entry 1 (COMM-ORDER): link = '#issues/1' is not a",
         ),
         ("https:", "mailto:", "e.toml:3: entry 1 (COMM-ORDER): link = 'mailto://example.com/issu"),
+        (
+            "example.com/",
+            "[bad",
+            "e.toml:3: entry 1 (COMM-ORDER): link = 'https://[badissues/1' is",
+        ),
+        (
+            "example.com/",
+            ":80/",
+            "e.toml:3: entry 1 (COMM-ORDER): link = 'https://:80/issues/1' is",
+        ),
+        ("It is known", " todo", "e.toml:3: entry 1 (COMM-ORDER): it still says TODO"),
         ('id = "COMM-ORDER"', "", "e.toml:3: entry 1: no id"),
         ('"COMM-ORDER"', "3", "e.toml:3: entry 1: id = 3 is not a text"),
         ("It is known", "TODO", "e.toml:3: entry 1 (COMM-ORDER): it still says TODO"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import threading
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -212,7 +213,10 @@ def test_statements_are_watched_on_any_thread() -> None:
 
 def test_every_exclusion_fits_a_site() -> None:
     found = [site for module in MODULES for site in sites(module)]
-    assert set(exclusions.FUNCTIONS) <= {site.function for site in found}
+    counted = Counter(site.function for site in found)
+    counts = {function: count for function, (_, count) in exclusions.FUNCTIONS.items()}
+    # A count that changed: look at the new code, then mend the count.
+    assert {function: counted[function] for function in counts} == counts
     texts = {site.text for site in found}
     assert not set(exclusions.EQUIVALENT) - texts
     assert len(texts) == len(found)  # a text means one site

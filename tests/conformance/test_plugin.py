@@ -5,9 +5,12 @@ The sessions run a small suite of five requirements (see conftest.py) that fails
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 WAIVERS = """version = 1
 [[expected]]
@@ -343,6 +346,137 @@ def test_a_backend_that_cannot_be_opened_ends_the_session(small: Any, tmp_path: 
     assert exit_code(listed) == 0
 
 
+UNCLOSABLE = """
+import planted
+from conformance import session
+from smp_core.backends.base import Backend
+
+session.Session.open_backend = planted.OPEN
+
+class Host:
+    protocol = 1
+    open = print
+
+    def close(self):
+        raise OSError("device busy")
+
+unclosable = Backend("unclosable", "it cannot be closed", Host)
+"""
+
+
+def test_a_backend_that_cannot_be_closed_fails_the_session(small: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(UNCLOSABLE)
+    what = ["small", "--smp-backend=mine:unclosable", "--smp-certify"]
+    outputs = small([*what, "--smp-report=alone.json"], [*what, "--smp-report=xdist.json", "-n1"])
+    for output, name in zip(outputs, ("alone.json", "xdist.json"), strict=True):
+        assert "\nthe backend could not be closed: OSError: device busy\n" in output
+        assert "\nnot certified; " in output
+        assert exit_code(output) == 1
+        found = json.loads((tmp_path / name).read_text())
+        assert (found["complete"], found["exit_status"]) == (False, 1)
+        assert found["interrupted"] == "the backend could not be closed: OSError: device busy"
+
+
+def test_a_module_that_leaves_is_no_backend(small: Any, tmp_path: Path) -> None:
+    (tmp_path / "skips.py").write_text("import pytest\npytest.skip('no', allow_module_level=True)")
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)")
+    for output in small(["small", "--smp-backend=skips:x"], ["small", "--smp-backend=exits:x"]):
+        assert re.search(
+            "ERROR: .*'(skips|exits)' cannot be imported: (Skipped|SystemExit)", output
+        )
+        assert "INTERNALERROR" not in output
+        assert exit_code(output) == 4
+
+
+FORGIVING = """
+import pytest
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    if report.failed:
+        report.outcome = "passed"
+    return report
+"""
+
+
+def test_a_verdict_of_fail_fails_the_session(small: Any, tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(FORGIVING)
+    for output in small(["small", "FAIL=ERROR-RANK"], ["small", "FAIL=ERROR-RANK", "-n1"]):
+        assert "7 passed" in output
+        assert verdict_lines(output)["FAIL"] == ["ERROR-RANK"]
+        assert exit_code(output) == 1
+
+
+def test_assertions_that_python_drops_are_refused(
+    small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONOPTIMIZE", "1")
+    failing = ["small", "FAIL=COMM-ORDER-AGAIN"]
+    plain, workers, rewritten = small(
+        [*failing, "--assert=plain", "--smp-certify"],
+        [*failing, "--assert=plain", "-n1"],
+        failing,
+    )
+    for output in (plain, workers):
+        assert "ERROR: conformance: Python drops every assert (PYTHONOPTIMIZE, -O), and" in output
+        assert "passed" not in output
+        assert exit_code(output) == 4
+    assert verdict_lines(rewritten)["FAIL"] == ["COMM-ORDER"]
+    assert exit_code(rewritten) == 1
+
+
+# ---- Sessions of more than the suite, and of less -------------------------------------------------
+
+OTHER = "def test_other():\n    pass\n"
+
+
+def test_ini_keys_count_in_sessions_of_the_suite_only(small: Any, tmp_path: Path) -> None:
+    (tmp_path / "test_other.py").write_text(OTHER)
+    keys = "[pytest]\nsmp_certify = true\nsmp_report = r.json\n"
+    (tmp_path / "pytest.ini").write_text(keys)
+    missing = ["-o", "smp_expectations=missing.toml"]
+    for output in small(
+        ["test_other.py", *missing], ["test_other.py", *missing, "--smp-report=flag.json"]
+    ):
+        assert "1 passed" in output
+        assert "requirements: " not in output
+        assert exit_code(output) == 0
+    assert not (tmp_path / "r.json").exists()
+    assert json.loads((tmp_path / "flag.json").read_text())["certification"]["asked"] is False
+
+    suite, folder, above, workers = small(
+        ["small", *missing], [".", *missing], ["."], [".", "-n1", "--smp-ranks=4"]
+    )
+    for output in (suite, folder):
+        assert "ERROR: expected failures: missing.toml: cannot be read" in output
+        assert exit_code(output) == 4
+    for output in (above, workers):
+        assert "\ncertified: L2\n" in output
+        assert exit_code(output) == 0
+    assert json.loads((tmp_path / "r.json").read_text())["options"]["ranks"] == 4
+
+
+def test_of_what_is_not_collected_nothing_is_missed(small: Any, tmp_path: Path) -> None:
+    (tmp_path / "test_other.py").write_text(OTHER)
+    cached = ["small", "-p", "cacheprovider"]
+    away, _, again, step, deselected, elsewhere = small(
+        [".", "-o", "norecursedirs=small", "--smp-report=r.json"],  # as a virtual environment is
+        [*cached, "FAIL=COMM-ORDER-AGAIN"],
+        [*cached, "--lf"],
+        [*cached, "-p", "stepwise", "--stepwise"],
+        ["small", "--deselect=small/test_small.py"],
+        ["small", "--ignore=test_other.py", "--smp-certify"],
+    )
+    for output in (away, again, step, deselected, elsewhere):
+        assert "without a property" not in output
+    assert exit_code(away) == exit_code(again) == exit_code(step) == exit_code(elsewhere) == 0
+    assert "1 passed" in away
+    assert "1 passed" in again
+    assert exit_code(deselected) == 5
+    assert "\ncertified: L2\n" in elsewhere
+
+
 TWICE = """
 from conformance import registry
 init = registry.Registry.__init__
@@ -361,13 +495,19 @@ def test_a_requirement_declared_twice_ends_the_session(sessions: Any) -> None:
 
 def test_a_session_of_other_tests_does_not_load_the_suite(sessions: Any, tmp_path: Path) -> None:
     (tmp_path / "test_other.py").write_text(
+        "import importlib.util\n"
         "import sys\n"
-        "def test_other():\n"
+        "def test_other(request):\n"
         "    ours = {name for name in sys.modules if name.startswith('conformance')}\n"
         "    assert ours == {\n"
         "        'conformance', 'conformance.plugin', 'conformance.options', 'conformance.mutants',\n"
         "        'conformance.mutants.command',\n"
         "    }\n"
+        "    called = request.config.hook.pytest_runtest_call.get_hookimpls()\n"
+        "    assert not [each for each in called if 'conformance' in each.function.__module__]\n"
+        "    for name in ('tensors', 'traffic'):\n"
+        "        loader = importlib.util.find_spec(f'conformance.{name}').loader\n"
+        "        assert type(loader).__name__ == 'AssertionRewritingHook'\n"
     )
     alone, workers = sessions(["test_other.py"], ["test_other.py", "-n1"])
     for output in (alone, workers):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -291,6 +295,74 @@ def test_a_file_is_written_whole_or_not_at_all(
     assert json.loads(path.read_text()) == {"a": 1}
     assert path.stat().st_mode & 0o777 == 0o640
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_stays_and_what_it_points_to_is_written(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    for name in ("far/there", "far/new"):
+        link = tmp_path / f"to-{Path(name).name}"
+        link.symlink_to(name)
+        if name.endswith("there"):
+            (tmp_path / name).write_text("before")
+        report.check_writable(link)
+        report.write_text(link, "after")
+        assert link.is_symlink()
+        assert (tmp_path / name).read_text() == "after"
+    assert len(list((tmp_path / "far").iterdir())) == 2
+    (tmp_path / "round").symlink_to("round")
+    with pytest.raises(OSError, match="symbolic links"):
+        report.check_writable(tmp_path / "round")
+
+
+def test_what_is_no_file_is_written_into_and_stays(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    report.check_writable(pipe)
+    report.write_text(pipe, "text")
+    assert os.read(reader, 100) == b"text"
+    os.close(reader)
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
+    (tmp_path / "null").symlink_to("/dev/null")
+    report.check_writable(tmp_path / "null")
+    report.write_text(tmp_path / "null", "text")
+    assert not Path("/dev/null").is_file()
+
+
+OUTPUT = """
+import os, pathlib, sys
+from conformance import report
+print("before")
+report.check_writable(pathlib.Path("/dev/stdout"))
+report.write_text(pathlib.Path("/dev/stdout"), "text\\n")
+print("after")
+"""
+
+
+def test_the_standard_output_is_written_into_wherever_it_goes(tmp_path: Path) -> None:
+    path = tmp_path / "output"
+    with path.open("w") as file:
+        subprocess.run([sys.executable, "-c", OUTPUT], stdout=file, check=True, timeout=60)
+    assert path.read_text() == "before\ntext\nafter\n"
+    pipe = subprocess.run(
+        [sys.executable, "-c", OUTPUT], stdout=subprocess.PIPE, check=True, timeout=60
+    )
+    assert pipe.stdout == b"before\ntext\nafter\n"
+
+
+def test_a_pipe_gets_one_document(small: Any, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDWR)  # so that the writer waits for nobody
+    os.set_blocking(reader, False)
+    (output,) = small(["small/test_small.py", "-k", "start", "--smp-report=pipe"])
+    assert "=== exit 0" in output
+    text = b""
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            text += os.read(reader, 1 << 20)
+    os.close(reader)
+    assert json.loads(text)["exit_status"] == 0
 
 
 def test_long_texts_are_cut() -> None:

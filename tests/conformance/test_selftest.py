@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 import pytest
 
 from conformance.mutants.catalogue import MUTANTS
+from conformance.mutants.selftest import LOST, Score, _kinds, score
+from conformance.mutants.trials import Lost, Outcome, Result, in_processes, limit
 
 SELFTEST = ["--smp-selftest"]
 BARRIERS = [*SELFTEST, "--pyargs", "conformance.test_barriers"]
@@ -22,7 +26,7 @@ from conformance.mutants import trials
 from conformance.mutants.protocol import Bugs
 from smp_core.errors import RunTimeout
 
-trials.PROPERTY_LIMIT, trials.PROCESS_LIMIT = 2.0, 4.0
+trials.TIMES, trials.MORE, trials.GRACE = 2.0, 2.0, 2.0
 BUGS = Bugs("theirs")
 
 def bug(name, sentence, *by):
@@ -105,7 +109,8 @@ def test_the_page_shows_what_happens(sessions: Any) -> None:
 def test_planted_bugs_are_killed(sessions: Any) -> None:
     (output,) = sessions(BARRIERS)
     assert f"{OUR_BARRIERS} mutants\n{'.' * OUR_BARRIERS}\n" in output
-    assert f"written by hand: {OUR_BARRIERS} of {OUR_BARRIERS} killed (100 %)" in output
+    score = f"{OUR_BARRIERS} of {OUR_BARRIERS} killed (100 %)"
+    assert f"written by hand: {score} of those collected\n" in output
     assert f"left out: {len(MUTANTS) - OUR_BARRIERS} whose requirement has no property here" in (
         output
     )
@@ -119,16 +124,17 @@ def test_what_became_of_other_peoples_mutants(sessions: Any) -> None:
     (output,) = sessions([*arguments, "--smp-mutant=their-*"], plugin=THEIRS)
     lines = {line.split(":")[0]: line for line in output.splitlines() if ": " in line}
     assert "  theirs " in output
-    assert "2 of 9 killed (22.2 %)" in output  # those that raise what they say
+    # Those that raise what they say.
+    assert "written by hand (their-*): 2 of 9 killed (22.2 %)\n" in output
     assert "SURVIVED their-nothing" in lines
     assert "nothing is wrong [COMM-BARRIER-DEFAULT]" in lines["SURVIVED their-nothing"]
     for name, why in {
         "their-error": "TypeError: not by assertion",
         "their-import": "cannot be planted: ModuleNotFoundError: No module named 'no_such_module'",
         "their-loop": "RunTimeout: ",
-        "their-loop-outside": "DidNotEnd: the property did not end within 2 s",
-        "their-crash": "its process ended with exit code 3",
-        "their-sleep": "its process did not end within 4 s",
+        "their-loop-outside": "DidNotEnd: the property did not end within ",
+        "their-crash": "its process ended with exit code 3, in a property",
+        "their-sleep": "its process did not end in time, in a property",
     }.items():
         assert why in lines[f"BROKEN {name}"]
     assert "declared" not in output
@@ -149,8 +155,170 @@ def test_the_reference_must_pass(sessions: Any) -> None:
 def test_what_is_skipped_is_not_scored(sessions: Any) -> None:
     arguments = [*SELFTEST, "--pyargs", "conformance.test_send_recv", "--smp-ranks=1"]
     (output,) = sessions([*arguments, "--smp-mutant=newest-first"])
-    assert "0 of 0 killed (100 %), 1 left out" in output
+    assert "0 of 0 killed (-), 1 left out" in output
+    assert "not tried: 1 mutants, because all of their properties are skipped" in output
     assert "=== exit 1" in output
+
+
+def test_every_mutant_written_by_hand_must_be_tried(sessions: Any) -> None:
+    (output,) = sessions(
+        [*SELFTEST, "--pyargs", "conformance", "--smp-mutant=[!g]*-barrier*"],
+        plugin="""
+def pytest_collection_modifyitems(items):
+    items[:] = [each for each in items if each.path.name == "test_barriers.py"]
+    del items[1:]
+""",
+    )
+    assert "killed (100 %) of those collected\n" in output
+    assert re.search(
+        r"not tried: \d+ mutants, whose requirements have no property here although the whole suite "
+        "was asked for",
+        output,
+    )
+    assert "selftest: failed in " in output
+    assert "=== exit 1" in output
+
+
+#: What a generated mutant would be, with only a few properties in the session.
+AS_GENERATED = """
+import contextlib, os, signal
+import smp_core.torch as smp
+from conformance.mutants import generated, trials
+from conformance.mutants.protocol import Bugs, Mutant
+from smp_core.errors import CollectiveMismatchError, DeadlockError, LeakError, RaceError
+from hypothesis.errors import Unsatisfiable, Flaky
+
+trials.TIMES, trials.MORE, trials.GRACE, trials.START_LIMIT = 2.0, 2.0, 1.0, 5.0
+SITE = generated.sites("smp_core.comm")[0]
+
+def raising(make):
+    def body(group=smp.WORLD):
+        raise make("no barrier")
+    return body
+
+def bug(name, body):
+    @contextlib.contextmanager
+    def plant():
+        before, smp.barrier = smp.barrier, body
+        yield
+        smp.barrier = before
+    return made(name, plant)
+
+def made(name, plant):
+    site = SITE.mutant("COMM-BARRIER-DEFAULT", trials.DidNotEnd)
+    return Mutant(name, site.kind, name, site.requirement, plant, site.by, site.but)
+
+def deaf(group=smp.WORLD):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    while True: pass
+
+def end():
+    os._exit(9)
+
+def block():
+    while True: pass
+
+BUGS = [
+    *(bug(f"as-{each.__name__.lower()}", raising(each)) for each in (
+        TypeError, DeadlockError, LeakError, CollectiveMismatchError, RaceError,
+        Unsatisfiable, Flaky,
+    )),
+    bug("as-crash", lambda group=smp.WORLD: os._exit(3)),
+    made("as-early", end),
+    made("as-stuck", block),
+]
+"""
+
+
+def test_what_kills_a_generated_mutant(sessions: Any) -> None:
+    arguments = [*BARRIERS, "-k", "test_the_default", "--smp-mutants=planted:BUGS"]
+    (output,) = sessions([*arguments, "--smp-mutant=as-*"], plugin=AS_GENERATED)
+    found = {
+        name: result
+        for result, name in re.findall(
+            r"^(SURVIVED|BROKEN|HARNESS ONLY) (as-\w+):", output, re.MULTILINE
+        )
+    }
+    assert found == {
+        "as-leakerror": "HARNESS ONLY",
+        "as-collectivemismatcherror": "HARNESS ONLY",
+        "as-raceerror": "HARNESS ONLY",
+        "as-unsatisfiable": "BROKEN",
+        "as-flaky": "BROKEN",
+        "as-early": "BROKEN",
+        "as-stuck": "BROKEN",
+    }
+    assert "3 of 10 killed (30 %)" in output
+    assert "its process ended with exit code 9, before its first property" in output
+    assert "its process did not end in time, before its first property" in output
+    assert "=== exit 1" in output
+
+
+def test_a_process_that_is_lost_without_a_property_kills_nothing(sessions: Any) -> None:
+    plugin = f"{AS_GENERATED}\ntrials.Trial.__call__ = lambda *_: os._exit(9)\n"
+    arguments = [*BARRIERS, "-k", "test_the_default", "--smp-mutants=planted:BUGS"]
+    (output,) = sessions([*arguments, "--smp-mutant=as-[dt]*"], plugin=plugin)
+    assert "0 of 2 killed (0 %)" in output
+    assert output.count("BROKEN as-") == 2
+    assert "=== exit 1" in output
+
+
+@dataclasses.dataclass
+class Told:
+    """A trial that ends its process the first time, and is well the second."""
+
+    folder: Path
+    early: bool
+
+    def __call__(self, tell: Any) -> str:
+        if not self.early:
+            tell(60.0)
+        try:
+            (self.folder / "tried").touch(exist_ok=False)
+        except FileExistsError:
+            return "well"
+        os._exit(9)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_lost_process_says_whether_a_property_had_started(
+    tmp_path: Path, pytestconfig: pytest.Config, early: bool
+) -> None:
+    trial = Told(tmp_path, early)
+    ((_, answer),) = in_processes([trial], pytestconfig)
+    when = "before its first property" if early else "in a property"
+    assert answer == Lost(f"its process ended with exit code 9, {when}", started=not early)
+    ((_, answer),) = in_processes([trial], pytestconfig)
+    assert answer == "well"
+
+
+def test_a_bug_of_a_trial_is_no_property(pytestconfig: pytest.Config) -> None:
+    def trial(tell: Any) -> None:
+        tell(60.0)
+        raise MemoryError("ours")
+
+    ((_, answer),) = in_processes([trial], pytestconfig)
+    assert answer == Lost("its trial raised MemoryError: ours", started=False)
+
+
+def test_a_property_gets_a_multiple_of_its_seconds() -> None:
+    assert limit(0.0) > 0
+    assert limit(3.0) - limit(2.0) >= 10  # a machine ten times slower than for the reference
+
+
+def test_the_score_of_nothing_is_no_number() -> None:
+    assert str(Score(0, 0)) == "0 of 0 killed (-)"
+    assert str(Score(2, 3)) == "2 of 3 killed (66.6 %)"
+
+
+def test_kills_are_counted_by_kind() -> None:
+    mutant = MUTANTS[0]
+    killed = [Outcome(Result.KILLED, "", by) for by in ("AssertionError", LOST, "time limit")]
+    tried = [*killed, killed[0], Outcome(Result.HARNESS_ONLY, "", "LeakError")]
+    assert _kinds([(mutant, each) for each in tried]) == (
+        "2 AssertionError, 1 process lost, 1 time limit (2 by loss or time limit)"
+    )
+    assert score([(mutant, each) for each in tried]) == Score(4, 5)
 
 
 def test_a_session_without_a_property_to_try(sessions: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,48 @@ def broken():
 no_backend = 3
 unopenable = Backend("unopenable", "does not open", broken)
 empty = Backend("empty", "opens nothing", lambda: None)
+
+class Leaving(BaseException):  # as pytest's own, no Exception
+    def __str__(self):
+        raise ValueError
+
+def leaving():
+    raise Leaving
+
+leaves = Backend("leaves", "leaves", leaving)
+
+def __getattr__(name):
+    if name == "lazy":
+        raise SystemExit("no licence")
+    raise AttributeError(name)
+
+class Host:
+    closed = []
+
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+    def close(self):
+        self.closed.append(self)
+        raise OSError("it does not close")
+
+def hosting(**attributes):
+    return Backend("mine", "mine", lambda: Host(**attributes))
+
+old = hosting(protocol=0, open=print)
+shut = hosting(protocol=1)
+unclosable = hosting(protocol=1, open=print, close=3)
+
+class Protocol:
+    @property
+    def protocol(self):
+        raise OSError("not yet")
+
+moody = Backend("moody", "", Protocol)
+nameless = Backend(3, "", lambda: None)
+untold = Backend("untold", None, lambda: None)
+closed = Backend("closed", "", None)
+claiming = Backend("claiming", "", lambda: None, {"ranks"})
 """
 
 
@@ -63,6 +106,11 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     name = "a_backend_of_theirs"
     (tmp_path / f"{name}.py").write_text(THEIRS)
     (tmp_path / "a_broken_one.py").write_text("1 / 0")
+    (tmp_path / "an_exit.py").write_text("raise SystemExit(3)")
+    (tmp_path / "a_skip.py").write_text(
+        "import pytest\npytest.skip('not here', allow_module_level=True)"
+    )
+    (tmp_path / "an_interrupt.py").write_text("raise KeyboardInterrupt")
     monkeypatch.syspath_prepend(tmp_path)
     return name
 
@@ -79,6 +127,25 @@ def test_module_and_attribute_name_a_backend(theirs: str) -> None:
         ("a_broken_one:x", "'a_broken_one' cannot be imported: ZeroDivisionError"),
         ("{}:missing", "has no attribute 'missing'"),
         ("{}:Holder.missing", "has no attribute 'Holder.missing'"),
+        ("an_exit:x", "'an_exit' cannot be imported: SystemExit: 3"),
+        ("a_skip:x", "'a_skip' cannot be imported: Skipped: not here"),
+        ("{}:lazy", "a_backend_of_theirs:lazy cannot be looked up: SystemExit: no licence"),
+        (
+            "{}:nameless",
+            "the name of a_backend_of_theirs:nameless is not a text, but of the type int",
+        ),
+        (
+            "{}:untold",
+            "the summary of a_backend_of_theirs:untold is not a text, but of the type None",
+        ),
+        (
+            "{}:closed",
+            "the open_host of a_backend_of_theirs:closed is not callable, but of the type",
+        ),
+        (
+            "{}:claiming",
+            "the capabilities of a_backend_of_theirs:claiming is not a Capabilities, but",
+        ),
         ("{}:no_backend", "is int, not a smp_core.backends.base.Backend"),
     ],
 )
@@ -95,6 +162,29 @@ def test_a_backend_that_raises_while_opening(theirs: str) -> None:
 def test_what_a_backend_opens_must_be_a_host(theirs: str) -> None:
     with pytest.raises(BackendError, match="what it opens is no host: it names no protocol"):
         open_backend(f"{theirs}:empty")
+
+
+def test_what_is_no_error_of_a_backend_passes(theirs: str) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        find_backend("an_interrupt:x")
+
+
+@pytest.mark.parametrize(
+    ("attribute", "text"),
+    [
+        ("leaves", "cannot be opened: Leaving$"),
+        ("moody", "what it opens is no host: OSError: not yet"),
+        ("old", "what it opens was written for 0 of the protocol; this version has 1"),
+        ("shut", "what it opens is no host: it has no method open"),
+        ("unclosable", "what it opens is no host: it has no method close"),
+    ],
+)
+def test_a_host_that_is_refused_is_closed(theirs: str, attribute: str, text: str) -> None:
+    with pytest.raises(BackendError, match=f"^backend '{theirs}:{attribute}'.*{text}"):
+        open_backend(f"{theirs}:{attribute}")
+    module = sys.modules[theirs]
+    assert len(module.Host.closed) == (attribute in ("old", "shut"))
+    module.Host.closed.clear()
 
 
 def test_an_entry_point_names_a_backend(theirs: str, monkeypatch: pytest.MonkeyPatch) -> None:
