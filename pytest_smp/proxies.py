@@ -11,6 +11,7 @@ import functools
 import math
 import operator
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,6 +186,15 @@ class TmpPath(os.PathLike[str]):
         """A new folder, for each example of a property that starts its runs by ``smp_world``."""
         self.renew()
         return self.path
+
+    def kept(self) -> Path:
+        """A copy of the folder as it is now: fixtures may have filled it."""
+        folder = self.path
+        return Path(shutil.copytree(folder, folder.with_name(f"{folder.name}-kept")))
+
+    def again(self, kept: Path) -> None:
+        """A new folder with the contents of ``kept``."""
+        shutil.copytree(kept, self.fresh(), dirs_exist_ok=True)
 
     @property
     def path(self) -> Path:

@@ -261,13 +261,18 @@ def _schedule_among(arguments: Iterable[Any]) -> Schedule | None:
     return given[0] if given else None
 
 
-def _explored(run: Callable[[Schedule], None], controller: Controller, name: str) -> None:
-    """Run under drawn schedules, which deviate anywhere in the run that has just been made."""
+def _explore(run: Callable[[Schedule], None], controller: Controller, name: str) -> None:
+    """Run round-robin, and then under drawn schedules, which deviate anywhere in that run."""
     __tracebackhide__ = True
+    folder = controller.tmp_path
+    kept = None if folder is None else folder.kept()
+    run(ROUND_ROBIN)
     count, horizon = controller.settings.explore, max(1, controller.decisions)
 
     def explored(schedule: Schedule) -> None:
         __tracebackhide__ = True
+        if folder is not None and kept is not None:
+            folder.again(kept)
         run(schedule)
 
     explored.__name__ = explored.__qualname__ = name
@@ -304,14 +309,13 @@ class MarkedTest:
 
             def once(schedule: Schedule | None = schedule) -> None:
                 __tracebackhide__ = True
-                if controller.tmp_path is not None:
-                    controller.tmp_path.renew()
                 values = controller.run(function, bound, arguments, schedule=schedule, **how)
                 _no_value(item, values)
 
-            once()
-            if schedule is None and controller.explores:
-                _explored(once, controller, item.name)
+            if schedule is not None or not controller.explores:
+                once()
+            else:
+                _explore(once, controller, item.name)
             return
         controller.open()  # not in the first example, whose time Hypothesis takes
         inner = handle.inner_test

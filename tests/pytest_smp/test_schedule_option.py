@@ -136,8 +136,13 @@ def test_exploring_goes_as_far_as_the_run_does(session: Session) -> None:
 def test_every_explored_run_has_a_folder_of_its_own(session: Session) -> None:
     ended = session(
         """
+    @pytest.fixture
+    def filled(smp_tmp_path):
+        (smp_tmp_path / "data").write_text("1")
+
     @pytest.mark.smp(ranks=2)
-    def test_x(smp, smp_tmp_path):
+    def test_x(smp, smp_tmp_path, filled):
+        assert (smp_tmp_path / "data").read_text() == "1"
         if smp.rank() == 0:
             (smp_tmp_path / "x").mkdir()
     """,

@@ -304,18 +304,6 @@ def test_outputs_may_be_chunks_of_one_buffer(smp_world: Any) -> None:
         assert exchanged == [first, second, 10 + first, 10 + second, 20 + first, 20 + second, GUARD]
 
 
-def test_one_tensor_for_all_outputs_holds_the_last_rank(smp_world: Any) -> None:
-    """As on Gloo (BUGS.md L13): outputs are written in rank order."""
-
-    def body() -> list[float]:
-        output = torch.full((2,), -1.0)
-        dist.all_gather([output] * SIZE, torch.tensor([1.0, 2.0]) + 10 * dist.get_rank())
-        result: list[float] = output.tolist()
-        return result
-
-    assert smp_world.run(body, ranks=SIZE) == [[21, 22]] * SIZE
-
-
 def test_an_input_may_lie_in_its_own_output(smp_world: Any) -> None:
     """In place, as FSDP2 gathers; exchanging in place needs all inputs read before any write."""
 
