@@ -19,6 +19,7 @@ from hypothesis import settings
 import smp_core.torch as smp
 from conformance.draws import MOST_RANKS, on_ranks
 from conformance.registry import Capability
+from conformance.verdicts import not_supported
 from pytest_smp import strategies
 from pytest_smp.proxies import SmpWorld
 from pytest_smp.strategies import TensorSpec, same
@@ -420,7 +421,7 @@ def calls(draw: st.DrawFn, smp_world: SmpWorld, sizes: Sequence[int], moving: bo
         for dtype in claimed_dtypes(smp_world)
         if NUMBERS[dtype].largest_bound >= 8 * MOST_RANKS
     ]
-    dtype = draw(st.sampled_from(choice))
+    dtype = draw(st.sampled_from(choice or not_supported("no dtype with room for sums is claimed")))
     kinds = [
         name
         for name, each in COLLECTIVES.items()
@@ -430,7 +431,7 @@ def calls(draw: st.DrawFn, smp_world: SmpWorld, sizes: Sequence[int], moving: bo
     ]
     group = draw(st.integers(0, len(sizes) - 1))
     return Call(
-        draw(st.sampled_from(kinds)),
+        draw(st.sampled_from(kinds or not_supported("no collective that fits is claimed"))),
         dtype,
         draw(st.integers(1, 5) if moving else st.integers(1, 5) | st.just(0)),
         draw(st.integers(0, sizes[group] - 1)),

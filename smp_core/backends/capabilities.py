@@ -100,6 +100,11 @@ class Capabilities:
                     f"there is {', '.join(sorted(map(str, known)))}"
                 )
 
+        if not self.dtypes:
+            raise BackendError(
+                "capabilities: dtypes is empty: name at least one, as every backend moves"
+            )
+
     def __repr__(self) -> str:
         # Sets in order: so that it reads, and prints the same in every process.
         said = [

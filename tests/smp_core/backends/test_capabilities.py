@@ -34,6 +34,7 @@ def test_a_backend_that_says_nothing_claims_everything() -> None:
     [
         ({"claims": frozenset({"flying"})}, "claims holds flying"),
         ({"dtypes": frozenset({"float3"})}, "dtypes holds float3"),
+        ({"dtypes": frozenset()}, "dtypes is empty"),
         ({"reductions": {"MEAN": frozenset()}}, "reductions holds MEAN"),
         ({"reductions": {"AVG": frozenset({"int8"})}}, r"reductions\['AVG'\] holds int8"),
     ],
