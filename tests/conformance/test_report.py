@@ -334,8 +334,8 @@ OUTPUT = """
 import os, pathlib, sys
 from conformance import report
 print("before")
-report.check_writable(pathlib.Path("/dev/stdout"))
-report.write_text(pathlib.Path("/dev/stdout"), "text\\n")
+report.check_writable(pathlib.Path("/proc/self/fd/1"))
+report.write_text(pathlib.Path("/proc/self/fd/1"), "text\\n")
 print("after")
 """
 
