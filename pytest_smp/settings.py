@@ -25,8 +25,8 @@ class Settings:
     timeout: float  # seconds for one run
     seed: int  # of every rank's random generators
     strict: bool  # a process group left over fails the run
-    explore: int  # schedules that a marked test is run under; 0 is round-robin alone
-    schedule: Schedule | None  # replayed in every run, or None: what the test says
+    explore: int = 0  # schedules that a marked test is run under; 0 is round-robin alone
+    schedule: Schedule | None = None  # replayed in every run, or None: what the test says
 
 
 def _positive_int(text: str) -> int:

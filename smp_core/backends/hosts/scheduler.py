@@ -99,7 +99,11 @@ class Scheduler:
 
     def enter(self, seat: Seat) -> None:
         """Every communication call starts here, and may let another rank go first."""
-        self.check(seat)
+        if self.ended:
+            self._unwind(seat)
+        if not self._deviations:  # as nearly always: what `decide` would do, without the calls
+            self.decisions += bool(self._ready)
+            return
         choice = self.decide(1 + len(self._ready))
         if choice:
             _headroom()
@@ -184,7 +188,9 @@ class Scheduler:
             self._look_for_deadlock()
         if not self._ready:
             return None
-        choice = 0 if decided else self.decide(len(self._ready))
+        if decided or len(self._ready) == 1:
+            return self._ready.popleft()
+        choice = self.decide(len(self._ready))
         if choice:
             self._ready.rotate(-choice)
             following = self._ready.popleft()
