@@ -56,10 +56,13 @@ def controller_of(config: pytest.Config) -> Controller:
     """The session's one controller."""
     controller = config.stash.get(_CONTROLLER, None)
     if controller is None:
+        from pytest_smp.rank_side import Prelude
         from pytest_smp.running import Controller
 
         capture = config.getoption("capture", "fd") != "no"
-        controller = config.stash[_CONTROLLER] = Controller(config.stash[_SETTINGS], capture)
+        controller = config.stash[_CONTROLLER] = Controller(
+            config.stash[_SETTINGS], capture, Prelude.of(config)
+        )
     return controller
 
 

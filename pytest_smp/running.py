@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import cloudpickle
 import hypothesis
 import pytest
 from hypothesis import control, reporting
@@ -27,8 +26,8 @@ from pytest_smp.proxies import TmpPath
 from pytest_smp.settings import Settings
 from pytest_smp.strategies.schedules import schedules
 from smp_core import runtime
-from smp_core.backends import open_backend
-from smp_core.backends.base import Host, Job, Report, VerdictKind
+from smp_core.backends import open_backend, parcels
+from smp_core.backends.base import Host, HostOptions, Job, Report, VerdictKind
 from smp_core.backends.payload import Payload, plain_dumps
 from smp_core.backends.schedule import ROUND_ROBIN, Schedule
 from smp_core.errors import ArgumentError, BackendError, PayloadError, SmpError
@@ -44,13 +43,11 @@ class GroupLeftWarning(UserWarning):
 
 
 def _dumps(obj: object) -> bytes:
-    """By pickle, so that what can be imported stays itself; what cannot (a closure, a local class)
-    by cloudpickle.
-    """
+    """By pickle; what cannot (a closure, a local class) as it travels between processes."""
     try:
         return plain_dumps(obj)
     except Exception:
-        return bytes(cloudpickle.dumps(obj))
+        return parcels.dumps(obj)
 
 
 class Arguments:
@@ -93,9 +90,12 @@ class Controller:
     One per session.
     """
 
-    def __init__(self, settings: Settings, capture: bool) -> None:
+    def __init__(
+        self, settings: Settings, capture: bool, prelude: Callable[[], Any] | None = None
+    ) -> None:
         self.settings = settings
         self.capture = capture
+        self._prelude = prelude
         self.debugging = False  # a debugger is open: time stands still
         self.timed_out = 0  # runs that did not end
         self.decisions = 0  # of the last run
@@ -106,7 +106,10 @@ class Controller:
     def open(self) -> Host:
         """The backend's host, opened at the first call."""
         if self._host is None:
-            self._host = open_backend(self.settings.backend)
+            options = HostOptions(
+                capture=self.capture, check=self.settings.check, prelude=self._prelude
+            )
+            self._host = open_backend(self.settings.backend, options)
         return self._host
 
     @property
@@ -317,7 +320,7 @@ class MarkedTest:
             else:
                 _explore(once, controller, item.name)
             return
-        controller.open()  # not in the first example, whose time Hypothesis takes
+        host = controller.open()  # not in the first example, whose time Hypothesis takes
         inner = handle.inner_test
 
         @functools.wraps(inner)  # the database's key is a digest of source and signature
@@ -340,9 +343,25 @@ class MarkedTest:
 
         handle.inner_test = on_ranks
         try:
-            function(**arguments)
+            with _deadline_of(function, host):
+                function(**arguments)
         finally:
             handle.inner_test = inner
+
+
+@contextlib.contextmanager
+def _deadline_of(function: Any, host: Host) -> Iterator[None]:
+    """Leave Hypothesis's deadline out where ranks are started and replaced within examples."""
+    name = "_hypothesis_internal_use_settings"
+    settings = getattr(function, name, None)
+    if getattr(host, "steady", True) or settings is None:
+        yield
+        return
+    setattr(function, name, hypothesis.settings(settings, deadline=None))
+    try:
+        yield
+    finally:
+        setattr(function, name, settings)
 
 
 def _no_value(item: pytest.Function, values: list[Any]) -> None:

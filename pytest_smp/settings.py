@@ -25,6 +25,7 @@ class Settings:
     timeout: float  # seconds for one run
     seed: int  # of every rank's random generators
     strict: bool  # a process group left over fails the run
+    check: bool = True  # the board: mismatch and deadlock verdicts on rank processes
     explore: int = 0  # schedules that a marked test is run under; 0 is round-robin alone
     schedule: Schedule | None = None  # replayed in every run, or None: what the test says
 
@@ -119,6 +120,14 @@ _OPTIONS = (
         "replay this order of the ranks' turns in every run (sim)",
     ),
     _Option(
+        "check",
+        "true",
+        _flag,
+        "true or false",
+        "whether rank processes say what they call, so that mismatches and deadlocks are verdicts "
+        "(true or false)",
+    ),
+    _Option(
         "strict", "false", _flag, "true or false", "fail a run that leaves a process group behind"
     ),
 )
@@ -130,7 +139,7 @@ def add_options(parser: pytest.Parser) -> None:
     for option in _OPTIONS:
         text = f"{option.help} (default: {option.default or 'what the test says'})"
         extra: dict[str, Any] = {"metavar": option.name.upper()}
-        if option.convert is _flag:
+        if option.convert is _flag and option.default == "false":
             extra = {"action": "store_const", "const": "true"}
         group.addoption(
             f"--smp-{option.name}", dest=f"smp_{option.name}", default=None, help=text, **extra

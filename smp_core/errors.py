@@ -79,6 +79,12 @@ class RaceError(VerdictError):
     """
 
 
+class CrashError(VerdictError):
+    """Raised when a rank process ends before its body does: names the rank, the signal or exit code,
+    and what it was doing.
+    """
+
+
 class RankDisagreementError(VerdictError):
     """Raised when the ranks of one test do not agree whether to skip it or to expect its failure."""
 

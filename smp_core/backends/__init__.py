@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 
-from smp_core.backends.base import PROTOCOL_VERSION, Backend, Host
+from smp_core.backends.base import PROTOCOL_VERSION, Backend, Factory, Host, HostOptions
 from smp_core.backends.capabilities import Capabilities
 from smp_core.errors import BackendError
 
@@ -25,12 +25,28 @@ def _open_sim() -> Host:
     return open_host()
 
 
+def _open_gloo() -> Host:
+    from smp_core.backends.hosts.pool import PoolCrew
+    from smp_core.backends.hosts.processes import ProcessHost
+
+    return ProcessHost(PoolCrew, Factory("smp_core.backends.fabrics.torch_backend:open_gloo"))
+
+
+def _open_mpi() -> Host:
+    from smp_core.backends.hosts.mpiexec import MpiexecCrew
+    from smp_core.backends.hosts.processes import ProcessHost
+
+    return ProcessHost(MpiexecCrew, Factory("smp_core.backends.fabrics.mpi:open_fabric"))
+
+
 BACKENDS = {
     backend.name: backend
     for backend in (
         Backend(
             "sim", "simulated ranks: threads of this process, one running at a time", _open_sim
         ),
+        Backend("gloo", "local processes that stay warm, and torch's Gloo", _open_gloo),
+        Backend("mpi", "processes of an MPI job, and a process group over mpi4py", _open_mpi),
     )
 }
 
@@ -113,8 +129,8 @@ def _load(name: str, reference: str) -> Backend:
     return found
 
 
-def open_backend(name: str) -> Host:
-    """Open the host of the backend of this name.
+def open_backend(name: str, options: HostOptions | None = None) -> Host:
+    """Open the host of the backend of this name; one that has ``configure`` gets the options.
 
     Raises BackendError if there is none, it cannot be opened, what it opens is no host, or it was
     written for another version of the protocol. A host that is refused is closed.
@@ -124,7 +140,10 @@ def open_backend(name: str) -> Host:
         host = backend.open_host()
     with _blaming(f"backend {name!r}: what it opens is no host"):
         refused = _why_refused(host)
+        configure = getattr(host, "configure", None)
     if refused is None:
+        if configure is not None:
+            configure(options or HostOptions())
         return host
     with contextlib.suppress(BackendError), _blaming("it is refused anyway"):
         host.close()

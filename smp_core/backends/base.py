@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from smp_core.backends.capabilities import EVERYTHING, Capabilities
@@ -78,6 +80,72 @@ class Fabric(Protocol):
         """The process group over ``group``, made on the first call; members call in the same order."""
 
 
+class Recorder(Protocol):
+    """Where a rank process writes down what it is about to do (the board; see backends/board)."""
+
+    def call(
+        self, call: str, group: Group, *, to: Sequence[int] = (), source: int | None = None
+    ) -> AbstractContextManager[None]:
+        """Entered around a synchronous call of the object transport.
+
+        ``call`` is its name (``smp.send``), ``to`` the world ranks that must take what it sends,
+        ``source`` the world rank that it receives from; a call with neither is one that all of
+        ``group`` join.
+        """
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Seat:
+    """What the fabric is told on a rank process when a world forms.
+
+    ``folder`` is private to this forming of the world, the same on all of its ranks, and empty at
+    first; ``forming`` counts the formings of this session. ``check`` raises Cancelled once the run
+    has been ended: a fabric whose waits call it needs no killing (``RankFabric.cooperative``).
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    folder: Path
+    forming: int
+    check: Callable[[], None]
+    board: Recorder
+
+
+class RankFabric(Fabric, Protocol):
+    """The fabric as a host of rank processes drives it: formed once, entered for every run."""
+
+    cooperative: bool  # waits call Seat.check, so that a rank can be unwound without killing it
+
+    def enter(self) -> None:
+        """Before each body: torch.distributed is this world's from now on."""
+
+    def leave(self) -> list[str]:
+        """After each body, however it ended: torch.distributed is nobody's. The process groups that
+        the body made and left, in words; they are destroyed.
+        """
+
+    def close(self) -> None:
+        """The world is not used again."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Factory:
+    """Makes a rank's fabric: names a callable ``module:attribute``, imported on the rank alone, that
+    takes the Seat and then ``arguments``.
+    """
+
+    reference: str
+    arguments: tuple[Any, ...] = ()
+
+    def __call__(self, seat: Seat) -> RankFabric:
+        module, _, attribute = self.reference.partition(":")
+        make = getattr(importlib.import_module(module), attribute)
+        fabric: RankFabric = make(seat, *self.arguments)
+        return fabric
+
+
 class VerdictKind(enum.StrEnum):
     """What a run says of the world as a whole."""
 
@@ -87,6 +155,7 @@ class VerdictKind(enum.StrEnum):
     MISMATCH = "mismatch"
     LEAK = "leak"
     RACE = "race"  # memory of an operation in flight was changed
+    CRASHED = "crashed"  # a rank process ended before its body did
     TIMED_OUT = "timed out"
 
 
@@ -198,6 +267,21 @@ class Host(Protocol):
 
     def close(self) -> None:
         """End every rank. Nothing of the host outlives this call."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostOptions:
+    """What a host of rank processes is told before it starts any.
+
+    ``prelude`` is run once where ranks come from, before the first body: it gets them ready to
+    import what bodies refer to. A host that needs any of this has a method ``configure(options)``.
+    """
+
+    ranks: int = 8  # the most that a world will have: an MPI job starts with so many
+    mpiexec: str = ""  # how an MPI job is started, with its arguments; found by itself if empty
+    capture: bool = True  # the ranks' output is kept apart, rather than let through
+    check: bool = True  # the board (--smp-check)
+    prelude: Callable[[], Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -63,11 +63,12 @@ class Place:
 
     def __str__(self) -> str:
         source = linecache.getline(self.filename, self.lineno).strip()
-        where = f"{_relative(self.filename)}:{self.lineno} in {self.function}"
+        where = f"{relative(self.filename)}:{self.lineno} in {self.function}"
         return f"{where}:  {source}" if source else where
 
 
-def _relative(filename: str) -> str:
+def relative(filename: str) -> str:
+    """A file as seen from the working folder, where it lies below it."""
     try:
         relative = os.path.relpath(filename)
     except (ValueError, OSError):  # another drive; no working folder
@@ -123,7 +124,7 @@ def stack_text(frame: types.FrameType) -> str:
     for each in frames:
         code = each.f_code
         lines.append(
-            f'  File "{_relative(code.co_filename)}", line {each.f_lineno}, in {code.co_name}'
+            f'  File "{relative(code.co_filename)}", line {each.f_lineno}, in {code.co_name}'
         )
         source = linecache.getline(code.co_filename, each.f_lineno).strip()
         if source:

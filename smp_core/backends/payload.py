@@ -23,14 +23,20 @@ _Dumps = Callable[[object], bytes]
 
 def plain_dumps(obj: object) -> bytes:
     """By pickle's newest protocol: classes and functions by name."""
-    torch = sys.modules.get("torch")
-    if torch is None:
+    reducers = tensor_reducers()
+    if not reducers:
         return pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
-    pickler.dispatch_table = copyreg.dispatch_table | {torch.Tensor: _reduce_tensor}
+    pickler.dispatch_table = copyreg.dispatch_table | reducers
     pickler.dump(obj)
     return buffer.getvalue()
+
+
+def tensor_reducers() -> dict[Any, Callable[[Any], Any]]:
+    """What a pickler needs for tensors of every dtype: nothing, while torch is not imported."""
+    torch = sys.modules.get("torch")
+    return {} if torch is None else {torch.Tensor: _reduce_tensor}
 
 
 # Dtypes that torch 2.13 pickles and cannot unpickle ("UntypedStorage has no attribute 'dtype'"), by

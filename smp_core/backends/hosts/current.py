@@ -1,9 +1,9 @@
-"""Which rank the calling thread is."""
+"""Which rank the calling thread is, or the whole process."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from smp_core.errors import ThreadError
 
@@ -14,10 +14,20 @@ _local = threading.local()
 _PARENT = "_smp_started_by_rank"
 
 
-def current() -> RankContext | None:
-    """The rank that this thread is, or None for a thread that is no rank."""
-    context: RankContext | None = getattr(_local, "context", None)
-    return context
+class _Process:
+    """The rank that a rank process is, in all of its threads, while it runs a body."""
+
+    context: Any = None
+
+
+def current() -> Any:
+    """The rank that this thread is (a RankContext or a RankProcess), or None where there is none."""
+    return getattr(_local, "context", None) or _Process.context
+
+
+def set_process(context: Any) -> None:
+    """Say which rank this process is from now on."""
+    _Process.context = context
 
 
 def set_current(context: RankContext | None) -> None:

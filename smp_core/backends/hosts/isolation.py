@@ -183,6 +183,12 @@ def _fresh(part: Part, seed: int) -> Any:
     return part.fresh(seed)
 
 
+def reset(seed: int) -> None:
+    """Give this process what every rank of a run starts with: for ranks that are processes."""
+    for part in _parts():
+        part.set(_fresh(part, seed), part.get())
+
+
 class Isolation:
     """Switches the process-wide state between the ranks of a run, and the controller outside it."""
 

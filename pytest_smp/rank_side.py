@@ -1,0 +1,105 @@
+"""What a rank process needs of pytest: test modules imported as the controller imported them, asserts
+rewritten and explained, conftest modules loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+
+@dataclasses.dataclass(frozen=True)
+class Prelude:
+    """Makes a pytest configuration like the controller's, where the ranks come from.
+
+    As xdist's workers do, but only as far as imports go: no hook of a session is called. A plugin or
+    conftest module is imported there once more, and configures nothing.
+    """
+
+    args: tuple[str, ...]
+    directory: str
+    path: tuple[str, ...]
+    must_rewrite: frozenset[str]
+
+    @classmethod
+    def of(cls, config: pytest.Config) -> Prelude:
+        """The controller's configuration, as far as ranks need it."""
+        from _pytest.assertion.rewrite import assertstate_key
+
+        args = [str(config.rootpath / each.partition("::")[0]) for each in config.args]
+        args = [each for each in args if os.path.exists(each)]
+        args += [
+            f"--rootdir={config.rootpath}",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:terminalreporter",
+        ]
+        if config.inipath is not None:
+            args += ["-c", str(config.inipath)]
+        args.append(f"--import-mode={config.getoption('importmode')}")
+        if config.option.confcutdir:
+            args.append(f"--confcutdir={config.option.confcutdir}")
+        verbose = config.getoption("verbose")
+        args += ["-" + ("v" if verbose > 0 else "q") * abs(verbose)] if verbose else []
+        for override in config.getoption("override_ini") or ():
+            args += ["-o", override]
+        state: Any = config.stash.get(assertstate_key, None)
+        marked = frozenset(getattr(getattr(state, "hook", None), "_must_rewrite", ()))
+        return cls(tuple(args), os.getcwd(), tuple(sys.path), marked)
+
+    def __call__(self) -> None:
+        from _pytest.assertion import truncate, util
+        from _pytest.assertion.rewrite import assertstate_key
+        from _pytest.config import get_config
+        from _pytest.pathlib import import_path
+
+        from smp_core.backends import parcels
+
+        os.chdir(self.directory)
+        sys.path[:] = self.path
+        config = get_config(list(self.args))
+        config.parse(list(self.args))
+        hook: Any = config.stash[assertstate_key].hook
+        if hook is not None:
+            hook.mark_rewrite(*self.must_rewrite - set(sys.modules))
+
+        def load(name: str, file: str) -> ModuleType:
+            with contextlib.suppress(ImportError, ValueError):
+                spec = importlib.util.find_spec(name)
+                if spec is not None and spec.origin is not None and _same(spec.origin, file):
+                    return importlib.import_module(name)
+            import_path(
+                Path(file),
+                mode=config.getoption("importmode"),
+                root=config.rootpath,
+                consider_namespace_packages=config.getini("consider_namespace_packages"),
+            )
+            return sys.modules[name]
+
+        def explain(op: str, left: object, right: object) -> str | None:
+            for lines in config.hook.pytest_assertrepr_compare(
+                config=config, op=op, left=left, right=right
+            ):
+                if lines:
+                    kept = truncate.materialize_with_truncation(lines, config)
+                    if kept:
+                        text = "\n~".join(line.replace("\n", "\\n") for line in kept)
+                        return text.replace("%", "%%")
+            return None
+
+        parcels.Importer.load = staticmethod(load)
+        util._reprcompare, util._config = explain, config
+        import pytest_smp.running  # noqa: F401  what arguments come packed in
+
+
+def _same(one: str, other: str) -> bool:
+    return os.path.exists(one) and os.path.samefile(one, other)

@@ -1,0 +1,242 @@
+"""What each call of a process group says, taken from its arguments.
+
+A call is taken down as a key, cheap to make and to look up; the words follow from the key, once.
+What members must agree on is what `sim` compares.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from smp_core.backends.board.recorder import Description, Fields
+
+#: Of a tensor: its dtype and shape.
+Spec = tuple[torch.dtype, torch.Size]
+
+
+class Key(NamedTuple):
+    """A call: what it brings and gets; ``cuts`` are the two lists of rows of an all_to_all_single."""
+
+    operation: str
+    op: str | None
+    root: int | None
+    brings: tuple[Spec, ...]
+    gets: tuple[Spec, ...] = ()
+    cuts: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+
+
+def _specs(tensors: Any) -> tuple[Spec, ...]:
+    """Of a tensor, a list of them, or a list of lists."""
+    if isinstance(tensors, torch.Tensor):
+        return ((tensors.dtype, tensors.shape),)
+    if len(tensors) == 1 and isinstance(tensors[0], torch.Tensor):
+        tensor = tensors[0]
+        return ((tensor.dtype, tensor.shape),)
+    return tuple(spec for each in tensors for spec in _specs(each))
+
+
+_OPS: dict[Any, str] = {}
+
+
+def _op_name(op: Any) -> str:
+    plain = getattr(op, "op", op)  # a ReduceOp, or its kind
+    name = _OPS.get(plain)
+    if name is None:
+        name = _OPS[plain] = str(plain.name)
+    return name
+
+
+def _op(opts: Any) -> str:
+    if opts is None:
+        return "SUM"
+    return _op_name(getattr(opts, "reduceOp", opts))
+
+
+def _root(opts: Any) -> int:
+    root = getattr(opts, "rootRank", opts)
+    return int(root)
+
+
+# ---- Keys: the arguments are those of torch's ProcessGroup, in both of its spellings --------------
+
+
+def _barrier(opts: Any = None, **_: Any) -> Key:
+    return Key("barrier", None, None, ())
+
+
+def _monitored(*_: Any, **__: Any) -> Key:
+    return Key("monitored_barrier", None, None, ())
+
+
+def _broadcast(
+    tensors: Any = None, opts: Any = None, *_: Any, tensor: Any = None, root: Any = 0
+) -> Key:
+    brings = _specs(tensors if tensor is None else tensor)
+    return Key("broadcast", None, _root(root if opts is None else opts), brings)
+
+
+def _all_reduce(name: str) -> Callable[..., Key]:
+    def key(
+        tensors: Any = None, opts: Any = None, *_: Any, tensor: Any = None, op: Any = None
+    ) -> Key:
+        brings = _specs(tensors if tensor is None else tensor)
+        return Key(name, _op(op if opts is None else opts), None, brings)
+
+    return key
+
+
+def _reduce(
+    tensors: Any = None,
+    opts: Any = None,
+    *rest: Any,
+    tensor: Any = None,
+    root: Any = 0,
+    op: Any = None,
+) -> Key:
+    brings = _specs(tensors if tensor is None else tensor)
+    if opts is not None and hasattr(opts, "rootRank"):
+        return Key("reduce", _op(opts), _root(opts), brings)
+    op = rest[0] if rest else op
+    return Key("reduce", _op(op), _root(root if opts is None else opts), brings)
+
+
+def _gathering(name: str) -> Callable[..., Key]:
+    def key(outputs: Any, inputs: Any, opts: Any = None, **_: Any) -> Key:
+        return Key(name, None, None, _specs(inputs), _specs(outputs))
+
+    return key
+
+
+def _all_gather_coalesced(outputs: Any, inputs: Any, opts: Any = None, **_: Any) -> Key:
+    by_input = [list(each) for each in zip(*outputs, strict=True)]  # a list per rank comes in
+    return Key("all_gather_coalesced", None, None, _specs(inputs), _specs(by_input))
+
+
+def _scattering(name: str) -> Callable[..., Key]:
+    def key(
+        outputs: Any, inputs: Any, opts: Any = None, *rest: Any, op: Any = None, **_: Any
+    ) -> Key:
+        return Key(name, _op(op if opts is None else opts), None, _specs(inputs), _specs(outputs))
+
+    return key
+
+
+def _gather(outputs: Any, inputs: Any, opts: Any = None, *_: Any, root: Any = 0, **__: Any) -> Key:
+    return Key("gather", None, _root(root if opts is None else opts), _specs(inputs))
+
+
+def _scatter(outputs: Any, inputs: Any, opts: Any = None, *_: Any, root: Any = 0, **__: Any) -> Key:
+    return Key("scatter", None, _root(root if opts is None else opts), _specs(outputs))
+
+
+def _all_to_all_single(
+    output: Any, input: Any, outputs: Any = None, inputs: Any = None, opts: Any = None, **_: Any
+) -> Key:
+    cuts = tuple(inputs or ()), tuple(outputs or ())
+    return Key("all_to_all_single", None, None, _specs(input), _specs(output), cuts)
+
+
+#: By name of the method of a process group.
+COLLECTIVES: dict[str, Callable[..., Key]] = {
+    "barrier": _barrier,
+    "monitored_barrier": _monitored,
+    "broadcast": _broadcast,
+    "allreduce": _all_reduce("all_reduce"),
+    "allreduce_coalesced": _all_reduce("all_reduce_coalesced"),
+    "reduce": _reduce,
+    "allgather": _gathering("all_gather"),
+    "allgather_coalesced": _all_gather_coalesced,
+    "all_gather_single": _gathering("all_gather_single"),
+    "_allgather_base": _gathering("all_gather_single"),
+    "all_gather_single_coalesced": _gathering("all_gather_single_coalesced"),
+    "allgather_into_tensor_coalesced": _gathering("all_gather_single_coalesced"),
+    "reduce_scatter": _scattering("reduce_scatter"),
+    "reduce_scatter_single": _scattering("reduce_scatter_single"),
+    "_reduce_scatter_base": _scattering("reduce_scatter_single"),
+    "reduce_scatter_single_coalesced": _scattering("reduce_scatter_single_coalesced"),
+    "reduce_scatter_tensor_coalesced": _scattering("reduce_scatter_single_coalesced"),
+    "gather": _gather,
+    "scatter": _scatter,
+    "alltoall": _gathering("all_to_all"),
+    "all_to_all_single": _all_to_all_single,
+    "alltoall_base": _all_to_all_single,
+}
+
+#: Those whose sizes may differ between members: elements are compared by pairs of them.
+_BY_PAIRS = ("all_gather", "all_gather_coalesced", "all_to_all", "all_to_all_single")
+
+
+def unknown(operation: str) -> Description:
+    """Of a call whose arguments nobody understands: it takes part and is compared with nothing."""
+    return Description(operation, None, elements=0)
+
+
+def describe(key: Key, size: int) -> Description:
+    """A collective in words, for a group of so many."""
+    brings = key.brings
+    fields: list[tuple[str, str | int]] = []
+    if key.op is not None:
+        fields.append(("reduce op", key.op))
+    if key.root is not None:
+        fields.append(("root", key.root))
+    told: Fields = ()
+    if brings:
+        fields.append(("dtype", _dtypes(brings)))
+        shape = "shape", _shapes(brings)
+        if key.operation not in _BY_PAIRS:
+            fields.append(shape)
+        elif key.operation.startswith("all_gather"):
+            told = (shape,)
+    sent: tuple[int, ...] = ()
+    expected: tuple[int, ...] = ()
+    if key.operation == "all_to_all_single":
+        sent, expected = (
+            _rows(*each, size) for each in zip(brings + key.gets, key.cuts, strict=True)
+        )
+    elif key.operation in _BY_PAIRS:
+        sent, expected = _counts(brings), _counts(key.gets)
+    counts = _counts(brings)
+    elements = sum(counts) if all(counts) or key.operation.startswith("all_to_all") else 0
+    return Description(
+        key.operation, tuple(fields), told, sent, expected, elements if brings else 1
+    )
+
+
+def describe_post(operation: str, specs: Sequence[Spec]) -> Description:
+    """The tensor of a send or a receive in words."""
+    counts = _counts(specs)
+    fields: Fields = (("dtype", _dtypes(specs)), ("shape", _shapes(specs)))
+    return Description(operation, fields, sent=counts, elements=sum(counts))
+
+
+def post_key(tensors: Any) -> tuple[Spec, ...]:
+    """What stands for the tensor of a send or a receive."""
+    return _specs(tensors)
+
+
+def _counts(specs: Sequence[Spec]) -> tuple[int, ...]:
+    return tuple(math.prod(shape) for _, shape in specs)
+
+
+def _rows(spec: Spec, cuts: Sequence[int], size: int) -> tuple[int, ...]:
+    rows, count = (spec[1][0] if spec[1] else 1), math.prod(spec[1])
+    if not cuts:
+        return (count // size,) * size
+    return tuple(cut * (count // rows if rows else 0) for cut in cuts)
+
+
+def _dtypes(specs: Sequence[Spec]) -> str:
+    return " ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype, _ in specs))
+
+
+def _shapes(specs: Sequence[Spec]) -> str:
+    return " ".join(str(list(shape)) for _, shape in specs)
+
+
+def making(members: tuple[int, ...]) -> Description:
+    """A call of new_group in words; those that wait for each other stand in ``expected``."""
+    return Description("new_group", (("ranks", str([*members])),), expected=members, elements=0)

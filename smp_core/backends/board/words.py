@@ -1,0 +1,104 @@
+"""How verdicts read: the words of `sim`, from plain values instead of its live objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from smp_core.backends.frames import Place
+from smp_core.backends.hosts.diagnosis import ranks_text
+from smp_core.errors import CollectiveMismatchError
+
+Fields = Sequence[tuple[str, object]]
+Made = tuple[int, str, Place | None]  # a call: by which rank, in words, where
+
+
+def call_text(operation: str, fields: Fields) -> str:
+    """``all_reduce(reduce op=SUM, dtype=float32, shape=[4])``."""
+    return f"{operation}({', '.join(f'{name}={value}' for name, value in fields)})"
+
+
+def post_text(sends: bool, peer: int | None, dtype: object, shape: object, tag: int) -> str:
+    """``recv from rank 0 (float32, shape [2], tag 0)``; None is any rank."""
+    verb = "send to" if sends else "recv from"
+    whom = "any rank" if peer is None else f"rank {peer}"
+    return f"{verb} {whom} ({dtype}, shape {shape}, tag {tag})"
+
+
+def at(place: Place | None) -> str:
+    """The line below a call that says where it was made."""
+    return "" if place is None else f"\n      {place}"
+
+
+def merged(calls: Iterable[Made]) -> list[str]:
+    """One line for all ranks that made the same call at the same place."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank, text, place in calls:
+        groups.setdefault((text, at(place)), []).append(rank)
+    return [f"  {ranks_text(ranks)}: {text}{where}" for (text, where), ranks in groups.items()]
+
+
+def differing(descriptions: Sequence[tuple[str, Fields]]) -> str:
+    """In what these calls, operation and fields, differ."""
+    if len({operation for operation, _ in descriptions}) > 1:
+        return "operation"
+    names = dict.fromkeys(name for _, fields in descriptions for name, _ in fields)
+    return " and ".join(
+        name
+        for name in names
+        if len({repr(dict(fields).get(name)) for _, fields in descriptions}) > 1
+    )
+
+
+def mismatch(number: int, group: str, what: str, calls: Sequence[Made]) -> CollectiveMismatchError:
+    """The verdict on calls that meet and differ."""
+    lines = [f"mismatch: call {number} on group {group} differs in {what}", *merged(calls)]
+    return CollectiveMismatchError("\n".join(lines))
+
+
+def pair_mismatch(
+    operation: str, source: Made, sent: int, target: Made, expected: int
+) -> CollectiveMismatchError:
+    """The verdict on a member that sends more or fewer elements than another expects."""
+    sender, receiver = source[0], target[0]
+    return CollectiveMismatchError(
+        f"mismatch: {operation} differs in element count\n"
+        f"  rank {sender} sends {sent} elements to rank {receiver}{at(source[2])}\n"
+        f"  rank {receiver} expects {expected} elements from rank {sender}{at(target[2])}"
+    )
+
+
+def post_mismatch(group: str, what: str, send: Made, receive: Made) -> CollectiveMismatchError:
+    """The verdict on a send and its receive."""
+    lines = [f"mismatch: a send and its receive on group {group} differ in {what}"]
+    lines += [f"  rank {rank}: {text}{at(place)}" for rank, text, place in (send, receive)]
+    return CollectiveMismatchError("\n".join(lines))
+
+
+def group_mismatch(
+    name: str, made: Mapping[int, tuple[object, Place | None]]
+) -> CollectiveMismatchError:
+    """The verdict on ranks that make different groups at one number of new_group."""
+    lines = [f"mismatch: new_group number {name} differs in its ranks"]
+    lines += merged((rank, f"ranks {ranks}", place) for rank, (ranks, place) in made.items())
+    lines.append(
+        "hint: every rank of the world must call new_group, for every group, in the same order"
+    )
+    return CollectiveMismatchError("\n".join(lines))
+
+
+def object_hint(call: str, me: int, others: Mapping[str, Sequence[int]]) -> str | None:
+    """What often is wrong when an object is never taken.
+
+    ``others``: the sends in which the ranks wait that should take it, each with those that it waits
+    for.
+    """
+    if call.startswith("smp.broadcast") and any(
+        other.startswith("smp.broadcast") for other in others
+    ):
+        return "smp.broadcast is called by the root alone; the receivers call smp.recv_from"
+    if any(me in waiting for waiting in others.values()):
+        return (
+            "smp.send returns after the matching smp.recv_from: two ranks that both send first "
+            "never receive"
+        )
+    return None

@@ -1,0 +1,85 @@
+"""The fabric of any backend that torch knows by name: Gloo first of all.
+
+The default process group is that backend's own, made over a file store; objects go through a second
+group of it that no user's call touches.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from smp_core.backends.base import Group, Seat
+from smp_core.backends.fabrics.torch_backend.objects import GroupObjects
+from smp_core.backends.fabrics.torch_world import TorchWorld
+from smp_core.errors import NotInitializedError
+
+_WORLD = "WORLD"
+# torch's own limit on a wait. Ours are the board and --smp-timeout; this one only has to be longer.
+_LIMIT = datetime.timedelta(days=1)
+
+
+class TorchFabric:
+    """See base.RankFabric."""
+
+    cooperative = False  # a wait inside a torch backend ends when it ends
+
+    def __init__(self, seat: Seat, backend: str) -> None:
+        self.rank, self.size = seat.rank, seat.size
+        self.local_rank, self.local_size = seat.local_rank, seat.local_size
+        self._handles: dict[Group, Any] = {}
+        self._world = TorchWorld()
+        self._world.enter()
+        try:
+            store = dist.FileStore(str(seat.folder / "store"), seat.size)  # type: ignore[attr-defined]
+            dist.init_process_group(
+                backend, store=store, rank=seat.rank, world_size=seat.size, timeout=_LIMIT
+            )
+            private = dist.new_group(backend=backend, timeout=_LIMIT, group_desc="smp objects")
+            self._world.keep()
+        finally:
+            self._world.leave()
+        self.objects = GroupObjects(seat, private)
+
+    def enter(self) -> None:
+        """See RankFabric."""
+        self._world.enter()
+
+    def leave(self) -> list[str]:
+        """See RankFabric."""
+        left = self._world.leave(self._handles.values())
+        self._handles.clear()
+        if not self._world.whole:
+            raise RuntimeError("the body destroyed the default process group")
+        return left
+
+    def process_group(self, group: Group) -> Any:
+        """See base.Fabric. Members alone make it, in any order against other groups."""
+        if group.name == _WORLD:
+            default = dist.group.WORLD
+            if default is None:
+                raise NotInitializedError("the default process group has been destroyed")
+            return default
+        handle = self._handles.get(group)
+        if handle is None:
+            handle = self._handles[group] = dist.new_group(
+                list(group.ranks),
+                timeout=_LIMIT,
+                use_local_synchronization=True,
+                sort_ranks=False,
+                group_desc=group.name,
+            )
+        return handle
+
+    def close(self) -> None:
+        """See RankFabric."""
+        self._world.close()
+
+
+def open_gloo(seat: Seat) -> TorchFabric:
+    """The fabric of `gloo`, on the loopback device."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    return TorchFabric(seat, "gloo")

@@ -1,0 +1,142 @@
+"""The nursery: a process that has everything imported and forks the ranks of the `pool` host.
+
+Importing torch takes about a second, forking what has imported it a few milliseconds. The nursery
+runs no thread and no body. It takes requests from the controller, tells it which of its children
+ended and how, and ends with it: when the controller's end of the connection closes, however that
+came about, the nursery kills the ranks and removes the run's folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import pickle
+import select
+import shutil
+import signal
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+from smp_core.backends.hosts.rank import Berth, main
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent(parent: int) -> None:
+    """Ask the kernel for SIGKILL when the nursery dies (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died in between
+            os._exit(1)
+
+
+class Nursery:
+    """Serves one controller."""
+
+    def __init__(self, controller: Connection, setting: dict[str, Any]) -> None:
+        self._controller = controller
+        self._setting = setting
+        self._children: set[int] = set()
+        self._signals, wakeup = os.pipe()
+        for end in (self._signals, wakeup):
+            os.set_blocking(end, False)
+        self._wakeup = wakeup
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+
+    def serve(self) -> None:
+        """Until the controller closes the connection, or is gone."""
+        try:
+            while True:
+                sources: list[Any] = [self._controller, self._signals]
+                ready, _, _ = select.select(sources, [], [])
+                if self._signals in ready:
+                    os.read(self._signals, 4096)
+                    self._reap()
+                if self._controller in ready:
+                    request = json.loads(self._controller.recv_bytes())
+                    if "fork" in request:
+                        for slot in request["fork"]:
+                            self._fork(slot)
+                    else:
+                        self._prepare(request["prepare"])
+        except (EOFError, OSError):
+            pass
+        finally:
+            self._end()
+
+    def _tell(self, **what: Any) -> None:
+        self._controller.send_bytes(json.dumps(what).encode())
+
+    def _prepare(self, parcel: str) -> None:
+        try:
+            pickle.loads(bytes.fromhex(parcel))()
+        except BaseException as error:
+            self._tell(prepared=f"{type(error).__name__}: {error}")
+        else:
+            self._tell(prepared=None)
+
+    def _fork(self, slot: int) -> None:
+        nursery = os.getpid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _die_with_parent(nursery)
+                os.setsid()  # a group of its own, with what the body starts
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for descriptor in (self._signals, self._wakeup, self._controller.fileno()):
+                    os.close(descriptor)
+                main(Berth(slot=slot, **self._setting))
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+                sys.stderr.flush()
+            finally:
+                os._exit(1)  # main does not return
+        self._children.add(pid)
+        self._tell(forked=slot, pid=pid)
+
+    def _reap(self) -> None:
+        for pid in list(self._children):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                self._children.discard(pid)
+                _kill_group(pid)
+                self._tell(ended=pid, status=os.waitstatus_to_exitcode(status))
+
+    def _end(self) -> None:
+        for pid in self._children:
+            _kill_group(pid)
+        for pid in self._children:
+            os.waitpid(pid, 0)
+        shutil.rmtree(self._setting["folder"], ignore_errors=True)
+
+
+def _kill_group(pid: int) -> None:
+    """SIGKILL to a rank and to what its bodies started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def start(descriptor: int) -> None:
+    """The nursery's main: ``python -c "...start(fd)"``; what it is to do comes by the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
+    controller = Connection(descriptor)
+    setting = json.loads(controller.recv_bytes())
+    for module in setting.pop("preload"):
+        __import__(module)
+    _use_one_compute_thread()
+    Nursery(controller, setting).serve()
+    os._exit(0)
+
+
+def _use_one_compute_thread() -> None:
+    """As launchers of real ranks do by OMP_NUM_THREADS=1: ranks are more than cores."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)

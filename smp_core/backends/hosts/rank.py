@@ -1,0 +1,411 @@
+"""A rank process: it connects to its controller, joins worlds, and runs one body after the other.
+
+Its main thread reads the control connection and runs the bodies. A second connection, the line,
+carries records for the board up, and `cancel` down; a thread waits on it, and when it hangs up, the
+controller is gone and so is the rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import gc
+import os
+import pickle
+import random
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from smp_core.backends import frames, parcels
+from smp_core.backends.base import Factory, Job, Outcome, OutcomeKind, RankFabric, Seat
+from smp_core.backends.board.recorder import Recorder
+from smp_core.backends.hosts import current, wire
+from smp_core.backends.hosts.isolation import reset
+from smp_core.backends.hosts.stacks import stacks_file
+from smp_core.errors import Cancelled, PayloadError, SmpError
+
+STACKS = signal.SIGUSR2  # asks a rank for its stacks, whatever it is doing
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Berth:
+    """Where a rank process finds its controller, and which of its ranks it is."""
+
+    slot: int
+    folder: str  # private to the run
+    address: wire.Address
+    secret: str  # in hexadecimal
+    capture: bool = True  # output goes to files in the folder
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Errand:
+    """One run, as the controller sends it to a rank."""
+
+    number: int
+    size: int
+    body_key: int
+    body: bytes | None  # None: the rank has it
+    job: bytes  # (arguments, and the fields of Job that a rank needs)
+    environment: dict[str, str | None]  # what the controller changed since it started the ranks
+    directory: str | None
+    path: list[str] | None  # sys.path, if it changed
+    check: bool  # the board is on
+
+
+@dataclasses.dataclass(slots=True)
+class Done:
+    """What a rank sends back."""
+
+    number: int
+    outcome: Outcome
+    error: bytes | None  # the outcome's, pickled by itself: the rest must arrive in any case
+    value: bytes | None
+    groups: list[str]  # process groups left behind
+    unclean: list[str]  # why this rank must be replaced
+    records: int  # frames sent on the line
+    at: float  # time.monotonic() when the body ended
+
+
+class RankProcess:
+    """One rank of one run, as the API sees it (compare threads.RankContext)."""
+
+    __slots__ = ("fabric", "job", "rank", "runtime", "size")
+
+    def __init__(self, rank: int, size: int, job: Job, fabric: RankFabric) -> None:
+        self.rank, self.size, self.job, self.fabric = rank, size, job, fabric
+        self.runtime: Any = None
+
+
+class _Line:
+    """The second connection: records up, cancel and hang-up down."""
+
+    def __init__(self, connection: Connection, folder: str) -> None:
+        self._connection, self._folder = connection, folder
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self.sent = 0
+        self.run = 0  # the number of the run that is on
+        self._cancelled = 0
+        self._thread = threading.Thread(target=self._listen, name="smp line", daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._cancelled = int(self._connection.recv_bytes(64))
+        except (EOFError, OSError):
+            shutil.rmtree(self._folder, ignore_errors=True)
+            os._exit(1)
+
+    def write(self, data: bytes) -> None:
+        with self._lock:
+            if os.getpid() == self._process:  # a body may fork
+                self._connection.send_bytes(data)
+                self.sent += 1
+
+    def check(self) -> None:
+        """Raise Cancelled once the controller has ended the run."""
+        if self._cancelled == self.run:
+            raise Cancelled("the run has ended")
+
+
+class _Server:
+    """What a rank process keeps from run to run."""
+
+    def __init__(self, berth: Berth, control: Connection, line: Connection) -> None:
+        self._berth, self._control = berth, control
+        self._line = _Line(line, berth.folder)
+        self._recorder = Recorder(berth.slot, self._line.write)
+        self._instrument: Any = None
+        self._worlds: dict[int, RankFabric] = {}
+        self._bodies: dict[int, Callable[..., Any]] = {}
+        self._environment = dict(os.environ)
+        self._process = os.getpid()
+        self._threads = set(threading.enumerate())
+        self._descriptors: set[str] = set()
+
+    def serve(self) -> None:
+        """Until the controller says exit, or is gone."""
+        answers: dict[type, Callable[[Any], Any]] = {
+            Errand: self._run,
+            Forming: self._form,
+            Preparing: _prepare,
+        }
+        while True:
+            request = pickle.loads(self._control.recv_bytes())
+            answer = answers[type(request)](request) if request is not None else None
+            if os.getpid() != self._process:  # a body forked, and its child came back to here
+                os._exit(0)
+            if request is None:
+                return
+            self._control.send_bytes(pickle.dumps(answer, pickle.HIGHEST_PROTOCOL))
+
+    # Worlds.
+
+    def _form(self, forming: Forming) -> str | None:
+        old = self._worlds.pop(forming.size, None)
+        try:
+            if old is not None:
+                old.close()
+            seat = Seat(
+                rank=self._berth.slot,
+                size=forming.size,
+                local_rank=forming.local_rank,
+                local_size=forming.local_size,
+                folder=Path(forming.folder),
+                forming=forming.number,
+                check=self._line.check,
+                board=self._recorder,
+            )
+            self._worlds[forming.size] = forming.factory(seat)
+        except BaseException as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            self._descriptors = _descriptors()
+        return None
+
+    # Runs.
+
+    def _run(self, errand: Errand) -> Done:
+        self._line.run = errand.number
+        start = self._line.sent
+        fabric = self._worlds[errand.size]
+        _truncate_output()
+        with self._surroundings(errand):
+            outcome = self._outcome(errand, fabric)
+        at = time.monotonic()
+        value = error = None
+        if os.getpid() == self._process:
+            value, error = self._pack(outcome)
+        outcome.value = outcome.error = None
+        groups, unclean = [], self._unclean()
+        try:
+            groups = fabric.leave()
+        except Exception as broken:
+            unclean.append(f"its world is broken: {type(broken).__name__}: {broken}")
+        outcome.stdout, outcome.stderr = _output()
+        records = self._line.sent - start
+        return Done(errand.number, outcome, error, value, groups, unclean, records, at)
+
+    def _outcome(self, errand: Errand, fabric: RankFabric) -> Outcome:
+        rank = self._berth.slot
+        skips: tuple[type[BaseException], ...] = ()
+        try:
+            fabric.enter()
+            job = self._job(errand)
+            skips = job.skips
+            reset(job.seed)
+            current.set_process(RankProcess(rank, errand.size, job, fabric))
+            args, kwargs = job.arguments(rank)
+            if errand.check:
+                self._watch(errand.number)
+            value = job.body(*args, **kwargs)
+            return Outcome(rank, OutcomeKind.RETURNED, value)
+        except Cancelled as error:
+            return Outcome(rank, OutcomeKind.CANCELLED, detail=str(error))
+        except skips as error:
+            frames.cut_traceback(error, ours=False)
+            return Outcome(rank, OutcomeKind.SKIPPED, error=error)
+        except BaseException as error:
+            frames.cut_traceback(error, ours=isinstance(error, SmpError))
+            return Outcome(rank, OutcomeKind.RAISED, error=error)
+        finally:
+            self._recorder.end()
+            current.set_process(None)
+
+    def _watch(self, run: int) -> None:
+        """Record what the body communicates. Where torch is loaded, it is torch's business too."""
+        if self._instrument is None:
+            from smp_core.backends.board.instrument import Instrument
+
+            self._instrument = Instrument(self._recorder)
+        self._instrument.install()
+        self._recorder.begin(run)
+
+    def _job(self, errand: Errand) -> Job:
+        if errand.body is not None:
+            self._bodies = {errand.body_key: pickle.loads(errand.body)}
+        arguments, fields = pickle.loads(errand.job)
+        return Job(body=self._bodies[errand.body_key], arguments=arguments, **fields)
+
+    def _pack(self, outcome: Outcome) -> tuple[bytes | None, bytes | None]:
+        if outcome.kind is OutcomeKind.RETURNED:
+            try:
+                return parcels.dumps(outcome.value), None
+            except Exception as reason:
+                outcome.kind = OutcomeKind.RAISED
+                outcome.error = PayloadError(
+                    f"rank {outcome.rank}: what the body returned, a "
+                    f"{type(outcome.value).__qualname__}, cannot be pickled: "
+                    f"{type(reason).__name__}: {reason}. A rank is a process here: return what can"
+                )
+        return None, None if outcome.error is None else parcels.dump_error(outcome.error)
+
+    @contextlib.contextmanager
+    def _surroundings(self, errand: Errand) -> Iterator[None]:
+        """The controller's environment, folder and import path; what the body changes is undone."""
+        if errand.path is not None:
+            sys.path[:] = errand.path
+        _apply(self._environment, errand.environment)
+        if errand.directory is not None:
+            with contextlib.suppress(OSError):
+                os.chdir(errand.directory)
+        streams = sys.stdin, sys.stdout, sys.stderr
+        try:
+            yield
+        finally:
+            sys.stdin, sys.stdout, sys.stderr = streams
+            _apply(self._environment, {})
+
+    def _unclean(self) -> list[str]:
+        """What the body left that no next body may find."""
+        left = []
+        for thread in set(threading.enumerate()) - self._threads:
+            left.append(f"thread {thread.name!r} still runs")
+        for child in _children():
+            left.append(f"process {child} still runs")
+        if _descriptors() - self._descriptors:
+            gc.collect()
+            new = _descriptors() - self._descriptors
+            left += [f"a file descriptor is open: {each}" for each in sorted(new)]
+        return left
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Forming:
+    """Asks a rank to join a world."""
+
+    number: int
+    size: int
+    local_rank: int
+    local_size: int
+    folder: str
+    factory: Factory
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Preparing:
+    """Asks a rank that was not forked from a prepared process to prepare itself."""
+
+    prelude: bytes
+
+
+def _prepare(preparing: Preparing) -> str | None:
+    try:
+        pickle.loads(preparing.prelude)()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _apply(base: dict[str, str], changes: dict[str, str | None]) -> None:
+    """Make os.environ ``base`` with ``changes``."""
+    wanted = {**base, **changes}
+    for name in set(os.environ) | set(wanted):
+        value = wanted.get(name)
+        if value is None:
+            os.environ.pop(name, None)
+        elif os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+def _descriptors() -> set[str]:
+    """This process's open descriptors, each with what it is."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that listed them
+            found.add(f"{name} -> {os.readlink(f'/proc/self/fd/{name}')}")
+    return found
+
+
+def _children() -> list[int]:
+    text = ""
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    return [int(pid) for pid in text.split()]
+
+
+# Output: descriptors 1 and 2 are files in the run's folder, so that what C++ writes while it dies
+# is kept as well.
+
+
+def output_files(folder: str, pid: int) -> tuple[Path, Path]:
+    """Where a rank process writes."""
+    return Path(folder, f"{pid}.out"), Path(folder, f"{pid}.err")
+
+
+def _redirect(folder: str) -> None:
+    for descriptor, path in zip((1, 2), output_files(folder, os.getpid()), strict=True):
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, descriptor)
+        os.close(file)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  for the life of the process
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
+
+
+@functools.cache
+def _captures() -> bool:
+    """Whether this process writes to files of its own: it does not with ``-s``."""
+    return os.path.basename(os.readlink("/proc/self/fd/1")) == f"{os.getpid()}.out"
+
+
+def _truncate_output() -> None:
+    if _captures():
+        for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+            stream.flush()
+            os.ftruncate(descriptor, 0)
+
+
+def _output() -> tuple[str, str]:
+    """What was written since the last truncation."""
+    if not _captures():
+        return "", ""
+    texts = []
+    for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+        with contextlib.suppress(ValueError, OSError):  # the body closed it
+            stream.flush()
+        data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+        texts.append(data.decode(errors="replace"))
+    return texts[0], texts[1]
+
+
+def main(berth: Berth, at_end: Callable[[], None] | None = None) -> None:
+    """Serve until the controller is done with this rank; never returns.
+
+    ``at_end`` is called when the controller says that all is over.
+    """
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    if berth.capture:
+        _redirect(berth.folder)
+    stacks = open(stacks_file(berth.folder, os.getpid()), "w")  # noqa: SIM115
+    faulthandler.register(STACKS, file=stacks, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    random.seed()  # a fork of the nursery; each run seeds it again
+    secret = bytes.fromhex(berth.secret)
+    hello = {"slot": berth.slot, "pid": os.getpid(), "host": socket.gethostname()}
+    control = wire.connect(berth.address, secret, {**hello, "wire": "control"})
+    line = wire.connect(berth.address, secret, {**hello, "wire": "line"})
+    code = 1
+    try:
+        _Server(berth, control, line).serve()
+        if at_end is not None:
+            at_end()
+        code = 0
+    except (EOFError, OSError):
+        pass  # the controller is gone
+    finally:
+        os._exit(code)

@@ -1,0 +1,59 @@
+"""The stacks of a rank process that does not come back: its own signal handler writes them to a
+file, whatever it is doing, in C or in Python; here they are read.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import time
+from pathlib import Path
+
+from smp_core.backends import frames
+
+_FRAME = re.compile(r'\s+File "(.*)", line (\d+) in (.*)')
+_PATIENCE = 1.0  # seconds for the handler to have run
+_QUIET = 0.05  # seconds without a new line: it is done
+
+
+def stacks_file(folder: str, pid: int) -> Path:
+    """Where a rank process writes its stacks."""
+    return Path(folder, f"{pid}.stacks")
+
+
+def read_stacks(folder: str, pid: int) -> list[str]:
+    """The stacks of all threads that run a user's code, outermost line first; may be empty."""
+    path = stacks_file(folder, pid)
+    deadline = time.monotonic() + _PATIENCE
+    text, quiet_since = "", time.monotonic()
+    while time.monotonic() < deadline:
+        try:
+            now = path.read_text(errors="replace")
+        except OSError:
+            return []
+        if now != text:
+            text, quiet_since = now, time.monotonic()
+        elif text and time.monotonic() - quiet_since > _QUIET:
+            break
+        time.sleep(0.005)
+    return [
+        stack
+        for part in re.split(r"^\S.*thread.*$", text, flags=re.M | re.I)
+        if (stack := _render(part))
+    ]
+
+
+def _render(part: str) -> str:
+    found = [match.groups() for match in map(_FRAME.match, part.splitlines()) if match]
+    places = [(file, int(line), function) for file, line, function in reversed(found)]
+    own = [frames.is_ours(file) for file, _, _ in places]
+    if all(own):
+        return ""
+    first, last = own.index(False), len(own) - own[::-1].index(False)
+    lines = []
+    for file, line, function in places[first:last]:
+        lines.append(f'  File "{frames.relative(file)}", line {line}, in {function}')
+        source = linecache.getline(file, line).strip()
+        if source:
+            lines.append(f"    {source}")
+    return "\n".join(lines)

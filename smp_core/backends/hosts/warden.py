@@ -1,0 +1,68 @@
+"""A small process above each rank of an MPI job, and above the job itself.
+
+    warden.py --exec COMMAND...        becomes the command, which the kernel ends with the controller
+    warden.py TOLD COMMAND...          runs a rank; writes how it ended to the folder TOLD
+
+Runs by itself, without this project or anything else imported: it must cost next to nothing.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+
+#: Where the launchers that we know say which rank a process is.
+RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """Ask the kernel for SIGKILL when the parent process dies (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died in between
+            os._exit(1)
+
+
+def _rank() -> str:
+    for name in RANK_VARIABLES:
+        if os.environ.get(name, "").isdecimal():
+            return os.environ[name]
+    sys.exit(f"warden: none of {', '.join(RANK_VARIABLES)} says which rank this is")
+
+
+def _ward(told: str, command: list[str]) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    slot, warden = _rank(), os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            die_with(warden)
+            os.setsid()  # a group of its own, with what the bodies start
+            os.execv(command[0], command)
+        finally:
+            os._exit(127)
+    _, status = os.waitpid(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    path = os.path.join(told, slot)
+    with open(path + ".new", "w") as file:
+        json.dump({"pid": pid, "code": code}, file)
+    os.rename(path + ".new", path)
+    return code if code >= 0 else 128 - code
+
+
+def main(arguments: list[str]) -> None:
+    """See the module."""
+    if arguments[0] == "--exec":
+        die_with(os.getppid())
+        os.execvp(arguments[1], arguments[1:])
+    sys.exit(_ward(arguments[0], arguments[1:]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

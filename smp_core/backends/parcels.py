@@ -1,0 +1,200 @@
+"""What travels between the controller and rank processes: functions, exceptions, and what they hold.
+
+What can be imported travels by name. A function that cannot (a closure, a lambda, what a decorator
+hid) travels as its code and its cells, and is put back into its own module: there the globals are
+that module's, and its classes are those of the one import, not copies. What has no module to go
+back to (``__main__``) travels by value, by cloudpickle. Exceptions keep their traceback, by tblib.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pickle
+import sys
+import sysconfig
+import types
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+from tblib import Traceback, pickling_support
+
+from smp_core.backends.payload import tensor_reducers
+
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+
+
+def _import_by_name(name: str, file: str) -> types.ModuleType:
+    return importlib.import_module(name)
+
+
+class Importer:
+    """How a rank process imports the module that a function belongs to: by name and file."""
+
+    load: Callable[[str, str], types.ModuleType] = staticmethod(_import_by_name)
+
+
+def _module(name: str, file: str) -> types.ModuleType:
+    module = sys.modules.get(name)
+    return Importer.load(name, file) if module is None else module
+
+
+def _home(function: types.FunctionType) -> tuple[str, str] | None:
+    """Name and file of the module that a function belongs to, if a rank can import it."""
+    name = function.__module__
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    file = getattr(module, "__file__", None)
+    if module is None or name == "__main__" or not file:
+        return None
+    return (name, file) if vars(module) is function.__globals__ else None
+
+
+def _by_name(obj: types.FunctionType | type) -> bool:
+    """Whether looking up its qualified name in its module finds this very object."""
+    found: Any = sys.modules.get(obj.__module__)
+    for part in obj.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is obj
+
+
+def _empty_function(
+    code: types.CodeType, name: str, file: str, cells: tuple[types.CellType, ...]
+) -> types.FunctionType:
+    return types.FunctionType(code, vars(_module(name, file)), closure=cells or None)
+
+
+def _fill_function(function: types.FunctionType, state: tuple[dict[str, Any], Any]) -> None:
+    attributes, members = state
+    for name, value in attributes.items():
+        setattr(function, name, value)
+    vars(function).update(members)
+
+
+def _empty_cell() -> types.CellType:
+    return types.CellType()
+
+
+def _fill_cell(cell: types.CellType, contents: tuple[Any, ...]) -> None:
+    for value in contents:  # none, or one
+        cell.cell_contents = value
+
+
+def _contents(cell: types.CellType) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # not assigned yet
+        return ()
+
+
+_ATTRIBUTES = (
+    "__name__",
+    "__qualname__",
+    "__module__",
+    "__doc__",
+    "__defaults__",
+    "__kwdefaults__",
+    "__annotations__",
+)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Remembers which modules of the user's must be imported before its pickle can be read."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        table: Any = cloudpickle.Pickler.dispatch_table
+        self.dispatch_table = table.new_child(tensor_reducers())
+        self.modules: dict[str, str] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type):
+            self._note(obj.__module__)
+        elif isinstance(obj, types.FunctionType):
+            self._note(obj.__module__)
+            home = _home(obj)
+            if home is not None and not _by_name(obj):
+                attributes = {name: getattr(obj, name) for name in _ATTRIBUTES}
+                construct = (obj.__code__, *home, obj.__closure__ or ())
+                state = (attributes, dict(vars(obj)))
+                return _empty_function, construct, state, None, None, _fill_function
+        elif isinstance(obj, types.CellType):
+            # Made first and filled afterwards: a function may be in a cell of its own closure, and
+            # two functions may share a cell.
+            return _empty_cell, (), _contents(obj), None, None, _fill_cell
+        elif isinstance(obj, types.TracebackType):
+            return _rebuild_traceback, (Traceback(obj).as_dict(),)
+        return super().reducer_override(obj)
+
+    def _note(self, name: object) -> None:
+        if not isinstance(name, str) or name in self.modules:
+            return
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file and name != "__main__" and not file.startswith(_LIBRARIES):
+            self.modules[name] = file
+
+
+def _rebuild_traceback(state: dict[str, Any]) -> types.TracebackType | None:
+    rebuilt: types.TracebackType | None = Traceback.from_dict(state).as_traceback()
+    return rebuilt
+
+
+def _open(modules: dict[str, str], data: bytes) -> Any:
+    for name, file in modules.items():
+        _module(name, file)
+    return pickle.loads(data)
+
+
+def dumps(obj: object) -> bytes:
+    """Pickle ``obj`` for another process of this run; ``pickle.loads`` there gives it back.
+
+    Raises whatever pickling raises (PicklingError, TypeError, ...).
+    """
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    pickler.dump(obj)
+    if not pickler.modules:
+        return buffer.getvalue()
+    return pickle.dumps(_Opening(pickler.modules, buffer.getvalue()), pickle.HIGHEST_PROTOCOL)
+
+
+class _Opening:
+    """Pickles to what imports the modules first."""
+
+    def __init__(self, modules: dict[str, str], data: bytes) -> None:
+        self._state = modules, data
+
+    def __reduce__(self) -> Any:
+        return _open, self._state
+
+
+class RemoteError(Exception):
+    """Stands in for an exception that a rank raised and that cannot be pickled; has its text."""
+
+
+def dump_error(error: BaseException) -> bytes:
+    """Pickle an exception with its traceback, its notes, its cause and its context.
+
+    One that cannot be pickled becomes a RemoteError with its type and text.
+    """
+    try:
+        pickling_support.install(error)
+        data = dumps(error)
+        pickle.loads(data)  # one that pickles and cannot be read back is as good as none
+    except Exception as reason:
+        return dumps(_stand_in(error, reason))
+    return data
+
+
+def _stand_in(error: BaseException, reason: Exception) -> RemoteError:
+    try:
+        text = str(error)
+    except Exception as broken:
+        text = f"<its text cannot be made: {type(broken).__name__}>"
+    stand_in = RemoteError(f"{type(error).__qualname__}: {text}")
+    for note in getattr(error, "__notes__", ()):
+        stand_in.add_note(str(note))
+    stand_in.add_note(
+        f"the exception itself could not be pickled: {type(reason).__name__}: {reason}"
+    )
+    return stand_in.with_traceback(error.__traceback__)
