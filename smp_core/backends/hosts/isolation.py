@@ -183,8 +183,22 @@ def _fresh(part: Part, seed: int) -> Any:
     return part.fresh(seed)
 
 
+def prepare_thread() -> None:
+    """Once per run and rank: what belongs to a thread in torch, and may be left over from the last
+    run.
+    """
+    import torch
+
+    torch.set_grad_enabled(True)
+    if torch.is_autocast_enabled("cpu"):
+        torch.set_autocast_enabled("cpu", False)
+    if getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None:
+        torch.set_default_device(None)
+
+
 def reset(seed: int) -> None:
     """Give this process what every rank of a run starts with: for ranks that are processes."""
+    prepare_thread()
     for part in _parts():
         part.set(_fresh(part, seed), part.get())
 

@@ -27,6 +27,9 @@ _PRELOAD = (
     "torch.distributed.nn.functional",  # its default arguments capture the default group: now none
     "numpy.random",
     "smp_core.torch",
+    "smp_core.backends.board.instrument",
+    "smp_core.backends.fabrics.torch_backend",
+    "smp_core.backends.hosts.isolation",
     "smp_core.backends.parcels",
 )
 _PATIENCE = 60.0  # seconds for the nursery to import and prepare

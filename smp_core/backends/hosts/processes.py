@@ -494,7 +494,7 @@ class _Run:
         return bool(self._crashed or self._gone or self._errors or self._finding)
 
     def _all_wait(self) -> bool:
-        return self._checks and all(self._board.blocked(slot) for slot in self._running)
+        return self._checks and all(self._board.waits(slot) for slot in self._running)
 
     def _hear(self, timeout: float) -> None:
         for key, _ in self._host._selector.select(timeout):
@@ -612,7 +612,7 @@ class _Run:
         if error is None and not any(each.kind is OutcomeKind.SKIPPED for each in outcomes):
             return self._leaks(outcomes)
         if error is not None and self.whole:
-            self.whole = self._checks and not self._board.leaks(True)[0]
+            self.whole = self._checks and self._board.settled()
         return Report(verdict, outcomes, root, error)
 
     def _cause(self) -> tuple[int | None, BaseException | None, VerdictKind]:
@@ -637,8 +637,7 @@ class _Run:
         return self._waits(slot), self._done[slot].at
 
     def _crash(self, slot: int) -> CrashError:
-        lines = [f"rank {slot} crashed: {self._crashed[slot]}"]
-        lines += [f"  {line}" for line in self._where(slot).splitlines()]
+        lines = [f"rank {slot} crashed: {self._crashed[slot]} {self._where(slot)}".rstrip()]
         others = [each for each in self._crashed if each != slot]
         lines += [f"rank {each} crashed too: {self._crashed[each]}" for each in others]
         lines += self._last_words(slot)
@@ -698,7 +697,7 @@ class _Run:
             self._finish_reading()
         limit = f"{self._job.timeout:g} s (--smp-timeout)"
         lines = [f"timeout: the run did not end within {limit}"]
-        details = {slot: self._where(slot) or f"rank {slot} never came back" for slot in stuck}
+        details = {slot: f"rank {slot} {self._where(slot) or 'never came back'}" for slot in stuck}
         for slot in sorted(stuck, key=lambda each: (self._waits(each), each)):
             lines += [details[slot], *stacks.get(slot, ())]  # the one to blame first
         for slot, done in sorted(self._done.items()):
@@ -716,7 +715,7 @@ class _Run:
         return self._board.where(slot) if self._checks else ""
 
     def _waits(self, slot: int) -> bool:
-        return self._checks and self._board.blocked(slot)
+        return self._checks and self._board.waits(slot)
 
     def _stacks(self, ranks: list[_Rank]) -> dict[int, list[str]]:
         """Every rank's Python stack, whatever it is doing: its own signal handler writes it."""

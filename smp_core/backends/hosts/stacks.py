@@ -5,6 +5,7 @@ file, whatever it is doing, in C or in Python; here they are read.
 from __future__ import annotations
 
 import linecache
+import os
 import re
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 from smp_core.backends import frames
 
 _FRAME = re.compile(r'\s+File "(.*)", line (\d+) in (.*)')
+_SERVER, _LISTENER = "rank.py", "_listen"  # what runs bodies, and the thread beside it
 _PATIENCE = 1.0  # seconds for the handler to have run
 _QUIET = 0.05  # seconds without a new line: it is done
 
@@ -44,14 +46,20 @@ def read_stacks(folder: str, pid: int) -> list[str]:
 
 
 def _render(part: str) -> str:
+    """One thread's stack, outermost line first, from where the body begins to the user's last line."""
     found = [match.groups() for match in map(_FRAME.match, part.splitlines()) if match]
     places = [(file, int(line), function) for file, line, function in reversed(found)]
-    own = [frames.is_ours(file) for file, _, _ in places]
-    if all(own):
-        return ""
-    first, last = own.index(False), len(own) - own[::-1].index(False)
+    start = 0
+    for index, (file, _, function) in enumerate(places):
+        if os.path.basename(file) == _SERVER and frames.is_ours(file):
+            if function == _LISTENER:
+                return ""
+            start = index + 1
+    places = places[start:]
+    while places and frames.is_ours(places[-1][0]):
+        places.pop()
     lines = []
-    for file, line, function in places[first:last]:
+    for file, line, function in places:
         lines.append(f'  File "{frames.relative(file)}", line {line}, in {function}')
         source = linecache.getline(file, line).strip()
         if source:

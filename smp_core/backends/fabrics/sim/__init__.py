@@ -17,6 +17,7 @@ from smp_core.backends.fabrics.sim.store import SimStore, StoreData
 from smp_core.backends.fabrics.sim.work import SimWork
 from smp_core.backends.frames import Place, caller_place
 from smp_core.backends.hosts.diagnosis import ranks_text
+from smp_core.backends.hosts.isolation import prepare_thread
 from smp_core.backends.hosts.threads import RankContext, ThreadHost
 from smp_core.errors import CollectiveMismatchError, NotInitializedError, RankError
 
@@ -41,7 +42,7 @@ class SimFabric:
 
     def enter(self) -> None:
         """See RankFabric."""
-        torch_private.prepare_rank_thread()
+        prepare_thread()
 
     def in_flight(self) -> list[str]:
         """See RankFabric.
@@ -63,7 +64,7 @@ class SimFabric:
             work.forget()
         if self._torch_world is not None:
             torch_private.unregister_all_process_groups()
-        torch_private.prepare_rank_thread()
+        prepare_thread()
 
     # torch.distributed.
 

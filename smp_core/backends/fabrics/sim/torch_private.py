@@ -154,14 +154,3 @@ def register_backend() -> None:
     """
     if "SIM" not in c10d.Backend._plugins:
         c10d.Backend.register_backend("sim", _create, extended_api=True, devices=["cpu"])
-
-
-def prepare_rank_thread() -> None:
-    """Once per run and rank: what belongs to a thread in torch, and may be left over from the last
-    run.
-    """
-    torch.set_grad_enabled(True)
-    if torch.is_autocast_enabled("cpu"):
-        torch.set_autocast_enabled("cpu", False)
-    if getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None:
-        torch.set_default_device(None)
