@@ -30,7 +30,13 @@ from smp_core.backends import open_backend, parcels
 from smp_core.backends.base import Host, HostOptions, Job, Report, VerdictKind
 from smp_core.backends.payload import Payload, plain_dumps
 from smp_core.backends.schedule import ROUND_ROBIN, Schedule
-from smp_core.errors import ArgumentError, BackendError, PayloadError, SmpError
+from smp_core.errors import (
+    ArgumentError,
+    BackendError,
+    PayloadError,
+    SmpError,
+    UnsupportedError,
+)
 
 # pytest leaves these frames out below an error that we raise on purpose; a bug of ours shows them.
 __tracebackhide__ = operator.methodcaller("errisinstance", SmpError)
@@ -78,6 +84,15 @@ class Arguments:
                     f"{error} A test's arguments, fixtures among them, are copied for every rank; "
                     "make what cannot be copied inside the body"
                 ) from None
+
+    def __getstate__(self) -> Any:
+        if self._shared:
+            (name, *_) = self._shared
+            raise UnsupportedError(
+                f"argument {name!r} is st.data(), which draws in the controller, and the ranks of "
+                "this backend are processes of their own: draw in @given instead, or run on sim"
+            )
+        return {"_shared": {}, "_payload": self._payload}
 
     def __call__(self, rank: int) -> tuple[Sequence[Any], Mapping[str, Any]]:
         args, kwargs = self._payload.thaw()

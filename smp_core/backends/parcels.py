@@ -8,6 +8,7 @@ back to (``__main__``) travels by value, by cloudpickle. Exceptions keep their t
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import pickle
@@ -56,6 +57,23 @@ def _by_name(obj: types.FunctionType | type) -> bool:
     for part in obj.__qualname__.split("."):
         found = getattr(found, part, None)
     return found is obj
+
+
+@functools.cache
+def _real_home(cls: type) -> tuple[str, str] | None:
+    """Module and name under which a class can be imported that says it is a builtin: pytest's
+    outcomes do. By value it would be another class, which no `except` knows.
+    """
+    if _by_name(cls):
+        return None
+    for name, module in list(sys.modules.items()):
+        if vars(module).get(cls.__qualname__) is cls:
+            return name, cls.__qualname__
+    return None  # one of Python's own that has no name: cloudpickle knows those
+
+
+def _looked_up(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
 
 
 def _empty_function(
@@ -110,12 +128,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type):
             self._note(obj.__module__)
+            home = _real_home(obj) if obj.__module__ == "builtins" else None
+            if home is not None:
+                return _looked_up, home
         elif isinstance(obj, types.FunctionType):
             self._note(obj.__module__)
-            home = _home(obj)
-            if home is not None and not _by_name(obj):
+            place = _home(obj)
+            if place is not None and not _by_name(obj):
                 attributes = {name: getattr(obj, name) for name in _ATTRIBUTES}
-                construct = (obj.__code__, *home, obj.__closure__ or ())
+                construct = (obj.__code__, *place, obj.__closure__ or ())
                 state = (attributes, dict(vars(obj)))
                 return _empty_function, construct, state, None, None, _fill_function
         elif isinstance(obj, types.CellType):

@@ -179,6 +179,8 @@ class ProcessHost:
         self._make_crew, self._factory = crew, factory
         self._ranks: dict[int, _Rank] = {}
         self._starting: set[int] = set()
+        self._killed: set[int] = set()  # their ends are no news
+        self._unclaimed: list[Ended] = []
         self._numbers = itertools.count(1)
         self._formings = itertools.count(1)
         self._environment = dict(os.environ)
@@ -250,10 +252,26 @@ class ProcessHost:
 
     # Rank processes.
 
+    def ends(self) -> list[Ended]:
+        """Those that ended, but for those that this host killed."""
+        told, self._unclaimed = [*self._unclaimed, *self._crew.ended()], []
+        news = [ended for ended in told if ended.pid not in self._killed]
+        self._killed.difference_update(ended.pid for ended in told if ended.pid is not None)
+        return news
+
+    def unclaimed(self, ended: Ended) -> None:
+        """For whoever asks next."""
+        self._unclaimed.append(ended)
+
+    def _kill(self, ranks: Iterable[_Rank]) -> None:
+        pids = [rank.pid for rank in ranks]
+        self._killed.update(pids)
+        self._crew.kill(pids)
+
     def _muster(self, size: int) -> list[str]:
         """Have a rank process for each rank. What happened to some since the last run, in words."""
         news = []
-        for ended in self._crew.ended():
+        for ended in self.ends():
             rank = None if ended.slot is None else self._ranks.get(ended.slot)
             if rank is not None and ended.pid in (rank.pid, None):
                 self._forget(rank)
@@ -281,6 +299,8 @@ class ProcessHost:
         return news
 
     def _start(self, slots: list[int]) -> None:
+        if self._crew.restarts_together:
+            self._killed.clear()  # of the last job
         self._starting.update(self._crew.start(slots))
 
     def _await(self, slot: int, deadline: float) -> _Rank:
@@ -289,8 +309,10 @@ class ProcessHost:
             rank = self._lobby.take(slot, max(0.0, min(left, 0.2)))
             if rank is not None:
                 return rank
-            for ended in self._crew.ended():
-                if ended.slot in self._starting:
+            for ended in self.ends():
+                if ended.slot not in self._starting:
+                    self._unclaimed.append(ended)
+                else:
                     text = self._crew.last_words()
                     for path in output_files(self._crew.folder, ended.pid or 0):
                         if path.exists():
@@ -315,7 +337,7 @@ class ProcessHost:
             return
         if self._crew.restarts_together:
             ranks = list(self._ranks.values())
-        self._crew.kill([rank.pid for rank in ranks])
+        self._kill(ranks)
         for rank in ranks:
             self._forget(rank)
         self.replaced += len(ranks)
@@ -370,7 +392,7 @@ class ProcessHost:
         return problems
 
     def _dismiss(self, ranks: list[_Rank]) -> None:
-        self._crew.kill([rank.pid for rank in ranks])
+        self._kill(ranks)
         for rank in ranks:
             self._forget(rank)
 
@@ -494,7 +516,7 @@ class _Run:
         return bool(self._crashed or self._gone or self._errors or self._finding)
 
     def _all_wait(self) -> bool:
-        return self._checks and all(self._board.waits(slot) for slot in self._running)
+        return self._checks and all(self._board.blocked(slot) for slot in self._running)
 
     def _hear(self, timeout: float) -> None:
         for key, _ in self._host._selector.select(timeout):
@@ -542,9 +564,10 @@ class _Run:
             self._host._selector.unregister(rank.control)
 
     def _hear_of_ends(self) -> None:
-        for ended in self._crew.ended():
+        for ended in self._host.ends():
             rank = next((each for each in self.ranks if each.pid == ended.pid), None)
             if rank is None:  # another's, or one that its launcher took down with the job
+                self._host.unclaimed(ended)
                 continue
             if rank.slot in self._running:
                 # What it sent before it ended still lies in its connection.
@@ -626,15 +649,17 @@ class _Run:
             slot = min(self._crashed)
             return slot, self._crash(slot), VerdictKind.CRASHED
         if self._errors:
-            slot = min(self._errors, key=lambda each: self._raised_when(each))
+            slot = min(self._errors, key=self._rank_of_cause)
             return slot, self._errors[slot], VerdictKind.FAILED
         if finding is not None:
             return finding.root, finding.error, VerdictKind.DEADLOCK
         return None, None, VerdictKind.PASSED
 
-    def _raised_when(self, slot: int) -> tuple[bool, float]:
-        """Errors out of a communication call are often the consequence of another rank's."""
-        return self._waits(slot), self._done[slot].at
+    def _rank_of_cause(self, slot: int) -> tuple[bool, int]:
+        """Errors out of a communication call are often the consequence of another rank's. Among the
+        others the lowest rank's, not the first in time: the same failure must look the same again.
+        """
+        return self._waits(slot), slot
 
     def _crash(self, slot: int) -> CrashError:
         lines = [f"rank {slot} crashed: {self._crashed[slot]} {self._where(slot)}".rstrip()]

@@ -20,7 +20,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -74,7 +73,6 @@ class Done:
     groups: list[str]  # process groups left behind
     unclean: list[str]  # why this rank must be replaced
     records: int  # frames sent on the line
-    at: float  # time.monotonic() when the body ended
 
 
 class RankProcess:
@@ -184,7 +182,6 @@ class _Server:
         _truncate_output()
         with self._surroundings(errand):
             outcome = self._outcome(errand, fabric)
-        at = time.monotonic()
         value = error = None
         if os.getpid() == self._process:
             value, error = self._pack(outcome)
@@ -196,7 +193,7 @@ class _Server:
             unclean.append(f"its world is broken: {type(broken).__name__}: {broken}")
         outcome.stdout, outcome.stderr = _output()
         records = self._line.sent - start
-        return Done(errand.number, outcome, error, value, groups, unclean, records, at)
+        return Done(errand.number, outcome, error, value, groups, unclean, records)
 
     def _outcome(self, errand: Errand, fabric: RankFabric) -> Outcome:
         rank = self._berth.slot

@@ -23,7 +23,6 @@ import smp_core.torch as smp
 from smp_core.backends import open_backend
 from smp_core.backends.base import HostOptions, Job, OutcomeKind, Report, VerdictKind
 from smp_core.backends.hosts import wire
-from smp_core.backends.hosts.processes import ProcessHost
 from smp_core.errors import BackendError, CrashError, DeadlockError, LeakError, RunTimeout
 
 RANKS = 3
