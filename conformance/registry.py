@@ -1,4 +1,4 @@
-"""What a requirement is: one promise of the API, with its id, sentence, source, level and capability.
+"""What a requirement is: one promise of the API, with its id, sentence, source, level and what it needs.
 
 The requirements themselves are data and stand in :mod:`conformance.requirements`.
 """
@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import enum
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from smp_core.backends.capabilities import Capability
 
@@ -51,16 +51,18 @@ _ID = re.compile(r"[A-Z0-9]+(-[A-Z0-9]+)+")
 class Requirement:
     """One promise of the API.
 
-    Raises RequirementError if a text field is empty or the id is not of the form ``AREA-WHAT``.
+    Raises RequirementError if a field is empty or the id is not of the form ``AREA-WHAT``.
     """
 
     id: str  #: ``COMM-ALLGATHER-ORDER``: the area first
     sentence: str  #: the promise, in one sentence
     source: str  #: where it is made; what is our decision says INF, with the reason
     level: Level
-    capability: Capability
+    needs: frozenset[Capability]  #: a backend that does not claim all of them is not tested
 
     def __post_init__(self) -> None:
+        if not self.needs:
+            raise RequirementError(f"requirement {self.id!r}: its needs are empty")
         for name in ("id", "sentence", "source"):
             if not getattr(self, name).strip():
                 raise RequirementError(f"requirement {self.id!r}: its {name} is empty")
@@ -71,6 +73,10 @@ class Requirement:
 
     def __str__(self) -> str:
         return f"{self.id}: {self.sentence} [{self.source}]"
+
+    def lacks(self, claims: Collection[Capability]) -> list[Capability]:
+        """What it needs beside these claims, in the order of Capability."""
+        return [each for each in Capability if each in self.needs and each not in claims]
 
 
 class Registry(Mapping[str, Requirement]):

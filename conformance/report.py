@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from conformance.session import Result, Session
 
 SCHEMA = Path(__file__).with_name("report.schema.json")
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _SUITE = "pytest-smp"
 _EXAMPLE = ("Failing test case", "Falsifying example")  # Hypothesis's words, now and before
 _MOST_CHARACTERS = 4000  # of one text; the difference of two large values may have millions
@@ -94,7 +94,8 @@ def _requirement(session: Session, requirement: Requirement, verdict: Verdict) -
         "sentence": requirement.sentence,
         "source": requirement.source,
         "level": requirement.level.name,
-        "capability": str(requirement.capability),
+        "needs": [str(each) for each in Capability if each in requirement.needs],
+        "lacks": [str(each) for each in session.lacks.get(requirement.id, ())],
         "verdict": str(verdict),
         "waiver": None
         if entry is None
@@ -109,7 +110,7 @@ def _requirement(session: Session, requirement: Requirement, verdict: Verdict) -
 
 def _result(session: Session, result: Result) -> dict[str, Any]:
     outcome = result.outcome
-    if result.requirement in session.unclaimed:
+    if result.requirement in session.lacks:
         outcome = Outcome.NOT_SUPPORTED
     examples = [note for note in result.notes if note.startswith(_EXAMPLE)]
     return {
@@ -127,6 +128,11 @@ def _capabilities(capabilities: Capabilities) -> dict[str, Any]:
         "claims": [str(each) for each in Capability if each in capabilities],
         "not_claimed": [str(each) for each in Capability if each not in capabilities],
         "dtypes": sorted(capabilities.dtypes),
+        "narrower": {
+            str(each): sorted(capabilities.narrower[each])
+            for each in Capability
+            if each in capabilities.narrower
+        },
         "reductions": {
             op: sorted(dtypes & capabilities.dtypes)
             for op, dtypes in sorted(capabilities.reductions.items())

@@ -23,7 +23,7 @@ from conformance import expectations, options, report
 from conformance.certification import Certification, certification
 from conformance.expectations import Expectation, ExpectationError
 from conformance.registry import Registry, RequirementError
-from conformance.verdicts import NotSupported, Outcome, Verdict, counted, judge_all, table
+from conformance.verdicts import NotSupported, Outcome, Verdict, counted, judge_all, lacking, table
 from pytest_smp import settings
 from smp_core.backends import find_backend
 from smp_core.backends.capabilities import DTYPES, EVERYTHING, REDUCTIONS, Capabilities, Capability
@@ -95,7 +95,7 @@ class Session:
         self.backend = find_backend(self.settings.backend)
         self.registry = _registry()
         claims = self.backend.capabilities.claims
-        self.unclaimed = {id for id, r in self.registry.items() if r.capability not in claims}
+        self.lacks = {id: lacks for id, r in self.registry.items() if (lacks := r.lacks(claims))}
         self.entries, self.expected = self._expectations()
         self.main = not hasattr(config, "workerinput")  # not a worker of xdist
         self.started = time.time()
@@ -166,8 +166,8 @@ class Session:
         self.results[item.nodeid] = Result(id, Outcome.DESELECTED)
         item.user_properties += [(_REQUIREMENT, id), (_SIBLINGS, self.siblings[id])]
         item.stash[_EXPECTED] = self.expected.get(id)
-        if id in self.unclaimed:
-            lacks = self.registry[id].capability
+        if id in self.lacks:
+            lacks = ", ".join(self.lacks[id])
             item.add_marker(
                 pytest.mark.skip(f"not supported: {self.backend.name} does not claim {lacks}")
             )
@@ -196,7 +196,7 @@ class Session:
         Raises pytest.UsageError if it cannot be opened: that says nothing of any requirement.
         """
         ours = [self.results[item.nodeid] for item in items if item.nodeid in self.results]
-        if all(result.requirement in self.unclaimed for result in ours):
+        if all(result.requirement in self.lacks for result in ours):
             return
         from pytest_smp.plugin import controller_of
 
@@ -318,7 +318,7 @@ class Session:
             outcomes[result.requirement].append(result.outcome)
         for id, count in self.siblings.items():
             outcomes[id] += [Outcome.NOT_RUN] * (count - len(outcomes[id]))
-        return judge_all(self.registry, outcomes, unclaimed=self.unclaimed, expected=self.expected)
+        return judge_all(self.registry, outcomes, unclaimed=self.lacks, expected=self.expected)
 
     def certification(self) -> Certification:
         """What the run certifies, and what stands against it."""
@@ -338,7 +338,7 @@ class Session:
             names = [
                 property_name(nodeid)
                 for nodeid, result in self.results.items()
-                if result.outcome is outcome and result.requirement not in self.unclaimed
+                if result.outcome is outcome and result.requirement not in self.lacks
             ]
             if names:
                 number = "1 property" if len(names) == 1 else f"{len(names)} properties"
@@ -447,6 +447,7 @@ class Session:
         verdicts = self.verdicts()
         verbose = self.config.get_verbosity() > 0
         yield from table(self.registry, verdicts, width, whole=verbose)
+        yield from lacking(self.lacks, width)
         for entry in dict.fromkeys(self.expected.values()):
             ids = [id for id, each in self.expected.items() if each is entry]
             stale = [id for id in ids if verdicts[id] is Verdict.STALE_WAIVER]
@@ -512,9 +513,14 @@ def claims_text(capabilities: Capabilities) -> str:
         for op, all_of in REDUCTIONS.items()
         if (lacks := all_of - capabilities.reductions.get(op, frozenset()) - set(dtypes))
     ]
+    narrower = [
+        f"{each} of {', '.join(sorted(lacks))}"
+        for each in Capability
+        if each in capabilities and (lacks := capabilities.dtypes - capabilities.moves(each))
+    ]
     if capabilities == EVERYTHING:
         return "everything"
-    return "all but " + ", ".join([*missing, *dtypes, *reductions])
+    return "all but " + ", ".join([*missing, *dtypes, *narrower, *reductions])
 
 
 def _property(made: Any, name: str) -> Any:

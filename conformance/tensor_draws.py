@@ -57,16 +57,22 @@ def claimed(smp_world: SmpWorld, among: Iterable[str] = COLLECTIVES) -> list[str
     return found or not_supported(f"the backend claims none of {', '.join(among)}")
 
 
-def dtypes(claims: Capabilities, op: str = "") -> list[torch.dtype]:
+def dtypes(claims: Capabilities, op: str = "", operation: str = "") -> list[torch.dtype]:
     """The dtypes that the backend moves, or reduces by ``op``; ends the property where there is none.
+
+    ``operation``: a name of COLLECTIVES, of which they must be; any dtype that is claimed, if empty.
 
     torch.distributed.ReduceOp docs: MAX, MIN and PRODUCT are not supported for complex tensors.
     """
-    names = claims.dtypes & claims.reductions.get(op, frozenset()) if op else claims.dtypes
+    names = claims.moves(COLLECTIVES[operation].capability) if operation else claims.dtypes
+    if op:
+        names &= claims.reductions.get(op, frozenset())
     found = [dtype for dtype in ALL if str(dtype).removeprefix("torch.") in names]
     if op in ("MIN", "MAX", "PRODUCT"):
         found = [dtype for dtype in found if not dtype.is_complex]
-    return found or not_supported(f"the backend claims no dtype for {op or 'any collective'}")
+    return found or not_supported(
+        f"the backend claims no dtype for {op or operation or 'any collective'}"
+    )
 
 
 def kept(claims: Capabilities, ops: Iterable[str]) -> list[str]:

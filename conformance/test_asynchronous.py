@@ -272,7 +272,7 @@ def test_messages_between_calls(smp_world: SmpWorld, data: st.DataObject) -> Non
 def check_groups(smp_world: SmpWorld, data: st.DataObject, one_order: bool) -> None:
     """Calls on overlapping groups and the world, issued in one order by all ranks or in any."""
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
-    made = data.draw(overlapping_groups(ranks), "groups")
+    made = data.draw(overlapping_groups(smp_world, ranks), "groups")
     groups: list[Ranks | None] = [None, *made]
     program = data.draw(programs(smp_world, [ranks, *map(len, made)], most=8), "program")
     waits = orders(data, ranks, len(program), "waits")

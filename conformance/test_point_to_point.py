@@ -24,19 +24,17 @@ from conformance.traffic import (
     check,
     exchanges,
     few,
+    groups,
+    groups_of_all,
     in_order,
     is_member,
     is_refused,
     new_groups,
+    tags,
     take_part,
 )
-from pytest_smp import strategies
 from pytest_smp.proxies import SmpWorld
 from pytest_smp.strategies import TensorSpec, lengths, same, shapes, tensors
-
-#: The largest is the one up to which MPI promises tags; there are two pairs that 8 bits cannot tell
-#: apart.
-tags = st.sampled_from([0, 1, 2, 7, 100, 256, 257, 2**15 - 1])
 
 # ---- One message ---------------------------------------------------------------------------------
 
@@ -177,7 +175,7 @@ def _messages(draw: st.DrawFn, ranks: int, dest: int | None = None) -> Message:
 def test_messages_keep_their_order(smp_world: SmpWorld, data: st.DataObject) -> None:
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
     src, dest = data.draw(pairs(ranks), "src, dest")
-    message = st.builds(Message, st.just(src), st.just(dest), st.just(3), st.just(2))
+    message = st.builds(Message, st.just(src), st.just(dest), tags(smp_world, [3]), st.just(2))
     check_exchange(smp_world, data, ranks, message)
 
 
@@ -211,7 +209,7 @@ def test_hundreds_of_messages(smp_world: SmpWorld, data: st.DataObject) -> None:
 def test_tags_match(smp_world: SmpWorld, data: st.DataObject) -> None:
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
     src, dest = data.draw(pairs(ranks), "src, dest")
-    message = st.builds(Message, st.just(src), st.just(dest), tags, st.just(2))
+    message = st.builds(Message, st.just(src), st.just(dest), tags(smp_world), st.just(2))
     check_exchange(smp_world, data, ranks, message)
 
 
@@ -232,7 +230,9 @@ def test_both_ways_at_once(smp_world: SmpWorld, data: st.DataObject) -> None:
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
     one, other = data.draw(pairs(ranks), "pair")
     ends = st.sampled_from([(one, other), (other, one)])
-    message = st.builds(lambda way, tag: Message(way[0], way[1], tag, 2), ends, st.integers(0, 1))
+    message = st.builds(
+        lambda way, tag: Message(way[0], way[1], tag, 2), ends, tags(smp_world, [0, 1])
+    )
     check_exchange(smp_world, data, ranks, message)
 
 
@@ -331,7 +331,7 @@ def send_to_myself(
 @few
 def test_messages_to_oneself(smp_world: SmpWorld, data: st.DataObject, sends_first: bool) -> None:
     ranks = data.draw(sizes(smp_world), "ranks")
-    message = st.builds(Message, st.just(0), st.just(0), tags, lengths(3))
+    message = st.builds(Message, st.just(0), st.just(0), tags(smp_world), lengths(3))
     messages = data.draw(st.lists(message, min_size=1, max_size=4), "messages")
     order = in_order(data.draw(st.permutations(range(len(messages))), "order"), messages)
     dtype = data.draw(traffic.dtypes(smp_world), "dtype")
@@ -453,7 +453,7 @@ def send_in_group(
 def check_send_in_group(smp_world: SmpWorld, data: st.DataObject, positions: bool) -> None:
     """Drawn hops in a drawn group arrive, and each receiver learns the sender's world rank."""
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
-    group = data.draw(strategies.groups(ranks, min_size=2), "group")
+    group = data.draw(groups(smp_world, ranks, least=2), "group")
     hops = data.draw(st.lists(pairs(len(group)), min_size=1, max_size=4), "hops")
     spec = TensorSpec((2,), data.draw(traffic.dtypes(smp_world), "dtype"))
     seen = smp_world.run(send_in_group, group, hops, positions, spec, ranks=ranks)
@@ -487,11 +487,11 @@ def take_part_in_group(exchange: Exchange, group: Ranks | None) -> None:
 @few
 def test_messages_in_flight_in_a_group(smp_world: SmpWorld, data: st.DataObject) -> None:
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
-    group = data.draw(strategies.groups(ranks, min_size=2), "group")
+    group = data.draw(groups(smp_world, ranks, least=2), "group")
     # Between two positions, so that tags and order tell the messages apart, and among all.
     pair = data.draw(pairs(len(group)), "pair")
     ends = st.just(pair) | pairs(len(group))
-    message = st.builds(lambda ends, tag: Message(ends[0], ends[1], tag, 2), ends, tags)
+    message = st.builds(lambda ends, tag: Message(ends[0], ends[1], tag, 2), ends, tags(smp_world))
     lists = st.lists(message, min_size=2, max_size=8)
     drawn = exchanges(len(group), lists, traffic.dtypes(smp_world))
     smp_world.run(take_part_in_group, data.draw(drawn, "exchange"), group, ranks=ranks)
@@ -524,12 +524,12 @@ def exchange_on(groups: list[Ranks | None], pair: tuple[int, int], order: list[i
 def test_groups_do_not_mix(smp_world: SmpWorld, data: st.DataObject) -> None:
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
     pair = data.draw(pairs(ranks), "src, dest")
-    both = st.permutations(pair).map(tuple)
-    every = st.permutations(range(ranks)).map(tuple)
+    both = groups_of_all(smp_world, pair)
+    every = groups_of_all(smp_world, range(ranks))
     made = data.draw(st.lists(both | every, min_size=1, max_size=3), "made")
-    groups = data.draw(st.permutations([None, *made]), "groups")
-    order = data.draw(st.permutations(range(len(groups))), "order")
-    smp_world.run(exchange_on, groups, pair, order, ranks=ranks)
+    on = data.draw(st.permutations([None, *made]), "groups")
+    order = data.draw(st.permutations(range(len(on))), "order")
+    smp_world.run(exchange_on, on, pair, order, ranks=ranks)
 
 
 # ---- Any source ----------------------------------------------------------------------------------
@@ -608,7 +608,7 @@ def check_fan_in(
         (data.draw(st.integers(1, 7), "numel"),), data.draw(traffic.dtypes(smp_world), "dtype")
     )
     asynchronous = not in_order and data.draw(st.booleans(), "asynchronous")
-    program = FanIn(counts, dest, data.draw(tags, "tag"), spec, asynchronous)
+    program = FanIn(counts, dest, data.draw(tags(smp_world), "tag"), spec, asynchronous)
     got = smp_world.run(fan_in, program, group, ranks=ranks)[order[dest]]
     received: dict[int | None, list[Content]] = defaultdict(list)
     for sender, content in got:
@@ -667,9 +667,11 @@ def receive_tags(src: int, dest: int, sent: list[int], received: list[int]) -> l
 
 
 @requirement("P2P-ANY-SOURCE-TAG")
-@given(data=st.data(), sent=st.lists(tags, min_size=1, max_size=4, unique=True))
+@given(data=st.data())
 @few
-def test_any_source_of_a_tag(smp_world: SmpWorld, data: st.DataObject, sent: list[int]) -> None:
+def test_any_source_of_a_tag(smp_world: SmpWorld, data: st.DataObject) -> None:
+    unique = st.lists(tags(smp_world), min_size=1, max_size=4, unique=True)
+    sent = data.draw(unique, "sent")
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
     src, dest = data.draw(pairs(ranks), "src, dest")
     received = data.draw(st.permutations(sent), "received")
@@ -848,7 +850,7 @@ def test_a_partner_outside_the_group_is_refused(
     smp_world: SmpWorld, data: st.DataObject, call: str
 ) -> None:
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
-    group = data.draw(strategies.groups(ranks, max_size=ranks - 1), "group")
+    group = data.draw(groups(smp_world, ranks, most=ranks - 1), "group")
     on = data.draw(st.sampled_from(group), "on")
     outside = data.draw(st.sampled_from([r for r in range(ranks) if r not in group]), "outside")
     name = "dst" if call.endswith("send") else "src"
@@ -888,6 +890,6 @@ def call_from_outside(group: Ranks) -> list[object]:
 @few
 def test_calls_from_outside_the_group(smp_world: SmpWorld, data: st.DataObject) -> None:
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
-    group = data.draw(strategies.groups(ranks, max_size=ranks - 1), "group")
+    group = data.draw(groups(smp_world, ranks, most=ranks - 1), "group")
     for rank, returned in enumerate(smp_world.run(call_from_outside, group, ranks=ranks)):
         assert returned == ([] if rank in group else [None, None, -1])

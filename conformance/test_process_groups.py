@@ -23,6 +23,7 @@ from conformance.traffic import (
     calls,
     check,
     few,
+    groups,
     groups_of,
     is_member,
     is_refused,
@@ -71,12 +72,14 @@ def say_ranks(ranks: list[int] | None, sort: bool | None) -> tuple[list[int], in
 
 
 @requirement("PG-RANKS")
-@given(data=st.data(), sort=st.sampled_from([None, True, False]))
+@given(data=st.data())
 @few
-def test_members_of_a_new_group(
-    smp_world: SmpWorld, data: st.DataObject, sort: bool | None
-) -> None:
+def test_members_of_a_new_group(smp_world: SmpWorld, data: st.DataObject) -> None:
     ranks = data.draw(sizes(smp_world), "ranks")
+    sorts = [None, True, False]
+    if Capability.GROUP_ORDER not in smp_world.capabilities:
+        sorts.remove(False)
+    sort = data.draw(st.sampled_from(sorts), "sort_ranks")
     every = st.permutations(range(ranks))  # what tells most: there is an order to lose
     drawn = every | strategies.groups(ranks).map(list) | st.none()
     listed = data.draw(drawn, "listed")
@@ -101,7 +104,7 @@ def say_outside(ranks: Ranks) -> tuple[bool, int, int]:
 @few
 def test_ranks_outside_a_group(smp_world: SmpWorld, data: st.DataObject) -> None:
     ranks = data.draw(sizes(smp_world), "ranks")
-    group = data.draw(strategies.groups(ranks), "group")
+    group = data.draw(groups(smp_world, ranks), "group")
     assert smp_world.run(say_outside, group, ranks=ranks) == [
         (False, group.index(rank), len(group)) if rank in group else (True, -1, -1)
         for rank in range(ranks)
@@ -131,7 +134,7 @@ def translate(ranks: Ranks | None, world: int) -> tuple[list[int | None], list[i
 @few
 def test_ranks_are_translated(smp_world: SmpWorld, data: st.DataObject) -> None:
     ranks = data.draw(sizes(smp_world), "ranks")
-    group = data.draw(st.none() | strategies.groups(ranks), "group")
+    group = data.draw(st.none() | groups(smp_world, ranks), "group")
     order = tuple(range(ranks)) if group is None else group
     for seen in smp_world.run(translate, group, ranks, ranks=ranks):
         if seen is not None:
@@ -145,7 +148,7 @@ def test_ranks_are_translated(smp_world: SmpWorld, data: st.DataObject) -> None:
 @few
 def test_ranks_outside_are_not_translated(smp_world: SmpWorld, data: st.DataObject) -> None:
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
-    group = data.draw(strategies.groups(ranks, max_size=ranks - 1), "group")
+    group = data.draw(groups(smp_world, ranks, most=ranks - 1), "group")
     for seen in smp_world.run(translate, group, ranks, ranks=ranks):
         if seen is not None:
             positions, members = seen
@@ -256,10 +259,10 @@ def live(groups: list[Ranks], steps: list[int], program: list[traffic.Call]) -> 
                 issue(program[index], at, total, handle).finish()
 
 
-def check_life(smp_world: SmpWorld, data: st.DataObject, groups: Any) -> None:
+def check_life(smp_world: SmpWorld, data: st.DataObject, drawn: Any) -> None:
     """Drawn groups of a drawn world live and end in a drawn order."""
     ranks = data.draw(sizes(smp_world), "ranks")
-    made = data.draw(groups(ranks), "groups")
+    made = data.draw(drawn(smp_world, ranks), "groups")
     steps = data.draw(st.permutations(range(len(made))), "steps")
     sizes_ = [*map(len, made), ranks]
     program = [data.draw(calls(smp_world, [size], moving=True), "call") for size in sizes_]
@@ -280,7 +283,7 @@ def test_groups_of_the_same_ranks(smp_world: SmpWorld, data: st.DataObject, coun
     check_life(
         smp_world,
         data,
-        lambda ranks: strategies.groups(ranks).map(lambda group: [group] * count),
+        lambda smp_world, ranks: groups(smp_world, ranks).map(lambda group: [group] * count),
     )
 
 
@@ -297,7 +300,7 @@ def make_again(group: Ranks, program: list[traffic.Call]) -> None:
 @few
 def test_groups_are_made_again(smp_world: SmpWorld, data: st.DataObject, rounds: int) -> None:
     ranks = data.draw(sizes(smp_world), "ranks")
-    group = data.draw(strategies.groups(ranks), "group")
+    group = data.draw(groups(smp_world, ranks), "group")
     call = data.draw(calls(smp_world, [len(group)], moving=True), "call")
     smp_world.run(make_again, group, [call] * rounds, ranks=ranks)
 
@@ -340,7 +343,7 @@ def use_after(group: Ranks, call: Capability) -> tuple[bool, bool] | None:
 def test_a_destroyed_group(smp_world: SmpWorld, data: st.DataObject) -> None:
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
     # Of two ranks at least: a call on a group of one has nobody to ask, and may do nothing at all.
-    group = data.draw(strategies.groups(ranks, min_size=2), "group")
+    group = data.draw(groups(smp_world, ranks, least=2), "group")
     claimed = [each for each in PLAIN_CALLS if each in smp_world.capabilities]
     call = data.draw(st.sampled_from(claimed), "call")
     for rank, refused in enumerate(smp_world.run(use_after, group, call, ranks=ranks)):
@@ -583,6 +586,6 @@ def carry_outside(group: Ranks) -> list[list[Any]]:
 @few
 def test_objects_from_outside_the_group(smp_world: SmpWorld, data: st.DataObject) -> None:
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
-    group = data.draw(strategies.groups(ranks, max_size=ranks - 1), "group")
+    group = data.draw(groups(smp_world, ranks, most=ranks - 1), "group")
     for rank, lists in enumerate(smp_world.run(carry_outside, group, ranks=ranks)):
         assert lists == ([] if rank in group else [["mine"]] * 4)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 
 from conformance.requirements import requirement
-from conformance.requirements.collectives import EMPTY
+from conformance.requirements.collectives import EMPTY, operation_of
 from conformance.tensor_draws import (
     alternated,
     cases,
@@ -35,7 +35,7 @@ def op_of(operation: str) -> str:
 
 @pytest.mark.parametrize(
     "operation",
-    [pytest.param(each.capability.value, id=each.id, marks=requirement(each.id)) for each in EMPTY],
+    [pytest.param(operation_of(each), id=each.id, marks=requirement(each.id)) for each in EMPTY],
 )
 @given(data=st.data())
 @share(0.08)
@@ -43,7 +43,7 @@ def test_nothing_at_all(smp_world: SmpWorld, data: st.DataObject, operation: str
     claims, op = smp_world.capabilities, op_of(operation)
     ranks = data.draw(worlds(smp_world), "ranks")
     case = data.draw(cases(ranks, claims, operation, shape=empty(), op=op), "case")
-    chosen = data.draw(some(dtypes(claims, op)), "dtypes")
+    chosen = data.draw(some(dtypes(claims, op, operation)), "dtypes")
     first = data.draw(st.booleans(), "the first is asynchronous")
     played = alternated(spread(case, chosen), first)
     after = [dataclasses.replace(each, shape=(2, 1)) for each in played]
@@ -59,7 +59,7 @@ def test_calls_of_one_shape(smp_world: SmpWorld, data: st.DataObject) -> None:
     op = op_of(operation)
     ranks = data.draw(worlds(smp_world), "ranks")
     case = data.draw(cases(ranks, claims, operation, shape=sides(1), op=op, of=2), "case")
-    chosen = data.draw(some(dtypes(claims, op)), "dtypes")
+    chosen = data.draw(some(dtypes(claims, op, operation)), "dtypes")
     played = [
         dataclasses.replace(each, number=number)
         for each in spread(case, chosen)
@@ -82,7 +82,7 @@ def test_many_calls(smp_world: SmpWorld, data: st.DataObject) -> None:
         Case(name, everyone, dtype, (2,), op=op_of(name), number=turn, of=turns, root=turn % ranks)
         for turn in range(turns)
         for name in order
-        if not op_of(name) or dtype in dtypes(claims, "SUM")
+        if dtype in dtypes(claims, op_of(name), name)
     ]
     smp_world.run(play, *played, ranks=ranks)
 
@@ -108,7 +108,7 @@ def test_large_tensors(smp_world: SmpWorld, data: st.DataObject) -> None:
     played = [
         Case(name, tuple(range(ranks)), dtype, (size,), op=op_of(name), root=ranks - 1)
         for name, size in zip(claimed(smp_world), itertools.cycle(sizes), strict=False)
-        if not op_of(name) or dtype in dtypes(claims, op_of(name))
+        if dtype in dtypes(claims, op_of(name), name)
     ]
     for case in alternated(played, first):
         smp_world.run(play, case, ranks=ranks)

@@ -51,6 +51,6 @@ def test_buffers(
     op = "SUM" if COLLECTIVES[operation].reduces else ""
     ranks = data.draw(worlds(smp_world), "ranks")
     case = data.draw(cases(ranks, claims, operation, op=op, **how), "case")
-    chosen = data.draw(some(dtypes(claims, op)), "dtypes")
+    chosen = data.draw(some(dtypes(claims, op, operation)), "dtypes")
     first = data.draw(st.booleans(), "the first is asynchronous")
     smp_world.run(play, *alternated(spread(case, chosen), first), ranks=ranks)

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 
-from conformance.registry import Capability
 from conformance.requirements import requirement
 from conformance.tensor_draws import MOST, cases, claimed, dtypes, share, some, spread, worlds
 from conformance.tensors import COLLECTIVES, Case, new_group, play
@@ -42,7 +41,7 @@ def test_groups(smp_world: SmpWorld, data: st.DataObject, group: str, least: int
     case = data.draw(cases(ranks, claims, operation, group=group, op=op), "case")
     if group == "any":
         case = dataclasses.replace(case, default=False, sort=True)
-    chosen = data.draw(some(dtypes(claims, op)), "dtypes")
+    chosen = data.draw(some(dtypes(claims, op, operation)), "dtypes")
     smp_world.run(play, *spread(case, chosen), ranks=ranks)
 
 
@@ -59,7 +58,7 @@ def test_every_size(smp_world: SmpWorld, data: st.DataObject) -> None:
             for name in claimed(smp_world)
             for op in (["SUM"] if COLLECTIVES[name].reduces else [""])
             for dtype in chosen
-            if not op or dtype in dtypes(claims, op)
+            if dtype in dtypes(claims, op, name)
         ]
         smp_world.run(play, *played, ranks=ranks)
 
@@ -72,7 +71,7 @@ def test_groups_that_share_ranks(smp_world: SmpWorld, data: st.DataObject) -> No
     operation = data.draw(st.sampled_from(claimed(smp_world)), "operation")
     op = "SUM" if COLLECTIVES[operation].reduces else ""
     ranks = data.draw(worlds(smp_world, 2), "ranks")
-    dtype = data.draw(st.sampled_from(dtypes(claims, op)), "dtype")
+    dtype = data.draw(st.sampled_from(dtypes(claims, op, operation)), "dtype")
     count = data.draw(st.integers(2, 4), "calls")
     shape = st.just((2, 1))  # of one shape, so that a call could meet another group's
     one = cases(ranks, claims, operation, shape=shape, op=op, dtype=dtype, of=count)
@@ -161,8 +160,6 @@ def test_a_barrier_is_of_its_group(
     smp_world: SmpWorld, smp_tmp_path: TmpPath, data: st.DataObject, count: int
 ) -> None:
     """The other ranks come to none: a barrier that waits for them never ends."""
-    if Capability.GROUPS not in smp_world.capabilities:
-        not_supported("the backend claims no groups")
     ranks = data.draw(worlds(smp_world, 2), "ranks")
     size = data.draw(st.integers(1, ranks), "size")
     members = sorted(data.draw(st.permutations(range(ranks)), "members")[:size])

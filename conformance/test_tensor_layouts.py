@@ -10,7 +10,7 @@ from hypothesis import given
 
 from conformance.registry import Requirement
 from conformance.requirements import requirement
-from conformance.requirements.collectives import LAYOUTS
+from conformance.requirements.collectives import LAYOUTS, operation_of
 from conformance.tensor_draws import (
     READABLE,
     WRITABLE,
@@ -36,7 +36,7 @@ _SHAPES = st.lists(st.integers(2, 4), min_size=2, max_size=3).map(tuple) | sides
 
 def parameter(declared: Requirement) -> Any:
     """Operation and layouts that test a requirement."""
-    operation = declared.capability.value
+    operation = operation_of(declared)
     both = declared.id.endswith("-LAYOUT")
     # What is written to cannot be expanded; of a broadcast, only the root's tensor is read.
     read = COLLECTIVES[operation].taken != "same" or operation == "broadcast"
@@ -58,6 +58,6 @@ def test_views(
     op = "SUM" if COLLECTIVES[operation].reduces else ""
     ranks = data.draw(worlds(smp_world), "ranks")
     case = data.draw(cases(ranks, claims, operation, shape=_SHAPES, op=op, **how), "case")
-    chosen = data.draw(some(dtypes(claims, op)), "dtypes")
+    chosen = data.draw(some(dtypes(claims, op, operation)), "dtypes")
     first = data.draw(st.booleans(), "the first is asynchronous")
     smp_world.run(play, *alternated(spread(case, chosen), first), ranks=ranks)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, reject
 
+from conformance.registry import Capability
 from conformance.requirements import requirement
 from conformance.tensor_draws import (
     cases,
@@ -39,7 +40,7 @@ def check(
     claims = smp_world.capabilities
     ranks = data.draw(worlds(smp_world), "ranks")
     case = data.draw(cases(ranks, claims, operation, op=op, **how), "case")  # type: ignore[arg-type]
-    chosen = chosen or dtypes(claims, op)
+    chosen = chosen or dtypes(claims, op, operation)
     if op == "AVG":  # 0: not exact in any order
         chosen = [dtype for dtype in chosen if exact_bound(op, dtype, case.size, 1) != 0]
     if not chosen:
@@ -93,7 +94,7 @@ def test_every_op(smp_world: SmpWorld, data: st.DataObject, operation: str, stac
 def test_without_an_op_it_is_a_sum(smp_world: SmpWorld, data: st.DataObject) -> None:
     reducing = [name for name, each in COLLECTIVES.items() if each.reduces]
     operation = data.draw(st.sampled_from(claimed(smp_world, reducing)), "operation")
-    chosen = data.draw(some(dtypes(smp_world.capabilities, "SUM")), "dtypes")
+    chosen = data.draw(some(dtypes(smp_world.capabilities, "SUM", operation)), "dtypes")
     check(smp_world, data, operation, "", chosen)
 
 
@@ -102,7 +103,7 @@ def test_without_an_op_it_is_a_sum(smp_world: SmpWorld, data: st.DataObject) -> 
 @share(0.2)
 def test_integers_wrap_around(smp_world: SmpWorld, data: st.DataObject) -> None:
     op = data.draw(st.sampled_from(kept(smp_world.capabilities, ["SUM", "PRODUCT"])), "op")
-    whole = [dtype for dtype in dtypes(smp_world.capabilities, op) if dtype in WHOLE]
+    whole = [dtype for dtype in dtypes(smp_world.capabilities, op, "all_reduce") if dtype in WHOLE]
     if not whole:
         not_supported(f"the backend claims no integers for {op}")
     check(smp_world, data, "all_reduce", op, whole, wide=True)
@@ -112,8 +113,9 @@ def test_integers_wrap_around(smp_world: SmpWorld, data: st.DataObject) -> None:
 @given(data=st.data())
 @share(0.2)
 def test_sums_and_products_of_bool(smp_world: SmpWorld, data: st.DataObject) -> None:
-    claimed = smp_world.capabilities.reductions
-    ops = [op for op in ("SUM", "PRODUCT") if "bool" in claimed.get(op, ())]
+    claims = smp_world.capabilities
+    moved = "bool" in claims.moves(Capability.ALL_REDUCE)
+    ops = [op for op in ("SUM", "PRODUCT") if moved and "bool" in claims.reductions.get(op, ())]
     if not ops:
         not_supported("the backend claims neither SUM nor PRODUCT of bool")
     check(smp_world, data, "all_reduce", data.draw(st.sampled_from(ops), "op"), [torch.bool])
@@ -140,7 +142,9 @@ def average_large(ranks: int) -> None:
 @share(0.1)
 def test_averages_do_not_overflow(smp_world: SmpWorld, data: st.DataObject) -> None:
     """Within what the roundings of float16 allow: in which precision numbers are summed is not said."""
-    if "float16" not in smp_world.capabilities.reductions.get("AVG", ()):
+    claims = smp_world.capabilities
+    reduced = claims.moves(Capability.ALL_REDUCE) & claims.reductions.get("AVG", frozenset())
+    if "float16" not in reduced:
         not_supported("the backend claims no AVG of float16")
     ranks = data.draw(worlds(smp_world), "ranks")
     smp_world.run(average_large, ranks, ranks=ranks)
@@ -164,7 +168,7 @@ def reduce_any(case: Case, seed: int) -> torch.Tensor:
 def test_all_ranks_hold_the_same_bits(smp_world: SmpWorld, data: st.DataObject, seed: int) -> None:
     claims = smp_world.capabilities
     op = data.draw(st.sampled_from(kept(claims, ["SUM", "PRODUCT", "AVG"])), "op")
-    floats = [dtype for dtype in dtypes(claims, op) if dtype.is_floating_point]
+    floats = [dtype for dtype in dtypes(claims, op, "all_reduce") if dtype.is_floating_point]
     if not floats:
         not_supported(f"the backend claims no floating-point dtype for {op}")
     ranks = data.draw(worlds(smp_world), "ranks")

@@ -37,6 +37,6 @@ def test_roots(smp_world: SmpWorld, data: st.DataObject, operation: str) -> None
     root_as = data.draw(st.sampled_from(named), "the root is named by its rank in")
     if root_as == "nothing":
         case = dataclasses.replace(case, root=case.ranks.index(0))
-    chosen = data.draw(some(dtypes(claims, op)), "dtypes")
+    chosen = data.draw(some(dtypes(claims, op, operation)), "dtypes")
     played = spread(dataclasses.replace(case, root_as=root_as), chosen)
     smp_world.run(play, *played, ranks=ranks)

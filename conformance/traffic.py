@@ -69,8 +69,10 @@ def claimed_dtypes(smp_world: SmpWorld) -> list[torch.dtype]:
 
 
 def dtypes(smp_world: SmpWorld) -> st.SearchStrategy[torch.dtype]:
-    """Draw a dtype that the backend moves."""
-    return st.sampled_from(claimed_dtypes(smp_world))
+    """Draw a dtype that the backend moves by messages."""
+    moved = smp_world.capabilities.moves(Capability.POINT_TO_POINT)
+    found = [dtype for dtype in ALL if _name(dtype) in moved]
+    return st.sampled_from(found or not_supported("no dtype of messages is claimed"))
 
 
 #: The dtype of what is not about dtypes: whoever moves tensors for training moves this one.
@@ -100,17 +102,37 @@ def new_groups(groups: Sequence[Ranks | None]) -> Iterator[list[Any]]:
         for ranks in groups
     ]
     yield handles
-    smp.barrier()
+    if any(ranks is not None for ranks in groups):
+        smp.barrier()
     for ranks, handle in zip(groups, handles, strict=True):
         if ranks is not None and dist.get_rank() in ranks:
             dist.destroy_process_group(handle)
 
 
+def groups(
+    smp_world: SmpWorld, ranks: int, least: int = 1, most: int | None = None
+) -> st.SearchStrategy[Ranks]:
+    """Groups of a world of so many ranks, in any order if the backend claims that, else ascending."""
+    return strategies.groups(ranks, min_size=least, max_size=most).map(_order(smp_world))
+
+
+def _order(smp_world: SmpWorld) -> Callable[[Sequence[int]], Ranks]:
+    """What makes of ranks a group whose order the backend can keep."""
+    if Capability.GROUP_ORDER in smp_world.capabilities:
+        return tuple
+    return lambda ranks: tuple(sorted(ranks))
+
+
+def groups_of_all(smp_world: SmpWorld, ranks: Sequence[int]) -> st.SearchStrategy[Ranks]:
+    """Groups of all these ranks, in any order that the backend can keep."""
+    return st.permutations(ranks).map(_order(smp_world))
+
+
 def groups_of(smp_world: SmpWorld, ranks: int, least: int = 1) -> st.SearchStrategy[Ranks | None]:
-    """Groups of a world of so many ranks; the world only, if the backend makes no groups."""
-    if Capability.GROUPS not in smp_world.capabilities:
+    """As ``groups``; the world only, if the backend does not claim what ``new_groups`` needs."""
+    if not {Capability.GROUPS, Capability.OBJECTS} <= smp_world.capabilities.claims:
         return st.none()
-    return strategies.groups(ranks, min_size=least)
+    return groups(smp_world, ranks, least)
 
 
 def is_member(handle: Any) -> bool:
@@ -118,12 +140,24 @@ def is_member(handle: Any) -> bool:
     return bool(handle != dist.GroupMember.NON_GROUP_MEMBER)
 
 
-def overlapping_groups(ranks: int, least: int = 2) -> st.SearchStrategy[list[Ranks]]:
-    """Groups of a world of so many ranks, in any order, drawn apart: many overlap."""
-    return st.lists(strategies.groups(ranks), min_size=least, max_size=4)
+def overlapping_groups(
+    smp_world: SmpWorld, ranks: int, least: int = 2
+) -> st.SearchStrategy[list[Ranks]]:
+    """Groups of a world of so many ranks, drawn apart: many overlap."""
+    return st.lists(groups(smp_world, ranks), min_size=least, max_size=4)
 
 
 # ---- Messages ------------------------------------------------------------------------------------
+
+
+#: The largest is the one up to which MPI promises tags; there are two pairs that 8 bits cannot tell
+#: apart.
+TAGS = (0, 1, 2, 7, 100, 256, 257, 2**15 - 1)
+
+
+def tags(smp_world: SmpWorld, among: Sequence[int] = TAGS) -> st.SearchStrategy[int]:
+    """Tags among these; 0 only, if the backend claims no others."""
+    return st.sampled_from(among) if Capability.TAGS in smp_world.capabilities else st.just(0)
 
 
 class Message(NamedTuple):
@@ -426,6 +460,9 @@ def calls(draw: st.DrawFn, smp_world: SmpWorld, sizes: Sequence[int], moving: bo
         name
         for name, each in COLLECTIVES.items()
         if each.capability in claimed
+        and (
+            each.capability is Capability.BARRIER or _name(dtype) in claimed.moves(each.capability)
+        )
         and (not each.reduces or _name(dtype) in summed)
         and not (moving and name == "barrier")
     ]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import enum
 import textwrap
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NoReturn
 
 import pytest
 
-from conformance.registry import Level, Registry
+from conformance.registry import Capability, Level, Registry
 
 
 class Outcome(enum.StrEnum):
@@ -44,8 +44,8 @@ class NotSupported(pytest.skip.Exception):  # type: ignore[name-defined,misc]  #
 def not_supported(reason: str) -> NoReturn:
     """End this property: the backend does not claim what it needs.
 
-    What a requirement needs altogether is its capability, and seen to before its properties run;
-    this is for one of several properties.
+    What a requirement needs altogether is declared with it, and seen to before its properties run;
+    this is for one of several properties, and for dtypes and reductions.
     """
     __tracebackhide__ = True
     raise NotSupported(reason)
@@ -61,7 +61,7 @@ def judge(
 
     Args:
         outcomes: of all its properties; none at all means that none was looked at.
-        claimed: whether the backend claims the capability that it needs.
+        claimed: whether the backend claims all that it needs.
         expected: whether it is listed as an expected failure.
     """
     if not claimed:
@@ -133,6 +133,24 @@ def table(
                 left = len(names) - sum(line.count(",") for line in lines)
                 lines.append(f"{'':{3 + column}}and {left} more (-v names them)")
             yield from lines
+
+
+def lacking(lacks: Mapping[str, Iterable[Capability]], width: int) -> Iterator[str]:
+    """For each capability that is not claimed, a line: which requirements need it.
+
+    Args:
+        lacks: by the id of a requirement, what it needs and the backend does not claim.
+        width: characters that a line may have; a long list is cut.
+    """
+    by_capability: dict[Capability, list[str]] = {each: [] for each in Capability}
+    for id, lacked in lacks.items():
+        for each in lacked:
+            by_capability[each].append(id)
+    for capability, ids in by_capability.items():
+        if ids:
+            start = f"not claimed: {capability}, needed by "
+            first, *rest = _wrapped(start, ids, width)
+            yield first.removesuffix(",") + (", ..." if rest else "")
 
 
 def _wrapped(start: str, names: list[str], width: int) -> list[str]:

@@ -35,13 +35,21 @@ _NAMES = {
 }
 
 
-def _of(
-    words: str, aspect: str, sentence: str, source: str = "", level: Level = Level.L1
-) -> Requirement:
-    """A requirement of one collective; ``source`` comes after the function's documentation."""
-    capability = _NAMES[words]
-    made = "; ".join(filter(None, [_docs(capability.value), source]))
-    return Requirement(f"COLL-{words}-{aspect}", sentence, made, level, capability)
+def _of(words: str, aspect: str, sentence: str, source: str = "", *more: Capability) -> Requirement:
+    """A requirement of one collective; ``source`` comes after the function's documentation.
+
+    It needs ``more`` beside the collective.
+    """
+    collective = _NAMES[words]
+    made = "; ".join(filter(None, [_docs(collective.value), source]))
+    needs = frozenset({Capability.PROCESS_GROUPS, collective, *more})
+    return Requirement(f"COLL-{words}-{aspect}", sentence, made, Level.L1, needs)
+
+
+def operation_of(declared: Requirement) -> str:
+    """The name of the collective, for a requirement of one."""
+    (collective,) = declared.needs.intersection(_NAMES.values())
+    return collective.value
 
 
 MOVEMENT = (
@@ -57,6 +65,7 @@ MOVEMENT = (
         "Members' tensors may differ in size, 0 among them, as long as each finds its place in the "
         "others' lists.",
         "uneven sized tensors are supported",
+        Capability.UNEVEN,
     ),
     _of(
         "ALL-GATHER-SINGLE",
@@ -85,6 +94,7 @@ MOVEMENT = (
         "The i-th member's j-th output holds the j-th member's i-th input where all sizes differ, "
         "0 among them.",
         "the examples",
+        Capability.UNEVEN,
     ),
     _of(
         "ALL-TO-ALL-SINGLE",
@@ -182,11 +192,12 @@ LAYOUTS = (
             "LAYOUT",
             "Tensors that are not contiguous are read and written as they lie, and nothing beside them.",
             _ANY_VIEW,
+            Capability.LAYOUTS,
         )
         for words in ("BROADCAST", "ALL-REDUCE", "REDUCE")
     ),
     *(
-        _of(words, f"LAYOUT-{side}", sentence, _ANY_VIEW)
+        _of(words, f"LAYOUT-{side}", sentence, _ANY_VIEW, Capability.LAYOUTS)
         for words in (
             "ALL-GATHER",
             "ALL-GATHER-SINGLE",
@@ -226,11 +237,12 @@ def _all(
     aspect: str,
     sentence: str,
     source: str,
-    capability: Capability = Capability.PROCESS_GROUPS,
+    *more: Capability,
     level: Level = Level.L1,
 ) -> Requirement:
-    """A requirement of every collective that the backend claims."""
-    return Requirement(f"COLL-{aspect}", sentence, source, level, capability)
+    """A requirement of every collective that the backend claims; it needs ``more`` beside one."""
+    needs = frozenset({Capability.PROCESS_GROUPS, *more})
+    return Requirement(f"COLL-{aspect}", sentence, source, level, needs)
 
 
 _NEW_GROUP = _docs("new_group")
@@ -246,6 +258,7 @@ GROUPS = (
         "With sort_ranks=False a member's place in the list of ranks is its place in every collective.",
         f"{_NEW_GROUP} (sort_ranks)",
         Capability.GROUPS,
+        Capability.GROUP_ORDER,
     ),
     _all(
         "GROUP-SORTED",
@@ -351,7 +364,13 @@ AMOUNTS = (
 
 BARRIER = (
     _of("BARRIER", "ALL", "No member leaves a barrier before every member has come to it."),
-    _of("BARRIER", "GROUP", "A barrier waits for the members of its group and for no other rank."),
+    _of(
+        "BARRIER",
+        "GROUP",
+        "A barrier waits for the members of its group and for no other rank.",
+        "",
+        Capability.GROUPS,
+    ),
 )
 
 _REFUSED = "is an error in the calling rank; nothing is sent, and it can go on."

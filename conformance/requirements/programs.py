@@ -11,6 +11,6 @@ PROGRAMS = (
         "over overlapping groups, every rank holds after each call or wait what that call gives it.",
         "SMP_API.md 1.6 and the torch.distributed docs of each call",
         Level.L1,
-        Capability.PROCESS_GROUPS,
+        frozenset({Capability.PROCESS_GROUPS}),
     ),
 )

@@ -8,6 +8,15 @@ from __future__ import annotations
 
 from conformance.registry import Capability, Level, Requirement
 
+_OBJECTS = frozenset({Capability.OBJECTS})
+_PROCESS_GROUPS = frozenset({Capability.PROCESS_GROUPS})
+_MESSAGES = _PROCESS_GROUPS | {Capability.POINT_TO_POINT}
+#: Properties destroy their groups behind a barrier of the object transport, so that what is tested
+#: is not disturbed.
+_GROUPS = _PROCESS_GROUPS | {Capability.GROUPS, Capability.OBJECTS}
+#: Properties make sure by an all_gather of objects that ranks can go on.
+_GO_ON = _PROCESS_GROUPS | {Capability.ALL_GATHER}
+
 _WRONG_RANK = (
     "INF: torch names no error; accepted in silence it would go to a wrong rank, or nowhere"
 )
@@ -25,28 +34,28 @@ POINT_TO_POINT = (
         "claimed dtype; the sent tensor stays as it is.",
         "torch.distributed docs: send (tensor), recv (Tensor to fill with received data)",
         Level.L1,
-        Capability.POINT_TO_POINT,
+        _MESSAGES,
     ),
     Requirement(
         "P2P-ZERO-SIZE",
         "A message without elements is sent and received like any other, and takes no other's place.",
         "torch.distributed docs: send, recv: nothing says that a tensor must have elements",
         Level.L1,
-        Capability.POINT_TO_POINT,
+        _MESSAGES,
     ),
     Requirement(
         "P2P-OFFSET",
         "Of a storage only the part in the tensor is sent, and only that part is written.",
         "torch.distributed docs: recv (Tensor to fill with received data)",
         Level.L1,
-        Capability.POINT_TO_POINT,
+        _MESSAGES,
     ),
     Requirement(
         "P2P-NON-CONTIGUOUS",
         "A view that does not lie densely is sent and received by its elements, in row-major order.",
         "INF: send and recv take a Tensor, and name no layout; Gloo refuses these",
         Level.L1,
-        Capability.POINT_TO_POINT,
+        _MESSAGES | {Capability.MESSAGE_LAYOUTS},
     ),
     Requirement(
         "P2P-LARGE",
@@ -54,7 +63,7 @@ POINT_TO_POINT = (
         "directions at once.",
         "torch.distributed docs: send, recv: nothing limits the size of a tensor",
         Level.L1,
-        Capability.POINT_TO_POINT,
+        _MESSAGES,
     ),
     Requirement(
         "P2P-ORDER",
@@ -63,7 +72,7 @@ POINT_TO_POINT = (
         "torch.distributed docs: batch_isend_irecv (operations between the same pair of ranks "
         "in the same direction)",
         Level.L1,
-        Capability.POINT_TO_POINT,
+        _MESSAGES,
     ),
     Requirement(
         "P2P-TAG",
@@ -71,21 +80,21 @@ POINT_TO_POINT = (
         "torch.distributed docs: send, recv (tag: to match send with remote recv); MPI standard: "
         "MPI_TAG_UB is at least 32767",
         Level.L1,
-        Capability.POINT_TO_POINT,
+        _MESSAGES | {Capability.TAGS},
     ),
     Requirement(
         "P2P-PEER",
         "A receive gets the message of the rank that it names, whatever other ranks have sent before.",
         "torch.distributed docs: recv (src)",
         Level.L1,
-        Capability.POINT_TO_POINT,
+        _MESSAGES,
     ),
     Requirement(
         "P2P-BOTH-WAYS",
         "Two ranks that send to each other with one tag each receive what the other has sent.",
         "torch.distributed docs: isend, irecv: the direction is in the call",
         Level.L1,
-        Capability.POINT_TO_POINT,
+        _MESSAGES,
     ),
     Requirement(
         "P2P-REUSE",
@@ -94,56 +103,56 @@ POINT_TO_POINT = (
         "torch.distributed docs: send (synchronously), isend (modifying before the request "
         "completes is undefined)",
         Level.L1,
-        Capability.POINT_TO_POINT,
+        _MESSAGES,
     ),
     Requirement(
         "P2P-SEPARATE",
         "A received tensor is the receiver's own: the next message does not change an earlier one.",
         "torch.distributed docs: recv (Tensor to fill with received data)",
         Level.L1,
-        Capability.POINT_TO_POINT,
+        _MESSAGES,
     ),
     Requirement(
         "P2P-WAIT-OWN",
         "The wait for one operation does not wait for others, issued before it or after.",
         _FINISHED,
         Level.L1,
-        Capability.POINT_TO_POINT,
+        _MESSAGES,
     ),
     Requirement(
         "P2P-COMPLETED",
         "is_completed is True for a send or receive that was waited for.",
         "torch.distributed docs: Point-to-point communication (is_completed is guaranteed)",
         Level.L1,
-        Capability.POINT_TO_POINT,
+        _MESSAGES,
     ),
     Requirement(
         "P2P-SELF",
         "A rank may send to itself by isend and irecv, whichever is called first.",
         "torch.distributed docs: isend, irecv (allows src == dst rank, i.e. send to self)",
         Level.L1,
-        Capability.POINT_TO_POINT,
+        _MESSAGES | {Capability.MESSAGES_TO_ONESELF},
     ),
     Requirement(
         "P2P-SOURCE",
         "recv returns the world rank of the sender.",
         "torch.distributed docs: recv (Returns)",
         Level.L1,
-        Capability.POINT_TO_POINT,
+        _MESSAGES,
     ),
     Requirement(
         "P2P-GROUP",
         "In a group, dst and src are world ranks.",
         "torch.distributed docs: send (dst), recv (src): regardless of the group argument",
         Level.L1,
-        Capability.GROUPS,
+        _MESSAGES | _GROUPS,
     ),
     Requirement(
         "P2P-GROUP-RANK",
         "group_dst and group_src are positions in the group.",
         "torch.distributed docs: send (group_dst), recv (group_src)",
         Level.L1,
-        Capability.GROUPS,
+        _MESSAGES | _GROUPS,
     ),
     Requirement(
         "P2P-GROUP-ASYNC",
@@ -151,14 +160,14 @@ POINT_TO_POINT = (
         "world, however many are in flight.",
         "torch.distributed docs: isend, irecv (group, tag)",
         Level.L1,
-        Capability.GROUPS,
+        _MESSAGES | _GROUPS,
     ),
     Requirement(
         "P2P-GROUP-APART",
         "Messages of different groups do not mix, not even between the same ranks and with one tag.",
         "torch.distributed docs: send (group: the process group to work on)",
         Level.L1,
-        Capability.GROUPS,
+        _MESSAGES | _GROUPS,
     ),
     Requirement(
         "P2P-ANY-SOURCE",
@@ -166,28 +175,28 @@ POINT_TO_POINT = (
         "return value who sent it.",
         "torch.distributed docs: recv (src: will receive from any process if unspecified; Returns)",
         Level.L1,
-        Capability.ANY_SOURCE,
+        _MESSAGES | {Capability.ANY_SOURCE},
     ),
     Requirement(
         "P2P-ANY-SOURCE-GROUP",
         "A receive without a source on a group takes messages of that group, and returns world ranks.",
         "torch.distributed docs: recv (group; Returns)",
         Level.L1,
-        Capability.ANY_SOURCE,
+        _MESSAGES | _GROUPS | {Capability.ANY_SOURCE},
     ),
     Requirement(
         "P2P-ANY-SOURCE-ORDER",
         "Of one sender, receives without a source take the messages in the order of sending.",
         "torch.distributed docs: recv; INF: as where the source is named",
         Level.L1,
-        Capability.ANY_SOURCE,
+        _MESSAGES | {Capability.ANY_SOURCE},
     ),
     Requirement(
         "P2P-ANY-SOURCE-TAG",
         "A receive without a source takes messages of its tag only.",
         "torch.distributed docs: recv (tag)",
         Level.L1,
-        Capability.ANY_SOURCE,
+        _MESSAGES | {Capability.ANY_SOURCE, Capability.TAGS},
     ),
     Requirement(
         "P2P-BATCH",
@@ -196,21 +205,21 @@ POINT_TO_POINT = (
         "torch.distributed docs: batch_isend_irecv (the relative ordering of sends vs. "
         "receives does not matter)",
         Level.L1,
-        Capability.COALESCING,
+        _MESSAGES | {Capability.COALESCING},
     ),
     Requirement(
         "P2P-BATCH-ORDER",
         "In a batch, operations between the same ranks in the same direction match in their order.",
         "torch.distributed docs: batch_isend_irecv (the ordering does matter)",
         Level.L1,
-        Capability.COALESCING,
+        _MESSAGES | {Capability.COALESCING},
     ),
     Requirement(
         "P2P-BATCH-WAIT",
         "The requests of a batch may be waited for in any order; after all waits all is received.",
         "torch.distributed docs: batch_isend_irecv (Returns)",
         Level.L1,
-        Capability.COALESCING,
+        _MESSAGES | {Capability.COALESCING},
     ),
     Requirement(
         "P2P-BATCH-GROUP",
@@ -218,7 +227,7 @@ POINT_TO_POINT = (
         "group_peer a position in the group.",
         "torch.distributed docs: batch_isend_irecv, P2POp (peer, group, group_peer)",
         Level.L1,
-        Capability.COALESCING,
+        _MESSAGES | _GROUPS | {Capability.COALESCING},
     ),
     Requirement(
         "P2P-ERROR-SELF",
@@ -226,35 +235,35 @@ POINT_TO_POINT = (
         "torch.distributed docs: send (dst: should not be the same as the rank of the current "
         "process)",
         Level.L2,
-        Capability.POINT_TO_POINT,
+        _MESSAGES,
     ),
     Requirement(
         "P2P-ERROR-RANK",
         "A partner beyond the last rank of the world is an error in the calling rank, which can go on.",
         f"torch.distributed docs: send (dst), recv (src); {_WRONG_RANK}",
         Level.L2,
-        Capability.POINT_TO_POINT,
+        _MESSAGES,
     ),
     Requirement(
         "P2P-ERROR-MEMBER",
         "A partner outside the group is an error in the calling rank, which can go on.",
         "torch.distributed docs: get_group_rank (must be part of group, otherwise this raises)",
         Level.L2,
-        Capability.GROUPS,
+        _MESSAGES | _GROUPS,
     ),
     Requirement(
         "P2P-ERROR-BOTH",
         "A partner given both as world rank and as position in the group is an error.",
         "torch.distributed docs: send (invalid to specify both dst and group_dst), recv",
         Level.L2,
-        Capability.POINT_TO_POINT,
+        _MESSAGES,
     ),
     Requirement(
         "P2P-NON-MEMBER",
         "Of a group that the rank is not in, isend and irecv return None and recv returns -1.",
         "torch.distributed docs: isend, irecv, recv (Returns)",
         Level.L2,
-        Capability.GROUPS,
+        _MESSAGES | _GROUPS,
     ),
 )
 
@@ -265,63 +274,63 @@ ASYNCHRONOUS = (
         "does.",
         _REQUEST,
         Level.L1,
-        Capability.PROCESS_GROUPS,
+        _PROCESS_GROUPS,
     ),
     Requirement(
         "ASYNC-RETURN",
         "With async_op a collective returns a handle, and without it None.",
         "torch.distributed docs: all_reduce and its siblings (Returns)",
         Level.L1,
-        Capability.PROCESS_GROUPS,
+        _PROCESS_GROUPS,
     ),
     Requirement(
         "ASYNC-WAIT-ORDER",
         "Handles of one group may be waited for in any order, another on each rank.",
         _REQUEST,
         Level.L1,
-        Capability.PROCESS_GROUPS,
+        _PROCESS_GROUPS,
     ),
     Requirement(
         "ASYNC-WAIT-AGAIN",
         "A handle may be waited for again, and the outputs stay as they are.",
         f"{_REQUEST}; INF: nothing says that a second wait differs",
         Level.L1,
-        Capability.PROCESS_GROUPS,
+        _PROCESS_GROUPS,
     ),
     Requirement(
         "ASYNC-COMPLETED",
         "is_completed is True after wait; where it is True, the outputs are there.",
         "torch.distributed docs: Synchronous and asynchronous collective operations (is_completed)",
         Level.L1,
-        Capability.PROCESS_GROUPS,
+        _PROCESS_GROUPS,
     ),
     Requirement(
         "ASYNC-FUTURE",
         "get_future gives, for every collective, a future that completes when the outputs are there.",
         "torch.distributed docs: Work.get_future (associated with the completion of the Work)",
         Level.L1,
-        Capability.PROCESS_GROUPS,
+        _PROCESS_GROUPS,
     ),
     Requirement(
         "ASYNC-FUTURE-VALUE",
         "The future of an all_reduce holds the reduced tensor.",
         "torch.distributed docs: Work.get_future (example), register_comm_hook",
         Level.L1,
-        Capability.ALL_REDUCE,
+        _PROCESS_GROUPS | {Capability.ALL_REDUCE},
     ),
     Requirement(
         "ASYNC-THEN-SYNC",
         "A synchronous call may follow an asynchronous one that was not yet waited for.",
         _REQUEST,
         Level.L1,
-        Capability.PROCESS_GROUPS,
+        _PROCESS_GROUPS,
     ),
     Requirement(
         "ASYNC-KEPT",
         "Outputs stay as they are whatever is called later, and handles may be dropped in any order.",
         _REQUEST,
         Level.L1,
-        Capability.PROCESS_GROUPS,
+        _PROCESS_GROUPS,
     ),
     Requirement(
         "ASYNC-REUSE",
@@ -329,7 +338,7 @@ ASYNCHRONOUS = (
         "there before.",
         _REQUEST,
         Level.L1,
-        Capability.ALL_GATHER,
+        _PROCESS_GROUPS | {Capability.ALL_GATHER},
     ),
     Requirement(
         "ASYNC-GROUPS",
@@ -337,7 +346,7 @@ ASYNCHRONOUS = (
         "each has.",
         "torch.distributed docs: new_group (a handle that can be given to collective calls)",
         Level.L1,
-        Capability.GROUPS,
+        _GROUPS,
     ),
     Requirement(
         "ASYNC-GROUPS-ORDER",
@@ -345,21 +354,21 @@ ASYNCHRONOUS = (
         "torch.distributed docs: new_group (Safe concurrent usage: one order is demanded with "
         "NCCL); INF: with NCCL only",
         Level.L1,
-        Capability.GROUPS,
+        _GROUPS,
     ),
     Requirement(
         "ASYNC-MIXED",
         "Messages and collective calls in flight on one group do not mix.",
         f"{_REQUEST}; {_FINISHED}",
         Level.L1,
-        Capability.POINT_TO_POINT,
+        _MESSAGES,
     ),
     Requirement(
         "ASYNC-BARRIER",
         "The wait for an asynchronous barrier returns only after every rank of the group has come to it.",
         "torch.distributed docs: barrier (blocks ... if async work handle is called on wait())",
         Level.L1,
-        Capability.BARRIER,
+        _PROCESS_GROUPS | {Capability.BARRIER},
     ),
 )
 
@@ -369,7 +378,7 @@ PROCESS_GROUPS = (
         "The default group holds every rank, at the position of its number.",
         "torch.distributed docs: get_rank, get_world_size, get_process_group_ranks",
         Level.L0,
-        Capability.PROCESS_GROUPS,
+        _PROCESS_GROUPS,
     ),
     Requirement(
         "PG-RANKS",
@@ -378,42 +387,42 @@ PROCESS_GROUPS = (
         "torch.distributed docs: new_group (ranks, sort_ranks), get_process_group_ranks, "
         "get_rank, get_world_size",
         Level.L0,
-        Capability.GROUPS,
+        _PROCESS_GROUPS | {Capability.GROUPS},
     ),
     Requirement(
         "PG-NON-MEMBER",
         "A rank outside a new group gets GroupMember.NON_GROUP_MEMBER, whose rank and size are -1.",
         "torch.distributed docs: new_group, get_rank, get_world_size (Returns)",
         Level.L0,
-        Capability.GROUPS,
+        _GROUPS,
     ),
     Requirement(
         "PG-TRANSLATE",
         "get_group_rank and get_global_rank translate between world ranks and positions.",
         "torch.distributed docs: get_group_rank, get_global_rank",
         Level.L0,
-        Capability.GROUPS,
+        _GROUPS,
     ),
     Requirement(
         "PG-SAME-MEMBERS",
         "Groups of the same ranks are groups apart: the life of one does not touch the other.",
         "torch.distributed docs: new_group (create a new distributed group)",
         Level.L0,
-        Capability.GROUPS,
+        _GROUPS,
     ),
     Requirement(
         "PG-DESTROY",
         "When a group is destroyed, every other group works on, the default group too.",
         "torch.distributed docs: destroy_process_group (a given process group)",
         Level.L0,
-        Capability.GROUPS,
+        _GROUPS,
     ),
     Requirement(
         "PG-AGAIN",
         "Groups of the same ranks can be made and destroyed many times, and each works.",
         "torch.distributed docs: new_group, destroy_process_group",
         Level.L0,
-        Capability.GROUPS,
+        _GROUPS,
     ),
     Requirement(
         "PG-SUBGROUPS",
@@ -421,14 +430,14 @@ PROCESS_GROUPS = (
         "caller's own part and all parts.",
         "torch.distributed docs: new_subgroups, new_subgroups_by_enumeration (Returns)",
         Level.L0,
-        Capability.GROUPS,
+        _GROUPS | _GO_ON,
     ),
     Requirement(
         "PG-LOCAL",
         "With use_local_synchronization only the members call new_group.",
         "torch.distributed docs: new_group (use_local_synchronization; not with MPI)",
         Level.L0,
-        Capability.GROUPS,
+        _GROUPS | {Capability.LOCAL_GROUPS},
     ),
     Requirement(
         "PG-DESTROYED",
@@ -436,7 +445,7 @@ PROCESS_GROUPS = (
         "torch.distributed docs: destroy_process_group; INF: torch names no error; a call that "
         "worked would keep the group alive",
         Level.L2,
-        Capability.GROUPS,
+        _GROUPS | _GO_ON,
     ),
     Requirement(
         "PG-ERROR-TRANSLATE",
@@ -444,7 +453,7 @@ PROCESS_GROUPS = (
         "torch.distributed docs: get_group_rank, get_global_rank (must be part of group, "
         "otherwise this raises)",
         Level.L2,
-        Capability.GROUPS,
+        _GROUPS,
     ),
     Requirement(
         "PG-ERROR-RANKS",
@@ -452,7 +461,7 @@ PROCESS_GROUPS = (
         "torch.distributed docs: new_group (ranks: List of ranks of group members); INF: that "
         "it is an error",
         Level.L2,
-        Capability.GROUPS,
+        _GO_ON | {Capability.GROUPS},
     ),
     Requirement(
         "PG-ERROR-LENGTH",
@@ -460,7 +469,7 @@ PROCESS_GROUPS = (
         "torch.distributed docs: all_gather (tensor_list: correctly-sized); INF: that it is an "
         "error",
         Level.L2,
-        Capability.ALL_GATHER,
+        _PROCESS_GROUPS | {Capability.ALL_GATHER},
     ),
     Requirement(
         "PG-ERROR-LENGTH-THEN",
@@ -468,14 +477,14 @@ PROCESS_GROUPS = (
         "one counts for nothing.",
         _REFUSED_FIRST,
         Level.L2,
-        Capability.ALL_GATHER,
+        _PROCESS_GROUPS | {Capability.ALL_GATHER},
     ),
     Requirement(
         "PG-ERROR-SPLITS",
         "Split sizes that do not add up to the rows are an error in the calling rank.",
         "torch.distributed docs: all_to_all_single (split sizes); INF: that it is an error",
         Level.L2,
-        Capability.ALL_TO_ALL_SINGLE,
+        _PROCESS_GROUPS | {Capability.ALL_TO_ALL_SINGLE},
     ),
     Requirement(
         "PG-ERROR-SPLITS-THEN",
@@ -483,7 +492,7 @@ PROCESS_GROUPS = (
         "one counts for nothing.",
         _REFUSED_FIRST,
         Level.L2,
-        Capability.ALL_TO_ALL_SINGLE,
+        _GO_ON | {Capability.ALL_TO_ALL_SINGLE},
     ),
 )
 
@@ -493,42 +502,42 @@ OBJECT_LISTS = (
         "all_gather_object puts the object of the i-th rank of the group at i, of any sizes.",
         "torch.distributed docs: all_gather_object",
         Level.L1,
-        Capability.ALL_GATHER,
+        _PROCESS_GROUPS | {Capability.ALL_GATHER},
     ),
     Requirement(
         "PG-OBJECTS-GATHER",
         "gather_object puts the object of the i-th rank of the group at i of the root's list.",
         "torch.distributed docs: gather_object",
         Level.L1,
-        Capability.GATHER,
+        _PROCESS_GROUPS | {Capability.ALL_GATHER, Capability.GATHER},
     ),
     Requirement(
         "PG-OBJECTS-BROADCAST",
         "broadcast_object_list fills every rank's list with the root's objects.",
         "torch.distributed docs: broadcast_object_list",
         Level.L1,
-        Capability.BROADCAST,
+        _PROCESS_GROUPS | {Capability.BROADCAST},
     ),
     Requirement(
         "PG-OBJECTS-SCATTER",
         "scatter_object_list gives each rank the root's object at its position.",
         "torch.distributed docs: scatter_object_list",
         Level.L1,
-        Capability.SCATTER,
+        _PROCESS_GROUPS | {Capability.BROADCAST, Capability.SCATTER},
     ),
     Requirement(
         "PG-OBJECTS-SEND",
         "recv_object_list fills the list with the objects of send_object_list, and returns who sent.",
         "torch.distributed docs: send_object_list, recv_object_list",
         Level.L1,
-        Capability.POINT_TO_POINT,
+        _MESSAGES,
     ),
     Requirement(
         "PG-OBJECTS-OUTSIDER",
         "To a rank that is not in the group the calls of lists of objects leave the list alone.",
         "torch.distributed docs: all_gather_object (Returns: the object_list will be unmodified)",
         Level.L2,
-        Capability.GROUPS,
+        _GROUPS,
     ),
 )
 
@@ -540,35 +549,35 @@ PAYLOADS = (
         "Objects of a million bytes and of a hundred thousand parts arrive whole.",
         _PICKLABLE,
         Level.L1,
-        Capability.OBJECTS,
+        _OBJECTS,
     ),
     Requirement(
         "COMM-PAYLOAD-EDGE",
         "An object arrives whole whatever its size, also just below and above powers of two.",
         _PICKLABLE,
         Level.L1,
-        Capability.OBJECTS,
+        _OBJECTS,
     ),
     Requirement(
         "COMM-PAYLOAD-SIZES",
         "Objects of different sizes may follow each other, the small after the large.",
         _PICKLABLE,
         Level.L1,
-        Capability.OBJECTS,
+        _OBJECTS,
     ),
     Requirement(
         "COMM-PAYLOAD-MANY",
         "Of hundreds of small objects in a row each arrives once, in order.",
         _PICKLABLE,
         Level.L1,
-        Capability.OBJECTS,
+        _OBJECTS,
     ),
     Requirement(
         "COMM-PAYLOAD-NESTED",
         "Nests of a hundred levels arrive with their structure.",
         _PICKLABLE,
         Level.L1,
-        Capability.OBJECTS,
+        _OBJECTS,
     ),
     Requirement(
         "COMM-PAYLOAD-SHARED",
@@ -576,28 +585,28 @@ PAYLOADS = (
         "parts that are two stay two.",
         f"{_PICKLABLE}: pickle keeps it so",
         Level.L1,
-        Capability.OBJECTS,
+        _OBJECTS,
     ),
     Requirement(
         "COMM-PAYLOAD-DISTINCT",
         "Objects of two calls are two copies, also if they are equal, or the same object.",
         "seed 000 (a picklable object is sent), SMP_API.md 1.6",
         Level.L1,
-        Capability.OBJECTS,
+        _OBJECTS,
     ),
     Requirement(
         "COMM-PAYLOAD-CLASSES",
         "Instances, named tuples, enum members, functions, classes and exceptions arrive as such.",
         _PICKLABLE,
         Level.L1,
-        Capability.OBJECTS,
+        _OBJECTS,
     ),
     Requirement(
         "COMM-PAYLOAD-ARRAYS",
         "numpy arrays and scalars keep dtype, shape and every element, whatever their layout.",
         _PICKLABLE,
         Level.L1,
-        Capability.OBJECTS,
+        _OBJECTS,
     ),
     Requirement(
         "COMM-PAYLOAD-TENSORS",
@@ -605,7 +614,7 @@ PAYLOADS = (
         "parameters stay parameters, through every call.",
         _PICKLABLE,
         Level.L1,
-        Capability.OBJECTS,
+        _OBJECTS,
     ),
     Requirement(
         "COMM-PAYLOAD-DTYPES",
@@ -613,14 +622,14 @@ PAYLOADS = (
         "cannot read back, and keep requires_grad.",
         "seed 000 (an arbitrary picklable object); INF: torch 2.13 pickles them and fails to unpickle",
         Level.L1,
-        Capability.OBJECTS,
+        _OBJECTS,
     ),
     Requirement(
         "COMM-PAYLOAD-MODULES",
         "A module arrives with its state, its mode, and with the parameters shared that were shared.",
         _PICKLABLE,
         Level.L1,
-        Capability.OBJECTS,
+        _OBJECTS,
     ),
 )
 

@@ -1,5 +1,5 @@
-"""What a backend claims that it can do, as data: a requirement needs one capability, and what is
-not claimed is not tested.
+"""What a backend claims that it can do, as data: a requirement needs some capabilities, and what
+needs one that is not claimed is not tested.
 
 A claim is a promise: a claimed capability that fails is a failure. Names of operations are those of
 torch.distributed's functions; dtypes are torch's names without ``torch.``. Nothing here imports
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from smp_core.errors import BackendError
@@ -22,8 +22,13 @@ class Capability(enum.StrEnum):
     RANKS = "ranks"  #: runs a body on a number of ranks; every backend does
     OBJECTS = "objects"  #: the object transport
     PROCESS_GROUPS = "process groups"  #: a default torch process group on every rank
-    GROUPS = "groups"  #: new_group of any ranks in any order; destroyed and made again
-    POINT_TO_POINT = "point-to-point"  #: send, recv, isend, irecv, with tags
+    GROUPS = "groups"  #: new_group of any ranks, which ascend there; destroyed and made again
+    GROUP_ORDER = "group order"  #: new_group with sort_ranks=False: its ranks in any order
+    LOCAL_GROUPS = "local groups"  #: new_group with use_local_synchronization
+    POINT_TO_POINT = "point-to-point"  #: send, recv, isend, irecv
+    TAGS = "tags"  #: messages with tags other than 0
+    MESSAGES_TO_ONESELF = "messages to oneself"  #: isend and irecv with one's own rank
+    MESSAGE_LAYOUTS = "message layouts"  #: messages from and into tensors that are not contiguous
     ANY_SOURCE = "any source"  #: recv without a source
     COALESCING = "coalescing"  #: batch_isend_irecv
     BARRIER = "barrier"
@@ -38,6 +43,8 @@ class Capability(enum.StrEnum):
     REDUCE_SCATTER_SINGLE = "reduce_scatter_single"
     ALL_TO_ALL = "all_to_all"
     ALL_TO_ALL_SINGLE = "all_to_all_single"
+    LAYOUTS = "layouts"  #: collectives on tensors that are not contiguous
+    UNEVEN = "uneven"  #: lists of tensors that differ in size: all_gather, all_to_all
 
 
 FLOATS = frozenset({"float32", "float64", "bfloat16", "float16"})
@@ -70,7 +77,8 @@ class Capabilities:
 
     Attributes:
         claims: the capabilities that it has.
-        dtypes: what every claimed operation moves.
+        dtypes: what claimed operations move.
+        narrower: by operation, what it moves where that is less; the others move all ``dtypes``.
         reductions: by reduce op, the dtypes that every claimed reduction takes.
 
     Raises:
@@ -79,6 +87,9 @@ class Capabilities:
 
     claims: frozenset[Capability] = frozenset(Capability)
     dtypes: frozenset[str] = DTYPES
+    narrower: Mapping[Capability, frozenset[str]] = dataclasses.field(
+        default_factory=lambda: MappingProxyType({}), hash=False
+    )
     reductions: Mapping[str, frozenset[str]] = dataclasses.field(
         default_factory=lambda: REDUCTIONS, hash=False
     )
@@ -87,6 +98,11 @@ class Capabilities:
         for what, given, known in (
             ("claims", self.claims, frozenset(Capability)),
             ("dtypes", self.dtypes, DTYPES),
+            ("narrower", frozenset(self.narrower), frozenset(Capability)),
+            *(
+                (f"narrower[{str(each)!r}]", dtypes, self.dtypes)
+                for each, dtypes in self.narrower.items()
+            ),
             ("reductions", frozenset(self.reductions), frozenset(REDUCTIONS)),
             *(
                 (f"reductions[{op!r}]", dtypes, REDUCTIONS.get(op, DTYPES))
@@ -112,14 +128,22 @@ class Capabilities:
             for name, value in (("claims", self.claims), ("dtypes", self.dtypes))
             if value != getattr(EVERYTHING, name)
         ]
+        if self.narrower:
+            said.append(f"narrower={_sorted(self.narrower.items())}")
         if self.reductions != REDUCTIONS:
-            said.append(
-                f"reductions={dict(sorted((op, sorted(each)) for op, each in self.reductions.items()))}"
-            )
+            said.append(f"reductions={_sorted(self.reductions.items())}")
         return f"Capabilities({', '.join(said)})"
 
     def __contains__(self, capability: object) -> bool:
         return capability in self.claims
+
+    def moves(self, operation: Capability) -> frozenset[str]:
+        """The dtypes that an operation moves, if it is claimed."""
+        return self.narrower.get(operation, self.dtypes)
+
+
+def _sorted(sets: Iterable[tuple[str, frozenset[str]]]) -> dict[str, list[str]]:
+    return {str(name): sorted(each) for name, each in sorted(sets)}
 
 
 EVERYTHING = Capabilities()

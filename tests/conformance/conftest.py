@@ -72,11 +72,11 @@ from conformance.registry import Capability, Level, Registry, Requirement
 
 plugin._HERE = session.HERE = pathlib.Path(__file__).parent / "small"
 requirements.REQUIREMENTS = Registry(*(
-    Requirement(id, f"{id} holds.", "seed 000", level, capability)
-    for id, level, capability in [
+    Requirement(id, f"{id} holds.", "seed 000", level, frozenset(needs))
+    for id, level, *needs in [
         ("LIFE-START", Level.L0, Capability.RANKS),
         ("COMM-ORDER", Level.L1, Capability.RANKS),
-        ("COMM-REDUCE", Level.L1, Capability.ALL_REDUCE),
+        ("COMM-REDUCE", Level.L1, Capability.PROCESS_GROUPS, Capability.ALL_REDUCE),
         ("COMM-DTYPES", Level.L1, Capability.RANKS),
         ("ERROR-RANK", Level.L2, Capability.RANKS),
     ]

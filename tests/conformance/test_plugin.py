@@ -92,19 +92,24 @@ def backend(**claims):
 
 less = backend(claims=frozenset(Capability) - {Capability.ALL_REDUCE, Capability.COALESCING})
 nothing = backend(claims=frozenset())
+few = backend(claims=frozenset({Capability.RANKS}))
 dtypes = backend(dtypes=DTYPES - {"bool"}, reductions={"SUM": DTYPES, "MAX": frozenset({"int8"})})
 """
 
 
 def test_what_is_not_claimed_is_not_run(small: Any, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(BACKENDS)
-    less, chosen, dtypes = small(
+    less, chosen, few, dtypes = small(
         ["small", "--smp-backend=mine:less", "FAIL=COMM-REDUCE", "-rs"],
         ["small", "--smp-backend=mine:less", "FAIL=COMM-REDUCE", "-k", "start"],
+        ["small", "--smp-backend=mine:few", "-rs"],
         ["small", "--smp-backend=mine:dtypes"],
     )
+    assert "not supported: mine does not claim process groups, all_reduce" in few
     assert "conformance: mine claims all but coalescing, all_reduce\n" in less
     assert "not supported: mine does not claim all_reduce" in less
+    assert "\nnot claimed: all_reduce, needed by COMM-REDUCE\n" in less
+    assert "not claimed: coalescing" not in less  # nobody needs it there
     for output in (less, chosen):
         assert verdict_lines(output)["NOT SUPPORTED"] == ["COMM-REDUCE"]
         assert exit_code(output) == 0

@@ -10,7 +10,9 @@ import pytest
 from conformance.registry import Capability, Level, Registry, Requirement, RequirementError
 from conformance.requirements import REQUIREMENTS, requirement
 
-GOOD = Requirement("AREA-WHAT", "It holds.", "SMP_API.md 1.6", Level.L1, Capability.OBJECTS)
+GOOD = Requirement(
+    "AREA-WHAT", "It holds.", "SMP_API.md 1.6", Level.L1, frozenset({Capability.OBJECTS})
+)
 
 
 @pytest.mark.parametrize("field", ["id", "sentence", "source"])
@@ -18,6 +20,19 @@ GOOD = Requirement("AREA-WHAT", "It holds.", "SMP_API.md 1.6", Level.L1, Capabil
 def test_an_empty_field_is_refused(field: str, empty: str) -> None:
     with pytest.raises(RequirementError, match=f"its {field} is empty"):
         dataclasses.replace(GOOD, **{field: empty})
+
+
+def test_a_requirement_without_needs_is_refused() -> None:
+    with pytest.raises(RequirementError, match="its needs are empty"):
+        dataclasses.replace(GOOD, needs=frozenset())
+
+
+def test_what_a_requirement_lacks_is_all_that_is_not_claimed() -> None:
+    many = {Capability.TAGS, Capability.PROCESS_GROUPS, Capability.POINT_TO_POINT}
+    each = dataclasses.replace(GOOD, needs=frozenset(many))
+    assert each.lacks(many | {Capability.BARRIER}) == []
+    # In the order of Capability, whatever the order of a set.
+    assert each.lacks({Capability.PROCESS_GROUPS}) == [Capability.POINT_TO_POINT, Capability.TAGS]
 
 
 @pytest.mark.parametrize("id", ["ALLGATHER", "comm-order", "COMM_ORDER", "COMM-", "-COMM", "A-B C"])
@@ -77,6 +92,13 @@ def test_a_declaration_is_a_sentence_with_a_source(each: Requirement) -> None:
     assert re.search(r"SMP_API\.md \d|seed 00[0-4]|\bdocs\b|^INF: \w", each.source)
     # "INF" alone says nothing: the reason is what a third party can argue with (SMP_API.md, tags).
     assert "INF" not in each.source or len(each.source.split("INF", 1)[1]) > len(": x")
+
+
+def test_every_capability_is_needed_and_none_alone_is_nothing() -> None:
+    needed = [each.needs for each in REQUIREMENTS.values()]
+    assert frozenset().union(*needed) == frozenset(Capability)
+    transports = {Capability.RANKS, Capability.OBJECTS, Capability.PROCESS_GROUPS}
+    assert all(needs & transports for needs in needed)
 
 
 def test_the_levels_that_have_requirements() -> None:

@@ -156,6 +156,9 @@ def test_it_says_what_the_session_said(small: Any, tmp_path: Path, workers: list
     assert found["levels"][0]["verdicts"]["FAIL"] == 1
 
     requirements = by_id(found)
+    assert requirements["COMM-REDUCE"]["needs"] == ["process groups", "all_reduce"]
+    assert requirements["COMM-REDUCE"]["lacks"] == ["all_reduce"]
+    assert requirements["LIFE-START"]["lacks"] == []
     assert {id: each["verdict"] for id, each in requirements.items()} == {
         "LIFE-START": "FAIL",
         "COMM-ORDER": "WAIVED",

@@ -49,7 +49,10 @@ def test_verdict_on_one_requirement(
 def small() -> Registry:
     levels = {"A-A": Level.L0, "B-B": Level.L2, "C-C": Level.L0, "D-D": Level.L2}
     return Registry(
-        *(Requirement(i, "S.", "seed 000", lv, Capability.RANKS) for i, lv in levels.items())
+        *(
+            Requirement(i, "S.", "seed 000", lv, frozenset({Capability.RANKS}))
+            for i, lv in levels.items()
+        )
     )
 
 
@@ -96,7 +99,9 @@ def test_the_whole_table_is_complete(width: int) -> None:
 
 def test_the_table_is_short_and_names_what_needs_a_look() -> None:
     ids = [f"AREA-{number:03}" for number in range(300)]
-    many = Registry(*(Requirement(i, "S.", "s", Level.L1, Capability.RANKS) for i in ids))
+    many = Registry(
+        *(Requirement(i, "S.", "s", Level.L1, frozenset({Capability.RANKS})) for i in ids)
+    )
     bad = ids[100:200]
     verdicts = judge_all(many, {id: [FAILED if id in bad else PASSED] for id in ids})
     lines = list(table(many, verdicts, 80))

@@ -74,17 +74,30 @@ def all_cells(capabilities: Capabilities = EVERYTHING) -> tuple[Cell, ...]:
         for dtype in claimed_dtypes(operation, capabilities)
         for kind in claimed_kinds(operation, capabilities)
         for mode in OPERATIONS[operation].modes
-        for layout in _layouts(name)
+        for layout in _layouts(name, capabilities)
     )
 
 
-def _layouts(name: str) -> tuple[str, ...]:
+def _layouts(name: str, capabilities: Capabilities) -> tuple[str, ...]:
     operation = OPERATIONS["send" if name == "recv" else name]
     if not operation.has_tensors:
         return (NONE,)
-    if operation.in_place or name == "recv":
-        return OUTPUT_LAYOUTS
-    return tuple(LAYOUTS)
+    inputs, outputs = claimed_layouts("send" if name == "recv" else name, capabilities)
+    return outputs if operation.in_place or name == "recv" else inputs
+
+
+def claimed_layouts(
+    name: str, capabilities: Capabilities
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The layouts of inputs and of outputs that a backend claims for an operation, simplest first."""
+    needed = Capability.MESSAGE_LAYOUTS if _is_message(name) else Capability.LAYOUTS
+    if needed not in capabilities:
+        return ("contiguous",), ("contiguous",)
+    return tuple(LAYOUTS), OUTPUT_LAYOUTS
+
+
+def _is_message(name: str) -> bool:
+    return OPERATIONS[name].capability in (Capability.POINT_TO_POINT, Capability.COALESCING)
 
 
 #: What can be written to.
@@ -111,11 +124,12 @@ def claimed_dtypes(name: str, capabilities: Capabilities, size: int = 1) -> tupl
     operation = OPERATIONS[name]
     if not operation.has_tensors:
         return (NONE,)
+    moved = Capability.POINT_TO_POINT if _is_message(name) else operation.capability
     names = (str(dtype).removeprefix("torch.") for dtype in ALL)
     return tuple(
         dtype
         for dtype in names
-        if dtype in capabilities.dtypes
+        if dtype in capabilities.moves(moved)
         and (not operation.reduces or reduce_ops(name, dtype, capabilities, size))
     )
 
@@ -149,4 +163,6 @@ def claimed_kinds(name: str, capabilities: Capabilities) -> tuple[str, ...]:
     kinds: tuple[str, ...] = _API_KINDS if operation.capability is Capability.OBJECTS else KINDS
     if operation.capability is not Capability.OBJECTS and Capability.GROUPS not in capabilities:
         kinds = ("default",)
+    if Capability.GROUP_ORDER not in capabilities:
+        kinds = tuple(kind for kind in kinds if kind != "unsorted")
     return tuple(kind for kind in kinds if operation.alone or kind != "of one")

@@ -18,10 +18,10 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from pytest_smp.strategies.arguments import check_int
 from pytest_smp.strategies.communication.coverage import (
-    OUTPUT_LAYOUTS,
     Cell,
     claimed,
     claimed_dtypes,
+    claimed_layouts,
     kind_of,
     reduce_ops,
 )
@@ -97,7 +97,7 @@ def draw_world(
         if forced is not None and not objects:
             kinds.insert(0, forced)
         for at, kind in enumerate(kinds):
-            groups[f"g{at + 1}"] = _draw_group(choose, ranks, kind)
+            groups[f"g{at + 1}"] = _draw_group(choose, ranks, kind, capabilities)
     degrees = 1, 1
     if Capability.OBJECTS in capabilities:
         options = [
@@ -115,9 +115,14 @@ def draw_world(
     return World(ranks, groups, degrees, _api_groups(ranks, degrees), capabilities)
 
 
-def _draw_group(choose: Choose, ranks: int, kind: str | None) -> tuple[int, ...]:
+def _draw_group(
+    choose: Choose, ranks: int, kind: str | None, capabilities: Capabilities
+) -> tuple[int, ...]:
     if kind is None:
-        kind = pick(choose, ["sorted", "of one", "without 0", "unsorted"])
+        kinds = ["sorted", "of one", "without 0"]
+        if Capability.GROUP_ORDER in capabilities:
+            kinds.append("unsorted")
+        kind = pick(choose, kinds)
     if kind == "of one" or ranks == 1:
         return (choose(ranks),)
     if kind == "without 0":
@@ -195,7 +200,7 @@ def draw_step(choose: Choose, world: World, cell: Cell | None = None) -> Step:
     if operation.capability is Capability.OBJECTS:
         which = 0 if name == "smp.barrier" else choose(PAYLOADS)
         return replace(step, payload=which, lags=(None,) * len(step.participants))
-    if name in ("send", "batch_isend_irecv"):
+    if name in ("send", "batch_isend_irecv") and Capability.TAGS in capabilities:
         step = replace(step, tag=choose(3))
     if name == "batch_isend_irecv":
         step = replace(step, shift=1 + choose(size - 1))
@@ -223,7 +228,7 @@ def _draw_tensors(
         reduce_op = pick(choose, reduce_ops(name, dtype, capabilities, size))
     lies = [
         Lie(pick(choose, layouts), pick(choose, (0, 0, 1, 3)))
-        for layouts in (tuple(LAYOUTS), OUTPUT_LAYOUTS)
+        for layouts in claimed_layouts(name, capabilities)
     ]
     if cell:
         asked = int(
@@ -239,6 +244,8 @@ def _draw_tensors(
     rows: tuple[tuple[int, ...], ...] = ()
     if name.startswith("all_to_all"):
         base, slope, twist = choose(3), choose(3), choose(3)
+        if name == "all_to_all" and Capability.UNEVEN not in capabilities:
+            slope = twist = 0
         rows = tuple(
             tuple(
                 (1 + base + slope * sender + twist * (receiver + sender * receiver)) % 4

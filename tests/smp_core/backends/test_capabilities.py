@@ -35,6 +35,11 @@ def test_a_backend_that_says_nothing_claims_everything() -> None:
         ({"claims": frozenset({"flying"})}, "claims holds flying"),
         ({"dtypes": frozenset({"float3"})}, "dtypes holds float3"),
         ({"dtypes": frozenset()}, "dtypes is empty"),
+        ({"narrower": {"flying": frozenset()}}, "narrower holds flying"),
+        (
+            {"dtypes": frozenset({"int8"}), "narrower": {Capability.GATHER: frozenset({"bool"})}},
+            r"narrower\['gather'\] holds bool",
+        ),
         ({"reductions": {"MEAN": frozenset()}}, "reductions holds MEAN"),
         ({"reductions": {"AVG": frozenset({"int8"})}}, r"reductions\['AVG'\] holds int8"),
     ],
@@ -42,6 +47,13 @@ def test_a_backend_that_says_nothing_claims_everything() -> None:
 def test_a_claim_of_what_there_is_not_is_refused(claims: Any, text: str) -> None:
     with pytest.raises(BackendError, match=text):
         Capabilities(**claims)
+
+
+def test_an_operation_moves_what_is_claimed_for_it() -> None:
+    some = Capabilities(narrower={Capability.GATHER: frozenset({"int8", "bool"})})
+    assert some.moves(Capability.GATHER) == {"int8", "bool"}
+    assert some.moves(Capability.SCATTER) == DTYPES
+    assert "narrower={'gather': ['bool', 'int8']}" in repr(some)
 
 
 THEIRS = """

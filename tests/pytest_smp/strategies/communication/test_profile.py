@@ -11,7 +11,8 @@ from pytest_smp.strategies.communication import profile
 from smp_core.backends import open_backend
 from smp_core.backends.capabilities import Capabilities, Capability
 
-FEW = Capabilities(frozenset({Capability.PROCESS_GROUPS, Capability.BARRIER, Capability.GROUPS}))
+GROUPS = {Capability.GROUPS, Capability.GROUP_ORDER}
+FEW = Capabilities(frozenset({Capability.PROCESS_GROUPS, Capability.BARRIER, *GROUPS}))
 
 
 def test_small_profiles_print_their_tables(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ import smp_core.torch as api
 from pytest_smp.strategies import programs
 from pytest_smp.strategies.communication import Lie, Program, Step, all_cells, cells
 from pytest_smp.strategies.communication.coverage import kind_of
+from pytest_smp.strategies.communication.drawing import sample
 from pytest_smp.strategies.communication.program import Runnable
 from smp_core.backends.base import Report, VerdictKind
 from smp_core.backends.capabilities import EVERYTHING, Capabilities, Capability
@@ -207,6 +209,47 @@ def test_capabilities_limit_what_is_drawn(drawn: Draw) -> None:
     for program in drawn(programs(ranks=5, max_calls=2), 30):
         assert program.ranks == 5
         assert len(program.steps) <= 2
+
+
+#: What a step must not be where a capability is not claimed.
+NOT_ASKED: dict[Capability, Callable[[Step], bool]] = {
+    Capability.TAGS: lambda step: step.tag != 0,
+    Capability.GROUP_ORDER: lambda step: [*step.members] != sorted(step.members),
+    Capability.UNEVEN: lambda step: (
+        step.operation == "all_to_all" and len({*itertools.chain(*step.rows)}) > 1
+    ),
+    Capability.LAYOUTS: lambda step: step.operation not in MESSAGES and not _contiguous(step),
+    Capability.MESSAGE_LAYOUTS: lambda step: step.operation in MESSAGES and not _contiguous(step),
+}
+MESSAGES = ("send", "batch_isend_irecv")
+
+
+def _contiguous(step: Step) -> bool:
+    return {step.input.layout, step.output.layout} == {"contiguous"}
+
+
+@pytest.mark.parametrize("capability", NOT_ASKED)
+def test_what_is_not_claimed_is_not_drawn(capability: Capability) -> None:
+    asks = NOT_ASKED[capability]
+    less = Capabilities(claims=frozenset(Capability) - {capability})
+    drawn = {
+        claims: [
+            step
+            for seed in range(300)
+            for step in sample(random.Random(seed).randrange, capabilities=claims).steps
+        ]
+        for claims in (less, EVERYTHING)
+    }
+    assert not any(map(asks, drawn[less]))
+    assert any(map(asks, drawn[EVERYTHING]))
+
+
+def test_an_operation_is_drawn_on_what_it_moves() -> None:
+    messages = frozenset({"int16"})
+    less = Capabilities(narrower={Capability.POINT_TO_POINT: messages})
+    for seed in range(100):
+        for step in sample(random.Random(seed).randrange, capabilities=less).steps:
+            assert step.operation not in MESSAGES or step.dtype == "int16"
 
 
 @pytest.mark.parametrize("name", ["programs", "invalid_programs"])

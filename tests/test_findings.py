@@ -1,0 +1,80 @@
+"""Every finding of docs/findings.md still shows, by a script that needs torch alone."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conformance.requirements import REQUIREMENTS
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE = (DOCS / "findings.md").read_text(encoding="utf-8")
+SCRIPTS = sorted((DOCS / "findings").glob("*.py"))
+_TIMEOUT = 60  # seconds for one script; its own limit is SECONDS, and importing torch comes before
+
+
+def run(script: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=_TIMEOUT
+    )
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_the_finding_shows(script: Path) -> None:
+    done = run(script)
+    assert done.returncode == 0, (
+        f"{script.name}: exit status {done.returncode}; 1: torch does what it promises, so take the "
+        f"finding out; 2: something else\n{done.stdout}{done.stderr}"
+    )
+    assert "rank 1 happened: " in done.stdout
+
+
+@pytest.mark.parametrize(("kept", "status"), [("PROMISED", 1), ("neither", 2)])
+def test_a_script_tells_when_it_shows_no_more(tmp_path: Path, kept: str, status: int) -> None:
+    """As if torch did what is promised, or something else."""
+    text = (DOCS / "findings" / "strided_broadcast.py").read_text(encoding="utf-8")
+    observed = re.search(r"^OBSERVED = (.*)$", text, re.MULTILINE)
+    assert observed is not None
+    if kept == "PROMISED":
+        text = re.sub(r"^PROMISED = .*$", f"PROMISED = {observed[1]}", text, flags=re.MULTILINE)
+    text = re.sub(r"^OBSERVED = .*$", "OBSERVED = [1, 1]", text, flags=re.MULTILINE)
+    script = tmp_path / "script.py"
+    script.write_text(text, encoding="utf-8")
+    assert run(script).returncode == status
+
+
+def test_the_page_lists_every_script_and_no_other() -> None:
+    assert SCRIPTS
+    assert sorted(set(re.findall(r"\]\(findings/(\w+)\.py\)", PAGE))) == [
+        script.stem for script in SCRIPTS
+    ]
+
+
+def test_every_finding_names_the_requirements_that_find_it() -> None:
+    sections = re.split(r"^### ", PAGE, flags=re.MULTILINE)[1:]
+    assert len(sections) == len(SCRIPTS)
+    for section in sections:
+        title, _, text = section.partition("\n")
+        found = re.search(r"^Found by (.+?)\.\n", text, re.MULTILINE | re.DOTALL)
+        assert found is not None, title
+        ids = re.findall(r"`([A-Z0-9-]+)`", found[1])
+        assert set(ids) <= set(REQUIREMENTS), title
+        assert len(re.findall(r"findings/\w+\.py", text)) == 1, title
+        for words in ("**Promised.**", "**Happens.**", "Upstream:"):
+            assert words in text, f"{title}: {words}"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_a_script_needs_torch_alone(script: Path) -> None:
+    found = set()
+    for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(str(node.module).partition(".")[0])
+    assert found <= {"torch", *sys.stdlib_module_names}
