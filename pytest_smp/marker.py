@@ -30,6 +30,8 @@ _NOT_ON_RANKS = {
     "record_testsuite_property": "use smp_world in a plain test",
     "pytester": "use smp_world in a plain test",
     "testdir": "use smp_world in a plain test",
+    "smp_faults": "declare what is to go wrong before the run: by the marker smp_faults, or in a "
+    "fixture of your own",
     "smp_world": "it starts runs, and this test is one; ask for it in a test without the marker",
 }
 

@@ -14,6 +14,7 @@ import pytest
 from pytest_smp import settings
 
 if TYPE_CHECKING:
+    from pytest_smp.faults import SmpFaults
     from pytest_smp.marker import Request
     from pytest_smp.proxies import Smp, SmpWorld, TmpPath
     from pytest_smp.running import Controller
@@ -26,13 +27,27 @@ _RANKS = "_smp_ranks"
 pytest_addoption = settings.add_options
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    from pytest_smp import launch
+
+    return launch.split(config)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "smp(ranks=N or [N, ...], **config): run the test on N ranks, initialised with the configuration",
     )
+    config.addinivalue_line(
+        "markers", "smp_faults(*faults): what is to go wrong in the test's runs (pytest_smp.faults)"
+    )
     config.stash[_SETTINGS] = settings.read(config)
     config.pluginmanager.register(_TimedOut(config), "smp-timed-out")
+    from pytest_smp import launch
+
+    if launch.job_size() is not None:  # the other ranks wait, whether a test uses them or not
+        controller_of(config).open()
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -131,6 +146,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         raise
     finally:
         report = controller.take_last()
+        if controller.lost:
+            pyfuncitem.session.shouldstop = controller.lost
         if report is not None:
             results.add_to_item(pyfuncitem, report, chosen.backend, error)
     return True
@@ -141,6 +158,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     controller = item.config.stash.get(_CONTROLLER, None)
     if controller is not None and controller.tmp_path is not None:
         controller.tmp_path.renew()
+    if controller is not None:
+        controller.faults = ()
+    if item.get_closest_marker("smp_faults") is not None:
+        from pytest_smp import faults
+
+        controller_of(item.config).faults = faults.of_markers(item)
 
 
 def pytest_enter_pdb(config: pytest.Config) -> None:
@@ -205,6 +228,14 @@ def smp_world(pytestconfig: pytest.Config) -> SmpWorld:
     from pytest_smp.proxies import SmpWorld
 
     return SmpWorld(controller_of(pytestconfig))
+
+
+@pytest.fixture(scope="session")
+def smp_faults(pytestconfig: pytest.Config) -> SmpFaults:
+    """Says what is to go wrong in the runs of a test; each test begins without."""
+    from pytest_smp.faults import SmpFaults
+
+    return SmpFaults(controller_of(pytestconfig))
 
 
 @pytest.fixture(scope="session")

@@ -45,6 +45,8 @@ class Prelude:
         ]
         if config.inipath is not None:
             args += ["-c", str(config.inipath)]
+        # This very module is imported already, and a project may turn warnings into errors.
+        args += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
         args.append(f"--import-mode={config.getoption('importmode')}")
         if config.option.confcutdir:
             args.append(f"--confcutdir={config.option.confcutdir}")

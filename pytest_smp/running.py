@@ -22,17 +22,28 @@ from hypothesis.internal.conjecture.data import ConjectureData
 from hypothesis.strategies import DataObject
 
 from pytest_smp import results
+from pytest_smp.faults import among as faults_among
 from pytest_smp.proxies import TmpPath
 from pytest_smp.settings import Settings
 from pytest_smp.strategies.schedules import schedules
 from smp_core import runtime
 from smp_core.backends import open_backend, parcels
-from smp_core.backends.base import Host, HostOptions, Job, Report, VerdictKind
+from smp_core.backends.base import (
+    Host,
+    HostOptions,
+    Job,
+    OutcomeKind,
+    Report,
+    VerdictKind,
+)
+from smp_core.backends.faults import Fault, unreached
+from smp_core.backends.faults import check as check_faults
 from smp_core.backends.payload import Payload, plain_dumps
 from smp_core.backends.schedule import ROUND_ROBIN, Schedule
 from smp_core.errors import (
     ArgumentError,
     BackendError,
+    FaultNotReachedError,
     PayloadError,
     SmpError,
     UnsupportedError,
@@ -114,6 +125,7 @@ class Controller:
         self.debugging = False  # a debugger is open: time stands still
         self.timed_out = 0  # runs that did not end
         self.decisions = 0  # of the last run
+        self.faults: tuple[Fault, ...] = ()  # of the test that runs
         self.tmp_path: TmpPath | None = None
         self._last: Report | None = None
         self._host: Host | None = None
@@ -122,7 +134,11 @@ class Controller:
         """The backend's host, opened at the first call."""
         if self._host is None:
             options = HostOptions(
-                capture=self.capture, check=self.settings.check, prelude=self._prelude
+                ranks=self.settings.ranks,
+                mpiexec=self.settings.mpiexec,
+                capture=self.capture,
+                check=self.settings.check,
+                prelude=self._prelude,
             )
             self._host = open_backend(self.settings.backend, options)
         return self._host
@@ -144,10 +160,17 @@ class Controller:
         automatic_init: bool = True,
         show_output: bool = False,
         schedule: Schedule | None = None,
+        faults: tuple[Fault, ...] = (),
     ) -> Report:
-        """Run ``body`` on ``ranks`` ranks and say how it ended, without raising for it."""
+        """Run ``body`` on ``ranks`` ranks and say how it ended, without raising for it.
+
+        Raises FaultNotReachedError if it ended well, and a fault did not strike.
+        """
         runtime.validate(config, ranks)
         host = self.open()
+        faults = (*self.faults, *faults)
+        if faults:
+            check_faults(faults, ranks, getattr(host, "injects", ()), self.settings.backend)
         job = Job(
             body=body,
             arguments=Arguments(args, kwargs, _leading_names(body, args)),
@@ -161,11 +184,14 @@ class Controller:
             skips=_SKIPS,
             context=_hypothesis_context(),
             schedule=self._schedule(schedule),
+            faults=faults,
         )
         report = host.open(ranks).run(job)
         self._last, self.decisions = report, report.decisions
         if show_output:
             _show_output(report)
+        if faults and report.verdict is VerdictKind.PASSED:
+            _check_reached(faults, report)
         for text in report.warnings if report.error is None else ():
             warnings.warn(text, GroupLeftWarning, stacklevel=2)
         return report
@@ -205,6 +231,11 @@ class Controller:
             results.conclude(report, self.settings.backend)
             return report.values
 
+    @property
+    def lost(self) -> str:
+        """Why nothing more can run, once that is so."""
+        return getattr(self._host, "lost", "")
+
     def take_last(self) -> Report | None:
         """The report of the last run since this was last called."""
         last, self._last = self._last, None
@@ -215,6 +246,15 @@ class Controller:
         host, self._host = self._host, None
         if host is not None:
             host.close()
+
+
+def _check_reached(faults: tuple[Fault, ...], report: Report) -> None:
+    if any(outcome.kind is not OutcomeKind.RETURNED for outcome in report.outcomes):
+        return  # who skips need not come to it
+    struck = {index for outcome in report.outcomes for index in outcome.struck}
+    texts = unreached(faults, struck)
+    if texts:
+        raise FaultNotReachedError("\n".join(["the run ended well, and", *texts]))
 
 
 def _show_output(report: Report) -> None:
@@ -324,6 +364,7 @@ class MarkedTest:
             if inspect.ismethod(function):  # self is copied for each rank, like every argument
                 bound, function = (function.__self__,), function.__func__
             schedule = _schedule_among(arguments.values())
+            how["faults"] = faults_among(arguments)
 
             def once(schedule: Schedule | None = schedule) -> None:
                 __tracebackhide__ = True
@@ -351,7 +392,13 @@ class MarkedTest:
                     for name, value in kwargs.items()
                 }
             values = controller.run(
-                inner, args, kwargs, example_of=item.name, schedule=schedule, **how
+                inner,
+                args,
+                kwargs,
+                example_of=item.name,
+                schedule=schedule,
+                faults=faults_among(kwargs),
+                **how,
             )
             # Hypothesis refuses a test that returns something: it was meant to assert it.
             return next((value for value in values if value is not None), None)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pytest_smp import launch
 from smp_core.backends import find_backend
 from smp_core.backends.schedule import Schedule
 from smp_core.errors import SmpError
@@ -25,6 +26,7 @@ class Settings:
     timeout: float  # seconds for one run
     seed: int  # of every rank's random generators
     strict: bool  # a process group left over fails the run
+    mpiexec: str = ""  # how an MPI job is started
     check: bool = True  # the board: mismatch and deadlock verdicts on rank processes
     explore: int = 0  # schedules that a marked test is run under; 0 is round-robin alone
     schedule: Schedule | None = None  # replayed in every run, or None: what the test says
@@ -120,6 +122,14 @@ _OPTIONS = (
         "replay this order of the ranks' turns in every run (sim)",
     ),
     _Option(
+        "mpiexec",
+        "",
+        str,
+        "a command",
+        "the mpiexec that starts the ranks of the mpi backend; with arguments, if it needs others "
+        "than we give (default: the one beside this Python, or on the path)",
+    ),
+    _Option(
         "check",
         "true",
         _flag,
@@ -158,14 +168,29 @@ def read(config: pytest.Config) -> Settings:
             source = (
                 f"smp_{option.name} in {config.inipath.name if config.inipath else 'the ini file'}"
             )
-            given = given or option.default
+            given = given or _under_launcher(option.name) or option.default
         try:
             values[option.name] = option.convert(given)
         except SmpError as error:
             raise pytest.UsageError(f"{source}={given}: {error}") from None
         except ValueError:
             raise pytest.UsageError(f"{source}={given}: must be {option.needs}") from None
+    size = launch.job_size()
+    if size is not None and values["backend"] == "external":
+        if values["ranks"] > size:
+            raise pytest.UsageError(
+                f"--smp-ranks={values['ranks']}: the launcher has started {size} ranks; start more, "
+                "or ask for fewer"
+            )
+        if getattr(config.option, "numprocesses", None):
+            raise pytest.UsageError("-n: a launcher's ranks serve one pytest; leave xdist out")
     return Settings(**values)
+
+
+def _under_launcher(name: str) -> str:
+    """The default of an option in a session that a launcher's job serves."""
+    size = launch.job_size()
+    return "" if size is None else {"backend": "external", "ranks": str(size)}.get(name, "")
 
 
 def chosen(config: pytest.Config) -> bool:

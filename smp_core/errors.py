@@ -1,8 +1,8 @@
 """Every error that the project raises on purpose.
 
 What a user can catch derives from :class:`SmpError` and, where Python has a fitting built-in class,
-from that too. The two exceptions that are no errors of the user's (:class:`Cancelled`,
-:class:`RunTimeout`) derive from ``BaseException``, so that no ``except Exception`` in a test body
+from that too. The exceptions that are no errors of the user's (:class:`Cancelled`,
+:class:`RunTimeout`, :class:`JobLost`) derive from ``BaseException``, so that no ``except Exception`` in a test body
 swallows them.
 """
 
@@ -85,6 +85,16 @@ class CrashError(VerdictError):
     """
 
 
+class InjectedError(SmpError, RuntimeError):
+    """Raised on a rank by a fault that was asked for without an error of its own."""
+
+
+class FaultNotReachedError(SmpError, RuntimeError):
+    """Raised in the controller when a run ended well and a fault of its never struck: the test did
+    not test what it says.
+    """
+
+
 class RankDisagreementError(VerdictError):
     """Raised when the ranks of one test do not agree whether to skip it or to expect its failure."""
 
@@ -94,6 +104,13 @@ class RunTimeout(BaseException):
 
     A ``BaseException``, because Hypothesis must not shrink it: each further example would take the
     whole limit again.
+    """
+
+
+class JobLost(BaseException):
+    """Raised in the controller when a launcher's job has lost a rank: nothing more can run on it.
+
+    A ``BaseException``, because Hypothesis must not try again.
     """
 
 

@@ -24,6 +24,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from pytest_smp.strategies.configuration import configs
+from pytest_smp.strategies.faults import faults
 from pytest_smp.strategies.mistakes import invalid_configs
 from pytest_smp.strategies.schedules import schedules
 from pytest_smp.strategies.worlds import degrees, groups, placements, topologies, world_sizes
@@ -49,6 +50,7 @@ __all__ = [
     "configs",
     "degrees",
     "dtypes",
+    "faults",
     "groups",
     "invalid_configs",
     "invalid_programs",

@@ -11,9 +11,11 @@ import difflib
 import importlib
 from collections.abc import Iterator
 from importlib.metadata import entry_points
+from pathlib import Path
 
 from smp_core.backends.base import PROTOCOL_VERSION, Backend, Factory, Host, HostOptions
 from smp_core.backends.capabilities import Capabilities
+from smp_core.backends.fabrics.torch_claims import GLOO
 from smp_core.errors import BackendError
 
 ENTRY_POINTS = "smp.backends"
@@ -25,18 +27,30 @@ def _open_sim() -> Host:
     return open_host()
 
 
+_GLOO = Factory("smp_core.backends.fabrics.torch_backend:open_gloo")
+_MPI = Factory("smp_core.backends.fabrics.mpi:open_fabric", loses_tensors=True)
+
+
 def _open_gloo() -> Host:
     from smp_core.backends.hosts.pool import PoolCrew
     from smp_core.backends.hosts.processes import ProcessHost
 
-    return ProcessHost(PoolCrew, Factory("smp_core.backends.fabrics.torch_backend:open_gloo"))
+    return ProcessHost(PoolCrew, _GLOO, synchronous_sends=True)
 
 
 def _open_mpi() -> Host:
     from smp_core.backends.hosts.mpiexec import MpiexecCrew
     from smp_core.backends.hosts.processes import ProcessHost
 
-    return ProcessHost(MpiexecCrew, Factory("smp_core.backends.fabrics.mpi:open_fabric"))
+    return ProcessHost(MpiexecCrew, _MPI, synchronous_sends=True)
+
+
+def _open_external() -> Host:
+    from smp_core.backends.hosts.external import ExternalCrew, Job
+    from smp_core.backends.hosts.processes import ProcessHost
+
+    mpi = Job.current is None or Job.current.fabric == "mpi"
+    return ProcessHost(ExternalCrew, _MPI if mpi else _GLOO, synchronous_sends=True)
 
 
 BACKENDS = {
@@ -45,7 +59,16 @@ BACKENDS = {
         Backend(
             "sim", "simulated ranks: threads of this process, one running at a time", _open_sim
         ),
-        Backend("gloo", "local processes that stay warm, and torch's Gloo", _open_gloo),
+        Backend(
+            "gloo",
+            "local processes that stay warm, and torch's Gloo",
+            _open_gloo,
+            GLOO,
+            "conformance:expected/gloo.toml",
+        ),
+        Backend(
+            "external", "ranks that a launcher started: mpiexec, torchrun, srun", _open_external
+        ),
         Backend("mpi", "processes of an MPI job, and a process group over mpi4py", _open_mpi),
     )
 }
@@ -99,6 +122,11 @@ _FIELDS = (
     ("summary", lambda value: isinstance(value, str), "a text"),
     ("open_host", callable, "callable"),
     ("capabilities", lambda value: isinstance(value, Capabilities), "a Capabilities"),
+    (
+        "expectations",
+        lambda value: value is None or isinstance(value, (str, Path)),
+        "a path, a text or None",
+    ),
 )
 
 

@@ -24,6 +24,8 @@ from smp_core.backends.schedule import ROUND_ROBIN, Schedule
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from smp_core.backends.faults import Fault
+
 PROTOCOL_VERSION = 1
 
 
@@ -109,6 +111,7 @@ class Seat:
     local_size: int
     folder: Path
     forming: int
+    store: str  # "file": one in `folder` serves all ranks; "env": the launcher's, by MASTER_ADDR
     check: Callable[[], None]
     board: Recorder
 
@@ -138,6 +141,7 @@ class Factory:
 
     reference: str
     arguments: tuple[Any, ...] = ()
+    loses_tensors: bool = False  # its messages of tensors can be lost and damaged (faults)
 
     def __call__(self, seat: Seat) -> RankFabric:
         module, _, attribute = self.reference.partition(":")
@@ -185,6 +189,7 @@ class Outcome:
     detail: str = ""
     stdout: str = ""
     stderr: str = ""
+    struck: tuple[int, ...] = ()  # which of the job's faults have; unknown of a rank that is gone
 
 
 @dataclasses.dataclass(slots=True)
@@ -243,6 +248,7 @@ class Job:
         no_context  # entered around each rank's body
     )
     schedule: Schedule = ROUND_ROBIN  # the order of turns, where the backend decides it
+    faults: tuple[Fault, ...] = ()  # what is to go wrong; those that Host.injects allows
 
 
 class World(Protocol):
@@ -258,7 +264,10 @@ class World(Protocol):
 
 
 class Host(Protocol):
-    """How ranks come to exist. One host lives as long as a session and opens worlds of any size."""
+    """How ranks come to exist. One host lives as long as a session and opens worlds of any size.
+
+    One that injects faults has an attribute ``injects`` (see faults.Claim).
+    """
 
     protocol: int
 
@@ -292,3 +301,6 @@ class Backend:
     summary: str
     open_host: Callable[[], Host]
     capabilities: Capabilities = EVERYTHING  # claims of its own, or everything
+    #: The file of failures that are expected of it (docs/conformance.md): a path (that starts at
+    #: ``__file__``), or ``package:path`` below an importable package. The suite alone reads it.
+    expectations: Path | str | None = None

@@ -35,9 +35,10 @@ from smp_core.backends.board.calls import (
     Post,
 )
 from smp_core.backends.board.ranks import RankState
+from smp_core.backends.board.recorder import UNKNOWN
 from smp_core.backends.hosts import diagnosis
 from smp_core.backends.hosts.diagnosis import Wait, ranks_text, wait_lines
-from smp_core.errors import CollectiveMismatchError, VerdictError
+from smp_core.errors import BackendError, CollectiveMismatchError, VerdictError
 
 #: Elements that a backend moves in a second at the very least.
 _SLOWEST = 10_000_000
@@ -85,10 +86,11 @@ class Board:
         self._counts: dict[tuple[GroupKey, int], int] = {}
         self._boxes: dict[tuple[GroupKey, int | None, int], Box] = {}
         self._objects = Objects()
-        self._suspects: list[Meeting | tuple[Post, Post]] = []  # calls that meet and differ
+        self._suspects: dict[Meeting | tuple[Post, Post], int] = {}  # differ; how often looked at
         self._spoilt: set[GroupKey] = set()  # whose numbers no longer mean anything
         self._gone: set[int] = set()
         self._fed = 0
+        self._damaged = False
         self._since: dict[str, tuple[int, float]] = {}
         for rank in self._ranks:
             rank.clear(run)
@@ -96,9 +98,14 @@ class Board:
     def feed(self, rank: int, data: bytes) -> None:
         """Read what a rank has written; it may end in the middle of a record.
 
-        Raises BackendError, naming the rank, for what is no record; the board goes on without it.
+        Raises BackendError, naming the rank, for what is no record. From then on there is no verdict
+        in this run: nobody knows what was lost.
         """
-        self._fed += self._ranks[rank].feed(data)
+        try:
+            self._fed += self._ranks[rank].feed(data)
+        except BackendError:
+            self._damaged = True
+            raise
 
     def gone(self, rank: int) -> None:
         """The rank's process is no more, and all that it wrote has been fed."""
@@ -122,6 +129,10 @@ class Board:
         if isinstance(call, Joined):
             self._leave(call)
         elif isinstance(call, Post) and call.box is not None:
+            for pair in [
+                each for each in self._suspects if isinstance(each, tuple) and call in each
+            ]:
+                del self._suspects[pair]
             call.box.withdraw(call)
         elif isinstance(call, Handover):
             self._objects.withdraw(call)
@@ -141,12 +152,12 @@ class Board:
             meeting = self._meetings[call.group, number] = Meeting(call.group, number)
         call.meeting = meeting
         if any(_differ(call, other) for other in meeting.calls.values()):
-            self._suspects.append(meeting)
+            self._suspects.setdefault(meeting, 0)
         meeting.calls[call.rank] = call
         if meeting.complete:
             self._forget_old(call.group, number)
-            if call.description.sent and meeting not in self._suspects:
-                self._suspects += [meeting] if _pairs(meeting) is not None else []
+            if call.description.sent and _pairs(meeting) is not None:
+                self._suspects.setdefault(meeting, 0)
 
     def _forget_old(self, group: GroupKey, number: int) -> None:
         # The last but one: of the last, a member may still withdraw its call.
@@ -162,6 +173,8 @@ class Board:
             return
         del meeting.calls[call.rank]
         self._counts[member] -= 1
+        if len(set(_comparable([*meeting.calls.values()]).values())) < 2:
+            self._suspects.pop(meeting, None)
         if not meeting.calls:
             self._meetings.pop((call.group, meeting.number), None)
 
@@ -175,7 +188,7 @@ class Board:
         if other is not None:
             pair = (post, other) if post.sends else (other, post)
             if _post_difference(*pair):
-                self._suspects.append(pair)
+                self._suspects[pair] = 0
 
     # Looking.
 
@@ -186,6 +199,8 @@ class Board:
         as gone once its END has been fed, or ``gone`` was called: what it wrote last may still be
         on its way. Ranks that raised are not the board's business: the run has ended with them.
         """
+        if self._damaged:
+            return None
         pending = [
             state
             for state in self._ranks
@@ -205,10 +220,14 @@ class Board:
 
     def _mismatch(self, now: float, pending: bool) -> Finding | None:
         for suspect in self._suspects:
+            whole = not isinstance(suspect, Meeting) or suspect.complete
             calls: list[Issued] = [
                 *(suspect.calls.values() if isinstance(suspect, Meeting) else suspect)
             ]
-            if calls[0].group in self._spoilt:
+            self._suspects[suspect] += 1
+            # The others' calls may be on their way, and show who the odd one is.
+            early = pending and not whole and self._suspects[suspect] == 1
+            if early or calls[0].group in self._spoilt:
                 continue
             # A call that the backend never comes back from has not been refused either.
             inside = all(call.taken or self._ranks[call.rank].inside is call for call in calls)
@@ -247,12 +266,7 @@ class Board:
                 for call in ordered
             }
             return words.group_mismatch(str(suspect.number), made), odd
-        known = [
-            (call.description.operation, call.description.fields)
-            for call in ordered
-            if call.description.fields is not None
-        ]
-        what = words.differing(known)
+        what = words.differing([*_comparable(ordered).values()])
         mades = [call.made() for call in ordered]
         return words.mismatch(suspect.number, ordered[0].shown, what, mades), odd
 
@@ -327,14 +341,15 @@ class Board:
         """
         ended = all(state.ended and not state.unsure for state in self._ranks)
         calls = any(state.calls for state in self._ranks)
-        odd = bool(self._suspects or self._spoilt) or any(True for _ in self._left())
+        odd = bool(self._damaged or self._suspects or self._spoilt) or any(
+            True for _ in self._left()
+        )
         return ended and not calls and not odd
 
     def blocked(self, rank: int) -> bool:
         """Whether a rank is in a call that cannot end unless others come."""
         state = self._ranks[rank]
-        calls = state.waits or ([state.inside] if state.inside is not None else [])
-        return not state.ended and any(call.wants() for call in calls)
+        return any(call.wants() for call in state.current())
 
     def missing(self) -> list[str]:
         """Which ranks never arrived where others wait, one line a call."""
@@ -354,6 +369,8 @@ class Board:
         Process groups are the fabric's business (RankFabric.leave), so ``strict`` changes nothing
         here.
         """
+        if self._damaged:
+            return [], []
         left = sorted(self._left(), key=lambda call: (call.rank, call.number))
         fatal = [
             f"rank {call.rank}: {call.described() if isinstance(call, Joined) else call.text()} "
@@ -387,19 +404,32 @@ def _lines(wait: Wait) -> str:
 
 
 def _differ(one: Issued, other: Issued) -> bool:
-    mine, theirs = one.description, other.description
-    if mine.fields is None or theirs.fields is None:
-        return False
-    return (mine.operation, mine.fields) != (theirs.operation, theirs.fields)
+    return len(set(_comparable([one, other]).values())) > 1
+
+
+def _comparable(calls: Sequence[Issued]) -> dict[int, tuple[str, words.Fields]]:
+    """Operation and fields by rank, without the fields that nobody knows of some call."""
+    known = {call.rank: call.description for call in calls if call.description.fields is not None}
+    unknown = {
+        name
+        for description in known.values()
+        for name, value in description.fields or ()
+        if value == UNKNOWN
+    }
+    return {
+        rank: (
+            description.operation,
+            tuple(field for field in description.fields or () if field[0] not in unknown),
+        )
+        for rank, description in known.items()
+    }
 
 
 def _odd_one_out(calls: list[Joined]) -> int | None:
     """A rank of the smallest set of equal calls, if they are not all equal."""
     sets: dict[object, list[int]] = {}
-    for call in calls:
-        if call.description.fields is not None:
-            key = call.description.operation, call.description.fields
-            sets.setdefault(repr(key), []).append(call.rank)
+    for rank, said in _comparable(calls).items():
+        sets.setdefault(said, []).append(rank)
     if len(sets) < 2:
         return None
     return min(reversed(sets.values()), key=len)[0]

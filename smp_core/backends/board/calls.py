@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from smp_core.backends.board import words
-from smp_core.backends.board.recorder import Description
+from smp_core.backends.board.recorder import UNKNOWN, Description
 from smp_core.backends.frames import Place
 
 _NOTHING = Description("", None)
@@ -121,7 +121,11 @@ class Joined(Issued):
         """See Issued."""
         if self.description.fields is None:
             return self.description.operation
-        fields = (*self.description.fields, *self.description.told)
+        fields = [
+            field
+            for field in (*self.description.fields, *self.description.told)
+            if field[1] != UNKNOWN
+        ]
         return words.call_text(self.description.operation, fields)
 
     def described(self) -> str:

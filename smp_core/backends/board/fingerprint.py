@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from smp_core.backends.board.recorder import Description, Fields
+from smp_core.backends.board.recorder import Description, Fields, Recorder
 
 #: Of a tensor: its dtype and shape.
 Spec = tuple[torch.dtype, torch.Size]
@@ -29,14 +29,14 @@ class Key(NamedTuple):
     cuts: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
 
-def _specs(tensors: Any) -> tuple[Spec, ...]:
-    """Of a tensor, a list of them, or a list of lists."""
+def specs(tensors: Any) -> tuple[Spec, ...]:
+    """The dtypes and shapes of a tensor, a list of them, or a list of lists."""
     if isinstance(tensors, torch.Tensor):
         return ((tensors.dtype, tensors.shape),)
     if len(tensors) == 1 and isinstance(tensors[0], torch.Tensor):
         tensor = tensors[0]
         return ((tensor.dtype, tensor.shape),)
-    return tuple(spec for each in tensors for spec in _specs(each))
+    return tuple(spec for each in tensors for spec in specs(each))
 
 
 _OPS: dict[Any, str] = {}
@@ -75,7 +75,7 @@ def _monitored(*_: Any, **__: Any) -> Key:
 def _broadcast(
     tensors: Any = None, opts: Any = None, *_: Any, tensor: Any = None, root: Any = 0
 ) -> Key:
-    brings = _specs(tensors if tensor is None else tensor)
+    brings = specs(tensors if tensor is None else tensor)
     return Key("broadcast", None, _root(root if opts is None else opts), brings)
 
 
@@ -83,7 +83,7 @@ def _all_reduce(name: str) -> Callable[..., Key]:
     def key(
         tensors: Any = None, opts: Any = None, *_: Any, tensor: Any = None, op: Any = None
     ) -> Key:
-        brings = _specs(tensors if tensor is None else tensor)
+        brings = specs(tensors if tensor is None else tensor)
         return Key(name, _op(op if opts is None else opts), None, brings)
 
     return key
@@ -97,7 +97,7 @@ def _reduce(
     root: Any = 0,
     op: Any = None,
 ) -> Key:
-    brings = _specs(tensors if tensor is None else tensor)
+    brings = specs(tensors if tensor is None else tensor)
     if opts is not None and hasattr(opts, "rootRank"):
         return Key("reduce", _op(opts), _root(opts), brings)
     op = rest[0] if rest else op
@@ -106,38 +106,38 @@ def _reduce(
 
 def _gathering(name: str) -> Callable[..., Key]:
     def key(outputs: Any, inputs: Any, opts: Any = None, **_: Any) -> Key:
-        return Key(name, None, None, _specs(inputs), _specs(outputs))
+        return Key(name, None, None, specs(inputs), specs(outputs))
 
     return key
 
 
 def _all_gather_coalesced(outputs: Any, inputs: Any, opts: Any = None, **_: Any) -> Key:
     by_input = [list(each) for each in zip(*outputs, strict=True)]  # a list per rank comes in
-    return Key("all_gather_coalesced", None, None, _specs(inputs), _specs(by_input))
+    return Key("all_gather_coalesced", None, None, specs(inputs), specs(by_input))
 
 
 def _scattering(name: str) -> Callable[..., Key]:
     def key(
         outputs: Any, inputs: Any, opts: Any = None, *rest: Any, op: Any = None, **_: Any
     ) -> Key:
-        return Key(name, _op(op if opts is None else opts), None, _specs(inputs), _specs(outputs))
+        return Key(name, _op(op if opts is None else opts), None, specs(inputs), specs(outputs))
 
     return key
 
 
 def _gather(outputs: Any, inputs: Any, opts: Any = None, *_: Any, root: Any = 0, **__: Any) -> Key:
-    return Key("gather", None, _root(root if opts is None else opts), _specs(inputs))
+    return Key("gather", None, _root(root if opts is None else opts), specs(inputs))
 
 
 def _scatter(outputs: Any, inputs: Any, opts: Any = None, *_: Any, root: Any = 0, **__: Any) -> Key:
-    return Key("scatter", None, _root(root if opts is None else opts), _specs(outputs))
+    return Key("scatter", None, _root(root if opts is None else opts), specs(outputs))
 
 
 def _all_to_all_single(
     output: Any, input: Any, outputs: Any = None, inputs: Any = None, opts: Any = None, **_: Any
 ) -> Key:
     cuts = tuple(inputs or ()), tuple(outputs or ())
-    return Key("all_to_all_single", None, None, _specs(input), _specs(output), cuts)
+    return Key("all_to_all_single", None, None, specs(input), specs(output), cuts)
 
 
 #: By name of the method of a process group.
@@ -206,20 +206,24 @@ def describe(key: Key, size: int) -> Description:
     )
 
 
-def describe_post(operation: str, specs: Sequence[Spec]) -> Description:
+def _describe_post(operation: str, of: Sequence[Spec]) -> Description:
     """The tensor of a send or a receive in words."""
-    counts = _counts(specs)
-    fields: Fields = (("dtype", _dtypes(specs)), ("shape", _shapes(specs)))
+    counts = _counts(of)
+    fields: Fields = (("dtype", _dtypes(of)), ("shape", _shapes(of)))
     return Description(operation, fields, sent=counts, elements=sum(counts))
 
 
-def post_key(tensors: Any) -> tuple[Spec, ...]:
-    """What stands for the tensor of a send or a receive."""
-    return _specs(tensors)
+def record_post(
+    recorder: Recorder, group: int, sends: bool, tensors: Any, peer: int, tag: int
+) -> int:
+    """Record a send or a receive; return its number."""
+    verb, tensor = "send" if sends else "recv", specs(tensors)
+    key = verb, tensor
+    return recorder.post(sends, group, peer, tag, key, lambda: _describe_post(verb, tensor))
 
 
-def _counts(specs: Sequence[Spec]) -> tuple[int, ...]:
-    return tuple(math.prod(shape) for _, shape in specs)
+def _counts(of: Sequence[Spec]) -> tuple[int, ...]:
+    return tuple(math.prod(shape) for _, shape in of)
 
 
 def _rows(spec: Spec, cuts: Sequence[int], size: int) -> tuple[int, ...]:
@@ -229,12 +233,12 @@ def _rows(spec: Spec, cuts: Sequence[int], size: int) -> tuple[int, ...]:
     return tuple(cut * (count // rows if rows else 0) for cut in cuts)
 
 
-def _dtypes(specs: Sequence[Spec]) -> str:
-    return " ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype, _ in specs))
+def _dtypes(of: Sequence[Spec]) -> str:
+    return " ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype, _ in of))
 
 
-def _shapes(specs: Sequence[Spec]) -> str:
-    return " ".join(str(list(shape)) for _, shape in specs)
+def _shapes(of: Sequence[Spec]) -> str:
+    return " ".join(str(list(shape)) for _, shape in of)
 
 
 def making(members: tuple[int, ...]) -> Description:

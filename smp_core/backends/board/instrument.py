@@ -37,7 +37,7 @@ class Instrument:
         self._recorder = recorder
         self._registry = Registry(recorder)
         self._works = Works(recorder)
-        self._dispatched = dispatched.Dispatched(recorder, self._registry, self._works)
+        self._dispatched = dispatched.Dispatched(recorder, self._registry)
         self._coalescing = _Coalescing()
         self._undo: list[tuple[Any, str, Any]] = []
         self._seen: weakref.WeakSet[type] = weakref.WeakSet()
@@ -118,7 +118,7 @@ class Instrument:
             peer, tag = (-1, numbers[0]) if anybody else numbers
             if not -1 <= peer < len(group.ranks):
                 return original(self, *args, **kwargs)
-            number = post_number(recorder, group, sends, tensors, peer, tag)
+            number = fingerprint.record_post(recorder, group.number, sends, tensors, peer, tag)
             return call(number, False, original, self, args, kwargs)
 
         call = self._call
@@ -225,22 +225,6 @@ def _collective_number(
         return recorder.collective(group.number, name, lambda: fingerprint.unknown(name))
     return recorder.collective(
         group.number, (key, len(group.ranks)), lambda: fingerprint.describe(key, len(group.ranks))
-    )
-
-
-def post_number(
-    recorder: Recorder, group: Known, sends: bool, tensors: Any, peer: int, tag: int
-) -> int:
-    """Record a send or a receive."""
-    verb = "send" if sends else "recv"
-    specs = fingerprint.post_key(tensors)
-    return recorder.post(
-        sends,
-        group.number,
-        peer,
-        tag,
-        (verb, specs),
-        lambda: fingerprint.describe_post(verb, specs),
     )
 
 

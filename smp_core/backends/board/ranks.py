@@ -186,6 +186,7 @@ class RankState:
         else:
             self._take(self.inside)
             self.inside, self.accompanied = call, thread == records.ACCOMPANIED
+            self.waits = []
         self.calls[call.number] = call
         self.failed = None
         self._calls_of_all.issued(call, partners or [])

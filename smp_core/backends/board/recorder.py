@@ -35,6 +35,10 @@ def _listed(numbers: Sequence[int]) -> bytes:
     return b"%d" % numbers[0] if len(numbers) == 1 else ",".join(map(str, numbers)).encode()
 
 
+#: Stands in ``fields`` for what nobody knows of a call.
+UNKNOWN = "?"
+
+
 class Description(NamedTuple):
     """What a call says.
 

@@ -102,8 +102,8 @@ def deadlock(
         lines.append(
             "wait-for cycle: " + " -> ".join(f"rank {rank}" for rank in [*cycle, cycle[0]])
         )
-    else:
-        root = waits[0]
+    else:  # a chain that ends at a wait for nobody in particular
+        root = next((wait for wait in waits if not wait.missing), waits[0])
     hints = dict.fromkeys(wait.hint for wait in waits if wait.hint)
     lines += [f"hint: {hint}" for hint in hints]
     return DeadlockError("\n".join(lines)), root.rank

@@ -62,7 +62,6 @@ def find_mpiexec(given: str) -> list[str]:
 class MpiexecCrew(Crew):
     """See processes.Crew."""
 
-    local = True
     restarts_together = True
     prepares = False
 
@@ -171,12 +170,8 @@ def rank_main() -> None:
     slot = next(os.environ[name] for name in warden.RANK_VARIABLES if name in os.environ)
     import torch  # before MPI: it takes a while, and nobody waits for anybody yet
 
+    from smp_core.backends.fabrics.mpi.library import finalize
+
     torch.set_num_threads(1)
     berth = json.loads(Path(folder, _BERTH).read_text())
-    rank.main(rank.Berth(slot=int(slot), **berth), at_end=_finalize)
-
-
-def _finalize() -> None:
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        mpi.Finalize()
+    rank.main(rank.Berth(slot=int(slot), **berth), at_end=finalize)

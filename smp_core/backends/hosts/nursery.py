@@ -1,4 +1,5 @@
-"""The nursery: a process that has everything imported and forks the ranks of the `pool` host.
+"""The nursery: a process that has everything imported and forks ranks, of the `pool` host and of a
+launcher's job.
 
 Importing torch takes about a second, forking what has imported it a few milliseconds. The nursery
 runs no thread and no body. It takes requests from the controller, tells it which of its children
@@ -17,15 +18,17 @@ import select
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from smp_core.backends.hosts.rank import Berth, main
+from smp_core.backends.hosts.rank import STACKS, Berth, main, read_output
+from smp_core.backends.hosts.stacks import read_stacks
 
 _PR_SET_PDEATHSIG = 1
 
 
-def _die_with_parent(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Ask the kernel for SIGKILL when the nursery dies (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -44,6 +47,12 @@ class Nursery:
         for end in (self._signals, wakeup):
             os.set_blocking(end, False)
         self._wakeup = wakeup
+        self._requests: dict[str, Callable[[Any], None]] = {
+            "prepare": self._prepare,
+            "fork": self._fork_all,
+            "kill": self._kill_all,
+            "look": self._look,
+        }
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
 
@@ -57,12 +66,8 @@ class Nursery:
                     os.read(self._signals, 4096)
                     self._reap()
                 if self._controller in ready:
-                    request = json.loads(self._controller.recv_bytes())
-                    if "fork" in request:
-                        for slot in request["fork"]:
-                            self._fork(slot)
-                    else:
-                        self._prepare(request["prepare"])
+                    for what, about in json.loads(self._controller.recv_bytes()).items():
+                        self._requests[what](about)
         except (EOFError, OSError):
             pass
         finally:
@@ -70,6 +75,12 @@ class Nursery:
 
     def _tell(self, **what: Any) -> None:
         self._controller.send_bytes(json.dumps(what).encode())
+
+    def adopt(self, pid: int, slot: int) -> None:
+        """A rank that was forked elsewhere in this process."""
+        self._children.add(pid)
+        self._tell(forked=slot, pid=pid)
+        self._reap()  # it may have ended before
 
     def _prepare(self, parcel: str) -> None:
         try:
@@ -79,6 +90,22 @@ class Nursery:
         else:
             self._tell(prepared=None)
 
+    def _fork_all(self, slots: list[int]) -> None:
+        for slot in slots:
+            self._fork(slot)
+
+    def _kill_all(self, pids: list[int]) -> None:
+        for pid in self._children.intersection(pids):
+            _kill_group(pid)
+
+    def _look(self, pid: int) -> None:
+        """For a controller on another machine: a rank's stacks, and what it has written."""
+        stacks = []
+        if pid in self._children:
+            os.kill(pid, STACKS)
+            stacks = read_stacks(self._setting["folder"], pid)
+        self._tell(looked=pid, stacks=stacks, written=read_output(self._setting["folder"], pid))
+
     def _fork(self, slot: int) -> None:
         nursery = os.getpid()
         sys.stdout.flush()
@@ -86,7 +113,7 @@ class Nursery:
         pid = os.fork()
         if pid == 0:
             try:
-                _die_with_parent(nursery)
+                die_with_parent(nursery)
                 os.setsid()  # a group of its own, with what the body starts
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +22,8 @@ from smp_core.backends.hosts.processes import Crew, Ended, describe_exit
 from smp_core.errors import BackendError
 
 _START = "import sys; from smp_core.backends.hosts.nursery import start; start(int(sys.argv[1]))"
-_PRELOAD = (
+#: What a nursery imports before it forks.
+PRELOAD = (
     "torch",
     "torch.distributed.nn.functional",  # its default arguments capture the default group: now none
     "numpy.random",
@@ -32,7 +33,8 @@ _PRELOAD = (
     "smp_core.backends.hosts.isolation",
     "smp_core.backends.parcels",
 )
-_PATIENCE = 60.0  # seconds for the nursery to import and prepare
+_PATIENCE = 60.0  # seconds for a nursery to import and prepare
+_ANSWER = 5.0  # seconds for one that has nothing else to do
 
 
 def private_folder() -> str:
@@ -40,20 +42,157 @@ def private_folder() -> str:
     return tempfile.mkdtemp(prefix="smp-", dir=None if len(tempfile.gettempdir()) < 60 else "/tmp")
 
 
-class PoolCrew(Crew):
-    """See processes.Crew."""
+class Ward:
+    """The controller's end of one nursery. ``slots`` are the ranks that it can fork."""
 
-    local = True
+    def __init__(self, connection: Connection, slots: Collection[int] | None, host: str) -> None:
+        self.connection, self.slots, self.host = connection, slots, host
+        self.ranks: dict[int, int] = {}  # pid: slot, of those that run
+        self.looked: dict[str, Any] = {}
+        self._ended: list[Ended] = []
+        self._preparing = False
+
+    def ask(self, **request: Any) -> None:
+        """Send a request. Raises BackendError if the nursery is gone."""
+        try:
+            self.connection.send_bytes(json.dumps(request).encode())
+        except OSError:
+            raise self.lost() from None
+
+    def lost(self) -> BackendError:
+        """The error that says that the nursery is gone."""
+        return BackendError(f"the nursery of rank processes is gone: {self.last_words()}")
+
+    def last_words(self) -> str:
+        """How it ended, as far as is known."""
+        return f"its connection from {self.host} closed"
+
+    def prepare(self, prelude: bytes) -> None:
+        """Have it run the prelude; ``prepared`` waits for that."""
+        self.ask(prepare=prelude.hex())
+        self._preparing = True
+
+    def prepared(self) -> None:
+        """Wait until the prelude has run. Raises BackendError if it failed."""
+        while self._preparing:
+            if not self.connection.poll(_PATIENCE):
+                raise BackendError(f"the rank processes were not prepared within {_PATIENCE:g} s")
+            self._hear()
+
+    def look(self, pid: int) -> dict[str, Any]:
+        """A rank's stacks and output, from a nursery on another machine."""
+        self.looked = {}
+        self.ask(look=pid)
+        while self.looked.get("looked") != pid and self.connection.poll(_ANSWER):
+            self._hear()
+        return self.looked
+
+    def running(self) -> dict[int, int]:
+        """Its ranks that run, by process, as far as it has told."""
+        while self.connection.poll(0):
+            self._hear()
+        return self.ranks
+
+    def ended(self) -> list[Ended]:
+        """Its ranks that ended since the last call."""
+        self.running()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _hear(self) -> None:
+        try:
+            told = json.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            raise self.lost() from None
+        if "prepared" in told:
+            self._preparing = False
+            if told["prepared"] is not None:
+                raise BackendError(f"the rank processes cannot be prepared: {told['prepared']}")
+        elif "forked" in told:
+            self.ranks[told["pid"]] = told["forked"]
+        elif "looked" in told:
+            self.looked = told
+        else:
+            pid = told["ended"]
+            self._ended.append(Ended(self.ranks.pop(pid, None), pid, told["status"]))
+
+
+class NurseryCrew(Crew):
+    """Rank processes that nurseries fork. See processes.Crew."""
+
     restarts_together = False
     prepares = True
 
     def __init__(self, options: HostOptions) -> None:
+        self.limit: int | None = None
+        self._prelude = None if options.prelude is None else parcels.dumps(options.prelude)
+        self._wards: list[Ward] = []
+        self._news = select.epoll()
+
+    def add(self, ward: Ward) -> None:
+        """One more nursery."""
+        self._wards.append(ward)
+        self._news.register(ward.connection.fileno(), select.EPOLLIN)
+        if self._prelude is not None:
+            ward.prepare(self._prelude)
+
+    def fileno(self) -> int:
+        """Readable when a rank process has ended."""
+        return self._news.fileno()
+
+    def start(self, slots: Collection[int]) -> Collection[int]:
+        """See Crew."""
+        for ward in self._wards:
+            wanted = [slot for slot in slots if ward.slots is None or slot in ward.slots]
+            if wanted:
+                ward.prepared()
+                ward.ask(fork=wanted)
+        return slots
+
+    def ended(self) -> list[Ended]:
+        """See Crew."""
+        return [ended for ward in self._wards for ended in ward.ended()]
+
+    def kill(self, pids: Iterable[int]) -> None:
+        """See Crew."""
+        wanted = set(pids)
+        for ward in self._wards:
+            # The others have ended, and their numbers are free.
+            running = sorted(wanted & ward.running().keys())
+            if running:
+                ward.ask(kill=running)
+
+    def close(self) -> None:
+        """See Crew."""
+        self._news.close()
+        for ward in self._wards:
+            ward.connection.close()
+
+
+class _LocalWard(Ward):
+    """The nursery that the pool started."""
+
+    def __init__(self, connection: Connection, process: subprocess.Popen[bytes]) -> None:
+        super().__init__(connection, None, "this machine")
+        self.process = process
+
+    def last_words(self) -> str:
+        """See Ward."""
+        try:
+            code = self.process.wait(timeout=_ANSWER)
+        except subprocess.TimeoutExpired:
+            return "it closed its connection and still runs"
+        return describe_exit(code)
+
+
+class PoolCrew(NurseryCrew):
+    """One nursery on this machine, which forks as many ranks as are asked for."""
+
+    def __init__(self, options: HostOptions) -> None:
+        super().__init__(options)
         self.folder = private_folder()
         self.secret = wire.new_secret()
-        self.address: wire.Address = os.path.join(self.folder, "ranks")
-        self.limit: int | None = None
-        self._ended: list[Ended] = []
-        self._slots: dict[int, int] = {}
+        self.address = os.path.join(self.folder, "ranks")
         ours, theirs = socket.socketpair()
         with ours, theirs:
             self._process = subprocess.Popen(
@@ -67,84 +206,25 @@ class PoolCrew(Crew):
                 },
                 start_new_session=True,  # Ctrl-C in the terminal is the controller's to handle
             )
-            self._nursery = Connection(os.dup(ours.fileno()))
+            connection = Connection(os.dup(ours.fileno()))
         setting = {
             "folder": self.folder,
             "address": self.address,
             "secret": self.secret.hex(),
             "capture": options.capture,
-            "preload": _PRELOAD,
+            "preload": PRELOAD,
         }
-        self._send(setting)
-        if options.prelude is not None:
-            self._send({"prepare": parcels.dumps(options.prelude).hex()})
-        self._preparing = options.prelude is not None
-
-    def _send(self, request: dict[str, Any]) -> None:
-        try:
-            self._nursery.send_bytes(json.dumps(request).encode())
-        except OSError:
-            raise BackendError(
-                f"the nursery of rank processes is gone: {self._last_words()}"
-            ) from None
-
-    def _last_words(self) -> str:
-        try:
-            code = self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            return "it closed its connection and still runs"
-        return describe_exit(code)
-
-    def fileno(self) -> int:
-        """Readable when a rank process has ended."""
-        return self._nursery.fileno()
-
-    def start(self, slots: Collection[int]) -> Collection[int]:
-        """See Crew."""
-        while self._preparing:
-            if not self._nursery.poll(_PATIENCE):
-                raise BackendError(f"the rank processes were not prepared within {_PATIENCE:g} s")
-            self._hear()
-        self._send({"fork": list(slots)})
-        return slots
-
-    def _hear(self) -> None:
-        try:
-            told = json.loads(self._nursery.recv_bytes())
-        except (EOFError, OSError):
-            words = self._last_words()
-            raise BackendError(f"the nursery of rank processes is gone: {words}") from None
-        if "prepared" in told:
-            self._preparing = False
-            if told["prepared"] is not None:
-                raise BackendError(f"the rank processes cannot be prepared: {told['prepared']}")
-        elif "forked" in told:
-            self._slots[told["pid"]] = told["forked"]
-        else:
-            pid = told["ended"]
-            self._ended.append(Ended(self._slots.pop(pid, None), pid, told["status"]))
-
-    def ended(self) -> list[Ended]:
-        """See Crew."""
-        while self._nursery.poll(0):
-            self._hear()
-        ended, self._ended = self._ended, []
-        return ended
-
-    def kill(self, pids: Iterable[int]) -> None:
-        """See Crew."""
-        for pid in self._slots.keys() & set(
-            pids
-        ):  # the others have ended, and their numbers are free
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+        ward = _LocalWard(connection, self._process)
+        ward.ask(**setting)
+        self.add(ward)
 
     def close(self) -> None:
         """See Crew."""
-        self._nursery.close()
+        super().close()
         try:
-            self._process.wait(timeout=10)
+            self._process.wait(timeout=_ANSWER)
         except subprocess.TimeoutExpired:  # stopped, or stuck in an import
             self._process.kill()
             self._process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            shutil.rmtree(self.folder)

@@ -15,11 +15,12 @@ import os
 import pickle
 import selectors
 import signal
+import socket
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -36,20 +37,23 @@ from smp_core.backends.base import (
     World,
 )
 from smp_core.backends.board.analysis import Board, Finding
+from smp_core.backends.faults import Claim
 from smp_core.backends.hosts import wire
 from smp_core.backends.hosts.rank import (
+    DISMISSED,
     STACKS,
     Done,
     Errand,
     Forming,
     Preparing,
-    output_files,
+    read_output,
 )
 from smp_core.backends.hosts.stacks import read_stacks
 from smp_core.errors import (
     BackendError,
     CollectiveMismatchError,
     CrashError,
+    JobLost,
     LeakError,
     RunTimeout,
 )
@@ -75,12 +79,13 @@ class Ended:
 class Crew(ABC):
     """How rank processes come to exist, and end."""
 
-    folder: str  # private to the run; ranks of this machine keep their output in it
-    address: wire.Address
+    folder: str  # private to the run
+    address: wire.Address | socket.socket  # where ranks connect, or what listens there already
     secret: bytes
     limit: int | None  # at most so many ranks
-    local: bool  # the ranks are processes of this machine, and can be sent signals
     restarts_together: bool  # one that ends takes all others with it
+    final: bool = False  # who is lost is lost for good
+    store: str = "file"  # see Seat
     prepares: bool  # runs the options' prelude by itself, before it starts ranks
 
     @abstractmethod
@@ -101,9 +106,26 @@ class Crew(ABC):
     def close(self) -> None:
         """End what is left. Nothing of the crew outlives this call."""
 
+    def welcome(self, connection: Connection, hello: dict[str, Any]) -> None:  # noqa: B027
+        """A nursery has connected. Called in a thread of the listener's."""
+
+    def gather(self) -> None:  # noqa: B027
+        """Wait for what starts by itself."""
+
     def last_words(self) -> str:
         """What is known beside the ranks' own output when they cannot start."""
         return ""
+
+    def stacks(self, ranks: Sequence[RankProcess]) -> dict[int, list[str]]:
+        """Every rank's Python stack, whatever it is doing: its own signal handler writes it."""
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.pid, STACKS)
+        return {rank.slot: read_stacks(rank.folder, rank.pid) for rank in ranks}
+
+    def written(self, rank: RankProcess) -> tuple[str, str]:
+        """What a rank has written in this run, to standard output and to standard error."""
+        return read_output(rank.folder, rank.pid)
 
     def place(self, slot: int, size: int) -> tuple[int, int]:
         """The rank's number on its machine, and how many of a world of ``size`` are there."""
@@ -115,11 +137,13 @@ class Crew(ABC):
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Rank:
+class RankProcess:
     """One rank process, while it is connected."""
 
     slot: int
     pid: int
+    host: str
+    folder: str  # on its machine: where it keeps its output
     control: Connection
     line: Connection
     worlds: dict[int, int] = dataclasses.field(default_factory=dict)  # size: forming
@@ -132,26 +156,33 @@ class _Lobby:
     """Pairs the two connections of each rank process that connects."""
 
     def __init__(self) -> None:
-        self._halves: dict[int, dict[str, Connection]] = {}
-        self._ready: dict[int, _Rank] = {}
+        self._halves: dict[tuple[int, int, str, str], dict[str, Connection]] = {}
+        self._ready: dict[int, RankProcess] = {}
         self._changed = threading.Condition()
 
     def welcome(self, connection: Connection, hello: dict[str, Any]) -> None:
         """Called by the listener's threads."""
         with self._changed:
-            halves = self._halves.setdefault(hello["pid"], {})
+            key = hello["slot"], hello["pid"], hello["host"], hello["folder"]
+            halves = self._halves.setdefault(key, {})
             halves[hello["wire"]] = connection
             if len(halves) == 2:
-                rank = _Rank(hello["slot"], hello["pid"], halves["control"], halves["line"])
+                rank = RankProcess(*key, halves["control"], halves["line"])
                 self._ready[rank.slot] = rank
-                del self._halves[hello["pid"]]
+                del self._halves[key]
                 self._changed.notify_all()
 
-    def take(self, slot: int, timeout: float) -> _Rank | None:
+    def take(self, slot: int, timeout: float) -> RankProcess | None:
         """The rank of this slot, once it is there."""
         with self._changed:
             self._changed.wait_for(lambda: slot in self._ready, timeout)
             return self._ready.pop(slot, None)
+
+    def leftover(self) -> list[RankProcess]:
+        """Those that nobody took."""
+        with self._changed:
+            ranks, self._ready = [*self._ready.values()], {}
+        return ranks
 
 
 class ProcessWorld:
@@ -169,15 +200,27 @@ class ProcessWorld:
 class ProcessHost:
     """Keeps rank processes warm, and runs one job at a time on as many of them as it needs.
 
-    ``factory`` makes the fabric on each rank.
+    ``factory`` makes the fabric on each rank. ``synchronous_sends`` says that its sends of tensors
+    are over only when their receives have come, so that the board knows.
     """
 
     protocol = PROTOCOL_VERSION
     steady = False  # a run may take long because ranks are started or replaced: no deadline on it
 
-    def __init__(self, crew: Callable[[HostOptions], Crew], factory: Factory) -> None:
+    def __init__(
+        self,
+        crew: Callable[[HostOptions], Crew],
+        factory: Factory,
+        *,
+        synchronous_sends: bool = False,
+    ) -> None:
         self._make_crew, self._factory = crew, factory
-        self._ranks: dict[int, _Rank] = {}
+        self.injects = {Claim.STRIKES, Claim.PROCESSES}
+        if factory.loses_tensors:
+            self.injects.add(Claim.TENSORS)
+        self._synchronous_sends = synchronous_sends
+        self.lost = ""  # why nothing more can run, once that is so
+        self._ranks: dict[int, RankProcess] = {}
         self._starting: set[int] = set()
         self._killed: set[int] = set()  # their ends are no news
         self._unclaimed: list[Ended] = []
@@ -195,7 +238,7 @@ class ProcessHost:
         self._prelude = None if options.prelude is None else parcels.dumps(options.prelude)
         self._crew = crew = self._make_crew(options)
         self._lobby = _Lobby()
-        self._listener = wire.Listener(crew.address, crew.secret, self._lobby.welcome)
+        self._listener = wire.Listener(crew.address, crew.secret, self._welcome)
         self._selector = selectors.DefaultSelector()
         descriptor = crew.fileno()
         if descriptor is not None:
@@ -221,12 +264,17 @@ class ProcessHost:
         """End all rank processes."""
         if os.getpid() != self._process:  # a fork of the controller has nothing to end
             return
+        with contextlib.suppress(BackendError):
+            self._crew.gather()
+            if self._crew.final and not self.lost:  # they end together, or not at all
+                self._muster(self._crew.limit or 0)
         self._listener.close()
-        for rank in self._ranks.values():
+        ranks = [*self._ranks.values(), *self._lobby.leftover()]
+        for rank in ranks:
             with contextlib.suppress(OSError):
                 rank.control.send_bytes(pickle.dumps(None))
         self._crew.close()
-        for rank in list(self._ranks.values()):
+        for rank in ranks:
             self._forget(rank)
         self._selector.close()
 
@@ -236,11 +284,14 @@ class ProcessHost:
             raise BackendError(
                 "a run was started inside another run; a world runs one job at a time"
             )
+        if self.lost:
+            raise BackendError(self.lost)
         self._running = True
         try:
             news = self._muster(size)
             self._form(size)
-            run = _Run(self, self._crew, [self._ranks[slot] for slot in range(size)], job)
+            ranks = [self._ranks[slot] for slot in range(size)]
+            run = _Run(self, self._crew, ranks, job, self._synchronous_sends)
             try:
                 report = run.report(self._errands(job, size), self._check)
             finally:
@@ -251,6 +302,12 @@ class ProcessHost:
             self._running = False
 
     # Rank processes.
+
+    def _welcome(self, connection: Connection, hello: dict[str, Any]) -> None:
+        if hello["wire"] == "nursery":
+            self._crew.welcome(connection, hello)
+        else:
+            self._lobby.welcome(connection, hello)
 
     def ends(self) -> list[Ended]:
         """Those that ended, but for those that this host killed."""
@@ -263,7 +320,7 @@ class ProcessHost:
         """For whoever asks next."""
         self._unclaimed.append(ended)
 
-    def _kill(self, ranks: Iterable[_Rank]) -> None:
+    def _kill(self, ranks: Iterable[RankProcess]) -> None:
         pids = [rank.pid for rank in ranks]
         self._killed.update(pids)
         self._crew.kill(pids)
@@ -303,7 +360,7 @@ class ProcessHost:
             self._killed.clear()  # of the last job
         self._starting.update(self._crew.start(slots))
 
-    def _await(self, slot: int, deadline: float) -> _Rank:
+    def _await(self, slot: int, deadline: float) -> RankProcess:
         while True:
             left = deadline - time.monotonic()
             rank = self._lobby.take(slot, max(0.0, min(left, 0.2)))
@@ -314,9 +371,7 @@ class ProcessHost:
                     self._unclaimed.append(ended)
                 else:
                     text = self._crew.last_words()
-                    for path in output_files(self._crew.folder, ended.pid or 0):
-                        if path.exists():
-                            text += path.read_text(errors="replace")[-2000:]
+                    text += "".join(read_output(self._crew.folder, ended.pid or 0))[-2000:]
                     raise BackendError(
                         f"the process of rank {ended.slot} ended before it was ready: "
                         f"{describe_exit(ended.code)}\n{text}".rstrip()
@@ -324,16 +379,27 @@ class ProcessHost:
             if left <= 0:
                 raise BackendError(f"the process of rank {slot} was not ready within {_START:g} s")
 
-    def _forget(self, rank: _Rank) -> None:
+    def _forget(self, rank: RankProcess) -> None:
         self._ranks.pop(rank.slot, None)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(rank.control)
+        # It may live a little longer, and must not take this for the controller's end, at which a rank
+        # removes the run's folder.
+        with contextlib.suppress(OSError):
+            rank.line.send_bytes(str(DISMISSED).encode())
         rank.control.close()
         rank.line.close()
 
-    def replace(self, ranks: Collection[_Rank]) -> None:
+    def replace(self, ranks: Collection[RankProcess]) -> None:
         """Kill these rank processes and start others in their places; does not wait for them."""
-        if not ranks:
+        if not ranks or self.lost:
+            return
+        if self._crew.final:
+            slots = ", ".join(str(rank.slot) for rank in ranks)
+            self.lost = (
+                f"the job has lost rank {slots}, and its launcher starts no other: run it again"
+            )
+            self._dismiss(list(ranks))
             return
         if self._crew.restarts_together:
             ranks = list(self._ranks.values())
@@ -357,13 +423,17 @@ class ProcessHost:
         for rank in ranks:
             rank.worlds[size] = number
             local_rank, local_size = self._crew.place(rank.slot, size)
-            requests.append(Forming(number, size, local_rank, local_size, folder, self._factory))
+            requests.append(
+                Forming(
+                    number, size, local_rank, local_size, folder, self._crew.store, self._factory
+                )
+            )
         problems = self._ask(ranks, requests, _FORM)
         if problems:
             self._dismiss(ranks)
             raise BackendError(f"the world of {size} ranks cannot form: " + "; ".join(problems))
 
-    def _ask(self, ranks: list[_Rank], requests: Any, timeout: float) -> list[str]:
+    def _ask(self, ranks: list[RankProcess], requests: Any, timeout: float) -> list[str]:
         """Send each rank a request (one for all, or a list) and take the answers: what went wrong."""
         if not isinstance(requests, list):
             requests = [requests] * len(ranks)
@@ -391,7 +461,7 @@ class ProcessHost:
                     problems.append(f"rank {rank.slot}: {answer}")
         return problems
 
-    def _dismiss(self, ranks: list[_Rank]) -> None:
+    def _dismiss(self, ranks: list[RankProcess]) -> None:
         self._kill(ranks)
         for rank in ranks:
             self._forget(rank)
@@ -405,14 +475,17 @@ class ProcessHost:
 
     # Jobs.
 
-    def _errands(self, job: Job, size: int) -> Callable[[_Rank], Errand]:
+    def _errands(self, job: Job, size: int) -> Callable[[RankProcess], Errand]:
         number = next(self._numbers)
         body, key, packed = self._bodies
         if body is not job.body:
             self._bodies = _, key, packed = job.body, key + 1, parcels.dumps(job.body)
         fields = {
             name: getattr(job, name)
-            for name in ("parameters", "automatic_init", "seed", "strict", "capture", "skips")
+            for name in (
+                *("parameters", "automatic_init", "seed", "strict", "capture", "skips"),
+                *(("faults",) if job.faults else ()),
+            )
         }
         rest = parcels.dumps((job.arguments, fields))
         environment = _changes(self._environment, os.environ)
@@ -422,7 +495,7 @@ class ProcessHost:
         except OSError:
             directory = None
 
-        def errand(rank: _Rank) -> Errand:
+        def errand(rank: RankProcess) -> Errand:
             known = rank.body == key
             moved = rank.path != path
             rank.body, rank.path = key, path
@@ -452,29 +525,40 @@ def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str
 class _Run:
     """One run: from sending the job to every rank's outcome."""
 
-    def __init__(self, host: ProcessHost, crew: Crew, ranks: list[_Rank], job: Job) -> None:
+    def __init__(
+        self,
+        host: ProcessHost,
+        crew: Crew,
+        ranks: list[RankProcess],
+        job: Job,
+        synchronous_sends: bool,
+    ) -> None:
         self._host, self._crew, self._job = host, crew, job
         self.ranks = ranks
-        self.broken: list[_Rank] = []  # to be replaced
+        self.broken: list[RankProcess] = []  # to be replaced
         self.whole = True  # the world can serve again
-        self._board = Board(len(ranks))
+        self._board = Board(len(ranks), synchronous_sends=synchronous_sends)
         self._done: dict[int, Done] = {}
         self._errors: dict[int, BaseException] = {}
         self._running = {rank.slot: rank for rank in ranks}
         self._crashed: dict[int, str] = {}
-        self._gone: dict[int, _Rank] = {}  # its connection closed; how it ended is not known yet
+        self._gone: dict[
+            int, RankProcess
+        ] = {}  # its connection closed; how it ended is not known yet
         self._finding: Finding | None = None
         self._number = 0
         self._checks = False
 
-    def report(self, errand: Callable[[_Rank], Errand], check: bool) -> Report:
+    def report(self, errand: Callable[[RankProcess], Errand], check: bool) -> Report:
         """Send the job, wait for all, and say how it went."""
         self._checks = check
         try:
             for rank in self.ranks:
                 rank.records = 0
                 request = errand(rank)
-                self._number = request.number
+                if not self._number:
+                    self._number = request.number
+                    self._board.reset(self._number)
                 try:
                     rank.control.send_bytes(pickle.dumps(request, pickle.HIGHEST_PROTOCOL))
                 except OSError:
@@ -533,7 +617,7 @@ class _Run:
         if self._gone:
             self._hear_of_ends()
 
-    def _came_back(self, rank: _Rank, done: Done) -> None:
+    def _came_back(self, rank: RankProcess, done: Done) -> None:
         del self._running[rank.slot]
         self._done[rank.slot] = done
         if done.error is not None:
@@ -552,7 +636,7 @@ class _Run:
             log.info("rank %d is replaced: %s", rank.slot, "; ".join(done.unclean))
             self.broken.append(rank)
 
-    def _lost(self, rank: _Rank) -> None:
+    def _lost(self, rank: RankProcess) -> None:
         """Its connection closed: it has ended, or will be ended."""
         if self._checks:
             self._read_line(rank)
@@ -587,17 +671,19 @@ class _Run:
         for rank in self.ranks:
             self._read_line(rank)
 
-    def _read_line(self, rank: _Rank) -> None:
+    def _read_line(self, rank: RankProcess) -> None:
         try:
             while rank.line.poll(0):
                 self._board.feed(rank.slot, rank.line.recv_bytes())
                 rank.records += 1
         except (EOFError, OSError):
             pass  # it has ended; its control connection says so too
+        except BackendError as error:  # no verdict from the board, in this run
+            log.warning("%s", error)
 
     # The end.
 
-    def _stop(self, ranks: list[_Rank]) -> None:
+    def _stop(self, ranks: list[RankProcess]) -> None:
         """End those that still run: ask where the fabric listens, kill otherwise."""
         self.whole = False
         for rank in ranks:
@@ -631,7 +717,9 @@ class _Run:
             if self._finding is None:
                 self._finding = self._board.look((), time.monotonic())
         root, error, verdict = self._cause()
-        outcomes = [self._outcome(rank, root) for rank in self.ranks]
+        if self._crew.final and self.broken:
+            error = JobLost(f"the job has lost its ranks\n{error}")
+        outcomes = [self._outcome(rank, root, error) for rank in self.ranks]
         if error is None and not any(each.kind is OutcomeKind.SKIPPED for each in outcomes):
             return self._leaks(outcomes)
         if error is not None and self.whole:
@@ -669,19 +757,10 @@ class _Run:
         return CrashError("\n".join(lines))
 
     def _last_words(self, slot: int) -> list[str]:
-        stderr = self._written(self.ranks[slot])[1].strip().splitlines()
+        stderr = self._crew.written(self.ranks[slot])[1].strip().splitlines()
         return ["it wrote last:", *(f"    {line}" for line in stderr[-12:])] if stderr else []
 
-    def _written(self, rank: _Rank) -> tuple[str, str]:
-        texts = []
-        for path in output_files(self._crew.folder, rank.pid):
-            try:
-                texts.append(path.read_text(errors="replace"))
-            except OSError:
-                texts.append("")
-        return texts[0], texts[1]
-
-    def _outcome(self, rank: _Rank, root: int | None) -> Outcome:
+    def _outcome(self, rank: RankProcess, root: int | None, error: BaseException | None) -> Outcome:
         slot = rank.slot
         done = self._done.get(slot)
         if slot in self._crashed:
@@ -690,10 +769,10 @@ class _Run:
             return done.outcome
         else:
             outcome = Outcome(slot, OutcomeKind.CANCELLED)
-        outcome.stdout, outcome.stderr = self._written(rank)
+        outcome.stdout, outcome.stderr = self._crew.written(rank)
         finding = self._finding
         if outcome.kind is OutcomeKind.CANCELLED:
-            if finding is not None and slot in finding.waits:
+            if finding is not None and error is finding.error and slot in finding.waits:
                 outcome.kind, outcome.detail = OutcomeKind.STUCK, finding.waits[slot]
             else:
                 blame = f"rank {root}" if root is not None else "another rank"
@@ -717,7 +796,7 @@ class _Run:
     def _timeout(self) -> Report:
         """The verdict on a run that did not end in time: every rank's state and stack."""
         stuck = dict(self._running)
-        stacks = self._stacks(list(stuck.values()))
+        stacks = self._crew.stacks(list(stuck.values()))
         if self._checks:
             self._finish_reading()
         limit = f"{self._job.timeout:g} s (--smp-timeout)"
@@ -730,7 +809,7 @@ class _Run:
             text = "" if error is None else f" {type(error).__name__}: {error}"
             lines.append(f"rank {slot} has {done.outcome.kind}{text}")
         self._stop(list(stuck.values()))
-        outcomes = [self._outcome(rank, None) for rank in self.ranks]
+        outcomes = [self._outcome(rank, None, None) for rank in self.ranks]
         for slot, detail in details.items():
             outcomes[slot].kind, outcomes[slot].detail = OutcomeKind.STUCK, detail
         timeout = RunTimeout("\n".join(lines))
@@ -741,15 +820,6 @@ class _Run:
 
     def _waits(self, slot: int) -> bool:
         return self._checks and self._board.waits(slot)
-
-    def _stacks(self, ranks: list[_Rank]) -> dict[int, list[str]]:
-        """Every rank's Python stack, whatever it is doing: its own signal handler writes it."""
-        if not self._crew.local:
-            return {}
-        for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.pid, STACKS)
-        return {rank.slot: read_stacks(self._crew.folder, rank.pid) for rank in ranks}
 
 
 def describe_exit(code: int | None) -> str:

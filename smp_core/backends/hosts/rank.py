@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smp_core.backends import frames, parcels
 from smp_core.backends.base import Factory, Job, Outcome, OutcomeKind, RankFabric, Seat
@@ -33,7 +33,11 @@ from smp_core.backends.hosts.isolation import reset
 from smp_core.backends.hosts.stacks import stacks_file
 from smp_core.errors import Cancelled, PayloadError, SmpError
 
+if TYPE_CHECKING:
+    from smp_core.backends.faults.process import ProcessStrikes
+
 STACKS = signal.SIGUSR2  # asks a rank for its stacks, whatever it is doing
+DISMISSED = -1  # in the place of the number of a run: another rank takes this one's place
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +106,8 @@ class _Line:
         try:
             while True:
                 self._cancelled = int(self._connection.recv_bytes(64))
+                if self._cancelled == DISMISSED:
+                    os._exit(1)
         except (EOFError, OSError):
             shutil.rmtree(self._folder, ignore_errors=True)
             os._exit(1)
@@ -128,6 +134,7 @@ class _Server:
         self._instrument: Any = None
         self._worlds: dict[int, RankFabric] = {}
         self._bodies: dict[int, Callable[..., Any]] = {}
+        self._strikes: ProcessStrikes | None = None  # from the run's start until its result is sent
         self._environment = dict(os.environ)
         self._process = os.getpid()
         self._threads = set(threading.enumerate())
@@ -148,6 +155,9 @@ class _Server:
             if request is None:
                 return
             self._control.send_bytes(pickle.dumps(answer, pickle.HIGHEST_PROTOCOL))
+            if self._strikes is not None:
+                strikes, self._strikes = self._strikes, None
+                strikes.moment("sent")
 
     # Worlds.
 
@@ -156,12 +166,17 @@ class _Server:
         try:
             if old is not None:
                 old.close()
+            folder = Path(forming.folder)
+            if not folder.is_dir():  # the controller's, and this is another machine
+                folder = Path(self._berth.folder, folder.name)
+                folder.mkdir(mode=0o700)
             seat = Seat(
                 rank=self._berth.slot,
                 size=forming.size,
                 local_rank=forming.local_rank,
                 local_size=forming.local_size,
-                folder=Path(forming.folder),
+                folder=folder,
+                store=forming.store,
                 forming=forming.number,
                 check=self._line.check,
                 board=self._recorder,
@@ -186,6 +201,8 @@ class _Server:
         if os.getpid() == self._process:
             value, error = self._pack(outcome)
         outcome.value = outcome.error = None
+        if self._strikes is not None:
+            outcome.struck = tuple(sorted(self._strikes.struck))
         groups, unclean = [], self._unclean()
         try:
             groups = fabric.leave()
@@ -205,9 +222,11 @@ class _Server:
             reset(job.seed)
             current.set_process(RankProcess(rank, errand.size, job, fabric))
             args, kwargs = job.arguments(rank)
-            if errand.check:
+            mine = any(fault.rank == rank for fault in job.faults)
+            body = self._struck(job, fabric, errand) if mine else job.body
+            if errand.check or (self._strikes is not None and self._strikes.of_tensors):
                 self._watch(errand.number)
-            value = job.body(*args, **kwargs)
+            value = body(*args, **kwargs)
             return Outcome(rank, OutcomeKind.RETURNED, value)
         except Cancelled as error:
             return Outcome(rank, OutcomeKind.CANCELLED, detail=str(error))
@@ -219,7 +238,18 @@ class _Server:
             return Outcome(rank, OutcomeKind.RAISED, error=error)
         finally:
             self._recorder.end()
+            if self._strikes is not None:
+                self._strikes.close()
             current.set_process(None)
+
+    def _struck(self, job: Job, fabric: RankFabric, errand: Errand) -> Callable[..., Any]:
+        """The body, and from now to its end what the job's faults do to this rank."""
+        from smp_core.backends.faults.process import ProcessStrikes
+
+        self._strikes = strikes = ProcessStrikes(job, self._berth.slot, fabric, self._recorder)
+        if not errand.check:
+            strikes.silence()
+        return strikes.body(job.body)
 
     def _watch(self, run: int) -> None:
         """Record what the body communicates. Where torch is loaded, it is torch's business too."""
@@ -288,6 +318,7 @@ class Forming:
     local_rank: int
     local_size: int
     folder: str
+    store: str
     factory: Factory
 
 
@@ -342,6 +373,17 @@ def output_files(folder: str, pid: int) -> tuple[Path, Path]:
     return Path(folder, f"{pid}.out"), Path(folder, f"{pid}.err")
 
 
+def read_output(folder: str, pid: int) -> tuple[str, str]:
+    """What a rank process has written in its run, to standard output and to standard error."""
+    texts = []
+    for path in output_files(folder, pid):
+        try:
+            texts.append(path.read_text(errors="replace"))
+        except OSError:
+            texts.append("")
+    return texts[0], texts[1]
+
+
 def _redirect(folder: str) -> None:
     for descriptor, path in zip((1, 2), output_files(folder, os.getpid()), strict=True):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
@@ -381,7 +423,7 @@ def _output() -> tuple[str, str]:
 def main(berth: Berth, at_end: Callable[[], None] | None = None) -> None:
     """Serve until the controller is done with this rank; never returns.
 
-    ``at_end`` is called when the controller says that all is over.
+    ``at_end`` is called when the controller says that all is over; it may end the process.
     """
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -393,7 +435,12 @@ def main(berth: Berth, at_end: Callable[[], None] | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     random.seed()  # a fork of the nursery; each run seeds it again
     secret = bytes.fromhex(berth.secret)
-    hello = {"slot": berth.slot, "pid": os.getpid(), "host": socket.gethostname()}
+    hello = {
+        "slot": berth.slot,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "folder": berth.folder,
+    }
     control = wire.connect(berth.address, secret, {**hello, "wire": "control"})
     line = wire.connect(berth.address, secret, {**hello, "wire": "line"})
     code = 1

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import _thread
 import collections
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 from smp_core.backends.frames import Place
@@ -143,6 +143,10 @@ class Scheduler:
             self._ready.append(seat)
             self._pass_turn(seat)
             self.check(seat)
+
+    def others_ready(self, slow: Collection[Seat]) -> bool:
+        """Whether a rank that is not among ``slow`` could have the turn."""
+        return any(seat not in slow for seat in self._ready)
 
     def fail(self, seat: Seat, failure: BaseException) -> None:
         """End the run because of ``failure``, which this rank is about to raise or has raised."""

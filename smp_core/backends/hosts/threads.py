@@ -29,6 +29,7 @@ from smp_core.backends.base import (
     VerdictKind,
     World,
 )
+from smp_core.backends.faults import Claim
 from smp_core.backends.hosts import current
 from smp_core.backends.hosts.diagnosis import ranks_text, wait_lines
 from smp_core.backends.hosts.isolation import Isolation
@@ -38,6 +39,7 @@ from smp_core.errors import (
     BackendError,
     Cancelled,
     CollectiveMismatchError,
+    CrashError,
     DeadlockError,
     LeakError,
     RaceError,
@@ -218,6 +220,7 @@ class ThreadHost:
     """Keeps the threads, and runs one job at a time on as many of them as it needs."""
 
     protocol = PROTOCOL_VERSION
+    injects = frozenset({Claim.STRIKES, Claim.TENSORS})
 
     def __init__(self, make_fabric: Callable[[int], WorldFabric]) -> None:
         self._make_fabric = make_fabric
@@ -257,15 +260,20 @@ class ThreadHost:
         isolation = Isolation(size, job.seed)
         scheduler = Scheduler(seats, isolation, lambda ranks: _places(threads, ranks), job.schedule)
         fabric = self._make_fabric(size)
-        contexts = [
-            RankContext(rank, size, job, scheduler, thread) for rank, thread in enumerate(threads)
-        ]
+        make, faults = RankContext, contextlib.nullcontext()
+        if job.faults:
+            from smp_core.backends.faults.simulated import FaultyRun
+
+            faults = FaultyRun(job)
+            make = faults.context
+        contexts = [make(rank, size, job, scheduler, thread) for rank, thread in enumerate(threads)]
         for context, thread in zip(contexts, threads, strict=True):
             thread.part = _Part(context, fabric)
         streams = None
         with contextlib.ExitStack() as stack:
             stack.enter_context(current.child_threads())
             stack.callback(fabric.close)
+            stack.enter_context(faults)
             if new:
                 stack.callback(_keep_compute_threads)
             stack.callback(_set_streams, sys.stdout, sys.stderr)  # a rank may leave others there
@@ -502,6 +510,7 @@ _VERDICTS: tuple[tuple[type[BaseException], VerdictKind], ...] = (
     (CollectiveMismatchError, VerdictKind.MISMATCH),
     (LeakError, VerdictKind.LEAK),
     (RaceError, VerdictKind.RACE),
+    (CrashError, VerdictKind.CRASHED),
 )
 
 

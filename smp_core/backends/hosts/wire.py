@@ -43,8 +43,11 @@ def _limited(sock: socket.socket, seconds: int) -> None:
         sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
 
 
-def connect(address: Address, secret: bytes, hello: Mapping[str, Any]) -> Connection:
-    """Connect to a controller, prove the secret, and say who this is.
+def connect(
+    address: Address, secret: bytes, hello: Mapping[str, Any], patience: int = _PATIENCE
+) -> Connection:
+    """Connect to a controller, prove the secret, and say who this is, all within ``patience``
+    seconds for each message.
 
     Raises OSError if nobody listens, AuthenticationError if the secret is another's.
     """
@@ -52,7 +55,7 @@ def connect(address: Address, secret: bytes, hello: Mapping[str, Any]) -> Connec
         sock.connect(address)
         if not isinstance(address, str):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _limited(sock, _PATIENCE)
+        _limited(sock, patience)
         connection = Connection(os.dup(sock.fileno()))
         try:
             answer_challenge(connection, secret)
@@ -65,8 +68,22 @@ def connect(address: Address, secret: bytes, hello: Mapping[str, Any]) -> Connec
     return connection
 
 
+def listen(address: Address) -> socket.socket:
+    """A socket that listens at this address."""
+    listening = socket.socket(_family(address), socket.SOCK_STREAM)
+    try:
+        listening.bind(address)
+        listening.listen(1024)
+    except BaseException:
+        listening.close()
+        raise
+    return listening
+
+
 class Listener:
-    """Where ranks connect. ``welcome`` gets each connection that proved itself, and its hello.
+    """Where ranks connect: an address, or a socket that listens already.
+
+    ``welcome`` gets each connection that proved itself, and its hello.
 
     It is called in a thread of the listener's. A stranger is refused and logged, and holds nobody
     up: each connection proves itself in a thread of its own, within ten seconds.
@@ -74,18 +91,12 @@ class Listener:
 
     def __init__(
         self,
-        address: Address,
+        place: Address | socket.socket,
         secret: bytes,
         welcome: Callable[[Connection, dict[str, Any]], None],
     ) -> None:
         self._secret, self._welcome = secret, welcome
-        self._socket = socket.socket(_family(address), socket.SOCK_STREAM)
-        try:
-            self._socket.bind(address)
-            self._socket.listen(128)
-        except BaseException:
-            self._socket.close()
-            raise
+        self._socket = place if isinstance(place, socket.socket) else listen(place)
         self.address: Address = self._socket.getsockname()
         self.refused = 0
         self._closed = False

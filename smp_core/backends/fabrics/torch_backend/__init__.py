@@ -34,7 +34,7 @@ class TorchFabric:
         self._world = TorchWorld()
         self._world.enter()
         try:
-            store = dist.FileStore(str(seat.folder / "store"), seat.size)  # type: ignore[attr-defined]
+            store = _store(seat)
             dist.init_process_group(
                 backend, store=store, rank=seat.rank, world_size=seat.size, timeout=_LIMIT
             )
@@ -79,7 +79,24 @@ class TorchFabric:
         self._world.close()
 
 
+def _store(seat: Seat) -> Any:
+    if seat.store == "file":
+        return dist.FileStore(str(seat.folder / "store"), seat.size)  # type: ignore[attr-defined]
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"smp-{seat.size}-{seat.forming}", store)  # type: ignore[attr-defined]
+
+
 def open_gloo(seat: Seat) -> TorchFabric:
-    """The fabric of `gloo`, on the loopback device."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    return TorchFabric(seat, "gloo")
+    """The fabric of `gloo`, on the loopback device unless the world spans machines."""
+    name = "GLOO_SOCKET_IFNAME"
+    before = os.environ.get(name)
+    if seat.local_size == seat.size:
+        os.environ[name] = "lo"
+    try:
+        return TorchFabric(seat, "gloo")
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before

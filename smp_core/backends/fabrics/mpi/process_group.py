@@ -1,0 +1,187 @@
+"""The process group of `mpi`: the calls and checks of `sim`'s, with messages behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+
+from smp_core.backends.base import Group
+from smp_core.backends.fabrics.mpi.exchange import (
+    LARGE,
+    Exchange,
+    LargeAllReduce,
+    Received,
+    Sent,
+    bytes_of,
+    flat_copies,
+    tensor_note,
+    to_bytes,
+)
+from smp_core.backends.fabrics.mpi.routes import ROUTES, Part
+from smp_core.backends.fabrics.mpi.sorting import ANY, Mailbox, Meetings
+from smp_core.backends.fabrics.mpi.work import MpiWork
+from smp_core.backends.fabrics.sim.matching import Complete, Fields
+from smp_core.backends.fabrics.sim.memory import Flight
+from smp_core.backends.fabrics.sim.process_group import (
+    SimProcessGroup,
+    _check_outputs,
+    _check_tensors,
+)
+from smp_core.errors import ArgumentError, NotInitializedError, RankError
+
+if TYPE_CHECKING:
+    from smp_core.backends.fabrics.mpi.fabric import MpiFabric
+
+BACKEND = "smp_mpi"  # its name in torch
+Tensor = torch.Tensor
+
+
+class MpiProcessGroup(SimProcessGroup):
+    """One rank's handle on a group.
+
+    Every call is checked by SimProcessGroup and comes here to be issued: ``_collective`` and
+    ``_post``.
+    """
+
+    def __init__(self, fabric: MpiFabric, group: Group, name: str) -> None:
+        self._position = group.ranks.index(fabric.rank)
+        self._size = len(group.ranks)
+        dist.ProcessGroup.__init__(self, self._position, self._size)  # type: ignore[call-arg]
+        self._fabric, self._group, self._name, self._desc = fabric, group, name, name
+        self._destroyed = False
+        self._coalesced: list[Any] | None = None
+        self.open()
+
+    def open(self) -> None:
+        """In the run that begins, calls and messages count from the first."""
+        channel = self._fabric.channel(self._group)
+        self._meetings = Meetings(self._fabric.messenger, f"calls {channel}")
+        self._mailbox = Mailbox(self._fabric.messenger, f"messages {channel}")
+        self._coalesced = None
+
+    # Issuing.
+
+    def _check(self, call: str) -> None:
+        if self._destroyed:
+            raise NotInitializedError(f"{call}: process group {self._name} has been destroyed")
+
+    def _collective(  # type: ignore[override]
+        self,
+        operation: str,
+        fields: Fields,
+        complete: Complete,
+        opts: Any,
+        *,
+        brings: Sequence[Tensor] = (),
+        gets: Sequence[Tensor] = (),
+        counts: Sequence[int] | None = None,
+        told: Fields = (),
+        result: Any = None,
+    ) -> MpiWork:
+        """Issue a collective. ``complete`` is `sim`'s way of doing it; ours stands in ROUTES."""
+        self._check(operation)
+        flight = Flight(brings, gets)
+        if flight.outputs_meet():
+            raise ArgumentError(
+                f"{operation}: two outputs share memory: one value would overwrite the other"
+            )
+        said = dict(fields)
+        with torch.no_grad():
+            part = Part(
+                self._position,
+                self._size,
+                flat_copies(brings),
+                gets,
+                str(said.get("reduce op", "")),
+                int(said.get("root", -1)),
+            )
+            issued = self._issue(operation, part, _text(operation, fields))
+        return self._handle(issued, flight, list(gets) if result is None else result, operation)
+
+    def _issue(self, operation: str, part: Part, note: str) -> Exchange | LargeAllReduce:
+        number, group = self._meetings.number(), self._group
+        if ROUTES[operation] is ROUTES["all_reduce"] and bytes_of(part.brings) > LARGE:
+            large = LargeAllReduce(group, self._meetings, number, part, note)
+            self._fabric.messenger.step(large, large.step)
+            return large
+        return Exchange(group, self._meetings, number, ROUTES[operation], part, note)
+
+    def _post(self, verb: str, tensors: list[Tensor], peer: int, tag: int) -> MpiWork:  # type: ignore[override]
+        self._check(verb)
+        (tensor,) = tensors
+        _check_tensors(verb, tensors)
+        if peer != ANY and not 0 <= peer < self._size:
+            raise RankError(
+                f"{verb}: rank {peer} is not in the group; group ranks are 0 to {self._size - 1}"
+            )
+        rank = ANY if peer == ANY else self._group.ranks[peer]
+        if verb == "send":
+            payload = to_bytes(flat_copies(tensors))
+            outgoing = self._mailbox.send(rank, tag, payload, tensor_note(tensor))
+            return self._handle(Sent(outgoing, payload), Flight(tensors, ()), tensors, verb)
+        _check_outputs(verb, tensors)
+        receive = self._mailbox.receive(rank, tag)
+        received = Received(self._group, self._position, receive, tensor)
+        return self._handle(received, Flight((), tensors), tensors, verb)
+
+    def _handle(self, operation: Any, flight: Flight, outputs: Any, name: str) -> MpiWork:
+        work = MpiWork(self._fabric, operation, flight, outputs, name)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    # Life cycle and what torch asks a group about itself.
+
+    def new_group(
+        self,
+        ranks: list[int],
+        timeout: timedelta | None = None,
+        pg_options: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+    ) -> MpiProcessGroup | None:
+        """The hook of torch's ``new_group``: members get their handle, and nothing is sent."""
+        self._check("new_group")
+        if self._fabric.rank not in ranks:
+            return None
+        group = MpiProcessGroup(
+            self._fabric, Group(_shared_name(str(group_name)), tuple(ranks)), str(group_name)
+        )
+        if group_desc is not None:
+            group._set_group_desc(group_desc)
+        return group
+
+    def shutdown(self) -> None:
+        if not self._destroyed:
+            self._destroyed = True
+            self._meetings.shut()
+            self._mailbox.shut()
+
+    abort = shutdown
+
+    def name(self) -> str:
+        return BACKEND
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    _get_backend_name = getBackendName
+
+    def __repr__(self) -> str:
+        return f"MpiProcessGroup(rank {self._fabric.rank}, group {self._name} of ranks {self._group.ranks})"
+
+
+def _shared_name(name: str) -> str:
+    """The part of torch's name for a group that is the same on all members.
+
+    With local synchronisation the name depends on how many groups the rank has, which may differ.
+    """
+    return name if name.isdecimal() else "local"
+
+
+def _text(operation: str, fields: Fields) -> str:
+    return f"{operation}({', '.join(f'{name}={value}' for name, value in fields)})"

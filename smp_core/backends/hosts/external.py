@@ -1,0 +1,375 @@
+"""The `external` host: ranks that somebody's launcher started (mpiexec, torchrun, srun), on one
+machine or several.
+
+Every process of the job runs the same command. The one of rank 0 forks the controller, which goes on
+as if it had been started alone; apart from that, each becomes the warden of its own rank: a nursery
+of one. The launcher sees the wardens only. When a rank is lost, its warden stays until the controller
+has said so, and the launcher does not tear the job down before the verdict is out.
+
+How the ranks learn where the controller listens is the launcher's business: by torch's rendezvous
+(``env://``) where there is one, else by MPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Collection, Iterable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from smp_core.backends.base import HostOptions
+from smp_core.backends.hosts import wire
+from smp_core.backends.hosts.launchers import Launch
+from smp_core.backends.hosts.nursery import Nursery, die_with_parent
+from smp_core.backends.hosts.pool import PRELOAD, NurseryCrew, Ward, private_folder
+from smp_core.backends.hosts.processes import Ended, RankProcess
+from smp_core.backends.hosts.rank import Berth
+from smp_core.backends.hosts.rank import main as rank_main
+from smp_core.errors import BackendError
+
+_GATHER = 120.0  # seconds for all wardens to connect
+_LAST_WORDS = 20.0  # seconds that a controller gets to report when its launcher has killed the job
+_QUIT = 5.0  # seconds for MPI to be finalised
+_KEY = "smp-controller"
+
+
+class Job:
+    """What the process of rank 0 knows before it splits, and its controller inherits."""
+
+    current: Job | None = None
+
+    def __init__(self, launch: Launch, fabric: str, capture: bool) -> None:
+        self.launch, self.fabric, self.capture = launch, fabric, capture
+        host = "127.0.0.1" if launch.one_machine else _outer_address()
+        self.socket = wire.listen((host, 0))
+        self.secret = wire.new_secret()
+
+    def contact(self) -> dict[str, Any]:
+        """What every rank must know to connect."""
+        address = self.socket.getsockname()
+        return {"address": address, "secret": self.secret.hex(), "capture": self.capture}
+
+
+def _outer_address() -> str:
+    """The address under which other machines of the job reach this one."""
+    name = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    address = socket.gethostbyname(name)
+    if address.startswith("127."):  # Debian lists the host's own name there
+        with contextlib.suppress(OSError):
+            address = socket.gethostbyname(socket.getfqdn())
+    return address
+
+
+# The processes of the job.
+
+
+def split(launch: Launch, fabric: str = "", *, capture: bool = True) -> int | None:
+    """Become a warden, for as long as the job lasts, and return the exit code; or, in the one process
+    that the controller is forked into, return None at once.
+    """
+    fabric = fabric or launch.launcher.fabric
+    job = Job(launch, fabric, capture) if launch.rank == 0 else None
+    controller = 0
+    if job is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        alive, kept = os.pipe()
+        controller = os.fork()
+        if controller == 0:
+            os.close(kept)
+            threading.Thread(target=_end_with, args=(alive,), daemon=True).start()
+            Job.current = job
+            for name in (launch.launcher.rank, launch.launcher.size):
+                del os.environ[name]  # what the controller starts is no rank of the job
+            return None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: _pass_on(controller, number))
+    else:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller's to handle
+        signal.signal(signal.SIGTERM, _leave)  # of a launcher that has seen another rank end
+    try:
+        code = _Warden(launch, fabric, job).serve()
+    except BackendError as error:
+        print(f"smp: rank {launch.rank}: {error}", file=sys.stderr)
+        code = 1
+    except ConnectionError:  # the controller has ended, and said why
+        code = 1
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if controller:
+        if code:  # it would wait for this rank
+            _pass_on(controller, signal.SIGTERM)
+        _, status = os.waitpid(controller, 0)
+        ended = os.waitstatus_to_exitcode(status)
+        code = ended if ended >= 0 else 128 - ended
+    return code
+
+
+def _leave(number: int, _: object) -> None:
+    """Leave by the front door, past everything that tidies up."""
+    raise SystemExit(128 + number)
+
+
+def _end_with(alive: int) -> None:
+    """End the controller when its warden is gone, but not before it could say why."""
+    os.read(alive, 1)  # nobody writes: it returns when the other end is closed
+    time.sleep(_LAST_WORDS)
+    os._exit(1)
+
+
+def _pass_on(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+class _Warden:
+    """One process of the job, apart from the controller."""
+
+    def __init__(self, launch: Launch, fabric: str, job: Job | None) -> None:
+        self._launch, self._fabric, self._job = launch, fabric, job
+        self._folder = private_folder()
+
+    def serve(self) -> int:
+        try:
+            return self._with_mpi() if self._fabric == "mpi" else self._with_torch()
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _setting(self, contact: dict[str, Any]) -> dict[str, Any]:
+        address = contact["address"]
+        return {
+            "folder": self._folder,
+            "address": tuple(address) if isinstance(address, list) else address,
+            "secret": contact["secret"],
+            "capture": contact["capture"],
+        }
+
+    def _nursery(self, contact: dict[str, Any]) -> Nursery:
+        setting = self._setting(contact)
+        hello = {
+            "wire": "nursery",
+            "slot": self._launch.rank,
+            "size": self._launch.size,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "folder": self._folder,
+        }
+        secret = bytes.fromhex(contact["secret"])
+        connection = wire.connect(setting["address"], secret, hello, patience=int(_GATHER))
+        return Nursery(connection, setting)
+
+    def _with_torch(self) -> int:
+        """Meet at torch's own rendezvous; ranks are forked as often as need be."""
+        for module in PRELOAD:
+            __import__(module)
+        import torch
+        from torch import distributed as dist
+
+        torch.set_num_threads(1)
+        launch = self._launch
+        rendezvous = dist.rendezvous("env://", launch.rank, launch.size)  # type: ignore[attr-defined]
+        store, _, _ = next(rendezvous)
+        if self._job is not None:
+            store.set(_KEY, json.dumps(self._job.contact()))
+            self._job.socket.close()
+        contact = json.loads(store.get(_KEY))
+        self._nursery(contact).serve()
+        return 0
+
+    def _with_mpi(self) -> int:
+        """Fork the rank before MPI starts: it meets the others by MPI, and says where."""
+        reading, writing = os.pipe()
+        warden = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                die_with_parent(warden)
+                os.close(reading)
+                os.setsid()
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                self._mpi_rank(writing)
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+            finally:
+                os._exit(1)
+        os.close(writing)
+        if self._job is not None:
+            self._job.socket.close()
+        with os.fdopen(reading) as told:
+            line = told.readline()
+        if not line:
+            _, status = os.waitpid(pid, 0)
+            code = os.waitstatus_to_exitcode(status)
+            raise BackendError(f"its process ended before it had met the others: {code}")
+        nursery = self._nursery(json.loads(line))
+        nursery.adopt(pid, self._launch.rank)
+        nursery.serve()
+        return 0
+
+    def _mpi_rank(self, writing: int) -> None:
+        for module in PRELOAD:
+            __import__(module)
+        import torch
+
+        from smp_core.backends.fabrics.mpi.library import finalize, load
+
+        torch.set_num_threads(1)
+        contact = self._job.contact() if self._job is not None else None
+        if self._job is not None:
+            self._job.socket.close()
+        mpi = load()
+        contact = mpi.COMM_WORLD.bcast(contact, root=0)
+        rank = mpi.COMM_WORLD.Get_rank()
+        if rank != self._launch.rank:
+            raise BackendError(f"the launcher says rank {self._launch.rank}, and MPI {rank}")
+        with os.fdopen(writing, "w") as told:
+            told.write(json.dumps(contact) + "\n")
+        rank_main(Berth(slot=rank, **self._setting(contact)), at_end=finalize)
+
+
+# The controller.
+
+
+class _RemoteWard(Ward):
+    """The warden of one rank."""
+
+    folder = ""  # on its machine
+
+    def last_words(self) -> str:
+        """See Ward."""
+        return f"the process of rank {min(self.slots or {0})} on {self.host} has ended"
+
+
+class ExternalCrew(NurseryCrew):
+    """The ranks of a launcher's job. See processes.Crew."""
+
+    def __init__(self, options: HostOptions) -> None:
+        job = Job.current
+        if job is None:
+            raise BackendError(
+                "the external backend runs on ranks that a launcher started, and this process was "
+                "started alone: mpiexec -n 8 pytest ..., torchrun --nproc-per-node 8 -m pytest ..., "
+                "or srun ...; --smp-backend=gloo starts ranks itself"
+            )
+        super().__init__(options)
+        self._job = job
+        self.limit = job.launch.size
+        self.folder = private_folder()
+        self.address = job.socket
+        self.secret = job.secret
+        self.prepares = job.fabric != "mpi"
+        self.final = job.fabric == "mpi"
+        self.store = "file" if job.fabric == "mpi" else "env"
+        self.restarts_together = job.fabric == "mpi"
+        self._arrived = threading.Condition()
+        self._there: dict[int, _RemoteWard] = {}
+        self._host = socket.gethostname()
+
+    def welcome(self, connection: Connection, hello: dict[str, Any]) -> None:
+        """See Crew."""
+        with self._arrived:
+            ward = _RemoteWard(connection, {hello["slot"]}, hello["host"])
+            ward.folder = hello["folder"]
+            self._there[hello["slot"]] = ward
+            self._arrived.notify_all()
+
+    def gather(self) -> None:
+        """Wait until every warden is there. Raises BackendError, naming those that are not."""
+        if self._wards:
+            return
+        size = self._job.launch.size
+        with self._arrived:
+            self._arrived.wait_for(lambda: len(self._there) == size, _GATHER)
+            missing = [slot for slot in range(size) if slot not in self._there]
+            if missing:
+                raise BackendError(
+                    f"ranks {missing} of {size} have not come within {_GATHER:g} s; the launcher "
+                    "must start the same command on all ranks"
+                )
+            prelude, self._prelude = self._prelude, None
+            for slot in range(size):
+                self.add(self._there[slot])
+                if prelude is not None and self.prepares:
+                    self._there[slot].prepare(prelude)
+
+    def start(self, slots: Collection[int]) -> Collection[int]:
+        """See Crew. Ranks of an MPI job are there once, and for all."""
+        self.gather()
+        if self._job.fabric != "mpi":
+            return super().start(slots)
+        return range(self._job.launch.size)
+
+    def kill(self, pids: Iterable[int]) -> None:
+        """See Crew."""
+        for ward in self._wards:
+            with contextlib.suppress(BackendError):
+                running = sorted(set(pids) & ward.running().keys())
+                if running:
+                    ward.ask(kill=running)
+
+    def ended(self) -> list[Ended]:
+        """See Crew."""
+        ended = []
+        for ward in self._wards:
+            try:
+                ended += ward.ended()
+            except BackendError:  # the warden is gone: with its machine, or killed
+                for pid, slot in ward.ranks.items():
+                    ended.append(Ended(slot, pid, None))
+                ward.ranks = {}
+        return ended
+
+    def place(self, slot: int, size: int) -> tuple[int, int]:
+        """See Crew."""
+        hosts = [self._there[each].host for each in range(size)]
+        return hosts[:slot].count(hosts[slot]), hosts.count(hosts[slot])
+
+    def stacks(self, ranks: Sequence[RankProcess]) -> dict[int, list[str]]:
+        """See Crew."""
+        near = [rank for rank in ranks if rank.host == self._host]
+        found = super().stacks(near)
+        for rank in ranks:
+            if rank.host != self._host:
+                found[rank.slot] = self._look(rank).get("stacks", [])
+        return found
+
+    def written(self, rank: RankProcess) -> tuple[str, str]:
+        """See Crew."""
+        if rank.host == self._host:
+            return super().written(rank)
+        out, err = self._look(rank).get("written", ("", ""))
+        return out, err
+
+    def _look(self, rank: RankProcess) -> dict[str, Any]:
+        try:
+            return self._there[rank.slot].look(rank.pid)
+        except BackendError:
+            return {}
+
+    def _let_finalize(self) -> None:
+        """Ranks of an MPI job end together, if all are there; else they are killed."""
+        deadline = time.monotonic() + _QUIT
+        while any(ward.running() for ward in self._wards) and time.monotonic() < deadline:
+            select.select([self.fileno()], [], [], 0.1)
+
+    def close(self) -> None:
+        """See Crew: the wardens end when their connections do."""
+        with contextlib.suppress(BackendError):
+            if self.final:
+                self._let_finalize()
+        super().close()
+        near = [ward.folder for ward in self._there.values() if ward.host == self._host]
+        for folder in (self.folder, *near):  # a launcher may have killed a warden before it could
+            shutil.rmtree(folder, ignore_errors=True)
