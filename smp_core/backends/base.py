@@ -117,7 +117,11 @@ class Seat:
 
 
 class RankFabric(Fabric, Protocol):
-    """The fabric as a host of rank processes drives it: formed once, entered for every run."""
+    """The fabric as a host of rank processes drives it: formed once, entered for every run.
+
+    One that destroys the groups of a run only when the next is entered has an attribute ``holds``:
+    whether there are any. Their descriptors are not counted as left open by the body.
+    """
 
     cooperative: bool  # waits call Seat.check, so that a rank can be unwound without killing it
 
@@ -126,7 +130,7 @@ class RankFabric(Fabric, Protocol):
 
     def leave(self) -> list[str]:
         """After each body, however it ended: torch.distributed is nobody's. The process groups that
-        the body made and left, in words; they are destroyed.
+        the body made and left, in words; no later run finds them.
         """
 
     def close(self) -> None:

@@ -37,6 +37,10 @@ class RankWorld(c10d._World):
         self.tags_to_pg, self.pg_to_tag = {}, {}
 
 
+#: The worlds that hold groups of their last run.
+_HOLDING: list[TorchWorld] = []
+
+
 class TorchWorld:
     """The state of one world, on one rank process. One is entered at a time."""
 
@@ -48,6 +52,7 @@ class TorchWorld:
         self._backend = ""
         self._count = 0
         self._runs = 0
+        self._held: list[Any] = []  # groups that the last run left
         self._outside: Any = None
         self._excepthook: Any = None
 
@@ -57,11 +62,9 @@ class TorchWorld:
         Its groups are made over a prefix of the store that is this run's alone: torch numbers
         groups anew after they were destroyed, and would find the addresses of those.
         """
-        self._outside, self._excepthook = c10d._world, sys.excepthook
-        c10d._world = self._state
-        _unregister_all()
-        for group, name in self._state.pg_names.items():
-            _register(name, group)
+        while _HOLDING:
+            _HOLDING[0].release()
+        self._put_in()
         self._runs += 1
         if self._default is not None:
             store = c10d.PrefixStore(f"run-{self._runs}", self._store)
@@ -80,21 +83,42 @@ class TorchWorld:
         return self._own <= set(self._state.pg_map) and self._state.default_pg is self._default
 
     def leave(self, ours: Collection[Any] = ()) -> list[str]:
-        """Back to the process's own state. The groups that the body left, in words; destroyed.
+        """Back to the process's own state. The groups that the body left, in words.
 
-        ``ours`` are destroyed without a word.
+        ``ours`` are left without a word. They are destroyed when a world is entered again, which is
+        after all ranks have left: Gloo's connections to a member that destroys a group break the
+        making of that group on another, later, member.
         """
         left = []
-        for group in [each for each in self._state.pg_map if each not in self._own]:
+        self._held = [each for each in self._state.pg_map if each not in self._own]
+        for group in self._held:
             if group not in ours:
                 ranks = sorted(self._state.pg_group_ranks.get(group, ()))
                 name = self._state.pg_names.get(group, "?")
                 left.append(f"process group {name} of ranks {ranks} was never destroyed")
-            c10d.destroy_process_group(group)
         self._state.pg_coalesce_state.clear()
         self._state.group_count = self._count
         self._put_back()
+        if self._held:
+            _HOLDING.append(self)
         return left
+
+    @property
+    def holds(self) -> bool:
+        """Whether groups of the last run still exist."""
+        return bool(self._held)
+
+    def release(self) -> None:
+        """Destroy the groups of the last run."""
+        if self in _HOLDING:
+            _HOLDING.remove(self)
+        self._put_in()
+        try:
+            for group in self._held:
+                c10d.destroy_process_group(group)
+        finally:
+            self._held = []
+            self._put_back()
 
     def close(self) -> None:
         """Destroy every group of the world."""
@@ -104,6 +128,13 @@ class TorchWorld:
                 c10d.destroy_process_group()
         finally:
             self._put_back()
+
+    def _put_in(self) -> None:
+        self._outside, self._excepthook = c10d._world, sys.excepthook
+        c10d._world = self._state
+        _unregister_all()
+        for group, name in self._state.pg_names.items():
+            _register(name, group)
 
     def _put_back(self) -> None:
         _unregister_all()

@@ -14,6 +14,7 @@ import math
 import os
 import pickle
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -46,9 +47,10 @@ from smp_core.backends.hosts.rank import (
     Errand,
     Forming,
     Preparing,
+    output_files,
     read_output,
 )
-from smp_core.backends.hosts.stacks import read_stacks
+from smp_core.backends.hosts.stacks import read_stacks, stacks_file
 from smp_core.errors import (
     BackendError,
     CollectiveMismatchError,
@@ -60,6 +62,8 @@ from smp_core.errors import (
 
 log = logging.getLogger("smp_core.hosts")
 
+_CHUNK = 1 << 16  # bytes read at a time
+_LATE = 1.0  # seconds that a record may take that was sent before a rank came back
 _TICK = 0.02  # seconds between two looks at the board
 _START = 60.0  # seconds for rank processes to start and connect
 _FORM = 60.0  # seconds for a world to form
@@ -149,7 +153,7 @@ class RankProcess:
     worlds: dict[int, int] = dataclasses.field(default_factory=dict)  # size: forming
     body: int = 0  # the key of the body that it has
     path: list[str] | None = None  # the sys.path that it has
-    records: int = 0  # frames read from its line in this run
+    records: int = 0  # bytes read from its line in this run
 
 
 class _Lobby:
@@ -224,6 +228,7 @@ class ProcessHost:
         self._starting: set[int] = set()
         self._killed: set[int] = set()  # their ends are no news
         self._unclaimed: list[Ended] = []
+        self._folders: dict[int, str] = {}
         self._numbers = itertools.count(1)
         self._formings = itertools.count(1)
         self._environment = dict(os.environ)
@@ -345,6 +350,7 @@ class ProcessHost:
         newcomers = []
         for slot in sorted(self._starting & set(range(size))):
             self._ranks[slot] = rank = self._await(slot, deadline)
+            os.set_blocking(rank.line.fileno(), False)
             self._starting.discard(slot)
             self._selector.register(rank.control, selectors.EVENT_READ, rank)
             newcomers.append(rank)
@@ -389,6 +395,9 @@ class ProcessHost:
             rank.line.send_bytes(str(DISMISSED).encode())
         rank.control.close()
         rank.line.close()
+        for path in (*output_files(rank.folder, rank.pid), stacks_file(rank.folder, rank.pid)):
+            with contextlib.suppress(OSError):  # on another machine, or gone with the folder
+                path.unlink()
 
     def replace(self, ranks: Collection[RankProcess]) -> None:
         """Kill these rank processes and start others in their places; does not wait for them."""
@@ -419,6 +428,8 @@ class ProcessHost:
         number = next(self._formings)
         folder = os.path.join(self._crew.folder, f"world-{number}")
         os.mkdir(folder, 0o700)
+        shutil.rmtree(self._folders.get(size, ""), ignore_errors=True)  # of the last forming
+        self._folders[size] = folder
         requests = []
         for rank in ranks:
             rank.worlds[size] = number
@@ -671,13 +682,22 @@ class _Run:
         for rank in self.ranks:
             self._read_line(rank)
 
-    def _read_line(self, rank: RankProcess) -> None:
+    def _read_line(self, rank: RankProcess, upto: int | None = None) -> None:
+        """What a rank has written for the board, or, with ``upto``, so many bytes of this run."""
+        descriptor = rank.line.fileno()
         try:
-            while rank.line.poll(0):
-                self._board.feed(rank.slot, rank.line.recv_bytes())
-                rank.records += 1
-        except (EOFError, OSError):
-            pass  # it has ended; its control connection says so too
+            while upto is None or rank.records < upto:
+                if upto is not None and not rank.line.poll(_LATE):
+                    return
+                data = os.read(descriptor, _CHUNK)
+                if not data:
+                    return  # it has ended; its control connection says so too
+                rank.records += len(data)
+                self._board.feed(rank.slot, data)
+        except BlockingIOError:
+            pass
+        except OSError:
+            pass  # it has ended
         except BackendError as error:  # no verdict from the board, in this run
             log.warning("%s", error)
 
@@ -698,11 +718,7 @@ class _Run:
     def _finish_reading(self) -> None:
         """Read every record that the ranks sent before they came back."""
         for slot, done in self._done.items():
-            rank = self.ranks[slot]
-            with contextlib.suppress(EOFError, OSError):
-                while rank.records < done.records and rank.line.poll(1.0):
-                    self._board.feed(slot, rank.line.recv_bytes())
-                    rank.records += 1
+            self._read_line(self.ranks[slot], done.records)
         self._read_lines()
 
     def _conclude(self) -> Report:

@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,7 +76,7 @@ class Done:
     value: bytes | None
     groups: list[str]  # process groups left behind
     unclean: list[str]  # why this rank must be replaced
-    records: int  # frames sent on the line
+    records: int  # bytes sent on the line
 
 
 class RankProcess:
@@ -115,8 +115,10 @@ class _Line:
     def write(self, data: bytes) -> None:
         with self._lock:
             if os.getpid() == self._process:  # a body may fork
-                self._connection.send_bytes(data)
-                self.sent += 1
+                self.sent += len(data)
+                rest = memoryview(data)
+                while rest:  # bytes without frames: the board's records end by themselves
+                    rest = rest[os.write(self._connection.fileno(), rest) :]
 
     def check(self) -> None:
         """Raise Cancelled once the controller has ended the run."""
@@ -197,20 +199,22 @@ class _Server:
         _truncate_output()
         with self._surroundings(errand):
             outcome = self._outcome(errand, fabric)
-        value = error = None
+        value = packed = None
         if os.getpid() == self._process:
-            value, error = self._pack(outcome)
+            value, packed = self._pack(outcome)
         outcome.value = outcome.error = None
         if self._strikes is not None:
             outcome.struck = tuple(sorted(self._strikes.struck))
-        groups, unclean = [], self._unclean()
+        groups: list[str] = []
+        broken = []
         try:
             groups = fabric.leave()
-        except Exception as broken:
-            unclean.append(f"its world is broken: {type(broken).__name__}: {broken}")
+        except Exception as error:
+            broken = [f"its world is broken: {type(error).__name__}: {error}"]
+        unclean = self._unclean(getattr(fabric, "holds", False)) + broken
         outcome.stdout, outcome.stderr = _output()
         records = self._line.sent - start
-        return Done(errand.number, outcome, error, value, groups, unclean, records)
+        return Done(errand.number, outcome, packed, value, groups, unclean, records)
 
     def _outcome(self, errand: Errand, fabric: RankFabric) -> Outcome:
         rank = self._berth.slot
@@ -295,17 +299,21 @@ class _Server:
             sys.stdin, sys.stdout, sys.stderr = streams
             _apply(self._environment, {})
 
-    def _unclean(self) -> list[str]:
-        """What the body left that no next body may find."""
+    def _unclean(self, holds: bool) -> list[str]:
+        """What the body left that no next body may find.
+
+        While the world ``holds`` process groups, descriptors are theirs or the body's, and nobody can
+        tell; the body's are found after a later run.
+        """
         left = []
         for thread in set(threading.enumerate()) - self._threads:
             left.append(f"thread {thread.name!r} still runs")
         for child in _children():
             left.append(f"process {child} still runs")
-        if _descriptors() - self._descriptors:
+        if not holds and _descriptors(self._descriptors):
             gc.collect()
-            new = _descriptors() - self._descriptors
-            left += [f"a file descriptor is open: {each}" for each in sorted(new)]
+            new = _descriptors(self._descriptors)
+            left += [f"file descriptor {each} is open: {_target(each)}" for each in sorted(new)]
         return left
 
 
@@ -348,13 +356,26 @@ def _apply(base: dict[str, str], changes: dict[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def _descriptors() -> set[str]:
-    """This process's open descriptors, each with what it is."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the one that listed them
-            found.add(f"{name} -> {os.readlink(f'/proc/self/fd/{name}')}")
-    return found
+def _descriptors(known: Collection[str] = ()) -> set[str]:
+    """This process's open descriptors, by number, apart from those that are known."""
+    found = set(os.listdir("/proc/self/fd")).difference(known)
+    return {each for each in found if _is_open(int(each))}  # the one that listed them is not
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def _target(descriptor: str) -> str:
+    """What a descriptor is."""
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return "closed again"
 
 
 def _children() -> list[int]:

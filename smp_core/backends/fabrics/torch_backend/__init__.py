@@ -56,6 +56,11 @@ class TorchFabric:
             raise RuntimeError("the body destroyed the default process group")
         return left
 
+    @property
+    def holds(self) -> bool:
+        """See RankFabric."""
+        return self._world.holds
+
     def process_group(self, group: Group) -> Any:
         """See base.Fabric. Members alone make it, in any order against other groups."""
         if group.name == _WORLD:

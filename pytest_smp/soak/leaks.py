@@ -1,0 +1,88 @@
+"""What a session holds of the machine: processes, descriptors, memory, folders, shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What this process holds at one moment.
+
+    Attributes:
+        descriptors: open ones.
+        objects: that Python's collector knows.
+        resident: bytes.
+    """
+
+    descriptors: int
+    objects: int
+    resident: int
+
+    @classmethod
+    def now(cls) -> Held:
+        """After a collection."""
+        gc.collect()
+        statm = Path("/proc/self/statm").read_text().split()
+        return cls(
+            len(os.listdir("/proc/self/fd")), len(gc.get_objects()), int(statm[1]) * _PAGE
+        )
+
+
+def growth(name: str, before: Held, after: Held, runs: int) -> list[str]:
+    """What has grown between two moments with so many runs in between, in words.
+
+    What leaks grows by at least a descriptor at some time, by an object a run, or by a page a run.
+    Fewer than a thousand runs say nothing of memory: allocators take it in large steps.
+    """
+    texts = []
+    if after.descriptors > before.descriptors:
+        texts.append(f"{name}: descriptors {before.descriptors} -> {after.descriptors}")
+    if after.objects - before.objects >= runs:
+        texts.append(f"{name}: objects {before.objects} -> {after.objects} in {runs} runs")
+    if runs >= 1000 and after.resident - before.resident >= runs * _PAGE:
+        texts.append(f"{name}: bytes {before.resident} -> {after.resident} in {runs} runs")
+    return texts
+
+
+def descendants(pid: int | None = None) -> list[int]:
+    """The processes that this one, and they, have started and not yet waited for."""
+    found = []
+    for child in _children(os.getpid() if pid is None else pid):
+        found += [child, *descendants(child)]
+    return found
+
+
+def _children(pid: int) -> Iterator[int]:
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            text = Path(f"/proc/{pid}/task/{task}/children").read_text()
+            yield from map(int, text.split())
+
+
+def shared_memory() -> frozenset[str]:
+    """The files in shared memory that are this user's."""
+    names = set()
+    with contextlib.suppress(OSError):
+        for entry in os.scandir("/dev/shm"):
+            with contextlib.suppress(OSError):
+                if entry.stat(follow_symlinks=False).st_uid == os.getuid():
+                    names.add(entry.path)
+    return frozenset(names)
+
+
+def orphans(paths: frozenset[str]) -> list[str]:
+    """Those files that no process has mapped any more: somebody else's session may run beside."""
+    mapped = []
+    for process in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            mapped.append(process.read_text())
+    return sorted(path for path in paths if not any(path in text for text in mapped))

@@ -1,0 +1,170 @@
+"""The programs of the soak: what every rank does, step by step, and checks."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import smp_core.torch as smp
+
+#: Bytes that each rank writes in a step that writes.
+SIZE = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step. ``number`` makes its values its own."""
+
+    kind: str
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The same arguments for every rank (see base.Job)."""
+
+    args: tuple[Any, ...]
+
+    def __call__(self, rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self.args, {}
+
+
+def draw(rng: random.Random, most: int = 6) -> tuple[Step, ...]:
+    """A program."""
+    kinds = rng.choices(sorted(STEPS), k=rng.randint(2, most))
+    return tuple(Step(kind, number) for number, kind in enumerate(kinds, 1))
+
+
+def run(steps: Iterable[Step], folder: str) -> int:
+    """The body. Returns how many calls the rank made; its steps raise AssertionError."""
+    calls = 0
+    for step in steps:
+        calls += len(STEPS[step.kind][0](step.number, folder))
+    return calls
+
+
+def calls(steps: Iterable[Step], rank: int, size: int) -> collections.Counter[str]:
+    """How often a rank makes each call, by the names that faults have."""
+    counts: collections.Counter[str] = collections.Counter()
+    for step in steps:
+        counts.update(STEPS[step.kind][1](step.number, rank, size))
+    return counts
+
+
+# ---- Steps: what a rank does, which calls it makes of these names. --------------------------------
+
+Names = tuple[str, ...]
+
+
+def _expect(got: object, expected: object) -> None:
+    assert got == expected, f"got {got!r}, expected {expected!r}"
+
+
+def _allgather(number: int, folder: str) -> Names:
+    _expect(
+        smp.allgather((number, smp.rank()), smp.WORLD),
+        [(number, rank) for rank in range(smp.size())],
+    )
+    return ("smp.allgather",)
+
+
+def _barrier(number: int, folder: str) -> Names:
+    smp.barrier()
+    return ("smp.barrier",)
+
+
+def _sends(number: int, rank: int, size: int) -> Names:
+    """From one rank to its right neighbour."""
+    source = number % size
+    if size == 1:
+        return ()
+    if rank == source:
+        return ("smp.send",)
+    return ("smp.recv_from",) if rank == (source + 1) % size else ()
+
+
+def _send(number: int, folder: str) -> Names:
+    names = _sends(number, smp.rank(), smp.size())
+    source = number % smp.size()
+    if "smp.send" in names:
+        smp.send(("object", number), (source + 1) % smp.size(), smp.RankType.WORLD_RANK)
+    elif names:
+        _expect(smp.recv_from(source, smp.RankType.WORLD_RANK), ("object", number))
+    return names
+
+
+def _broadcasts(number: int, rank: int, size: int) -> Names:
+    if size == 1:
+        return ()
+    return ("smp.broadcast",) if rank == number % size else ("smp.recv_from",)
+
+
+def _broadcast(number: int, folder: str) -> Names:
+    names, root = _broadcasts(number, smp.rank(), smp.size()), number % smp.size()
+    if "smp.broadcast" in names:
+        smp.broadcast(("to all", number), smp.WORLD)
+    elif names:
+        _expect(smp.recv_from(root, smp.RankType.WORLD_RANK), ("to all", number))
+    return names
+
+
+def _all_reduce(number: int, folder: str) -> Names:
+    tensor = torch.arange(5) * (smp.rank() + number)
+    dist.all_reduce(tensor)
+    factor = sum(range(smp.size())) + smp.size() * number
+    _expect(tensor.tolist(), [factor * element for element in range(5)])
+    return ("dist.all_reduce",)
+
+
+def _all_gather(number: int, folder: str) -> Names:
+    parts = [torch.zeros(2, dtype=torch.int64) for _ in range(smp.size())]
+    work = dist.all_gather(parts, torch.tensor([number, smp.rank()]), async_op=True)
+    work.wait()
+    _expect([part.tolist() for part in parts], [[number, rank] for rank in range(smp.size())])
+    return ("dist.all_gather",)
+
+
+def _rings(number: int, rank: int, size: int) -> Names:
+    return ("dist.send", "dist.recv") if size > 1 else ()
+
+
+def _ring(number: int, folder: str) -> Names:
+    """Every rank sends to the right, and receives from the left."""
+    rank, size = smp.rank(), smp.size()
+    if size > 1:
+        work = dist.isend(torch.tensor([number, rank]), (rank + 1) % size)
+        got = torch.zeros(2, dtype=torch.int64)
+        dist.recv(got, (rank - 1) % size)
+        _expect(got.tolist(), [number, (rank - 1) % size])
+        work.wait()
+    return _rings(number, rank, size)
+
+
+def _write(number: int, folder: str) -> Names:
+    path = os.path.join(folder, f"rank-{smp.rank()}")
+    with open(path, "wb") as file:
+        file.write(bytes(SIZE))
+    return ()
+
+
+def _always(*names: str) -> Callable[[int, int, int], Names]:
+    return lambda number, rank, size: names
+
+
+STEPS: dict[str, tuple[Callable[[int, str], Names], Callable[[int, int, int], Names]]] = {
+    "all_gather": (_all_gather, _always("dist.all_gather")),
+    "all_reduce": (_all_reduce, _always("dist.all_reduce")),
+    "allgather": (_allgather, _always("smp.allgather")),
+    "barrier": (_barrier, _always("smp.barrier")),
+    "broadcast": (_broadcast, _broadcasts),
+    "ring": (_ring, _rings),
+    "send": (_send, _sends),
+    "write": (_write, _always()),
+}
