@@ -12,7 +12,15 @@ from pathlib import Path
 
 from benchmarks.figures import Figure
 
-NAMES = ("allgather", "peers", "deadlock", "large_world", "diagnostics")
+NAMES = (
+    "allgather",
+    "peers",
+    "deadlock",
+    "large_world",
+    "diagnostics",
+    "real_ranks",
+    "files",
+)
 
 
 def main() -> None:

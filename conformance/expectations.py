@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.util
 import json
 import re
 import tomllib
@@ -81,6 +82,32 @@ def read(path: Path) -> list[Expectation]:
     except UnicodeDecodeError as error:
         raise ExpectationError(f"{path.name}: not UTF-8: {error.reason}") from None
     return parse(text, path.name)
+
+
+def file_of(named: Path | str | None) -> Path | None:
+    """The file that a Backend names: a path, or ``package:path`` below an importable package.
+
+    Raises ExpectationError if there is no such package, or the path is not absolute: where the
+    session was started is nothing that a backend knows.
+    """
+    if named is None:
+        return None
+    package, separator, rest = str(named).partition(":")
+    if isinstance(named, str) and separator and package.replace(".", "").isidentifier():
+        try:
+            spec = importlib.util.find_spec(package)
+        except ImportError:
+            spec = None
+        if spec is None or not spec.submodule_search_locations:
+            raise ExpectationError(f"its expectations are {named!r}: there is no package {package}")
+        return Path(spec.submodule_search_locations[0], rest)
+    path = Path(named)
+    if not path.is_absolute():
+        raise ExpectationError(
+            f"its expectations are {str(named)!r}: write Path(__file__).with_name({path.name!r}), or "
+            f"'package:{path.name}'"
+        )
+    return path
 
 
 def parse(text: str, name: str) -> list[Expectation]:

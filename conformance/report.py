@@ -141,7 +141,7 @@ def _capabilities(capabilities: Capabilities) -> dict[str, Any]:
 
 
 def _options(session: Session) -> dict[str, Any]:
-    chosen, path = session.settings, session.options.expectations
+    chosen, path = session.settings, session.expectations
     return {
         "ranks": chosen.ranks,
         "timeout": chosen.timeout,

@@ -27,7 +27,7 @@ from conformance.verdicts import NotSupported, Outcome, Verdict, counted, judge_
 from pytest_smp import settings
 from smp_core.backends import find_backend
 from smp_core.backends.capabilities import DTYPES, EVERYTHING, REDUCTIONS, Capabilities, Capability
-from smp_core.errors import BackendError
+from smp_core.errors import BackendError, RunTimeout
 
 if TYPE_CHECKING:
     from pytest_smp.running import Controller
@@ -96,6 +96,7 @@ class Session:
         self.registry = _registry()
         claims = self.backend.capabilities.claims
         self.lacks = {id: lacks for id, r in self.registry.items() if (lacks := r.lacks(claims))}
+        self.expectations: Path | None = None  # the file of expected failures that is in force
         self.entries, self.expected = self._expectations()
         self.main = not hasattr(config, "workerinput")  # not a worker of xdist
         self.started = time.time()
@@ -126,9 +127,8 @@ class Session:
                 self.start()
 
     def _expectations(self) -> tuple[list[Expectation], dict[str, Expectation]]:
-        path, target = self.options.expectations, self.options.write_expectations
-        if path is None and target is not None and target.exists():
-            path = target
+        target = self.options.write_expectations
+        self.expectations = path = self._expectations_file()
         if path is None:
             return [], {}
         try:
@@ -140,6 +140,18 @@ class Session:
         # The file is about to be written: what it says too much goes, what it lacks stays a failure.
         usable = [entry for entry in reversed(entries) if not entry.todo]
         return entries, {id: e for e in usable for id in self.registry if e.matches(id)}
+
+    def _expectations_file(self) -> Path | None:
+        """What was asked for, the file that is about to be written anew, or the backend's own."""
+        target = self.options.write_expectations
+        if self.options.expectations is not None:
+            return self.options.expectations
+        if target is not None and target.exists():
+            return target
+        try:
+            return expectations.file_of(self.backend.expectations)
+        except ExpectationError as error:
+            raise pytest.UsageError(f"backend {self.backend.name}: {error}") from None
 
     # Collection.
 
@@ -248,7 +260,7 @@ class Session:
         if id is None or made.passed or call.excinfo is None:
             return
         error = call.excinfo.value
-        outcome = _outcome(made, error)
+        outcome = _outcome(made, error, self._replaces_ranks)
         entry = item.stash.get(_EXPECTED, None)
         if outcome is Outcome.FAILED and entry is not None:
             outcome = Outcome.WAIVED
@@ -257,6 +269,13 @@ class Session:
             made.sections.append(("requirement", str(self.registry[id])))
         told = {"outcome": outcome, "error": report.error_text(error), "notes": _notes(error)}
         made.user_properties.append((_TOLD, json.dumps(told)))
+
+    @property
+    def _replaces_ranks(self) -> bool:
+        """Whether a rank that does not come back is ended and another takes its place, as processes
+        are; a thread that computes for ever goes on, beside all that is tested after it.
+        """
+        return self._controller is not None and not getattr(self._controller.open(), "steady", True)
 
     def logged(self, made: pytest.TestReport) -> None:
         """Take a report into account, from wherever it comes."""
@@ -436,7 +455,7 @@ class Session:
     def header(self) -> str:
         """The backend, what it claims, the file of expected failures."""
         text = f"conformance: {self.backend.name} claims {claims_text(self.backend.capabilities)}"
-        path = self.options.expectations
+        path = self.expectations
         if path is not None:
             number = "1 entry" if len(self.entries) == 1 else f"{len(self.entries)} entries"
             text += f"; expected failures: {path.name}, {number}"
@@ -528,12 +547,13 @@ def _property(made: Any, name: str) -> Any:
     return next((value for key, value in properties if key == name), None)
 
 
-def _outcome(made: pytest.TestReport, error: BaseException) -> Outcome:
+def _outcome(made: pytest.TestReport, error: BaseException, replaces_ranks: bool) -> Outcome:
     """What a phase that did not pass says of the property."""
     if not made.failed:
         return Outcome.NOT_SUPPORTED if isinstance(error, NotSupported) else Outcome.SKIPPED
     # A run that did not end raises no Exception; what computes for ever is not waived.
-    tested = made.when == "call" and isinstance(error, (Exception, pytest.fail.Exception))
+    failures = (Exception, pytest.fail.Exception, *((RunTimeout,) if replaces_ranks else ()))
+    tested = made.when == "call" and isinstance(error, failures)
     return Outcome.FAILED if tested else Outcome.ERROR
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import hypothesis.strategies as st
+import pytest
 import torch.distributed as dist
 from hypothesis import given
 
@@ -27,6 +28,7 @@ from conformance.traffic import (
     issue,
     issue_all,
     new_groups,
+    once,
     overlapping_groups,
     programs,
 )
@@ -101,12 +103,14 @@ def ask_and_wait(program: Sequence[Call], asks: int) -> None:
 
 
 @requirement("ASYNC-COMPLETED")
+@pytest.mark.parametrize("kind", traffic.COLLECTIVES)
 @given(data=st.data(), asks=st.integers(0, 2))
-@few
-def test_completed_work(smp_world: SmpWorld, data: st.DataObject, asks: int) -> None:
+@once
+def test_completed_work(smp_world: SmpWorld, data: st.DataObject, kind: str, asks: int) -> None:
     ranks = data.draw(sizes(smp_world), "ranks")
-    program = data.draw(programs(smp_world, [ranks], least=1, most=3), "program")
-    smp_world.run(ask_and_wait, program, asks, ranks=ranks)
+    call = data.draw(calls(smp_world, [ranks], kind=kind), "call")
+    others = data.draw(programs(smp_world, [ranks], least=0, most=2), "others")
+    smp_world.run(ask_and_wait, [call, *others], asks, ranks=ranks)
 
 
 def wait_for_futures(program: Sequence[Call], waits: Orders, reduced: bool = False) -> None:
@@ -129,12 +133,14 @@ def wait_for_futures(program: Sequence[Call], waits: Orders, reduced: bool = Fal
 
 
 @requirement("ASYNC-FUTURE")
+@pytest.mark.parametrize("kind", [name for name in traffic.COLLECTIVES if name != "barrier"])
 @given(data=st.data())
-@few
-def test_futures(smp_world: SmpWorld, data: st.DataObject) -> None:
+@once
+def test_futures(smp_world: SmpWorld, data: st.DataObject, kind: str) -> None:
     ranks = data.draw(sizes(smp_world), "ranks")
-    drawn = calls(smp_world, [ranks], moving=True)
-    program = data.draw(st.lists(drawn, min_size=1, max_size=3), "program")
+    call = data.draw(calls(smp_world, [ranks], moving=True, kind=kind), "call")
+    others = data.draw(st.lists(calls(smp_world, [ranks], moving=True), max_size=2), "others")
+    program = [call, *others]
     waits = orders(data, ranks, len(program), "waits")
     # The futures are made in order: a backend may wait there (torch lets it).
     smp_world.run(wait_for_futures, program, waits, ranks=ranks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
@@ -9,16 +11,31 @@ from conformance.draws import MOST_RANKS, on_ranks
 from conformance.requirements import requirement
 from pytest_smp import strategies
 from pytest_smp.proxies import SmpWorld
+from smp_core.backends.capabilities import BOOL, Capabilities, Capability
+
+LAYOUTS = {Capability.LAYOUTS, Capability.MESSAGE_LAYOUTS}
+
+
+def check(smp_world: SmpWorld, data: st.DataObject, capabilities: Capabilities) -> None:
+    """Run a program within these capabilities, which compares as it goes."""
+    most = min(MOST_RANKS, smp_world.ranks)
+    drawn = strategies.programs(max_ranks=most, capabilities=capabilities)
+    program = data.draw(drawn, "program")
+    smp_world.run(program.run, ranks=program.ranks)
 
 
 @requirement("PROG-VALUES")
 @given(data=st.data())
-@settings(on_ranks, max_examples=round(0.6 * on_ranks.max_examples) or 1)
+@settings(on_ranks, max_examples=round(0.4 * on_ranks.max_examples) or 1)
 def test_every_rank_holds_what_the_model_says(smp_world: SmpWorld, data: st.DataObject) -> None:
-    program = data.draw(
-        strategies.programs(
-            max_ranks=min(MOST_RANKS, smp_world.ranks), capabilities=smp_world.capabilities
-        ),
-        "program",
-    )
-    smp_world.run(program.run, ranks=program.ranks)
+    claims = smp_world.capabilities
+    reductions = {**claims.reductions, "SUM": claims.reductions.get("SUM", frozenset()) - BOOL}
+    plain = dataclasses.replace(claims, claims=claims.claims - LAYOUTS, reductions=reductions)
+    check(smp_world, data, plain)
+
+
+@requirement("PROG-LAYOUTS")
+@given(data=st.data())
+@settings(on_ranks, max_examples=round(0.4 * on_ranks.max_examples) or 1)
+def test_tensors_may_lie_anyhow(smp_world: SmpWorld, data: st.DataObject) -> None:
+    check(smp_world, data, smp_world.capabilities)

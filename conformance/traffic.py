@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import hypothesis.strategies as st
 import torch
 import torch.distributed as dist
-from hypothesis import settings
+from hypothesis import reject, settings
 
 import smp_core.torch as smp
 from conformance.draws import MOST_RANKS, on_ranks
@@ -442,11 +442,18 @@ def issue(call: Call, number: int, of: int, group: Any, asynchronous: bool = Tru
 
 
 @st.composite
-def calls(draw: st.DrawFn, smp_world: SmpWorld, sizes: Sequence[int], moving: bool = False) -> Call:
+def calls(
+    draw: st.DrawFn,
+    smp_world: SmpWorld,
+    sizes: Sequence[int],
+    moving: bool = False,
+    kind: str = "",
+) -> Call:
     """A call that the backend claims, on one of the groups of these sizes.
 
     Args:
         moving: leave out the barrier, and calls without elements: what has nothing to look at.
+        kind: a name in COLLECTIVES, which is called; any, if empty.
     """
     claimed = smp_world.capabilities
     summed = claimed.reductions.get("SUM", frozenset())
@@ -465,15 +472,23 @@ def calls(draw: st.DrawFn, smp_world: SmpWorld, sizes: Sequence[int], moving: bo
         )
         and (not each.reduces or _name(dtype) in summed)
         and not (moving and name == "barrier")
+        and kind in ("", name)
     ]
     group = draw(st.integers(0, len(sizes) - 1))
     return Call(
-        draw(st.sampled_from(kinds or not_supported("no collective that fits is claimed"))),
+        draw(st.sampled_from(kinds or _none_fits(smp_world, kind))),
         dtype,
         draw(st.integers(1, 5) if moving else st.integers(1, 5) | st.just(0)),
         draw(st.integers(0, sizes[group] - 1)),
         group,
     )
+
+
+def _none_fits(smp_world: SmpWorld, kind: str) -> NoReturn:
+    """End the example: in another dtype the call may be claimed; or the property, where it is not."""
+    if kind and COLLECTIVES[kind].capability in smp_world.capabilities:
+        reject()
+    not_supported(f"the backend does not claim {kind or 'a collective that fits'}")
 
 
 def programs(

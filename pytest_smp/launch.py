@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 
@@ -13,13 +14,17 @@ def split(config: pytest.Config) -> int | None:
     """In a process of a launcher's job that is not to run pytest: serve until the job is over, and
     return the exit code. Elsewhere return None.
 
-    A job is split where the backend is `external`, or nothing was said about it.
+    A job is split where the backend is `external`, or nothing was said about it and there are
+    several ranks.
+
+    Raises pytest.UsageError if the job cannot be what was asked for; in the process of rank 0 alone.
     """
     if hasattr(config, "workerinput"):
         return None
     asked = config.getoption("smp_backend") or str(config.getini("smp_backend") or "")
-    if asked not in ("", _NAME):
+    if asked and not is_external(asked):
         return None
+    from smp_core.backends import find_backend
     from smp_core.backends.hosts.launchers import launch_of
     from smp_core.errors import BackendError
 
@@ -27,17 +32,33 @@ def split(config: pytest.Config) -> int | None:
         launch = launch_of(os.environ)
     except BackendError as error:
         raise pytest.UsageError(str(error)) from None
-    if launch is None:
+    if launch is None or (launch.size == 1 and not asked):
         return None
+    fabric = asked.partition(":")[2]
+    try:
+        find_backend(asked or _NAME)
+        refused = launch.refusal(fabric)
+    except BackendError as error:
+        refused = str(error)
+    if refused:
+        if launch.rank:  # rank 0 says it, and the launcher must not end it before it could
+            return 0
+        raise pytest.UsageError(refused)
     from smp_core.backends.hosts import external
 
-    return external.split(launch, capture=config.getoption("capture", "fd") != "no")
+    try:
+        return external.split(launch, fabric, capture=config.getoption("capture", "fd") != "no")
+    except BackendError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def is_external(backend: str) -> bool:
+    """Whether the ranks of this backend are a launcher's."""
+    return backend.partition(":")[0] == _NAME
 
 
 def job_size() -> int | None:
     """The number of ranks of the job whose controller this process is."""
-    import sys
-
     external = sys.modules.get("smp_core.backends.hosts.external")
     job = None if external is None else external.Job.current
     return None if job is None else int(job.launch.size)

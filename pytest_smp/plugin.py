@@ -138,6 +138,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         request = request_of_item(pyfuncitem, chosen, _RANKS)
     controller = controller_of(pyfuncitem.config)
     controller.take_last()
+    controller.new_test()
     error: BaseException | None = None
     try:
         MarkedTest(pyfuncitem, request.ranks[0], request.config).run(controller)
@@ -149,7 +150,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         if controller.lost:
             pyfuncitem.session.shouldstop = controller.lost
         if report is not None:
-            results.add_to_item(pyfuncitem, report, chosen.backend, error)
+            results.add_to_item(
+                pyfuncitem, report, chosen.backend, error, abandoned=controller.abandons
+            )
     return True
 
 
@@ -191,8 +194,10 @@ class _TimedOut:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         summary = dict(report.user_properties).get("smp") if report.when == "call" else None
-        if summary is not None and json.loads(str(summary))["verdict"] == "timed out":
-            self._reported += 1
+        if summary is None:
+            return
+        told = json.loads(str(summary))
+        self._reported += told["verdict"] == "timed out" and told["abandoned"]
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:

@@ -146,10 +146,15 @@ def _describe(outcome: Outcome) -> str:
 
 
 def add_to_item(
-    item: pytest.Item, report: Report, backend: str, error: BaseException | None
+    item: pytest.Item,
+    report: Report,
+    backend: str,
+    error: BaseException | None,
+    *,
+    abandoned: bool = True,
 ) -> None:
     """Put the ranks' output into sections of the item's report, and their outcomes into its
-    properties.
+    properties. ``abandoned``: ranks that did not come back go on (they are threads).
     """
     for outcome in report.outcomes:
         for name, text in (("stdout", outcome.stdout), ("stderr", outcome.stderr)):
@@ -163,6 +168,7 @@ def add_to_item(
         "backend": backend,
         "verdict": str(report.verdict),
         "root": report.root,
+        "abandoned": abandoned,
         "schedule": str(report.schedule),
         "ranks": ranks,
     }

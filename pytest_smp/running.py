@@ -10,6 +10,7 @@ import functools
 import inspect
 import operator
 import sys
+import time
 import unittest
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -46,12 +47,14 @@ from smp_core.errors import (
     FaultNotReachedError,
     PayloadError,
     SmpError,
+    StuckError,
     UnsupportedError,
 )
 
 # pytest leaves these frames out below an error that we raise on purpose; a bug of ours shows them.
 __tracebackhide__ = operator.methodcaller("errisinstance", SmpError)
 
+_HANGS, _TIMES_SLOWEST = 1.0, 10  # seconds after which a run hangs, where one has before
 _SKIPS = (pytest.skip.Exception, pytest.xfail.Exception, unittest.SkipTest)
 
 
@@ -124,6 +127,8 @@ class Controller:
         self._prelude = prelude
         self.debugging = False  # a debugger is open: time stands still
         self.timed_out = 0  # runs that did not end
+        self._slowest = 0.0  # seconds, of this test's runs that passed
+        self._stuck = False  # one of this test's runs did not end
         self.decisions = 0  # of the last run
         self.faults: tuple[Fault, ...] = ()  # of the test that runs
         self.tmp_path: TmpPath | None = None
@@ -176,7 +181,7 @@ class Controller:
             arguments=Arguments(args, kwargs, _leading_names(body, args)),
             parameters=config,
             automatic_init=automatic_init,
-            timeout=timeout or self.settings.timeout,
+            timeout=self._limit(timeout or self.settings.timeout),
             patience=lambda: self.debugging,
             seed=self.settings.seed,
             strict=self.settings.strict,
@@ -186,7 +191,10 @@ class Controller:
             schedule=self._schedule(schedule),
             faults=faults,
         )
+        started = time.monotonic()
         report = host.open(ranks).run(job)
+        if report.verdict is VerdictKind.PASSED:
+            self._slowest = max(self._slowest, time.monotonic() - started)
         self._last, self.decisions = report, report.decisions
         if show_output:
             _show_output(report)
@@ -195,6 +203,21 @@ class Controller:
         for text in report.warnings if report.error is None else ():
             warnings.warn(text, GroupLeftWarning, stacklevel=2)
         return report
+
+    def new_test(self) -> None:
+        """What was learnt of one test's runs says nothing of the next one's."""
+        self._slowest, self._stuck = 0.0, False
+
+    def _limit(self, timeout: float) -> float:
+        """The time limit; a shorter one once an example has hung, or shrinking would take for ever."""
+        if not self._stuck:
+            return timeout
+        return min(timeout, max(_HANGS, _TIMES_SLOWEST * self._slowest))
+
+    @property
+    def abandons(self) -> bool:
+        """Whether ranks that do not come back are left behind, and go on: threads are."""
+        return bool(getattr(self._host, "steady", True))
 
     def _schedule(self, asked: Schedule | None) -> Schedule:
         """--smp-schedule, else what the test asks for, else drawn (--smp-explore), else round-robin."""
@@ -223,6 +246,9 @@ class Controller:
         with _untraced():
             report = self.report(body, args, kwargs, **how)
             if report.verdict is VerdictKind.TIMED_OUT:
+                if not self.abandons:
+                    self._stuck, report.error = True, StuckError(str(report.error))
+                    results.conclude(report, self.settings.backend)
                 self.timed_out += 1
                 if example_of is not None and report.error is not None:
                     # Not Hypothesis's to shrink, so not its to show.

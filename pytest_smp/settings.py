@@ -176,7 +176,7 @@ def read(config: pytest.Config) -> Settings:
         except ValueError:
             raise pytest.UsageError(f"{source}={given}: must be {option.needs}") from None
     size = launch.job_size()
-    if size is not None and values["backend"] == "external":
+    if size is not None and launch.is_external(values["backend"]):
         if values["ranks"] > size:
             raise pytest.UsageError(
                 f"--smp-ranks={values['ranks']}: the launcher has started {size} ranks; start more, "

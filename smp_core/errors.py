@@ -95,6 +95,12 @@ class FaultNotReachedError(SmpError, RuntimeError):
     """
 
 
+class StuckError(VerdictError):
+    """Raised when rank processes did not come back within the time limit; carries every rank's
+    stack. They have been ended, so that Hypothesis may try again, where RunTimeout must not.
+    """
+
+
 class RankDisagreementError(VerdictError):
     """Raised when the ranks of one test do not agree whether to skip it or to expect its failure."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
 from smp_core.backends.fabrics.sim.process_group import SimProcessGroup
 from smp_core.errors import VerdictError
@@ -30,3 +32,23 @@ def third_call_is_shifted(patch: Patch) -> None:
         return collective(self, operation, fields, other, *args, **how)
 
     patch.setattr(SimProcessGroup, "_collective", shifted)
+
+
+@BUGS.enter("PROG-LAYOUTS", *ASSERTION, VerdictError)
+def third_call_writes_beside_its_views(patch: Patch) -> None:
+    """the third call of a rank fills the memory that its strided output lies in"""
+    collective = SimProcessGroup._collective
+
+    def filled(
+        self: SimProcessGroup, operation: str, fields: Any, complete: Any, *args: Any, **how: Any
+    ) -> Any:
+        counts = self._shared.__dict__.setdefault("_planted", {})
+        counts[self._position] = counts.get(self._position, 0) + 1
+        if counts[self._position] == 3:
+            for tensor in how.get("gets", ()):
+                if not tensor.is_contiguous():
+                    storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+                    storage.fill_(1)
+        return collective(self, operation, fields, complete, *args, **how)
+
+    patch.setattr(SimProcessGroup, "_collective", filled)

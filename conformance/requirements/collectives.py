@@ -141,7 +141,7 @@ REDUCTIONS = (
     _of(
         "ALL-REDUCE",
         "BOOL",
-        'Of bool tensors SUM is "or" and PRODUCT is "and".',
+        'Of bool tensors SUM is "or" and PRODUCT is "and", and every byte of the result is 0 or 1.',
         "INF: as torch.add and torch.mul do",
     ),
     _of(

@@ -1,4 +1,4 @@
-"""The requirement that single calls do not show: many of them, in one program."""
+"""The requirements that single calls do not show: many of them, in one program."""
 
 from __future__ import annotations
 
@@ -12,5 +12,13 @@ PROGRAMS = (
         "SMP_API.md 1.6 and the torch.distributed docs of each call",
         Level.L1,
         frozenset({Capability.PROCESS_GROUPS}),
+    ),
+    Requirement(
+        "PROG-LAYOUTS",
+        "The same of programs whose tensors are views with strides and offsets, of which nothing "
+        "beside the view is written; sums of bool among their reductions.",
+        "SMP_API.md 1.6 and the torch.distributed docs of each call",
+        Level.L1,
+        frozenset({Capability.PROCESS_GROUPS, Capability.LAYOUTS}),
     ),
 )

@@ -181,7 +181,10 @@ def _grown(run: Soak) -> list[str]:
     """The controller, from a third of the way on."""
     if len(run.held) < 2:
         return []
-    (early, before), (late, after) = run.held[len(run.held) // 3 if len(run.held) > 2 else 0], run.held[-1]
+    (early, before), (late, after) = (
+        run.held[len(run.held) // 3 if len(run.held) > 2 else 0],
+        run.held[-1],
+    )
     return leaks.growth("controller", before, after, 2 * (late - early))
 
 

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import gc
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,9 +31,7 @@ class Held:
         """After a collection."""
         gc.collect()
         statm = Path("/proc/self/statm").read_text().split()
-        return cls(
-            len(os.listdir("/proc/self/fd")), len(gc.get_objects()), int(statm[1]) * _PAGE
-        )
+        return cls(len(os.listdir("/proc/self/fd")), len(gc.get_objects()), int(statm[1]) * _PAGE)
 
 
 def growth(name: str, before: Held, after: Held, runs: int) -> list[str]:

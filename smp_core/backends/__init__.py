@@ -7,8 +7,10 @@ The table of names, and how other people's backends are found: by entry point (g
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import importlib
+import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -16,9 +18,12 @@ from pathlib import Path
 from smp_core.backends.base import PROTOCOL_VERSION, Backend, Factory, Host, HostOptions
 from smp_core.backends.capabilities import Capabilities
 from smp_core.backends.fabrics.torch_claims import GLOO
+from smp_core.backends.torch_names import PREFIX as TORCH
+from smp_core.backends.torch_names import torch_backend, torch_named
 from smp_core.errors import BackendError
 
 ENTRY_POINTS = "smp.backends"
+EXTERNAL = "external"
 
 
 def _open_sim() -> Host:
@@ -45,12 +50,37 @@ def _open_mpi() -> Host:
     return ProcessHost(MpiexecCrew, _MPI, synchronous_sends=True)
 
 
-def _open_external() -> Host:
-    from smp_core.backends.hosts.external import ExternalCrew, Job
-    from smp_core.backends.hosts.processes import ProcessHost
+#: What a launcher's ranks can exchange data through.
+_LAUNCHED = {"gloo": _GLOO, "mpi": _MPI}
 
-    mpi = Job.current is None or Job.current.fabric == "mpi"
-    return ProcessHost(ExternalCrew, _MPI if mpi else _GLOO, synchronous_sends=True)
+
+def _external(name: str) -> Backend:
+    """The backend ``external``, or ``external:NAME``: a launcher's ranks, and the fabric of NAME."""
+    fabric = name.removeprefix(EXTERNAL).removeprefix(":")
+    if not fabric:
+        external = sys.modules.get("smp_core.backends.hosts.external")
+        job = None if external is None else external.Job.current
+        fabric = "mpi" if job is None else job.fabric
+    if fabric not in _LAUNCHED:
+        raise BackendError(
+            f"backend {name!r}: a launcher's ranks exchange data through "
+            f"{' or '.join(_LAUNCHED)}: --smp-backend=external:gloo"
+        )
+
+    def open_host() -> Host:
+        from smp_core.backends.hosts.external import ExternalCrew
+        from smp_core.backends.hosts.processes import ProcessHost
+
+        return ProcessHost(ExternalCrew, _LAUNCHED[fabric], synchronous_sends=True)
+
+    known = BACKENDS[fabric]
+    return dataclasses.replace(
+        known, name=name, summary=f"ranks that a launcher started, and {fabric}", open_host=open_host
+    )
+
+
+def _open_external() -> Host:
+    return _external(EXTERNAL).open_host()
 
 
 BACKENDS = {
@@ -67,7 +97,7 @@ BACKENDS = {
             "conformance:expected/gloo.toml",
         ),
         Backend(
-            "external", "ranks that a launcher started: mpiexec, torchrun, srun", _open_external
+            EXTERNAL, "ranks that a launcher started: mpiexec, torchrun, srun", _open_external
         ),
         Backend("mpi", "processes of an MPI job, and a process group over mpi4py", _open_mpi),
     )
@@ -80,9 +110,13 @@ def find_backend(name: str) -> Backend:
     Raises BackendError if there is none (naming the nearest), if its module cannot be imported, or
     if what is found is no Backend, or one whose fields are of wrong types.
     """
+    if name == EXTERNAL or name.startswith(f"{EXTERNAL}:"):
+        return _external(name)
     backend = BACKENDS.get(name)
     if backend is not None:
         return backend
+    if name.startswith(TORCH):
+        return torch_named(name)
     if ":" in name:
         return _load(name, name)
     theirs = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
@@ -93,7 +127,7 @@ def find_backend(name: str) -> Backend:
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise BackendError(
         f"unknown backend {name!r}; there is {', '.join(map(repr, known))}, "
-        f"and module:attribute{hint}"
+        f"torch:NAME, and module:attribute{hint}"
     )
 
 

@@ -14,6 +14,7 @@ from conformance.expectations import (
     Expectation,
     ExpectationError,
     check,
+    file_of,
     parse,
     read,
     updated,
@@ -132,6 +133,32 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "e.toml").write_bytes(b"\xff")
     with pytest.raises(ExpectationError, match=r"e\.toml: not UTF-8: invalid start byte"):
         read(tmp_path / "e.toml")
+
+
+@pytest.mark.parametrize("module", ["conformance", "conformance.mutants"])
+def test_a_backend_names_its_file_by_path_or_below_a_package(module: str, tmp_path: Path) -> None:
+    assert file_of(None) is None
+    assert file_of(tmp_path / "e.toml") == tmp_path / "e.toml"
+    assert file_of(str(tmp_path / "e.toml")) == tmp_path / "e.toml"
+    folder = Path(__file__).parents[2] / module.replace(".", "/")
+    assert file_of(f"{module}:below/e.toml") == folder / "below" / "e.toml"
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ("e.toml", "its expectations are 'e.toml': write Path(__file__).with_name('e.toml'), or 'pac"),
+        (Path("a/e.toml"), "its expectations are 'a/e.toml': write Path(__file__).with_name('e.t"),
+        ("nowhere:e.toml", "its expectations are 'nowhere:e.toml': there is no package nowhere"),
+        ("no.where:e.toml", "its expectations are 'no.where:e.toml': there is no package no.wh"),
+        ("json.decoder:e.toml", "its expectations are 'json.decoder:e.toml': there is no package"),
+    ],
+)
+def test_a_file_that_depends_on_where_pytest_starts_is_refused(
+    named: str | Path, message: str
+) -> None:
+    with pytest.raises(ExpectationError, match=f"^{re.escape(message)}"):
+        file_of(named)
 
 
 # ---- Writing -------------------------------------------------------------------------------------

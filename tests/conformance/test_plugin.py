@@ -123,6 +123,66 @@ def test_what_is_not_claimed_is_not_run(small: Any, tmp_path: Path) -> None:
 # ---- Expected failures ---------------------------------------------------------------------------
 
 
+OWN = """
+from pathlib import Path
+from types import SimpleNamespace
+from conformance import session
+from smp_core.backends import BACKENDS
+from smp_core.backends.base import Backend
+
+def backend(expectations):
+    return Backend("mine", "mine", BACKENDS["sim"].open_host, expectations=expectations)
+
+own = backend(Path(__file__).with_name("own.toml"))
+relative = backend("own.toml")
+wrong = backend(7)
+
+def replaces_ranks(self, items):
+    host = SimpleNamespace(steady=False)
+    self._controller = SimpleNamespace(open=lambda: host, close=lambda: None)
+
+def __getattr__(name):
+    if name != "processes":
+        raise AttributeError(name)
+    session.Session.open_backend = replaces_ranks
+    return own
+"""
+
+
+def test_a_backend_names_its_own_file(small: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "own.toml").write_text(WAIVERS)
+    (tmp_path / "e.toml").write_text("version = 1\n")
+    mine = "--smp-backend=mine:own"
+    own, other, relative, wrong = small(
+        ["small", mine, "FAIL=COMM-ORDER", f"--smp-report={tmp_path / 'r.json'}"],
+        ["small", mine, "FAIL=COMM-ORDER", "--smp-expectations=e.toml"],
+        ["small", "--smp-backend=mine:relative"],
+        ["small", "--smp-backend=mine:wrong"],
+    )
+    assert "; expected failures: own.toml, 1 entry\n" in own
+    assert verdict_lines(own)["WAIVED"] == ["COMM-ORDER"]
+    assert json.loads((tmp_path / "r.json").read_text())["options"]["expectations"] == "own.toml"
+    assert "; expected failures: e.toml, 0 entries\n" in other
+    assert verdict_lines(other)["FAIL"] == ["COMM-ORDER"]
+    assert "ERROR: backend mine: its expectations are 'own.toml': write Path(__file__)" in relative
+    assert exit_code(relative) == 4
+    assert "the expectations of mine:wrong is not a path, a text or None, but of the type" in wrong
+
+
+def test_a_hang_is_waived_where_ranks_are_replaced(small: Any, tmp_path: Path) -> None:
+    """On threads it is not: what computes for ever there goes on."""
+    (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "own.toml").write_text(WAIVERS.replace("COMM-ORDER", "ERROR-RANK"))
+    threads, processes = small(
+        ["small", "--smp-backend=mine:own", "STOP=timeout"],
+        ["small", "--smp-backend=mine:processes", "STOP=timeout"],
+    )
+    assert verdict_lines(threads)["FAIL"] == ["ERROR-RANK"]
+    assert verdict_lines(processes)["WAIVED"] == ["ERROR-RANK"]
+    assert exit_code(processes) == 0
+
+
 def test_an_expected_failure_is_waived(small: Any, tmp_path: Path) -> None:
     (tmp_path / "e.toml").write_text(WAIVERS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nsmp_expectations = e.toml\n")

@@ -110,6 +110,13 @@ TESTS = """
         smp.barrier()
 
     @pytest.mark.smp(ranks=2)
+    @given(loops=st.booleans())
+    def test_hang(smp, loops):
+        while smp.rank() == 1 and loops:
+            pass
+        smp.barrier()
+
+    @pytest.mark.smp(ranks=2)
     @given(data=st.data())
     def test_data(smp, data):
         pass
@@ -141,10 +148,16 @@ def folder(pytester):
 )
 def test_tests_behave_as_on_sim(folder, arguments):
     result = folder.runpytest_subprocess(
-        "--smp-ranks=3", "--smp-backend=gloo", "-p", "no:cacheprovider", "-vv", *arguments
+        "--smp-ranks=3",
+        "--smp-backend=gloo",
+        "--smp-timeout=10",
+        "-p",
+        "no:cacheprovider",
+        "-vv",
+        *arguments,
     )
     text = result.stdout.str()
-    assert result.parseoutcomes() == {"passed": 8, "skipped": 1, "xfailed": 1, "failed": 5}, text
+    assert result.parseoutcomes() == {"passed": 8, "skipped": 1, "xfailed": 1, "failed": 6}, text
     for expected in (
         # pytest's own explanation, and a conftest's
         r"E +assert \[0, 1, 1\] == \[0, 1, 0\]\nE +\nE +At index 2 diff: 1 != 0",
@@ -152,6 +165,9 @@ def test_tests_behave_as_on_sim(folder, arguments):
         "colours differ: green == red",
         r"rank 0 crashed: killed by SIGSEGV \(signal 11\)",
         r"numbers=\[101, 0, 0\],\n",
+        r"StuckError: timeout: the run did not end within .* s",
+        r"while smp.rank\(\) == 1 and loops:",
+        r"loops=True,\n",
         r"argument 'data' is st.data\(\), which draws in the controller",
         r"Captured stdout \(rank 1\) .*\nhello from 1\n",
     ):

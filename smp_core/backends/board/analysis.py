@@ -156,7 +156,9 @@ class Board:
         meeting.calls[call.rank] = call
         if meeting.complete:
             self._forget_old(call.group, number)
-            if call.description.sent and _pairs(meeting) is not None:
+            # Of a group of one, the sums of its split sizes say as much, and the backend checks them.
+            alone = len(call.group.ranks) == 1
+            if call.description.sent and not alone and _pairs(meeting) is not None:
                 self._suspects.setdefault(meeting, 0)
 
     def _forget_old(self, group: GroupKey, number: int) -> None:

@@ -45,7 +45,7 @@ class _File(io.FileIO):
     def write(self, data: Any) -> int:
         part = memoryview(data).cast("B")[: self._room.left]
         if not part and len(memoryview(data)):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.name)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self.name))
         written = super().write(part)
         self._room.left -= written
         return written
@@ -130,9 +130,13 @@ class Quota:
 
     def _ending(self, original: Any) -> Any:
         def __exit__(writer: Any, *args: Any) -> None:
+            failed = True
             try:
                 original(writer, *args)
+                failed = any(args)
             finally:
+                if failed and hasattr(writer, "_smp_limits"):
+                    _cut_off(writer.name)
                 self._lift(writer)
 
         return __exit__
@@ -145,6 +149,17 @@ class Quota:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
             with contextlib.suppress(OSError):
                 room.left = max(0, room.left - os.path.getsize(writer.name))
+
+
+def _cut_off(path: str) -> None:
+    """Let what a writer in C++ still holds go nowhere: it would write it when it is destroyed."""
+    real = os.path.realpath(path)
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that listed them
+            if os.readlink(f"/proc/self/fd/{name}") == real:
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, int(name))
+                os.close(null)
 
 
 def _limit(size: int, before: tuple[int, int]) -> None:

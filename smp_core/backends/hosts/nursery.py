@@ -24,6 +24,7 @@ from typing import Any
 
 from smp_core.backends.hosts.rank import STACKS, Berth, main, read_output
 from smp_core.backends.hosts.stacks import read_stacks
+from smp_core.backends.hosts.wire import is_silence
 
 _PR_SET_PDEATHSIG = 1
 
@@ -57,7 +58,10 @@ class Nursery:
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
 
     def serve(self) -> None:
-        """Until the controller closes the connection, or is gone."""
+        """Until the controller closes the connection, or is gone.
+
+        Raises OSError if its machine does not answer.
+        """
         try:
             while True:
                 sources: list[Any] = [self._controller, self._signals]
@@ -68,8 +72,9 @@ class Nursery:
                 if self._controller in ready:
                     for what, about in json.loads(self._controller.recv_bytes()).items():
                         self._requests[what](about)
-        except (EOFError, OSError):
-            pass
+        except (EOFError, OSError) as error:
+            if is_silence(error):
+                raise
         finally:
             self._end()
 

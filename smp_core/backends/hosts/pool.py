@@ -11,14 +11,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from multiprocessing.connection import Connection
 from typing import Any
 
 from smp_core.backends import parcels
 from smp_core.backends.base import HostOptions
 from smp_core.backends.hosts import wire
-from smp_core.backends.hosts.processes import Crew, Ended, describe_exit
+from smp_core.backends.hosts.processes import Crew, Ended, RankProcess, describe_exit
 from smp_core.errors import BackendError
 
 _START = "import sys; from smp_core.backends.hosts.nursery import start; start(int(sys.argv[1]))"
@@ -49,6 +49,7 @@ class Ward:
         self.connection, self.slots, self.host = connection, slots, host
         self.ranks: dict[int, int] = {}  # pid: slot, of those that run
         self.looked: dict[str, Any] = {}
+        self.silent = False  # its machine does not answer
         self._ended: list[Ended] = []
         self._preparing = False
 
@@ -56,11 +57,12 @@ class Ward:
         """Send a request. Raises BackendError if the nursery is gone."""
         try:
             self.connection.send_bytes(json.dumps(request).encode())
-        except OSError:
-            raise self.lost() from None
+        except OSError as error:
+            raise self.lost(error) from None
 
-    def lost(self) -> BackendError:
+    def lost(self, error: BaseException | None = None) -> BackendError:
         """The error that says that the nursery is gone."""
+        self.silent = self.silent or (error is not None and wire.is_silence(error))
         return BackendError(f"the nursery of rank processes is gone: {self.last_words()}")
 
     def last_words(self) -> str:
@@ -102,8 +104,8 @@ class Ward:
     def _hear(self) -> None:
         try:
             told = json.loads(self.connection.recv_bytes())
-        except (EOFError, OSError):
-            raise self.lost() from None
+        except (EOFError, OSError) as error:
+            raise self.lost(error) from None
         if "prepared" in told:
             self._preparing = False
             if told["prepared"] is not None:
@@ -153,14 +155,14 @@ class NurseryCrew(Crew):
         """See Crew."""
         return [ended for ward in self._wards for ended in ward.ended()]
 
-    def kill(self, pids: Iterable[int]) -> None:
+    def kill(self, ranks: Collection[RankProcess]) -> None:
         """See Crew."""
-        wanted = set(pids)
         for ward in self._wards:
             # The others have ended, and their numbers are free.
-            running = sorted(wanted & ward.running().keys())
-            if running:
-                ward.ask(kill=running)
+            running = ward.running()
+            wanted = [rank.pid for rank in ranks if running.get(rank.pid) == rank.slot]
+            if wanted:
+                ward.ask(kill=wanted)
 
     def close(self) -> None:
         """See Crew."""

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -68,16 +68,24 @@ _TICK = 0.02  # seconds between two looks at the board
 _START = 60.0  # seconds for rank processes to start and connect
 _FORM = 60.0  # seconds for a world to form
 _GRACE = 0.5  # seconds that the others get after a rank has failed, to end by themselves
+_SETTLE = 2.0  # seconds that a rank which has sent its result gets to wait for the next errand
 _CANCEL = 2.0  # seconds that a cooperative fabric gets to unwind
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ended:
-    """A rank process that has ended. ``code`` is its exit code; negative is a signal."""
+    """A rank process that has ended. ``code`` is its exit code; negative is a signal.
+
+    Only slot and pid together say which process it was: machines give out the same numbers.
+    """
 
     slot: int | None
     pid: int | None
     code: int | None
+    words: str = ""  # how, where there is no code
+
+    def __str__(self) -> str:
+        return self.words or describe_exit(self.code)
 
 
 class Crew(ABC):
@@ -103,7 +111,7 @@ class Crew(ABC):
         """Those that ended since the last call. Does not wait."""
 
     @abstractmethod
-    def kill(self, pids: Iterable[int]) -> None:
+    def kill(self, ranks: Collection[RankProcess]) -> None:
         """End these processes at once, with everything that their bodies started."""
 
     @abstractmethod
@@ -115,6 +123,9 @@ class Crew(ABC):
 
     def gather(self) -> None:  # noqa: B027
         """Wait for what starts by itself."""
+
+    def silent(self, host: str) -> None:  # noqa: B027
+        """A machine does not answer. Called in the midst of a run."""
 
     def last_words(self) -> str:
         """What is known beside the ranks' own output when they cannot start."""
@@ -154,6 +165,13 @@ class RankProcess:
     body: int = 0  # the key of the body that it has
     path: list[str] | None = None  # the sys.path that it has
     records: int = 0  # bytes read from its line in this run
+    busy: bool = False  # has an errand, and has not said yet that it waits for the next
+
+    def settle(self) -> None:
+        """Hear that it waits again. Raises EOFError or OSError if it has ended instead."""
+        if self.control.recv_bytes():
+            raise EOFError("it sent something else")
+        self.busy = False
 
 
 class _Lobby:
@@ -226,7 +244,7 @@ class ProcessHost:
         self.lost = ""  # why nothing more can run, once that is so
         self._ranks: dict[int, RankProcess] = {}
         self._starting: set[int] = set()
-        self._killed: set[int] = set()  # their ends are no news
+        self._killed: set[tuple[int | None, int | None]] = set()  # their ends are no news
         self._unclaimed: list[Ended] = []
         self._folders: dict[int, str] = {}
         self._numbers = itertools.count(1)
@@ -269,7 +287,7 @@ class ProcessHost:
         """End all rank processes."""
         if os.getpid() != self._process:  # a fork of the controller has nothing to end
             return
-        with contextlib.suppress(BackendError):
+        with contextlib.suppress(BackendError, JobLost):
             self._crew.gather()
             if self._crew.final and not self.lost:  # they end together, or not at all
                 self._muster(self._crew.limit or 0)
@@ -317,30 +335,35 @@ class ProcessHost:
     def ends(self) -> list[Ended]:
         """Those that ended, but for those that this host killed."""
         told, self._unclaimed = [*self._unclaimed, *self._crew.ended()], []
-        news = [ended for ended in told if ended.pid not in self._killed]
-        self._killed.difference_update(ended.pid for ended in told if ended.pid is not None)
+        news = [ended for ended in told if (ended.slot, ended.pid) not in self._killed]
+        self._killed.difference_update((ended.slot, ended.pid) for ended in told)
         return news
 
     def unclaimed(self, ended: Ended) -> None:
         """For whoever asks next."""
         self._unclaimed.append(ended)
 
-    def _kill(self, ranks: Iterable[RankProcess]) -> None:
-        pids = [rank.pid for rank in ranks]
-        self._killed.update(pids)
-        self._crew.kill(pids)
+    def _kill(self, ranks: Collection[RankProcess]) -> None:
+        self._killed.update((rank.slot, rank.pid) for rank in ranks)
+        self._crew.kill(ranks)
 
     def _muster(self, size: int) -> list[str]:
         """Have a rank process for each rank. What happened to some since the last run, in words."""
         news = []
+        self._settle()
         for ended in self.ends():
             rank = None if ended.slot is None else self._ranks.get(ended.slot)
             if rank is not None and ended.pid in (rank.pid, None):
                 self._forget(rank)
+                text = f"the process of rank {rank.slot} ended after its last run ({ended})"
                 news.append(
-                    f"the process of rank {rank.slot} ended after its last run "
-                    f"({describe_exit(ended.code)}); another one has taken its place"
+                    text if self._crew.final else f"{text}; another one has taken its place"
                 )
+        if news and self._crew.final:
+            self.lost = "the job has lost its ranks, and its launcher starts no others: run it again"
+            raise JobLost("\n".join(["the job has lost its ranks", *news]))
+        if news and self._crew.restarts_together:
+            self.replace(list(self._ranks.values()))
         missing = [
             slot for slot in range(size) if slot not in self._ranks and slot not in self._starting
         ]
@@ -361,6 +384,28 @@ class ProcessHost:
                 raise BackendError("the rank processes cannot be prepared: " + "; ".join(problems))
         return news
 
+    def _settle(self) -> None:
+        """Have every rank wait for its next errand: one may have ended after it sent its result,
+        and the next run must not be blamed for that.
+        """
+        late = []
+        deadline = time.monotonic() + _SETTLE
+        for rank in [rank for rank in self._ranks.values() if rank.busy]:
+            try:
+                if rank.control.poll(max(0.0, deadline - time.monotonic())):
+                    rank.settle()
+                else:
+                    late.append(rank)
+            except (EOFError, OSError):
+                late.append(rank)
+        told: list[Ended] = []
+        while late and time.monotonic() < deadline:  # how they ended is told in a moment
+            told += self.ends()
+            late = [each for each in late if each.slot not in {ended.slot for ended in told}]
+            time.sleep(0.001)
+        self._unclaimed += told
+        self.replace(late)
+
     def _start(self, slots: list[int]) -> None:
         if self._crew.restarts_together:
             self._killed.clear()  # of the last job
@@ -380,7 +425,7 @@ class ProcessHost:
                     text += "".join(read_output(self._crew.folder, ended.pid or 0))[-2000:]
                     raise BackendError(
                         f"the process of rank {ended.slot} ended before it was ready: "
-                        f"{describe_exit(ended.code)}\n{text}".rstrip()
+                        f"{ended}\n{text}".rstrip()
                     )
             if left <= 0:
                 raise BackendError(f"the process of rank {slot} was not ready within {_START:g} s")
@@ -570,6 +615,7 @@ class _Run:
                 if not self._number:
                     self._number = request.number
                     self._board.reset(self._number)
+                rank.busy = True
                 try:
                     rank.control.send_bytes(pickle.dumps(request, pickle.HIGHEST_PROTOCOL))
                 except OSError:
@@ -621,10 +667,15 @@ class _Run:
             elif rank.slot in self._running and self._running[rank.slot] is rank:
                 try:
                     done: Done = pickle.loads(rank.control.recv_bytes())
-                except (EOFError, OSError):
+                except (EOFError, OSError) as error:
                     self._lost(rank)
+                    if wire.is_silence(error):
+                        self._silent(rank.host)
                 else:
                     self._came_back(rank, done)
+            elif rank.busy:
+                with contextlib.suppress(EOFError, OSError):  # its end is told elsewhere
+                    rank.settle()
         if self._gone:
             self._hear_of_ends()
 
@@ -643,7 +694,10 @@ class _Run:
                 self._errors[rank.slot] = error
         if done.value is not None:
             done.outcome.value = pickle.loads(done.value)
-        if done.unclean:
+        if done.unclean and self._crew.final:  # there is no other
+            log.warning("rank %d goes on with %s", rank.slot, "; ".join(done.unclean))
+            self.whole = False
+        elif done.unclean:
             log.info("rank %d is replaced: %s", rank.slot, "; ".join(done.unclean))
             self.broken.append(rank)
 
@@ -658,9 +712,20 @@ class _Run:
         with contextlib.suppress(KeyError, ValueError):
             self._host._selector.unregister(rank.control)
 
+    def _silent(self, host: str) -> None:
+        """A machine does not answer: none of its ranks will."""
+        self._crew.silent(host)
+        for rank in self.ranks:
+            if rank.host == host and rank.slot not in self._done:
+                if rank.slot in self._running:
+                    self._lost(rank)
+                self._gone.pop(rank.slot, None)
+                self._crashed.setdefault(rank.slot, wire.silence(host))
+
     def _hear_of_ends(self) -> None:
         for ended in self._host.ends():
-            rank = next((each for each in self.ranks if each.pid == ended.pid), None)
+            who = ended.slot, ended.pid
+            rank = next((each for each in self.ranks if (each.slot, each.pid) == who), None)
             if rank is None:  # another's, or one that its launcher took down with the job
                 self._host.unclaimed(ended)
                 continue
@@ -676,7 +741,7 @@ class _Run:
             self._gone.pop(rank.slot, None)
             if rank not in self.broken:
                 self.broken.append(rank)
-            self._crashed[rank.slot] = describe_exit(ended.code)
+            self._crashed[rank.slot] = str(ended)
 
     def _read_lines(self) -> None:
         for rank in self.ranks:

@@ -160,6 +160,8 @@ class _Server:
             if self._strikes is not None:
                 strikes, self._strikes = self._strikes, None
                 strikes.moment("sent")
+            if isinstance(answer, Done):
+                self._control.send_bytes(b"")  # nothing of the run is left that could end it
 
     # Worlds.
 

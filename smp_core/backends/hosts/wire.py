@@ -8,6 +8,7 @@ anything else is read. Only then are objects unpickled.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ Address = str | tuple[str, int]  # a path, or host and port
 log = logging.getLogger("smp_core.hosts")
 
 _PATIENCE = 10  # seconds that a connection gets to prove itself
+_SILENCE = 10  # seconds after which a machine that does not answer is lost
 _LONGEST_HELLO = 4096  # bytes
 
 
@@ -43,6 +45,38 @@ def _limited(sock: socket.socket, seconds: int) -> None:
         sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
 
 
+def _watched(sock: socket.socket) -> None:
+    """Notice when the other machine is gone: one that loses its power or its link sends no word.
+
+    Its kernel answers, however busy its processes are.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 4),
+        ("TCP_KEEPINTVL", 2),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", _SILENCE * 1000),  # of what was sent: retransmitted for 15 min otherwise
+    ):
+        option = getattr(socket, name, None)  # Linux has them all
+        if option is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def is_silence(error: BaseException) -> bool:
+    """Whether this is how the other machine's silence shows, rather than a process's end."""
+    return isinstance(error, OSError) and error.errno in (
+        errno.ETIMEDOUT,
+        errno.EHOSTUNREACH,
+        errno.ENETUNREACH,
+    )
+
+
+def silence(host: str) -> str:
+    """Why the ranks of a machine are lost that does not answer."""
+    return f"its machine, {host}, does not answer"
+
+
 def connect(
     address: Address, secret: bytes, hello: Mapping[str, Any], patience: int = _PATIENCE
 ) -> Connection:
@@ -52,9 +86,11 @@ def connect(
     Raises OSError if nobody listens, AuthenticationError if the secret is another's.
     """
     with socket.socket(_family(address), socket.SOCK_STREAM) as sock:
+        sock.settimeout(patience)
         sock.connect(address)
+        sock.settimeout(None)
         if not isinstance(address, str):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _watched(sock)
         _limited(sock, patience)
         connection = Connection(os.dup(sock.fileno()))
         try:
@@ -118,7 +154,7 @@ class Listener:
     def _prove(self, sock: socket.socket) -> None:
         with sock:
             if sock.family != socket.AF_UNIX:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                _watched(sock)
             _limited(sock, _PATIENCE)
             connection = Connection(os.dup(sock.fileno()))
             try:

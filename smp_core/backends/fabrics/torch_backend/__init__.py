@@ -1,19 +1,22 @@
 """The fabric of any backend that torch knows by name: Gloo first of all.
 
 The default process group is that backend's own, made over a file store; objects go through a second
-group of it that no user's call touches.
+group of it that no user's call touches, or through the store if it has no messages.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import importlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 
 from smp_core.backends.base import Group, Seat
-from smp_core.backends.fabrics.torch_backend.objects import GroupObjects
+from smp_core.backends.fabrics.torch_backend.objects import choose
 from smp_core.backends.fabrics.torch_world import TorchWorld
 from smp_core.errors import NotInitializedError
 
@@ -42,7 +45,7 @@ class TorchFabric:
             self._world.keep()
         finally:
             self._world.leave()
-        self.objects = GroupObjects(seat, private)
+        self.objects = choose(seat, private, dist.PrefixStore("smp objects", store))  # type: ignore[attr-defined]
 
     def enter(self) -> None:
         """See RankFabric."""
@@ -92,16 +95,34 @@ def _store(seat: Seat) -> Any:
     return dist.PrefixStore(f"smp-{seat.size}-{seat.forming}", store)  # type: ignore[attr-defined]
 
 
-def open_gloo(seat: Seat) -> TorchFabric:
-    """The fabric of `gloo`, on the loopback device unless the world spans machines."""
+@contextlib.contextmanager
+def _loopback(seat: Seat) -> Iterator[None]:
+    """Keep Gloo, and what is built on it, on the loopback device unless the world spans machines."""
     name = "GLOO_SOCKET_IFNAME"
     before = os.environ.get(name)
     if seat.local_size == seat.size:
         os.environ[name] = "lo"
     try:
-        return TorchFabric(seat, "gloo")
+        yield
     finally:
         if before is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = before
+
+
+def open_torch(seat: Seat, backend: str, module: str = "") -> TorchFabric:
+    """The fabric of ``torch:backend``; ``module`` registers it, if torch does not know it.
+
+    It is imported here, on a rank that has been forked: what it starts (threads, connections) would
+    not outlive the fork of the nursery.
+    """
+    if module:
+        importlib.import_module(module)
+    with _loopback(seat):
+        return TorchFabric(seat, backend)
+
+
+def open_gloo(seat: Seat) -> TorchFabric:
+    """The fabric of `gloo`."""
+    return open_torch(seat, "gloo")

@@ -1,0 +1,39 @@
+"""What pytest-smp is told about this backend: what it claims, and what is expected to fail."""
+
+from __future__ import annotations
+
+from smp_core.backends import torch_backend
+from smp_core.backends.capabilities import (
+    FLOAT8,
+    REDUCTIONS,
+    WIDE_UNSIGNED,
+    Capabilities,
+    Capability,
+)
+
+BACKEND = torch_backend(
+    "inorder",
+    summary="sums in the order of the ranks, over Gloo",
+    registers="inorder",
+    capabilities=Capabilities(
+        claims=frozenset(
+            {
+                Capability.RANKS,
+                Capability.OBJECTS,
+                Capability.PROCESS_GROUPS,
+                Capability.GROUPS,
+                Capability.GROUP_ORDER,
+                Capability.LOCAL_GROUPS,
+                Capability.POINT_TO_POINT,
+                Capability.TAGS,
+                Capability.BARRIER,
+                Capability.BROADCAST,
+                Capability.ALL_REDUCE,
+                Capability.ALL_GATHER,
+                Capability.LAYOUTS,
+            }
+        ),
+        reductions={op: dtypes - FLOAT8 - WIDE_UNSIGNED for op, dtypes in REDUCTIONS.items()},
+    ),
+    expectations="inorder:expected.toml",
+)
