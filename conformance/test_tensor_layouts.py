@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import hypothesis.strategies as st
@@ -61,3 +62,27 @@ def test_views(
     chosen = data.draw(some(dtypes(claims, op, operation)), "dtypes")
     first = data.draw(st.booleans(), "the first is asynchronous")
     smp_world.run(play, *alternated(spread(case, chosen), first), ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        pytest.param(operation_of(each), id=each.id, marks=requirement(each.id))
+        for each in LAYOUTS
+        if not each.id.endswith("-OUT")
+    ],
+)
+@given(data=st.data())
+@share(0.03)
+def test_transposed_beside_contiguous(
+    smp_world: SmpWorld, data: st.DataObject, operation: str
+) -> None:
+    """Both are dense, so that the same memory is read, in another order on every other rank."""
+    claims = smp_world.capabilities
+    op = "SUM" if COLLECTIVES[operation].reduces else ""
+    ranks = data.draw(worlds(smp_world, 2), "ranks")
+    shape = st.lists(st.integers(2, 4), min_size=2, max_size=2).map(tuple)
+    drawn = cases(ranks, claims, operation, group="default", shape=shape, op=op)
+    case = dataclasses.replace(data.draw(drawn, "case"), given=("transposed", "contiguous"))
+    chosen = data.draw(some(dtypes(claims, op, operation)), "dtypes")
+    smp_world.run(play, *spread(case, chosen), ranks=ranks)

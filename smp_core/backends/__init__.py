@@ -19,7 +19,8 @@ from smp_core.backends.base import PROTOCOL_VERSION, Backend, Factory, Host, Hos
 from smp_core.backends.capabilities import Capabilities
 from smp_core.backends.fabrics.torch_claims import GLOO
 from smp_core.backends.torch_names import PREFIX as TORCH
-from smp_core.backends.torch_names import torch_backend, torch_named
+from smp_core.backends.torch_names import torch_backend as torch_backend
+from smp_core.backends.torch_names import torch_named
 from smp_core.errors import BackendError
 
 ENTRY_POINTS = "smp.backends"
@@ -75,7 +76,10 @@ def _external(name: str) -> Backend:
 
     known = BACKENDS[fabric]
     return dataclasses.replace(
-        known, name=name, summary=f"ranks that a launcher started, and {fabric}", open_host=open_host
+        known,
+        name=name,
+        summary=f"ranks that a launcher started, and {fabric}",
+        open_host=open_host,
     )
 
 
@@ -96,9 +100,7 @@ BACKENDS = {
             GLOO,
             "conformance:expected/gloo.toml",
         ),
-        Backend(
-            EXTERNAL, "ranks that a launcher started: mpiexec, torchrun, srun", _open_external
-        ),
+        Backend(EXTERNAL, "ranks that a launcher started: mpiexec, torchrun, srun", _open_external),
         Backend("mpi", "processes of an MPI job, and a process group over mpi4py", _open_mpi),
     )
 }

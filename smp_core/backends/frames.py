@@ -19,7 +19,7 @@ _OWN = tuple(
 
 
 # Where torch.distributed's public functions stand; any other file of torch calls on its own account.
-_FRONT_DOOR = ("distributed_c10d.py", "c10d_logger.py", "typing_extensions.py", "warnings.py")
+FRONT_DOOR = ("distributed_c10d.py", "c10d_logger.py", "typing_extensions.py", "warnings.py")
 # What torch wraps its deprecated names in: all_gather_into_tensor, reduce_scatter_tensor.
 _WRAPPERS = ("typing_extensions", "warnings")
 
@@ -35,11 +35,12 @@ def is_ours(filename: str) -> bool:
     return filename.startswith(_OWN)
 
 
-def _is_own(code: types.CodeType) -> bool:
+def is_own_code(code: types.CodeType) -> bool:
+    """Whether code is of this project's packages for users."""
     return is_ours(code.co_filename)
 
 
-def _is_plumbing(code: types.CodeType) -> bool:
+def is_plumbing(code: types.CodeType) -> bool:
     """Ours, torch's, or the thread machinery below a rank: never the line that a user wants to see."""
     name = code.co_filename
     if name.startswith(_OWN) or name.startswith("<frozen "):
@@ -102,9 +103,9 @@ def user_place(frame: types.FrameType | None) -> Place | None:
     direct = True
     for each in _frames(frame):
         code = each.f_code
-        if not _is_plumbing(code):
+        if not is_plumbing(code):
             return Place(code.co_filename, each.f_lineno, code.co_name, direct)
-        direct = direct and (_is_own(code) or code.co_filename.endswith(_FRONT_DOOR))
+        direct = direct and (is_own_code(code) or code.co_filename.endswith(FRONT_DOOR))
     return None
 
 
@@ -116,7 +117,9 @@ def caller_place() -> Place | None:
 def stack_text(frame: types.FrameType) -> str:
     """A thread's stack, outermost first, without our own frames at its two ends."""
     frames = list(_frames(frame))[::-1]
-    own = [_is_own(each.f_code) or each.f_code.co_filename == threading.__file__ for each in frames]
+    own = [
+        is_own_code(each.f_code) or each.f_code.co_filename == threading.__file__ for each in frames
+    ]
     if not all(own):
         first, last = own.index(False), len(own) - own[::-1].index(False)
         frames = frames[first:last]
@@ -145,11 +148,11 @@ def cut_traceback(error: BaseException, *, ours: bool) -> None:
         entries.append(entry)
         entry = entry.tb_next
     start = 0
-    while start < len(entries) and _is_own(entries[start].tb_frame.f_code):
+    while start < len(entries) and is_own_code(entries[start].tb_frame.f_code):
         start += 1
     stop = len(entries)
     if ours:
-        while stop > start and _is_plumbing(entries[stop - 1].tb_frame.f_code):
+        while stop > start and is_plumbing(entries[stop - 1].tb_frame.f_code):
             stop -= 1
     if start == stop:  # no line of the user's: keep everything
         return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from hypothesis import given, settings
 from hypothesis.errors import InvalidArgument
@@ -92,7 +94,7 @@ TESTS = """
         pass
 
     @pytest.mark.smp(ranks=2)
-    @given(fault=strategies.faults(ranks=2, kinds=("raise_",)), extra=st.integers())
+    @given(fault=strategies.faults(ranks=2, kinds=("raise_",), at=("start",)), extra=st.integers())
     @settings(max_examples=20, deadline=None)
     def test_drawn(smp, fault, extra):
         try:
@@ -118,17 +120,14 @@ def test_faults_of_a_session(pytester, backend):
         "--smp-ranks=3", f"--smp-backend={backend}", "-p", "no:cacheprovider"
     )
     text = result.stdout.str()
-    if backend == "gloo":  # an error of the body that its own rank did not raise in the end
-        result.stdout.no_fnmatch_line("*Error*FaultNot*")
     counts = result.parseoutcomes()
-    # test_drawn fails by what it finds, test_who_skips and test_expected_crash by intention.
     assert counts["skipped"] == 1, text
     assert counts["xfailed"] == 1, text
     assert counts["failed"] == 1, text
-    assert counts["passed"] == 11, text
+    assert counts["passed"] == 10, text
     result.stdout.fnmatch_lines(["*FAILED *test_drawn - *"])
     result.stdout.fnmatch_lines(["*InjectedError: rank 0: before the body (smp_faults)"])
-    result.stdout.fnmatch_lines(["*fault=Raise(rank=0, required=False, at='start', nth=1,*"])
+    result.stdout.fnmatch_lines(["*fault=Raise(rank=0, required=False*"])
 
 
 def test_a_marker_takes_faults_alone(pytester):
@@ -144,9 +143,12 @@ def test_a_marker_takes_faults_alone(pytester):
         """
     )
     result = pytester.runpytest_subprocess("--collect-only", "-p", "no:cacheprovider")
-    result.stderr.fnmatch_lines(["*fixture 'smp_faults' cannot be shared by ranks: declare*"])
+    result.stdout.fnmatch_lines(["*fixture 'smp_faults' cannot be shared by ranks: declare*"])
     result = pytester.runpytest_subprocess("-k", "not on_ranks", "-p", "no:cacheprovider")
-    assert result.ret != 0
+    result.assert_outcomes(errors=2)
+    result.stdout.fnmatch_lines(
+        ["*'kill rank 3' is no fault; pytest_smp.faults has them", "*takes faults, and no keyword*"]
+    )
 
 
 def test_a_host_that_injects_nothing_is_named(pytester):
@@ -168,9 +170,7 @@ def test_a_host_that_injects_nothing_is_named(pytester):
                 smp_world.run(int, ranks=1)
         """,
     )
-    result = pytester.runpytest_subprocess(
-        "--smp-backend=theirs:backend", "-p", "no:cacheprovider"
-    )
+    result = pytester.runpytest_subprocess("--smp-backend=theirs:backend", "-p", "no:cacheprovider")
     result.assert_outcomes(passed=1)
 
 
@@ -183,7 +183,7 @@ def test_drawn_faults_are_of_the_world_and_print_as_code(fault):
     assert 0 <= fault.rank < 3
     assert fault.at in ("start", "smp.allgather", "end")
     assert not fault.required
-    names = {"Kill": Kill, "Exit": Exit, "Raise": Raise, "Stall": Stall}
+    names = {"Kill": Kill, "Exit": Exit, "Raise": Raise, "Stall": Stall, "signal": signal}
     assert eval(repr(fault), names) == fault
 
 

@@ -23,7 +23,7 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 
-from smp_core.backends.board import words
+from smp_core.backends import words
 from smp_core.backends.board.calls import (
     Box,
     GroupKey,
@@ -337,6 +337,14 @@ class Board:
         state = self._ranks[rank]
         return bool(state.current()) or state.failed is not None
 
+    def parted(self) -> bool:
+        """Whether the members of a group may have counted its calls differently."""
+        return any(True for _ in self._left())
+
+    def over(self, rank: int) -> bool:
+        """Whether a rank's body is over, so that its outcome is on its way."""
+        return self._ranks[rank].ended
+
     def settled(self) -> bool:
         """Whether nothing is on its way: every body is over, every call has met its partners and is
         over too.
@@ -373,7 +381,9 @@ class Board:
         """
         if self._damaged:
             return [], []
-        left = sorted(self._left(), key=lambda call: (call.rank, call.number))
+        # Of a call that raised, the body was told.
+        kept = [call for call in self._left() if not call.raised]
+        left = sorted(kept, key=lambda call: (call.rank, call.number))
         fatal = [
             f"rank {call.rank}: {call.described() if isinstance(call, Joined) else call.text()} "
             f"{'was never joined by all' if isinstance(call, Joined) else 'was never matched'}"

@@ -12,7 +12,7 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
-from smp_core.backends.board import words
+from smp_core.backends import words
 from smp_core.backends.board.recorder import UNKNOWN, Description
 from smp_core.backends.frames import Place
 
@@ -34,7 +34,8 @@ class Issued:
     """A call of one rank.
 
     ``taken``: it counts for sure, because the backend has taken it or the rank waits for it; until
-    then it may be withdrawn. ``waited``: the rank has learnt that it is over.
+    then it may be withdrawn. ``waited``: the rank has learnt that it is over. ``raised``: by an
+    error; a backend may judge arguments only there.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class Issued:
     description: Description = _NOTHING
     taken: bool = False
     waited: bool = False
+    raised: bool = False
 
     def text(self) -> str:
         """The call in words."""

@@ -230,6 +230,9 @@ class RankState:
 
     def _fail(self, numbers: list[Any]) -> None:
         failed = self.waits[0] if self.waits else None
+        for number in numbers:
+            if number in self.calls:
+                self.calls[number].raised = True
         self._done(numbers)
         self.failed = failed
 

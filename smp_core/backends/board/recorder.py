@@ -246,11 +246,11 @@ class Recorder:
             code = frame.f_code
             plumbing = self._plumbing.get(code)
             if plumbing is None:
-                plumbing = self._plumbing[code] = frames._is_plumbing(code)
+                plumbing = self._plumbing[code] = frames.is_plumbing(code)
             if not plumbing:
                 break
             direct = direct and (
-                frames._is_own(code) or code.co_filename.endswith(frames._FRONT_DOOR)
+                frames.is_own_code(code) or code.co_filename.endswith(frames.FRONT_DOOR)
             )
             frame = frame.f_back
         else:

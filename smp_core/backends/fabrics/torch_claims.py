@@ -45,6 +45,9 @@ GLOO = Capabilities(
         }
     ),
     reductions=MappingProxyType(
-        {op: dtypes & _GLOO_COLLECTIVES for op, dtypes in REDUCTIONS.items()}
+        {
+            **{op: dtypes & _GLOO_COLLECTIVES for op, dtypes in REDUCTIONS.items()},
+            "PRODUCT": _GLOO_COLLECTIVES - COMPLEX,
+        }
     ),
 )

@@ -47,7 +47,13 @@ def _whole(fault: Fault, name: str, least: int, most: int | None = None) -> None
         raise ArgumentError(f"{fault.verb}: {name}={value}: must be {span}")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+def _code(value: object) -> str:
+    if isinstance(value, signal.Signals):
+        return f"signal.{value.name}"
+    return value.__qualname__ if isinstance(value, type) else repr(value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Fault:
     """What every fault says.
 
@@ -79,8 +85,18 @@ class Fault:
         """When it strikes, in words."""
         return "in the body"
 
+    def __repr__(self) -> str:
+        """As code, without what goes without saying."""
+        said = [
+            f"{field.name}={_code(getattr(self, field.name))}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        said.sort(key=lambda text: not text.startswith("rank="))
+        return f"{type(self).__name__}({', '.join(said)})"
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class _AtCall(Fault):
     """Strikes at a call.
 
@@ -118,7 +134,7 @@ class _AtCall(Fault):
         return f"{self.when} call {self.nth} of {self.at}"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Kill(_AtCall):
     """The rank dies of a signal.
 
@@ -136,7 +152,7 @@ class Kill(_AtCall):
             raise ArgumentError(f"kill: signal={self.signal!r}: must be one of {names}")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Exit(_AtCall):
     """The rank's process ends at once, as by ``os._exit(code)``; 0 is a crash like the others.
 
@@ -152,7 +168,7 @@ class Exit(_AtCall):
         _whole(self, "code", 0, 255)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Stall(_AtCall):
     """The rank stands still.
 
@@ -177,7 +193,7 @@ class Stall(_AtCall):
             raise ArgumentError("stall: a rank that stands still after its result harms nobody")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Raise(_AtCall):
     """The rank raises.
 
@@ -200,7 +216,7 @@ class Raise(_AtCall):
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class _OfMessage(_AtCall):
     """Of a message that the rank sends.
 
@@ -231,14 +247,14 @@ class _OfMessage(_AtCall):
         return f"on the message of call {self.nth} of {self.at}"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Drop(_OfMessage):
     """A message is lost: its sender goes on as if it had been taken."""
 
     verb = "drop"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Corrupt(_OfMessage):
     """A message arrives damaged.
 
@@ -257,7 +273,7 @@ class Corrupt(_OfMessage):
             raise ArgumentTypeError(f"corrupt: how must be callable, not {self.how!r}")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Unpicklable(Fault):
     """What the body returns cannot be pickled. Of ranks that are processes: others return it as it
     is.
@@ -273,7 +289,7 @@ class Unpicklable(Fault):
         return "on the result"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class FullDisk(Fault):
     """The disk is full for what the rank's body writes to files below a folder.
 

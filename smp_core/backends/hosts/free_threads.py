@@ -204,10 +204,11 @@ class _Run:
         root = self._root(outcomes)
         if error is None and root is not None:
             verdict, error = VerdictKind.FAILED, outcomes[root].error
-        for rank in stuck:
-            outcome = outcomes[rank]
-            if rank in details:
-                outcome.kind, outcome.error, outcome.detail = OutcomeKind.STUCK, None, details[rank]
+        for number in stuck:
+            outcome = outcomes[number]
+            if number in details:
+                outcome.kind, outcome.error = OutcomeKind.STUCK, None
+                outcome.detail = details[number]
             elif outcome.kind is OutcomeKind.CANCELLED:
                 outcome.detail = f"cancelled because of rank {root}"
         if error is not None and self._unfinished:

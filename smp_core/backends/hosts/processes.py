@@ -634,14 +634,19 @@ class _Run:
         """Until all ranks have ended, or one's failure has ended the run. Whether time was up."""
         limit = math.inf if self._job.timeout is None else self._job.timeout
         start = time.monotonic()
-        failed_at = math.inf
+        failed_at = found_at = math.inf
         while self._running:
             self._hear(_TICK)
             now = time.monotonic()
             if self._running and self._checks:
                 self._read_lines()
                 if self._finding is None:
-                    self._finding = self._board.look(self._running, now)
+                    finding = self._board.look(self._running, now)
+                    found_at = min(found_at, now) if finding is not None else math.inf
+                    # A body that is over may have raised, which would be the cause.
+                    leaving = any(self._board.over(slot) for slot in self._running)
+                    if not leaving or now - found_at > _GRACE:
+                        self._finding = finding
             if self._failed():
                 failed_at = min(failed_at, now)
                 if self._finding is not None or now - failed_at > _GRACE or self._all_wait():
@@ -872,6 +877,7 @@ class _Run:
                 "\n".join(["leak: the run left something behind", *(f"  {each}" for each in fatal)])
             )
             return Report(VerdictKind.LEAK, outcomes, None, error, warnings=minor)
+        self.whole = self.whole and not (self._checks and self._board.parted())
         return Report(VerdictKind.PASSED, outcomes, warnings=minor)
 
     def _timeout(self) -> Report:

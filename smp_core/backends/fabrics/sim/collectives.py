@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from smp_core.backends import words
 from smp_core.backends.fabrics.sim.matching import Call
 from smp_core.backends.fabrics.sim.memory import copy
-from smp_core.errors import CollectiveMismatchError
 from smp_core.reduction import reduce_tensors
 
 Tensor = torch.Tensor
@@ -152,16 +152,8 @@ def all_to_all(calls: list[Call]) -> Values:
 
 def _check_pair(source: Call, target: Call, sent: int, expected: int) -> None:
     if sent != expected:
-        raise CollectiveMismatchError(
-            f"mismatch: {source.operation} differs in element count\n"
-            f"  rank {source.rank} sends {sent} elements to rank {target.rank}{_at(source.place)}\n"
-            f"  rank {target.rank} expects {expected} elements from rank {source.rank}"
-            f"{_at(target.place)}"
-        )
-
-
-def _at(place: object) -> str:
-    return "" if place is None else f"\n      {place}"
+        sender, receiver = ((call.rank, call.text(), call.place) for call in (source, target))
+        raise words.pair_mismatch(source.operation, sender, sent, receiver, expected)
 
 
 def shape_text(tensors: Sequence[Any]) -> str:

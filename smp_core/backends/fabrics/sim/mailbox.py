@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
+from smp_core.backends import words
 from smp_core.backends.base import Group
 from smp_core.backends.fabrics.sim.memory import Flight
 from smp_core.backends.frames import Place
 from smp_core.backends.hosts.threads import RankContext
-from smp_core.errors import CollectiveMismatchError
 
 ANY = -1
 
@@ -61,10 +61,10 @@ class Post:
 
     def text(self) -> str:
         """The call in words."""
-        preposition = "to" if self.verb == "send" else "from"
-        peer = "any rank" if self.peer == ANY else f"rank {self.group.ranks[self.peer]}"
+        peer = None if self.peer == ANY else self.group.ranks[self.peer]
         dtype = str(self.tensor.dtype).removeprefix("torch.")
-        return f"{self.verb} {preposition} {peer} ({dtype}, shape {list(self.tensor.shape)}, tag {self.tag})"
+        shape = list(self.tensor.shape)
+        return words.post_text(self.verb == "send", peer, dtype, shape, self.tag)
 
     def describe(self, rank: int) -> str:
         """See Operation."""
@@ -120,12 +120,8 @@ class Mailbox:
             or send.tensor.numel() != receive.tensor.numel()
         ):
             what = "dtype" if send.tensor.dtype != receive.tensor.dtype else "element count"
-            lines = [f"mismatch: a send and its receive on group {new.group.name} differ in {what}"]
-            for post in (send, receive):
-                lines.append(f"  rank {post.context.rank}: {post.text()}")
-                if post.place is not None:
-                    lines.append(f"      {post.place}")
-            error = CollectiveMismatchError("\n".join(lines))
+            made = [(post.context.rank, post.text(), post.place) for post in (send, receive)]
+            error = words.post_mismatch(new.group.name, what, *made)
             new.context.scheduler.fail(new.context.seat, error)
             raise error
         (receive.value,) = send.flight.inputs

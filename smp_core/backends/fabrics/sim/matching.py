@@ -11,9 +11,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from smp_core.backends import words
 from smp_core.backends.base import Group
 from smp_core.backends.frames import Place
-from smp_core.backends.hosts.diagnosis import ranks_text
 from smp_core.backends.hosts.threads import RankContext
 from smp_core.errors import CollectiveMismatchError
 
@@ -33,8 +33,7 @@ class Call:
 
     def text(self) -> str:
         """The call in words: ``all_reduce(reduce op=SUM, dtype=float32, shape=[4])``."""
-        fields = (*self.fields, *self.told)
-        return f"{self.operation}({', '.join(f'{name}={value}' for name, value in fields)})"
+        return words.call_text(self.operation, (*self.fields, *self.told))
 
 
 class Meeting:
@@ -138,27 +137,6 @@ def mismatch(meeting: Meeting) -> CollectiveMismatchError:
         for rank, call in zip(meeting.channel.group.ranks, meeting.calls, strict=True)
         if call is not None
     ]
-    operations = {call.operation for _, call in calls}
-    if len(operations) > 1:
-        what = "operation"
-    else:
-        names = dict.fromkeys(name for _, call in calls for name, _ in call.fields)
-        differing = [
-            name
-            for name in names
-            if len({repr(dict(call.fields).get(name)) for _, call in calls}) > 1
-        ]
-        what = " and ".join(differing)
-    lines = [
-        f"mismatch: call {meeting.number} on group {meeting.channel.group.name} differs in {what}"
-    ]
-    merged: dict[tuple[str, str], list[int]] = {}
-    for rank, call in calls:
-        merged.setdefault((call.text(), "" if call.place is None else str(call.place)), []).append(
-            rank
-        )
-    for (text, place), ranks in merged.items():
-        lines.append(f"  {ranks_text(ranks)}: {text}")
-        if place:
-            lines.append(f"      {place}")
-    return CollectiveMismatchError("\n".join(lines))
+    what = words.differing([(call.operation, call.fields) for _, call in calls])
+    made = [(rank, call.text(), call.place) for rank, call in calls]
+    return words.mismatch(meeting.number, meeting.channel.group.name, what, made)

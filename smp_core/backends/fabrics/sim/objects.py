@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from smp_core.backends import words
 from smp_core.backends.base import Group
 from smp_core.backends.fabrics.sim.matching import Call, Channel
 from smp_core.backends.hosts.threads import RankContext
@@ -39,14 +40,11 @@ class _Message:
     def hint(self) -> str | None:
         """What often is wrong when a message is never taken."""
         waits = [self.seats[rank].waiting for rank in self.outstanding]
-        both = [wait for wait in waits if isinstance(wait, _Message)]
-        if any(wait.call.startswith("smp.broadcast") for wait in both) and self.call.startswith(
-            "smp.broadcast"
-        ):
-            return "smp.broadcast is called by the root alone; the receivers call smp.recv_from"
-        if any(self.src in wait.outstanding for wait in both):
-            return "smp.send returns after the matching smp.recv_from: two ranks that both send first never receive"
-        return None
+        others: dict[str, list[int]] = {}
+        for wait in waits:
+            if isinstance(wait, _Message):
+                others.setdefault(wait.call, []).extend(wait.outstanding)
+        return words.object_hint(self.call, self.src, others)
 
 
 class _Receive:

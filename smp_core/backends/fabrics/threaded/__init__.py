@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
-from smp_core.backends.base import Group
+from smp_core.backends.base import Group, ObjectTransport
 from smp_core.backends.fabrics.sim import torch_private
 from smp_core.backends.fabrics.threaded.objects import Exchange, ThreadObjects
 from smp_core.backends.fabrics.threaded.waiting import RoomStore, WaitingRoom
@@ -23,6 +23,8 @@ from smp_core.backends.hosts.isolation import prepare_thread
 from smp_core.errors import NotInitializedError
 
 _WORLD = "WORLD"
+_reset: Any = ProcessLocalGroup.reset
+_wake: Any = ProcessLocalGroup.exception_handle
 _LIMIT = datetime.timedelta(days=1)  # torch's own on forming a group; --smp-timeout comes first
 
 
@@ -46,7 +48,7 @@ class ThreadedFabric:
     def __init__(self, world: ThreadedWorldFabric, rank: int) -> None:
         self.rank, self.size = rank, world.size
         self.local_rank, self.local_size = rank, world.size
-        self.objects = ThreadObjects(world.exchange, rank)
+        self.objects: ObjectTransport = ThreadObjects(world.exchange, rank)
         self._store = RoomStore(world.room, rank, world.values)
         self._torch_world = torch_private.RankWorld()
         self._handles: dict[Group, Any] = {}
@@ -101,7 +103,7 @@ class ThreadedWorldFabric:
         self.room = WaitingRoom()
         self.exchange = Exchange(self.room)
         self.values: dict[str, bytes] = {}  # of the store
-        ProcessLocalGroup.reset()  # its calls under way are found by the group's name, process-wide
+        _reset()  # its calls under way are found by the group's name, process-wide
         self._worlds = _RankWorlds()
         self._worlds.enter()
 
@@ -117,7 +119,7 @@ class ThreadedWorldFabric:
         """See WorldFabric."""
         self.room.end()
         with contextlib.suppress(RuntimeError):  # it walks a dictionary that ranks change
-            ProcessLocalGroup.exception_handle(None)
+            _wake(None)
 
     def close(self) -> None:
         """Give torch.distributed back."""

@@ -49,6 +49,12 @@ class TorchFabric:
 
     def enter(self) -> None:
         """See RankFabric."""
+        # For the groups that the body makes; the host undoes it. Without the barrier, one that a member
+        # has used and destroyed may be gone while another member still connects to it, whose
+        # new_group then raises "Connection closed by peer".
+        os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")
+        if self.local_size == self.size:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         self._world.enter()
 
     def leave(self) -> list[str]:

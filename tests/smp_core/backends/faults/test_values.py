@@ -141,9 +141,17 @@ def test_a_garbled_message_equals_nothing():
     assert "garbled" in repr(garbled)
 
 
-def test_a_fault_prints_as_code():
-    for fault in (Kill(rank=1, at="allgather", nth=2), Stall(rank=0), Raise(rank=0, error=OSError)):
-        text = (
-            repr(fault).replace("<Signals.SIGKILL: 9>", "9").replace("<class 'OSError'>", "OSError")
-        )
-        assert eval(text) == fault
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        (Kill(rank=1, at="allgather", nth=2), "Kill(rank=1, at='smp.allgather', nth=2)"),
+        (Kill(rank=0, signal=signal.SIGSEGV), "Kill(rank=0, signal=signal.SIGSEGV)"),
+        (Stall(rank=0, required=False), "Stall(rank=0, required=False)"),
+        (Raise(rank=0, error=OSError), "Raise(rank=0, error=OSError)"),
+        (Drop(rank=0, at="isend"), "Drop(rank=0, at='dist.send')"),
+    ],
+    ids=repr,
+)
+def test_a_fault_prints_as_code(fault, code):
+    assert repr(fault) == code
+    assert eval(code) == fault
