@@ -144,7 +144,7 @@ class _Running:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
         __tracebackhide__ = True
-        with self._suite.unshrunk(item):
+        with self._suite.adjusted(item):
             return (yield)
 
 

@@ -40,6 +40,10 @@ _TOLD = "conformance"  # outcome, error and notes of a property that did not pas
 _EXPECTED: pytest.StashKey[Expectation | None] = pytest.StashKey()
 _RANK = list(Outcome)
 
+#: Of a property's examples, on hosts whose ranks are processes: an example takes about ten times as
+#: long there as on `sim`. Not below so many.
+_SHARE, _FEWEST = 0.3, 5
+
 
 @dataclasses.dataclass(slots=True)
 class Result:
@@ -230,12 +234,14 @@ class Session:
     # Running.
 
     @contextlib.contextmanager
-    def unshrunk(self, item: pytest.Item) -> Iterator[None]:
-        """Do not make a failure smaller that is expected, or that is only to be listed."""
+    def adjusted(self, item: pytest.Item) -> Iterator[None]:
+        """Do not make a failure smaller that is expected, or that is only to be listed; and try fewer
+        examples where ranks are slow, but of what is expected to fail, which ends at the first.
+        """
         function = getattr(item, "obj", None)
         function = getattr(function, "__func__", function)
         listed = item.stash.get(_EXPECTED, None) or self.options.write_expectations
-        if not listed or not hasattr(function, "hypothesis"):
+        if not hasattr(function, "hypothesis") or not (listed or self._replaces_ranks):
             yield
             return
         from hypothesis import Phase
@@ -245,10 +251,15 @@ class Session:
         name = "_hypothesis_internal_use_settings"  # private
         before = getattr(function, name, None)
         base = before or hypothesis_settings()
-        phases = [each for each in base.phases if each not in (Phase.shrink, Phase.explain)]
-        # What is saved counts as shrunk: a later run that is to shrink it would not.
-        kept = None if base.database is None else ReadOnlyDatabase(base.database)
-        setattr(function, name, hypothesis_settings(base, phases=phases, database=kept))
+        if listed:
+            phases = [each for each in base.phases if each not in (Phase.shrink, Phase.explain)]
+            # What is saved counts as shrunk: a later run that is to shrink it would not.
+            kept = None if base.database is None else ReadOnlyDatabase(base.database)
+            changed = hypothesis_settings(base, phases=phases, database=kept)
+        else:
+            few = max(min(base.max_examples, _FEWEST), round(_SHARE * base.max_examples))
+            changed = hypothesis_settings(base, max_examples=few)
+        setattr(function, name, changed)
         try:
             yield
         finally:

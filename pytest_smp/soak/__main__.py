@@ -6,6 +6,7 @@ import argparse
 import collections
 import dataclasses
 import os
+import random
 import sys
 import tempfile
 import time
@@ -32,6 +33,7 @@ class Soak:
     size: int
     timeout: float
     misses: list[str] = dataclasses.field(default_factory=list)
+    shared: set[str] = dataclasses.field(default_factory=set)  # what its ranks have shared
     seconds: collections.defaultdict[str, list[float]] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(list)
     )
@@ -54,6 +56,7 @@ class Soak:
             start = time.monotonic()
             wrong = self._fault(case)
             self.seconds[case.kind].append(time.monotonic() - start)
+            self.shared |= leaks.shared_memory(leaks.descendants())
             if wrong:
                 self.misses.append(_miss(number, case, wrong))
                 print(self.misses[-1], flush=True)
@@ -82,7 +85,7 @@ class Soak:
 
     def tests(self, count: int) -> None:
         """So many short tests, each with a body of its own."""
-        sizes = []
+        sizes, replaced = [], self.replaced
         for number in range(count):
             report = self.run(_short(number))
             if report.values != [number] * self.size:
@@ -94,8 +97,13 @@ class Soak:
         runs = count - 1 - count // 3
         for rank, (before, after) in enumerate(zip(*sizes, strict=True)):
             self.misses += leaks.growth(f"rank {rank}", before, after, runs)
-        if getattr(self.host, "replaced", 0):
-            self.misses.append(f"{self.host.replaced} ranks were replaced")
+        if self.replaced > replaced:
+            self.misses.append(f"{self.replaced - replaced} ranks were replaced")
+
+    @property
+    def replaced(self) -> int:
+        """Rank processes that had to be."""
+        return int(getattr(self.host, "replaced", 0))
 
 
 def _miss(number: int, case: Case, wrong: list[str]) -> str:
@@ -144,7 +152,7 @@ def soak(
         timeout: seconds that a run with a stalled rank gets.
         check: the board is on.
     """
-    shared, processes = leaks.shared_memory(), set(leaks.descendants())
+    processes = set(leaks.descendants())
     outside, kept = os.environ.get("TMPDIR"), tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix="soak-") as own, tempfile.TemporaryDirectory() as disk:
         os.environ["TMPDIR"] = tempfile.tempdir = own
@@ -154,9 +162,10 @@ def soak(
             host: Host = open_backend(backend, options)
             try:
                 run = Soak(host, ranks, timeout)
-                run.run(programs.run, programs.draw(__import__("random").Random(0)), disk)
+                run.run(programs.run, programs.draw(random.Random(0)), disk)
                 run.faults(faults, first, seed, disk)
-                run.tests(tests) if tests else None
+                if tests:
+                    run.tests(tests)
             finally:
                 host.close()
         finally:
@@ -165,14 +174,14 @@ def soak(
                 os.environ.pop("TMPDIR", None)
             else:
                 os.environ["TMPDIR"] = outside
-        wrong = [*run.misses, *_grown(run), *_left(own, shared, processes)]
+        wrong = [*run.misses, *_grown(run), *_left(own, run.shared, processes)]
     seconds = time.monotonic() - start
     for line in _table(run):
         print(line)
     print(
         f"{backend}, {ranks} ranks: {faults} faults and {tests} tests in {seconds:.0f} s, "
         f"{len(run.misses)} misses, {len(wrong) - len(run.misses)} leaks, "
-        f"{getattr(host, 'replaced', 0)} ranks replaced"
+        f"{run.replaced} ranks replaced"
     )
     return wrong
 
@@ -188,13 +197,13 @@ def _grown(run: Soak) -> list[str]:
     return leaks.growth("controller", before, after, 2 * (late - early))
 
 
-def _left(own: str, shared: frozenset[str], processes: set[int]) -> list[str]:
+def _left(own: str, shared: set[str], processes: set[int]) -> list[str]:
     """What outlives the host."""
     deadline = time.monotonic() + _ENDING
     while True:
         wrong = [f"process {pid} is left" for pid in set(leaks.descendants()) - processes]
         wrong += [f"{path} is left" for path in Path(own).iterdir()]
-        wrong += [f"{path} is left" for path in leaks.orphans(leaks.shared_memory() - shared)]
+        wrong += [f"{path} is left" for path in sorted(shared) if os.path.exists(path)]
         if not wrong or time.monotonic() > deadline:
             return wrong
         time.sleep(0.05)

@@ -6,9 +6,10 @@ import contextlib
 import dataclasses
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+_FEW = 100
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -38,14 +39,14 @@ def growth(name: str, before: Held, after: Held, runs: int) -> list[str]:
     """What has grown between two moments with so many runs in between, in words.
 
     What leaks grows by at least a descriptor at some time, by an object a run, or by a page a run.
-    Fewer than a thousand runs say nothing of memory: allocators take it in large steps.
+    Few runs say nothing of objects (caches fill) and of memory (allocators take it in large steps).
     """
     texts = []
     if after.descriptors > before.descriptors:
         texts.append(f"{name}: descriptors {before.descriptors} -> {after.descriptors}")
-    if after.objects - before.objects >= runs:
+    if runs >= _FEW and after.objects - before.objects >= runs:
         texts.append(f"{name}: objects {before.objects} -> {after.objects} in {runs} runs")
-    if runs >= 1000 and after.resident - before.resident >= runs * _PAGE:
+    if runs >= 10 * _FEW and after.resident - before.resident >= runs * _PAGE:
         texts.append(f"{name}: bytes {before.resident} -> {after.resident} in {runs} runs")
     return texts
 
@@ -65,21 +66,13 @@ def _children(pid: int) -> Iterator[int]:
             yield from map(int, text.split())
 
 
-def shared_memory() -> frozenset[str]:
-    """The files in shared memory that are this user's."""
+def shared_memory(pids: Iterable[int]) -> set[str]:
+    """The files in shared memory that these processes have mapped, and that still have a name."""
     names = set()
-    with contextlib.suppress(OSError):
-        for entry in os.scandir("/dev/shm"):
-            with contextlib.suppress(OSError):
-                if entry.stat(follow_symlinks=False).st_uid == os.getuid():
-                    names.add(entry.path)
-    return frozenset(names)
-
-
-def orphans(paths: frozenset[str]) -> list[str]:
-    """Those files that no process has mapped any more: somebody else's session may run beside."""
-    mapped = []
-    for process in Path("/proc").glob("[0-9]*/maps"):
+    for pid in pids:
         with contextlib.suppress(OSError):
-            mapped.append(process.read_text())
-    return sorted(path for path in paths if not any(path in text for text in mapped))
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                _, slash, name = line.partition("/dev/shm/")
+                if slash and not name.endswith(" (deleted)"):
+                    names.add(slash + name)
+    return names

@@ -139,7 +139,7 @@ def _ring(number: int, folder: str) -> Names:
     """Every rank sends to the right, and receives from the left."""
     rank, size = smp.rank(), smp.size()
     if size > 1:
-        work = dist.isend(torch.tensor([number, rank]), (rank + 1) % size)
+        work: Any = dist.isend(torch.tensor([number, rank]), (rank + 1) % size)
         got = torch.zeros(2, dtype=torch.int64)
         dist.recv(got, (rank - 1) % size)
         _expect(got.tolist(), [number, (rank - 1) % size])

@@ -147,7 +147,10 @@ def test_a_backend_names_its_file_by_path_or_below_a_package(module: str, tmp_pa
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        ("e.toml", "its expectations are 'e.toml': write Path(__file__).with_name('e.toml'), or 'pac"),
+        (
+            "e.toml",
+            "its expectations are 'e.toml': write Path(__file__).with_name('e.toml'), or 'pac",
+        ),
         (Path("a/e.toml"), "its expectations are 'a/e.toml': write Path(__file__).with_name('e.t"),
         ("nowhere:e.toml", "its expectations are 'nowhere:e.toml': there is no package nowhere"),
         ("no.where:e.toml", "its expectations are 'no.where:e.toml': there is no package no.wh"),

@@ -31,7 +31,7 @@ def test_no_entry_is_of_what_the_backend_does_not_claim(backend: str) -> None:
     assert [id for id in expected if REQUIREMENTS[id].lacks(claims)] == []
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.id)
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.place)
 def test_an_entry_has_a_reproducer_that_the_page_shows(entry: Expectation) -> None:
     """The reason ends in the script's name, and the script's section names the requirement."""
     script = entry.reason.rpartition(": ")[2]

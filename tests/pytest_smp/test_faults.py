@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +16,7 @@ from smp_core.backends.faults import Exit, Kill, Raise, Stall
 TESTS = """
     import pytest
     import smp_core.torch as api
-    from hypothesis import HealthCheck, given, settings, strategies as st
+    from hypothesis import Phase, given, settings, strategies as st
     from pytest_smp import faults, strategies
     from smp_core.errors import (
         ArgumentError, CrashError, FaultNotReachedError, InjectedError, RankError,
@@ -95,7 +97,7 @@ TESTS = """
 
     @pytest.mark.smp(ranks=2)
     @given(fault=strategies.faults(ranks=2, kinds=("raise_",), at=("start",)), extra=st.integers())
-    @settings(max_examples=20, deadline=None)
+    @settings(deadline=None, phases=[Phase.generate])
     def test_drawn(smp, fault, extra):
         try:
             smp.allgather(smp.rank(), smp.WORLD)
@@ -138,17 +140,25 @@ def test_a_marker_takes_faults_alone(pytester):
         def test_text(): pass
         @pytest.mark.smp_faults(rank=3)
         def test_keyword(): pass
+        """
+    )
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(errors=2)
+    result.stdout.fnmatch_lines(
+        ["*'kill rank 3' is no fault; pytest_smp.faults has them", "*takes faults, and no keyword*"]
+    )
+
+
+def test_the_fixture_stays_in_the_controller(pytester):
+    pytester.makepyfile(
+        """
+        import pytest
         @pytest.mark.smp(ranks=1)
         def test_on_ranks(smp, smp_faults): pass
         """
     )
     result = pytester.runpytest_subprocess("--collect-only", "-p", "no:cacheprovider")
     result.stdout.fnmatch_lines(["*fixture 'smp_faults' cannot be shared by ranks: declare*"])
-    result = pytester.runpytest_subprocess("-k", "not on_ranks", "-p", "no:cacheprovider")
-    result.assert_outcomes(errors=2)
-    result.stdout.fnmatch_lines(
-        ["*'kill rank 3' is no fault; pytest_smp.faults has them", "*takes faults, and no keyword*"]
-    )
 
 
 def test_a_host_that_injects_nothing_is_named(pytester):
@@ -172,6 +182,14 @@ def test_a_host_that_injects_nothing_is_named(pytester):
     )
     result = pytester.runpytest_subprocess("--smp-backend=theirs:backend", "-p", "no:cacheprovider")
     result.assert_outcomes(passed=1)
+
+
+def test_the_example_of_the_page_passes(pytester):
+    page = Path(__file__).parents[2] / "docs" / "faults.md"
+    (example,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
+    pytester.makepyfile(example)
+    result = pytester.runpytest_subprocess("--smp-ranks=4", "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=2)
 
 
 # ---- Drawn ----------------------------------------------------------------------------------------

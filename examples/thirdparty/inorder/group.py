@@ -119,7 +119,8 @@ def _bytes(tensor: Tensor) -> Tensor:
     """A dense copy, as bytes: Gloo knows few dtypes and no strides. One byte more, as it may be
     empty.
     """
-    dense = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    dense = plain.clone(memory_format=torch.contiguous_format).reshape(-1)
     return torch.cat([dense.view(torch.uint8), torch.zeros(1, dtype=torch.uint8)])
 
 

@@ -341,7 +341,7 @@ class Board:
         """Whether the members of a group may have counted its calls differently."""
         return any(True for _ in self._left())
 
-    def over(self, rank: int) -> bool:
+    def body_is_over(self, rank: int) -> bool:
         """Whether a rank's body is over, so that its outcome is on its way."""
         return self._ranks[rank].ended
 

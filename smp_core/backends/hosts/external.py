@@ -33,7 +33,7 @@ from smp_core.backends.hosts import wire
 from smp_core.backends.hosts.launchers import Launch
 from smp_core.backends.hosts.nursery import Nursery, die_with_parent
 from smp_core.backends.hosts.pool import PRELOAD, NurseryCrew, Ward, private_folder
-from smp_core.backends.hosts.processes import Ended, RankProcess
+from smp_core.backends.hosts.processes import Ended, RankProcess, describe_exit
 from smp_core.backends.hosts.rank import Berth
 from smp_core.backends.hosts.rank import main as rank_main
 from smp_core.errors import BackendError
@@ -54,12 +54,19 @@ class Job:
     def __init__(self, launch: Launch, fabric: str, capture: bool) -> None:
         self.launch, self.fabric, self.capture = launch, fabric, capture
         self.socket = _listen(launch)
+        self.folder = private_folder()  # the controller's
+        self.folders = [self.folder]  # on its machine: it removes what a killed warden could not
         self.secret = wire.new_secret()
 
     def contact(self) -> dict[str, Any]:
         """What every rank must know to connect."""
         address = self.socket.getsockname()
         return {"address": address, "secret": self.secret.hex(), "capture": self.capture}
+
+    def remove_folders(self) -> None:
+        """Those on the controller's machine."""
+        for folder in self.folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _listen(launch: Launch) -> socket.socket:
@@ -98,7 +105,7 @@ def split(launch: Launch, fabric: str = "", *, capture: bool = True) -> int | No
         controller = os.fork()
         if controller == 0:
             os.close(kept)
-            threading.Thread(target=_end_with, args=(alive,), daemon=True).start()
+            threading.Thread(target=_end_with, args=(alive, job), daemon=True).start()
             Job.current = job
             for name in (launch.launcher.rank, launch.launcher.size):
                 del os.environ[name]  # what the controller starts is no rank of the job
@@ -128,8 +135,12 @@ def split(launch: Launch, fabric: str = "", *, capture: bool = True) -> int | No
         if code:  # it would wait for this rank
             _pass_on(controller, signal.SIGTERM)
         _, status = os.waitpid(controller, 0)
+        assert job is not None
+        job.remove_folders()  # it may have ended before it took over, or have been killed
         ended = os.waitstatus_to_exitcode(status)
-        code = ended if ended >= 0 else 128 - ended
+        if ended < 0:  # without a word
+            print(f"smp: the controller was {describe_exit(ended)}", file=sys.stderr)
+        code = ended if ended >= 0 else 1  # MPICH's mpiexec makes 0 of 137
     return code
 
 
@@ -138,10 +149,11 @@ def _leave(number: int, _: object) -> None:
     raise SystemExit(128 + number)
 
 
-def _end_with(alive: int) -> None:
+def _end_with(alive: int, job: Job) -> None:
     """End the controller when its warden is gone, but not before it could say why."""
     os.read(alive, 1)  # nobody writes: it returns when the other end is closed
     time.sleep(_LAST_WORDS)
+    job.remove_folders()
     os._exit(1)
 
 
@@ -184,7 +196,7 @@ class _Warden:
         }
         secret = bytes.fromhex(contact["secret"])
         connection = wire.connect(setting["address"], secret, hello, patience=int(_GATHER))
-        return Nursery(connection, setting)
+        return Nursery(connection, setting, launcher=os.getppid())
 
     def _with_torch(self) -> int:
         """Meet at torch's own rendezvous; ranks are forked as often as need be."""
@@ -335,8 +347,6 @@ class _Pulse:
 class _RemoteWard(Ward):
     """The warden of one rank."""
 
-    folder = ""  # on its machine
-
     def last_words(self) -> str:
         """See Ward."""
         if self.silent:
@@ -358,7 +368,7 @@ class ExternalCrew(NurseryCrew):
         super().__init__(options)
         self._job = job
         self.limit = job.launch.size
-        self.folder = private_folder()
+        self.folder = job.folder
         self.address = job.socket
         self.secret = job.secret
         self.prepares = job.fabric != "mpi"
@@ -375,7 +385,8 @@ class ExternalCrew(NurseryCrew):
         """See Crew."""
         with self._arrived:
             ward = _RemoteWard(connection, {hello["slot"]}, hello["host"])
-            ward.folder = hello["folder"]
+            if ward.host == self._host:
+                self._job.folders.append(hello["folder"])
             self._there[hello["slot"]] = ward
             self._arrived.notify_all()
 
@@ -489,6 +500,4 @@ class ExternalCrew(NurseryCrew):
             if self.final:
                 self._let_finalize()
         super().close()
-        near = [ward.folder for ward in self._there.values() if ward.host == self._host]
-        for folder in (self.folder, *near):  # a launcher may have killed a warden before it could
-            shutil.rmtree(folder, ignore_errors=True)
+        self._job.remove_folders()

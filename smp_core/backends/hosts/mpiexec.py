@@ -28,21 +28,28 @@ _BERTH, _LOG = "berth.json", "mpiexec.log"
 _RANK = "from smp_core.backends.hosts.mpiexec import rank_main; rank_main()"
 _QUIT = 5.0  # seconds that a job gets to end by itself
 
-#: What an MPI's mpiexec needs so that it starts more ranks than cores, and as root in a container.
+#: How an MPI is told by its mpiexec's --version; the arguments with which it starts more ranks than
+#: cores, and as root in a container; and what keeps its ranks to shared memory: without it, each
+#: listens on an outer address (docs/security.md).
 _MPIS = (
-    ("Open MPI", "--oversubscribe --bind-to none --allow-run-as-root"),
-    ("HYDRA", "-bind-to none"),
+    (
+        "Open MPI",
+        "--oversubscribe --bind-to none --allow-run-as-root",
+        {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm"},
+    ),
+    ("HYDRA", "-bind-to none", {"UCX_TLS": "self,posix,sysv"}),
 )
 
 
-def find_mpiexec(given: str) -> list[str]:
-    """The command that starts an MPI job, with the arguments that its MPI needs.
+def find_mpiexec(given: str) -> tuple[list[str], dict[str, str]]:
+    """The command that starts an MPI job on this machine, with the arguments that its MPI needs, and
+    environment variables for it.
 
     Raises BackendError if there is none, naming what to install.
     """
     words = shlex.split(given)
     if len(words) > 1:
-        return words  # who gives arguments, gives them all
+        return words, {}  # who gives arguments, gives them all
     beside = Path(sys.executable).parent / "mpiexec"
     found = words[0] if words else (str(beside) if beside.exists() else shutil.which("mpiexec"))
     if found is None:
@@ -53,10 +60,10 @@ def find_mpiexec(given: str) -> list[str]:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BackendError(f"{found} cannot be run: {error}: {_HINT}") from None
-    for name, arguments in _MPIS:
+    for name, arguments, environment in _MPIS:
         if name in shown.stdout + shown.stderr:
-            return [found, *arguments.split()]
-    return [found]
+            return [found, *arguments.split()], environment
+    return [found], {}
 
 
 class MpiexecCrew(Crew):
@@ -66,7 +73,7 @@ class MpiexecCrew(Crew):
     prepares = False
 
     def __init__(self, options: HostOptions) -> None:
-        self._command = find_mpiexec(options.mpiexec)
+        self._command, self._local = find_mpiexec(options.mpiexec)
         self._capture = options.capture
         self._size = self.limit = options.ranks
         self.folder = private_folder()
@@ -100,6 +107,7 @@ class MpiexecCrew(Crew):
         rank = [sys.executable, "-c", _RANK, self.folder]
         told = str(self._told)
         environment = {
+            **self._local,
             **os.environ,
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "PYTHONPATH": os.pathsep.join(each for each in sys.path if each),

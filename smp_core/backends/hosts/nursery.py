@@ -27,6 +27,7 @@ from smp_core.backends.hosts.stacks import read_stacks
 from smp_core.backends.hosts.wire import is_silence
 
 _PR_SET_PDEATHSIG = 1
+_LOOK = 2.0  # seconds between two looks at whether the launcher is still there
 
 
 def die_with_parent(parent: int) -> None:
@@ -38,9 +39,16 @@ def die_with_parent(parent: int) -> None:
 
 
 class Nursery:
-    """Serves one controller."""
+    """Serves one controller.
 
-    def __init__(self, controller: Connection, setting: dict[str, Any]) -> None:
+    ``launcher`` is the process whose end ends everything, if there is one: torchrun's workers would
+    outlive a torchrun that was killed.
+    """
+
+    def __init__(
+        self, controller: Connection, setting: dict[str, Any], launcher: int | None = None
+    ) -> None:
+        self._launcher = launcher
         self._controller = controller
         self._setting = setting
         self._children: set[int] = set()
@@ -65,7 +73,9 @@ class Nursery:
         try:
             while True:
                 sources: list[Any] = [self._controller, self._signals]
-                ready, _, _ = select.select(sources, [], [])
+                ready, _, _ = select.select(sources, [], [], _LOOK)
+                if self._launcher not in (None, os.getppid()):
+                    return
                 if self._signals in ready:
                     os.read(self._signals, 4096)
                     self._reap()

@@ -644,7 +644,7 @@ class _Run:
                     finding = self._board.look(self._running, now)
                     found_at = min(found_at, now) if finding is not None else math.inf
                     # A body that is over may have raised, which would be the cause.
-                    leaving = any(self._board.over(slot) for slot in self._running)
+                    leaving = any(self._board.body_is_over(slot) for slot in self._running)
                     if not leaving or now - found_at > _GRACE:
                         self._finding = finding
             if self._failed():

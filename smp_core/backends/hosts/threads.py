@@ -260,12 +260,13 @@ class ThreadHost:
         isolation = Isolation(size, job.seed)
         scheduler = Scheduler(seats, isolation, lambda ranks: _places(threads, ranks), job.schedule)
         fabric = self._make_fabric(size)
-        make, faults = RankContext, contextlib.nullcontext()
+        make: Callable[..., RankContext] = RankContext
+        faults: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if job.faults:
             from smp_core.backends.faults.simulated import FaultyRun
 
-            faults = FaultyRun(job)
-            make = faults.context
+            faults = run = FaultyRun(job)
+            make = run.context
         contexts = [make(rank, size, job, scheduler, thread) for rank, thread in enumerate(threads)]
         for context, thread in zip(contexts, threads, strict=True):
             thread.part = _Part(context, fabric)

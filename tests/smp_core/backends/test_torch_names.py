@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -18,19 +19,22 @@ TO = smp.RankType.WORLD_RANK
 EXAMPLES = Path(__file__).parents[3] / "examples" / "thirdparty"
 
 
-class Nothing:
-    """Arguments for a body that takes none."""
+class Given:
+    """The same arguments on every rank."""
+
+    def __init__(self, *args):
+        self._args = args
 
     def __call__(self, rank):
-        return (), {}
+        return self._args, {}
 
 
-def run(name: str, *bodies):
+def run(name: str, *bodies, args=()):
     """What the bodies return, one run each."""
     host = open_backend(name, HostOptions(ranks=RANKS))
     try:
         reports = [
-            host.open(RANKS).run(Job(body=body, arguments=Nothing(), timeout=20.0))
+            host.open(RANKS).run(Job(body=body, arguments=Given(*args), timeout=20.0))
             for body in bodies
         ]
     finally:
@@ -70,6 +74,22 @@ def test_a_backend_without_messages_has_objects_over_the_store():
     assert values == EXPECTED
 
 
+def _sent(taken: Path) -> bool:
+    if smp.rank() == 0:
+        smp.send("x", 1, TO)
+    elif smp.rank() == 1:
+        time.sleep(0.1)  # a send that does not wait is over by then
+        taken.touch()
+        smp.recv_from(0, TO)
+    else:
+        return True
+    return taken.exists()
+
+
+def test_a_send_over_the_store_lasts_until_it_is_taken(tmp_path):
+    assert run("torch:fake", _sent, args=(tmp_path / "taken",)) == [[True] * RANKS]
+
+
 def test_a_backend_with_messages_has_objects_over_them():
     transports, *values = run("torch:gloo", _transport, _objects, _gathered)
     assert transports == ["GroupObjects"] * RANKS
@@ -91,7 +111,7 @@ def test_torchs_own_bring_what_is_known_of_them():
 
 @pytest.mark.parametrize("name", ["torch:", "torch:x@", "torch:@module"])
 def test_half_a_name_is_refused(name):
-    with pytest.raises(BackendError, match="write torch:NAME, or torch:NAME@package.module"):
+    with pytest.raises(BackendError, match=r"write torch:NAME, or torch:NAME@package\.module"):
         find_backend(name)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict, deque
 from typing import Any
 
 from smp_core.backends.base import Group
@@ -24,7 +23,8 @@ class Exchange:
 
     def __init__(self, room: WaitingRoom) -> None:
         self.room = room
-        self.messages: dict[tuple[int, int], deque[_Message]] = defaultdict(deque)
+        # One for each pair: who has sent waits until it is taken.
+        self.messages: dict[tuple[int, int], _Message] = {}
         self.meetings: dict[tuple[str, Group], dict[int, Payload | None]] = {}
 
 
@@ -48,16 +48,16 @@ class ThreadObjects:
         message = _Message(payload, dests)
         with self._room:
             for dest in dests:
-                self._exchange.messages[self._rank, dest].append(message)
+                self._exchange.messages[self._rank, dest] = message
             self._room.changed()
             self._room.wait(self._rank, call, lambda: not message.outstanding)
 
     def recv_from(self, src: int) -> Any:
         """See ObjectTransport."""
+        messages, key = self._exchange.messages, (src, self._rank)
         with self._room:
-            waiting = self._exchange.messages[src, self._rank]
-            self._room.wait(self._rank, f"smp.recv_from(world rank {src})", lambda: waiting)
-            message = waiting.popleft()
+            self._room.wait(self._rank, f"smp.recv_from(world rank {src})", lambda: key in messages)
+            message = messages.pop(key)
             message.outstanding.discard(self._rank)
             self._room.changed()
         return message.payload.thaw()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -109,10 +110,8 @@ def command(tmp_path: Path) -> Iterator[Callable[..., Started]]:
     yield start
     for each in started:
         for pid in each.processes():
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         each.process.wait()
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,107 @@
+"""The third party of examples/: installed beside the suite, found by its entry point, and judged by its
+own file of expected failures. The page that leads there says what happens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "thirdparty"
+PAGE = (ROOT / "docs" / "third_party.md").read_text(encoding="utf-8")
+EXPECTED = tomllib.loads((EXAMPLE / "inorder" / "expected.toml").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package and its metadata, as pip puts them there."""
+    target = tmp_path_factory.mktemp("installed")
+    options = ("--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", *options]
+    done = subprocess.run(
+        [*command, "--target", str(target), str(EXAMPLE)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return target
+
+
+def judge(installed: Path, folder: Path, *arguments: str) -> tuple[dict[str, str], str, int]:
+    """Run the suite on it with two ranks: verdicts by requirement, the output, the exit status."""
+    report = folder / "report.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--smp-ranks=2", "-q"),
+            *(f"--smp-report={report}", "--pyargs", *arguments),
+        ],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    output = done.stdout + done.stderr
+    assert report.exists(), output
+    requirements = json.loads(report.read_text())["requirements"]
+    return {each["id"]: each["verdict"] for each in requirements}, output, done.returncode
+
+
+def test_the_entry_point_is_found_and_its_defect_is_expected(installed, tmp_path):
+    verdicts, output, status = judge(
+        installed,
+        tmp_path,
+        "conformance",
+        "--smp-backend=inorder",
+        "--smp-certify",
+        "-k",
+        "averages_do_not_overflow or BROADCAST-VALUE or REDUCE-VALUE",
+    )
+    assert verdicts["COLL-ALL-REDUCE-AVG-HALF"] == "WAIVED", output
+    assert verdicts["COLL-BROADCAST-VALUE"] == "PASS", output
+    assert verdicts["COLL-REDUCE-VALUE"] == "NOT SUPPORTED", output
+    assert status == 1  # what was left out certifies nothing
+    assert "not certified" in output
+    assert "inorder" in output
+
+
+def test_without_its_file_the_defect_is_a_failure(installed, tmp_path):
+    nothing = tmp_path / "nothing.toml"
+    nothing.write_text("version = 1\n", encoding="utf-8")
+    verdicts, output, status = judge(
+        installed,
+        tmp_path,
+        "conformance",
+        "--smp-backend=inorder",
+        f"--smp-expectations={nothing}",
+        "-k",
+        "averages_do_not_overflow",
+    )
+    assert verdicts["COLL-ALL-REDUCE-AVG-HALF"] == "FAIL", output
+    assert status == 1
+
+
+def test_the_package_shows_on_the_page():
+    (entry,) = EXPECTED["expected"]
+    blocks = re.findall(r"^```toml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert [tomllib.loads(block) for block in blocks if "expected" in block] == [
+        {"expected": [entry]}
+    ]
+    project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (shown,) = (tomllib.loads(block) for block in blocks if "entry-points" in block)
+    assert shown["project"]["entry-points"] == project["entry-points"]
+
+
+def test_the_page_and_the_package_give_one_command_for_ci():
+    command = "pytest --pyargs conformance --smp-backend=inorder --smp-ranks=8 --smp-certify"
+    assert command in PAGE
+    assert command in (EXAMPLE / "README.md").read_text(encoding="utf-8")
