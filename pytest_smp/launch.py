@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 
 import pytest
 
 _NAME = "external"
+_AFTER_YOU = 2.0  # seconds
 
 
 def split(config: pytest.Config) -> int | None:
@@ -17,7 +19,7 @@ def split(config: pytest.Config) -> int | None:
     A job is split where the backend is `external`, or nothing was said about it and there are
     several ranks.
 
-    Raises pytest.UsageError if the job cannot be what was asked for; in the process of rank 0 alone.
+    Raises pytest.UsageError if the job cannot be what was asked for.
     """
     if hasattr(config, "workerinput"):
         return None
@@ -37,12 +39,12 @@ def split(config: pytest.Config) -> int | None:
     fabric = asked.partition(":")[2]
     try:
         find_backend(asked or _NAME)
-        refused = launch.refusal(fabric)
+        refused = launch.refusal(fabric or launch.fabric)
     except BackendError as error:
         refused = str(error)
     if refused:
-        if launch.rank:  # rank 0 says it, and the launcher must not end it before it could
-            return 0
+        if launch.rank:  # rank 0 says it first, and the launcher ends the others then
+            time.sleep(_AFTER_YOU)
         raise pytest.UsageError(refused)
     from smp_core.backends.hosts import external
 

@@ -46,7 +46,7 @@ def refuse_child_thread() -> None:
     rank = parent_rank()
     if rank is not None:
         raise ThreadError(
-            f"thread {threading.current_thread().name!r} was started by rank {rank}: on the sim backend smp and "
+            f"thread {threading.current_thread().name!r} was started by rank {rank}: where ranks are threads, smp and "
             "torch.distributed calls must be made in the rank's own thread"
         )
 

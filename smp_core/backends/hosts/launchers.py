@@ -36,7 +36,13 @@ LAUNCHERS = (
         "mpi",
     ),
     Launcher(
-        "mpiexec (MPICH)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "mpi", "mpi"
+        "mpiexec (MPICH)",
+        "PMI_RANK",
+        "PMI_SIZE",
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+        "mpi",
+        "mpi",
     ),
     # Alone it may or may not have started an MPI job; who sets a rendezvous means torch's.
     Launcher(

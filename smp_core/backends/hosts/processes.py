@@ -20,6 +20,7 @@ import socket
 import sys
 import threading
 import time
+import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -534,8 +535,11 @@ class ProcessHost:
     def _errands(self, job: Job, size: int) -> Callable[[RankProcess], Errand]:
         number = next(self._numbers)
         body, key, packed = self._bodies
-        if body is not job.body:
-            self._bodies = _, key, packed = job.body, key + 1, parcels.dumps(job.body)
+        plain = isinstance(job.body, types.FunctionType) and not job.body.__closure__
+        if body is not job.body or not plain:  # a cell, or what a partial holds, may have changed
+            again = parcels.dumps(job.body)
+            if again != packed:
+                self._bodies = _, key, packed = job.body, key + 1, again
         fields = {
             name: getattr(job, name)
             for name in (
@@ -836,7 +840,10 @@ class _Run:
         return self._waits(slot), slot
 
     def _crash(self, slot: int) -> CrashError:
-        lines = [f"rank {slot} crashed: {self._crashed[slot]} {self._where(slot)}".rstrip()]
+        how, where = self._crashed[slot], self._where(slot)
+        if where and how == wire.silence(self.ranks[slot].host):
+            how += "; it was last seen"
+        lines = [f"rank {slot} crashed: {how} {where}".rstrip()]
         others = [each for each in self._crashed if each != slot]
         lines += [f"rank {each} crashed too: {self._crashed[each]}" for each in others]
         lines += self._last_words(slot)

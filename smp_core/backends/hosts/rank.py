@@ -190,6 +190,7 @@ class _Server:
             return f"{type(error).__name__}: {error}"
         finally:
             self._descriptors = _descriptors()
+            self._threads = set(threading.enumerate())
         return None
 
     # Runs.

@@ -56,7 +56,10 @@ def _watched(sock: socket.socket) -> None:
         ("TCP_KEEPIDLE", 4),
         ("TCP_KEEPINTVL", 2),
         ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", _SILENCE * 1000),  # of what was sent: retransmitted for 15 min otherwise
+        (
+            "TCP_USER_TIMEOUT",
+            _SILENCE * 1000,
+        ),  # of what was sent: retransmitted for 15 min otherwise
     ):
         option = getattr(socket, name, None)  # Linux has them all
         if option is not None:

@@ -65,6 +65,13 @@ class Started:
                 pass
         return found
 
+    def without(self, program: str) -> None:
+        """Wait until no process of this program is left."""
+        deadline = time.monotonic() + _GONE
+        while left := [each for each in self.processes().values() if each.startswith(program)]:
+            assert time.monotonic() < deadline, f"{left}\n{self.text}"
+            time.sleep(0.05)
+
     def leaves_nothing(self) -> None:
         """No process, and no folder of ours."""
         deadline = time.monotonic() + _GONE

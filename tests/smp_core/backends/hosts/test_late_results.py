@@ -39,10 +39,10 @@ def _ranks():
 
 
 class Slow(Exception):
-    """Takes a while to be sent: longer than the board waits, which has been told of the end."""
+    """Takes a while to be sent: long enough for the board, which was told of the end, to see a deadlock."""
 
     def __reduce__(self):
-        time.sleep(0.2)
+        time.sleep(0.4)
         return Slow, self.args
 
 

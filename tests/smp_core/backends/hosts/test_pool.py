@@ -104,6 +104,17 @@ def test_a_closure_sees_its_module(run):
     assert run(body, Box(2)).values == [Box(6), Box(7), Box(8)]
 
 
+def test_a_closure_is_sent_as_it_is_now(run):
+    factor = 3
+
+    def body():
+        return factor
+
+    assert run(body).values == [3] * RANKS
+    factor = 4
+    assert run(body).values == [4] * RANKS
+
+
 def test_a_lambda_and_a_method_are_bodies(run):
     assert run(lambda: smp.size()).values == [RANKS] * RANKS
     assert run(Box(4).__eq__, Box(4)).values == [True] * RANKS
