@@ -273,8 +273,7 @@ class _Warden:
         if self._job is not None:
             self._job.socket.close()
         launch = self._launch
-        if not launch.one_machine:
-            _choose_netmod()
+        _choose_transport(launch)
         mpi = load()
         world = mpi.COMM_WORLD
         rank, size = world.Get_rank(), world.Get_size()
@@ -301,8 +300,16 @@ class _Warden:
         rank_main(Berth(slot=rank, **self._setting(contact)), at_end=at_end)
 
 
-def _choose_netmod() -> None:
-    """Between machines, keep MPICH off UCX where it has something else to choose.
+#: What keeps an MPI's ranks to shared memory: otherwise each listens on an outer address.
+_SHARED_MEMORY = (
+    ("MPICH", {"UCX_TLS": "self,posix,sysv"}),
+    ("Open MPI", {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm"}),
+)
+
+
+def _choose_transport(launch: Launch) -> None:
+    """On one machine, keep MPI to it. Between machines, keep MPICH off UCX where it has something
+    else to choose. What the user has set stays.
 
     With UCX, MPICH 5.0.2 loses a message from another machine that comes before its receive was
     posted from any source (docs/findings.md). Where MPICH was built with UCX alone, naming another
@@ -314,8 +321,13 @@ def _choose_netmod() -> None:
         mpi4py.rc.initialize = False
         from mpi4py import MPI
 
-        if "ch4:ucx ofi" in MPI.Get_library_version():
-            os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
+        library, chosen = MPI.Get_library_version(), {}
+        if launch.one_machine:
+            chosen = next((what for name, what in _SHARED_MEMORY if library.startswith(name)), {})
+        elif "ch4:ucx ofi" in library:
+            chosen = {"MPIR_CVAR_CH4_NETMOD": "ofi"}
+        for name, value in chosen.items():
+            os.environ.setdefault(name, value)
         if not MPI.Is_initialized():
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
 

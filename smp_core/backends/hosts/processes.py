@@ -361,7 +361,9 @@ class ProcessHost:
                     text if self._crew.final else f"{text}; another one has taken its place"
                 )
         if news and self._crew.final:
-            self.lost = "the job has lost its ranks, and its launcher starts no others: run it again"
+            self.lost = (
+                "the job has lost its ranks, and its launcher starts no others: run it again"
+            )
             raise JobLost("\n".join(["the job has lost its ranks", *news]))
         if news and self._crew.restarts_together:
             self.replace(list(self._ranks.values()))
