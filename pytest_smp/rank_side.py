@@ -55,7 +55,21 @@ class Prelude:
         for override in config.getoption("override_ini") or ():
             args += ["-o", override]
         state: Any = config.stash.get(assertstate_key, None)
-        marked = frozenset(getattr(getattr(state, "hook", None), "_must_rewrite", ()))
+        for name in config.getoption("plugins") or ():
+            args += ["-p", name]
+        hook = getattr(state, "hook", None)
+        marked = frozenset(
+            (
+                *getattr(hook, "_must_rewrite", ()),
+                # By what they are named, or by standing on the command line.
+                *(
+                    name
+                    for name, module in list(sys.modules.items())
+                    if hook is not None
+                    and getattr(getattr(module, "__spec__", None), "loader", None) is hook
+                ),
+            )
+        )
         return cls(tuple(args), os.getcwd(), tuple(sys.path), marked)
 
     def __call__(self) -> None:

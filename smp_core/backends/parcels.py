@@ -43,10 +43,12 @@ def _module(name: str, file: str) -> types.ModuleType:
 
 def _home(function: types.FunctionType) -> tuple[str, str] | None:
     """Name and file of the module that a function belongs to, if a rank can import it."""
-    name = function.__module__
-    module = sys.modules.get(name) if isinstance(name, str) else None
+    name = function.__globals__.get("__name__")  # functools.wraps changes __module__
+    if not isinstance(name, str) or name == "__main__":
+        return None
+    module = sys.modules.get(name)
     file = getattr(module, "__file__", None)
-    if module is None or name == "__main__" or not file:
+    if module is None or not isinstance(file, str):
         return None
     return (name, file) if vars(module) is function.__globals__ else None
 
@@ -134,6 +136,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         elif isinstance(obj, types.FunctionType):
             self._note(obj.__module__)
             place = _home(obj)
+            if place is not None:
+                self._note(place[0])
             if place is not None and not _by_name(obj):
                 attributes = {name: getattr(obj, name) for name in _ATTRIBUTES}
                 construct = (obj.__code__, *place, obj.__closure__ or ())
@@ -144,7 +148,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             # two functions may share a cell.
             return _empty_cell, (), _contents(obj), None, None, _fill_cell
         elif isinstance(obj, types.TracebackType):
-            return _rebuild_traceback, (Traceback(obj).as_dict(),)
+            return _rebuild_traceback, (Traceback(obj, get_locals=_hides).as_dict(),)
         return super().reducer_override(obj)
 
     def _note(self, name: object) -> None:
@@ -153,6 +157,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         file = getattr(sys.modules.get(name), "__file__", None)
         if file and name != "__main__" and not file.startswith(_LIBRARIES):
             self.modules[name] = file
+
+
+def _hides(frame: types.FrameType) -> dict[str, Any]:
+    """What pytest reads of a frame: it leaves out those that hide themselves."""
+    for names in (frame.f_locals, frame.f_globals):
+        if "__tracebackhide__" in names:
+            return {"__tracebackhide__": True} if names["__tracebackhide__"] is True else {}
+    return {}
 
 
 def _rebuild_traceback(state: dict[str, Any]) -> types.TracebackType | None:
@@ -164,6 +176,11 @@ def _open(modules: dict[str, str], data: bytes) -> Any:
     for name, file in modules.items():
         _module(name, file)
     return pickle.loads(data)
+
+
+def is_constant(body: object) -> bool:
+    """Whether a function is the same from run to run: one with cells is what they hold now."""
+    return isinstance(body, types.FunctionType) and not body.__closure__
 
 
 def dumps(obj: object) -> bytes:
@@ -203,7 +220,9 @@ def dump_error(error: BaseException) -> bytes:
         data = dumps(error)
         pickle.loads(data)  # one that pickles and cannot be read back is as good as none
     except Exception as reason:
-        return dumps(_stand_in(error, reason))
+        stand_in = _stand_in(error, reason)
+        pickling_support.install(stand_in)
+        return dumps(stand_in)
     return data
 
 

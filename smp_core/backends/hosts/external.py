@@ -40,6 +40,7 @@ from smp_core.errors import BackendError
 
 _GATHER = 120.0  # seconds for all wardens to connect
 _LAST_WORDS = 20.0  # seconds that a controller gets to report when its launcher has killed the job
+_AFTER_YOU = 2.0  # seconds that rank 0 gets to end first, so that its exit code is the job's
 _QUIT = 5.0  # seconds for MPI to be finalised
 _KEY = "smp-controller"
 _PULSE = 0.01  # seconds between two calls of MPI in a rank, whatever it does
@@ -115,13 +116,14 @@ def split(launch: Launch, fabric: str = "", *, capture: bool = True) -> int | No
     else:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller's to handle
         signal.signal(signal.SIGTERM, _leave)  # of a launcher that has seen another rank end
+    served = False
     try:
-        code = _Warden(launch, fabric, job).serve()
+        code, served = _Warden(launch, fabric, job).serve(), True
     except BackendError as error:
         print(f"smp: rank {launch.rank}: {error}", file=sys.stderr)
         code = 1
     except ConnectionError:  # the controller has ended already, and said why: its code is the job's
-        code = 0
+        code, served = (1 if fabric == "mpi" else 0), True
     except OSError as error:
         if wire.is_silence(error) or isinstance(error, TimeoutError):
             print(f"smp: rank {launch.rank}: rank 0's machine does not answer", file=sys.stderr)
@@ -132,7 +134,7 @@ def split(launch: Launch, fabric: str = "", *, capture: bool = True) -> int | No
         traceback.print_exc()
         code = 1
     if controller:
-        if code:  # it would wait for this rank
+        if not served:  # it would wait for this rank
             _pass_on(controller, signal.SIGTERM)
         _, status = os.waitpid(controller, 0)
         assert job is not None
@@ -140,7 +142,9 @@ def split(launch: Launch, fabric: str = "", *, capture: bool = True) -> int | No
         ended = os.waitstatus_to_exitcode(status)
         if ended < 0:  # without a word
             print(f"smp: the controller was {describe_exit(ended)}", file=sys.stderr)
-        code = ended if ended >= 0 else 1  # MPICH's mpiexec makes 0 of 137
+        code = ended if ended >= 0 else 1
+    elif code:
+        time.sleep(_AFTER_YOU)
     return code
 
 
@@ -259,7 +263,9 @@ class _Warden:
             raise
         nursery.adopt(pid, self._launch.rank)
         nursery.serve()
-        return 0
+        # MPICH's mpiexec returns 0, whatever comes later, if the first process to end without
+        # MPI_Finalize says 0.
+        return 0 if nursery.codes == [0] else 1
 
     def _mpi_rank(self, writing: int) -> None:
         for module in PRELOAD:

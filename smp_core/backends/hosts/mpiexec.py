@@ -100,6 +100,7 @@ class MpiexecCrew(Crew):
     def start(self, slots: Collection[int]) -> Collection[int]:
         """See Crew. All ranks of the job start together."""
         self._end_job()
+        shutil.rmtree(self._told, ignore_errors=True)
         self._jobs += 1
         self._told.mkdir(0o700)
         self._known = set()
@@ -150,7 +151,10 @@ class MpiexecCrew(Crew):
 
     def kill(self, ranks: Collection[RankProcess]) -> None:
         """See Crew: the whole job."""
+        told = set(os.listdir(self._told)) if self._job is not None else set()
         for each in ranks:
+            if str(each.slot) in told:  # it has ended, and its number may be another's by now
+                continue
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(each.pid, signal.SIGKILL)
         self._end_job()

@@ -49,6 +49,7 @@ class Nursery:
         self, controller: Connection, setting: dict[str, Any], launcher: int | None = None
     ) -> None:
         self._launcher = launcher
+        self.codes: list[int] = []  # with which ranks have ended by themselves
         self._controller = controller
         self._setting = setting
         self._children: set[int] = set()
@@ -149,7 +150,8 @@ class Nursery:
             if done:
                 self._children.discard(pid)
                 _kill_group(pid)
-                self._tell(ended=pid, status=os.waitstatus_to_exitcode(status))
+                self.codes.append(os.waitstatus_to_exitcode(status))
+                self._tell(ended=pid, status=self.codes[-1])
 
     def _end(self) -> None:
         for pid in self._children:

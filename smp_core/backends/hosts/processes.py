@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-import types
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -58,12 +58,14 @@ from smp_core.errors import (
     CrashError,
     JobLost,
     LeakError,
+    PayloadError,
     RunTimeout,
 )
 
 log = logging.getLogger("smp_core.hosts")
 
 _CHUNK = 1 << 16  # bytes read at a time
+_CHUNKS = 4  # at most, at a look: a rank may write faster than we read
 _LATE = 1.0  # seconds that a record may take that was sent before a rank came back
 _TICK = 0.02  # seconds between two looks at the board
 _START = 60.0  # seconds for rank processes to start and connect
@@ -166,6 +168,7 @@ class RankProcess:
     body: int = 0  # the key of the body that it has
     path: list[str] | None = None  # the sys.path that it has
     records: int = 0  # bytes read from its line in this run
+    over: bool = False  # its end has been told
     busy: bool = False  # has an errand, and has not said yet that it waits for the next
 
     def settle(self) -> None:
@@ -312,8 +315,13 @@ class ProcessHost:
             raise BackendError(self.lost)
         self._running = True
         try:
-            news = self._muster(size)
-            self._form(size)
+            try:
+                news = self._muster(size)
+                self._form(size)
+            except BaseException:  # a signal handler's too: answers may be on their way
+                if not self._crew.final:
+                    self._dismiss(list(self._ranks.values()))
+                raise
             ranks = [self._ranks[slot] for slot in range(size)]
             run = _Run(self, self._crew, ranks, job, self._synchronous_sends)
             try:
@@ -338,6 +346,10 @@ class ProcessHost:
         told, self._unclaimed = [*self._unclaimed, *self._crew.ended()], []
         news = [ended for ended in told if (ended.slot, ended.pid) not in self._killed]
         self._killed.difference_update((ended.slot, ended.pid) for ended in told)
+        for ended in told:
+            rank = None if ended.slot is None else self._ranks.get(ended.slot)
+            if rank is not None and rank.pid == ended.pid:
+                rank.over = True
         return news
 
     def unclaimed(self, ended: Ended) -> None:
@@ -345,7 +357,7 @@ class ProcessHost:
         self._unclaimed.append(ended)
 
     def _kill(self, ranks: Collection[RankProcess]) -> None:
-        self._killed.update((rank.slot, rank.pid) for rank in ranks)
+        self._killed.update((rank.slot, rank.pid) for rank in ranks if not rank.over)
         self._crew.kill(ranks)
 
     def _muster(self, size: int) -> list[str]:
@@ -360,6 +372,9 @@ class ProcessHost:
                 news.append(
                     text if self._crew.final else f"{text}; another one has taken its place"
                 )
+            elif ended.slot in self._starting:  # before any run needed it
+                self._starting.discard(ended.slot)
+                self._lobby.take(ended.slot, 0.0)
         if news and self._crew.final:
             self.lost = (
                 "the job has lost its ranks, and its launcher starts no others: run it again"
@@ -412,6 +427,10 @@ class ProcessHost:
     def _start(self, slots: list[int]) -> None:
         if self._crew.restarts_together:
             self._killed.clear()  # of the last job
+            for rank in self._lobby.leftover():  # of the last job too: no run had needed them
+                self._forget(rank)
+            if not self._crew.final:  # the new job begins with what is set now
+                self._environment = dict(os.environ)
         self._starting.update(self._crew.start(slots))
 
     def _await(self, slot: int, deadline: float) -> RankProcess:
@@ -424,6 +443,10 @@ class ProcessHost:
                 if ended.slot not in self._starting:
                     self._unclaimed.append(ended)
                 else:
+                    self._starting.discard(ended.slot)  # the next run tries again
+                    if self._crew.restarts_together:
+                        self._starting.clear()
+                        self._dismiss(list(self._ranks.values()))
                     text = self._crew.last_words()
                     text += "".join(read_output(self._crew.folder, ended.pid or 0))[-2000:]
                     raise BackendError(
@@ -509,6 +532,8 @@ class ProcessHost:
                 return [f"rank {slot} did not answer within {timeout:g} s" for slot in waiting]
             for key, _ in self._selector.select(_TICK):
                 rank = key.data
+                if rank is None:
+                    self._unclaimed += self.ends()
                 if rank is None or rank.slot not in waiting:
                     continue
                 del waiting[rank.slot]
@@ -521,6 +546,8 @@ class ProcessHost:
         return problems
 
     def _dismiss(self, ranks: list[RankProcess]) -> None:
+        if self._crew.restarts_together and not self._crew.final:
+            ranks = list(self._ranks.values())  # their job ends with them
         self._kill(ranks)
         for rank in ranks:
             self._forget(rank)
@@ -537,8 +564,7 @@ class ProcessHost:
     def _errands(self, job: Job, size: int) -> Callable[[RankProcess], Errand]:
         number = next(self._numbers)
         body, key, packed = self._bodies
-        plain = isinstance(job.body, types.FunctionType) and not job.body.__closure__
-        if body is not job.body or not plain:  # a cell, or what a partial holds, may have changed
+        if body is not job.body or not parcels.is_constant(body):
             again = parcels.dumps(job.body)
             if again != packed:
                 self._bodies = _, key, packed = job.body, key + 1, again
@@ -549,7 +575,7 @@ class ProcessHost:
                 *(("faults",) if job.faults else ()),
             )
         }
-        rest = parcels.dumps((job.arguments, fields))
+        rest = parcels.dumps((job.arguments, fields, list(warnings.filters)))
         environment = _changes(self._environment, os.environ)
         path = list(sys.path)
         try:
@@ -684,9 +710,14 @@ class _Run:
                         self._silent(rank.host)
                 else:
                     self._came_back(rank, done)
-            elif rank.busy:
-                with contextlib.suppress(EOFError, OSError):  # its end is told elsewhere
+            else:
+                try:
+                    if not rank.busy:
+                        raise EOFError
                     rank.settle()
+                except (EOFError, OSError):  # its end is told elsewhere; it would wake us for ever
+                    with contextlib.suppress(KeyError, ValueError):
+                        self._host._selector.unregister(rank.control)
         if self._gone:
             self._hear_of_ends()
 
@@ -704,7 +735,15 @@ class _Run:
             if done.outcome.kind is OutcomeKind.RAISED:
                 self._errors[rank.slot] = error
         if done.value is not None:
-            done.outcome.value = pickle.loads(done.value)
+            try:
+                done.outcome.value = pickle.loads(done.value)
+            except Exception as reason:
+                error = PayloadError(
+                    f"rank {rank.slot}: what the body returned was pickled there and cannot be "
+                    f"unpickled here: {type(reason).__name__}: {reason}"
+                )
+                done.outcome.kind, done.outcome.error = OutcomeKind.RAISED, error
+                self._errors[rank.slot] = error
         if done.unclean and self._crew.final:  # there is no other
             log.warning("rank %d goes on with %s", rank.slot, "; ".join(done.unclean))
             self.whole = False
@@ -762,7 +801,9 @@ class _Run:
         """What a rank has written for the board, or, with ``upto``, so many bytes of this run."""
         descriptor = rank.line.fileno()
         try:
-            while upto is None or rank.records < upto:
+            for _ in itertools.repeat(None) if upto is not None else range(_CHUNKS):
+                if upto is not None and rank.records >= upto:
+                    return
                 if upto is not None and not rank.line.poll(_LATE):
                     return
                 data = os.read(descriptor, _CHUNK)
@@ -788,6 +829,8 @@ class _Run:
         deadline = time.monotonic() + (_CANCEL if self._crew.restarts_together else 0.0)
         while self._running and time.monotonic() < deadline:
             self._hear(_TICK)
+            if self._checks:
+                self._read_lines()  # who writes a record does not look whether it is to end
         self.broken += self._running.values()
         self._running = {}
 
@@ -814,7 +857,7 @@ class _Run:
         outcomes = [self._outcome(rank, root, error) for rank in self.ranks]
         if error is None and not any(each.kind is OutcomeKind.SKIPPED for each in outcomes):
             return self._leaks(outcomes)
-        if error is not None and self.whole:
+        if self.whole:  # a run that skipped may have left messages as well
             self.whole = self._checks and self._board.settled()
         return Report(verdict, outcomes, root, error)
 
@@ -826,7 +869,7 @@ class _Run:
             return finding.root, finding.error, VerdictKind.MISMATCH
         if self._crashed:
             self.whole = False
-            slot = min(self._crashed)
+            slot = next(iter(self._crashed))  # the first that was told: others may follow from it
             return slot, self._crash(slot), VerdictKind.CRASHED
         if self._errors:
             slot = min(self._errors, key=self._rank_of_cause)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
-import functools
 import gc
 import os
 import pickle
@@ -20,6 +19,7 @@ import signal
 import socket
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from smp_core.backends.faults.process import ProcessStrikes
 
 STACKS = signal.SIGUSR2  # asks a rank for its stacks, whatever it is doing
+_HANDLED = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, STACKS}
 DISMISSED = -1  # in the place of the number of a run: another rank takes this one's place
 
 
@@ -129,7 +130,10 @@ class _Line:
 class _Server:
     """What a rank process keeps from run to run."""
 
-    def __init__(self, berth: Berth, control: Connection, line: Connection) -> None:
+    def __init__(
+        self, berth: Berth, control: Connection, line: Connection, output: _Output | None
+    ) -> None:
+        self._output = output
         self._berth, self._control = berth, control
         self._line = _Line(line, berth.folder)
         self._recorder = Recorder(berth.slot, self._line.write)
@@ -141,6 +145,8 @@ class _Server:
         self._process = os.getpid()
         self._threads = set(threading.enumerate())
         self._descriptors: set[str] = set()
+        self._path = list(sys.path)
+        self._stacks = _Stacks(berth.folder)
 
     def serve(self) -> None:
         """Until the controller says exit, or is gone."""
@@ -199,7 +205,8 @@ class _Server:
         self._line.run = errand.number
         start = self._line.sent
         fabric = self._worlds[errand.size]
-        _truncate_output()
+        if self._output is not None:
+            self._output.renew()
         with self._surroundings(errand):
             outcome = self._outcome(errand, fabric)
         value = packed = None
@@ -215,7 +222,8 @@ class _Server:
         except Exception as error:
             broken = [f"its world is broken: {type(error).__name__}: {error}"]
         unclean = self._unclean(getattr(fabric, "holds", False)) + broken
-        outcome.stdout, outcome.stderr = _output()
+        if self._output is not None:
+            outcome.stdout, outcome.stderr = self._output.written()
         records = self._line.sent - start
         return Done(errand.number, outcome, packed, value, groups, unclean, records)
 
@@ -270,7 +278,11 @@ class _Server:
     def _job(self, errand: Errand) -> Job:
         if errand.body is not None:
             self._bodies = {errand.body_key: pickle.loads(errand.body)}
-        arguments, fields = pickle.loads(errand.job)
+        arguments, fields, filters = pickle.loads(errand.job)
+        warnings.filters[:] = (  # type: ignore[index]
+            filters  # as they are in the controller: the test's, and the session's
+        )
+        warnings._filters_mutated()  # type: ignore[attr-defined]
         return Job(body=self._bodies[errand.body_key], arguments=arguments, **fields)
 
     def _pack(self, outcome: Outcome) -> tuple[bytes | None, bytes | None]:
@@ -290,15 +302,25 @@ class _Server:
     def _surroundings(self, errand: Errand) -> Iterator[None]:
         """The controller's environment, folder and import path; what the body changes is undone."""
         if errand.path is not None:
-            sys.path[:] = errand.path
+            self._path = errand.path
+        sys.path[:] = self._path
+        limit = sys.getrecursionlimit()
+        handlers = {each: signal.getsignal(each) for each in _HANDLED}
+        self._stacks.renew()
         _apply(self._environment, errand.environment)
         if errand.directory is not None:
             with contextlib.suppress(OSError):
                 os.chdir(errand.directory)
         streams = sys.stdin, sys.stdout, sys.stderr
         try:
-            yield
+            with warnings.catch_warnings():
+                yield
         finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for number, handler in handlers.items():
+                if signal.getsignal(number) is not handler and handler is not None:
+                    signal.signal(number, handler)
+            sys.setrecursionlimit(limit)
             sys.stdin, sys.stdout, sys.stderr = streams
             _apply(self._environment, {})
 
@@ -408,40 +430,51 @@ def read_output(folder: str, pid: int) -> tuple[str, str]:
     return texts[0], texts[1]
 
 
-def _redirect(folder: str) -> None:
-    for descriptor, path in zip((1, 2), output_files(folder, os.getpid()), strict=True):
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(file, descriptor)
-        os.close(file)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  for the life of the process
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
+class _Stacks:
+    """Has the signal STACKS write every thread's stack to a file. A body may take the signal away."""
+
+    def __init__(self, folder: str) -> None:
+        self._file = open(stacks_file(folder, os.getpid()), "w")  # noqa: SIM115
+        self.renew()
+
+    def renew(self) -> None:
+        """As if no body had run."""
+        faulthandler.unregister(STACKS)
+        faulthandler.register(STACKS, file=self._file, all_threads=True)
 
 
-@functools.cache
-def _captures() -> bool:
-    """Whether this process writes to files of its own: it does not with ``-s``."""
-    return os.path.basename(os.readlink("/proc/self/fd/1")) == f"{os.getpid()}.out"
+class _Output:
+    """Descriptors 1 and 2 as files in the run's folder. A body may close or redirect them, and the
+    streams over them: each run begins with new ones.
+    """
 
+    def __init__(self, folder: str) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+        self._files = [os.open(each, flags, 0o600) for each in output_files(folder, os.getpid())]
+        self._streams: list[Any] = []
+        self.renew()
 
-def _truncate_output() -> None:
-    if _captures():
-        for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
-            stream.flush()
-            os.ftruncate(descriptor, 0)
+    def renew(self) -> None:
+        """Empty files, on descriptors 1 and 2."""
+        self._flush()
+        for descriptor, file in zip((1, 2), self._files, strict=True):
+            os.ftruncate(file, 0)
+            os.dup2(file, descriptor)
+        if not self._streams or any(stream.closed for stream in self._streams):
+            self._streams = [open(each, "w", buffering=1, closefd=False) for each in (1, 2)]  # noqa: SIM115
+            sys.__stdout__, sys.__stderr__ = self._streams  # type: ignore[misc]
+        sys.stdout, sys.stderr = self._streams
 
+    def written(self) -> tuple[str, str]:
+        """What was written since the last renewal."""
+        self._flush()
+        out, err = (os.pread(file, os.fstat(file).st_size, 0) for file in self._files)
+        return out.decode(errors="replace"), err.decode(errors="replace")
 
-def _output() -> tuple[str, str]:
-    """What was written since the last truncation."""
-    if not _captures():
-        return "", ""
-    texts = []
-    for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
-        with contextlib.suppress(ValueError, OSError):  # the body closed it
-            stream.flush()
-        data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-        texts.append(data.decode(errors="replace"))
-    return texts[0], texts[1]
+    def _flush(self) -> None:
+        for stream in self._streams:
+            with contextlib.suppress(ValueError, OSError):  # the body closed it
+                stream.flush()
 
 
 def main(berth: Berth, at_end: Callable[[], None] | None = None) -> None:
@@ -452,10 +485,7 @@ def main(berth: Berth, at_end: Callable[[], None] | None = None) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    if berth.capture:
-        _redirect(berth.folder)
-    stacks = open(stacks_file(berth.folder, os.getpid()), "w")  # noqa: SIM115
-    faulthandler.register(STACKS, file=stacks, all_threads=True)
+    output = _Output(berth.folder) if berth.capture else None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     random.seed()  # a fork of the nursery; each run seeds it again
     secret = bytes.fromhex(berth.secret)
@@ -469,11 +499,13 @@ def main(berth: Berth, at_end: Callable[[], None] | None = None) -> None:
     line = wire.connect(berth.address, secret, {**hello, "wire": "line"})
     code = 1
     try:
-        _Server(berth, control, line).serve()
+        _Server(berth, control, line, output).serve()
         if at_end is not None:
             at_end()
         code = 0
     except (EOFError, OSError):
         pass  # the controller is gone
+    except BaseException:  # of ours: the controller shows what a rank wrote last
+        sys.__excepthook__(*sys.exc_info())
     finally:
         os._exit(code)

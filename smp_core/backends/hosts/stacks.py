@@ -14,6 +14,7 @@ from smp_core.backends import frames
 
 _FRAME = re.compile(r'\s+File "(.*)", line (\d+) in (.*)')
 _SERVER, _LISTENER = "rank.py", "_listen"  # what runs bodies, and the thread beside it
+_ENOUGH = "in serve"
 _PATIENCE = 1.0  # seconds for the handler to have run
 _QUIET = 0.05  # seconds without a new line: it is done
 
@@ -35,8 +36,8 @@ def read_stacks(folder: str, pid: int) -> list[str]:
             return []
         if now != text:
             text, quiet_since = now, time.monotonic()
-        elif text and time.monotonic() - quiet_since > _QUIET:
-            break
+        elif _ENOUGH in text and time.monotonic() - quiet_since > _QUIET:
+            break  # the handler writes thread by thread: the one that runs bodies is there
         time.sleep(0.005)
     return [
         stack

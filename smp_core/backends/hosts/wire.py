@@ -163,8 +163,8 @@ class Listener:
             try:
                 deliver_challenge(connection, self._secret)
                 answer_challenge(connection, self._secret)
+                # The limit stays: who stops in the midst of a frame, or does not take one, is lost.
                 hello = json.loads(connection.recv_bytes(_LONGEST_HELLO))
-                _limited(sock, 0)
             except (AuthenticationError, OSError, EOFError, ValueError) as error:
                 connection.close()
                 self.refused += 1

@@ -175,13 +175,14 @@ WHERE = """
 """
 
 #: Of the levels L0, L1 and L2: these take seconds, and all of them many minutes on two cores.
-REQUIREMENTS = ["lifecycle", "allgather", "process_groups", "errors"]
+REQUIREMENTS = ["lifecycle", "allgather", "barriers", "process_groups", "errors"]
 
 
 @LAUNCHERS
-def test_requirements_hold_on_two_machines(machines, command, launch):
+def test_requirements_hold_on_two_machines(machines, command, tmp_path, launch):
     modules = [f"conformance.test_{name}" for name in REQUIREMENTS]
-    started, other = launch(machines, command, "--pyargs", *modules, "-q")
+    shared = f"--basetemp={tmp_path / 'shared'}"  # for smp_tmp_path
+    started, other = launch(machines, command, "--pyargs", *modules, "-q", shared)
     code, text = started.end(240)
     if other is not None:
         other.end(30)
