@@ -425,12 +425,11 @@ class ProcessHost:
         self.replace(late)
 
     def _start(self, slots: list[int]) -> None:
-        if self._crew.restarts_together:
+        if self._crew.restarts_together and not self._crew.final:
             self._killed.clear()  # of the last job
             for rank in self._lobby.leftover():  # of the last job too: no run had needed them
                 self._forget(rank)
-            if not self._crew.final:  # the new job begins with what is set now
-                self._environment = dict(os.environ)
+            self._environment = dict(os.environ)  # the new job begins with what is set now
         self._starting.update(self._crew.start(slots))
 
     def _await(self, slot: int, deadline: float) -> RankProcess:
@@ -447,6 +446,8 @@ class ProcessHost:
                     if self._crew.restarts_together:
                         self._starting.clear()
                         self._dismiss(list(self._ranks.values()))
+                    if self._crew.final:
+                        self.lost = f"the job has lost rank {ended.slot} before it was ready"
                     text = self._crew.last_words()
                     text += "".join(read_output(self._crew.folder, ended.pid or 0))[-2000:]
                     raise BackendError(
