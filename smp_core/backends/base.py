@@ -111,9 +111,9 @@ class Seat:
     local_size: int
     folder: Path
     forming: int
-    store: str  # "file": one in `folder` serves all ranks; "env": the launcher's, by MASTER_ADDR
     check: Callable[[], None]
     board: Recorder
+    store: str = "file"  # one in `folder` serves all ranks; "env": the launcher's, by MASTER_ADDR
 
 
 class RankFabric(Fabric, Protocol):

@@ -188,7 +188,6 @@ def test_requirements_hold_on_two_machines(machines, command, tmp_path, launch):
         other.end(30)
     assert code == 0, text
     assert re.search(r"\d+ passed", text), text
-    assert "failed" not in text.splitlines()[-1], text
 
 
 @LAUNCHERS
