@@ -434,4 +434,4 @@ def test_other_kinds_of_tensor_are_refused_by_name(smp_world: Any, make: Any) ->
 
     report = smp_world.report(body, ranks=2)
     assert report.root == 0
-    assert "the sim backend moves dense CPU tensors, not torch." in str(report.error)
+    assert "this backend moves dense CPU tensors, not torch." in str(report.error)

@@ -44,7 +44,7 @@ def _check_tensors(call: str, tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             raise UnsupportedError(
-                f"{call}: the sim backend moves dense CPU tensors, not {tensor.layout} on {tensor.device}"
+                f"{call}: this backend moves dense CPU tensors, not {tensor.layout} on {tensor.device}"
             )
     if len({tensor.dtype for tensor in tensors}) > 1:
         raise ArgumentError(
