@@ -116,7 +116,10 @@ class MpiexecCrew(Crew):
         with open(Path(self.folder, _LOG), "wb") as log:
             output = log if self._capture else None
             self._job = subprocess.Popen(
-                [*python, "--exec", *self._command, "-n", str(self._size), *python, told, *rank],
+                [
+                    *[*python, "--exec", str(os.getpid()), *self._command, "-n", str(self._size)],
+                    *[*python, told, *rank],
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -1,6 +1,6 @@
 """A small process above each rank of an MPI job, and above the job itself.
 
-    warden.py --exec COMMAND...        becomes the command, which the kernel ends with the controller
+    warden.py --exec PID COMMAND...    becomes the command, which the kernel ends with that parent
     warden.py TOLD COMMAND...          runs a rank; writes how it ended to the folder TOLD
 
 Runs by itself, without this project or anything else imported: it must cost next to nothing.
@@ -59,8 +59,8 @@ def _ward(told: str, command: list[str]) -> int:
 def main(arguments: list[str]) -> None:
     """See the module."""
     if arguments[0] == "--exec":
-        die_with(os.getppid())
-        os.execvp(arguments[1], arguments[1:])
+        die_with(int(arguments[1]))
+        os.execvp(arguments[2], arguments[2:])
     sys.exit(_ward(arguments[0], arguments[1:]))
 
 
