@@ -165,7 +165,12 @@ class Listener:
                 answer_challenge(connection, self._secret)
                 # The limit stays: who stops in the midst of a frame, or does not take one, is lost.
                 hello = json.loads(connection.recv_bytes(_LONGEST_HELLO))
-            except (AuthenticationError, OSError, EOFError, ValueError) as error:
+            except EOFError as error:
+                # It went away before it could prove anything: often a rank that was killed just then.
+                connection.close()
+                log.debug("a connection to %s ended at once: %s", self.address, error)
+                return
+            except (AuthenticationError, OSError, ValueError) as error:
                 connection.close()
                 self.refused += 1
                 log.warning(
