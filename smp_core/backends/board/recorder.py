@@ -74,6 +74,7 @@ class Recorder:
         self.rank = rank
         self.run = 0  # counts begins: what others keep per run is stale when it changes
         self._write, self._on, self._pid = write, False, 0
+        self._words = b""  # what the next record needs: written with it, in one go
         self._lock = threading.Lock()
         self.inside = _Depth()
         self._main = self._threads = self._number = 0
@@ -94,13 +95,14 @@ class Recorder:
         self._main, self._threads = _thread.get_ident(), _thread._count()
         self._number, self._on, self._pid = 0, True, os.getpid()
         self.run += 1
-        self._write(encode(records.BEGIN, run))
+        self._words = encode(records.BEGIN, run)
 
     def end(self) -> None:
         """The body is over, however it ended; nothing is recorded any more."""
-        if self._on:
-            self._on = False
-            self._write(encode(records.END, self._thread()))
+        with self._lock:
+            if self._on:
+                self._on = False
+                self._tell(encode(records.END, self._thread()))
 
     @property
     def active(self) -> bool:
@@ -137,7 +139,7 @@ class Recorder:
             place = self._place(sys._getframe(1))
             from_ = -1 if source is None else source
             thread = self._thread()
-            self._write(encode(records.OBJECT, number, own, call, place, thread, [*to], from_))
+            self._tell(encode(records.OBJECT, number, own, call, place, thread, [*to], from_))
         try:
             with self.quiet():
                 yield
@@ -156,7 +158,7 @@ class Recorder:
             number, description = self._next(), self._description(key, describe)
             where = self._place(sys._getframe(1)) if place is None else place
             thread = self._thread()
-            self._write(_COLLECTIVE % (number, group, description, where, thread))
+            self._tell(_COLLECTIVE % (number, group, description, where, thread))
         return number
 
     def post(
@@ -173,7 +175,7 @@ class Recorder:
             number, description = self._next(), self._description(key, describe)
             where, thread = self._place(sys._getframe(1)), self._thread()
             frame = _SEND if sends else _RECEIVE
-            self._write(frame % (number, group, description, where, thread, peer, tag))
+            self._tell(frame % (number, group, description, where, thread, peer, tag))
         return number
 
     def returned(self, number: int) -> None:
@@ -188,7 +190,7 @@ class Recorder:
         """This thread waits until these calls are over."""
         with self._lock:
             place = self._place(sys._getframe(1))
-            self._write(_WAITS % (_listed(numbers), place, self._thread()))
+            self._tell(_WAITS % (_listed(numbers), place, self._thread()))
 
     def done(self, numbers: Sequence[int]) -> None:
         """This thread has learnt that these calls are over."""
@@ -208,7 +210,11 @@ class Recorder:
     def _say(self, record: bytes) -> None:
         with self._lock:
             if self._on and os.getpid() == self._pid:
-                self._write(record)
+                self._tell(record)
+
+    def _tell(self, record: bytes) -> None:
+        self._write(self._words + record)
+        self._words = b""
 
     def _next(self) -> int:
         self._number += 1
@@ -226,14 +232,14 @@ class Recorder:
         known = self._groups.get(key)
         if known is None:
             known = self._groups[key] = len(self._groups)
-            self._write(encode(records.GROUP, known, kind, name, shown, generation, [*ranks]))
+            self._words += encode(records.GROUP, known, kind, name, shown, generation, [*ranks])
         return known
 
     def _description(self, key: object, describe: Callable[[], Description]) -> int:
         known = self._descriptions.get(key)
         if known is None:
             known = self._descriptions[key] = len(self._descriptions)
-            self._write(encode(records.DESCRIPTION, known, *describe()))
+            self._words += encode(records.DESCRIPTION, known, *describe())
         return known
 
     def _place(self, frame: types.FrameType | None) -> int:
@@ -261,5 +267,5 @@ class Recorder:
             known = self._places[key] = len(self._places)
             line = frame.f_lineno
             record = (known, code.co_filename, line, code.co_name, direct)
-            self._write(encode(records.PLACE, *record))
+            self._words += encode(records.PLACE, *record)
         return known

@@ -200,7 +200,9 @@ def reset(seed: int) -> None:
     """Give this process what every rank of a run starts with: for ranks that are processes."""
     prepare_thread()
     for part in _parts():
-        part.set(_fresh(part, seed), part.get())
+        fresh = _fresh(part, seed)
+        if not part.unchanged(fresh):  # most bodies draw nothing
+            part.set(fresh, part.get())
 
 
 class Isolation:

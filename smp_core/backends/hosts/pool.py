@@ -18,7 +18,7 @@ from typing import Any
 from smp_core.backends import parcels
 from smp_core.backends.base import HostOptions
 from smp_core.backends.hosts import wire
-from smp_core.backends.hosts.processes import Crew, Ended, RankProcess, describe_exit
+from smp_core.backends.hosts.crew import Crew, Ended, RankProcess, describe_exit
 from smp_core.errors import BackendError
 
 _START = "import sys; from smp_core.backends.hosts.nursery import start; start(int(sys.argv[1]))"

@@ -1,5 +1,5 @@
-"""The controller's side of every host whose ranks are processes: forming worlds, running jobs, and
-the verdicts when a rank crashes or does not come back.
+"""The controller's side of every host whose ranks are processes: it has them started and replaced,
+forms worlds of them, and runs one job at a time.
 
 How the processes come to exist is a Crew's business (pool, mpiexec, external).
 """
@@ -7,22 +7,19 @@ How the processes come to exist is a Crew's business (pool, mpiexec, external).
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import copy
+import functools
 import itertools
 import logging
-import math
 import os
 import pickle
 import selectors
 import shutil
-import signal
-import socket
 import sys
 import threading
 import time
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -32,150 +29,26 @@ from smp_core.backends.base import (
     Factory,
     HostOptions,
     Job,
-    Outcome,
-    OutcomeKind,
     Report,
-    VerdictKind,
     World,
 )
-from smp_core.backends.board.analysis import Board, Finding
+from smp_core.backends.board.analysis import Board
 from smp_core.backends.faults import Claim
 from smp_core.backends.hosts import wire
-from smp_core.backends.hosts.rank import (
-    DISMISSED,
-    STACKS,
-    Done,
-    Errand,
-    Forming,
-    Preparing,
-    output_files,
-    read_output,
-)
-from smp_core.backends.hosts.stacks import read_stacks, stacks_file
-from smp_core.errors import (
-    BackendError,
-    CollectiveMismatchError,
-    CrashError,
-    JobLost,
-    LeakError,
-    PayloadError,
-    RunTimeout,
-)
+from smp_core.backends.hosts.crew import Crew, Ended, RankProcess
+from smp_core.backends.hosts.errands import Errand, Forming, Orders, Preparing
+from smp_core.backends.hosts.output import output_files, read_output
+from smp_core.backends.hosts.rank import DISMISSED
+from smp_core.backends.hosts.run import TICK, Run
+from smp_core.backends.hosts.stacks import stacks_file
+from smp_core.backends.hosts.surroundings import changes, environment
+from smp_core.errors import BackendError, JobLost
 
 log = logging.getLogger("smp_core.hosts")
 
-_CHUNK = 1 << 16  # bytes read at a time
-_CHUNKS = 4  # at most, at a look: a rank may write faster than we read
-_LATE = 1.0  # seconds that a record may take that was sent before a rank came back
-_TICK = 0.02  # seconds between two looks at the board
 _START = 60.0  # seconds for rank processes to start and connect
 _FORM = 60.0  # seconds for a world to form
-_GRACE = 0.5  # seconds that the others get after a rank has failed, to end by themselves
 _SETTLE = 2.0  # seconds that a rank which has sent its result gets to wait for the next errand
-_CANCEL = 2.0  # seconds that a cooperative fabric gets to unwind
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ended:
-    """A rank process that has ended. ``code`` is its exit code; negative is a signal.
-
-    Only slot and pid together say which process it was: machines give out the same numbers.
-    """
-
-    slot: int | None
-    pid: int | None
-    code: int | None
-    words: str = ""  # how, where there is no code
-
-    def __str__(self) -> str:
-        return self.words or describe_exit(self.code)
-
-
-class Crew(ABC):
-    """How rank processes come to exist, and end."""
-
-    folder: str  # private to the run
-    address: wire.Address | socket.socket  # where ranks connect, or what listens there already
-    secret: bytes
-    limit: int | None  # at most so many ranks
-    restarts_together: bool  # one that ends takes all others with it
-    final: bool = False  # who is lost is lost for good
-    store: str = "file"  # see Seat
-    prepares: bool  # runs the options' prelude by itself, before it starts ranks
-
-    @abstractmethod
-    def start(self, slots: Collection[int]) -> Collection[int]:
-        """Start rank processes for these slots, and say for which others too; they connect when
-        they are ready.
-        """
-
-    @abstractmethod
-    def ended(self) -> list[Ended]:
-        """Those that ended since the last call. Does not wait."""
-
-    @abstractmethod
-    def kill(self, ranks: Collection[RankProcess]) -> None:
-        """End these processes at once, with everything that their bodies started."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End what is left. Nothing of the crew outlives this call."""
-
-    def welcome(self, connection: Connection, hello: dict[str, Any]) -> None:  # noqa: B027
-        """A nursery has connected. Called in a thread of the listener's."""
-
-    def gather(self) -> None:  # noqa: B027
-        """Wait for what starts by itself."""
-
-    def silent(self, host: str) -> None:  # noqa: B027
-        """A machine does not answer. Called in the midst of a run."""
-
-    def last_words(self) -> str:
-        """What is known beside the ranks' own output when they cannot start."""
-        return ""
-
-    def stacks(self, ranks: Sequence[RankProcess]) -> dict[int, list[str]]:
-        """Every rank's Python stack, whatever it is doing: its own signal handler writes it."""
-        for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.pid, STACKS)
-        return {rank.slot: read_stacks(rank.folder, rank.pid) for rank in ranks}
-
-    def written(self, rank: RankProcess) -> tuple[str, str]:
-        """What a rank has written in this run, to standard output and to standard error."""
-        return read_output(rank.folder, rank.pid)
-
-    def place(self, slot: int, size: int) -> tuple[int, int]:
-        """The rank's number on its machine, and how many of a world of ``size`` are there."""
-        return slot, size
-
-    def fileno(self) -> int | None:
-        """A descriptor that is readable when ``ended`` has news."""
-        return None
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class RankProcess:
-    """One rank process, while it is connected."""
-
-    slot: int
-    pid: int
-    host: str
-    folder: str  # on its machine: where it keeps its output
-    control: Connection
-    line: Connection
-    worlds: dict[int, int] = dataclasses.field(default_factory=dict)  # size: forming
-    body: int = 0  # the key of the body that it has
-    path: list[str] | None = None  # the sys.path that it has
-    records: int = 0  # bytes read from its line in this run
-    over: bool = False  # its end has been told
-    busy: bool = False  # has an errand, and has not said yet that it waits for the next
-
-    def settle(self) -> None:
-        """Hear that it waits again. Raises EOFError or OSError if it has ended instead."""
-        if self.control.recv_bytes():
-            raise EOFError("it sent something else")
-        self.busy = False
 
 
 class _Lobby:
@@ -253,8 +126,6 @@ class ProcessHost:
         self._folders: dict[int, str] = {}
         self._numbers = itertools.count(1)
         self._formings = itertools.count(1)
-        self._environment = dict(os.environ)
-        self._bodies: tuple[Any, int, bytes] = (None, 0, b"")
         self._running = False
         self._process = os.getpid()
         self.replaced = 0  # rank processes that had to be
@@ -262,14 +133,15 @@ class ProcessHost:
     def configure(self, options: HostOptions) -> None:
         """Get ready to start rank processes."""
         self._check = options.check
+        self._renew_book()
         self._prelude = None if options.prelude is None else parcels.dumps(options.prelude)
         self._crew = crew = self._make_crew(options)
         self._lobby = _Lobby()
         self._listener = wire.Listener(crew.address, crew.secret, self._welcome)
-        self._selector = selectors.DefaultSelector()
+        self.selector: selectors.BaseSelector = selectors.DefaultSelector()
         descriptor = crew.fileno()
         if descriptor is not None:
-            self._selector.register(descriptor, selectors.EVENT_READ, None)
+            self.selector.register(descriptor, selectors.EVENT_READ, None)
 
     @property
     def refused(self) -> int:
@@ -303,7 +175,7 @@ class ProcessHost:
         self._crew.close()
         for rank in ranks:
             self._forget(rank)
-        self._selector.close()
+        self.selector.close()
 
     def run(self, job: Job, size: int) -> Report:
         """Run ``job`` on ranks 0 to ``size`` - 1."""
@@ -323,9 +195,13 @@ class ProcessHost:
                     self._dismiss(list(self._ranks.values()))
                 raise
             ranks = [self._ranks[slot] for slot in range(size)]
-            run = _Run(self, self._crew, ranks, job, self._synchronous_sends)
+            number = next(self._numbers)
+            board = None
+            if self._check:
+                board = Board(size, synchronous_sends=self._synchronous_sends)
+            run = Run(self, self._crew, ranks, job, number, board)
             try:
-                report = run.report(self._errands(job, size), self._check)
+                report = run.report(self._errands(job, size, number))
             finally:
                 self._heal(run)
             report.warnings[:0] = news
@@ -362,6 +238,11 @@ class ProcessHost:
 
     def _muster(self, size: int) -> list[str]:
         """Have a rank process for each rank. What happened to some since the last run, in words."""
+        ranks = [self._ranks.get(slot) for slot in range(size)]
+        if all(rank is not None and not rank.busy for rank in ranks) and not (
+            self._starting or self._unclaimed or self.selector.select(0)
+        ):
+            return []  # nobody has anything to tell
         news = []
         self._settle()
         for ended in self.ends():
@@ -393,7 +274,7 @@ class ProcessHost:
             self._ranks[slot] = rank = self._await(slot, deadline)
             os.set_blocking(rank.line.fileno(), False)
             self._starting.discard(slot)
-            self._selector.register(rank.control, selectors.EVENT_READ, rank)
+            self.selector.register(rank.control, selectors.EVENT_READ, rank)
             newcomers.append(rank)
         if newcomers and not self._crew.prepares and self._prelude is not None:
             problems = self._ask(newcomers, Preparing(self._prelude), _START)
@@ -408,7 +289,8 @@ class ProcessHost:
         """
         late = []
         deadline = time.monotonic() + _SETTLE
-        for rank in [rank for rank in self._ranks.values() if rank.busy]:
+        told_of = {key.data for key, _ in self.selector.select(0)}
+        for rank in [each for each in self._ranks.values() if each.busy or each in told_of]:
             try:
                 if rank.control.poll(max(0.0, deadline - time.monotonic())):
                     rank.settle()
@@ -429,7 +311,7 @@ class ProcessHost:
             self._killed.clear()  # of the last job
             for rank in self._lobby.leftover():  # of the last job too: no run had needed them
                 self._forget(rank)
-            self._environment = dict(os.environ)  # the new job begins with what is set now
+            self._renew_book()  # the new job begins with what is set now
         self._starting.update(self._crew.start(slots))
 
     def _await(self, slot: int, deadline: float) -> RankProcess:
@@ -460,7 +342,7 @@ class ProcessHost:
     def _forget(self, rank: RankProcess) -> None:
         self._ranks.pop(rank.slot, None)
         with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(rank.control)
+            self.selector.unregister(rank.control)
         # It may live a little longer, and must not take this for the controller's end, at which a rank
         # removes the run's folder.
         with contextlib.suppress(OSError):
@@ -531,7 +413,7 @@ class ProcessHost:
         while waiting and not problems:
             if time.monotonic() > deadline:
                 return [f"rank {slot} did not answer within {timeout:g} s" for slot in waiting]
-            for key, _ in self._selector.select(_TICK):
+            for key, _ in self.selector.select(TICK):
                 rank = key.data
                 if rank is None:
                     self._unclaimed += self.ends()
@@ -553,7 +435,7 @@ class ProcessHost:
         for rank in ranks:
             self._forget(rank)
 
-    def _heal(self, run: _Run) -> None:
+    def _heal(self, run: Run) -> None:
         """After a run: replace who is broken, and let a world whose traffic stopped midway go."""
         self.replace(run.broken)
         if not run.whole:
@@ -562,413 +444,68 @@ class ProcessHost:
 
     # Jobs.
 
-    def _errands(self, job: Job, size: int) -> Callable[[RankProcess], Errand]:
-        number = next(self._numbers)
-        body, key, packed = self._bodies
-        if body is not job.body or not parcels.is_constant(body):
-            again = parcels.dumps(job.body)
-            if again != packed:
-                self._bodies = _, key, packed = job.body, key + 1, again
+    def _renew_book(self) -> None:
+        self._book = _Book(dict(os.environ), self._check)
+
+    def _errands(self, job: Job, size: int, number: int) -> Callable[[RankProcess], bytes]:
+        orders = self._book.orders(job)
+        arguments = parcels.dumps(job.arguments)
+
+        @functools.cache  # ranks that have the orders get the same bytes
+        def errand(known: bool) -> bytes:
+            told = None if known else orders
+            return Errand(number, size, told, job.seed, arguments, bool(job.faults)).packed()
+
+        def errand_of(rank: RankProcess) -> bytes:
+            known, rank.orders = rank.orders == orders.key, orders.key
+            return errand(known)
+
+        return errand_of
+
+
+class _Book:
+    """The orders that were given last: others are made when something has changed."""
+
+    def __init__(self, started_with: dict[str, str], check: bool) -> None:
+        self._started_with, self._check = started_with, check
+        self._body: Any = None
+        self._basis: tuple[Any, ...] = ()
+        self._orders = Orders(0, b"", b"", {}, None, [], check)
+
+    def orders(self, job: Job) -> Orders:
+        """Those that hold now."""
         fields = {
             name: getattr(job, name)
             for name in (
-                *("parameters", "automatic_init", "seed", "strict", "capture", "skips"),
+                *("parameters", "automatic_init", "strict", "capture", "skips"),
                 *(("faults",) if job.faults else ()),
             )
         }
-        rest = parcels.dumps((job.arguments, fields, list(warnings.filters)))
-        environment = _changes(self._environment, os.environ)
-        path = list(sys.path)
         try:
             directory: str | None = os.getcwd()
         except OSError:
             directory = None
-
-        def errand(rank: RankProcess) -> Errand:
-            known = rank.body == key
-            moved = rank.path != path
-            rank.body, rank.path = key, path
-            return Errand(
-                number,
-                size,
-                key,
-                None if known else packed,
-                rest,
-                environment,
+        last, body = self._orders, self._orders.body
+        if job.body is not self._body or not parcels.is_constant(job.body):
+            body = parcels.dumps(job.body)
+        # Of the fields their pickle, which tells 1 from True.
+        basis = (_pickled(fields), directory, sys.path, warnings.filters, environment())
+        if not last.key or body != last.body or basis != self._basis:
+            self._orders = Orders(
+                last.key + 1,
+                body,
+                parcels.dumps((fields, list(warnings.filters))),
+                changes(self._started_with, os.environ),
                 directory,
-                path if moved else None,
+                list(sys.path),
                 self._check,
             )
-
-        return errand
-
-
-def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str | None]:
-    changed: dict[str, str | None] = {
-        name: value for name, value in now.items() if before.get(name) != value
-    }
-    changed.update({name: None for name in before if name not in now})
-    return changed
+        self._body, self._basis = job.body, tuple(map(copy.copy, basis))
+        return self._orders
 
 
-class _Run:
-    """One run: from sending the job to every rank's outcome."""
-
-    def __init__(
-        self,
-        host: ProcessHost,
-        crew: Crew,
-        ranks: list[RankProcess],
-        job: Job,
-        synchronous_sends: bool,
-    ) -> None:
-        self._host, self._crew, self._job = host, crew, job
-        self.ranks = ranks
-        self.broken: list[RankProcess] = []  # to be replaced
-        self.whole = True  # the world can serve again
-        self._board = Board(len(ranks), synchronous_sends=synchronous_sends)
-        self._done: dict[int, Done] = {}
-        self._errors: dict[int, BaseException] = {}
-        self._running = {rank.slot: rank for rank in ranks}
-        self._crashed: dict[int, str] = {}
-        self._gone: dict[
-            int, RankProcess
-        ] = {}  # its connection closed; how it ended is not known yet
-        self._finding: Finding | None = None
-        self._number = 0
-        self._checks = False
-
-    def report(self, errand: Callable[[RankProcess], Errand], check: bool) -> Report:
-        """Send the job, wait for all, and say how it went."""
-        self._checks = check
-        try:
-            for rank in self.ranks:
-                rank.records = 0
-                request = errand(rank)
-                if not self._number:
-                    self._number = request.number
-                    self._board.reset(self._number)
-                rank.busy = True
-                try:
-                    rank.control.send_bytes(pickle.dumps(request, pickle.HIGHEST_PROTOCOL))
-                except OSError:
-                    self._lost(rank)
-            timed_out = self._wait()
-            if timed_out:
-                return self._timeout()
-            return self._conclude()
-        except BaseException:  # Ctrl-C, or a signal handler of another plugin
-            self._stop(list(self._running.values()))
-            raise
-
-    # Waiting.
-
-    def _wait(self) -> bool:
-        """Until all ranks have ended, or one's failure has ended the run. Whether time was up."""
-        limit = math.inf if self._job.timeout is None else self._job.timeout
-        start = time.monotonic()
-        failed_at = found_at = math.inf
-        while self._running:
-            self._hear(_TICK)
-            now = time.monotonic()
-            if self._running and self._checks:
-                self._read_lines()
-                if self._finding is None:
-                    finding = self._board.look(self._running, now)
-                    found_at = min(found_at, now) if finding is not None else math.inf
-                    # A body that is over may have raised, which would be the cause.
-                    leaving = any(self._board.body_is_over(slot) for slot in self._running)
-                    if not leaving or now - found_at > _GRACE:
-                        self._finding = finding
-            if self._failed():
-                failed_at = min(failed_at, now)
-                if self._finding is not None or now - failed_at > _GRACE or self._all_wait():
-                    self._stop(list(self._running.values()))
-                    return False
-            elif now - start > limit:
-                if not self._job.patience():
-                    return True
-                start = now
-        return False
-
-    def _failed(self) -> bool:
-        return bool(self._crashed or self._gone or self._errors or self._finding)
-
-    def _all_wait(self) -> bool:
-        return self._checks and all(self._board.blocked(slot) for slot in self._running)
-
-    def _hear(self, timeout: float) -> None:
-        for key, _ in self._host._selector.select(timeout):
-            rank = key.data
-            if rank is None:
-                self._hear_of_ends()
-            elif rank.slot in self._running and self._running[rank.slot] is rank:
-                try:
-                    done: Done = pickle.loads(rank.control.recv_bytes())
-                except (EOFError, OSError) as error:
-                    self._lost(rank)
-                    if wire.is_silence(error):
-                        self._silent(rank.host)
-                else:
-                    self._came_back(rank, done)
-            else:
-                try:
-                    if not rank.busy:
-                        raise EOFError
-                    rank.settle()
-                except (EOFError, OSError):  # its end is told elsewhere; it would wake us for ever
-                    with contextlib.suppress(KeyError, ValueError):
-                        self._host._selector.unregister(rank.control)
-        if self._gone:
-            self._hear_of_ends()
-
-    def _came_back(self, rank: RankProcess, done: Done) -> None:
-        del self._running[rank.slot]
-        self._done[rank.slot] = done
-        if done.error is not None:
-            try:
-                error = pickle.loads(done.error)
-            except Exception as reason:
-                error = parcels.RemoteError(
-                    f"rank {rank.slot} raised what cannot be unpickled here: {reason}"
-                )
-            done.outcome.error = error
-            if done.outcome.kind is OutcomeKind.RAISED:
-                self._errors[rank.slot] = error
-        if done.value is not None:
-            try:
-                done.outcome.value = pickle.loads(done.value)
-            except Exception as reason:
-                error = PayloadError(
-                    f"rank {rank.slot}: what the body returned was pickled there and cannot be "
-                    f"unpickled here: {type(reason).__name__}: {reason}"
-                )
-                done.outcome.kind, done.outcome.error = OutcomeKind.RAISED, error
-                self._errors[rank.slot] = error
-        if done.unclean and self._crew.final:  # there is no other
-            log.warning("rank %d goes on with %s", rank.slot, "; ".join(done.unclean))
-            self.whole = False
-        elif done.unclean:
-            log.info("rank %d is replaced: %s", rank.slot, "; ".join(done.unclean))
-            self.broken.append(rank)
-
-    def _lost(self, rank: RankProcess) -> None:
-        """Its connection closed: it has ended, or will be ended."""
-        if self._checks:
-            self._read_line(rank)
-            self._board.gone(rank.slot)
-        self._running.pop(rank.slot, None)
-        self._gone[rank.slot] = rank
-        self.broken.append(rank)
-        with contextlib.suppress(KeyError, ValueError):
-            self._host._selector.unregister(rank.control)
-
-    def _silent(self, host: str) -> None:
-        """A machine does not answer: none of its ranks will."""
-        self._crew.silent(host)
-        for rank in self.ranks:
-            if rank.host == host and rank.slot not in self._done:
-                if rank.slot in self._running:
-                    self._lost(rank)
-                self._gone.pop(rank.slot, None)
-                self._crashed.setdefault(rank.slot, wire.silence(host))
-
-    def _hear_of_ends(self) -> None:
-        for ended in self._host.ends():
-            who = ended.slot, ended.pid
-            rank = next((each for each in self.ranks if (each.slot, each.pid) == who), None)
-            if rank is None:  # another's, or one that its launcher took down with the job
-                self._host.unclaimed(ended)
-                continue
-            if rank.slot in self._running:
-                # What it sent before it ended still lies in its connection.
-                while rank.slot in self._running and rank.control.poll(0):
-                    try:
-                        self._came_back(rank, pickle.loads(rank.control.recv_bytes()))
-                    except (EOFError, OSError):
-                        break
-                if rank.slot in self._running:
-                    self._lost(rank)
-            self._gone.pop(rank.slot, None)
-            if rank not in self.broken:
-                self.broken.append(rank)
-            self._crashed[rank.slot] = str(ended)
-
-    def _read_lines(self) -> None:
-        for rank in self.ranks:
-            self._read_line(rank)
-
-    def _read_line(self, rank: RankProcess, upto: int | None = None) -> None:
-        """What a rank has written for the board, or, with ``upto``, so many bytes of this run."""
-        descriptor = rank.line.fileno()
-        try:
-            for _ in itertools.repeat(None) if upto is not None else range(_CHUNKS):
-                if upto is not None and rank.records >= upto:
-                    return
-                if upto is not None and not rank.line.poll(_LATE):
-                    return
-                data = os.read(descriptor, _CHUNK)
-                if not data:
-                    return  # it has ended; its control connection says so too
-                rank.records += len(data)
-                self._board.feed(rank.slot, data)
-        except BlockingIOError:
-            pass
-        except OSError:
-            pass  # it has ended
-        except BackendError as error:  # no verdict from the board, in this run
-            log.warning("%s", error)
-
-    # The end.
-
-    def _stop(self, ranks: list[RankProcess]) -> None:
-        """End those that still run: ask where the fabric listens, kill otherwise."""
-        self.whole = False
-        for rank in ranks:
-            with contextlib.suppress(OSError):
-                rank.line.send_bytes(str(self._number).encode())
-        deadline = time.monotonic() + (_CANCEL if self._crew.restarts_together else 0.0)
-        while self._running and time.monotonic() < deadline:
-            self._hear(_TICK)
-            if self._checks:
-                self._read_lines()  # who writes a record does not look whether it is to end
-        self.broken += self._running.values()
-        self._running = {}
-
-    def _finish_reading(self) -> None:
-        """Read every record that the ranks sent before they came back."""
-        for slot, done in self._done.items():
-            self._read_line(self.ranks[slot], done.records)
-        self._read_lines()
-
-    def _conclude(self) -> Report:
-        deadline = time.monotonic() + 1.0
-        while self._gone and time.monotonic() < deadline:  # how they ended is told in a moment
-            self._hear_of_ends()
-            time.sleep(0.001)
-        if not self._crashed:
-            self._crashed = {slot: describe_exit(None) for slot in self._gone}
-        if self._checks:
-            self._finish_reading()
-            if self._finding is None:
-                self._finding = self._board.look((), time.monotonic())
-        root, error, verdict = self._cause()
-        if self._crew.final and self.broken:
-            error = JobLost(f"the job has lost its ranks\n{error}")
-        outcomes = [self._outcome(rank, root, error) for rank in self.ranks]
-        if error is None and not any(each.kind is OutcomeKind.SKIPPED for each in outcomes):
-            return self._leaks(outcomes)
-        if self.whole:  # a run that skipped may have left messages as well
-            self.whole = self._checks and self._board.settled()
-        return Report(verdict, outcomes, root, error)
-
-    def _cause(self) -> tuple[int | None, BaseException | None, VerdictKind]:
-        """The root cause: a crash, a finding of the board, or the first that raised by itself."""
-        finding = self._finding
-        mismatch = finding is not None and isinstance(finding.error, CollectiveMismatchError)
-        if finding is not None and mismatch:
-            return finding.root, finding.error, VerdictKind.MISMATCH
-        if self._crashed:
-            self.whole = False
-            slot = next(iter(self._crashed))  # the first that was told: others may follow from it
-            return slot, self._crash(slot), VerdictKind.CRASHED
-        if self._errors:
-            slot = min(self._errors, key=self._rank_of_cause)
-            return slot, self._errors[slot], VerdictKind.FAILED
-        if finding is not None:
-            return finding.root, finding.error, VerdictKind.DEADLOCK
-        return None, None, VerdictKind.PASSED
-
-    def _rank_of_cause(self, slot: int) -> tuple[bool, int]:
-        """Errors out of a communication call are often the consequence of another rank's. Among the
-        others the lowest rank's, not the first in time: the same failure must look the same again.
-        """
-        return self._waits(slot), slot
-
-    def _crash(self, slot: int) -> CrashError:
-        how, where = self._crashed[slot], self._where(slot)
-        if where and how == wire.silence(self.ranks[slot].host):
-            how += "; it was last seen"
-        lines = [f"rank {slot} crashed: {how} {where}".rstrip()]
-        others = [each for each in self._crashed if each != slot]
-        lines += [f"rank {each} crashed too: {self._crashed[each]}" for each in others]
-        lines += self._last_words(slot)
-        return CrashError("\n".join(lines))
-
-    def _last_words(self, slot: int) -> list[str]:
-        stderr = self._crew.written(self.ranks[slot])[1].strip().splitlines()
-        return ["it wrote last:", *(f"    {line}" for line in stderr[-12:])] if stderr else []
-
-    def _outcome(self, rank: RankProcess, root: int | None, error: BaseException | None) -> Outcome:
-        slot = rank.slot
-        done = self._done.get(slot)
-        if slot in self._crashed:
-            outcome = Outcome(slot, OutcomeKind.CRASHED, detail=f"crashed: {self._crashed[slot]}")
-        elif done is not None and done.outcome.kind is not OutcomeKind.CANCELLED:
-            return done.outcome
-        else:
-            outcome = Outcome(slot, OutcomeKind.CANCELLED)
-        outcome.stdout, outcome.stderr = self._crew.written(rank)
-        finding = self._finding
-        if outcome.kind is OutcomeKind.CANCELLED:
-            if finding is not None and error is finding.error and slot in finding.waits:
-                outcome.kind, outcome.detail = OutcomeKind.STUCK, finding.waits[slot]
-            else:
-                blame = f"rank {root}" if root is not None else "another rank"
-                outcome.detail = f"cancelled because of {blame}"
-        return outcome
-
-    def _leaks(self, outcomes: list[Outcome]) -> Report:
-        strict = self._job.strict
-        fatal, minor = self._board.leaks(strict) if self._checks else ([], [])
-        for slot, done in sorted(self._done.items()):
-            for text in done.groups:
-                (fatal if strict else minor).append(f"rank {slot}: {text}")
-        if fatal:
-            self.whole = False
-            error = LeakError(
-                "\n".join(["leak: the run left something behind", *(f"  {each}" for each in fatal)])
-            )
-            return Report(VerdictKind.LEAK, outcomes, None, error, warnings=minor)
-        self.whole = self.whole and not (self._checks and self._board.parted())
-        return Report(VerdictKind.PASSED, outcomes, warnings=minor)
-
-    def _timeout(self) -> Report:
-        """The verdict on a run that did not end in time: every rank's state and stack."""
-        stuck = dict(self._running)
-        stacks = self._crew.stacks(list(stuck.values()))
-        if self._checks:
-            self._finish_reading()
-        limit = f"{self._job.timeout:g} s (--smp-timeout)"
-        lines = [f"timeout: the run did not end within {limit}"]
-        details = {slot: f"rank {slot} {self._where(slot) or 'never came back'}" for slot in stuck}
-        for slot in sorted(stuck, key=lambda each: (self._waits(each), each)):
-            lines += [details[slot], *stacks.get(slot, ())]  # the one to blame first
-        for slot, done in sorted(self._done.items()):
-            error = done.outcome.error
-            text = "" if error is None else f" {type(error).__name__}: {error}"
-            lines.append(f"rank {slot} has {done.outcome.kind}{text}")
-        self._stop(list(stuck.values()))
-        outcomes = [self._outcome(rank, None, None) for rank in self.ranks]
-        for slot, detail in details.items():
-            outcomes[slot].kind, outcomes[slot].detail = OutcomeKind.STUCK, detail
-        timeout = RunTimeout("\n".join(lines))
-        return Report(VerdictKind.TIMED_OUT, outcomes, None, timeout)
-
-    def _where(self, slot: int) -> str:
-        return self._board.where(slot) if self._checks else ""
-
-    def _waits(self, slot: int) -> bool:
-        return self._checks and self._board.waits(slot)
-
-
-def describe_exit(code: int | None) -> str:
-    """An exit status in words; negative is a signal."""
-    if code is None:
-        return "its connection closed"
-    if code >= 0:
-        return f"exit code {code}"
+def _pickled(fields: dict[str, Any]) -> bytes:
     try:
-        return f"killed by {signal.Signals(-code).name} (signal {-code})"
-    except ValueError:
-        return f"killed by signal {-code}"
+        return pickle.dumps(fields)  # a hundred times faster, where it can
+    except Exception:
+        return parcels.dumps(fields)

@@ -4,14 +4,17 @@ file, whatever it is doing, in C or in Python; here they are read.
 
 from __future__ import annotations
 
+import faulthandler
 import linecache
 import os
 import re
+import signal
 import time
 from pathlib import Path
 
 from smp_core.backends import frames
 
+STACKS = signal.SIGUSR2  # asks a rank for its stacks, whatever it is doing
 _FRAME = re.compile(r'\s+File "(.*)", line (\d+) in (.*)')
 _SERVER, _LISTENER = "rank.py", "_listen"  # what runs bodies, and the thread beside it
 _ENOUGH = "in serve"
@@ -22,6 +25,19 @@ _QUIET = 0.05  # seconds without a new line: it is done
 def stacks_file(folder: str, pid: int) -> Path:
     """Where a rank process writes its stacks."""
     return Path(folder, f"{pid}.stacks")
+
+
+class Stacks:
+    """Has the signal STACKS write every thread's stack to a file. A body may take the signal away."""
+
+    def __init__(self, folder: str) -> None:
+        self._file = open(stacks_file(folder, os.getpid()), "w")  # noqa: SIM115
+        self.renew()
+
+    def renew(self) -> None:
+        """As if no body had run."""
+        faulthandler.unregister(STACKS)
+        faulthandler.register(STACKS, file=self._file, all_threads=True)
 
 
 def read_stacks(folder: str, pid: int) -> list[str]:
