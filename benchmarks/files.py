@@ -73,16 +73,42 @@ MPI_PYTEST = """
         assert comm.allgather(comm.rank) == list(range({ranks}))
 """
 
-_SMP = ("-p", "pytest_smp.plugin", f"--smp-ranks={RANKS}")
+_SMP = (f"--smp-ranks={RANKS}",)
 _MPIEXEC = (str(Path(sys.executable).parent / "mpiexec"), "-n", str(RANKS))
-#: Name, module that must be there, file, tests, what is before the command, arguments of pytest.
+#: Name, module that must be there, its plugin, file, tests, what is before the command, arguments of
+#: pytest. The plugin is named in PYTEST_PLUGINS, which the pytest that a plugin starts hears of, too.
 ROWS = (
-    ("pytest_smp, sim", "pytest_smp", OURS, TESTS, (), (*_SMP, "--smp-backend=sim")),
-    ("pytest_smp, gloo", "pytest_smp", OURS, TESTS, (), (*_SMP, "--smp-backend=gloo")),
-    ("pytest_smp, mpi", "mpi4py", OURS, TESTS, (), (*_SMP, "--smp-backend=mpi")),
+    (
+        "pytest_smp, sim",
+        "pytest_smp",
+        "pytest_smp.plugin",
+        OURS,
+        TESTS,
+        (),
+        (*_SMP, "--smp-backend=sim"),
+    ),
+    (
+        "pytest_smp, gloo",
+        "pytest_smp",
+        "pytest_smp.plugin",
+        OURS,
+        TESTS,
+        (),
+        (*_SMP, "--smp-backend=gloo"),
+    ),
+    (
+        "pytest_smp, mpi",
+        "mpi4py",
+        "pytest_smp.plugin",
+        OURS,
+        TESTS,
+        (),
+        (*_SMP, "--smp-backend=mpi"),
+    ),
     (
         "pytest_smp, gloo, a property's example",
         "pytest_smp",
+        "pytest_smp.plugin",
         PROPERTY,
         TESTS,
         (),
@@ -91,27 +117,30 @@ ROWS = (
     (
         "pytest_smp, mpi, a property's example",
         "mpi4py",
+        "pytest_smp.plugin",
         PROPERTY,
         TESTS,
         (),
         (*_SMP, "--smp-backend=mpi"),
     ),
-    ("torch MultiProcessTestCase, gloo", "expecttest", TORCH, FEW, (), ()),
+    ("torch MultiProcessTestCase, gloo", "expecttest", "", TORCH, FEW, (), ()),
     (
         "pytest-isolate-mpi",
         "pytest_isolate_mpi",
+        "pytest_isolate_mpi._plugin",
         ISOLATE,
         FEW,
         (),
-        ("-p", "pytest_isolate_mpi._plugin"),
+        (),
     ),
     (
         "mpi-pytest under mpiexec",
         "pytest_mpi",
+        "xdist.plugin,pytest_mpi.plugin",  # it asks xdist whether it is there
         MPI_PYTEST,
         TESTS,
         _MPIEXEC,
-        ("-p", "pytest_mpi.plugin", "-m", f"parallel[{RANKS}]"),
+        ("-m", f"parallel[{RANKS}]"),
     ),
 )
 
@@ -119,7 +148,7 @@ ROWS = (
 def measure() -> list[Figure]:
     """Milliseconds for one test; a peer that is not installed, or does not pass, has no figure."""
     figures = []
-    for name, module, text, tests, before, arguments in ROWS:
+    for name, module, plugin, text, tests, before, arguments in ROWS:
         if importlib.util.find_spec(module) is None:
             continue
         with tempfile.TemporaryDirectory() as folder:
@@ -128,10 +157,11 @@ def measure() -> list[Figure]:
             )
             Path(folder, "test_file.py").write_text(source)
             Path(folder, "pytest.ini").write_text("[pytest]\n")
-            command = [*before, sys.executable, "-m", "pytest", "-q", *arguments, "test_file.py"]
+            command = [*before, sys.executable, "-m", "pytest", *arguments, "test_file.py"]
             environment = {
                 **os.environ,
                 "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+                "PYTEST_PLUGINS": plugin,
                 "OMP_NUM_THREADS": "1",
             }
             start = time.perf_counter()
@@ -146,7 +176,7 @@ def measure() -> list[Figure]:
             )
             took = time.perf_counter() - start
         passed = re.search(r"(\d+) passed", done.stdout)
-        wanted = 1 if text is PROPERTY else tests
+        wanted = {PROPERTY: 1, ISOLATE: tests * RANKS}.get(text, tests)  # one for each rank there
         if passed is None or int(passed.group(1)) != wanted:
             print(f"{name}: did not pass\n{done.stdout[-1500:]}{done.stderr[-500:]}")
             continue

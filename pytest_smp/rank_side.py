@@ -34,7 +34,8 @@ class Prelude:
         """The controller's configuration, as far as ranks need it."""
         from _pytest.assertion.rewrite import assertstate_key
 
-        args = [str(config.rootpath / each.partition("::")[0]) for each in config.args]
+        called_in = config.invocation_params.dir
+        args = [str(called_in / each.partition("::")[0]) for each in config.args]
         args = [each for each in args if os.path.exists(each)]
         args += [
             f"--rootdir={config.rootpath}",

@@ -116,6 +116,7 @@ def test_planted_bugs_are_killed(sessions: Any) -> None:
     )
     assert "generated" not in output  # what kills them is known only when all properties are there
     assert "selftest: passed in " in output
+    assert re.search(rf"^=* ?{OUR_BARRIERS} killed in ", output, re.MULTILINE)
     assert "=== exit 0" in output
 
 

@@ -26,9 +26,12 @@ from typing import Any
 from smp_core.backends.hosts.output import read_output
 from smp_core.backends.hosts.rank import Berth, main
 from smp_core.backends.hosts.stacks import STACKS, read_stacks
+from smp_core.backends.hosts.surroundings import children
 from smp_core.backends.hosts.wire import is_silence
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_GENERATIONS = 20  # of processes that start processes, before we give up on a body
 _LOOK = 2.0  # seconds between two looks at whether the launcher is still there
 
 
@@ -38,6 +41,12 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it died in between
             os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what this process's children leave behind when they die (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 class Nursery:
@@ -59,6 +68,7 @@ class Nursery:
         for end in (self._signals, wakeup):
             os.set_blocking(end, False)
         self._wakeup = wakeup
+        adopt_orphans()
         self._requests: dict[str, Callable[[Any], None]] = {
             "prepare": self._prepare,
             "fork": self._fork_all,
@@ -154,12 +164,33 @@ class Nursery:
                 _kill_group(pid)
                 self.codes.append(os.waitstatus_to_exitcode(status))
                 self._tell(ended=pid, status=self.codes[-1])
+                self._kill_orphans()
+        for pid in self._orphans():  # a body's daemon that has ended
+            os.waitpid(pid, os.WNOHANG)
+
+    def _orphans(self) -> list[int]:
+        """What bodies started and put into groups of their own, and whose parents are gone."""
+        return [pid for pid in children() if pid not in self._children]
+
+    def _kill_orphans(self) -> None:
+        """A rank has ended: nothing that it started goes on. Again for what that leaves behind."""
+        for _ in range(_GENERATIONS):
+            orphans = self._orphans()
+            if not orphans:
+                return
+            for pid in orphans:
+                _kill_group(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
 
     def _end(self) -> None:
         for pid in self._children:
             _kill_group(pid)
         for pid in self._children:
             os.waitpid(pid, 0)
+        self._children.clear()
+        self._kill_orphans()
         shutil.rmtree(self._setting["folder"], ignore_errors=True)
 
 
@@ -174,12 +205,18 @@ def start(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
     controller = Connection(descriptor)
     setting = json.loads(controller.recv_bytes())
+    environment = setting.pop("environment")  # what bodies shall see
     gc.disable()  # looking for garbage among what torch's import makes takes 0.2 s
     for module in setting.pop("preload"):
         __import__(module)
     gc.enable()
     gc.freeze()  # and again whenever a rank looks, which would copy these pages into each
     _use_one_compute_thread()
+    for name, value in environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     Nursery(controller, setting).serve()
     os._exit(0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import select
 import shutil
@@ -20,6 +21,8 @@ from smp_core.backends.base import HostOptions
 from smp_core.backends.hosts import wire
 from smp_core.backends.hosts.crew import Crew, Ended, RankProcess, describe_exit
 from smp_core.errors import BackendError
+
+log = logging.getLogger("smp_core.hosts")
 
 _START = "import sys; from smp_core.backends.hosts.nursery import start; start(int(sys.argv[1]))"
 #: What a nursery imports before it forks.
@@ -48,6 +51,8 @@ class Ward:
     def __init__(self, connection: Connection, slots: Collection[int] | None, host: str) -> None:
         self.connection, self.slots, self.host = connection, slots, host
         self.ranks: dict[int, int] = {}  # pid: slot, of those that run
+        self.asked: list[int] = []  # slots whose ranks have not been forked yet
+        self.served = False  # whether any was
         self.looked: dict[str, Any] = {}
         self.silent = False  # its machine does not answer
         self._ended: list[Ended] = []
@@ -112,6 +117,9 @@ class Ward:
                 raise BackendError(f"the rank processes cannot be prepared: {told['prepared']}")
         elif "forked" in told:
             self.ranks[told["pid"]] = told["forked"]
+            self.served = True
+            if told["forked"] in self.asked:
+                self.asked.remove(told["forked"])
         elif "looked" in told:
             self.looked = told
         else:
@@ -149,6 +157,7 @@ class NurseryCrew(Crew):
             if wanted:
                 ward.prepared()
                 ward.ask(fork=wanted)
+                ward.asked += wanted
         return slots
 
     def ended(self) -> list[Ended]:
@@ -195,6 +204,11 @@ class PoolCrew(NurseryCrew):
         self.folder = private_folder()
         self.secret = wire.new_secret()
         self.address = os.path.join(self.folder, "ranks")
+        self._capture = options.capture
+        self._open()
+
+    def _open(self) -> None:
+        """Start a nursery."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
             self._process = subprocess.Popen(
@@ -213,12 +227,31 @@ class PoolCrew(NurseryCrew):
             "folder": self.folder,
             "address": self.address,
             "secret": self.secret.hex(),
-            "capture": options.capture,
+            "capture": self._capture,
             "preload": PRELOAD,
+            "environment": {"PYTHONPATH": os.environ.get("PYTHONPATH")},
         }
         ward = _LocalWard(connection, self._process)
         ward.ask(**setting)
         self.add(ward)
+
+    def ended(self) -> list[Ended]:
+        """See Crew. A nursery that was killed took its ranks with it; another takes its place."""
+        (ward,) = self._wards
+        try:
+            return ward.ended()
+        except BackendError as error:
+            if not ward.served or self._process.poll() is None:
+                raise
+            log.warning("%s; another one takes its place", error)
+            words = f"its nursery has ended: {ward.last_words()}"
+            lost = [Ended(slot, pid, None, words) for pid, slot in ward.ranks.items()]
+            lost += [Ended(slot, None, None, words) for slot in ward.asked]
+            self._wards.clear()
+            self._news.unregister(ward.connection.fileno())
+            ward.connection.close()
+            self._open()
+            return lost
 
     def close(self) -> None:
         """See Crew."""

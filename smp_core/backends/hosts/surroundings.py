@@ -54,6 +54,8 @@ class Surroundings:
         self._wanted = dict(environment())
         self.path = list(sys.path)
         self._handlers = [_handler(each) for each in _HANDLED]
+        self._umask = os.umask(0o077)
+        os.umask(self._umask)
 
     def set_environment(self, changed: Mapping[str, str | None]) -> None:
         """What the controller changed since it started the ranks."""
@@ -81,6 +83,7 @@ class Surroundings:
             if self._handlers != [_handler(each) for each in _HANDLED]:
                 self._restore_handlers()
             sys.setrecursionlimit(limit)
+            os.umask(self._umask)
             sys.stdin, sys.stdout, sys.stderr = streams
             for name in {name for name, _ in environment().items() ^ self._wanted.items()}:
                 value = self._wanted.get(name)
@@ -120,7 +123,7 @@ class Belongings:
             for thread in set(threading.enumerate()) - self._threads:
                 left.append(f"thread {thread.name!r} still runs")
         if _has_children():
-            left += [f"process {child} still runs" for child in _children()]
+            left += [f"process {child} still runs" for child in children()]
         if descriptors and (self._count is None or _count_descriptors() != self._count):
             left += self._new_descriptors()
         return left
@@ -169,7 +172,8 @@ def _has_children() -> bool:
     return True
 
 
-def _children() -> list[int]:
+def children() -> list[int]:
+    """This process's children, ended ones that nobody waited for included."""
     found = []
     for task in Path("/proc/self/task").iterdir():  # a child is its thread's
         with contextlib.suppress(OSError):  # a thread that has just ended

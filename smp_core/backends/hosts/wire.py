@@ -16,6 +16,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -27,6 +28,7 @@ log = logging.getLogger("smp_core.hosts")
 
 _PATIENCE = 10  # seconds that a connection gets to prove itself
 _SILENCE = 10  # seconds after which a machine that does not answer is lost
+_PAUSE = 0.05  # seconds
 _LONGEST_HELLO = 4096  # bytes
 
 
@@ -149,6 +151,9 @@ class Listener:
             except OSError:  # closed, or a connection that broke at once
                 if self._closed:
                     return
+                time.sleep(
+                    _PAUSE
+                )  # no descriptor is free: whoever waits to connect goes on waiting
                 continue
             threading.Thread(
                 target=self._prove, args=(sock,), name="smp newcomer", daemon=True

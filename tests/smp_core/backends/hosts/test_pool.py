@@ -453,3 +453,70 @@ def test_nothing_survives_the_controller(tmp_path, busy):
 def test_a_world_of_no_ranks_is_refused(host):
     with pytest.raises(BackendError, match="at least one rank"):
         host.open(0)
+
+
+# ---- What a killed rank and a killed nursery leave ------------------------------------------------
+
+
+def _with_a_daemon(box):
+    """A child in a session of its own, which outlives its rank unless somebody ends it."""
+    if smp.rank() != 1:
+        smp.barrier()
+    started = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    Path(box.value).write_text(str(started.pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_rank_takes_its_daemons_with_it(run, tmp_path):
+    note = tmp_path / "pid"
+    assert run(_with_a_daemon, Box(str(note))).verdict is VerdictKind.CRASHED
+    run(_ranks)  # by now the rank's place is taken
+    assert not Path("/proc", note.read_text()).exists()
+
+
+def _nursery(box=None):
+    return os.getppid()
+
+
+def test_a_killed_nursery_is_replaced(run, caplog):
+    before = run(_nursery).values[0]
+    os.kill(before, signal.SIGKILL)
+    os.waitid(os.P_PID, before, os.WEXITED | os.WNOWAIT)
+    report = run(_nursery)
+    assert report.verdict is VerdictKind.PASSED, report.error
+    assert report.values[0] != before
+    assert "another one takes its place" in caplog.text
+    assert "killed by SIGKILL" in report.warnings[0]
+
+
+def _kills_the_nursery():
+    if smp.rank() == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+    smp.barrier()
+    time.sleep(60)
+
+
+def test_a_nursery_killed_in_a_run_is_a_crash(run):
+    report = run(_kills_the_nursery)
+    assert report.verdict is VerdictKind.CRASHED
+    assert "its nursery has ended: killed by SIGKILL" in str(report.error)
+
+
+def _masks():
+    mask = os.umask(0)
+    return mask
+
+
+def test_the_next_body_finds_the_umask_of_the_session(run):
+    mask = os.umask(0o077)
+    os.umask(mask)
+    assert run(_masks).values == [mask] * RANKS
+    assert run(_masks).values == [mask] * RANKS
+
+
+def _python_path():
+    return os.environ.get("PYTHONPATH")
+
+
+def test_bodies_see_the_sessions_python_path(run):
+    assert run(_python_path).values == [os.environ.get("PYTHONPATH")] * RANKS
