@@ -1,8 +1,14 @@
 """What all tests share: pytest's own fixture for running pytest, and one terminal for everybody."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
+
+# A shell starts what it puts into the background with SIGINT ignored, and a program and its children stay so: the
+# tests that send Ctrl-C to a session would wait in vain.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["pytester"]
 
