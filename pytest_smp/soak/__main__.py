@@ -32,6 +32,7 @@ class Soak:
     host: Any
     size: int
     timeout: float
+    checked: bool = True
     misses: list[str] = dataclasses.field(default_factory=list)
     shared: set[str] = dataclasses.field(default_factory=set)  # what its ranks have shared
     seconds: collections.defaultdict[str, list[float]] = dataclasses.field(
@@ -52,7 +53,7 @@ class Soak:
         """So many cases, each followed by a clean run."""
         for number in range(first, first + count):
             name = f"{seed}-{number}"
-            case = verdicts.draw(name, self.size, self.host.injects, folder)
+            case = verdicts.draw(name, self.size, self.host.injects, folder, self.checked)
             start = time.monotonic()
             wrong = self._fault(case)
             self.seconds[case.kind].append(time.monotonic() - start)
@@ -67,7 +68,7 @@ class Soak:
 
     def _fault(self, case: Case) -> list[str]:
         processes = Claim.PROCESSES in self.host.injects
-        limit = {"timeout": self.timeout} if case.kind == "stall" else {}
+        limit = {"timeout": self.timeout} if case.lasts else {}
         report = self.run(programs.run, case.steps, case.folder, faults=(case.fault,), **limit)
         wrong = verdicts.complaints(case, report, processes)
         if wrong:
@@ -149,7 +150,7 @@ def soak(
         backend: as --smp-backend.
         faults: number of random faults, drawn from ``seed`` and their number, from ``first`` on.
         tests: number of short tests, after them.
-        timeout: seconds that a run with a stalled rank gets.
+        timeout: seconds that a run gets in which a rank stands still, or, without the board, waits.
         check: the board is on.
     """
     processes = set(leaks.descendants())
@@ -161,7 +162,9 @@ def soak(
             options = HostOptions(ranks=ranks, capture=True, check=check)
             host: Host = open_backend(backend, options)
             try:
-                run = Soak(host, ranks, timeout)
+                claims = getattr(host, "injects", ())
+                checked = check or Claim.PROCESSES not in claims  # `sim` needs no board
+                run = Soak(host, ranks, timeout, checked)
                 run.run(programs.run, programs.draw(random.Random(0)), disk)
                 run.faults(faults, first, seed, disk)
                 if tests:
@@ -218,7 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first fault")
-    parser.add_argument("--timeout", type=float, default=2.0, help="of runs with a stalled rank, s")
+    parser.add_argument("--timeout", type=float, default=2.0, help="of runs that last so long, s")
     parser.add_argument("--no-check", action="store_true", help="without the board")
     given = vars(parser.parse_args(arguments))
     check = not given.pop("no_check")

@@ -13,8 +13,8 @@ end. The rule needs that nobody else can help a rank: a body with Python threads
 that does not wait in what is recorded, keeps the verdict away, and the time limit decides.
 
 A wait that *surely* cannot end (see calls) counts at once. One that would not end on `sim`, and
-might on a backend that lets calls end early, counts once nothing has happened anywhere for
-``patience`` seconds, and longer where much data may be on its way.
+might on a backend that lets calls end early, or refuses them late, counts once nothing has happened
+anywhere for ``patience`` seconds, and longer where much data may be on its way.
 """
 
 from __future__ import annotations
@@ -285,6 +285,7 @@ class Board:
             if not blocked or state.accompanied:
                 return None
             sure &= any(call.taken and call.needs() for call in blocked)
+            sure &= not any(call.may_end for call in calls)  # of several, one that raises ends all
             elements += sum(call.description.elements for call in calls)
             waits.append(self._wait(state, blocked))
         quiet = self._quiet("deadlock", now)

@@ -4,6 +4,14 @@ There are two strengths of needing. A call *surely* needs a rank if no correct b
 without that rank: an all_reduce needs every member's value, a receive needs its send. It *wants* a
 rank that it would wait for if every operation waited for all who take part, as on `sim`; a backend
 may end it earlier: a send that is buffered, the root of a broadcast.
+
+Note [Late refusals]
+
+A backend may also end a call by refusing it, and some judge a collective only when its turn has come
+in a thread of their own, while the rank already waits. Seen on Gloo (torch 2.13): dtypes that it has
+not (int16), reduce ops that do not fit the dtype (BAND of floats, PREMUL_SUM), split sizes that do
+not add up. So a collective needs somebody surely only if no backend has a reason to refuse it: its
+dtypes and reduce op are plain, and what it says of itself is consistent. Others want.
 """
 
 from __future__ import annotations
@@ -60,6 +68,11 @@ class Issued:
         """The world ranks without which it surely cannot end."""
         raise NotImplementedError
 
+    @property
+    def may_end(self) -> bool:
+        """Whether a correct backend may end it alone: see Note [Late refusals]."""
+        return False
+
     def described(self) -> str:
         """The call, its group and number, in words."""
         return f"{self.text()} [group {self.shown}]"
@@ -113,6 +126,22 @@ _FLOWS = {
 }
 
 
+_FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
+_INTEGERS = frozenset({"int64", "int32", "int8", "uint8", "bool"})
+_ARITHMETIC = frozenset({"SUM", "AVG", "PRODUCT", "MIN", "MAX"})
+_BITWISE = frozenset({"BAND", "BOR", "BXOR"})
+
+
+def _is_plain(description: Description) -> bool:
+    """Whether no backend has a reason to refuse the call: see Note [Late refusals]."""
+    fields = dict(description.fields or ())
+    dtypes = set(str(fields.get("dtype", "")).split())
+    if not dtypes <= _FLOATS | _INTEGERS:
+        return False
+    op = fields.get("reduce op", "SUM")
+    return op in _ARITHMETIC or (op in _BITWISE and dtypes <= _INTEGERS)
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Joined(Issued):
     """A call that all members of the group join."""
@@ -142,6 +171,11 @@ class Joined(Issued):
             return []
         return self.meeting.missing()
 
+    @property
+    def may_end(self) -> bool:
+        """See Issued. Of nothing, nothing need be sent."""
+        return not self.description.elements or not _is_plain(self.description)
+
     def _is_member(self) -> bool:
         return self.rank in self.description.expected
 
@@ -149,7 +183,7 @@ class Joined(Issued):
         """See Issued."""
         assert self.meeting is not None
         missing = self.meeting.missing()
-        if not missing or not self.description.elements:  # of nothing, nothing need be sent
+        if not missing or self.may_end:
             return []
         if self.description.operation.startswith("all_to_all"):
             return self._pairs(missing)

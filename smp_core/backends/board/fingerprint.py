@@ -199,11 +199,19 @@ def describe(key: Key, size: int) -> Description:
         )
     elif key.operation in _BY_PAIRS:
         sent, expected = _counts(brings), _counts(key.gets)
-    counts = _counts(brings)
-    elements = sum(counts) if all(counts) or key.operation.startswith("all_to_all") else 0
-    return Description(
-        key.operation, tuple(fields), told, sent, expected, elements if brings else 1
-    )
+    return Description(key.operation, tuple(fields), told, sent, expected, _elements(key, size))
+
+
+def _elements(key: Key, size: int) -> int:
+    """How many the call surely moves."""
+    counts = _counts(key.brings)
+    if key.operation == "all_to_all_single":
+        # Rows that do not add up: to be refused, so that nothing is sure to move.
+        sides = zip(key.brings + key.gets, key.cuts, strict=True)
+        return sum(counts) if all(_adds_up(spec, cuts, size) for spec, cuts in sides) else 0
+    if key.operation == "all_to_all":
+        return sum(counts)
+    return (sum(counts) if all(counts) else 0) if counts else 1
 
 
 def _describe_post(operation: str, of: Sequence[Spec]) -> Description:
@@ -231,6 +239,11 @@ def _rows(spec: Spec, cuts: Sequence[int], size: int) -> tuple[int, ...]:
     if not cuts:
         return (count // size,) * size
     return tuple(cut * (count // rows if rows else 0) for cut in cuts)
+
+
+def _adds_up(spec: Spec, cuts: Sequence[int], size: int) -> bool:
+    rows = _rows(spec, cuts, size)
+    return sum(rows) == math.prod(spec[1]) and min(rows) >= 0 and len(rows) == size
 
 
 def _dtypes(of: Sequence[Spec]) -> str:

@@ -8,6 +8,7 @@ collectives) pass no method; ``dispatched`` sees those.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -101,7 +102,9 @@ class Instrument:
                 return original(self, *args, **kwargs)
             number = _collective_number(recorder, group, name, key_of, args, kwargs)
             opts = args[-1] if args else kwargs.get("opts")
-            return call(number, not getattr(opts, "asyncOp", True), original, self, args, kwargs)
+            # Of a call of torch's own; others may wait whenever they like.
+            waits = not getattr(opts, "asyncOp", True) and sys._getframe(1).f_globals is _C10D
+            return call(number, waits, original, self, args, kwargs)
 
         call = self._call
         return method
@@ -114,8 +117,11 @@ class Instrument:
             group = registry.known(self) if recorder.active else None
             if group is None:
                 return original(self, *args, **kwargs)
-            tensors, *numbers = (*args, *kwargs.values())
-            peer, tag = (-1, numbers[0]) if anybody else numbers
+            try:
+                tensors, *numbers = _in_order(args, kwargs) if kwargs else args
+                peer, tag = map(int, (-1, *numbers) if anybody else numbers)
+            except (TypeError, ValueError):  # the backend will refuse it, in its own words
+                return original(self, *args, **kwargs)
             if not -1 <= peer < len(group.ranks):
                 return original(self, *args, **kwargs)
             number = fingerprint.record_post(recorder, group.number, sends, tensors, peer, tag)
@@ -140,7 +146,7 @@ class Instrument:
         if work is None:
             recorder.done((number,))  # it blocks until it is over
             return work
-        if not synchronous:  # else the wait follows, which says as much
+        if not synchronous:  # else the wait follows at once, which says as much
             recorder.returned(number)
         self._works.add(work, [number])
         if self._coalescing.numbers is not None:
@@ -210,6 +216,16 @@ class Instrument:
             return result
 
         return register
+
+
+_C10D = vars(c10d)
+
+
+def _in_order(args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """Tensors, peer if there is one, and tag, however they were given."""
+    places = {"tensors": 0, "tag": 2}
+    names = sorted(kwargs, key=lambda name: places.get(name, 1))
+    return [*args, *(kwargs[name] for name in names)]
 
 
 _POSTS = {"send": (True, False), "recv": (False, False), "recv_anysource": (False, True)}

@@ -7,6 +7,7 @@ has a fault (``striking`` on the rank, ``simulated`` and ``process`` for the two
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import os
@@ -45,6 +46,23 @@ def _whole(fault: Fault, name: str, least: int, most: int | None = None) -> None
     if value < least or (most is not None and value > most):
         span = f"at least {least}" if most is None else f"from {least} to {most}"
         raise ArgumentError(f"{fault.verb}: {name}={value}: must be {span}")
+
+
+def _renewed(error: BaseException | type[BaseException]) -> None:
+    """Refuse what a rank could not raise anew: it gets a copy, or makes one."""
+    try:
+        copied = error() if isinstance(error, type) else copy.copy(error)
+    except Exception as reason:
+        what = f"{_code(error)} cannot be {'made' if isinstance(error, type) else 'copied'}"
+        raise ArgumentError(
+            f"raise_: error={what} ({type(reason).__name__}: {reason}): give an exception that "
+            "copy.copy copies, whose __init__ takes its args"
+        ) from None
+    if not isinstance(error, type) and repr(copied.args) != repr(error.args):
+        raise ArgumentError(
+            f"raise_: error={error!r} becomes {copied!r} when it is copied: its __init__ must take its "
+            "args, or it needs a __reduce__"
+        )
 
 
 def _code(value: object) -> str:
@@ -198,7 +216,8 @@ class Raise(_AtCall):
     """The rank raises.
 
     Attributes:
-        error: an exception, or the class of one; InjectedError, which says where, if None.
+        error: an exception that can be copied, or the class of one that needs no arguments;
+            InjectedError, which says where, if None.
     """
 
     verb = "raise_"
@@ -214,6 +233,8 @@ class Raise(_AtCall):
             raise ArgumentTypeError(
                 f"raise_: error must be an exception or a class of them, not {error!r}"
             )
+        if error is not None:
+            _renewed(error)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)

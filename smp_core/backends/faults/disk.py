@@ -14,12 +14,16 @@ import errno
 import io
 import os
 import resource
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import Any, Self
 
 from smp_core.backends.faults import FullDisk
 from smp_core.backends.hosts import current
+
+#: Whether shutil lets the kernel copy, from descriptor to descriptor, past the file's write.
+_SHORT_CUTS = {"_USE_CP_SENDFILE", "_USE_CP_COPY_FILE_RANGE"}
 
 
 class _Room:
@@ -76,6 +80,8 @@ class Quota:
             original = io.open
             self._put(builtins, "open", self._opening(original))
             self._put(io, "open", builtins.open)
+            for name in _SHORT_CUTS & vars(shutil).keys():
+                self._put(shutil, name, False)
             serialization = sys.modules.get("torch.serialization")
             if serialization is not None:
                 writer = serialization._open_zipfile_writer_file

@@ -8,37 +8,42 @@ from typing import Any
 
 import torch
 
-from smp_core.backends.fabrics.sim.process_group import SimProcessGroup
-from smp_core.backends.fabrics.sim.work import CombinedWork
+from smp_core.backends.fabrics.checked_group import CheckedGroup
+from smp_core.backends.fabrics.combined_work import CombinedWork
 from smp_core.backends.faults import Corrupt, Drop
 from smp_core.backends.faults.striking import Strikes
+from smp_core.errors import ArgumentTypeError
 
 
 @contextlib.contextmanager
 def struck(strikes_of: Callable[[Any], Strikes | None]) -> Iterator[None]:
     """While entered, sends of a process group are hit by what ``strikes_of`` it says."""
-    original = vars(SimProcessGroup)["send"]  # of `mpi` too
+    original = vars(CheckedGroup)["send"]  # of `sim` and `mpi`
 
-    def send(self: Any, tensors: list[torch.Tensor], dest: int, tag: int) -> Any:
+    def send(self: Any, tensors: list[torch.Tensor], dstRank: int, tag: int) -> Any:
         strikes = strikes_of(self)
         for hit in () if strikes is None else strikes.message("dist.send"):
             if isinstance(hit, Drop):
                 return CombinedWork([])
             tensors = [_damaged(tensor, hit) for tensor in tensors]
-        return original(self, tensors, dest, tag)
+        return original(self, tensors, dstRank, tag)
 
-    setattr(SimProcessGroup, "send", send)  # noqa: B010  a type checker sees another signature
+    setattr(CheckedGroup, "send", send)  # noqa: B010  a type checker sees another signature
     try:
         yield
     finally:
-        setattr(SimProcessGroup, "send", original)  # noqa: B010
+        setattr(CheckedGroup, "send", original)  # noqa: B010
 
 
 def _damaged(tensor: torch.Tensor, fault: Corrupt) -> torch.Tensor:
     with torch.no_grad():
         copy = tensor.detach().clone(memory_format=torch.contiguous_format)
         if fault.how is not None:
-            changed: torch.Tensor = fault.how(copy)
+            changed = fault.how(copy)
+            if not isinstance(changed, torch.Tensor):
+                raise ArgumentTypeError(
+                    f"corrupt: how made {changed!r} of a tensor: return a tensor"
+                )
             return changed
         first = copy.reshape(-1)[:1]
         if copy.dtype is torch.bool:

@@ -69,15 +69,29 @@ class ProcessStrikes(Strikes):
                 "cannot be struck: make it an attribute"
             ) from None
         self._stack.callback(setattr, fabric, "objects", objects)
-        if any(Claim.TENSORS in fault.needs for fault in job.faults):
-            from smp_core.backends.faults import messages
-
-            self._stack.enter_context(messages.struck(lambda group: self))
         self._recorder = recorder
         self._later: dict[int, Later] = {}
         for name in ("collective", "post", "done"):
             setattr(recorder, name, getattr(self, f"_{name}"))
             self._stack.callback(delattr, recorder, name)
+
+    def body(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        """See Strikes.
+
+        Messages of tensors are hit from the body's start: by then the board covers the classes of
+        process groups, and what is lost has not been sent for it either. Before, it would cover ours
+        instead, and nothing once we are gone.
+        """
+        struck_body = super().body(body)
+        if not any(Claim.TENSORS in due.fault.needs for due in self._messages):
+            return struck_body
+        from smp_core.backends.faults import messages
+
+        def hit_body(*args: Any, **kwargs: Any) -> Any:
+            with messages.struck(lambda group: self):
+                return struck_body(*args, **kwargs)
+
+        return hit_body
 
     def silence(self) -> None:
         """Let the recorder write nothing: the board is off, and nobody reads it."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 
 from smp_core.backends.board import Board, Finding
+from smp_core.backends.board.fingerprint import Key, describe
 from smp_core.backends.board.recorder import Description
 from smp_core.errors import BackendError, CollectiveMismatchError, DeadlockError
 
@@ -25,6 +27,12 @@ from .streams import (
 
 PATIENCE = 1.0  # seconds; the default
 LONG = 100.0
+
+
+def _exchange(gives: tuple[int, ...], takes: tuple[int, ...]) -> Key:
+    """all_to_all_single of four rows, cut like this."""
+    rows = ((torch.float32, torch.Size([4])),)
+    return Key("all_to_all_single", None, None, rows, rows, (gives, takes))
 
 
 def at_once(board: Board) -> Finding | None:
@@ -319,6 +327,58 @@ def test_the_end_of_a_tree_may_go_on_early(flow: Description) -> None:
 def test_empty_tensors_need_nobody_for_sure() -> None:
     board, ranks = world(2)
     ranks[0].joins(ALL_REDUCE._replace(elements=0))
+    ranks[1].returns()
+    assert at_once(board) is None
+    deadlock(later(board))
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        # Each was seen to be refused by Gloo while the rank waits (torch 2.13).
+        ALL_REDUCE._replace(fields=(SUM, ("dtype", "int16"), FLOAT4[1])),
+        ALL_REDUCE._replace(fields=(SUM, ("dtype", "float32 int16"), FLOAT4[1])),
+        ALL_REDUCE._replace(fields=(("reduce op", "BAND"), *FLOAT4)),
+        ALL_REDUCE._replace(fields=(("reduce op", "PREMUL_SUM"), *FLOAT4)),
+        ALL_REDUCE._replace(fields=(("reduce op", "?"), *FLOAT4)),  # may be one of those
+        describe(_exchange((3, 2), (2, 2)), 2),
+        describe(_exchange((2, 2), (3, 2)), 2),
+        describe(_exchange((5, -1), (2, 2)), 2),
+    ],
+)
+def test_a_call_that_may_be_refused_late_needs_nobody_for_sure(what: Description) -> None:
+    board, ranks = world(2)
+    ranks[0].joins(what)
+    ranks[1].returns()
+    assert at_once(board) is None
+    deadlock(later(board))
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        ALL_REDUCE,
+        ALL_REDUCE._replace(fields=(("reduce op", "BAND"), ("dtype", "int64"), FLOAT4[1])),
+        ALL_REDUCE._replace(fields=(("reduce op", "AVG"), ("dtype", "bfloat16"), FLOAT4[1])),
+        BARRIER,
+        describe(_exchange((3, 1), (2, 2)), 2),
+        describe(_exchange((), ()), 2),
+    ],
+)
+def test_a_plain_call_needs_its_members_for_sure(what: Description) -> None:
+    board, ranks = world(2)
+    ranks[0].joins(what)
+    ranks[1].returns()
+    deadlock(at_once(board))
+
+
+def test_of_several_calls_one_that_may_be_refused_makes_the_wait_unsure() -> None:
+    board, ranks = world(2)
+    numbers = [ranks[0].starts(ALL_REDUCE)]
+    numbers.append(
+        ranks[0].starts(ALL_REDUCE._replace(fields=(SUM, ("dtype", "int16"), FLOAT4[1])))
+    )
+    ranks[0].waits(*numbers)
     ranks[1].returns()
     assert at_once(board) is None
     deadlock(later(board))

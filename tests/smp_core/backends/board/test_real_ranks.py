@@ -135,6 +135,8 @@ def refused(rank: int) -> None:
             _world().broadcast([torch.ones(2)], dist.BroadcastOptions(), 1, 2)  # type: ignore[call-overload]
         with pytest.raises((RuntimeError, ValueError)):
             dist.all_gather_single(torch.ones(5), torch.ones(2))
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            _world().send([torch.ones(2)], 0)  # type: ignore[call-arg]
         with pytest.raises(ValueError, match="Rank 99"):
             dist.new_group([99])
     dist.all_reduce(torch.ones(2))
@@ -207,6 +209,30 @@ def test_valid_bodies_get_no_verdict(body: Body, size: int, calls: int | None) -
         assert made == calls if calls is not None else made > 0 or b'["s"' in data
         assert b'["x"' not in data or body is refused
     assert seen.board.settled() or body in (ddp,)
+
+
+def test_messages_by_keyword() -> None:
+    def body(rank: int) -> None:
+        if rank == 0:
+            _world().send(tag=1, tensors=[torch.ones(2)], dstRank=1).wait()  # type: ignore[call-overload]
+        else:
+            _world().recv([torch.ones(2)], tag=1, srcRank=0).wait()  # type: ignore[call-overload]
+
+    assert passes(body, 2).board.settled()
+
+
+def test_between_a_call_and_its_wait_a_rank_goes_on() -> None:
+    """The options of a call do not say that its wait follows: only torch's own calls wait at once."""
+
+    def body(rank: int) -> None:
+        options = dist.AllreduceOptions()
+        options.asyncOp = False
+        _world().allreduce([torch.ones(2)], options).wait()
+        dist.all_reduce(torch.ones(2))
+
+    for data in passes(body, 2).data.values():
+        assert b'["k",1]\n' in data
+        assert b'["k",2]\n' not in data
 
 
 def test_a_backend_that_no_longer_is_instrumented_is_as_it_was() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,8 @@ def _ways(folder: Path):
         ("appended", appended),
         ("raw", raw),
         ("path", lambda: (mine / "path").write_bytes(b"x")),
+        # The kernel can copy from file to file: nobody calls write.
+        ("copied", lambda: shutil.copyfile(__file__, mine / "copied")),
         ("elsewhere", lambda: Path(folder, f"elsewhere-{smp.rank()}").write_bytes(b"x" * 1000)),
         ("dict", lambda: torch.save({1: 2}, mine / "old", _use_new_zipfile_serialization=False)),
     ):
@@ -89,6 +92,7 @@ def test_all_that_python_writes_finds_no_room(run, tmp_path):
         "appended": full,
         "raw": full,
         "path": full,
+        "copied": full,
         "elsewhere": None,
         "dict": full,
     }

@@ -24,6 +24,16 @@ from smp_core.errors import ArgumentError, ArgumentTypeError, RankError, Unsuppo
 ALL = frozenset(Claim)
 
 
+class _Two(Exception):
+    def __init__(self, one, other):
+        super().__init__(f"{one}-{other}")
+
+
+class _Code(Exception):
+    def __init__(self, code):
+        super().__init__(f"code {code}")
+
+
 @pytest.mark.parametrize(
     ("given", "canonical"),
     [
@@ -84,6 +94,9 @@ def test_an_unknown_operation_is_refused_with_the_nearest(given, nearest):
         (lambda: Raise(rank=0, error="boom"), ArgumentTypeError, "error must be an exception"),
         (lambda: Raise(rank=0, error=int), ArgumentTypeError, "not <class 'int'>"),
         (lambda: Raise(rank=0, at="sent"), ArgumentError, "no body to raise in"),
+        (lambda: Raise(rank=0, error=_Two(1, 2)), ArgumentError, "_Two('1-2') cannot be copied"),
+        (lambda: Raise(rank=0, error=_Code(5)), ArgumentError, "becomes _Code('code code 5')"),
+        (lambda: Raise(rank=0, error=_Two), ArgumentError, "_Two cannot be made"),
         (lambda: Drop(rank=0, at="all_reduce"), ArgumentError, "no call that sends a message"),
         (lambda: Drop(rank=0, at="send", when="after"), ArgumentError, "on its way"),
         (lambda: Corrupt(rank=0, how=3), ArgumentTypeError, "how must be callable"),
