@@ -40,6 +40,9 @@ def split(config: pytest.Config) -> int | None:
     try:
         find_backend(asked or _NAME)
         refused = launch.refusal(fabric or launch.fabric)
+        if refused:
+            other = {"gloo": "mpi", "mpi": "gloo"}[fabric or launch.fabric]
+            refused += f"; or take --smp-backend={_NAME}:{other}"
     except BackendError as error:
         refused = str(error)
     if refused:

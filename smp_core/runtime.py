@@ -19,7 +19,6 @@ from smp_core.backends.hosts import current as rank_threads
 from smp_core.config import Config
 from smp_core.errors import (
     AlreadyInitializedError,
-    BackendError,
     ConfigError,
     NotInitializedError,
     SmpError,
@@ -68,7 +67,13 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     as JSON in the environment variable SM_HP_MP_PARAMETERS, win over it (1.2). Calling again
     changes nothing if the configuration is the same or ``None``.
 
-    Raises ConfigError for a bad configuration, AlreadyInitializedError for a different one.
+    In a plain script every rank calls it, and it returns when all have: the ranks are those of
+    torchrun, mpiexec or srun, or of the default process group if there is one already; a process
+    that was started alone is a world of one rank. From then on ``torch.distributed`` is initialised
+    where there are several.
+
+    Raises ConfigError for a bad configuration, before any rank is met; AlreadyInitializedError for a
+    different one; BackendError if the other ranks cannot be met.
     """
     context = rank_threads.current()
     if context is not None and context.runtime is None and context.job.parameters:
@@ -85,7 +90,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         context.runtime = _build(config, context.fabric)
     else:
         rank_threads.refuse_child_thread()
-        _Process.runtime = _build(config, _process_fabric())
+        _Process.runtime = _of_process(config)
 
 
 def is_initialized() -> bool:
@@ -182,21 +187,13 @@ def _topology(config: Config, size: int) -> Topology:
     )
 
 
-def _process_fabric() -> Fabric:
-    ranks = (
-        os.environ.get("WORLD_SIZE")
-        or os.environ.get("OMPI_COMM_WORLD_SIZE")
-        or os.environ.get("PMI_SIZE")
-        or "1"
-    )
-    if ranks != "1":
-        raise BackendError(
-            f"smp.init: this process was launched as one of {ranks} ranks, and no backend for launched ranks is "
-            "installed; the sim backend runs ranks inside one process (pytest --smp-ranks=8)"
-        )
-    from smp_core.backends.fabrics.solo import SoloFabric
+def _of_process(config: Mapping[str, Any] | None) -> Runtime:
+    """The runtime of a plain script. The configuration is refused before any rank is met."""
+    from smp_core.backends.fabrics.launched import find_place
 
-    return SoloFabric()
+    parsed, place = _parse(config, _launcher_parameters()), find_place()
+    topology = _topology(parsed, place.size)
+    return Runtime(parsed, topology, place.join(parsed.ddp_dist_backend))
 
 
 def validate(config: Mapping[str, Any] | None, size: int) -> None:

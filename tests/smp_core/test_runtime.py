@@ -127,11 +127,35 @@ def smp_error():
     return RankError
 
 
-def test_a_process_of_a_launcher_is_told_that_its_backend_is_missing(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(BackendError, match="launched as one of 4 ranks"):
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set and RANK is not: start the ranks by a launcher"),
+        ({"RANK": "1"}, "RANK=1 is set and WORLD_SIZE is not"),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, "torchrun: RANK=4 and WORLD_SIZE=4 do not say"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"},
+            "rank 1 of 4: gloo under torchrun: .* Set MASTER_ADDR and MASTER_PORT",
+        ),
+    ],
+)
+def test_a_half_set_environment_of_a_launcher_is_refused(monkeypatch, environment, message):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(BackendError, match=message):
         smp.init()
     assert not smp.is_initialized()
+
+
+def test_a_configuration_that_does_not_fit_the_world_is_refused_before_anybody_is_met(monkeypatch):
+    # Nobody listens at this address: to meet the others would end in another error, much later.
+    met = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in met.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_degree.*3"):
+        smp.init({"pipeline_parallel_degree": 2})
 
 
 def test_a_thread_that_a_rank_starts_is_no_rank(smp_world):

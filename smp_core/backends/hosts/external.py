@@ -30,10 +30,10 @@ from typing import Any
 
 from smp_core.backends.base import HostOptions
 from smp_core.backends.hosts import wire
-from smp_core.backends.hosts.launchers import Launch
+from smp_core.backends.hosts.crew import Ended, RankProcess, describe_exit
+from smp_core.backends.hosts.launchers import LAUNCHERS, Launch
 from smp_core.backends.hosts.nursery import Nursery, die_with_parent
 from smp_core.backends.hosts.pool import PRELOAD, NurseryCrew, Ward, private_folder
-from smp_core.backends.hosts.processes import Ended, RankProcess, describe_exit
 from smp_core.backends.hosts.rank import Berth
 from smp_core.backends.hosts.rank import main as rank_main
 from smp_core.errors import BackendError
@@ -43,8 +43,6 @@ _LAST_WORDS = 20.0  # seconds that a controller gets to report when its launcher
 _AFTER_YOU = 2.0  # seconds that rank 0 gets to end first, so that its exit code is the job's
 _QUIT = 5.0  # seconds for MPI to be finalised
 _KEY = "smp-controller"
-_PULSE = 0.01  # seconds between two calls of MPI in a rank, whatever it does
-_NO_TAG = 32767  # every MPI has tags up to this one; nobody sends it
 
 
 class Job:
@@ -108,8 +106,9 @@ def split(launch: Launch, fabric: str = "", *, capture: bool = True) -> int | No
             os.close(kept)
             threading.Thread(target=_end_with, args=(alive, job), daemon=True).start()
             Job.current = job
-            for name in (launch.launcher.rank, launch.launcher.size):
-                del os.environ[name]  # what the controller starts is no rank of the job
+            for launcher in LAUNCHERS:  # also of an srun above torchrun
+                for name in (launcher.rank, launcher.size):
+                    os.environ.pop(name, None)  # what the controller starts is no rank of the job
             return None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: _pass_on(controller, number))
@@ -272,29 +271,22 @@ class _Warden:
             __import__(module)
         import torch
 
-        from smp_core.backends.fabrics.mpi.library import finalize, load
+        from smp_core.backends.fabrics.mpi.library import finalize
+        from smp_core.backends.hosts.mpi_job import Pulse, join
 
         torch.set_num_threads(1)
         contact = self._job.contact() if self._job is not None else None
         if self._job is not None:
             self._job.socket.close()
         launch = self._launch
-        _choose_transport(launch)
-        mpi = load()
-        world = mpi.COMM_WORLD
-        rank, size = world.Get_rank(), world.Get_size()
-        if (rank, size) != (launch.rank, launch.size):
-            library = mpi.Get_library_version().strip().splitlines()[0]
-            print(
-                f"smp: {launch.launcher.name} says that this is rank {launch.rank} of {launch.size}, "
-                f"and mpi4py's MPI ({library}) rank {rank} of {size}: take the mpiexec of that MPI",
-                file=sys.stderr,
-            )
+        try:
+            world = join(launch)
+        except BackendError as error:
+            print(f"smp: rank {launch.rank}: {error}", file=sys.stderr, flush=True)
             os._exit(1)
         contact = world.bcast(contact, root=0)
-        world.alltoall([rank] * size)  # connections are made now: a rank's descriptors are counted
-        threads = mpi.Query_thread() == mpi.THREAD_MULTIPLE
-        pulse = _Pulse(world) if threads and not launch.one_machine else None
+        world.alltoall([launch.rank] * launch.size)  # connections now: descriptors are counted
+        pulse = Pulse.of(launch, world)
         with os.fdopen(writing, "w") as told:
             told.write(json.dumps(contact) + "\n")
 
@@ -303,60 +295,7 @@ class _Warden:
                 pulse.stop()
             finalize()
 
-        rank_main(Berth(slot=rank, **self._setting(contact)), at_end=at_end)
-
-
-#: What keeps an MPI's ranks to shared memory: otherwise each listens on an outer address.
-_SHARED_MEMORY = (
-    ("MPICH", {"UCX_TLS": "self,posix,sysv"}),
-    ("Open MPI", {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm"}),
-)
-
-
-def _choose_transport(launch: Launch) -> None:
-    """On one machine, keep MPI to it. Between machines, keep MPICH off UCX where it has something
-    else to choose. What the user has set stays.
-
-    With UCX, MPICH 5.0.2 loses a message from another machine that comes before its receive was
-    posted from any source (docs/findings.md). Where MPICH was built with UCX alone, naming another
-    ends the process; so this asks first.
-    """
-    with contextlib.suppress(ImportError, RuntimeError):  # `load` says what is missing
-        import mpi4py
-
-        mpi4py.rc.initialize = False
-        from mpi4py import MPI
-
-        library, chosen = MPI.Get_library_version(), {}
-        if launch.one_machine:
-            chosen = next((what for name, what in _SHARED_MEMORY if library.startswith(name)), {})
-        elif "ch4:ucx ofi" in library:
-            chosen = {"MPIR_CVAR_CH4_NETMOD": "ofi"}
-        for name, value in chosen.items():
-            os.environ.setdefault(name, value)
-        if not MPI.Is_initialized():
-            MPI.Init_thread(MPI.THREAD_MULTIPLE)
-
-
-class _Pulse:
-    """Calls MPI now and then, whatever the rank does: between machines a short message may be queued
-    by its sender after the call that sent it has returned, and moves when the sender calls again.
-    """
-
-    def __init__(self, world: Any) -> None:
-        self._world = world
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="smp pulse", daemon=True)
-        self._thread.start()
-
-    def _beat(self) -> None:
-        while not self._end.wait(_PULSE):
-            self._world.Iprobe(tag=_NO_TAG)
-
-    def stop(self) -> None:
-        """No call of MPI any more."""
-        self._end.set()
-        self._thread.join()
+        rank_main(Berth(slot=launch.rank, **self._setting(contact)), at_end=at_end)
 
 
 # The controller.

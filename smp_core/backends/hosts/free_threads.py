@@ -99,6 +99,7 @@ class FreeRank:
     thread: threading.Thread | None = None
     outcome: Outcome | None = None
     groups: list[str] = dataclasses.field(default_factory=list)
+    safe: bool = False  # nothing is injected into its thread any more
 
     def frame(self, stacks: dict[int, types.FrameType]) -> types.FrameType | None:
         """Where its thread is."""
@@ -182,7 +183,7 @@ class _Run:
         self._unfinished = dict(enumerate(self._ranks))
         self._back: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._ended = False
-        self._left: dict[int, list[str]] = {}  # groups, by rank
+        self._gate = threading.Lock()  # of what is injected
 
     def report(self) -> Report:
         """Run, and say how it went."""
@@ -201,7 +202,7 @@ class _Run:
         details = self._details() if error is not None else {}
         self.give_up()
         outcomes = [self._outcome(rank) for rank in self._ranks]
-        root = self._root(outcomes)
+        root = self._root(each for each in outcomes if each.rank not in stuck)
         if error is None and root is not None:
             verdict, error = VerdictKind.FAILED, outcomes[root].error
         for number in stuck:
@@ -223,16 +224,30 @@ class _Run:
     # In the rank's thread.
 
     def _serve(self, rank: FreeRank) -> None:
-        current.set_current(rank)  # type: ignore[arg-type]  # the API needs no more of it
         try:
-            _use_one_compute_thread()
-            rank.outcome = self._body(rank)
-        except BaseException as error:  # of ours, around the body, or injected late: never a pass
-            kind = OutcomeKind.CANCELLED if self._ended else OutcomeKind.RAISED
-            rank.outcome = Outcome(rank.rank, kind, error=None if self._ended else error)
-        finally:
-            current.set_current(None)
-            self._back.put(rank.rank)
+            try:
+                current.set_current(rank)  # type: ignore[arg-type]  # the API needs no more of it
+                _use_one_compute_thread()
+                rank.outcome = self._body(rank)
+            except BaseException as error:  # of ours, around the body, or injected: never a pass
+                kind = OutcomeKind.CANCELLED if self._ended else OutcomeKind.RAISED
+                rank.outcome = Outcome(rank.rank, kind, error=None if self._ended else error)
+        except Cancelled:  # injected in the lines above
+            rank.outcome = Outcome(rank.rank, OutcomeKind.CANCELLED)
+        try:
+            self._be_safe(rank)
+        except Cancelled:  # the last
+            self._be_safe(rank)
+        current.set_current(None)
+        self._back.put(rank.rank)
+
+    def _be_safe(self, rank: FreeRank) -> None:
+        """Nothing is injected into this thread any more, nor still to come: it would end the thread
+        before the controller has heard of it, with a traceback.
+        """
+        with self._gate:
+            rank.safe = True
+        _inject(rank, None)
 
     def _body(self, rank: FreeRank) -> Outcome:
         job, number = self._job, rank.rank
@@ -317,7 +332,10 @@ class _Run:
         deadline = time.monotonic() + _GRACE
         while self._unfinished and time.monotonic() < deadline:
             self._fabric.cancel()
-            _interrupt(rank.thread for rank in self._unfinished.values())
+            with self._gate:
+                for rank in self._unfinished.values():
+                    if not rank.safe:
+                        _inject(rank, Cancelled)
             while self._hear(_TICK):
                 pass
         return len(self._unfinished)
@@ -330,7 +348,7 @@ class _Run:
     @staticmethod
     def _root(outcomes: Iterable[Outcome]) -> int | None:
         """The lowest rank that raised, not the first in time: the same failure must look the same
-        again.
+        again. What ranks raise while they are ended is no cause.
         """
         raised = (each.rank for each in outcomes if each.kind is OutcomeKind.RAISED)
         return min(raised, default=None)
@@ -386,10 +404,12 @@ def _failed(rank: FreeRank) -> bool:
     return rank.outcome is not None and rank.outcome.kind is OutcomeKind.RAISED
 
 
-def _interrupt(threads: Iterable[threading.Thread | None]) -> None:
-    """Raise Cancelled in these threads at their next bytecode: ends a loop in Python, not one in C."""
-    for thread in threads:
-        if thread is not None and thread.ident is not None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(thread.ident), ctypes.py_object(Cancelled)
-            )
+def _inject(rank: FreeRank, exception: type[BaseException] | None) -> None:
+    """Raise this in the rank's thread at its next bytecode, which ends a loop in Python, not one in C;
+    None takes back what has not been raised yet.
+    """
+    if rank.thread is not None and rank.thread.ident is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(rank.thread.ident),
+            None if exception is None else ctypes.py_object(exception),
+        )

@@ -59,6 +59,8 @@ LAUNCHERS = (
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 #: One of these is there in every process that a launcher of MPI jobs started.
 MPI_JOB = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "PMI_FD", "SLURM_PROCID")
+#: Set outside of any job as well.
+_ALONE = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,13 +91,10 @@ class Launch:
             return (
                 f"gloo under {self.launcher.name}: the ranks need a place to meet. Set "
                 f"{' and '.join(RENDEZVOUS)}, the address of rank 0's machine and a free port on it, "
-                "for all ranks; or take --smp-backend=external:mpi"
+                "for all ranks"
             )
         if fabric == "mpi" and not self.mpi:
-            return (
-                f"mpi under {self.launcher.name}, which starts no MPI job: take mpiexec, or "
-                "--smp-backend=external:gloo"
-            )
+            return f"mpi under {self.launcher.name}, which starts no MPI job: take mpiexec"
         return ""
 
 
@@ -123,6 +122,25 @@ def launch_of(environment: Mapping[str, str]) -> Launch | None:
             any(name in environment for name in MPI_JOB),
         )
     return None
+
+
+def half_set(environment: Mapping[str, str]) -> str:
+    """Which launcher's rank is set without its size, or its size of several ranks without the rank,
+    and what to do; empty if none is.
+
+    Every process of such a job would take itself for the only one. Asked where ``launch_of`` found
+    no launcher. Slurm sets a rank for scripts that are no step of a job, too.
+    """
+    for launcher in LAUNCHERS:
+        rank, size = launcher.rank in environment, launcher.size in environment
+        missing, there = (launcher.size, launcher.rank) if rank else (launcher.rank, launcher.size)
+        if rank == size or there in _ALONE or (size and environment[there] == "1"):
+            continue
+        return (
+            f"{there}={environment[there]} is set and {missing} is not: start the ranks by a "
+            f"launcher (torchrun, mpiexec, srun), which sets both; for a process alone unset {there}"
+        )
+    return ""
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:

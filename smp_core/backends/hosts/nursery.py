@@ -60,6 +60,9 @@ class Nursery:
         self, controller: Connection, setting: dict[str, Any], launcher: int | None = None
     ) -> None:
         self._launcher = launcher
+        # Who is this process's child already is nobody's orphan: a launcher's rank 0 forked the
+        # controller.
+        self._spared = set(children())
         self.codes: list[int] = []  # with which ranks have ended by themselves
         self._controller = controller
         self._setting = setting
@@ -170,7 +173,8 @@ class Nursery:
 
     def _orphans(self) -> list[int]:
         """What bodies started and put into groups of their own, and whose parents are gone."""
-        return [pid for pid in children() if pid not in self._children]
+        ours = self._children | self._spared
+        return [pid for pid in children() if pid not in ours]
 
     def _kill_orphans(self) -> None:
         """A rank has ended: nothing that it started goes on. Again for what that leaves behind."""

@@ -16,6 +16,8 @@ import torch.distributed as dist
 import smp_core.torch as smp
 from smp_core.backends import open_backend
 from smp_core.backends.base import Job, OutcomeKind, Report, VerdictKind
+from smp_core.backends.fabrics.threaded import ThreadedWorldFabric
+from smp_core.backends.hosts import current
 from smp_core.errors import BackendError, DeadlockError, LeakError, RunTimeout
 
 RANKS = 3
@@ -258,3 +260,51 @@ def test_a_send_returns_when_it_is_taken(run):
         return True
 
     assert run(body).values == [True] * RANKS
+
+
+def test_what_a_rank_raises_while_it_is_ended_is_no_cause(run):
+    def body():
+        if smp.rank() == 2:
+            raise ValueError("the cause")
+        try:
+            smp.recv_from(2, TO)
+        finally:
+            raise RuntimeError("while tidying up")
+
+    report = run(body)
+    assert (report.verdict, report.root) == (VerdictKind.FAILED, 2)
+    assert isinstance(report.error, ValueError)
+    assert kinds(report) == ["raised"] * 3
+
+
+def test_a_rank_on_its_way_out_is_left_alone(run, host, monkeypatch):
+    """The others are interrupted again and again; it would lose the word that it has come back."""
+    interrupted, lost = threading.Semaphore(0), []
+    cancel, leave = ThreadedWorldFabric.cancel, current.set_current
+
+    def cancel_and_tell(world):
+        cancel(world)
+        interrupted.release()
+
+    def leave_late(context):
+        if context is None and threading.current_thread().name == "smp rank 1":
+            while interrupted.acquire(blocking=False):
+                pass
+            for _ in range(3):  # so that it was its turn at least once
+                interrupted.acquire(timeout=10)
+        leave(context)
+
+    def body():
+        if smp.rank() == 0:
+            raise ValueError("the cause")
+        smp.recv_from(0, TO)
+
+    before = host.abandoned
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadedWorldFabric, "cancel", cancel_and_tell)
+        patch.setattr(current, "set_current", leave_late)
+        patch.setattr(threading, "excepthook", lost.append)
+        report = run(body)
+    assert kinds(report) == ["raised", "cancelled", "cancelled"]
+    assert host.abandoned == before
+    assert not lost

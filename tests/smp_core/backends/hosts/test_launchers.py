@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from smp_core.backends.hosts.launchers import Launch, launch_of
+from smp_core.backends.hosts.launchers import Launch, half_set, launch_of
 from smp_core.errors import BackendError
 
 #: https://docs.pytorch.org/docs/stable/elastic/run.html
@@ -148,3 +148,24 @@ def test_torchrun_without_a_rendezvous_is_refused_by_default():
     """RANK and WORLD_SIZE alone, as by a script of somebody's own."""
     launch = found({"RANK": "0", "WORLD_SIZE": "2"})
     assert "MASTER_ADDR" in launch.refusal(launch.fabric)
+
+
+@pytest.mark.parametrize(
+    ("environment", "there", "missing"),
+    [
+        ({"RANK": "1"}, "RANK=1", "WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2", "RANK"),
+        ({"PMI_RANK": "0"}, "PMI_RANK=0", "PMI_SIZE"),
+        ({"OMPI_COMM_WORLD_SIZE": "3"}, "OMPI_COMM_WORLD_SIZE=3", "OMPI_COMM_WORLD_RANK"),
+    ],
+)
+def test_half_of_a_launchers_environment_is_told(environment, there, missing):
+    assert half_set(environment).startswith(f"{there} is set and {missing} is not")
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{}, {"WORLD_SIZE": "1"}, {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}, RENDEZVOUS],
+)
+def test_a_process_alone_has_no_half_of_a_launchers_environment(environment):
+    assert half_set(environment) == ""

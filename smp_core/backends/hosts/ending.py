@@ -1,0 +1,71 @@
+"""How a plain script ends: by which exit code, told while Python's exit handlers run.
+
+A rank that ends by an error must not wait for the others at its exit: they wait for it. Python does
+not tell its exit handlers how the process ends, so this looks at uncaught exceptions and at
+``sys.exit``. Not seen are a bare ``raise SystemExit(1)``, ``exit`` of the interactive shell, and what
+ends the process past Python.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+import traceback
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+
+class _Ending:
+    """What is known so far."""
+
+    watched = False
+    uncaught: BaseException | None = None
+    code: Any = None  # of the last call of sys.exit
+    stack: tuple[tuple[FrameType, int], ...] = ()  # who called it, and at which instruction
+
+
+def watch() -> None:
+    """From now on ``status`` knows."""
+    if _Ending.watched:
+        return
+    _Ending.watched = True
+    hook, leave, pid = sys.excepthook, sys.exit, os.getpid()
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() == pid:
+            _Ending.uncaught = error
+        hook(kind, error, trace)
+
+    def leave_and_tell(status: Any = None, /) -> NoReturn:
+        if threading.current_thread() is threading.main_thread():
+            frames = traceback.walk_stack(sys._getframe(1))
+            _Ending.code, _Ending.stack = status, tuple((each, each.f_lasti) for each, _ in frames)
+        leave(status)
+
+    sys.excepthook, sys.exit = tell, leave_and_tell
+
+
+def status() -> int:
+    """The exit code, as far as it is known; called by an exit handler."""
+    if _Ending.uncaught is not None:
+        interrupted = isinstance(_Ending.uncaught, KeyboardInterrupt)
+        return 128 + signal.SIGINT if interrupted else 1
+    # Somebody may have caught it, and has moved on then.
+    if any(frame.f_lasti != at for frame, at in _Ending.stack):
+        return 0
+    code = _Ending.code
+    return code & 0xFF if isinstance(code, int) else int(code is not None)
+
+
+def end_at_once(status: int) -> NoReturn:
+    """End the process, past what would wait for other ranks when objects are destroyed. Called by an
+    exit handler; the other ones are called first.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(status)

@@ -1,0 +1,62 @@
+"""How an MPI job is started."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+
+import pytest
+
+from smp_core.backends.base import HostOptions
+from smp_core.backends.hosts.mpiexec import MpiexecCrew
+
+#: What a shell has that srun, mpiexec or torchrun started, by their documentation.
+OUTER = {
+    "PMI_RANK": "0",
+    "PMI_SIZE": "1",
+    "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_COMM_WORLD_SIZE": "1",
+    "PMIX_RANK": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+}
+
+
+def test_ranks_are_not_told_who_an_outer_launcher_takes_them_for(tmp_path, monkeypatch):
+    """With PMI_RANK=0 around it every rank of an Open MPI job took itself for rank 0."""
+    for name, value in {**OUTER, "SLURM_JOB_ID": "7"}.items():
+        monkeypatch.setenv(name, value)
+    script, seen = tmp_path / "mpiexec.py", tmp_path / "seen"
+    script.write_text(f"import json, os; json.dump(dict(os.environ), open({str(seen)!r}, 'w'))")
+    command = shlex.join([sys.executable, str(script)])
+    crew = MpiexecCrew(HostOptions(ranks=2, mpiexec=command))
+    try:
+        crew.start(range(2))
+        assert crew._job is not None
+        crew._job.wait(timeout=60)
+    finally:
+        crew.close()
+    environment = json.loads(seen.read_text())
+    assert not OUTER.keys() & environment.keys()
+    assert environment["SLURM_JOB_ID"] == "7"  # of the allocation, where mpiexec is to run
+
+
+@pytest.mark.parametrize("name", ["PMI_RANK", "OMPI_COMM_WORLD_RANK"])
+@pytest.mark.timeout(120)
+def test_a_job_below_an_outer_launcher(command, pytester, name):
+    pytest.importorskip("mpi4py", reason="the mpi backend needs mpi4py")
+    pytester.makepyfile(
+        test_it="""
+        import pytest
+
+        @pytest.mark.smp(ranks=2)
+        def test_it(smp):
+            assert smp.allgather(smp.rank(), smp.WORLD) == [0, 1]
+        """
+    )
+    words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--smp-backend=mpi"]
+    code, text = command([*words, "--smp-ranks=2", str(pytester.path)], **{name: "0"}).end(60)
+    assert code == 0, text
