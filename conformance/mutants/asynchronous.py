@@ -11,9 +11,9 @@ from conformance.mutants.blocks import PerRun
 from conformance.mutants.point_to_point import EITHER, Done, landing_twice, wrap_dist
 from conformance.mutants.protocol import Bugs, Patch
 from conformance.traffic import COLLECTIVES
+from smp_core.backends.fabrics.memory import Flight
 from smp_core.backends.fabrics.sim import collectives
 from smp_core.backends.fabrics.sim.matching import Call
-from smp_core.backends.fabrics.sim.memory import Flight
 from smp_core.backends.fabrics.sim.process_group import SharedGroup, SimProcessGroup
 from smp_core.backends.fabrics.sim.work import SimWork
 from smp_core.errors import VerdictError

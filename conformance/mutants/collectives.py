@@ -19,8 +19,8 @@ from torch.distributed import distributed_c10d as c10d
 from conformance.mutants.blocks import PerRun
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
 from smp_core import reduction
+from smp_core.backends.fabrics.memory import Flight, copy, poison
 from smp_core.backends.fabrics.sim import collectives
-from smp_core.backends.fabrics.sim.memory import Flight, copy, poison
 from smp_core.errors import ArgumentError, VerdictError
 
 BUGS = Bugs("collectives and layout")

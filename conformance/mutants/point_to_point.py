@@ -13,9 +13,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from conformance.mutants.blocks import PerRun
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
+from smp_core.backends.fabrics.memory import Flight
 from smp_core.backends.fabrics.sim import mailbox
 from smp_core.backends.fabrics.sim.mailbox import ANY, Mailbox, Post
-from smp_core.backends.fabrics.sim.memory import Flight
 from smp_core.backends.fabrics.sim.process_group import SharedGroup, SimProcessGroup
 from smp_core.backends.fabrics.sim.work import SimWork
 from smp_core.backends.hosts import current

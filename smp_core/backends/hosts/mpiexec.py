@@ -193,7 +193,7 @@ class MpiexecCrew(Crew):
 def rank_main() -> None:
     """The main of a rank process of an MPI job; never returns."""
     folder = sys.argv[1]
-    slot = next(os.environ[name] for name in warden.RANK_VARIABLES if name in os.environ)
+    slot = warden.rank_of_launcher()
     import torch  # before MPI: it takes a while, and nobody waits for anybody yet
 
     from smp_core.backends.fabrics.mpi.library import finalize, load

@@ -27,7 +27,8 @@ def die_with(parent: int) -> None:
             os._exit(1)
 
 
-def _rank() -> str:
+def rank_of_launcher() -> str:
+    """This process's rank, as its launcher says it."""
     for name in RANK_VARIABLES:
         if os.environ.get(name, "").isdecimal():
             return os.environ[name]
@@ -36,7 +37,7 @@ def _rank() -> str:
 
 def _ward(told: str, command: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    slot, warden = _rank(), os.getpid()
+    slot, warden = rank_of_launcher(), os.getpid()
     pid = os.fork()
     if pid == 0:
         try:

@@ -156,6 +156,7 @@ class LargeAllReduce:
         self._slices = _slices(block, part.size)
         slices = Part(part.me, part.size, self._slices, self._slices, part.op, part.root)
         self._error: CollectiveMismatchError | None = None
+        self._lock = meetings.lock
         self._rounds = [Exchange(group, meetings, number, _SLICES, slices, note)]
 
     def step(self) -> bool:
@@ -180,7 +181,8 @@ class LargeAllReduce:
     @property
     def done(self) -> bool:
         """See Operation."""
-        return self.step() and (self._error is not None or self._rounds[1].done)
+        with self._lock:  # another thread may be moving messages
+            return self.step() and (self._error is not None or self._rounds[1].done)
 
     def values(self) -> list[Tensor]:
         """See Operation."""

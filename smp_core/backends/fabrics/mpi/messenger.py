@@ -40,6 +40,7 @@ LONGEST_NOTE = 1024  # bytes
 _YIELDS = 400
 _NAP = 200e-6  # seconds
 _LOOKS = 32  # between two questions whether the run was ended
+_TAKEN = 64  # messages in one turn, however many come
 
 # epoch, channel, number, token, bytes, bytes of the note, kind
 _HEAD = struct.Struct("<QQqQQHB")
@@ -114,8 +115,10 @@ class Messenger:
     def __init__(self, MPI: Any, comm: Any) -> None:
         self.rank, self.size = int(comm.rank), int(comm.size)
         self.check: Callable[[], None] = lambda: None
+        # Hooks of autograd and the body's own threads may call. Held by whoever sends, moves or
+        # sorts messages, so that MPI is asked by one thread at a time; never while waiting.
+        self.lock = threading.RLock()
         self._MPI, self._comm = MPI, comm
-        self._lock = threading.RLock()  # hooks of autograd may call from its own threads
         self._epoch = 0
         self._receivers: dict[int, Receiver] = {}
         self._unclaimed: dict[tuple[int, int], list[Message]] = {}
@@ -136,7 +139,7 @@ class Messenger:
 
         What is left of former runs is dropped; what faster ranks have sent already is kept.
         """
-        with self._lock:
+        with self.lock:
             self._epoch = epoch
             self._receivers.clear()
             self._awaited.clear()
@@ -154,15 +157,10 @@ class Messenger:
         """From now on the receiver gets the channel's messages, those first that have come
         already.
         """
-        with self._lock:
+        with self.lock:
             self._receivers[channel] = receiver
             for message in self._unclaimed.pop((self._epoch, channel), ()):
                 receiver.deliver(message)
-
-    def shut(self, channel: int) -> None:
-        """The channel is not read any more."""
-        with self._lock:
-            self._receivers.pop(channel, None)
 
     # Sending.
 
@@ -187,7 +185,7 @@ class Messenger:
             note: a short text beside it, for the receiver to compare.
             receipt: whether the message is done only when ``acknowledge`` was called on it.
         """
-        with self._lock:
+        with self.lock:
             outgoing, token = Outgoing(), None
             if receipt:
                 token = next(self._tokens)
@@ -249,7 +247,7 @@ class Messenger:
 
     def step(self, owner: object, step: Callable[[], bool] | None) -> None:
         """Call ``step`` whenever something has moved, until it says True; None: no longer."""
-        with self._lock:
+        with self.lock:
             if step is None:
                 self._steps.pop(owner, None)
             else:
@@ -257,11 +255,15 @@ class Messenger:
 
     def progress(self) -> bool:
         """Move what can be moved without waiting. Whether there was something."""
-        with self._lock:
+        with self.lock:
             moved = False
-            while self._inbox.Test(self._status):
-                self._take(self._status.Get_source())
-                self._inbox.Start()
+            for _ in range(_TAKEN):
+                if not self._inbox.Test(self._status):
+                    break
+                try:
+                    self._take(self._status.Get_source())
+                finally:  # a handler of a signal may raise: the next message is received all the same
+                    self._inbox.Start()
                 moved = True
             if self._coming:
                 before = len(self._coming)
@@ -320,16 +322,18 @@ class Messenger:
         Raises what ``check`` raises.
         """
         end = None if seconds is None else time.monotonic() + seconds
-        idle = 0
+        idle = turn = 0
         while not done():
-            if self.progress():
-                idle = 0
-                continue
-            idle += 1
-            if idle % _LOOKS == 1 or idle > _YIELDS:
+            moved = self.progress()
+            idle = 0 if moved else idle + 1
+            turn += 1
+            # Asked also while messages keep coming: the one that is waited for may not be among them.
+            if idle == 1 or turn % _LOOKS == 0 or idle > _YIELDS:
                 self.check()
                 if end is not None and time.monotonic() > end:
                     return False
+            if moved:
+                continue
             if idle > _YIELDS:
                 time.sleep(_NAP)
             else:

@@ -1,7 +1,7 @@
 """The native object transport of `mpi`.
 
 A send is a message whose receipt is awaited. What a group does together runs over a tree of its
-positions, up and down again: a rank wakes for each message that it takes, and a tree needs the
+members, up and down again: a rank wakes for each message that it takes, and a tree needs the
 fewest.
 """
 
@@ -14,19 +14,34 @@ from typing import Any
 from smp_core.backends.base import Group, Seat
 from smp_core.backends.fabrics.mpi.messenger import Messenger, Outgoing
 from smp_core.backends.fabrics.mpi.sorting import Gathering, Mailbox, Meetings
-from smp_core.backends.payload import Payload
+from smp_core.backends.payload import Payload, plain_dumps
 from smp_core.errors import CollectiveMismatchError
 
 _BRANCHES = 8  # of the tree: so many members come and go by one hop
 
 
+def _dumps(obj: object) -> bytes:
+    return pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+
+
 def _frozen(obj: object, call: str) -> bytes:
-    return pickle.dumps(Payload(obj, call), protocol=pickle.HIGHEST_PROTOCOL)
+    """What a Payload is, without the object of that class: its own pickling took longer than that
+    of most payloads.
+    """
+    try:
+        data = plain_dumps(obj)
+    except Exception:
+        Payload(obj, call)  # says which part cannot be pickled
+        raise
+    return _dumps((call, data))
 
 
-def _thawed(data: Any) -> Any:
-    payload: Payload = pickle.loads(data)
-    return payload.thaw()
+def _thawed(frozen: Any) -> Any:
+    call, data = pickle.loads(frozen)
+    try:
+        return pickle.loads(data)
+    except Exception:
+        return Payload([], call, lambda _: data).thaw()  # says what cannot be unpickled
 
 
 class MpiObjects:
@@ -87,35 +102,38 @@ class MpiObjects:
 
 
 class _Tree:
-    """A group's members by position: member i hangs below member (i - 1) // _BRANCHES."""
+    """What a group does together: up a tree of its members, and down again.
+
+    Places in the tree are counted from its root: place i hangs below place (i - 1) // _BRANCHES.
+    The root does most of the work, and ranks that share a core get equal shares of it, whatever
+    they do with them: so each call has another root, in turn.
+    """
 
     def __init__(self, group: Group, rank: int, messenger: Messenger) -> None:
         self._group, self._messenger = group, messenger
         self._meetings = Meetings(messenger, f"objects {group.name} {group.ranks}")
-        ranks = group.ranks
-        self._me = me = ranks.index(rank)
-        first = _BRANCHES * me + 1
-        self._below = (
-            [ranks[child] for child in range(first, first + _BRANCHES)[: len(ranks) - first]]
-            if first < len(ranks)
-            else []
-        )
-        self._above = [ranks[(me - 1) // _BRANCHES]] if me else []
+        self._me = group.ranks.index(rank)
 
     def meet(self, call: str, data: bytes) -> list[bytes]:
         """Every member's data, in the order of the group, once all have called."""
-        number = self._meetings.number()
+        number, ranks = self._meetings.number(), self._group.ranks
+        size, root = len(ranks), (number - 1) % len(ranks)
+        place = (self._me - root) % size
+        first = _BRANCHES * place + 1
+        below = [ranks[(child + root) % size] for child in range(first, size)[:_BRANCHES]]
         # Up: what this member and those below it bring. Numbers of the way up are negative.
-        branch = [(self._me, data)]
-        for payload in self._gathered(-number, self._below, call):
-            branch += pickle.loads(payload)
-        if self._above:
-            self._send(self._above, -number, pickle.dumps(branch), call)
-            (whole,) = self._gathered(number, self._above, call)
+        branch = {self._me: data}
+        for payload in self._gathered(-number, below, call):
+            branch.update(pickle.loads(payload))
+        if place:
+            above = ranks[((place - 1) // _BRANCHES + root) % size]
+            self._send([above], -number, _dumps(branch), call)
+            (whole,) = self._gathered(number, [above], call)
+            gathered: list[bytes] = pickle.loads(whole)
         else:
-            whole = pickle.dumps([each for _, each in sorted(branch)])
-        self._send(self._below, number, whole, call)
-        gathered: list[bytes] = pickle.loads(whole)
+            gathered = [branch[member] for member in range(size)]
+            whole = _dumps(gathered)
+        self._send(below, number, whole, call)
         return gathered
 
     def _gathered(self, number: int, sources: Sequence[int], call: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The process group of `mpi`: the calls and checks of `sim`'s, with messages behind them."""
+"""The process group of `mpi`: checked calls, with messages behind them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed as dist
 
 from smp_core.backends.base import Group
+from smp_core.backends.fabrics.checked_group import ANY, CheckedGroup, Fields
+from smp_core.backends.fabrics.memory import Flight
 from smp_core.backends.fabrics.mpi.exchange import (
     LARGE,
     Exchange,
@@ -22,16 +23,9 @@ from smp_core.backends.fabrics.mpi.exchange import (
     to_bytes,
 )
 from smp_core.backends.fabrics.mpi.routes import ROUTES, Part
-from smp_core.backends.fabrics.mpi.sorting import ANY, Mailbox, Meetings
+from smp_core.backends.fabrics.mpi.sorting import Mailbox, Meetings
 from smp_core.backends.fabrics.mpi.work import MpiWork
-from smp_core.backends.fabrics.sim.matching import Complete, Fields
-from smp_core.backends.fabrics.sim.memory import Flight
-from smp_core.backends.fabrics.sim.process_group import (
-    SimProcessGroup,
-    _check_outputs,
-    _check_tensors,
-)
-from smp_core.errors import ArgumentError, NotInitializedError, RankError
+from smp_core.errors import ArgumentError, NotInitializedError
 
 if TYPE_CHECKING:
     from smp_core.backends.fabrics.mpi.fabric import MpiFabric
@@ -40,20 +34,12 @@ BACKEND = "smp_mpi"  # its name in torch
 Tensor = torch.Tensor
 
 
-class MpiProcessGroup(SimProcessGroup):
-    """One rank's handle on a group.
-
-    Every call is checked by SimProcessGroup and comes here to be issued: ``_collective`` and
-    ``_post``.
-    """
+class MpiProcessGroup(CheckedGroup):
+    """One rank's handle on a group."""
 
     def __init__(self, fabric: MpiFabric, group: Group, name: str) -> None:
-        self._position = group.ranks.index(fabric.rank)
-        self._size = len(group.ranks)
-        dist.ProcessGroup.__init__(self, self._position, self._size)  # type: ignore[call-arg]
-        self._fabric, self._group, self._name, self._desc = fabric, group, name, name
-        self._destroyed = False
-        self._coalesced: list[Any] | None = None
+        super().__init__(group.ranks.index(fabric.rank), len(group.ranks), name)
+        self._fabric, self._group = fabric, group
         self.open()
 
     def open(self) -> None:
@@ -69,36 +55,29 @@ class MpiProcessGroup(SimProcessGroup):
         if self._destroyed:
             raise NotInitializedError(f"{call}: process group {self._name} has been destroyed")
 
-    def _collective(  # type: ignore[override]
+    def _collective(
         self,
         operation: str,
         fields: Fields,
-        complete: Complete,
         opts: Any,
         *,
+        op: str = "",
+        root: int = ANY,
         brings: Sequence[Tensor] = (),
         gets: Sequence[Tensor] = (),
         counts: Sequence[int] | None = None,
         told: Fields = (),
         result: Any = None,
     ) -> MpiWork:
-        """Issue a collective. ``complete`` is `sim`'s way of doing it; ours stands in ROUTES."""
+        """See CheckedGroup. What goes where stands in ROUTES."""
         self._check(operation)
         flight = Flight(brings, gets)
         if flight.outputs_meet():
             raise ArgumentError(
                 f"{operation}: two outputs share memory: one value would overwrite the other"
             )
-        said = dict(fields)
         with torch.no_grad():
-            part = Part(
-                self._position,
-                self._size,
-                flat_copies(brings),
-                gets,
-                str(said.get("reduce op", "")),
-                int(said.get("root", -1)),
-            )
+            part = Part(self._position, self._size, flat_copies(brings), gets, op, root)
             issued = self._issue(operation, part, _text(operation, fields))
         return self._handle(issued, flight, list(gets) if result is None else result, operation)
 
@@ -110,20 +89,15 @@ class MpiProcessGroup(SimProcessGroup):
             return large
         return Exchange(group, self._meetings, number, ROUTES[operation], part, note)
 
-    def _post(self, verb: str, tensors: list[Tensor], peer: int, tag: int) -> MpiWork:  # type: ignore[override]
+    def _post(self, verb: str, tensors: list[Tensor], peer: int, tag: int) -> MpiWork:
         self._check(verb)
         (tensor,) = tensors
-        _check_tensors(verb, tensors)
-        if peer != ANY and not 0 <= peer < self._size:
-            raise RankError(
-                f"{verb}: rank {peer} is not in the group; group ranks are 0 to {self._size - 1}"
-            )
+        self._check_message(verb, tensors, peer)
         rank = ANY if peer == ANY else self._group.ranks[peer]
         if verb == "send":
             payload = to_bytes(flat_copies(tensors))
             outgoing = self._mailbox.send(rank, tag, payload, tensor_note(tensor))
             return self._handle(Sent(outgoing, payload), Flight(tensors, ()), tensors, verb)
-        _check_outputs(verb, tensors)
         receive = self._mailbox.receive(rank, tag)
         received = Received(self._group, self._position, receive, tensor)
         return self._handle(received, Flight((), tensors), tensors, verb)
@@ -156,10 +130,8 @@ class MpiProcessGroup(SimProcessGroup):
         return group
 
     def shutdown(self) -> None:
-        if not self._destroyed:
-            self._destroyed = True
-            self._meetings.shut()
-            self._mailbox.shut()
+        """What is in flight goes on: its works may still be waited for."""
+        self._destroyed = True
 
     abort = shutdown
 

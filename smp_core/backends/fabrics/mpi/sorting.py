@@ -57,12 +57,13 @@ class Mailbox:
     def receive(self, source: int, number: int) -> Receive:
         """Post a receive from a world rank, or from ANY."""
         receive = Receive(source, number)
-        message = next((each for each in self._arrived if receive.fits(each)), None)
-        if message is None:
-            self._posted.append(receive)
-        else:
-            self._arrived.remove(message)
-            self._match(receive, message)
+        with self._messenger.lock:
+            message = next((each for each in self._arrived if receive.fits(each)), None)
+            if message is None:
+                self._posted.append(receive)
+            else:
+                self._arrived.remove(message)
+                self._match(receive, message)
         return receive
 
     def deliver(self, message: Message) -> None:
@@ -78,39 +79,39 @@ class Mailbox:
         receive.message = message
         self._messenger.acknowledge(message)
 
-    def shut(self) -> None:
-        """It is not used any more."""
-        self._messenger.shut(self._key)
-
 
 class Gathering:
     """The messages of one number: one from each of some ranks."""
 
-    __slots__ = ("_note", "_sources", "_strange", "messages")
+    __slots__ = ("_missing", "_note", "_strange", "_unready", "messages")
 
     def __init__(self, sources: Iterable[int], note: str) -> None:
         self._note = note_bytes(note)
         self.messages: dict[int, Message] = {}
-        self._sources = frozenset(sources)
+        self._missing = set(sources)
+        self._unready: list[Message] = []  # their payloads are on their way
         self._strange: Message | None = None  # says something else than this rank
 
     def add(self, message: Message) -> None:
         """A message of this number has come."""
         self.messages[message.source] = message
+        self._missing.discard(message.source)
+        if not message.ready:
+            self._unready.append(message)
         if message.note != self._note and self._strange is None:
             self._strange = message
 
     @property
     def complete(self) -> bool:
         """Whether no more messages are to come."""
-        return self._sources <= self.messages.keys()
+        return not self._missing
 
     @property
     def done(self) -> bool:
         """Whether all are here, or one that does not belong to them."""
-        if self._strange is not None:
-            return True
-        return self.complete and all(message.ready for message in self.messages.values())
+        if self._unready:
+            self._unready = [message for message in self._unready if not message.ready]
+        return not (self._missing or self._unready) or self._strange is not None
 
     @property
     def strange(self) -> tuple[int, str] | None:
@@ -128,6 +129,7 @@ class Meetings:
         self._open: dict[int, Gathering] = {}
         self._early: dict[int, list[Message]] = {}
         self._count = 0
+        self.lock = messenger.lock
         messenger.open(self._key, self)
 
     def number(self) -> int:
@@ -142,10 +144,11 @@ class Meetings:
     def expect(self, number: int, sources: Iterable[int], note: str) -> Gathering:
         """What members, by their world ranks, bring for this one."""
         gathering = Gathering(sources, note)
-        for message in self._early.pop(number, ()):
-            gathering.add(message)
-        if not gathering.complete:
-            self._open[number] = gathering
+        with self._messenger.lock:
+            for message in self._early.pop(number, ()):
+                gathering.add(message)
+            if not gathering.complete:
+                self._open[number] = gathering
         return gathering
 
     def deliver(self, message: Message) -> None:
@@ -157,7 +160,3 @@ class Meetings:
         gathering.add(message)
         if gathering.complete:
             del self._open[message.number]
-
-    def shut(self) -> None:
-        """It is not used any more."""
-        self._messenger.shut(self._key)

@@ -12,8 +12,8 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
+from smp_core.backends.fabrics.memory import Flight
 from smp_core.backends.fabrics.mpi.exchange import Operation, Received
-from smp_core.backends.fabrics.sim.memory import Flight
 from smp_core.errors import CollectiveMismatchError
 
 if TYPE_CHECKING:

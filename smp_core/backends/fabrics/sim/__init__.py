@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from smp_core.backends.base import Group
+from smp_core.backends.fabrics.memory import Airspace
 from smp_core.backends.fabrics.sim import torch_private
-from smp_core.backends.fabrics.sim.memory import Airspace
 from smp_core.backends.fabrics.sim.objects import ObjectRouter, SimObjects
 from smp_core.backends.fabrics.sim.process_group import SharedGroup, SimProcessGroup
 from smp_core.backends.fabrics.sim.store import SimStore, StoreData

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from smp_core.backends import words
+from smp_core.backends.fabrics.memory import copy
 from smp_core.backends.fabrics.sim.matching import Call
-from smp_core.backends.fabrics.sim.memory import copy
 from smp_core.reduction import reduce_tensors
 
 Tensor = torch.Tensor
@@ -154,13 +153,3 @@ def _check_pair(source: Call, target: Call, sent: int, expected: int) -> None:
     if sent != expected:
         sender, receiver = ((call.rank, call.text(), call.place) for call in (source, target))
         raise words.pair_mismatch(source.operation, sender, sent, receiver, expected)
-
-
-def shape_text(tensors: Sequence[Any]) -> str:
-    """Shapes for a message: ``[2, 3]`` for one tensor, ``[2, 3] [4]`` for two."""
-    return " ".join(str(list(tensor.shape)) for tensor in tensors)
-
-
-def dtype_text(tensors: Sequence[Any]) -> str:
-    """Dtypes for a message, each once."""
-    return " ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors))

@@ -12,7 +12,7 @@ import torch
 
 from smp_core.backends import words
 from smp_core.backends.base import Group
-from smp_core.backends.fabrics.sim.memory import Flight
+from smp_core.backends.fabrics.memory import Flight
 from smp_core.backends.frames import Place
 from smp_core.backends.hosts.threads import RankContext
 

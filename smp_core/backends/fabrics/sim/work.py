@@ -6,7 +6,6 @@ rank learns that the operation is done: in ``wait``, or when ``is_completed`` sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
@@ -14,7 +13,7 @@ import torch
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
-from smp_core.backends.fabrics.sim.memory import Flight
+from smp_core.backends.fabrics.memory import Flight
 from smp_core.backends.frames import Place
 from smp_core.backends.hosts.scheduler import Operation
 from smp_core.backends.hosts.threads import RankContext
@@ -148,49 +147,3 @@ class SimWork(Work):
         return int(getattr(self._operation, "source", -1))
 
     _source_rank = source_rank
-
-
-class CombinedWork(Work):
-    """Several works waited for as one."""
-
-    def __init__(self, works: Sequence[SimWork]) -> None:
-        super().__init__()
-        self._works = works
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for each, in the order of issue."""
-        for work in self._works:
-            work.wait()
-        return True
-
-    def synchronize(self) -> None:
-        """As ``wait``."""
-        self.wait()
-
-    def is_completed(self) -> bool:
-        """Whether all are done."""
-        completed = [
-            work.is_completed() for work in self._works
-        ]  # ask each: asking lets the others run
-        return all(completed)
-
-    def is_success(self) -> bool:
-        """As ``is_completed``."""
-        return self.is_completed()
-
-    def exception(self) -> None:
-        """None: a failed operation ends the run."""
-        return
-
-    def result(self) -> list[torch.Tensor]:
-        """The tensors that the operations write, once all are done."""
-        return [tensor for work in self._works for tensor in work.result()]
-
-    def get_future(self) -> Future[Any]:
-        """A future that is complete."""
-        self.wait()
-        future: Future[Any] = Future()
-        future.set_result([work.result() for work in self._works])
-        return future
-
-    getFuture = get_future

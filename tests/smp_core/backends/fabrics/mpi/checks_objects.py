@@ -122,6 +122,29 @@ def check_what_cannot_be_pickled_is_refused_and_nothing_sent(world: Any) -> None
     assert objects.allgather(me, world.group) == [*range(size)]
 
 
+class Unreadable:
+    """Its pickle says: int("no number")."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def check_what_cannot_be_unpickled_names_the_call_that_sent_it(world: Any) -> None:
+    objects, me, size = world.fabric.objects, world.rank, world.size
+    with pytest.raises(PayloadError, match=r"^smp\.allgather: .* unpickled: .*ValueError"):
+        objects.allgather(Unreadable() if me == 3 else me, world.group)
+    if me == 0:
+        objects.send(Unreadable(), 1)
+        objects.broadcast(Unreadable(), world.group)
+    elif me == 1:
+        with pytest.raises(PayloadError, match=r"^smp\.send\(world rank 1\): .* unpickled: "):
+            objects.recv_from(0)
+    if me:
+        with pytest.raises(PayloadError, match=r"^smp\.broadcast\(group WORLD\): .* unpickled: "):
+            objects.recv_from(0)
+    assert objects.allgather("end", world.group) == ["end"] * size
+
+
 def check_the_board_is_told(world: Any) -> None:
     objects, me = world.fabric.objects, world.rank
     trio = Group("TRIO", (0, 1, 2))

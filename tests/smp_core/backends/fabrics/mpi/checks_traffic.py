@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import os
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -405,3 +408,70 @@ def check_process_groups_of_the_api(world: Any) -> None:
         value = ones(1, me)
         dist.all_reduce(value, group=again)
         assert value.item() == 4
+
+
+def check_works_of_a_destroyed_group_come_to_their_end(world: Any) -> None:
+    """The last rank makes its calls when the others have destroyed the group."""
+    me, size, objects = world.rank, world.size, world.fabric.objects
+    group = dist.new_group(list(range(size)))
+    last = size - 1
+    if me == last:
+        assert [objects.recv_from(rank) for rank in range(last)] == ["destroyed"] * last
+    short, long = torch.tensor([float(me)]), torch.full((60_000,), float(me))
+    sent, got = torch.tensor([me + 0.5]), torch.zeros(1)
+    works = [dist.all_reduce(each, group=group, async_op=True) for each in (short, long)]
+    works.append(dist.irecv(got, (me - 1) % size, group=group))
+    works.append(dist.isend(sent, (me + 1) % size, group=group))
+    dist.destroy_process_group(group)
+    if me != last:
+        objects.send("destroyed", last)
+    for work in works:
+        assert work is not None
+        work.wait()
+    assert short.item() == sum(range(size))
+    assert (long == sum(range(size))).all()
+    assert got.item() == (me - 1) % size + 0.5
+
+
+def check_another_thread_moves_messages_meanwhile(world: Any) -> None:
+    """As a hook of autograd may; threads take turns as often as Python lets them."""
+    me, size, over = world.rank, world.size, threading.Event()
+
+    def move() -> None:
+        while not over.is_set():
+            world.fabric.messenger.progress()
+            os.sched_yield()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=move)
+    thread.start()
+    try:
+        for number in range(100):
+            value, got = torch.tensor([float(me + number)]), torch.zeros(1)
+            dist.all_reduce(value)
+            assert value.item() == sum(range(size)) + size * number
+            work = dist.isend(value, (me + 1) % size)
+            dist.recv(got, (me - 1) % size)
+            assert work is not None
+            work.wait()
+            assert got.item() == value.item()
+            if number % 10 == 0:
+                long = torch.full((60_000,), float(me))
+                dist.all_reduce(long)
+                assert (long == sum(range(size))).all()
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+
+
+def check_a_wait_asks_though_messages_keep_coming(world: Any) -> None:
+    """Whether the run was ended, and how late it is; what it waits for is not among them."""
+    messenger, asked = world.fabric.messenger, world.asked
+    messenger.progress = lambda: True
+    try:
+        assert not messenger.wait(lambda: False, 0.01)
+    finally:
+        del messenger.progress
+    assert world.asked > asked
