@@ -39,12 +39,16 @@ def gather(objects):
 
 
 def bare(objects):
-    """The same call many times in one run: what the collective itself costs."""
-    smp.barrier()
-    start = time.perf_counter()
+    """The same call many times in one run: what the collective itself costs, from the ranks' being
+    together to its end. Without the barrier calls overlap, and nobody knows what one takes.
+    """
+    times = []
     for _ in range(RUNS):
+        smp.barrier()
+        start = time.perf_counter()
         smp.allgather(objects[smp.rank()], smp.WORLD)
-    return (time.perf_counter() - start) / RUNS
+        times.append(time.perf_counter() - start)
+    return median(times)
 
 
 def reduce(objects):
@@ -54,12 +58,13 @@ def reduce(objects):
 
 def bare_reduce(objects):
     """The same, many times in one run."""
-    tensor = torch.ones(4)
-    dist.barrier()
-    start = time.perf_counter()
+    tensor, times = torch.ones(4), []
     for _ in range(RUNS):
+        dist.barrier()
+        start = time.perf_counter()
         dist.all_reduce(tensor)
-    return (time.perf_counter() - start) / RUNS
+        times.append(time.perf_counter() - start)
+    return median(times)
 
 
 def deadlock(objects):
@@ -95,7 +100,7 @@ def _costs(figures: list[Figure], backend: str, world: World) -> None:
         runs = [seconds(lambda body=body: _run(world, body)) for _ in range(RUNS)]
         collective = max(_run(world, alone).values) * 1000
         over = median(runs) * 1000 - collective
-        figures.append(Figure(f"{backend}: {name}, many in one run", collective, "ms"))
+        figures.append(Figure(f"{backend}: {name}, one at a time in one run", collective, "ms"))
         budget = "gloo: under 2 ms over the bare collective" if backend == "gloo" else ""
         _milliseconds(
             figures,

@@ -76,6 +76,13 @@ _COLLECTIVES: dict[str, tuple[int, Callable[[Any], Key]]] = {
 #: By name of the operator: whether it sends, and whether it names its peer.
 _POSTS = {"send": (True, True), "recv_": (False, True), "recv_any_source_": (False, False)}
 
+#: Looked up when this is imported, which is once for all ranks that are forked afterwards: torch takes
+#: milliseconds to make them.
+_OPERATORS = {
+    **{name: getattr(torch.ops.c10d, name).default for name in (*_COLLECTIVES, *_POSTS)},
+    "wait_tensor": torch.ops._c10d_functional.wait_tensor.default,
+}
+
 _MOST_TRACKED = 256  # calls whose tensors are looked through for those that are gone
 
 
@@ -103,12 +110,12 @@ class Dispatched:
         library = _Library("c10d", "IMPL")
         for name, (at, key_of) in _COLLECTIVES.items():
             issue = functools.partial(self._collective, at, key_of)
-            self._put(library, torch.ops.c10d, name, functools.partial(self._seen, issue))
+            self._put(library, name, functools.partial(self._seen, issue))
         for name, (sends, named) in _POSTS.items():
             issue = functools.partial(self._post, sends, named)
-            self._put(library, torch.ops.c10d, name, functools.partial(self._seen, issue))
+            self._put(library, name, functools.partial(self._seen, issue))
         functional = _Library("_c10d_functional", "IMPL")
-        self._put(functional, torch.ops._c10d_functional, "wait_tensor", self._wait_tensor)
+        self._put(functional, "wait_tensor", self._wait_tensor)
         self._libraries = [library, functional]
         for owner, name, wrapper in (
             (dist, "_verify_params_across_processes", self._check),
@@ -127,8 +134,8 @@ class Dispatched:
             setattr(owner, name, original)
         self._undo.clear()
 
-    def _put(self, library: Any, operators: Any, name: str, kernel: Callable[..., Any]) -> None:
-        operator = getattr(operators, name).default
+    def _put(self, library: Any, name: str, kernel: Callable[..., Any]) -> None:
+        operator = _OPERATORS[name]
         # Always among the keys of a call, in every thread and mode, and just above the backends'.
         after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
