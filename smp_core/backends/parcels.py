@@ -179,8 +179,17 @@ def _open(modules: dict[str, str], data: bytes) -> Any:
 
 
 def is_constant(body: object) -> bool:
-    """Whether a function is the same from run to run: one with cells is what they hold now."""
-    return isinstance(body, types.FunctionType) and not body.__closure__
+    """Whether a function is the same from run to run: what is imported by name is. Of others, cells,
+    defaults and attributes are what they hold now, and so are the globals of one without a module.
+    """
+    return (
+        isinstance(body, types.FunctionType)
+        and _home(body) is not None
+        and (
+            _by_name(body)
+            or not (body.__closure__ or body.__defaults__ or body.__kwdefaults__ or vars(body))
+        )
+    )
 
 
 def dumps(obj: object) -> bytes:

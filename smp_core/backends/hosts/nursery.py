@@ -26,11 +26,10 @@ from typing import Any
 from smp_core.backends.hosts.output import read_output
 from smp_core.backends.hosts.rank import Berth, main
 from smp_core.backends.hosts.stacks import STACKS, read_stacks
-from smp_core.backends.hosts.surroundings import children
+from smp_core.backends.hosts.surroundings import adopt_orphans, children
 from smp_core.backends.hosts.wire import is_silence
 
 _PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 _GENERATIONS = 20  # of processes that start processes, before we give up on a body
 _LOOK = 2.0  # seconds between two looks at whether the launcher is still there
 
@@ -41,12 +40,6 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it died in between
             os._exit(1)
-
-
-def adopt_orphans() -> None:
-    """Become the parent of what this process's children leave behind when they die (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 class Nursery:
@@ -63,6 +56,7 @@ class Nursery:
         # Who is this process's child already is nobody's orphan: a launcher's rank 0 forked the
         # controller.
         self._spared = set(children())
+        self._servants: set[int] = set()  # what the prelude started: for all ranks, to the end
         self.codes: list[int] = []  # with which ranks have ended by themselves
         self._controller = controller
         self._setting = setting
@@ -120,6 +114,7 @@ class Nursery:
             self._tell(prepared=f"{type(error).__name__}: {error}")
         else:
             self._tell(prepared=None)
+        self._servants = set(children()) - self._children - self._spared
 
     def _fork_all(self, slots: list[int]) -> None:
         for slot in slots:
@@ -173,7 +168,7 @@ class Nursery:
 
     def _orphans(self) -> list[int]:
         """What bodies started and put into groups of their own, and whose parents are gone."""
-        ours = self._children | self._spared
+        ours = self._children | self._spared | self._servants
         return [pid for pid in children() if pid not in ours]
 
     def _kill_orphans(self) -> None:
@@ -184,8 +179,11 @@ class Nursery:
                 return
             for pid in orphans:
                 _kill_group(pid)
-                with contextlib.suppress(ProcessLookupError):
+                try:
                     os.kill(pid, signal.SIGKILL)
+                except PermissionError:  # another user's by now: not ours to end, nor to wait for
+                    self._spared.add(pid)
+                    continue
                 os.waitpid(pid, 0)
 
     def _end(self) -> None:
@@ -194,6 +192,7 @@ class Nursery:
         for pid in self._children:
             os.waitpid(pid, 0)
         self._children.clear()
+        self._servants.clear()
         self._kill_orphans()
         shutil.rmtree(self._setting["folder"], ignore_errors=True)
 

@@ -45,7 +45,7 @@ class Output:
             if os.fstat(file).st_size:
                 os.ftruncate(file, 0)
             os.dup2(file, descriptor)
-        if not self._streams or any(stream.closed for stream in self._streams):
+        if not self._streams or any(map(_is_spoilt, self._streams)):
             self._streams = [open(each, "w", buffering=1, closefd=False) for each in (1, 2)]  # noqa: SIM115
             sys.__stdout__, sys.__stderr__ = self._streams  # type: ignore[misc]
         sys.stdout, sys.stderr = self._streams
@@ -60,6 +60,14 @@ class Output:
         for stream in self._streams:
             with contextlib.suppress(ValueError, OSError):  # the body closed it
                 stream.flush()
+
+
+def _is_spoilt(stream: Any) -> bool:
+    """Whether a body has closed, detached or reconfigured it."""
+    try:
+        return bool(stream.closed) or (stream.errors, stream.line_buffering) != ("strict", True)
+    except ValueError:  # detached: it has no buffer to ask
+        return True
 
 
 def _whole(file: int) -> str:

@@ -205,6 +205,8 @@ class PoolCrew(NurseryCrew):
         self.secret = wire.new_secret()
         self.address = os.path.join(self.folder, "ranks")
         self._capture = options.capture
+        # Of every nursery: what changes later, ranks are told as changes to this.
+        self._environment = dict(os.environ)
         self._open()
 
     def _open(self) -> None:
@@ -216,8 +218,8 @@ class PoolCrew(NurseryCrew):
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={
-                    **os.environ,
-                    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+                    **self._environment,
+                    "OMP_NUM_THREADS": self._environment.get("OMP_NUM_THREADS", "1"),
                     "PYTHONPATH": os.pathsep.join(each for each in sys.path if each),
                 },
                 start_new_session=True,  # Ctrl-C in the terminal is the controller's to handle
@@ -229,7 +231,7 @@ class PoolCrew(NurseryCrew):
             "secret": self.secret.hex(),
             "capture": self._capture,
             "preload": PRELOAD,
-            "environment": {"PYTHONPATH": os.environ.get("PYTHONPATH")},
+            "environment": {"PYTHONPATH": self._environment.get("PYTHONPATH")},
         }
         ward = _LocalWard(connection, self._process)
         ward.ask(**setting)

@@ -488,8 +488,9 @@ class _Book:
         last, body = self._orders, self._orders.body
         if job.body is not self._body or not parcels.is_constant(job.body):
             body = parcels.dumps(job.body)
-        # Of the fields their pickle, which tells 1 from True.
-        basis = (_pickled(fields), directory, sys.path, warnings.filters, environment())
+        # Of the parameters their pickle, which tells 1 from True; the others are compared by value.
+        told = {**fields, "parameters": _pickled(job.parameters)}
+        basis = (told, directory, sys.path, warnings.filters, environment())
         if not last.key or body != last.body or basis != self._basis:
             self._orders = Orders(
                 last.key + 1,
@@ -504,8 +505,8 @@ class _Book:
         return self._orders
 
 
-def _pickled(fields: dict[str, Any]) -> bytes:
+def _pickled(parameters: object) -> bytes:
     try:
-        return pickle.dumps(fields)  # a hundred times faster, where it can
+        return pickle.dumps(parameters)  # a hundred times faster, where it can
     except Exception:
-        return parcels.dumps(fields)
+        return parcels.dumps(parameters)

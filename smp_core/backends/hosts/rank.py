@@ -32,7 +32,7 @@ from smp_core.backends.hosts.errands import Done, Errand, Forming, Orders, Prepa
 from smp_core.backends.hosts.isolation import reset
 from smp_core.backends.hosts.output import Output
 from smp_core.backends.hosts.stacks import Stacks
-from smp_core.backends.hosts.surroundings import Belongings, Surroundings
+from smp_core.backends.hosts.surroundings import Belongings, Surroundings, adopt_orphans
 from smp_core.errors import Cancelled, PayloadError, SmpError
 
 if TYPE_CHECKING:
@@ -285,10 +285,13 @@ class _Server:
             standing.filters  # as they are in the controller: the test's, and the session's
         )
         warnings._filters_mutated()  # type: ignore[attr-defined]
+        body = standing.body
+        if not parcels.is_constant(body):  # the last run may have changed what it holds
+            body = pickle.loads(orders.body)
         fields = dict(standing.fields)
         fields["parameters"] = copy.deepcopy(fields["parameters"])  # a body may change them
         arguments = pickle.loads(errand.arguments)
-        return Job(body=standing.body, arguments=arguments, seed=errand.seed, **fields)
+        return Job(body=body, arguments=arguments, seed=errand.seed, **fields)
 
     def _pack(self, outcome: Outcome) -> tuple[bytes | None, bytes | None]:
         if outcome.kind is OutcomeKind.RETURNED:
@@ -324,6 +327,7 @@ def main(berth: Berth, at_end: Callable[[], None] | None = None) -> None:
     os.close(null)
     output = Output(berth.folder) if berth.capture else None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    adopt_orphans()  # a body's daemons: whoever else is their parent cannot tell whose they are
     random.seed()  # a fork of the nursery; each run seeds it again
     secret = bytes.fromhex(berth.secret)
     hello = {

@@ -78,6 +78,7 @@ class Run:
         self._gone: dict[
             int, RankProcess
         ] = {}  # its connection closed; how it ended is not known yet
+        self._before: set[int] = set()  # ended without having read their errands
         self._finding: Finding | None = None
         self._number = number
 
@@ -91,6 +92,7 @@ class Run:
                 try:
                     rank.control.send_bytes(request)
                 except OSError:
+                    self._before.add(rank.slot)
                     self._lost(rank)
             timed_out = self._wait()
             if timed_out:
@@ -147,6 +149,7 @@ class Run:
                 try:
                     done = Done.of(rank.control.recv_bytes())
                 except Exception as error:  # it has ended, or its body wrote to this descriptor
+                    self._note_early(rank, error)
                     self._lost(rank)
                     if wire.is_silence(error):
                         self._silent(rank.host)
@@ -194,6 +197,11 @@ class Run:
             log.info("rank %d is replaced: %s", rank.slot, "; ".join(done.unclean))
             self.broken.append(rank)
 
+    def _note_early(self, rank: RankProcess, error: Exception) -> None:
+        """The kernel resets a connection that closes with something unread in it: the errand."""
+        if isinstance(error, ConnectionResetError):
+            self._before.add(rank.slot)
+
     def _lost(self, rank: RankProcess) -> None:
         """Its connection closed: it has ended, or will be ended."""
         if self._checks:
@@ -227,7 +235,8 @@ class Run:
                 while rank.slot in self._running and rank.control.poll(0):
                     try:
                         self._came_back(rank, Done.of(rank.control.recv_bytes()))
-                    except Exception:  # as in _hear
+                    except Exception as error:  # as in _hear
+                        self._note_early(rank, error)
                         break
                 if rank.slot in self._running:
                     self._lost(rank)
@@ -261,7 +270,8 @@ class Run:
                 self._board.feed(rank.slot, data)
             except BackendError as error:  # no verdict from the board, in this run
                 log.warning("%s", error)
-                return
+                if upto is None:
+                    return  # else read on: the next run's records must not follow on this run's rest
 
     # The end.
 
@@ -333,6 +343,8 @@ class Run:
         how, where = self._crashed[slot], self._where(slot)
         if where and how == wire.silence(self.ranks[slot].host):
             how += "; it was last seen"
+        if slot in self._before:
+            how += ", before it began this run: an earlier run left what ended it, or somebody else did"
         lines = [f"rank {slot} crashed: {how} {where}".rstrip()]
         others = [each for each in self._crashed if each != slot]
         lines += [f"rank {each} crashed too: {self._crashed[each]}" for each in others]

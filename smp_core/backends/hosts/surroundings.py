@@ -7,6 +7,8 @@ Looking costs less than setting: nearly all bodies change nothing, and a rank lo
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import faulthandler
 import gc
 import os
 import signal
@@ -19,6 +21,8 @@ from typing import Any
 
 from smp_core.backends.hosts.stacks import STACKS
 
+_PR_SET_CHILD_SUBREAPER = 36
+_TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 _HANDLED = tuple(sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, STACKS}))
 # signal.getsignal makes an enumeration's member of every answer: 100 us for all of them, not 3.
 _handler: Callable[[int], Any] = vars(sys.modules["_signal"])["getsignal"]
@@ -54,6 +58,7 @@ class Surroundings:
         self._wanted = dict(environment())
         self.path = list(sys.path)
         self._handlers = [_handler(each) for each in _HANDLED]
+        self._directory = os.path.realpath("/proc/self/cwd")
         self._umask = os.umask(0o077)
         os.umask(self._umask)
 
@@ -71,6 +76,9 @@ class Surroundings:
         """While a body runs in this folder: what it changes is undone."""
         sys.path[:] = self.path
         limit = sys.getrecursionlimit()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        with contextlib.suppress(OSError):
+            os.chdir(self._directory)
         if directory is not None:
             with contextlib.suppress(OSError):
                 os.chdir(directory)
@@ -79,7 +87,11 @@ class Surroundings:
             with warnings.catch_warnings():
                 yield
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            for timer in _TIMERS:  # first what would end this process, in the midst of a later body
+                signal.setitimer(timer, 0)
+            faulthandler.cancel_dump_traceback_later()
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            gc.enable()
             if self._handlers != [_handler(each) for each in _HANDLED]:
                 self._restore_handlers()
             sys.setrecursionlimit(limit)
@@ -114,7 +126,7 @@ class Belongings:
         """What there is now is the rank's own."""
         self._threads = set(threading.enumerate())
         self._descriptors = _descriptors()
-        self._count = _count_descriptors()
+        self._count, self._lowest = _count_descriptors(), _lowest_descriptor()
 
     def added(self, *, descriptors: bool) -> list[str]:
         """What has come since, in words; open descriptors only if asked for."""
@@ -124,9 +136,19 @@ class Belongings:
                 left.append(f"thread {thread.name!r} still runs")
         if _has_children():
             left += [f"process {child} still runs" for child in children()]
-        if descriptors and (self._count is None or _count_descriptors() != self._count):
-            left += self._new_descriptors()
+        if descriptors and not self._as_before():
+            try:
+                left += self._new_descriptors()
+            except OSError as error:  # it takes a descriptor to list them
+                left.append(f"its file descriptors cannot be listed: {error}")
         return left
+
+    def _as_before(self) -> bool:
+        """By number alone: one that was closed and another that was opened would pass, but for the
+        lowest that is free.
+        """
+        same = self._count is not None and self._count == _count_descriptors()
+        return same and self._lowest == _lowest_descriptor()
 
     def _new_descriptors(self) -> list[str]:
         if not _descriptors(self._descriptors):
@@ -134,6 +156,12 @@ class Belongings:
         gc.collect()
         new = _descriptors(self._descriptors)
         return [f"file descriptor {each} is open: {_target(each)}" for each in sorted(new)]
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what this process's children leave behind when they die (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _descriptors(known: Collection[str] = ()) -> set[str]:
@@ -145,6 +173,16 @@ def _descriptors(known: Collection[str] = ()) -> set[str]:
 def _count_descriptors() -> int | None:
     """How many are open: since Linux 6.2 that is the folder's size. None where nobody says."""
     return os.stat("/proc/self/fd").st_size or None
+
+
+def _lowest_descriptor() -> int:
+    """The number that the next one will have; -1 where there can be no more."""
+    try:
+        descriptor = os.open("/", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1
+    os.close(descriptor)
+    return descriptor
 
 
 def _is_open(descriptor: int) -> bool:

@@ -17,6 +17,8 @@ import sys
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_GENERATIONS = 20  # of processes that start processes, before we give up on a body
 
 
 def die_with(parent: int) -> None:
@@ -38,6 +40,8 @@ def rank_of_launcher() -> str:
 def _ward(told: str, command: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     slot, warden = rank_of_launcher(), os.getpid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     pid = os.fork()
     if pid == 0:
         try:
@@ -50,11 +54,30 @@ def _ward(told: str, command: list[str]) -> int:
     code = os.waitstatus_to_exitcode(status)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
+    _kill_orphans()
     path = os.path.join(told, slot)
     with open(path + ".new", "w") as file:
         json.dump({"pid": pid, "code": code}, file)
     os.rename(path + ".new", path)
     return code if code >= 0 else 128 - code
+
+
+def _kill_orphans() -> None:
+    """What the rank's bodies put into groups of their own; again for what that leaves behind."""
+    for _ in range(_GENERATIONS):
+        try:
+            with open(f"/proc/self/task/{os.getpid()}/children") as file:
+                orphans = [int(pid) for pid in file.read().split()]
+        except OSError:
+            return  # not Linux
+        if not orphans:
+            return
+        for pid in orphans:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except PermissionError:  # another user's by now
+                return
+            os.waitpid(pid, 0)
 
 
 def main(arguments: list[str]) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
+import faulthandler
+import gc
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -520,3 +524,132 @@ def _python_path():
 
 def test_bodies_see_the_sessions_python_path(run):
     assert run(_python_path).values == [os.environ.get("PYTHONPATH")] * RANKS
+
+
+# ---- What a body may spoil for the next one ------------------------------------------------------
+
+
+def test_a_body_that_leaves_a_daemon_is_told_and_its_rank_replaced(run, host, tmp_path):
+    note = tmp_path / "pid"
+
+    def leaves(box):
+        if smp.rank() == 1:
+            script = "import subprocess; print(subprocess.Popen(['sleep', '600'], stdout=2).pid)"
+            told = subprocess.run([sys.executable, "-c", script], stdout=-1, check=True)
+            Path(box.value).write_bytes(told.stdout)
+
+    before = host.replaced
+    assert run(leaves, Box(str(note))).verdict is VerdictKind.PASSED
+    run(_ranks)
+    assert host.replaced == before + 1
+    assert not Path("/proc", note.read_text().strip()).exists()
+
+
+def _detaches():
+    sys.stdout.detach()
+
+
+def _reconfigures():
+    sys.stderr.reconfigure(errors="ignore")
+
+
+def _prints():
+    print("hello", "\N{SNOWMAN}")
+    return sys.stderr.errors
+
+
+@pytest.mark.parametrize("spoils", [_detaches, _reconfigures])
+def test_the_next_body_has_whole_streams(run, spoils):
+    first = run(_prints).values
+    assert run(spoils).verdict is VerdictKind.PASSED
+    report = run(_prints)
+    assert report.values == first
+    assert "hello" in report.outcomes[1].stdout
+
+
+def _sets_timers():
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0.01)
+    signal.setitimer(signal.ITIMER_PROF, 0.01)
+    faulthandler.dump_traceback_later(0.2, exit=True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR2})
+    gc.disable()
+
+
+def _works_a_while():
+    until = time.process_time() + 0.4
+    while time.process_time() < until:
+        pass
+    return gc.isenabled(), signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_nothing_of_a_body_strikes_the_next_one(run):
+    assert run(_sets_timers).verdict is VerdictKind.PASSED
+    report = run(_works_a_while)
+    assert report.verdict is VerdictKind.PASSED, report.error
+    assert report.values == [(True, False)] * RANKS
+
+
+def _variable():
+    return os.environ.get("SMP_TEST_VARIABLE")
+
+
+def test_a_new_nursery_does_not_keep_what_was_set_when_it_started(run, monkeypatch):
+    nursery = run(_nursery).values[0]
+    monkeypatch.setenv("SMP_TEST_VARIABLE", "1")
+    os.kill(nursery, signal.SIGKILL)
+    os.waitid(os.P_PID, nursery, os.WEXITED | os.WNOWAIT)
+    assert run(_variable).values == ["1"] * RANKS
+    monkeypatch.delenv("SMP_TEST_VARIABLE")
+    assert run(_variable).values == [None] * RANKS
+
+
+def test_a_body_is_sent_as_it_is_now(run):
+    state = [1]
+    shows = lambda kept=state: kept[0]  # noqa: E731
+    assert run(shows).values == [1] * RANKS
+    state[0] = 2
+    assert run(shows).values == [2] * RANKS
+    calls: list[int] = []
+
+    def counts():
+        calls.append(1)
+        return len(calls)
+
+    assert [run(counts).values for _ in range(2)] == [[1] * RANKS] * 2  # as the list is here
+
+
+def _uses_up_descriptors():
+    kept = []
+    with contextlib.suppress(OSError):
+        while True:
+            kept.append(os.dup(0))
+    return len(kept) > 10
+
+
+def test_a_body_that_uses_up_all_descriptors(run, host):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def body():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
+        return _uses_up_descriptors()
+
+    before = host.replaced
+    report = run(body)
+    assert report.values == [True] * RANKS, report.error
+    run(_ranks)
+    assert host.replaced == before + RANKS
+
+
+def _exchanges_descriptors():
+    kept.append(os.open(os.devnull, os.O_RDONLY))
+    os.close(0)
+
+
+kept: list[int] = []
+
+
+def test_a_descriptor_left_in_the_place_of_another(run, host):
+    before = host.replaced
+    run(_exchanges_descriptors)
+    run(_ranks)
+    assert host.replaced == before + RANKS
