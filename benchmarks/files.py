@@ -180,11 +180,6 @@ def measure() -> list[Figure]:
         if passed is None or int(passed.group(1)) != wanted:
             print(f"{name}: did not pass\n{done.stdout[-1500:]}{done.stderr[-500:]}")
             continue
-        budget = (
-            "mpi: under 5 ms an example" if name == "pytest_smp, mpi, a property's example" else ""
-        )
         label = f"{name}: one of {tests}, start included"
-        figures.append(
-            Figure(label, took / tests * 1000, "ms", None, f"{took:.1f} s in all", budget)
-        )
+        figures.append(Figure(label, took / tests * 1000, "ms", None, f"{took:.1f} s in all"))
     return figures
