@@ -34,12 +34,13 @@ _LAUNCHER_PARAMETERS = "SM_HP_MP_PARAMETERS"
 class Runtime:
     """One rank's place in the world."""
 
-    __slots__ = ("_groups", "config", "fabric", "rank", "size", "topology")
+    __slots__ = ("_groups", "config", "fabric", "rank", "size", "topology", "training")
 
     def __init__(self, config: Config, topology: Topology, fabric: Fabric) -> None:
         self.config, self.topology, self.fabric = config, topology, fabric
         self.rank, self.size = fabric.rank, fabric.size
         self._groups: dict[GroupKind, Group] = {}
+        self.training: Any = None  # a framework's session; it goes when the runtime goes
 
     def group(self, kind: GroupKind) -> Group:
         """The group of this kind that this rank is in."""

@@ -1,0 +1,51 @@
+"""The errors of training (SMP_API.md 6 and 9.1: the sources name none, so the classes are ours).
+
+Each derives from SmpError and from the built-in class that fits. What an API call raises, every rank
+of the world that takes part in the step raises, in the same words.
+"""
+
+from __future__ import annotations
+
+from smp_core.errors import ArgumentError, SmpError
+
+
+class TrainingError(SmpError):
+    """Base of the errors of steps, models, partitions and checkpoints."""
+
+
+class BatchSizeError(TrainingError, ArgumentError):
+    """Raised when a batch cannot be divided by ``microbatches``, or batches of one step differ."""
+
+
+class OutsideStepError(TrainingError, RuntimeError):
+    """Raised when the model is called, or its ``backward``, outside of a step, and the pipeline degree
+    is above 1; and when a step is entered inside a step.
+    """
+
+
+class SecondModelError(TrainingError, RuntimeError):
+    """Raised when a second ``DistributedModel`` or ``DistributedOptimizer`` is made."""
+
+
+class PartitionError(TrainingError, ValueError):
+    """Raised when a partition does not exist, or parameters are shared across partitions."""
+
+
+class DetachedLossError(TrainingError, RuntimeError):
+    """Raised when ``model.backward`` gets a tensor that does not depend on the model's parameters."""
+
+
+class UnusedInputError(TrainingError, RuntimeError):
+    """Raised when a tensor input of a module on another rank does not influence its output."""
+
+
+class StepAbortedError(TrainingError, RuntimeError):
+    """Raised on the other ranks when the body of a step, or a module in it, raises on one rank."""
+
+
+class UnsupportedTrainingError(TrainingError, NotImplementedError):
+    """Raised when a documented limit of the API is met (SMP_API.md 6), as by ``no_sync``."""
+
+
+class CheckpointError(TrainingError, ValueError):
+    """Raised when a checkpoint is torn, foreign, or does not fit the model or the partition."""

@@ -1,0 +1,1 @@
+"""The pipeline: modules called over ranks, microbatch by microbatch."""
