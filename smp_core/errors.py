@@ -35,6 +35,18 @@ class ArgumentError(SmpError, ValueError):
     """Raised when a call's arguments have the right types and do not fit together."""
 
 
+class TrainingError(SmpError):
+    """Base of the errors of steps, models, partitions and checkpoints."""
+
+
+class BatchSizeError(TrainingError, ArgumentError):
+    """Raised when ``microbatches`` does not divide a batch, or a tensor has no batch axis to split."""
+
+
+class StructureError(TrainingError, ValueError):
+    """Raised when the body of a step returns another structure for one microbatch than for another."""
+
+
 class RankError(SmpError, ValueError):
     """Raised when a rank is out of range, is not in the group, or names the caller itself."""
 

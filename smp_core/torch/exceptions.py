@@ -6,15 +6,9 @@ of the world that takes part in the step raises, in the same words.
 
 from __future__ import annotations
 
-from smp_core.errors import ArgumentError, SmpError
-
-
-class TrainingError(SmpError):
-    """Base of the errors of steps, models, partitions and checkpoints."""
-
-
-class BatchSizeError(TrainingError, ArgumentError):
-    """Raised when a batch cannot be divided by ``microbatches``, or batches of one step differ."""
+from smp_core.errors import BatchSizeError as BatchSizeError
+from smp_core.errors import StructureError as StructureError
+from smp_core.errors import TrainingError as TrainingError
 
 
 class OutsideStepError(TrainingError, RuntimeError):

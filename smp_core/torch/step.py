@@ -1,0 +1,158 @@
+"""``smp.step``: a function whose body runs once for each microbatch (SMP_API.md 1.3)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+from smp_core import microbatch
+from smp_core.errors import ArgumentTypeError
+from smp_core.microbatch import Call
+from smp_core.torch import session as sessions
+from smp_core.torch.exceptions import OutsideStepError
+from smp_core.torch.framework import FRAMEWORK, StepOutput
+from smp_core.torch.nests import detached
+from smp_core.torch.session import Session
+
+__all__ = ["Step", "StepOutput", "step"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Step(Generic[P]):
+    """A decorated function.
+
+    Looks like it (name, docstring, signature; ``__wrapped__`` is the function) and, unlike it, is no
+    descriptor: called as ``self.train_step(model, x)``, where the class body holds it, it gets exactly
+    those arguments, without ``self`` (1.3 item 10).
+    """
+
+    def __init__(
+        self,
+        function: Callable[P, Any],
+        non_split_inputs: Collection[str] | None,
+        input_split_axes: Mapping[str, int] | None,
+        detach_outputs: bool,
+    ) -> None:
+        if isinstance(function, Step):
+            raise ArgumentTypeError(f"smp.step: {function.__qualname__} is decorated already")
+        rules = microbatch.rules(function, non_split_inputs, input_split_axes)
+        functools.update_wrapper(self, function)  # first: it copies the function's attributes
+        self._rules, self._function, self._detach_outputs = rules, function, detach_outputs
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Run the step; every rank of the model-parallel group calls it together.
+
+        Only the arguments of pp_rank 0 are looked at (item 11): elsewhere they may be dummies. The
+        result, on every rank, has the structure of what the body returned: each tensor is a
+        :class:`StepOutput`, every other leaf a list by microbatch (items 5 to 7).
+
+        Raises, the same on every rank:
+            NotInitializedError: ``smp.init`` has not been called.
+            OutsideStepError: another step is in progress on this rank.
+            ArgumentTypeError: the function cannot be called with these arguments.
+            BatchSizeError: ``microbatches`` does not divide a batch, or a tensor has no batch axis.
+            StructureError: the body returned another structure for one microbatch than for another.
+        """
+        name = self._rules.function
+        session = sessions.current(f"smp.step: {name}")
+        if session.step is not None:
+            raise OutsideStepError(
+                f"smp.step: {name} was called inside a step: a step cannot run in a microbatch of another. "
+                "Call the undecorated function (its __wrapped__), or return and call it after the step"
+            )
+
+        def split() -> list[Call]:
+            count = session.runtime.config.microbatches
+            return microbatch.split(FRAMEWORK, self._rules, Call(args, kwargs), count)
+
+        results = _run(session, self._function, split, self._detach_outputs)
+        return microbatch.join(FRAMEWORK, name, results)
+
+    def __repr__(self) -> str:
+        return f"<smp.step of {self._function!r}>"
+
+    def __reduce__(self) -> str:
+        # By name, as functions are pickled: the name leads to this object, not to the function.
+        return self._rules.function
+
+
+def _run(
+    session: Session,
+    body: Callable[..., Any],
+    split: Callable[[], list[Call]],
+    detach_outputs: bool,
+) -> list[Any]:
+    """The results of a step without a pipeline: one microbatch after the other."""
+    session.step = object()
+    session.steps += 1
+    try:
+        results = []
+        for call in split():
+            result = body(*call.args, **call.kwargs)
+            results.append(detached(result) if detach_outputs else result)
+        return results
+    finally:
+        session.step = None
+
+
+@overload
+def step(function: Callable[P, Any], /) -> Step[P]: ...
+
+
+@overload
+def step(
+    non_split_inputs: Collection[str] | None = None,
+    /,
+    input_split_axes: Mapping[str, int] | None = None,
+    detach_outputs: bool = True,
+) -> Callable[[Callable[P, Any]], Step[P]]: ...
+
+
+@overload
+def step(
+    *,
+    non_split_inputs: Collection[str] | None = None,
+    input_split_axes: Mapping[str, int] | None = None,
+    detach_outputs: bool = True,
+) -> Callable[[Callable[P, Any]], Step[P]]: ...
+
+
+def step(
+    first: Any = None,
+    /,
+    input_split_axes: Mapping[str, int] | None = None,
+    detach_outputs: bool = True,
+    *,
+    non_split_inputs: Collection[str] | None = None,
+) -> Any:
+    """Decorate a function so that its body runs once for each microbatch, in a pipeline.
+
+    In all of its forms: ``@smp.step``, ``@smp.step()`` and ``@smp.step(non_split_inputs=["mask"])``.
+
+    Args:
+        first: the function, or ``non_split_inputs`` by position.
+        non_split_inputs: names of arguments that every microbatch gets whole.
+        input_split_axes: batch axis by name of argument; 0 where none is said. May be negative.
+        detach_outputs: detach every returned tensor; otherwise the graphs live as long as it does.
+
+    Raises:
+        ArgumentTypeError: no function, or an argument of a wrong type.
+        ArgumentError: a name that is no parameter of the function, or is in both.
+    """
+    function = None
+    if callable(first) or isinstance(first, staticmethod | classmethod | property):
+        function = first
+    elif first is not None:
+        if non_split_inputs is not None:
+            raise ArgumentTypeError("smp.step: non_split_inputs is given twice")
+        non_split_inputs = first
+    if type(detach_outputs) is not bool:
+        raise ArgumentTypeError(f"smp.step: detach_outputs={detach_outputs!r} is no bool")
+
+    def decorate(function: Callable[..., Any]) -> Step[...]:
+        return Step(function, non_split_inputs, input_split_axes, detach_outputs)
+
+    return decorate if function is None else decorate(function)
