@@ -1,0 +1,105 @@
+"""The ledger of a step: gradients summed within each microbatch, and folded over microbatches.
+
+The published order. Within a microbatch contributions are added as backward reaches them: a module
+call counts once per parameter (uses.py), the last call first; a microbatch is one thread of control
+whichever ranks it passes, so that is the order on every partition. Microbatches are folded from the
+left in index order, whatever order they end in: a sum waits until those before it have been folded,
+and is freed by it. All of it in the parameter's dtype, as plain PyTorch accumulates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from smp_core.errors import SmpError
+
+
+class Ledger:
+    """Gradients of one step on one rank, of the parameters that this rank holds.
+
+    ``add`` and ``close`` may come for several microbatches in turn. A parameter that no microbatch has
+    a gradient for is not in the totals. Sparse gradients stay sparse, and are coalesced.
+    """
+
+    def __init__(self, microbatches: int) -> None:
+        if microbatches < 1:
+            raise ValueError(f"a step has at least one microbatch, not {microbatches}")
+        self._microbatches = microbatches
+        self._sums: dict[int, dict[nn.Parameter, torch.Tensor]] = {}
+        self._closed: set[int] = set()  # waiting for an earlier microbatch
+        self._next = 0
+        self._totals: dict[nn.Parameter, torch.Tensor] = {}
+
+    def add(self, microbatch: int, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Add one contribution to the sum of the microbatch; the tensor belongs to the ledger.
+
+        Raises SmpError after ``close(microbatch)``: a late contribution is never lost.
+        """
+        if microbatch < self._next or microbatch in self._closed:
+            raise SmpError(
+                f"a gradient of shape {tuple(parameter.shape)} arrived for microbatch {microbatch}, whose backward "
+                "has ended; call backward inside the step function only"
+            )
+        sums = self._sums.setdefault(microbatch, {})
+        known = sums.get(parameter)
+        sums[parameter] = gradient if known is None else _add(known, gradient)
+
+    def close(self, microbatch: int) -> None:
+        """The microbatch contributes no more: its parameters' hooks (``p.register_hook``) see its sums,
+        and what can be folded is folded.
+        """
+        if not 0 <= microbatch < self._microbatches or microbatch < self._next:
+            raise ValueError(f"microbatch {microbatch} of {self._microbatches} cannot be closed")
+        if microbatch in self._closed:
+            raise ValueError(f"microbatch {microbatch} is closed already")
+        sums = self._sums.get(microbatch, {})
+        for parameter, gradient in sums.items():
+            if parameter._backward_hooks:
+                sums[parameter] = _hooked(parameter, gradient)
+        self._closed.add(microbatch)
+        while self._next in self._closed:
+            self._closed.remove(self._next)
+            for parameter, gradient in self._sums.pop(self._next, {}).items():
+                known = self._totals.get(parameter)
+                self._totals[parameter] = gradient if known is None else _add(known, gradient)
+            self._next += 1
+
+    @property
+    def waiting(self) -> int:
+        """How many microbatches have sums that are not folded yet."""
+        return len(self._sums)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all microbatches are closed."""
+        return self._next == self._microbatches
+
+    def totals(self) -> Mapping[nn.Parameter, torch.Tensor]:
+        """The sums over all microbatches. Raises SmpError if one is not closed."""
+        if not self.complete:
+            raise SmpError(
+                f"the step has {self._microbatches} microbatches, of which {self._next} are folded"
+            )
+        return self._totals
+
+
+def _add(total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """``total + gradient``, in the memory of ``total`` where possible: both are the ledger's."""
+    if total.is_sparse and gradient.is_sparse:
+        # Coalesced first: each element is then the sum of two, in this order.
+        return (total.coalesce() + gradient.coalesce()).coalesce()
+    if total.is_sparse:
+        return gradient + total
+    return total.add_(gradient)
+
+
+def _hooked(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient after the hooks that the user has registered on the parameter, in their order."""
+    for hook in tuple((parameter._backward_hooks or {}).values()):
+        changed = hook(gradient)
+        if changed is not None:
+            gradient = changed.clone()  # the hook's owner may keep it, and the ledger adds in place
+    return gradient

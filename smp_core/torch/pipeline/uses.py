@@ -1,0 +1,359 @@
+"""Per-call uses: what makes the grouping of gradient sums independent of where ranks meet.
+
+A module call on another rank is a backward pass of its own: the gradients of its inputs, and of the
+parameters it uses, come out as one sum per call. Floating-point addition is not associative, so every
+call, also one that stays on its rank, is made to sum the same way:
+
+* its tensor inputs pass an identity node (a view, so that in-place modification does what it does in
+  plain PyTorch). A tensor given twice stays one tensor: modules compare inputs by ``is``.
+* a parameter that is read during a call is a *use* there: a fresh leaf on the parameter's memory, one
+  per call and parameter, whose gradient goes to the ledger of the microbatch and not to ``p.grad``.
+
+Uses are made by the modules' dicts of parameters, on reading, for the innermost call of the reading
+thread. So they come to whoever reads: ``self.weight``, a ``ParameterList``, a parametrization, another
+module (``self.embedding.weight``, and ``nn.MultiheadAttention`` reads its unused child's), a module
+that calls itself. A use is a ``Parameter`` to ``isinstance``, shares memory and version counter with
+its parameter (in-place changes under ``no_grad`` arrive), and carries its attributes. RNNs keep their
+weights in a list, which is replaced for the time of their call. What reads past all of this (a
+parameter in a closure, or in the body of the step) is caught by a hook on the parameter itself; it
+counts once per backward pass, after the uses. Where no gradient is recorded, nothing of this happens.
+
+How the engine calls it, in the thread that runs the body, or serves a request::
+
+    watch = uses.Watch(module)                         # after placement; again when parameters change
+    with uses.activity(ledger, microbatch, seed):      # a body, a served call, a backward pass
+        key = uses.next_key("layers.0")                # where the call is made; travels with a request
+        output = uses.run(key, module, forward, args, kwargs)   # where the module runs
+
+``uses.run`` enters the random stream of the call (streams.py), makes the identity nodes and calls
+``forward(*args, **kwargs)``, which should include the module's hooks. A call that is repeated in
+backward is run with the same key again. A leaf received from another rank should come out of
+:func:`arrival`, or modules could not modify it in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from smp_core.torch import nests
+from smp_core.torch.pipeline import streams
+
+
+class Ledger(Protocol):
+    """Where the gradients of a microbatch go (accumulation.py)."""
+
+    def add(self, microbatch: int, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Take one contribution; the tensor is the ledger's from now on."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallKey:
+    """Which module call of a step this is.
+
+    Attributes:
+        microbatch: its index.
+        path: of the module, as in ``named_modules``.
+        nth: the how-manieth call of that module by its caller, from 0.
+        stream: the random stream of the call, which tells all of the chain of calls that led here.
+    """
+
+    microbatch: int
+    path: str
+    nth: int
+    stream: int
+
+
+class _Frame:
+    """One call in progress, or the body: counts the calls it makes, and keeps its uses."""
+
+    __slots__ = ("counts", "stream", "uses")
+
+    def __init__(self, stream: int) -> None:
+        self.stream = stream
+        self.counts: dict[str, int] = {}
+        self.uses: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+
+
+class _Activity:
+    """What the current thread works on."""
+
+    __slots__ = ("frame", "ledger", "microbatch")
+
+    def __init__(self, ledger: Ledger, microbatch: int, frame: _Frame) -> None:
+        self.ledger, self.microbatch, self.frame = ledger, microbatch, frame
+
+
+class _Local(threading.local):
+    activity: _Activity | None = None
+    call: _Frame | None = None  # the innermost module call; None in a body
+
+
+_local = _Local()
+
+
+@contextlib.contextmanager
+def activity(ledger: Ledger, microbatch: int, seed: int) -> Iterator[None]:
+    """While entered, this thread works for the microbatch: gradients go to the ledger.
+
+    ``seed`` is that of the step. Activities nest; a backward pass is one, too.
+    """
+    before = _local.activity, _local.call
+    _local.activity = _Activity(ledger, microbatch, _Frame(streams.root(seed, microbatch)))
+    _local.call = None
+    try:
+        yield
+    finally:
+        _local.activity, _local.call = before
+
+
+def current_microbatch() -> int | None:
+    """The microbatch that this thread works for, or None outside of activities."""
+    return None if _local.activity is None else _local.activity.microbatch
+
+
+def next_key(path: str) -> CallKey:
+    """The key of the next call of the module at ``path`` by the innermost call of this thread.
+
+    Raises RuntimeError outside of activities.
+    """
+    work = _local.activity
+    if work is None:
+        raise RuntimeError(f"module {path!r} is called outside of an activity of a step")
+    frame = _local.call or work.frame
+    nth = frame.counts.get(path, 0)
+    frame.counts[path] = nth + 1
+    return CallKey(work.microbatch, path, nth, streams.derive(frame.stream, path, nth))
+
+
+def run(
+    key: CallKey,
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """``forward(*args, **kwargs)`` as the call ``key`` of ``module``; what it raises passes through."""
+    before = _local.call
+    frame = _local.call = _Frame(key.stream)
+    try:
+        with streams.entered(key.stream):
+            if torch.is_grad_enabled():
+                args, kwargs = identities((args, kwargs))
+                if isinstance(module, nn.RNNBase):
+                    return _run_recurrent(module, forward, args, kwargs)
+            return forward(*args, **kwargs)
+    finally:
+        _local.call = before
+        if frame.uses:
+            _write_back(frame)
+
+
+def identities(nest: Any) -> Any:
+    """The nest with a view in place of each tensor that requires a gradient; a tensor that occurs
+    twice is one view twice.
+    """
+    if not any(tensor.requires_grad for tensor in nests.tensors(nest)):
+        return nest
+    given, rest = nests.flatten(nest)
+    # Nodes made later run first in backward: made from the last to the first, the gradients reach a
+    # common source in the order of the inputs, as they do from one node for all of them.
+    for number in reversed(range(len(given))):
+        tensor = given[number]
+        if tensor.requires_grad:
+            given[number] = (
+                tensor.view_as(tensor) if tensor.layout is torch.strided else _alias(tensor)
+            )
+    return nests.unflatten(given, rest)
+
+
+def arrival(tensor: torch.Tensor) -> torch.Tensor:
+    """A leaf from another rank as an intermediate result on the same memory, which modules may modify
+    in place. A leaf that requires no gradient is returned as it is.
+    """
+    return _alias(tensor) if tensor.requires_grad else tensor
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    return _Alias.apply(tensor)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Alias(torch.autograd.Function):
+    """The identity, without torch's bookkeeping of views."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class _Delivery:
+    """Hook of a use: what backward has accumulated in it goes to the ledger."""
+
+    __slots__ = ("ledger", "microbatch", "parameter")
+
+    def __init__(self, ledger: Ledger, microbatch: int, parameter: nn.Parameter) -> None:
+        self.ledger, self.microbatch, self.parameter = ledger, microbatch, parameter
+
+    def __call__(self, use: torch.Tensor) -> None:
+        gradient, use.grad = use.grad, None
+        if gradient is not None:
+            self.ledger.add(self.microbatch, self.parameter, gradient)
+
+
+def _use(parameter: nn.Parameter, frame: _Frame) -> nn.Parameter:
+    known = frame.uses.get(id(parameter))
+    if known is not None:
+        return known[1]
+    work = _local.activity
+    if (
+        work is None
+        or not parameter.requires_grad
+        or not parameter.is_leaf
+        or is_lazy(parameter)
+        or not torch.is_grad_enabled()
+    ):
+        return parameter
+    use = torch.Tensor._make_subclass(type(parameter), parameter.detach(), True)
+    use.__dict__.update(parameter.__dict__)
+    use.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+        _Delivery(work.ledger, work.microbatch, parameter)
+    )
+    frame.uses[id(parameter)] = (parameter, use)
+    return use
+
+
+def _write_back(frame: _Frame) -> None:
+    """What a module did to a use rather than into its memory: new data, or freezing."""
+    for parameter, use in frame.uses.values():
+        if use.data_ptr() != parameter.data_ptr() or use.shape != parameter.shape:
+            parameter.data = use.data
+        if not use.requires_grad and use.is_leaf:
+            parameter.requires_grad_(False)
+
+
+def _run_recurrent(
+    module: nn.RNNBase, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    # No other thread of the rank can run in between: an RNN calls no other module.
+    weights = module._flat_weights
+    frame = _local.call
+    assert frame is not None
+    module.__dict__["_flat_weights"] = [
+        _use(weight, frame) if isinstance(weight, nn.Parameter) else weight for weight in weights
+    ]
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        module.__dict__["_flat_weights"] = weights
+
+
+class _Parameters(dict[str, "nn.Parameter | None"]):
+    """A module's parameters by name: within a call, reading one gives its use there."""
+
+    __slots__ = ()
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        parameter = dict.__getitem__(self, name)
+        frame = _local.call
+        return parameter if frame is None or parameter is None else _use(parameter, frame)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        found = dict.get(self, name)
+        return default if found is None else self[name]
+
+    def items(self) -> Any:
+        return dict.items(self) if _local.call is None else [(name, self[name]) for name in self]
+
+    def values(self) -> Any:
+        return dict.values(self) if _local.call is None else [self[name] for name in self]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(dict.items(self)),)  # a copy, or a pickle, is nothing special
+
+
+class Watch:
+    """Makes uses come out of a module tree, and catches what goes past them.
+
+    ``refresh()`` is called when parameters have been added, moved to other memory or unfrozen (cheap:
+    at every step); ``remove()`` makes the tree plain again.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._caught: dict[int, tuple[nn.Parameter, Any, list[Any]]] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Bring all modules and parameters under watch that are not."""
+        for module in self._module.modules():
+            if not isinstance(module._parameters, _Parameters):
+                module.__dict__["_parameters"] = _Parameters(module._parameters)
+            for parameter in dict.values(module._parameters):
+                if parameter is not None and parameter.requires_grad and parameter.is_leaf:
+                    self._catch(parameter)
+
+    def _catch(self, parameter: nn.Parameter) -> None:
+        lazy: bool = is_lazy(parameter)  # not made yet
+        if lazy:
+            return
+        with torch.enable_grad():
+            node = torch.autograd.graph.get_gradient_edge(parameter).node
+        known = self._caught.get(id(parameter))
+        if known is not None:
+            if known[1] is node:
+                return
+            self._release(known)  # torch has made it anew: the memory is of another kind
+        hooks = _Stray(parameter)
+        handles = [
+            node.register_prehook(hooks.before),
+            parameter.register_post_accumulate_grad_hook(hooks.after),  # type: ignore[no-untyped-call]
+        ]
+        # The node is kept: torch makes a new one, without the hook, once nobody holds it.
+        self._caught[id(parameter)] = (parameter, node, handles)
+
+    def _release(self, known: tuple[nn.Parameter, Any, list[Any]]) -> None:
+        for handle in known[2]:
+            handle.remove()
+
+    def remove(self) -> None:
+        """Undo everything."""
+        for known in self._caught.values():
+            self._release(known)
+        self._caught.clear()
+        for module in self._module.modules():
+            if isinstance(module._parameters, _Parameters):
+                module.__dict__["_parameters"] = dict(dict.items(module._parameters))
+
+
+class _Stray:
+    """Hooks of a parameter that was read past its uses: its ``grad`` is put aside while torch
+    accumulates, and what came goes to the ledger.
+    """
+
+    __slots__ = ("_aside", "_parameter")
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+        self._aside: torch.Tensor | None = None
+
+    def before(self, gradients: tuple[Any, ...]) -> None:
+        if _local.activity is not None and gradients[0] is not None:
+            self._aside, self._parameter.grad = self._parameter.grad, None
+
+    def after(self, parameter: torch.Tensor) -> None:
+        work = _local.activity
+        if work is not None:
+            gradient, self._parameter.grad, self._aside = parameter.grad, self._aside, None
+            if gradient is not None:
+                work.ledger.add(work.microbatch, self._parameter, gradient)
