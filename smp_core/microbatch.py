@@ -345,7 +345,7 @@ class _Joiner:
 
 
 def _described(value: object) -> str:
-    return f"a {type(value).__name__}" if value is not None else "None"
+    return type(value).__name__ if value is not None else "None"
 
 
 def _places(value: object, nest: Nest) -> str:

@@ -37,7 +37,7 @@ class Nest(NamedTuple):
 
 def opened(value: Any) -> Nest | None:
     """The parts of a nest; None for a leaf."""
-    kind = _kind(type(value))
+    kind = _kind(type(value))  # type: ignore[arg-type]  # a class is hashable
     return None if kind is None else kind(value)
 
 
@@ -78,7 +78,7 @@ def is_set(value: object) -> bool:
 
 
 @functools.lru_cache(maxsize=512)
-def _kind(cls: type) -> Callable[[Any], Nest] | None:
+def _kind(cls: Any) -> Callable[[Any], Nest] | None:
     if issubclass(cls, UserDict):
         return _user_dict
     if issubclass(cls, tuple) and hasattr(cls, "n_sequence_fields"):

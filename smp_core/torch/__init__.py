@@ -37,6 +37,7 @@ from smp_core.comm import (
     tp_size,
 )
 from smp_core.runtime import init, is_initialized, shutdown
+from smp_core.torch.step import StepOutput, step
 
 WORLD = CommGroup.WORLD
 MP_GROUP = CommGroup.MP_GROUP
@@ -54,6 +55,7 @@ __all__ = [
     "WORLD",
     "CommGroup",
     "RankType",
+    "StepOutput",
     "allgather",
     "barrier",
     "broadcast",
@@ -87,6 +89,7 @@ __all__ = [
     "send",
     "shutdown",
     "size",
+    "step",
     "tp_rank",
     "tp_size",
 ]
