@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
+from smp_core.backends.fabrics.sim.matching import Channel, Complete
 from smp_core.backends.fabrics.sim.process_group import SimProcessGroup
 from smp_core.errors import VerdictError
 
@@ -16,22 +17,21 @@ BUGS = Bugs("collectives and layout")
 @BUGS.enter("PROG-VALUES", *ASSERTION, VerdictError)
 def third_call_is_shifted(patch: Patch) -> None:
     """the third call on a group gives each member the values of its neighbour"""
-    collective = SimProcessGroup._collective
+    join = Channel.join
 
-    def shifted(
-        self: SimProcessGroup, operation: str, fields: Any, complete: Any, *args: Any, **how: Any
-    ) -> Any:
-        counts = self._shared.__dict__.setdefault("_planted", {})
-        counts[self._position] = counts.get(self._position, 0) + 1
+    def shifted(self: Channel, context: Any, call: Any, complete: Complete) -> Any:
+        third = self._counts[self.position[context.rank]] == 2
 
         def other(calls: list[Any]) -> Any:
             values = complete(calls)
-            same = len({tuple(each.shape for each in value) for value in values}) == 1
-            return values[1:] + values[:1] if same and counts[self._position] == 3 else values
+            if not call.operation.startswith("smp.") and third:
+                shapes = {tuple(each.shape for each in value) for value in values}
+                return values[1:] + values[:1] if len(shapes) == 1 else values
+            return values
 
-        return collective(self, operation, fields, other, *args, **how)
+        return join(self, context, call, other)
 
-    patch.setattr(SimProcessGroup, "_collective", shifted)
+    patch.setattr(Channel, "join", shifted)
 
 
 @BUGS.enter("PROG-LAYOUTS", *ASSERTION, VerdictError)
