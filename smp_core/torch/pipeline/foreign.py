@@ -1,0 +1,105 @@
+"""A parameter or buffer that another rank owns says so when it is read, instead of failing by its
+shape.
+
+After placement the tensor object stays in the tree, emptied, and its class becomes one of these two.
+What only asks about the tensor, or moves or stores it (``model.to``, ``repr``, ``pickle``,
+``zero_grad``) goes on as for any empty tensor; what computes with it raises.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_core.torch.exceptions import PartitionError
+
+#: Path of the module whose forward runs in this thread; the engine sets it, for messages only.
+reader: contextvars.ContextVar[str | None] = contextvars.ContextVar("smp module", default=None)
+
+_ASKING = {
+    "__get__", "__set__", "__delete__",  # properties: data, grad, shape, requires_grad, ...
+    "__repr__", "__hash__", "__format__", "__deepcopy__", "__reduce_ex__", "__len__", "__dir__",
+    "_is_view", "backward_hooks", "data_ptr", "dim", "element_size", "get_device", "is_complex",
+    "is_contiguous", "is_floating_point", "is_pinned", "is_shared", "layout", "nelement", "numel",
+    "ndimension", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_",
+    "share_memory_", "size", "storage_offset", "stride", "untyped_storage", "detach", "detach_",
+    "is_same_size", "_has_compatible_shallow_copy_type", "_typed_storage", "storage",
+    "_reduce_ex_internal", "_rev_view_func_unsafe", "is_inference", "is_nonzero_static",
+}  # fmt: skip
+#: Allowed where no graph is recorded, as by ``Module.to`` and by initialisation.
+_MOVING = {
+    "to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16", "clone", "contiguous",
+    "zero_", "fill_", "copy_", "normal_", "uniform_", "set_", "empty_like",
+}  # fmt: skip
+
+
+class _Foreign:
+    """What the two classes share; ``_smp_foreign`` is (full name, kind, owner, own pp rank)."""
+
+    _smp_foreign: tuple[str, str, int, int]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # as torch calls it
+        name = getattr(func, "__name__", str(func))
+        if name not in _ASKING and (torch.is_grad_enabled() or name not in _MOVING):
+            refuse(_first((args, kwargs)), name)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class ForeignParameter(_Foreign, nn.Parameter):
+    """An ``nn.Parameter`` of another pipeline rank: empty, and refused in any computation."""
+
+
+class ForeignBuffer(_Foreign, torch.Tensor):
+    """A buffer of another pipeline rank: empty, and refused in any computation."""
+
+
+def mark(tensor: torch.Tensor, name: str, kind: str, owner: int, here: int) -> None:
+    """Make ``tensor``, already emptied, refuse computations from now on.
+
+    A parameter of a class of its own keeps it: the shape error of an empty tensor is left then.
+    """
+    if type(tensor) is nn.Parameter:
+        tensor.__class__ = ForeignParameter
+    elif type(tensor) is torch.Tensor:
+        tensor.__class__ = ForeignBuffer
+    else:
+        return
+    tensor._smp_foreign = (name, kind, owner, here)  # type: ignore[attr-defined]
+
+
+def is_foreign(tensor: object) -> bool:
+    """Whether the tensor is another rank's, as ``mark`` left it."""
+    return isinstance(tensor, _Foreign)
+
+
+def refuse(tensor: _Foreign, operation: str) -> None:
+    """Raise PartitionError: which parameter, whose, who reads it, what to do."""
+    name, kind, owner, here = tensor._smp_foreign
+    path, _, _ = name.rpartition(".")
+    module = reader.get()
+    who = "code outside of any module's forward" if module is None else f"module {module!r}"
+    raise PartitionError(
+        f"{kind} {name!r} of module {path!r} belongs to pp_rank {owner}, and {who} on pp_rank {here} "
+        f"reads it ({operation}). Call module {path!r} instead of reading its {kind}, or put both modules "
+        f"on one partition (smp.partition, smp.set_partition)"
+    )
+
+
+def _first(nest: Any) -> Any:
+    """The first foreign tensor in the arguments of an operation; there is one."""
+    if isinstance(nest, _Foreign):
+        return nest
+    parts = nest.values() if isinstance(nest, dict) else nest
+    if isinstance(parts, list | tuple) or isinstance(nest, dict):
+        for part in parts:
+            found = _first(part)
+            if found is not None:
+                return found
+    return None

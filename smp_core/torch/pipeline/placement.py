@@ -1,0 +1,374 @@
+"""Which rank owns which module, and how parameters and buffers get there.
+
+``decide`` turns the contexts of ``smp.partition`` (or the automatic partition) into a Placement, on
+one rank; ``settle`` tells it to all; ``distribute`` moves what the module tree holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from smp_core.errors import SmpError
+from smp_core.topology import GroupKind
+from smp_core.torch.exceptions import PartitionError, UnsupportedTrainingError
+from smp_core.torch.pipeline import foreign, partitioner, sharing
+from smp_core.torch.pipeline.sharing import Entry
+
+if TYPE_CHECKING:
+    from smp_core.backends.base import Group
+    from smp_core.torch.pipeline.tracing import Trace
+    from smp_core.torch.session import Session
+
+MARK = "_smp_partition"  #: attribute in which smp.partition leaves its index on a module
+_CHUNK = 32 << 20  # bytes of tensors that pass between ranks at a time
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placement:
+    """The owner, a pp rank, of every module, parameter and buffer, by every name that it has.
+
+    A module on several paths, and a tensor of several names, has one owner.
+    """
+
+    degree: int
+    modules: Mapping[str, int]
+    parameters: Mapping[str, int]
+    buffers: Mapping[str, int]
+
+    def owner(self, path: str) -> int:
+        """The pp rank that runs the module at ``path`` ("" is the root)."""
+        return self.modules[path]
+
+
+def decide(session: Session, module: nn.Module, trace: Trace | None = None) -> Placement:
+    """Where everything of ``module`` goes, by the configuration; computed without communication.
+
+    ``auto_partition`` is a balanced assignment (see partitioner); otherwise each module goes where
+    ``smp.partition`` or ``smp.set_partition`` put it, and to ``default_partition`` if neither did.
+    In both a module without parameters in its subtree runs where its parent does (1.13), and so
+    does one that cannot be called (ParameterList, ModuleList).
+
+    Raises PartitionError if modules on different partitions share a parameter or buffer;
+    UnsupportedTrainingError for a parameter that is not initialised (lazy modules).
+    """
+    config = session.runtime.config
+    degree = config.pipeline_parallel_degree
+    for entry in sharing.entries(module):
+        if nn.parameter.is_lazy(entry.tensor):
+            raise UnsupportedTrainingError(
+                f"smp.DistributedModel: {entry.kind} {entry.name!r} of module {entry.module!r} "
+                f"({type(entry.owner).__name__}) has no shape yet. Call the model once on an example "
+                "before it is wrapped, or give the sizes to the module's constructor"
+            )
+    if degree == 1:
+        return place(module, dict.fromkeys(module.modules(), 0), 1)
+    if config.auto_partition:
+        wanted = partitioner.assign(module, degree, config.memory_weight, trace)
+    else:
+        wanted = {each: vars(each).get(MARK, config.default_partition) for each in module.modules()}
+        _check_indices(module, wanted, degree)
+    placement = place(module, wanted, degree)
+    _check_shared(module, placement)
+    return placement
+
+
+def place(module: nn.Module, wanted: Mapping[nn.Module, int], degree: int) -> Placement:
+    """The placement that ``wanted`` asks for, where modules without parameters follow parents."""
+    owner = follow_parents(module, wanted)
+    modules = {path: owner[child] for path, child in module.named_modules(remove_duplicate=False)}
+    parameters: dict[str, int] = {}
+    buffers: dict[str, int] = {}
+    for path, child in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for tensors, names in ((child._parameters, parameters), (child._buffers, buffers)):
+            names.update(
+                {
+                    prefix + name: owner[child]
+                    for name, tensor in tensors.items()
+                    if tensor is not None
+                }
+            )
+    return Placement(degree, modules, parameters, buffers)
+
+
+def follow_parents(module: nn.Module, wanted: Mapping[nn.Module, int]) -> dict[nn.Module, int]:
+    """The owner of each module: its own wish, or that of the nearest module above it that is called.
+
+    A module with several parents follows the one that ``named_modules`` meets first.
+    """
+    owner: dict[nn.Module, int] = {}
+    filled = _with_parameters(module)
+
+    def visit(child: nn.Module, caller: int) -> None:
+        if child in owner:
+            return
+        follows = child is not module and (child not in filled or not callable_module(child))
+        owner[child] = caller if follows else wanted[child]
+        for part in child.children():
+            visit(part, owner[child])
+
+    visit(module, wanted[module])
+    return owner
+
+
+def callable_module(module: nn.Module) -> bool:
+    """Whether the module has a forward. One without is read by the module above it."""
+    forward = getattr(type(module), "forward", None)
+    return forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _with_parameters(module: nn.Module) -> set[nn.Module]:
+    return {child for child in module.modules() if next(iter(child.parameters()), None) is not None}
+
+
+def _check_indices(module: nn.Module, wanted: Mapping[nn.Module, int], degree: int) -> None:
+    """A model that was built under another configuration, or unpickled, may carry any index."""
+    for path, child in module.named_modules():
+        if not 0 <= wanted[child] < degree:
+            raise PartitionError(
+                f"module {path!r} ({type(child).__name__}) is on partition {wanted[child]}: with "
+                f"pipeline_parallel_degree {degree} partitions run from 0 to {degree - 1}"
+            )
+
+
+def _check_shared(module: nn.Module, placement: Placement) -> None:
+    for group in sharing.shared(module):
+        owners = [placement.modules[entry.module] for entry in group]
+        if len(set(owners)) > 1:
+            first = group[0]
+            where = ", ".join(
+                f"module {entry.module!r} ({entry.name!r}) on partition {owner}"
+                for entry, owner in zip(group, owners, strict=True)
+            )
+            raise PartitionError(
+                f"{first.kind} {first.name!r} is shared across partitions: {where}. Put these modules on one "
+                "partition (smp.partition, smp.set_partition), or set auto_partition"
+            )
+
+
+def settle(session: Session, make: Callable[[], Placement]) -> Placement:
+    """Collective over the world: ``make()`` runs on pp rank 0 of dp rank 0, and every rank returns
+    its result, or raises its SmpError in the same words.
+
+    One rank decides for all replicas: measured execution times differ between them.
+    """
+    runtime = session.runtime
+    source, world = _source(session), runtime.group(GroupKind.WORLD)
+    if runtime.rank != source:
+        answer = runtime.fabric.objects.recv_from(source)
+        if isinstance(answer, Placement):
+            return answer
+        raise answer
+    try:
+        placement = make()
+    except SmpError as error:
+        if len(world.ranks) > 1:
+            runtime.fabric.objects.broadcast(type(error)(*error.args), world)
+        raise
+    except BaseException as error:
+        if len(world.ranks) > 1:
+            runtime.fabric.objects.broadcast(
+                PartitionError(
+                    f"partitioning failed on world rank {source}: {type(error).__name__}: {error}"
+                ),
+                world,
+            )
+        raise
+    if len(world.ranks) > 1:
+        runtime.fabric.objects.broadcast(placement, world)
+    return placement
+
+
+def distribute(session: Session, model: Any, placement: Placement) -> None:
+    """Collective over the world: give every rank its own part of ``model.module``, the same on all.
+
+    ``placement`` is the one that ``settle`` returned. The values of (pp_rank 0, dp_rank 0) reach the
+    owners and their replicas (SMP_API.md 1.3 item 8); every rank empties what it does not own, and
+    gives up the memory. Tensor objects stay in the tree. Raises PartitionError, on every rank and
+    before anything changes, if the ranks built different models.
+    """
+    runtime = session.runtime
+    module: nn.Module = model.module
+    _check_same(session, module)
+    here, source = runtime.position(GroupKind.PP), _source(session)
+    _pin(module)
+    for owner in range(placement.degree):
+        _send_part(session, module, placement, owner, source)
+    _release(module, placement, here)
+    model.__dict__["_smp_placement"] = placement
+    if session.optimizer is not None:
+        session.optimizer._smp_partitioned(model)
+
+
+def of(model: Any) -> Placement | None:
+    """The placement that ``distribute`` carried out, or None before."""
+    placement: Placement | None = model.__dict__.get("_smp_placement")
+    return placement
+
+
+def _pin(module: nn.Module) -> None:
+    """Modules are found by path from now on: a mark is of no more use."""
+    for child in module.modules():
+        vars(child).pop(MARK, None)
+
+
+def _source(session: Session) -> int:
+    """The world rank whose values count."""
+    topology = session.runtime.topology
+    return next(
+        group[0]
+        for group in topology.groups(GroupKind.DP)
+        if topology.coordinates(group[0]).pp_rank == 0
+    )
+
+
+def _check_same(session: Session, module: nn.Module) -> None:
+    """Every rank must have built the same tree: names, shapes, dtypes."""
+    runtime = session.runtime
+    manifest = [
+        (entry.name, entry.kind, _shape(entry.tensor), str(entry.tensor.dtype))
+        for entry in sharing.entries(module)
+    ]
+    objects, world = runtime.fabric.objects, runtime.group(GroupKind.WORLD)
+    if len(world.ranks) == 1:
+        return
+    digest = hashlib.sha256(repr(manifest).encode()).hexdigest()
+    digests = objects.allgather(digest, world)
+    if len(set(digests)) == 1:
+        return
+    manifests = objects.allgather(manifest, world)
+    other = next(rank for rank, each in enumerate(manifests) if each != manifests[0])
+    missing = (None,) * abs(len(manifests[0]) - len(manifests[other]))
+    one, two = next(
+        (one, two)
+        for one, two in zip([*manifests[0], *missing], [*manifests[other], *missing], strict=False)
+        if one != two
+    )
+    raise PartitionError(
+        f"the ranks built different models: world rank 0 has {_say(one)} where world rank {other} has "
+        f"{_say(two)}. Build the same model on every rank"
+    )
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    return (-1,) if nn.parameter.is_lazy(tensor) else tuple(tensor.shape)
+
+
+def _say(line: tuple[str, str, tuple[int, ...], str] | None) -> str:
+    if line is None:
+        return "nothing"
+    name, kind, shape, dtype = line
+    return f"{kind} {name!r} of shape {list(shape)} and {dtype}"
+
+
+def _send_part(
+    session: Session, module: nn.Module, placement: Placement, owner: int, source: int
+) -> None:
+    """The values of one partition, from the source to the ranks that own it."""
+    from smp_core.backends.base import Group
+
+    runtime = session.runtime
+    topology = runtime.topology
+    members = tuple(
+        rank for rank in range(runtime.size) if topology.coordinates(rank).pp_rank == owner
+    )
+    group: Group = Group(f"smp placement {owner}", tuple(sorted({source, *members})))
+    if runtime.rank not in group.ranks or len(group.ranks) == 1:
+        return
+    objects = runtime.fabric.objects
+    for chunk in _chunks(module, placement, owner):
+        if runtime.rank == source:
+            objects.broadcast([_packed(entry.tensor) for entry in chunk], group)
+        else:
+            for entry, value in zip(chunk, objects.recv_from(source), strict=True):
+                assign(entry.tensor, value)
+
+
+def _chunks(module: nn.Module, placement: Placement, owner: int) -> Iterator[list[Entry]]:
+    chunk: list[Entry] = []
+    size = 0
+    for entry in unique(module):
+        if placement.modules[entry.module] == owner:
+            chunk.append(entry)
+            size += entry.tensor.nbytes
+            if size >= _CHUNK:
+                yield chunk
+                chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def unique(module: nn.Module) -> Iterator[Entry]:
+    """Each parameter and buffer object once, by its first name."""
+    seen: set[int] = set()
+    for entry in sharing.entries(module):
+        if id(entry.tensor) not in seen:
+            seen.add(id(entry.tensor))
+            yield entry
+
+
+def _packed(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor that shares no memory: a pickled view would drag its whole storage along."""
+    return tensor.detach().clone(memory_format=torch.preserve_format)
+
+
+def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Give ``tensor`` these values; the object, and what views of it there are, stay."""
+    if tensor.is_meta:
+        replace(tensor, value)
+        return
+    overlaps = any(
+        step == 0 and size > 1
+        for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+        if tensor.numel()
+    )
+    if overlaps:  # an expanded buffer: elements share memory, which copy_ refuses
+        replace(tensor, value)
+        return
+    with torch.no_grad():
+        tensor.data.copy_(value)
+
+
+def replace(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Give ``tensor`` other memory; whoever holds the object, holds it still."""
+    if tensor.is_meta != value.is_meta:
+        # `.data =` refuses to change the device type of a tensor without memory.
+        parameter = isinstance(tensor, nn.Parameter)
+        made = nn.Parameter(value, requires_grad=tensor.requires_grad) if parameter else value
+        for name, attribute in vars(tensor).items():
+            setattr(made, name, attribute)
+        torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
+    else:
+        tensor.data = value
+
+
+def _release(module: nn.Module, placement: Placement, here: int) -> None:
+    """Empty what other ranks own. An own tensor that lies in one storage with an emptied one is moved
+    out of it, since the storage is freed as a whole.
+    """
+    gone: set[int] = set()
+    kept: list[tuple[Entry, tuple[int, int, int]]] = []
+    for entry in unique(module):
+        owner = placement.modules[entry.module]
+        span = sharing.span(entry.tensor)
+        if owner == here:
+            if span is not None:
+                kept.append((entry, span))
+            continue
+        if span is not None:
+            gone.add(span[0])
+        if isinstance(entry.tensor, nn.Parameter):
+            entry.tensor.grad = None
+        device = "cpu" if entry.tensor.is_meta else entry.tensor.device
+        replace(entry.tensor, torch.empty(0, dtype=entry.tensor.dtype, device=device))
+        foreign.mark(entry.tensor, entry.name, entry.kind, owner, here)
+    together = {id(entry.tensor) for group in sharing.shared(module) for entry in group}
+    for entry, (storage, _, _) in kept:
+        if storage in gone and id(entry.tensor) not in together:
+            entry.tensor.data = _packed(entry.tensor)

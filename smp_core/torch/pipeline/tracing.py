@@ -1,0 +1,267 @@
+"""A plain run of the whole model on one rank, written down: what is called, in which order, and what
+it costs (SMP_API.md 1.3 item 8: the trace comes before the partition).
+
+The run must leave nothing behind, so buffers, random generators, training flags and gradients are put
+back after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from smp_core.errors import ArgumentError
+from smp_core.torch.session import Session
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a module: the ``nth`` of it, by the module at ``caller`` (None: from outside)."""
+
+    path: str
+    nth: int
+    caller: str | None
+    inputs: tuple[tuple[int, ...], ...]  #: shapes of the tensors among the arguments
+    outputs: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclasses.dataclass(slots=True)
+class Trace:
+    """What a run showed; plain data.
+
+    ``cost`` and ``bytes`` are a module's own, without those of the modules that it calls, summed
+    over its calls. Cost is floating-point operations of products plus elements of all results, or
+    seconds. Bytes are those of the results, or of what autograd keeps. ``reads`` are pairs (reader,
+    owner): the forward of the one used a parameter of the other.
+    """
+
+    unit: str
+    calls: list[Call] = dataclasses.field(default_factory=list)
+    cost: dict[str, float] = dataclasses.field(default_factory=dict)
+    bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    reads: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+
+    def first_calls(self) -> dict[str, int]:
+        """Position of the first call of each module that was called."""
+        first: dict[str, int] = {}
+        for index, call in enumerate(self.calls):
+            first.setdefault(call.path, index)
+        return first
+
+
+def check_options(trace_device: object, trace_execution_times: bool) -> None:
+    """Refuse an unknown device, and times on "cpu" (SMP_API.md 1.7). On this port both devices mean
+    the CPU. Raises ArgumentError.
+    """
+    if trace_device not in ("cpu", "gpu"):
+        raise ArgumentError(
+            f"smp.DistributedModel: trace_device must be 'cpu' or 'gpu', not {trace_device!r}"
+        )
+    if trace_execution_times and trace_device == "cpu":
+        raise ArgumentError(
+            "smp.DistributedModel: trace_execution_times must be False if trace_device is 'cpu': times "
+            "there say nothing of the training device. Leave one of the two out"
+        )
+
+
+class Tracer(contextlib.ExitStack):
+    """While entered, calls of ``module`` and what is below it are recorded into ``trace``.
+
+    ``execution_times`` measures seconds rather than counting operations; ``memory_usage`` measures
+    what autograd keeps rather than estimating it by the results. With a session, ``smp.is_tracing``
+    is true inside. Not re-entrant; raises what the run raises, after everything is put back.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        session: Session | None = None,
+        *,
+        execution_times: bool = False,
+        memory_usage: bool = False,
+    ) -> None:
+        super().__init__()
+        self.trace = Trace("seconds" if execution_times else "operations")
+        self._module, self._session = module, session
+        self._times, self._measured = execution_times, memory_usage
+        self._stack: list[list[Any]] = []  # path, seconds of callees
+        self._counts: dict[str, int] = {}
+        self._kept: set[int] = set()
+
+    def __enter__(self) -> Tracer:
+        super().__enter__()
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(_unchanged(self._module))
+            if self._session is not None:
+                self._session.tracing = True
+                undo.callback(setattr, self._session, "tracing", False)
+            for path, child in self._module.named_modules():
+                undo.callback(_patch(child, functools.partial(self._call, path)))
+            undo.enter_context(_Reads(self._module, self._stack, self.trace))
+            if not self._times:
+                undo.enter_context(_Operations(self._stack, self.trace))
+            if self._measured:
+                undo.enter_context(
+                    torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept)
+                )
+            self.push(undo.pop_all().__exit__)
+        return self
+
+    def _call(self, path: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        caller = self._stack[-1][0] if self._stack else None
+        nth = self._counts[path] = self._counts.get(path, -1) + 1
+        place = len(self.trace.calls)
+        self.trace.calls.append(Call(path, nth, caller, _shapes((args, kwargs))))
+        frame: list[Any] = [path, 0.0]
+        self._stack.append(frame)
+        started = time.perf_counter()
+        try:
+            outputs = forward(*args, **kwargs)
+        finally:
+            self._stack.pop()
+        took = time.perf_counter() - started
+        if self._stack:
+            self._stack[-1][1] += took
+        if self._times:
+            self.trace.cost[path] = self.trace.cost.get(path, 0.0) + max(took - frame[1], 0.0)
+        if not self._measured:
+            size = sum(each.nbytes for each in _tensors(outputs))
+            self.trace.bytes[path] = self.trace.bytes.get(path, 0) + size
+        self.trace.calls[place] = dataclasses.replace(
+            self.trace.calls[place], outputs=_shapes(outputs)
+        )
+        return outputs
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if self._stack and storage._cdata not in self._kept:
+            self._kept.add(storage._cdata)
+            path = self._stack[-1][0]
+            if not isinstance(tensor, nn.Parameter):
+                self.trace.bytes[path] = self.trace.bytes.get(path, 0) + tensor.nbytes
+        return tensor
+
+
+def _patch(module: nn.Module, record: Callable[..., Any]) -> Callable[[], None]:
+    """Route calls of ``module.forward`` through ``record(forward, ...)``; returns the undoing."""
+    before = vars(module).get("forward")
+    vars(module)["forward"] = functools.partial(record, module.forward)
+
+    def undo() -> None:
+        if before is None:
+            vars(module).pop("forward", None)
+        else:
+            vars(module)["forward"] = before
+
+    return undo
+
+
+@contextlib.contextmanager
+def _unchanged(module: nn.Module) -> Any:
+    """What a run may change in the model and in the process is as before afterwards."""
+    buffers = [(child, dict(child._buffers)) for child in module.modules()]
+    values = {
+        id(each): (each, each.detach().clone()) for _, own in buffers for each in own.values()
+        if each is not None
+    }  # fmt: skip
+    flags = [(child, child.training) for child in module.modules()]
+    gradients = [(each, each.grad) for each in module.parameters()]
+    generators, python = torch.get_rng_state(), random.getstate()
+    numpy: Any = sys.modules.get("numpy")
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for child, own in buffers:
+            child._buffers.clear()
+            child._buffers.update(own)
+        with torch.no_grad():
+            for buffer, value in values.values():
+                if buffer.is_meta or buffer.shape != value.shape:
+                    buffer.data = value
+                else:
+                    buffer.copy_(value)
+        for child, flag in flags:
+            child.training = flag
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        torch.set_rng_state(generators)
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what each operator costs, for the innermost module that is running."""
+
+    def __init__(self, stack: list[list[Any]], trace: Trace) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._stack, self._trace = stack, trace
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # as torch calls it
+        result = func(*args, **(kwargs or {}))
+        if self._stack:
+            count = sum(each.numel() for each in _tensors(result))
+            formula = flop_registry.get(func._overloadpacket)
+            if formula is not None:
+                count += formula(*args, **(kwargs or {}), out_val=result)
+            path = self._stack[-1][0]
+            self._trace.cost[path] = self._trace.cost.get(path, 0.0) + count
+        return result
+
+
+class _Reads(TorchFunctionMode):
+    """Notes when a module's forward uses a parameter that is another module's."""
+
+    def __init__(self, module: nn.Module, stack: list[list[Any]], trace: Trace) -> None:
+        super().__init__()
+        self._stack, self._trace = stack, trace
+        self._homes: dict[int, list[str]] = {}
+        for path, child in module.named_modules():
+            for parameter in child._parameters.values():
+                if parameter is not None:
+                    self._homes.setdefault(id(parameter), []).append(path)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # as torch calls it
+        if self._stack and getattr(func, "__name__", "") not in ("__get__", "__set__"):
+            path = self._stack[-1][0]
+            for tensor in _tensors((args, kwargs)):
+                homes = self._homes.get(id(tensor))
+                if homes is not None and path not in homes:
+                    pair = (path, homes[0])
+                    if pair not in self._trace.reads:
+                        self._trace.reads.append(pair)
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(nest: Any) -> Iterable[torch.Tensor]:
+    if isinstance(nest, torch.Tensor):
+        yield nest
+    elif isinstance(nest, dict):
+        for part in nest.values():
+            yield from _tensors(part)
+    elif isinstance(nest, list | tuple | set | frozenset):
+        for part in nest:
+            yield from _tensors(part)
+
+
+def _shapes(nest: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(each.shape) for each in _tensors(nest))
