@@ -1,0 +1,85 @@
+"""What files of checkpoints are called (SMP_API.md 1.11), and which names are refused."""
+
+from __future__ import annotations
+
+import os
+import types
+from pathlib import Path
+
+from smp_core.errors import ArgumentError, ArgumentTypeError
+from smp_core.runtime import Runtime
+from smp_core.topology import GroupKind
+from smp_core.torch import folders
+
+NEWEST = "newest"
+FULL_USER_CONTENT = "user_content_"
+
+
+def check_tag(call: str, tag: object) -> None:
+    """Raise ArgumentError or ArgumentTypeError unless a checkpoint can have this tag."""
+    if not isinstance(tag, str):
+        raise ArgumentTypeError(f"{call}: tag must be a str, not {tag!r}")
+    reason = ""
+    if not tag or tag != tag.strip() or not tag.isprintable():
+        reason = "is empty, or has spaces around it or characters that are not printable"
+    elif "/" in tag or os.sep in tag:
+        reason = "has a slash: give folders in path"
+    elif tag.startswith(".") or tag == NEWEST:
+        reason = "is a name that checkpoints use themselves"
+    elif tag.endswith(folders.SUFFIX) or tag.startswith(FULL_USER_CONTENT):
+        reason = "would be taken for a file of another checkpoint"
+    if reason:
+        raise ArgumentError(f"{call}: tag={tag!r} {reason}. Give a name such as 'step_100'")
+
+
+def checked_path(call: str, name: str, path: object) -> Path:
+    """The path. Raises ArgumentTypeError, ArgumentError, naming the call's argument, for what is none."""
+    if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
+        raise ArgumentTypeError(f"{call}: {name} must be a str or a path, not {path!r}")
+    if not os.fspath(path) or "\0" in str(path):
+        raise ArgumentError(f"{call}: {name}={path!r} is no path")
+    return Path(path)
+
+
+def refuse_module(call: str, module: types.ModuleType | None) -> None:
+    """Raise ArgumentError for a way of pickling that cannot be read without running code."""
+    if module is not None and module.__name__ not in ("pickle", "_pickle"):
+        raise ArgumentError(
+            f"{call}: pickle_module={module.__name__}: files are read without running code, which takes "
+            "Python's own format. Leave it out"
+        )
+
+
+def degrees(runtime: Runtime) -> dict[str, int]:
+    """What a partial checkpoint cannot be loaded without."""
+    return {
+        "pipeline_parallel_degree": runtime.topology.pipeline,
+        "tensor_parallel_degree": runtime.topology.tensor,
+    }
+
+
+def of_rank(runtime: Runtime, v3: bool = False) -> str:
+    """What says in a file's name which rank it is of."""
+    pp, tp, rdp = (runtime.position(each) for each in (GroupKind.PP, GroupKind.TP, GroupKind.RDP))
+    if v3:
+        return f"{pp}_{tp}_{rdp}"
+    return f"{pp}_{tp}" if runtime.topology.tensor > 1 else str(runtime.position(GroupKind.MP))
+
+
+def candidates(runtime: Runtime, back_compat: bool) -> list[str]:
+    """All that :func:`of_rank` may have given when a file was saved, the likeliest first."""
+    pp, tp, mp = (runtime.position(each) for each in (GroupKind.PP, GroupKind.TP, GroupKind.MP))
+    each = {  # a dict keeps the order, and each name once
+        "v3": of_rank(runtime, v3=True),
+        "plain": of_rank(runtime),
+        "tensor": f"{pp}_{tp}",
+        "model": str(mp),
+    }
+    sharded = runtime.config.shard_optimizer_state or runtime.topology.sharding > 1
+    first = "model" if back_compat else "v3" if sharded else "plain"
+    return list(dict.fromkeys([each[first], *each.values()]))
+
+
+def suffixed(path: Path, name: str) -> Path:
+    """The path with what :func:`of_rank` gives at its end."""
+    return path.with_name(f"{path.name}_{name}")
