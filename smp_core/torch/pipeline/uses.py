@@ -21,7 +21,8 @@ counts once per backward pass, after the uses. Where no gradient is recorded, no
 How the engine calls it, in the thread that runs the body, or serves a request::
 
     watch = uses.Watch(module)                         # after placement; again when parameters change
-    with uses.activity(ledger, microbatch, seed):      # a body, a served call, a backward pass
+    with uses.body(ledger, microbatch, seed):          # the body of a microbatch
+    with uses.activity(ledger, microbatch, seed):      # a served call, or its backward pass
         key = uses.next_key("layers.0")                # where the call is made; travels with a request
         output = uses.run(key, module, forward, args, kwargs)   # where the module runs
 
@@ -114,6 +115,13 @@ def activity(ledger: Ledger, microbatch: int, seed: int) -> Iterator[None]:
         _local.activity, _local.call = before
 
 
+@contextlib.contextmanager
+def body(ledger: Ledger, microbatch: int, seed: int) -> Iterator[None]:
+    """:func:`activity` for the body of a microbatch, whose random stream is entered as well."""
+    with activity(ledger, microbatch, seed), streams.entered(streams.root(seed, microbatch)):
+        yield
+
+
 def current_microbatch() -> int | None:
     """The microbatch that this thread works for, or None outside of activities."""
     return None if _local.activity is None else _local.activity.microbatch
@@ -146,7 +154,10 @@ def run(
     try:
         with streams.entered(key.stream):
             if torch.is_grad_enabled():
-                args, kwargs = identities((args, kwargs))
+                if not kwargs and len(args) == 1 and type(args[0]) is torch.Tensor:
+                    args = (_identity(args[0]),)  # most calls; nests take 10 times as long
+                else:
+                    args, kwargs = identities((args, kwargs))
                 if isinstance(module, nn.RNNBase):
                     return _run_recurrent(module, forward, args, kwargs)
             return forward(*args, **kwargs)
@@ -166,12 +177,14 @@ def identities(nest: Any) -> Any:
     # Nodes made later run first in backward: made from the last to the first, the gradients reach a
     # common source in the order of the inputs, as they do from one node for all of them.
     for number in reversed(range(len(given))):
-        tensor = given[number]
-        if tensor.requires_grad:
-            given[number] = (
-                tensor.view_as(tensor) if tensor.layout is torch.strided else _alias(tensor)
-            )
+        given[number] = _identity(given[number])
     return nests.unflatten(given, rest)
+
+
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.requires_grad:
+        return tensor
+    return tensor.view_as(tensor) if tensor.layout is torch.strided else _alias(tensor)
 
 
 def arrival(tensor: torch.Tensor) -> torch.Tensor:
