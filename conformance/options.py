@@ -19,6 +19,7 @@ class Options:
     expectations: Path | None  # the file of expected failures
     write_expectations: Path | None  # where to write that file, from what failed
     report: Path | None  # where to write the verdicts as JSON
+    engine: str  # what trains: the name of an engine, or module:attribute
 
 
 _HELP = {
@@ -26,8 +27,10 @@ _HELP = {
     "expectations": "the file of failures that are expected (TOML)",
     "write_expectations": "run everything and write the file of expected failures from what failed",
     "report": "write the verdicts to this file (JSON)",
+    "engine": "what trains in the requirements of training: smp, ddp or module:attribute",
 }
 _FLAGS = {"certify"}
+_DEFAULTS = {"engine": "smp"}  # of what is no file
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -40,8 +43,9 @@ def add_options(parser: pytest.Parser) -> None:
             group.addoption(flag, dest=f"smp_{name}", action="store_true", default=None, help=told)
             parser.addini(f"smp_{name}", told, type="bool", default=False)
         else:
-            group.addoption(flag, dest=f"smp_{name}", default=None, metavar="FILE", help=told)
-            parser.addini(f"smp_{name}", told, default="")
+            metavar = name.upper() if name in _DEFAULTS else "FILE"
+            group.addoption(flag, dest=f"smp_{name}", default=None, metavar=metavar, help=told)
+            parser.addini(f"smp_{name}", told, default=_DEFAULTS.get(name, ""))
 
 
 def given(config: pytest.Config) -> bool:
@@ -60,6 +64,7 @@ def read(config: pytest.Config, *, ini: bool) -> Options:
         expectations=_path(config, "expectations", ini),
         write_expectations=_path(config, "write_expectations", ini),
         report=_path(config, "report", ini),
+        engine=str(_value(config, "engine", ini)[0] or _DEFAULTS["engine"]),
     )
     if options.certify and options.write_expectations:
         raise pytest.UsageError(

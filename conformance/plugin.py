@@ -135,6 +135,12 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 # Running.
 
 
+@pytest.fixture(scope="session")
+def smp_engine(request: pytest.FixtureRequest) -> str:
+    """The name by which every rank finds the engine that is tested (--smp-engine)."""
+    return _session(request.config).options.engine
+
+
 class _Running:
     """What stands around a running test, and so in its tracebacks: in sessions of the suite only."""
 

@@ -11,9 +11,22 @@ import enum
 import re
 from collections.abc import Collection, Iterator, Mapping
 
+from conformance.engines.capabilities import EngineCapability
 from smp_core.backends.capabilities import Capability
 
-__all__ = ["Capability", "Level", "Registry", "Requirement", "RequirementError"]
+__all__ = [
+    "Capability",
+    "EngineCapability",
+    "Level",
+    "Need",
+    "Registry",
+    "Requirement",
+    "RequirementError",
+]
+
+#: What a requirement may need: of the backend, or of the engine.
+Need = Capability | EngineCapability
+NEEDS: tuple[Need, ...] = (*Capability, *EngineCapability)
 
 
 class RequirementError(Exception):
@@ -58,7 +71,7 @@ class Requirement:
     sentence: str  #: the promise, in one sentence
     source: str  #: where it is made; what is our decision says INF, with the reason
     level: Level
-    needs: frozenset[Capability]  #: a backend that does not claim all of them is not tested
+    needs: frozenset[Need]  #: a backend, or an engine, that does not claim them is not tested
 
     def __post_init__(self) -> None:
         if not self.needs:
@@ -74,9 +87,9 @@ class Requirement:
     def __str__(self) -> str:
         return f"{self.id}: {self.sentence} [{self.source}]"
 
-    def lacks(self, claims: Collection[Capability]) -> list[Capability]:
-        """What it needs beside these claims, in the order of Capability."""
-        return [each for each in Capability if each in self.needs and each not in claims]
+    def lacks(self, claims: Collection[Need]) -> list[Need]:
+        """What it needs beside these claims, of the backend first, in the order of declaration."""
+        return [each for each in NEEDS if each in self.needs and each not in claims]
 
 
 class Registry(Mapping[str, Requirement]):

@@ -19,7 +19,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conformance.registry import Level, Requirement
+from conformance.engines.capabilities import EngineCapability
+from conformance.registry import NEEDS, Level, Requirement
 from conformance.verdicts import Outcome, Verdict
 from smp_core.backends.capabilities import Capabilities, Capability
 
@@ -56,6 +57,14 @@ def document(session: Session, exit_status: int | None) -> dict[str, Any]:
             "option": session.settings.backend,
             "summary": session.backend.summary,
             **_capabilities(session.backend.capabilities),
+        },
+        "engine": {
+            "name": session.engine.name,
+            "option": session.options.engine,
+            "claims": [str(e) for e in EngineCapability if e in session.engine.capabilities],
+            "not_claimed": [
+                str(e) for e in EngineCapability if e not in session.engine.capabilities
+            ],
         },
         "options": _options(session),
         "versions": {
@@ -94,7 +103,7 @@ def _requirement(session: Session, requirement: Requirement, verdict: Verdict) -
         "sentence": requirement.sentence,
         "source": requirement.source,
         "level": requirement.level.name,
-        "needs": [str(each) for each in Capability if each in requirement.needs],
+        "needs": [str(each) for each in NEEDS if each in requirement.needs],
         "lacks": [str(each) for each in session.lacks.get(requirement.id, ())],
         "verdict": str(verdict),
         "waiver": None

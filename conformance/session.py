@@ -21,8 +21,11 @@ import pytest
 
 from conformance import expectations, options, report
 from conformance.certification import Certification, certification
+from conformance.engines.capabilities import EngineCapability
+from conformance.engines.names import find_engine
+from conformance.engines.protocol import Engine, EngineError
 from conformance.expectations import Expectation, ExpectationError
-from conformance.registry import Registry, RequirementError
+from conformance.registry import Need, Registry, RequirementError
 from conformance.verdicts import NotSupported, Outcome, Verdict, counted, judge_all, lacking, table
 from pytest_smp import settings
 from smp_core.backends import find_backend
@@ -98,8 +101,7 @@ class Session:
         self.settings = settings.read(config)
         self.backend = find_backend(self.settings.backend)
         self.registry = _registry()
-        claims = self.backend.capabilities.claims
-        self.lacks = {id: lacks for id, r in self.registry.items() if (lacks := r.lacks(claims))}
+        self.engine, self.lacks = self._claims()
         self.expectations: Path | None = None  # the file of expected failures that is in force
         self.entries, self.expected = self._expectations()
         self.main = not hasattr(config, "workerinput")  # not a worker of xdist
@@ -125,10 +127,23 @@ class Session:
             return
         self._here = True
         before, self.options = self.options, options.read(self.config, ini=True)
+        self.engine, self.lacks = self._claims()
         if self.options != before:
             self.entries, self.expected = self._expectations()
             if self._started:
                 self.start()
+
+    def _claims(self) -> tuple[Engine, dict[str, list[Need]]]:
+        """The engine, and what requirements need beside what backend and engine claim.
+
+        Raises pytest.UsageError if there is no such engine.
+        """
+        try:
+            engine = find_engine(self.options.engine)
+        except EngineError as error:
+            raise pytest.UsageError(f"--smp-engine: {error}") from None
+        claims = self.backend.capabilities.claims | engine.capabilities
+        return engine, {id: lk for id, r in self.registry.items() if (lk := r.lacks(claims))}
 
     def _expectations(self) -> tuple[list[Expectation], dict[str, Expectation]]:
         target = self.options.write_expectations
@@ -183,10 +198,12 @@ class Session:
         item.user_properties += [(_REQUIREMENT, id), (_SIBLINGS, self.siblings[id])]
         item.stash[_EXPECTED] = self.expected.get(id)
         if id in self.lacks:
-            lacks = ", ".join(self.lacks[id])
-            item.add_marker(
-                pytest.mark.skip(f"not supported: {self.backend.name} does not claim {lacks}")
-            )
+            by: dict[str, list[Need]] = {}
+            for each in self.lacks[id]:
+                of = self.backend if isinstance(each, Capability) else self.engine
+                by.setdefault(of.name, []).append(each)
+            lacks = "; ".join(f"{name} does not claim {', '.join(by[name])}" for name in by)
+            item.add_marker(pytest.mark.skip(f"not supported: {lacks}"))
 
     def selected(self, items: list[pytest.Item]) -> None:
         """What is left is to be run."""
@@ -470,7 +487,9 @@ class Session:
         if path is not None:
             number = "1 entry" if len(self.entries) == 1 else f"{len(self.entries)} entries"
             text += f"; expected failures: {path.name}, {number}"
-        return text
+        missing = [str(each) for each in EngineCapability if each not in self.engine.capabilities]
+        claimed = f"all but {', '.join(missing)}" if missing else "everything"
+        return f"{text}\nconformance: engine {self.engine.name} claims {claimed}"
 
     def summary(self, width: int) -> Iterator[str]:
         """The lines below the heading: the table, waivers, certification."""

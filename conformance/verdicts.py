@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import pytest
 
-from conformance.registry import Capability, Level, Registry
+from conformance.registry import NEEDS, Level, Need, Registry
 
 
 class Outcome(enum.StrEnum):
@@ -135,14 +135,14 @@ def table(
             yield from lines
 
 
-def lacking(lacks: Mapping[str, Iterable[Capability]], width: int) -> Iterator[str]:
+def lacking(lacks: Mapping[str, Iterable[Need]], width: int) -> Iterator[str]:
     """For each capability that is not claimed, a line: which requirements need it.
 
     Args:
-        lacks: by the id of a requirement, what it needs and the backend does not claim.
+        lacks: by the id of a requirement, what it needs and the backend or engine does not claim.
         width: characters that a line may have; a long list is cut.
     """
-    by_capability: dict[Capability, list[str]] = {each: [] for each in Capability}
+    by_capability: dict[Need, list[str]] = {each: [] for each in NEEDS}
     for id, lacked in lacks.items():
         for each in lacked:
             by_capability[each].append(id)

@@ -1,0 +1,111 @@
+"""What an engine is: how it is built, asked and closed on one rank, and its conventions as data.
+
+An engine is an importable object, so that each rank finds it by its name. It is tested on a case
+(:class:`~pytest_smp.strategies.training.Training`): a model, its weights, degrees, schedule and data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from conformance.engines.capabilities import EngineCapability
+from pytest_smp.strategies.training import Training
+from pytest_smp.strategies.training_script import Batch
+
+
+class EngineError(Exception):
+    """Raised when an engine cannot be used: it is not there, or is no engine."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Conventions:
+    """How an engine reduces gradients; sums over accumulated passes.
+
+    ``"as asked"`` follows the case's ``average``.
+    """
+
+    dp: Literal["mean", "sum"] = "mean"
+    microbatch: Literal["mean", "sum", "as asked"] = "as asked"
+
+    def divisor(self, case: Training) -> int:
+        """What the sum over replicas, passes and microbatches is divided by."""
+        mean = case.average if self.microbatch == "as asked" else self.microbatch == "mean"
+        return (case.dp if self.dp == "mean" else 1) * (case.microbatches if mean else 1)
+
+
+class Session(Protocol):
+    """One rank's training of one case."""
+
+    def backward(self, batch: Batch, *, boundary: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """Forward and backward of one step: losses and outputs by microbatch, in order, detached.
+
+        ``batch`` is what this rank's replica is given: inputs and targets of all microbatches, each
+        with its batch axis. ``boundary``: the last of the passes whose gradients are summed.
+        """
+        ...
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """The gradients of the parameters that this rank holds, by the unwrapped model's names."""
+        ...
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The parameters that this rank holds, by the unwrapped model's names."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Set gradients to zero, or to None, as ``case.set_to_none`` says."""
+        ...
+
+    def step(self) -> None:
+        """One step of plain SGD with the learning rate of the oracle."""
+        ...
+
+    def close(self) -> None:
+        """Give up what the session holds."""
+        ...
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """A way to train.
+
+    Attributes:
+        name: as shown.
+        conventions: how it reduces.
+        capabilities: what it claims.
+        api: the namespace that a script imports as ``smp``, by its module's name; empty without.
+    """
+
+    name: str
+    conventions: Conventions
+    capabilities: frozenset[EngineCapability]
+    api: str
+
+    def replica(self, case: Training) -> int:
+        """Which replica's data this rank is given."""
+        ...
+
+    def build(self, case: Training, *, salt: str = "") -> Session:
+        """The session of this rank, in a world of ``case.ranks`` initialised with ``case.config``.
+
+        Rank 0's weights count; ``salt`` makes those of this rank others.
+        """
+        ...
+
+
+def check(engine: Any, name: str) -> Engine:
+    """``engine``, if it is one. Raises EngineError."""
+    missing = [
+        each
+        for each in ("name", "conventions", "capabilities", "api", "replica", "build")
+        if not hasattr(engine, each)
+    ]
+    if missing:
+        raise EngineError(f"engine {name!r}: {engine!r} has no {', '.join(missing)}")
+    if EngineCapability.SMP_API in engine.capabilities and not engine.api:
+        raise EngineError(f"engine {name!r}: claims the SMP API and names no module in `api`")
+    found: Engine = engine
+    return found

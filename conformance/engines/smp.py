@@ -1,0 +1,44 @@
+"""The engine ``smp``: any implementation of the SMP API, ours if no other is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+from conformance.engines.capabilities import EngineCapability
+from conformance.engines.protocol import Conventions, Session
+from pytest_smp.strategies.training import Training
+from pytest_smp.strategies.training_script import Script
+
+CONVENTIONS = Conventions()
+
+
+@dataclasses.dataclass(frozen=True)
+class SmpEngine:
+    """A namespace of the SMP API as an engine.
+
+    A third party's::
+
+        ENGINE = SmpEngine("theirs", "their.module.torch", frozenset(EngineCapability) - {...})
+    """
+
+    name: str = "smp"
+    api: str = "smp_core.torch"
+    capabilities: frozenset[EngineCapability] = frozenset(EngineCapability)
+    conventions: Conventions = CONVENTIONS
+
+    def namespace(self) -> Any:
+        """The module."""
+        return importlib.import_module(self.api)
+
+    def replica(self, case: Training) -> int:
+        """The rank's data-parallel rank (SMP_API.md 4.4)."""
+        return int(self.namespace().dp_rank())
+
+    def build(self, case: Training, *, salt: str = "") -> Session:
+        """As a script would."""
+        return Script(self.namespace(), case, salt=salt)
+
+
+ENGINE = SmpEngine()

@@ -1,0 +1,322 @@
+"""Training cases: a model, its partition, the degrees, the schedule and the data, as one value that
+prints as code.
+
+Print below them::
+
+    from pytest_smp.strategies.training import Training
+    from pytest_smp.strategies.training_models import Block, Model
+
+Sizes are odd, tiny and uneven; degree 1 comes often. Cases of the tier "exact" carry the certificate
+of :func:`~pytest_smp.strategies.training_oracle.certified`: no sum in them can round, in any order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from hypothesis import reject
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+from torch import nn
+
+from pytest_smp.strategies.training_models import Block, Model, _code, build
+
+_SMALLEST = Model()
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Training:
+    """One training run.
+
+    Attributes:
+        model: what is trained.
+        pp: pipeline degree.
+        dp: number of replicas; the world has ``pp * dp`` ranks.
+        partition: from which module (by path) downwards which partition holds the modules, the
+            outermost first; :func:`owners` spells it out. None: the library decides.
+        default: the partition of what ``partition`` leaves, the root first of all.
+        schedule: ``simple`` or ``interleaved``.
+        active: ``active_microbatches``; None is the library's default.
+        microbatches: of each step.
+        rows: of each microbatch.
+        length: of the dimension beside the batch's; activations are ``(rows, length, width)``.
+        axes: the batch axis of the inputs and of the targets, 0 or 1 each.
+        passes: ``backward_passes_per_step``: steps whose gradients are summed.
+        windows: how often so many steps are made, gradients set to zero before each.
+        average: ``average_grads_across_microbatches``.
+        overlapping: ``overlapping_allreduce``.
+        bucket: ``bucket_cap_mb``.
+        set_to_none: how gradients are set to zero.
+        dummies: whether ranks with a pp_rank above 0 get inputs without content.
+        tracing: whether the first step is traced (not ``skip_tracing``).
+        placement: ``placement_strategy``.
+        loss: ``square``, the squared distance to the targets, or ``product``, the scalar product.
+        span: whole numbers are drawn from ``-span`` to ``span``.
+        real: whether values are real numbers; else they are whole numbers, with a certificate.
+        seed: of values.
+    """
+
+    model: Model = _SMALLEST
+    pp: int = 1
+    dp: int = 1
+    partition: tuple[tuple[str, int], ...] | None = ()
+    default: int = 0
+    schedule: str = "interleaved"
+    active: int | None = None
+    microbatches: int = 1
+    rows: int = 1
+    length: int = 1
+    axes: tuple[int, int] = (0, 0)
+    passes: int = 1
+    windows: int = 1
+    average: bool = True
+    overlapping: bool = True
+    bucket: float = 25
+    set_to_none: bool = True
+    dummies: bool = False
+    tracing: bool = True
+    placement: str = "cluster"
+    loss: str = "square"
+    span: int = 2
+    real: bool = False
+    seed: int = 0
+
+    def __repr__(self) -> str:
+        return _code(self)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of its world."""
+        return self.pp * self.dp
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        return self.passes * self.windows
+
+    @property
+    def tier(self) -> str:
+        """In which way its results are certain (design, "Exactness")."""
+        return "replayed" if self.real else "exact"
+
+    @property
+    def divisor(self) -> int:
+        """What a sum over replicas and microbatches is divided by (SMP_API.md 1.7)."""
+        return self.dp * (self.microbatches if self.average else 1)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The parameters of ``smp.init``."""
+        given: dict[str, Any] = {
+            "pipeline_parallel_degree": self.pp,
+            "microbatches": self.microbatches,
+            "pipeline": self.schedule,
+            "placement_strategy": self.placement,
+            "auto_partition": self.partition is None,
+            "ddp": self.dp > 1,
+        }
+        if self.partition is not None:
+            given["default_partition"] = self.default
+        if self.active is not None:
+            given["active_microbatches"] = self.active
+        if not self.tracing:
+            given["skip_tracing"] = True
+        return given
+
+
+# ---- Partitions ----------------------------------------------------------------------------------
+
+
+def _called(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that are called, by path; parents first. A list is none."""
+    for path, each in module.named_modules():
+        if not isinstance(each, nn.ModuleList):
+            yield path, each
+
+
+def _parent(path: str) -> str:
+    above = path.rpartition(".")[0]
+    return above.removesuffix("parts").rstrip(".") if above.endswith("parts") else above
+
+
+def owners(case: Training) -> dict[str, int]:
+    """The partition of every module that is called, by path, parents first; ``""`` is the root.
+
+    A module is where its parent is, or where ``case.partition`` says. Modules that hold one
+    parameter together are all where the first of them is (SMP_API.md 1.7).
+    """
+    said = dict(case.partition or ())
+    found: dict[str, int] = {}
+    homes: dict[int, int] = {}
+    for path, module in _called(build(case.model)):
+        at = said.get(path, found[_parent(path)] if path else case.default) % case.pp
+        for parameter in module.parameters(recurse=False):
+            at = homes.get(id(parameter), at)
+        for parameter in module.parameters(recurse=False):
+            homes.setdefault(id(parameter), at)
+        found[path] = at
+    return found
+
+
+def features(case: Training) -> set[str]:
+    """What a case is an example of, by the names of the coverage table."""
+    blocks = list(case.model.body.walk())
+    keys = [(each.kind, each.size) for each in blocks if each.kind in ("shared", "tied")]
+    at = owners(case) if case.partition is not None else {}
+    crossing = {path for path in at if path and at[path] != at[_parent(path)]}
+    found = {
+        "cross-partition calls": bool(crossing),
+        "nested cross-partition calls": any(_parent(path) in crossing for path in crossing),
+        "shared parameters": case.model.tied
+        or any(kind == "tied" and keys.count((kind, key)) > 1 for kind, key in keys),
+        "reused modules": any(each.kind == "repeat" and each.size > 1 for each in blocks)
+        or any(kind == "shared" and keys.count((kind, key)) > 1 for kind, key in keys),
+        "branches and skips": bool(
+            case.model.kinds() & {"residual", "branches", "skip", "tuple", "dict", "nested"}
+        ),
+        "degree 1": case.pp == 1,
+        "several axes": len({0, *case.axes}) > 1,
+        "accumulation": case.passes > 1,
+        "replicas": case.dp > 1,
+        "simple": case.schedule == "simple",
+        "interleaved": case.schedule == "interleaved",
+        "automatic partition": case.partition is None and case.pp > 1,
+        "unused modules": bool(case.model.kinds() & {"unused", "route"}),
+        "frozen parameters": case.model.frozen or any(each.frozen for each in blocks),
+        "tuples, dicts, None": bool(case.model.kinds() & {"tuple", "dict"}),
+        "dropout": "dropout" in case.model.kinds(),
+    }
+    return {name for name, holds in found.items() if holds}
+
+
+# ---- Strategies ----------------------------------------------------------------------------------
+
+_LEAVES = ("linear", "mlp", "relu", "scale", "shared", "tied")
+#: How many children a kind takes: the fewest and the most.
+_ARITY = {
+    "chain": (0, 3),
+    "residual": (1, 1),
+    "nested": (1, 1),
+    "repeat": (1, 1),
+    "branches": (1, 3),
+    "skip": (2, 3),
+    "tuple": (1, 1),
+    "dict": (1, 1),
+    "route": (2, 2),
+    "unused": (2, 2),
+    "direct": (1, 1),
+}
+
+
+@st.composite
+def blocks(draw: DrawFn, depth: int = 3, *, dropout: bool = False) -> Block:
+    """Draw blocks of so many levels of children; shrink to leaves."""
+    leaves = _LEAVES + (("dropout",) if dropout else ())
+    kind = draw(st.sampled_from(leaves + tuple(_ARITY) * (depth > 0)))
+    frozen = draw(st.integers(0, 7)) == 7
+    bias = draw(st.booleans())
+    size = draw(st.integers(1, 3 if kind in ("mlp", "repeat") else 2))
+    least, most = _ARITY.get(kind, (0, 0))
+    number = draw(st.integers(least, most))
+    children = tuple(draw(blocks(depth - 1, dropout=dropout)) for _ in range(number))
+    if kind in ("linear", "tied"):
+        size = size if kind == "tied" else 1
+    return Block(kind, children, size, bias, frozen)
+
+
+@st.composite
+def models(draw: DrawFn, *, dropout: bool = False) -> Model:
+    """Draw models: small trees with ties, branches, reuse."""
+    tokens = draw(st.integers(0, 3)) == 3
+    return Model(
+        body=draw(blocks(dropout=dropout)),
+        inputs=0 if tokens else draw(st.integers(1, 3)),
+        width=draw(st.integers(1, 4)),
+        outputs=draw(st.integers(2 if tokens else 1, 3)),
+        tied=tokens and draw(st.booleans()),
+        frozen=draw(st.integers(0, 4)) == 4,
+    )
+
+
+@st.composite
+def _partitions(draw: DrawFn, model: Model, pp: int) -> tuple[tuple[str, int], ...]:
+    paths = [path for path, _ in _called(build(model)) if path]
+    places = st.none() | st.integers(0, pp - 1)
+    chosen = [(path, draw(places)) for path in paths]
+    return tuple((path, at) for path, at in chosen if at is not None)
+
+
+@st.composite
+def _cases(
+    draw: DrawFn,
+    ranks: int,
+    pipeline: tuple[int, ...],
+    real: bool,
+    automatic: bool,
+    fixed: tuple[tuple[str, Any], ...],
+) -> Training:
+    from pytest_smp.strategies.training_oracle import certified
+
+    pp = draw(st.sampled_from([degree for degree in pipeline if degree <= ranks]))
+    replicas = (1, 2, 3, 4) if real else (1, 2, 4)
+    dp = draw(st.sampled_from([number for number in replicas if number * pp <= ranks]))
+    model = draw(models(dropout=real))
+    manual = pp == 1 or not automatic or draw(st.integers(0, 3)) > 0
+    average = draw(st.booleans())
+    counts = (1, 2, 3, 4, 5) if real or not average else (1, 2, 4)
+    case = Training(
+        model=model,
+        pp=pp,
+        dp=dp,
+        partition=(draw(_partitions(model, pp)) if pp > 1 else ()) if manual else None,
+        default=draw(st.integers(0, pp - 1)) if manual else 0,
+        schedule=draw(st.sampled_from(["interleaved", "simple"])),
+        active=draw(st.none() | st.integers(1, 6)),
+        microbatches=draw(st.sampled_from(counts)),
+        rows=draw(st.integers(1, 3)),
+        length=draw(st.integers(1, 2)),
+        axes=(draw(st.integers(0, 1)), draw(st.integers(0, 1))),
+        passes=draw(st.sampled_from([1, 1, 2, 3])),
+        windows=draw(st.sampled_from([1, 1, 2])),
+        average=average,
+        overlapping=draw(st.booleans()),
+        bucket=draw(st.sampled_from([25, 1, 0.00001])),
+        set_to_none=draw(st.booleans()),
+        dummies=draw(st.booleans()),
+        tracing=draw(st.booleans()) if manual else True,
+        placement=draw(st.sampled_from(["cluster", "spread"])),
+        loss=draw(st.sampled_from(["square", "product"])),
+        real=real,
+        seed=draw(st.integers(0, 999)),
+    )
+    case = dataclasses.replace(case, **dict(fixed))
+    if real:
+        return case
+    # What grows too large is tried with smaller values before it is given up.
+    for loss, span in ((case.loss, 2), (case.loss, 1), ("product", 1)):
+        smaller = dataclasses.replace(case, loss=loss, span=span)
+        if certified(smaller):
+            return smaller
+    reject()
+
+
+def trainings(
+    ranks: int,
+    *,
+    pipeline: tuple[int, ...] = (2, 1, 3, 4),
+    real: bool = False,
+    automatic: bool = True,
+    **fixed: Any,
+) -> SearchStrategy[Training]:
+    """Draw training cases for at most ``ranks`` ranks.
+
+    Args:
+        ranks: the most ranks that a world may have.
+        pipeline: the pipeline degrees to draw from.
+        real: whether values are real numbers; else each case has the certificate of exactness.
+        automatic: whether the library may be left to partition the model.
+        fixed: fields of Training that are not drawn.
+    """
+    return _cases(ranks, pipeline, real, automatic, tuple(fixed.items()))

@@ -1,0 +1,222 @@
+"""A training case as a script of the SMP API, on one rank; and what its ranks saw, against the oracle.
+
+``api`` is a namespace that a script would import as ``smp``: ours, or anybody's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pytest_smp.strategies import training_oracle as oracle
+from pytest_smp.strategies.training import Training, owners
+from pytest_smp.strategies.training_oracle import Results
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Trained(Protocol):
+    """What trains a case on one rank (``conformance.engines.protocol.Session``)."""
+
+    def backward(self, batch: Batch, *, boundary: bool) -> tuple[list[Tensor], list[Tensor]]: ...
+    def gradients(self) -> dict[str, Tensor | None]: ...
+    def parameters(self) -> dict[str, Tensor]: ...
+    def zero_grad(self) -> None: ...
+    def step(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclasses.dataclass
+class Seen:
+    """What one rank saw of a run: as :class:`Results`, its own replica's part.
+
+    ``gradients`` and ``parameters`` hold what the rank holds.
+    """
+
+    replica: int
+    losses: list[list[Tensor]] = dataclasses.field(default_factory=list)
+    outputs: list[list[Tensor]] = dataclasses.field(default_factory=list)
+    gradients: list[dict[str, Tensor | None]] = dataclasses.field(default_factory=list)
+    parameters: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+
+class Script:
+    """A session of the SMP API: ``smp.DistributedModel``, ``smp.DistributedOptimizer``, ``smp.step``.
+
+    Args:
+        api: the namespace.
+        case: what to train.
+        salt: other weights than the case's, on this rank.
+        optimizer: makes the optimizer of the model's parameters; SGD if not given.
+    """
+
+    def __init__(
+        self, api: Any, case: Training, *, salt: str = "", optimizer: Any = None, model: Any = None
+    ) -> None:
+        self.api, self.case = api, case
+        self.module = oracle.make(case, salt=salt) if model is None else model
+        self.model = api.DistributedModel(
+            self.module,
+            overlapping_allreduce=case.overlapping,
+            backward_passes_per_step=case.passes,
+            average_grads_across_microbatches=case.average,
+            bucket_cap_mb=case.bucket,
+        )
+        if case.pp > 1 and case.partition is not None:
+            for path, owner in owners(case).items():
+                api.set_partition(self.module.get_submodule(path), owner)
+        make = optimizer or (lambda given: torch.optim.SGD(given, lr=oracle.LEARNING_RATE))
+        self.optimizer = api.DistributedOptimizer(make(self.model.parameters()))
+        axes = dict(zip(("x", "y"), case.axes, strict=True))
+        how = {"input_split_axes": axes} if any(case.axes) else {}
+
+        def body(model: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            out = model(x)
+            loss = oracle.loss_of(case, out, y)
+            model.backward(loss)
+            return loss, out
+
+        self._step = api.step(**how)(body)
+
+    def backward(self, batch: Batch, *, boundary: bool = True) -> tuple[list[Tensor], list[Tensor]]:
+        """One step: losses and outputs by microbatch. The library counts the passes by itself."""
+        if self.case.dummies and self.api.pp_rank() > 0:
+            batch = (torch.zeros(batch[0].shape[0], 0), torch.zeros(batch[1].shape[0], 0))
+        loss, out = self._step(self.model, *batch)
+        return list(loss.outputs), list(out.outputs)
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Of the parameters that this rank holds."""
+        return {
+            name: None if each.grad is None else each.grad.detach().clone()
+            for name, each in self._local()
+        }
+
+    def parameters(self) -> dict[str, Tensor]:
+        """That this rank holds."""
+        return {name: each.detach().clone() for name, each in self._local()}
+
+    def _local(self) -> list[tuple[str, nn.Parameter]]:
+        return [
+            (name.removeprefix("module."), each)
+            for name, each in self.model.local_named_parameters()
+        ]
+
+    def zero_grad(self) -> None:
+        """Before each window."""
+        self.optimizer.zero_grad(set_to_none=self.case.set_to_none)
+
+    def step(self) -> None:
+        """The optimizer's, as scripts guard it (SMP_API.md 1.7)."""
+        if list(self.model.local_parameters()):
+            self.optimizer.step()
+
+    def close(self) -> None:
+        """A model lives as long as the world."""
+
+
+def train(session: Trained, case: Training, replica: int) -> Seen:
+    """Run the whole case on one rank."""
+    seen = Seen(replica)
+    for window in range(case.windows):
+        session.zero_grad()
+        for number in range(case.passes):
+            step = window * case.passes + number
+            losses, outputs = session.backward(
+                oracle.batch(case, replica, step), boundary=number == case.passes - 1
+            )
+            seen.losses.append(losses)
+            seen.outputs.append(outputs)
+        seen.gradients.append(session.gradients())
+        if case.real or window == case.windows - 1:
+            session.step()
+    seen.parameters = session.parameters()
+    session.close()
+    return seen
+
+
+def run_script(case: Training, api: str = "smp_core.torch") -> Seen:
+    """The case on one rank of a world of ``case.ranks``, initialised with ``case.config``."""
+    import importlib
+
+    smp = importlib.import_module(api)
+    return train(Script(smp, case), case, smp.dp_rank())
+
+
+# ---- Comparing -----------------------------------------------------------------------------------
+
+
+def compare(
+    expected: Results, ranks: Sequence[Seen], *, none: bool = False, what: str = "plain PyTorch"
+) -> None:
+    """Raise AssertionError unless all ranks saw what is expected, to the last bit.
+
+    Every replica must hold every parameter, on one of its ranks at least. ``none``: a parameter that
+    was never used must have no gradient; else zeros are as good.
+    """
+    for rank, seen in enumerate(ranks):
+        at = f"rank {rank}, replica {seen.replica}"
+        for name in ("losses", "outputs"):
+            wants, gots = getattr(expected, name)[seen.replica], getattr(seen, name)
+            _expect(len(gots) == len(wants), f"{at}: {len(gots)} steps, not {len(wants)}")
+            for step, (want, got) in enumerate(zip(wants, gots, strict=True)):
+                place = f"{at}: {name} of step {step}"
+                _expect(len(got) == len(want), f"{place}: {len(got)} microbatches, not {len(want)}")
+                for microbatch, (w, g) in enumerate(zip(want, got, strict=True)):
+                    _same(w, g, f"{place}, microbatch {microbatch}", what)
+        for window, (want_of, got_of) in enumerate(
+            zip(expected.gradients, seen.gradients, strict=True)
+        ):
+            for name, grad in got_of.items():
+                place = f"{at}: gradient of {name} after window {window}"
+                _expect(name in want_of, f"{place}: there is no such parameter")
+                _same_gradient(want_of[name], grad, place, what, none)
+        for name, value in seen.parameters.items():
+            _same(expected.parameters[name], value, f"{at}: parameter {name} at the end", what)
+    for replica in range(len(expected.losses)):
+        held = {name for seen in ranks if seen.replica == replica for name in seen.parameters}
+        lost = sorted(set(expected.parameters) - held)
+        _expect(not lost, f"replica {replica}: no rank holds {', '.join(lost)}")
+
+
+def _same_gradient(
+    want: Tensor | None, got: Tensor | None, place: str, what: str, none: bool
+) -> None:
+    if want is None or got is None:
+        if none:
+            _expect(want is got, f"{place}: is {got}, {what} has {want}")
+        given = want if got is None else got
+        zero = given is None or not bool(given.any())
+        _expect(zero, f"{place}: is {got}, {what} has {want}")
+    else:
+        _same(want, got, place, what)
+
+
+def _same(want: Tensor, got: Any, place: str, what: str) -> None:
+    same = isinstance(got, Tensor) and got.dtype == want.dtype and torch.equal(got, want)
+    _expect(same, f"{place}: is {got}, {what} has {want}")
+
+
+def _expect(holds: bool, message: str) -> None:
+    if not holds:
+        raise AssertionError(message)
+
+
+def merged(ranks: Sequence[Seen], replicas: int) -> Results:
+    """What all ranks saw, as one result: to compare one run with another."""
+    first = {replica: next(s for s in ranks if s.replica == replica) for replica in range(replicas)}
+    windows = len(ranks[0].gradients)
+    return Results(
+        losses=[first[replica].losses for replica in range(replicas)],
+        outputs=[first[replica].outputs for replica in range(replicas)],
+        gradients=[_joined([s.gradients[window] for s in ranks]) for window in range(windows)],
+        parameters=_joined([s.parameters for s in ranks]),
+    )
+
+
+def _joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: value for part in reversed(parts) for name, value in part.items()}
