@@ -37,6 +37,7 @@ from smp_core.comm import (
     tp_size,
 )
 from smp_core.runtime import init, is_initialized, shutdown
+from smp_core.torch.model import DistributedModel
 from smp_core.torch.step import StepOutput, step
 
 WORLD = CommGroup.WORLD
@@ -54,6 +55,7 @@ __all__ = [
     "TP_GROUP",
     "WORLD",
     "CommGroup",
+    "DistributedModel",
     "RankType",
     "StepOutput",
     "allgather",

@@ -13,6 +13,7 @@ from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import OutsideStepError
 from smp_core.torch.framework import FRAMEWORK, StepOutput
 from smp_core.torch.nests import detached
+from smp_core.torch.pipeline import engine
 from smp_core.torch.session import Session
 
 __all__ = ["Step", "StepOutput", "step"]
@@ -37,7 +38,7 @@ class Step(Generic[P]):
         detach_outputs: bool,
     ) -> None:
         if isinstance(function, Step):
-            raise ArgumentTypeError(f"smp.step: {function.__qualname__} is decorated already")
+            raise ArgumentTypeError(f"smp.step: {function!r} is decorated already")
         rules = microbatch.rules(function, non_split_inputs, input_split_axes)
         functools.update_wrapper(self, function)  # first: it copies the function's attributes
         self._rules, self._function, self._detach_outputs = rules, function, detach_outputs
@@ -68,7 +69,7 @@ class Step(Generic[P]):
             count = session.runtime.config.microbatches
             return microbatch.split(FRAMEWORK, self._rules, Call(args, kwargs), count)
 
-        results = _run(session, self._function, split, self._detach_outputs)
+        results = engine.run_step(session, self._function, split, self._detach_outputs)
         return microbatch.join(FRAMEWORK, name, results)
 
     def __repr__(self) -> str:

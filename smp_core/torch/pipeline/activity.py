@@ -1,0 +1,90 @@
+"""What a worker is doing: one microbatch's body, or one call of a module that another rank asked for.
+
+What it calls, and with which random stream, is the affair of uses.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from smp_core.torch.pipeline.packets import Frozen, Parcel
+from smp_core.torch.pipeline.schedule import Phase
+from smp_core.torch.pipeline.workers import Unwound, Worker
+
+if TYPE_CHECKING:
+    from smp_core.torch.pipeline.engine import Step
+
+
+class Activity:
+    """One task of a worker.
+
+    ``entered`` is the module whose forward hooks run, until its ``forward`` is called. ``request`` is
+    what the rank's own thread is to send when the activity has paused, None if it only waits for its
+    turn; ``reply`` is what it was resumed with.
+    """
+
+    __slots__ = (
+        "entered",
+        "error",
+        "finished",
+        "microbatch",
+        "number",
+        "path",
+        "phase",
+        "reply",
+        "request",
+        "step",
+        "unwound",
+        "value",
+        "worker",
+    )
+
+    def __init__(self, step: Step, phase: Phase, microbatch: int, path: str | None) -> None:
+        self.step, self.phase, self.microbatch, self.path = step, phase, microbatch, path
+        self.number = -1
+        self.entered: Any = None
+        self.worker: Worker | None = None
+        self.request: tuple[int, Any, Frozen] | None = None
+        self.reply: Parcel | None = None
+        self.finished = self.unwound = False
+        self.error: BaseException | None = None
+        self.value: Any = None
+
+    def pause(self) -> None:
+        """Let others go on; returns when this is resumed. Raises Unwound if the step was given up."""
+        self.check()
+        assert self.worker is not None
+        self.worker.pause()
+        self.check()
+
+    def ask(self, rank: int, message: Any, frozen: Frozen) -> Parcel:
+        """Send a request to another pp rank, and wait for the answer."""
+        self.request = rank, message, frozen
+        self.pause()
+        reply, self.reply = self.reply, None
+        assert reply is not None
+        return reply
+
+    def check(self) -> None:
+        """Raise Unwound if the step was given up."""
+        if self.step.failure is not None or self.step.unwinding:
+            self.request = None
+            raise Unwound
+
+
+class _Thread(threading.local):
+    activity: Activity | None = None
+
+
+_thread = _Thread()
+
+
+def current() -> Activity | None:
+    """What the calling thread is doing; None outside of steps."""
+    return _thread.activity
+
+
+def set_current(activity: Activity | None) -> None:
+    """Say what the calling thread is doing."""
+    _thread.activity = activity

@@ -1,0 +1,252 @@
+"""A call of a module that crosses ranks, on either side, forwards and backwards.
+
+On the caller's side the outputs come out of an autograd node whose backward pass is the same crossing
+in the other direction. On the owner's side the inputs come out of a node that keeps the gradients that
+reach it. Both nodes hand on what they get, strides and all, so that no sum is made where an
+unpartitioned model makes none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from smp_core.torch.exceptions import OutsideStepError, UnusedInputError
+from smp_core.torch.pipeline import activity as activities
+from smp_core.torch.pipeline.activity import Activity
+from smp_core.torch.pipeline.messages import Autocast, Backward, Forward
+from smp_core.torch.pipeline.packets import Frozen, Parcel, freeze
+from smp_core.torch.pipeline.uses import CallKey
+
+Tensor = torch.Tensor
+
+
+def module_text(path: str) -> str:
+    """A module in an error's words."""
+    return f"module {path}" if path else "the model itself"
+
+
+def _modes() -> Autocast:
+    return Autocast(
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+@contextlib.contextmanager
+def _modes_of(message: Forward) -> Iterator[None]:
+    """As on the caller: gradients, inference, autocast."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(message.inference))
+        if not message.inference:
+            stack.enter_context(torch.set_grad_enabled(message.grad))
+        if message.autocast != _modes():
+            enabled, dtype, cache = message.autocast
+            stack.enter_context(
+                torch.autocast("cpu", dtype=dtype, enabled=enabled, cache_enabled=cache)
+            )
+        yield
+
+
+# The caller's side.
+
+
+def call_there(
+    activity: Activity,
+    owner: int,
+    key: CallKey,
+    hooked: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Have ``owner`` run a module, and give its outputs. Raises PayloadError if an argument cannot be
+    sent.
+    """
+    grad = torch.is_grad_enabled()
+    frozen = freeze((args, kwargs), f"{module_text(key.path)}: an argument", grad)
+    step = activity.step
+    message = Forward(
+        activity.microbatch,
+        step.rank,
+        step.next_call(),
+        key,
+        hooked,
+        grad,
+        torch.is_inference_mode_enabled(),
+        _modes(),
+        step.seed,
+    )
+    parcel = activity.ask(owner, message, frozen)
+    wanted = parcel.differentiable()
+    if not wanted:
+        return parcel.thaw()
+    inputs = [t for t, requires in zip(frozen.tensors, frozen.requires, strict=True) if requires]
+    outputs = [parcel.tensors[index] for index in wanted]
+    crossing = _Crossing(owner, message, outputs)
+    tied: Any = _Departure.apply(crossing, _anchor(), *inputs)  # type: ignore[no-untyped-call]
+    tensors = list(parcel.tensors)
+    for index, tensor in zip(wanted, tied, strict=True):
+        tensors[index] = tensor
+    return parcel.thaw(tensors)
+
+
+def _anchor() -> Tensor:
+    """What makes a node's outputs require a gradient, though no input of the call does."""
+    return torch.empty(0, requires_grad=True)
+
+
+class _Crossing:
+    """One call that has crossed, for its node on the caller's side."""
+
+    __slots__ = ("message", "outputs", "owner")
+
+    def __init__(self, owner: int, message: Forward, outputs: list[Tensor]) -> None:
+        self.owner, self.message, self.outputs = owner, message, outputs
+
+
+class _Departure(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, crossing: _Crossing, anchor: Tensor, *inputs: Tensor) -> Any:
+        ctx.owner, ctx.message, ctx.count = crossing.owner, crossing.message, len(inputs)
+        ctx.set_materialize_grads(False)
+        outputs, crossing.outputs = tuple(crossing.outputs), []
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        activity = activities.current()
+        message = ctx.message
+        if activity is None:
+            raise OutsideStepError(
+                f"backward through {module_text(message.key.path)}, which another pp rank "
+                "owns, was called outside of a step. Call model.backward(loss) in the function that "
+                "smp.step decorates"
+            )
+        if all(grad is None for grad in grads):
+            return (None,) * (2 + ctx.count)
+        step = activity.step
+        request = Backward(activity.microbatch, step.rank, step.next_call(), message.call)
+        parcel = activity.ask(ctx.owner, request, freeze(list(grads), "gradients", False))
+        return (None, None, *parcel.thaw())
+
+
+# The owner's side.
+
+
+class Record:
+    """A call that this rank has run for another, until its backward pass.
+
+    ``grads`` are the inputs' gradients that the backward pass in progress has brought.
+    """
+
+    __slots__ = ("count", "grads", "names", "node", "outputs", "path", "rest")
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.count = 0  # of the inputs that require a gradient
+        self.node: Any = None
+        self.names: list[str] = []
+        self.outputs: list[Tensor] = []  # those that require a gradient
+        self.rest: set[int] = set()  # of them, those that no backward pass has come from
+        self.grads: Sequence[Tensor | None] | None = None
+
+
+class _Arrival(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, record: Record, anchor: Tensor, received: list[Tensor]) -> Any:
+        ctx.record = record
+        ctx.set_materialize_grads(False)
+        return tuple(received)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        ctx.record.grads = grads
+        return None, None, None
+
+
+def run_forward(
+    message: Forward, parcel: Parcel, run: Callable[[Any, Any], Any]
+) -> tuple[Frozen, Record | None]:
+    """Run a module for another rank: ``run(args, kwargs)``. Gives the outputs, and the record that
+    their backward pass needs, if they have one.
+    """
+    record = Record(message.key.path)
+    with _modes_of(message):
+        wanted = parcel.differentiable()
+        tensors = list(parcel.tensors)
+        if wanted:
+            received = [tensors[index] for index in wanted]
+            tied: Any = _Arrival.apply(record, _anchor(), received)  # type: ignore[no-untyped-call]
+            for index, tensor in zip(wanted, tied, strict=True):
+                tensors[index] = tensor
+            record.count, record.node = len(wanted), tied[0].grad_fn
+        args, kwargs = parcel.thaw(tensors)
+        if wanted:
+            record.names = [_name(args, kwargs, tensors[index]) for index in wanted]
+        value = run(args, kwargs)
+        frozen = freeze(value, f"{module_text(message.key.path)}: an output", message.grad)
+    record.outputs = [
+        t for t, requires in zip(frozen.tensors, frozen.requires, strict=True) if requires
+    ]
+    record.rest = set(range(len(record.outputs)))
+    return frozen, record if record.outputs else None
+
+
+def run_backward(record: Record, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The backward pass of a call that this rank has run; gives the inputs' gradients.
+
+    Raises UnusedInputError if every output has brought a gradient and an input has got none.
+    """
+    given = [index for index, grad in enumerate(grads) if grad is not None]
+    record.grads = None
+    torch.autograd.backward(
+        [record.outputs[index] for index in given], [grads[index] for index in given]
+    )
+    came = record.grads
+    inputs: list[Tensor | None] = [None] * record.count if came is None else list(came)
+    record.grads = None
+    record.rest.difference_update(given)
+    if len(given) == len(grads):
+        for index, grad in enumerate(inputs):
+            if grad is None and not _reaches(record, index):
+                raise UnusedInputError(
+                    f"{module_text(record.path)}: {record.names[index]} requires a gradient "
+                    "and does not influence the output. Where a call crosses ranks every tensor must: "
+                    "do not pass it, or pass tensor.detach()"
+                )
+    return inputs
+
+
+def _name(args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor) -> str:
+    for index, value in enumerate(args):
+        if value is tensor:
+            return f"argument {index}"
+    for name, value in kwargs.items():
+        if value is tensor:
+            return f"argument {name!r}"
+    return f"a tensor of shape {list(tensor.shape)} inside an argument"
+
+
+def _reaches(record: Record, index: int) -> bool:
+    """Whether the graph of the outputs leads to an input."""
+    stack = [output.grad_fn for output in record.outputs]
+    if any(
+        node is record.node and out.output_nr == index
+        for node, out in zip(stack, record.outputs, strict=True)
+    ):
+        return True
+    seen = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for following, number in node.next_functions:
+            if following is record.node and number == index:
+                return True
+            stack.append(following)
+    return False

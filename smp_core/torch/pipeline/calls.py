@@ -1,0 +1,97 @@
+"""Every call of a module goes through here, to the rank that owns the module.
+
+``module(...)`` is caught by the attribute that torch looks at first, ``_compiled_call_impl``, so that
+the module's forward hooks run once, where it runs; ``module.forward(...)`` by an attribute of the
+instance. The class's own ``forward`` stays in reach as ``_orig_forward`` (SMP_API.md 1.7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from smp_core.torch.exceptions import OutsideStepError
+from smp_core.torch.pipeline import activity as activities
+from smp_core.torch.pipeline import boundary, uses
+from smp_core.torch.pipeline.activity import Activity
+from smp_core.torch.pipeline.uses import CallKey
+
+Owner = Callable[[str], int | None]
+
+
+class Site:
+    """One module of the tree.
+
+    ``hooked`` calls it, hooks and all; ``plain`` is its own ``forward``. ``away``: another rank owns it.
+    """
+
+    __slots__ = ("away", "module", "path", "plain")
+
+    def __init__(self, module: nn.Module, path: str, away: bool) -> None:
+        self.module, self.path, self.away = module, path, away
+        self.plain: Callable[..., Any] = module.forward
+
+    def called(self, *args: Any, **kwargs: Any) -> Any:
+        """``module(...)``."""
+        return self._call(True, args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """``module.forward(...)``, by the module's own call or by the user's."""
+        activity = activities.current()
+        if activity is not None and activity.entered is self:
+            activity.entered = None
+            return self.plain(*args, **kwargs)
+        if activity is None:
+            return self._outside(self.plain, args, kwargs)
+        return self._call(False, args, kwargs)
+
+    def _call(self, hooked: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        activity = activities.current()
+        if activity is None:
+            return self._outside(self.module._call_impl, args, kwargs)
+        activity.check()
+        key = uses.next_key(self.path)
+        owner = activity.step.owner(self.path)
+        if owner is None or owner == activity.step.rank:
+            return self.run(activity, key, hooked, args, kwargs)
+        return boundary.call_there(activity, owner, key, hooked, args, kwargs)
+
+    def run(
+        self,
+        activity: Activity,
+        key: CallKey,
+        hooked: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run the module on this rank."""
+        before, activity.entered = activity.entered, self if hooked else None
+        try:
+            run = self.module._call_impl if hooked else self.plain
+            return uses.run(key, self.module, run, args, kwargs)
+        finally:
+            activity.entered = before
+
+    def _outside(
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self.away:
+            raise OutsideStepError(
+                f"{boundary.module_text(self.path)} was called outside of a step, and another pp rank "
+                "owns it. Call the model in a function that smp.step decorates"
+            )
+        return run(*args, **kwargs)
+
+
+def install(module: nn.Module, owner: Owner, rank: int) -> dict[str, Site]:
+    """Catch the calls of every module of the tree; gives the sites, by path."""
+    sites = {}
+    for path, child in module.named_modules():
+        whose = owner(path)
+        site = sites[path] = Site(child, path, whose is not None and whose != rank)
+        child.__dict__["_orig_forward"] = site.plain
+        child.__dict__["forward"] = site.forward
+        child.__dict__["_compiled_call_impl"] = site.called
+    return sites

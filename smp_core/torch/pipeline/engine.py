@@ -1,0 +1,254 @@
+"""One step, and the path of a microbatch through the ranks.
+
+1. The driver (pp rank 0 of each pipeline) splits the arguments and runs the body once per microbatch,
+   each in a worker (``run_step``, server.drive). The other pp ranks serve (server.serve).
+2. The body calls the model. A call of a module that this rank owns runs here; any other becomes a
+   request to its owner (calls.py, boundary.call_there), and the worker pauses: another microbatch gets
+   its turn (schedule.choose).
+3. The owner runs the module in a worker of its own, which may call modules of any rank in the same way,
+   and answers with the outputs (boundary.run_forward). The caller's worker goes on when it is its turn.
+4. ``model.backward(loss)`` waits for its turn, then runs autograd in the body's worker. Where it comes
+   to a call that has crossed, it asks the owner for that call's backward pass (boundary.run_backward),
+   which crosses further in the same way, and goes on with the gradients of the inputs.
+5. When all bodies are over, nothing is on its way. The driver ends the step, and every rank gets the
+   results (``End``); the replicas agree that all went well; gradients are reduced.
+
+Whatever fails, the microbatches that have begun come back first, so no message outlives its step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pickle
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from smp_core.errors import SmpError, VerdictError
+from smp_core.microbatch import Call
+from smp_core.runtime import Runtime
+from smp_core.topology import GroupKind
+from smp_core.torch.exceptions import (
+    OutsideStepError,
+    StepAbortedError,
+    UnsupportedTrainingError,
+)
+from smp_core.torch.nests import detached
+from smp_core.torch.pipeline import schedule, streams
+from smp_core.torch.pipeline.accumulation import Ledger
+from smp_core.torch.pipeline.activity import Activity
+from smp_core.torch.pipeline.boundary import module_text
+from smp_core.torch.pipeline.messages import End, Failure
+from smp_core.torch.pipeline.packets import NOTHING, freeze
+from smp_core.torch.pipeline.schedule import Phase
+from smp_core.torch.pipeline.server import Server
+from smp_core.torch.pipeline.transport import Transport
+from smp_core.torch.pipeline.workers import Crew
+from smp_core.torch.session import Session
+
+
+class Step:
+    """The step in progress, on one rank."""
+
+    def __init__(self, session: Session) -> None:
+        runtime, model = session.runtime, session.model
+        config = runtime.config
+        self.session, self.number = session, session.steps
+        self.microbatches = config.microbatches
+        self.policy = schedule.POLICIES[config.pipeline]
+        self.cap = config.active_microbatches
+        self.rank = runtime.position(GroupKind.PP)
+        self.transport: Transport | None = None if model is None else model.transport()
+        self.sites = {} if model is None else model.sites
+        self.owner: Callable[[str], int | None] = _here if model is None else model.owner
+        self.crew = Crew()
+        self.ledger = Ledger(self.microbatches)
+        self.seed = 0  # of the random streams: the driver's, which comes with each request
+        self.timeline = Timeline()
+        self.failure: Failure | None = None
+        self.unwinding = False  # every activity is to end, though nobody is told
+        self._own: tuple[Failure, BaseException] | None = None
+        self._calls = 0
+
+    def next_call(self) -> int:
+        """A number for a request of this rank."""
+        self._calls += 1
+        return self._calls
+
+    def fail(self, activity: Activity | None, error: BaseException) -> None:
+        """This rank raised: the step has failed, if it has not yet."""
+        if self.failure is None:
+            self.failure = _failure(self, activity, error)
+            self._own = self.failure, error
+
+    def failed(self, failure: Failure) -> None:
+        """Another rank says that the step has failed."""
+        if self.failure is None:
+            self.failure = failure
+
+    def refuse(self, failure: Failure) -> NoReturn:
+        """Raise what failed: as itself where it was raised, and everywhere if it is an error of ours."""
+        if self._own is not None and self._own[0] == failure:
+            raise self._own[1]
+        if failure.api is not None:
+            raise pickle.loads(failure.api)
+        raise _aborted(failure)
+
+
+class Timeline:
+    """Activities of one step as they ran: (microbatch, path, phase, started, ended, seconds)."""
+
+    def __init__(self) -> None:
+        self._clock = 0
+        self._begun: dict[Activity, tuple[int, float]] = {}
+        self.events: list[tuple[int, str | None, Phase, int, int, float]] = []
+
+    def begins(self, activity: Activity, now: float) -> None:
+        self._clock += 1
+        self._begun[activity] = self._clock, now
+
+    def ends(self, activity: Activity, now: float) -> None:
+        self._clock += 1
+        order, begun = self._begun.pop(activity)
+        self.events.append(
+            (activity.microbatch, activity.path, activity.phase, order, self._clock, now - begun)
+        )
+
+
+def run_step(
+    session: Session,
+    body: Callable[..., Any],
+    split: Callable[[], list[Call]],
+    detach_outputs: bool,
+) -> list[Any]:
+    """Run one step; every rank of the world calls it. Gives the body's result for each microbatch, in
+    order, on every pp rank.
+
+    ``split`` gives the arguments of each microbatch; it is called on the driver alone. What it or a
+    body raises, each rank raises: see Step.refuse.
+    """
+    if session.step is not None:
+        raise OutsideStepError("smp.step: a step was entered inside a step")
+    model = session.model
+    if model is None and session.runtime.config.pipeline_parallel_degree > 1:
+        raise UnsupportedTrainingError(
+            "smp.step: there is no model to run over the ranks of the pipeline. Make one before the "
+            "first step: model = smp.DistributedModel(module)"
+        )
+    session.steps += 1
+    if model is not None:
+        model.prepare(body, split)
+    step = session.step = Step(session)
+    try:
+        results = _run(step, body, split, detach_outputs)
+        if model is not None:
+            model.finish(step)
+    finally:
+        session.step = None
+        step.crew.close()
+    if model is not None:
+        model.finished()
+    return results
+
+
+def _run(
+    step: Step, body: Callable[..., Any], split: Callable[[], list[Call]], detach_outputs: bool
+) -> list[Any]:
+    server = Server(step)
+    results: list[Any] = []
+    try:
+        if step.rank == 0:
+            results = _drive(step, server, body, split, detach_outputs)
+        else:
+            end, parcel = server.serve()
+            if end.failure is None:
+                results = parcel.thaw()
+                for microbatch in range(step.microbatches):
+                    step.ledger.close(microbatch)
+            else:
+                step.failure = end.failure  # the driver's choice, if several failed
+    finally:
+        server.close()
+    if step.transport is not None:
+        step.transport.settle()
+    failure = _agreed(step)
+    if failure is not None:
+        step.refuse(failure)
+    return results
+
+
+def _drive(
+    step: Step,
+    server: Server,
+    body: Callable[..., Any],
+    split: Callable[[], list[Call]],
+    detach_outputs: bool,
+) -> list[Any]:
+    results: list[Any] = []
+    sent = NOTHING
+    try:
+        step.seed = streams.draw_seed()
+        calls = split()
+        bodies = [functools.partial(body, *call.args, **call.kwargs) for call in calls]
+        del calls
+        by_microbatch = server.drive(bodies)
+        if step.failure is None:
+            results = [by_microbatch[microbatch] for microbatch in range(len(bodies))]
+            if detach_outputs:
+                results = [detached(result) for result in results]
+            if step.transport is not None:
+                sent = freeze(results, "smp.step: what the function returned", False)
+    except Exception as error:
+        step.fail(None, error)
+    server.end(End(step.failure), sent)
+    return results
+
+
+def _agreed(step: Step) -> Failure | None:
+    """Replicas tell each other how their pipelines ended; the first failure is every rank's."""
+    runtime = step.session.runtime
+    group = runtime.group(GroupKind.DP)
+    if len(group.ranks) == 1:
+        return step.failure
+    told = runtime.fabric.objects.allgather(step.failure, group)
+    return next((failure for failure in told if failure is not None), None)
+
+
+def _here(path: str) -> None:
+    return None
+
+
+def _failure(step: Step, activity: Activity | None, error: BaseException) -> Failure:
+    runtime: Runtime = step.session.runtime
+    api = None
+    if isinstance(error, SmpError) and not isinstance(error, VerdictError):
+        with contextlib.suppress(Exception):
+            api = pickle.dumps(error)
+    return Failure(
+        step.rank,
+        runtime.rank,
+        None if activity is None else activity.microbatch,
+        None if activity is None else activity.path,
+        None if activity is None else activity.phase,
+        type(error).__name__,
+        str(error),
+        "".join(traceback.format_exception(error)),
+        api,
+    )
+
+
+def _aborted(failure: Failure) -> StepAbortedError:
+    """What the other ranks raise for a user's exception."""
+    where = f"pp rank {failure.pp_rank} (world rank {failure.rank})"
+    what = "before the first microbatch"
+    if failure.microbatch is not None:
+        phase = "backward" if failure.phase is Phase.BACKWARD else "forward"
+        module = "the function" if failure.path is None else module_text(failure.path)
+        what = f"in the {phase} pass of microbatch {failure.microbatch}, in {module}"
+    error = StepAbortedError(
+        f"smp.step was given up, because {where} raised {failure.type}: {failure.text}, {what}. "
+        "The parameters are as they were before the step; the next step may be tried"
+    )
+    error.add_note(f"on {where}:\n{failure.traceback}")
+    return error

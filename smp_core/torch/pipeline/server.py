@@ -1,0 +1,254 @@
+"""One rank's part in a step: it takes messages, decides by the schedule what runs next, lets it run
+until it pauses, and sends what it asked for.
+
+The driver of the pipeline (pp rank 0) begins the microbatches and ends the step. The others serve
+until it does. So a rank waits only where another one is sure to send something.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from smp_core.torch.pipeline import activity as activities
+from smp_core.torch.pipeline import boundary, schedule, uses
+from smp_core.torch.pipeline.activity import Activity
+from smp_core.torch.pipeline.messages import Backward, End, Failed, Forward, Returned
+from smp_core.torch.pipeline.packets import NOTHING, Frozen, Parcel, freeze
+from smp_core.torch.pipeline.schedule import Kind, Phase, Progress, Ready
+from smp_core.torch.pipeline.workers import Unwound, Worker
+
+if TYPE_CHECKING:
+    from smp_core.torch.pipeline.engine import Step
+
+Function = Callable[[Activity], Any]
+
+
+def _body(body: Callable[[], Any], activity: Activity) -> Any:
+    return body()
+
+
+class Server:
+    """The rank's own thread during a step.
+
+    ``_ready`` is what could run now, and how: a function to begin, or an activity to resume.
+    ``_waiting`` are the activities that wait for an answer, by the number of their call; ``_live`` are
+    all that have begun and not finished.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._step, self._transport, self._crew = step, step.transport, step.crew
+        self._ready: list[tuple[Ready, Activity, Function | None]] = []
+        self._waiting: dict[int, Activity] = {}
+        self._live: set[Activity] = set()
+        self._answers: dict[Activity, Forward | Backward] = {}  # whom an activity runs for
+        self._records: dict[tuple[int, int], boundary.Record] = {}
+        self._started = 0
+        self._order = 0
+        self._ended: tuple[End, Parcel] | None = None
+        self._results: dict[int, Any] = {}
+
+    # The driver.
+
+    def drive(self, bodies: Sequence[Callable[[], Any]]) -> dict[int, Any]:
+        """Run the microbatches; what each gave, if the step has not failed."""
+        step = self._step
+        for microbatch, body in enumerate(bodies):
+            activity = Activity(step, Phase.FORWARD, microbatch, None)
+            self._put(activity, Kind.START, functools.partial(_body, body))
+        while self._ready or self._live:
+            self._turn(expecting=bool(self._waiting))
+        return self._results
+
+    def end(self, end: End, results: Frozen) -> None:
+        """Tell the others that the step is over."""
+        if self._transport is not None:
+            for rank in range(1, self._transport.size):
+                self._transport.send(rank, end, results, None)
+
+    # The others.
+
+    def serve(self) -> tuple[End, Parcel]:
+        """Run what other ranks ask for, until the driver ends the step."""
+        while self._ended is None:
+            self._turn(expecting=True)
+        return self._ended
+
+    # Both.
+
+    def _put(self, activity: Activity, kind: Kind, function: Function | None = None) -> None:
+        self._order += 1
+        ready = Ready(activity.phase, activity.microbatch, kind, self._order)
+        self._ready.append((ready, activity, function))
+
+    def _choose(self) -> int | None:
+        step = self._step
+        if step.failure is not None:  # what has begun is unwound, and nothing begins
+            return 0 if self._ready else None
+        bodies = [each.phase for each in self._live if each.path is None]
+        left = step.microbatches - len(self._results) - bodies.count(Phase.BACKWARD)
+        progress = Progress(left, len(bodies), step.cap)
+        return schedule.choose(step.policy, [ready for ready, _, _ in self._ready], progress)
+
+    def _turn(self, expecting: bool) -> None:
+        """Take what has come; then run one thing, or wait for a message if there is none."""
+        choice = self._choose()
+        transport = self._transport
+        if expecting:
+            assert transport is not None
+            transport.expect()
+            if choice is None:
+                self._take(*transport.receive())
+                return
+            if transport.arrived():
+                self._take(*transport.receive())
+                choice = self._choose()
+        if choice is None:
+            raise RuntimeError(f"step {self._step.number}: nothing can run, and nothing is awaited")
+        _, activity, function = self._ready.pop(choice)
+        if function is None:
+            assert activity.worker is not None
+            self._crew.resume(activity.worker)
+        else:
+            self._begin(activity, function)
+        self._look_after(activity)
+
+    def _begin(self, activity: Activity, function: Function) -> None:
+        step = self._step
+        self._live.add(activity)
+
+        def task(worker: Worker) -> None:
+            activity.worker = worker
+            activities.set_current(activity)
+            try:
+                enter = uses.body if activity.path is None else uses.activity
+                with enter(step.ledger, activity.microbatch, step.seed):
+                    activity.value = function(activity)
+            except Unwound:
+                activity.unwound = True
+            except BaseException as error:
+                activity.error = error
+            finally:
+                activities.set_current(None)
+                activity.finished = True
+
+        step.timeline.begins(activity, time.perf_counter())
+        self._crew.begin(task)
+
+    def _look_after(self, activity: Activity) -> None:
+        """An activity has paused, or is over."""
+        step = self._step
+        if not activity.finished:
+            request, activity.request = activity.request, None
+            if request is None:
+                self._put(activity, Kind.TURN)
+            else:
+                to, message, frozen = request
+                self._waiting[message.call] = activity
+                self._send(to, message, frozen, activity.microbatch)
+            return
+        step.timeline.ends(activity, time.perf_counter())
+        self._live.discard(activity)
+        if activity.error is not None:
+            step.fail(activity, activity.error)
+        elif not activity.unwound:
+            self._deliver(activity)
+            return
+        if step.rank == 0:
+            self._drop_starts()
+        asked = self._answers.pop(activity, None)
+        if asked is not None:
+            assert step.failure is not None
+            answer = Failed(activity.microbatch, asked.call, step.failure)
+            self._send(asked.caller, answer, NOTHING, activity.microbatch)
+
+    def _deliver(self, activity: Activity) -> None:
+        value, activity.value = activity.value, None
+        asked = self._answers.pop(activity, None)
+        if asked is None:
+            self._results[activity.microbatch] = value
+            self._step.ledger.close(activity.microbatch)
+        else:
+            answer = Returned(activity.microbatch, asked.call)
+            self._send(asked.caller, answer, value, activity.microbatch)
+
+    def _drop_starts(self) -> None:
+        self._ready = [each for each in self._ready if each[0].kind is not Kind.START]
+
+    def _send(self, to: int, message: Any, frozen: Frozen, microbatch: int) -> None:
+        assert self._transport is not None
+        self._transport.send(to, message, frozen, microbatch)
+
+    # Messages.
+
+    def _take(self, sender: int, message: Any, parcel: Parcel) -> None:
+        transport, step = self._transport, self._step
+        assert transport is not None
+        if isinstance(message, End):
+            self._ended = message, parcel
+            return
+        transport.taken(message.microbatch)
+        if isinstance(message, Forward | Backward):
+            self._asked(message, parcel)
+            return
+        activity = self._waiting.pop(message.call)
+        if isinstance(message, Failed):
+            step.failed(message.failure)
+            if step.rank == 0:
+                self._drop_starts()
+        else:
+            activity.reply = parcel
+        self._put(activity, Kind.GO_ON)
+
+    def _asked(self, message: Forward | Backward, parcel: Parcel) -> None:
+        step = self._step
+        if step.failure is not None:
+            answer = Failed(message.microbatch, message.call, step.failure)
+            self._send(message.caller, answer, NOTHING, message.microbatch)
+            return
+        if isinstance(message, Forward):
+            step.seed = message.seed
+            activity = Activity(step, Phase.FORWARD, message.microbatch, message.key.path)
+            function: Function = lambda each: self._forward(each, message, parcel)  # noqa: E731
+        else:
+            record = self._records[message.caller, message.of]
+            activity = Activity(step, Phase.BACKWARD, message.microbatch, record.path)
+            function = lambda _: self._backward(record, message, parcel)  # noqa: E731
+        self._answers[activity] = message
+        self._put(activity, Kind.GO_ON, function)
+
+    def _forward(self, activity: Activity, message: Forward, parcel: Parcel) -> Frozen:
+        site = self._step.sites[message.key.path]
+        frozen, record = boundary.run_forward(
+            message,
+            parcel,
+            lambda args, kwargs: site.run(activity, message.key, message.hooked, args, kwargs),
+        )
+        if record is not None:
+            self._records[message.caller, message.call] = record
+        return frozen
+
+    def _backward(self, record: boundary.Record, message: Backward, parcel: Parcel) -> Frozen:
+        grads = boundary.run_backward(record, parcel.thaw())
+        if not record.rest:
+            self._records.pop((message.caller, message.of), None)
+        return freeze(grads, "gradients", False)
+
+    # The end.
+
+    def close(self) -> None:
+        """However the step ended: unwind what has begun, and keep nothing."""
+        step = self._step
+        self._drop_starts()
+        while self._live:
+            step.unwinding = True
+            for activity in list(self._live):
+                assert activity.worker is not None
+                self._crew.resume(activity.worker)
+                if activity.finished:
+                    self._live.discard(activity)
+        self._records.clear()
+        self._waiting.clear()
+        self._ready.clear()
