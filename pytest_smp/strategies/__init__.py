@@ -7,9 +7,11 @@ rank and per element; views have strides, offsets and guard elements. Every draw
 failing example, as code that can be pasted below::
 
     import torch
+    from collections import OrderedDict
     from math import inf
     from numpy import array, float32, int64
-    from pytest_smp.strategies import Pair, Record, TensorSpec
+    from pytest_smp.strategies import Batch, MicrobatchSplit, Pair, Record, Sliceable, StepCall
+    from pytest_smp.strategies import TensorSpec
     from smp_core.topology import Topology
 
 A communication program prints as a test file that runs alone.
@@ -37,16 +39,31 @@ if TYPE_CHECKING:
         programs,
     )
     from pytest_smp.strategies.equality import same
+    from pytest_smp.strategies.microbatches import (
+        Batch,
+        MicrobatchSplit,
+        StepCall,
+        batches,
+        microbatch_splits,
+        step_calls,
+    )
     from pytest_smp.strategies.nests import Pair, Record, objects
     from pytest_smp.strategies.numbers import dtypes
     from pytest_smp.strategies.recipes import TensorSpec, lengths, shapes, tensors
+    from pytest_smp.strategies.slicing import Sliceable, WrongSlice, sliceables
 
 __all__ = [
+    "Batch",
     "InvalidProgram",
+    "MicrobatchSplit",
     "Pair",
     "Program",
     "Record",
+    "Sliceable",
+    "StepCall",
     "TensorSpec",
+    "WrongSlice",
+    "batches",
     "configs",
     "degrees",
     "dtypes",
@@ -55,30 +72,42 @@ __all__ = [
     "invalid_configs",
     "invalid_programs",
     "lengths",
+    "microbatch_splits",
     "objects",
     "placements",
     "programs",
     "same",
     "schedules",
     "shapes",
+    "sliceables",
+    "step_calls",
     "tensors",
     "topologies",
     "world_sizes",
 ]
 
 _NEEDS_TORCH = {
+    "Batch": "microbatches",
     "InvalidProgram": "communication",
+    "MicrobatchSplit": "microbatches",
     "Pair": "nests",
     "Program": "communication",
     "Record": "nests",
+    "Sliceable": "slicing",
+    "StepCall": "microbatches",
     "TensorSpec": "recipes",
+    "WrongSlice": "slicing",
+    "batches": "microbatches",
     "dtypes": "numbers",
     "invalid_programs": "communication",
     "lengths": "recipes",
+    "microbatch_splits": "microbatches",
     "objects": "nests",
     "programs": "communication",
     "same": "equality",
     "shapes": "recipes",
+    "sliceables": "slicing",
+    "step_calls": "microbatches",
     "tensors": "recipes",
 }
 
