@@ -22,7 +22,8 @@ class Session:
     """One rank's training.
 
     ``step`` is the step in progress, as the engine keeps it; None outside of steps. ``steps`` counts
-    the steps that have begun, the same on every rank.
+    the steps that have begun, the same on every rank. ``restored`` is the Placement that a partial
+    checkpoint brought; it holds instead of a new decision.
     """
 
     runtime: Runtime
@@ -31,6 +32,8 @@ class Session:
     step: Any = None
     steps: int = 0
     tracing: bool = False
+    tape: Any = None  # of delayed initialisation (creation.Tape)
+    restored: Any = None
 
 
 def current(call: str) -> Session:

@@ -16,6 +16,7 @@ from torch import nn
 
 from smp_core.errors import SmpError
 from smp_core.topology import GroupKind
+from smp_core.torch import creation
 from smp_core.torch.exceptions import PartitionError, UnsupportedTrainingError
 from smp_core.torch.pipeline import foreign, partitioner, sharing
 from smp_core.torch.pipeline.sharing import Entry
@@ -201,15 +202,10 @@ def distribute(session: Session, model: Any, placement: Placement) -> None:
     for owner in range(placement.degree):
         _send_part(session, module, placement, owner, source)
     _release(module, placement, here)
-    model.__dict__["_smp_placement"] = placement
+    session.tape = None
+    model.placement = placement
     if session.optimizer is not None:
         session.optimizer._smp_partitioned(model)
-
-
-def of(model: Any) -> Placement | None:
-    """The placement that ``distribute`` carried out, or None before."""
-    placement: Placement | None = model.__dict__.get("_smp_placement")
-    return placement
 
 
 def _pin(module: nn.Module) -> None:
@@ -279,12 +275,18 @@ def _send_part(
         rank for rank in range(runtime.size) if topology.coordinates(rank).pp_rank == owner
     )
     group: Group = Group(f"smp placement {owner}", tuple(sorted({source, *members})))
-    if runtime.rank not in group.ranks or len(group.ranks) == 1:
+    if runtime.rank not in group.ranks:
         return
     objects = runtime.fabric.objects
     for chunk in _chunks(module, placement, owner):
         if runtime.rank == source:
-            objects.broadcast([_packed(entry.tensor) for entry in chunk], group)
+            values = [creation.value(session, entry.tensor, entry.name) for entry in chunk]
+            if len(group.ranks) > 1:
+                objects.broadcast([_packed(value) for value in values], group)
+            if runtime.position(GroupKind.PP) == owner:
+                for entry, value in zip(chunk, values, strict=True):
+                    if entry.tensor.is_meta:
+                        replace(entry.tensor, value)
         else:
             for entry, value in zip(chunk, objects.recv_from(source), strict=True):
                 assign(entry.tensor, value)

@@ -1,0 +1,80 @@
+"""Hooks that run once: when the model has been partitioned, and after its first step
+(SMP_API.md 1.7).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from smp_core.errors import ArgumentTypeError
+
+Hook = Callable[[Any, Any], Any]
+
+
+class Handle:
+    """What ``register`` returns: ``remove()`` takes the hook away, and may be called again."""
+
+    def __init__(self, hooks: Hooks, key: int) -> None:
+        self._hooks, self._key = hooks, key
+
+    def remove(self) -> None:
+        """The hook will not run (again)."""
+        self._hooks._registered.pop(self._key, None)
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+class Hooks:
+    """The hooks of one kind, in the order of their registration.
+
+    ``when`` names the kind in messages. They run the first time that ``run`` is called and never
+    again: post-step hooks, too, run after the first step alone (INF, SMP_API.md 9.9: scripts build
+    masters and load states in them). One that is registered later than that runs at once if
+    ``late`` is true, since what it waits for has happened; otherwise it never runs.
+    """
+
+    def __init__(self, when: str, late: bool = False) -> None:
+        self.when, self._late = when, late
+        self._registered: dict[int, Hook] = {}
+        self._keys = itertools.count()
+        self._ran: tuple[Any, Any] | None = None
+
+    def register(self, hook: Hook) -> Handle:
+        """Add ``hook(model, optimizer)``. Raises ArgumentTypeError if it cannot be called."""
+        if not callable(hook):
+            raise ArgumentTypeError(f"a {self.when} hook must be callable, not {hook!r}")
+        key = next(self._keys)
+        handle = Handle(self, key)
+        if self._ran is None:
+            self._registered[key] = hook
+        elif self._late:
+            self._call(hook, *self._ran)
+        return handle
+
+    def run(self, model: Any, optimizer: Any) -> None:
+        """Call each hook with (model, optimizer), the first time. ``optimizer`` is None where there
+        is none. What a hook raises goes on, with a note that names the hook; those after it do not
+        run.
+        """
+        if self._ran is not None:
+            return
+        self._ran = (model, optimizer)
+        for key in list(self._registered):
+            hook = self._registered.pop(key, None)  # gone, if an earlier hook removed it
+            if hook is not None:
+                self._call(hook, model, optimizer)
+
+    def _call(self, hook: Hook, model: Any, optimizer: Any) -> None:
+        try:
+            hook(model, optimizer)
+        except Exception as error:
+            error.add_note(
+                f"raised by the {self.when} hook {getattr(hook, '__qualname__', repr(hook))}"
+            )
+            raise
