@@ -275,7 +275,12 @@ def _inside(value: object, place: str, at: object) -> str:
 # ---- Joining -------------------------------------------------------------------------------------
 
 
-def join(framework: Framework, function: str, results: Sequence[Any]) -> Any:
+def join(
+    framework: Framework,
+    function: str,
+    results: Sequence[Any],
+    microbatches: Sequence[int] | None = None,
+) -> Any:
     """What a step returns: the structure of its microbatches' results, joined leaf by leaf.
 
     Tensors at one place become ``framework.join([...])``; other leaves, None among them, a list by
@@ -286,16 +291,18 @@ def join(framework: Framework, function: str, results: Sequence[Any]) -> Any:
         framework: says what a tensor is.
         function: its name, for messages.
         results: at least one, in the order of the microbatches.
+        microbatches: their numbers, for messages, if they do not run from 0.
 
     Raises:
         StructureError: the results differ in structure; names the place and both microbatches.
     """
-    return _Joiner(framework, function).join(list(results), "")
+    numbers = microbatches or range(len(results))
+    return _Joiner(framework, function, numbers).join(list(results), "")
 
 
 class _Joiner:
-    def __init__(self, framework: Framework, function: str) -> None:
-        self.framework, self.function = framework, function
+    def __init__(self, framework: Framework, function: str, numbers: Sequence[int]) -> None:
+        self.framework, self.function, self.numbers = framework, function, numbers
 
     def join(self, results: list[Any], place: str) -> Any:
         first = results[0]
@@ -338,9 +345,9 @@ class _Joiner:
 
     def _differs(self, place: str, index: int, first: str, other: str) -> None:
         raise StructureError(
-            f"smp.step: {self.function} returned {first}{place and f' at {place}'} for microbatch 0 and "
-            f"{other} for microbatch {index}: results must have one structure, to be joined. Return "
-            "the same keys, lengths and types for every microbatch"
+            f"smp.step: {self.function} returned {first}{place and f' at {place}'} for microbatch "
+            f"{self.numbers[0]} and {other} for microbatch {self.numbers[index]}: results must have one "
+            "structure, to be joined. Return the same keys, lengths and types for every microbatch"
         )
 
 

@@ -14,7 +14,6 @@ from smp_core.torch.exceptions import OutsideStepError
 from smp_core.torch.framework import FRAMEWORK, StepOutput
 from smp_core.torch.nests import detached
 from smp_core.torch.pipeline import engine
-from smp_core.torch.session import Session
 
 __all__ = ["Step", "StepOutput", "step"]
 
@@ -65,11 +64,27 @@ class Step(Generic[P]):
                 "Call the undecorated function (its __wrapped__), or return and call it after the step"
             )
 
-        def split() -> list[Call]:
-            count = session.runtime.config.microbatches
-            return microbatch.split(FRAMEWORK, self._rules, Call(args, kwargs), count)
+        batch, count = Call(args, kwargs), session.runtime.config.microbatches
 
-        results = engine.run_step(session, self._function, split, self._detach_outputs)
+        # Once: the body of microbatch 0 runs twice where it is traced, smp_slice does not (item 3).
+        @functools.cache
+        def split() -> list[Call]:
+            calls = microbatch.split(FRAMEWORK, self._rules, batch, count)
+            return [Call((index, call), {}) for index, call in enumerate(calls)]
+
+        first: list[tuple[int, Any]] = []
+
+        def body(index: int, call: Call) -> Any:
+            result = self._function(*call.args, **call.kwargs)
+            if not session.tracing:
+                # Here, where an error is one of the step: every rank raises it, before any gradient
+                # is reduced.
+                first[:] = first or [(index, detached(result))]
+                seen = dict([*first, (index, result)])
+                microbatch.join(FRAMEWORK, name, [*seen.values()], [*seen])
+            return result
+
+        results = engine.run_step(session, body, split, self._detach_outputs)
         return microbatch.join(FRAMEWORK, name, results)
 
     def __repr__(self) -> str:
@@ -78,25 +93,6 @@ class Step(Generic[P]):
     def __reduce__(self) -> str:
         # By name, as functions are pickled: the name leads to this object, not to the function.
         return self._rules.function
-
-
-def _run(
-    session: Session,
-    body: Callable[..., Any],
-    split: Callable[[], list[Call]],
-    detach_outputs: bool,
-) -> list[Any]:
-    """The results of a step without a pipeline: one microbatch after the other."""
-    session.step = object()
-    session.steps += 1
-    try:
-        results = []
-        for call in split():
-            result = body(*call.args, **call.kwargs)
-            results.append(detached(result) if detach_outputs else result)
-        return results
-    finally:
-        session.step = None
 
 
 @overload

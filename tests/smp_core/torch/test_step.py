@@ -289,6 +289,20 @@ def test_results_that_differ_in_structure(smp):
         smp.step(lambda x: {"k": {x, x + 1}})(torch.zeros(2))
 
 
+@pytest.mark.smp(ranks=2, microbatches=3)
+def test_every_replica_raises_when_the_structure_differs_on_one(smp):
+    @smp.step
+    def body(x):
+        return {"k": [0] * int(x)}
+
+    lengths = [2, 2, 1] if smp.rank() == 1 else [2, 2, 2]
+    with pytest.raises(
+        StructureError, match=r"2 at \['k'\] for microbatch 0 and list of 1.*crobatch 2"
+    ):
+        body(torch.tensor(lengths))
+    assert body(torch.tensor([1, 1, 1])) == {"k": [[0, 0, 0]]}
+
+
 @two
 def test_outputs_are_detached_unless_asked(smp):
     w = torch.ones(1, requires_grad=True)
@@ -326,6 +340,44 @@ def test_an_error_of_the_body_passes_and_the_next_step_works(smp):
     with pytest.raises(ZeroDivisionError):
         smp.step(lambda x: 1 / 0)(torch.zeros(2))
     assert module_level(torch.ones(2)).reduce_sum().item() == 4
+
+
+@pytest.mark.smp(ranks=2, microbatches=2)
+def test_every_replica_raises_when_the_batch_of_one_cannot_be_split(smp):
+    with pytest.raises(BatchSizeError, match="batch of 3"):
+        module_level(torch.zeros(3 if smp.rank() else 4))
+    assert module_level(torch.ones(2)).reduce_sum().item() == 4
+
+
+@pytest.mark.smp(ranks=2, pipeline_parallel_degree=2, microbatches=2)
+def test_in_a_pipeline_dummies_do_and_every_rank_has_the_results(smp):
+    """SMP_API.md 1.3 items 3, 7 and 11."""
+    model = smp.DistributedModel(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()))
+    calls = []
+
+    class Custom:
+        def smp_slice(self, num_mb, mb, axis):
+            calls.append((num_mb, mb, axis))
+            return mb
+
+    @smp.step
+    def body(model, x, custom):
+        out = model(x)
+        return {"sum": out.sum(), "custom": custom, "shape": x.shape}
+
+    x = torch.ones(4, 2) if smp.pp_rank() == 0 else torch.ones(3, 0)
+    for _ in range(2):
+        out = body(model, x, Custom())
+        assert out["custom"] == [0, 1]
+        assert out["shape"] == [torch.Size([2, 2])] * 2
+        assert (
+            len(
+                {tuple(v) for v in smp.allgather([t.item() for t in out["sum"].outputs], smp.WORLD)}
+            )
+            == 1
+        )
+        assert calls == ([(2, 0, 0), (2, 1, 0)] if smp.pp_rank() == 0 else [])
+        calls.clear()
 
 
 @pytest.mark.smp(ranks=2, microbatches=2)
