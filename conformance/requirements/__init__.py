@@ -11,10 +11,11 @@ import pytest
 from conformance.registry import Registry
 from conformance.requirements.api import API
 from conformance.requirements.collectives import COLLECTIVES
+from conformance.requirements.pipelines import PIPELINES
 from conformance.requirements.programs import PROGRAMS
 from conformance.requirements.traffic import TRAFFIC
 
-REQUIREMENTS = Registry(*API, *COLLECTIVES, *TRAFFIC, *PROGRAMS)
+REQUIREMENTS = Registry(*API, *COLLECTIVES, *TRAFFIC, *PROGRAMS, *PIPELINES)
 
 
 def requirement(id: str) -> pytest.MarkDecorator:

@@ -86,6 +86,9 @@ class Training:
     def __repr__(self) -> str:
         return _code(self)
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # as Hypothesis prints it, too
+
     @property
     def ranks(self) -> int:
         """Ranks of its world."""
@@ -259,10 +262,12 @@ def _cases(
 ) -> Training:
     from pytest_smp.strategies.training_oracle import certified
 
-    pp = draw(st.sampled_from([degree for degree in pipeline if degree <= ranks]))
-    replicas = (1, 2, 3, 4) if real else (1, 2, 4)
+    said = dict(fixed)
+    most = ranks // said.get("dp", 1)
+    pp = draw(st.sampled_from([degree for degree in pipeline if degree <= most]))
+    replicas = (said["dp"],) if "dp" in said else (1, 2, 3, 4) if real else (1, 2, 4)
     dp = draw(st.sampled_from([number for number in replicas if number * pp <= ranks]))
-    model = draw(models(dropout=real))
+    model = said.get("model") or draw(models(dropout=real))
     manual = pp == 1 or not automatic or draw(st.integers(0, 3)) > 0
     average = draw(st.booleans())
     counts = (1, 2, 3, 4, 5) if real or not average else (1, 2, 4)
@@ -291,7 +296,7 @@ def _cases(
         real=real,
         seed=draw(st.integers(0, 999)),
     )
-    case = dataclasses.replace(case, **dict(fixed))
+    case = dataclasses.replace(case, **said)
     if real:
         return case
     # What grows too large is tried with smaller values before it is given up.

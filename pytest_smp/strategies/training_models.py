@@ -40,6 +40,9 @@ class Block:
     def __repr__(self) -> str:
         return _code(self)
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # as Hypothesis prints it, too
+
     def walk(self) -> Iterator[Block]:
         """This block and all below, as often as they occur."""
         yield self
@@ -69,6 +72,9 @@ class Model:
 
     def __repr__(self) -> str:
         return _code(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # as Hypothesis prints it, too
 
     def kinds(self) -> set[str]:
         """The kinds of its blocks."""

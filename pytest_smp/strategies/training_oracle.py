@@ -157,6 +157,19 @@ def plain(case: Training, divisor: int | None = None) -> Results:
     return found
 
 
+def parts(case: Training) -> list[dict[str, Tensor | None]]:
+    """The gradients of each microbatch of the first window, undivided, on its own."""
+    module = make(case)
+    found = []
+    for replica in range(case.dp):
+        for step in range(case.passes):
+            for x, y in microbatches(case, replica, step):
+                module.zero_grad(set_to_none=True)
+                loss_of(case, module(x), y).backward()  # type: ignore[no-untyped-call]
+                found.append({n: p.grad for n, p in parameters(module).items()})
+    return found
+
+
 def microbatches(case: Training, replica: int, step: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and targets of the microbatches of one step, in order."""
     x, y = batch(case, replica, step)

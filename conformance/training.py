@@ -1,0 +1,141 @@
+"""What the properties of training share: running a case on an engine, and comparing with plain PyTorch.
+
+The oracle itself is a few lines of torch (:mod:`pytest_smp.strategies.training_oracle`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+
+from conformance.draws import MOST_RANKS, needs, on_ranks
+from conformance.engines.capabilities import EngineCapability
+from conformance.engines.names import find_engine
+from pytest_smp.proxies import SmpWorld
+from pytest_smp.strategies import training_oracle as oracle
+from pytest_smp.strategies.training import Training, trainings
+from pytest_smp.strategies.training_replay import seed
+from pytest_smp.strategies.training_script import Seen, compare, train
+
+
+def trials(count: int) -> settings:
+    """So many examples in the default profile of 100, and in proportion in others.
+
+    An example trains a model: drawing it takes longer than Hypothesis is used to.
+    """
+    return settings(
+        on_ranks,
+        max_examples=max(1, round(count / 100 * on_ranks.max_examples)),
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )
+
+
+def degrees(engine: str) -> tuple[int, ...]:
+    """The pipeline degrees that an engine can have."""
+    claimed = EngineCapability.PIPELINE in find_engine(engine).capabilities
+    return (2, 1, 3, 4) if claimed else (1,)
+
+
+def cases(
+    smp_world: SmpWorld, engine: str, *, least: int = 1, most: int = 4, **fixed: Any
+) -> st.SearchStrategy[Training]:
+    """Cases for the ranks of the session, and the pipeline degrees of the engine."""
+    needs(smp_world, least)
+    fixed.setdefault("pipeline", degrees(engine))
+    return trainings(min(most, MOST_RANKS, smp_world.ranks), **fixed)
+
+
+def train_on_rank(engine: str, case: Training, salted: bool = False) -> Seen:
+    """Train the case with the engine; called on every rank.
+
+    ``salted``: every rank but 0 makes other weights.
+    """
+    found = find_engine(engine)
+    replica = found.replica(case)
+    seed(case, replica)
+    at = importlib.import_module("torch.distributed").get_rank() if case.ranks > 1 else 0
+    session = found.build(case, salt=f"rank {at}" if salted and at else "")
+    return train(session, case, replica)
+
+
+def results(
+    smp_world: SmpWorld, engine: str, case: Training, *, salted: bool = False
+) -> list[Seen]:
+    """Train the case in a world of its own."""
+    __tracebackhide__ = True
+    return smp_world.run(train_on_rank, engine, case, salted, ranks=case.ranks, config=case.config)
+
+
+def check(
+    smp_world: SmpWorld, engine: str, case: Training, *, none: bool = False, salted: bool = False
+) -> list[Seen]:
+    """Train the case, and compare all ranks with plain PyTorch, to the last bit."""
+    __tracebackhide__ = True
+    seen = results(smp_world, engine, case, salted=salted)
+    expected = oracle.plain(case, find_engine(engine).conventions.divisor(case))
+    compare(expected, seen, none=none)
+    return seen
+
+
+# ---- Small worlds --------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """Degrees and microbatches."""
+
+    pp: int
+    dp: int
+    microbatches: int
+    schedule: str
+
+    @property
+    def ranks(self) -> int:
+        return self.pp * self.dp
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {
+            "pipeline_parallel_degree": self.pp,
+            "microbatches": self.microbatches,
+            "pipeline": self.schedule,
+            "auto_partition": False,
+            "default_partition": 0,
+            "ddp": self.dp > 1,
+        }
+
+
+@st.composite
+def worlds(draw: st.DrawFn, smp_world: SmpWorld, engine: str, least: int = 1) -> World:
+    """Small worlds; skips the test where there are fewer ranks."""
+    needs(smp_world, least)
+    pairs = [(pp, dp) for pp in degrees(engine) for dp in (1, 2) if least <= pp]
+    fits = [(pp, dp) for pp, dp in pairs if pp <= 2 and pp * dp <= min(4, smp_world.ranks)]
+    pp, dp = draw(st.sampled_from(fits))
+    schedule = draw(st.sampled_from(["interleaved", "simple"]))
+    return World(pp, dp, draw(st.integers(1, 3)), schedule)
+
+
+# ---- The SMP API itself --------------------------------------------------------------------------
+
+
+def namespace(engine: str) -> Any:
+    """The engine's SMP API, as a script imports it."""
+    return importlib.import_module(find_engine(engine).api)
+
+
+def raised(call: Callable[[], object]) -> str | None:
+    """The type of the exception that a call raises, or None.
+
+    Which one is nobody's promise; that there is one, on every rank, is.
+    """
+    try:
+        call()
+    except Exception as error:  # of any type
+        return type(error).__name__
+    return None
