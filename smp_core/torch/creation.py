@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -67,7 +68,8 @@ class Tape:
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether this is a tensor that was made on this tape, or a view of one."""
-        return tensor.is_meta and tensor.untyped_storage()._cdata in self._numbers
+        strided = tensor.layout is torch.strided
+        return strided and tensor.untyped_storage()._cdata in self._numbers
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
         """The real values of a known tensor, in its geometry; new memory."""
@@ -90,6 +92,8 @@ class Tape:
                 ref.size, ref.stride, dtype=ref.dtype
             ).fill_(0)
             func(*self._swap(args, scratch), **self._swap(kwargs, scratch))
+        if kwargs.get("device") == _META:
+            kwargs = {**kwargs, "device": torch.device("cpu")}  # where replay is to make it
         results = func(*_to_meta(args), **self._meta_kwargs(func, kwargs))
         self._record(func, args, kwargs, random, results)
         return results
@@ -236,6 +240,31 @@ class _Delaying(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.tape.run(func, args, kwargs or {})
 
 
+class _Pretending(TorchFunctionMode):
+    """Delayed tensors say that they are on the CPU: functions of ``torch.nn.init`` leave out what is
+    on meta, and would leave it without values.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self.tape = tape
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # as torch calls it
+        pretended = _PRETENDED.get(func)
+        if pretended is not None and self.tape.knows(args[0]):
+            return pretended
+        return func(*args, **(kwargs or {}))
+
+
+_PRETENDED: dict[Any, Any] = {
+    torch.Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
+    torch.Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
+    torch.Tensor.device.__get__: torch.device("cpu"),
+}
+
+
 @contextlib.contextmanager
 def delayed() -> Iterator[None]:
     """While entered, this rank's new tensors are delayed. Inside another one it does nothing."""
@@ -246,7 +275,14 @@ def delayed() -> Iterator[None]:
     if any(isinstance(mode, _Delaying) for mode in modes):
         yield
         return
-    with _Delaying(session.tape):
+    with recording(session.tape):
+        yield
+
+
+@contextlib.contextmanager
+def recording(tape: Tape) -> Iterator[None]:
+    """While entered, what this thread makes goes to ``tape``."""
+    with _Pretending(tape), _Delaying(tape):
         yield
 
 
