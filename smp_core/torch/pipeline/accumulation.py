@@ -9,7 +9,9 @@ and is freed by it. All of it in the parameter's dtype, as plain PyTorch accumul
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -17,14 +19,27 @@ from torch import nn
 from smp_core.errors import SmpError
 
 
+class Listener(Protocol):
+    """Who wants to know early which totals seem to be complete (gradients.py)."""
+
+    def ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
+        """All that was expected has come; the tensor does not change."""
+
+    def late(self, parameter: nn.Parameter) -> None:
+        """Something else is coming for a parameter that was ready."""
+
+
 class Ledger:
     """Gradients of one step on one rank, of the parameters that this rank holds.
 
     ``add`` and ``close`` may come for several microbatches in turn. A parameter that no microbatch has
     a gradient for is not in the totals. Sparse gradients stay sparse, and are coalesced.
+
+    The listener hears of parameters during the last microbatch, once those before it are folded, in
+    the thread that calls ``add``; not of those with hooks of the user's, which see the sum at the end.
     """
 
-    def __init__(self, microbatches: int) -> None:
+    def __init__(self, microbatches: int, listener: Listener | None = None) -> None:
         if microbatches < 1:
             raise ValueError(f"a step has at least one microbatch, not {microbatches}")
         self._microbatches = microbatches
@@ -32,6 +47,17 @@ class Ledger:
         self._closed: set[int] = set()  # waiting for an earlier microbatch
         self._next = 0
         self._totals: dict[nn.Parameter, torch.Tensor] = {}
+        self._listener = listener
+        self._expected: Counter[nn.Parameter] = Counter()  # in the last microbatch
+        self._told: set[nn.Parameter] = set()
+
+    def expect(self, microbatch: int, parameter: nn.Parameter) -> None:
+        """A contribution to the microbatch may come, and is not to be overtaken by ``ready``."""
+        if self._listener is not None and microbatch == self._microbatches - 1:
+            self._expected[parameter] += 1
+            if parameter in self._told:
+                self._told.remove(parameter)
+                self._listener.late(parameter)
 
     def add(self, microbatch: int, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Add one contribution to the sum of the microbatch; the tensor belongs to the ledger.
@@ -46,6 +72,17 @@ class Ledger:
         sums = self._sums.setdefault(microbatch, {})
         known = sums.get(parameter)
         sums[parameter] = gradient if known is None else _add(known, gradient)
+        if self._listener is not None and microbatch == self._microbatches - 1:
+            self._expected[parameter] -= 1
+            if self._next == microbatch and self._expected[parameter] == 0:
+                self._tell(self._listener, parameter, sums[parameter])
+
+    def _tell(self, listener: Listener, parameter: nn.Parameter, last: torch.Tensor) -> None:
+        if not parameter._backward_hooks:
+            known = self._totals.get(parameter)
+            self._told.add(parameter)
+            # Of its own memory: the sums may go on.
+            listener.ready(parameter, last.clone() if known is None else known + last)
 
     def close(self, microbatch: int) -> None:
         """The microbatch contributes no more: its parameters' hooks (``p.register_hook``) see its sums,
@@ -66,6 +103,10 @@ class Ledger:
                 known = self._totals.get(parameter)
                 self._totals[parameter] = gradient if known is None else _add(known, gradient)
             self._next += 1
+        if self._listener is not None and self._next == self._microbatches - 1:
+            for parameter, gradient in self._sums.get(self._next, {}).items():
+                if self._expected[parameter] == 0 and parameter not in self._told:
+                    self._tell(self._listener, parameter, gradient)
 
     @property
     def waiting(self) -> int:

@@ -86,7 +86,10 @@ def reduce(
         wide = torch.float32 if like.dtype in (torch.float16, torch.bfloat16) else like.dtype
         filled = [torch.zeros_like(like) if one is None else one for one in given]
         total = reduction.fold([one.to(wide) for one in filled], torch.add)
-        reduced[name] = (total / divisor).to(like.dtype)
+        if total.is_complex():  # part by part: torch's complex division rounds from shape to shape
+            reduced[name] = torch.view_as_complex(torch.view_as_real(total) / divisor)
+        else:
+            reduced[name] = (total / divisor).to(like.dtype)
     return reduced
 
 
@@ -108,6 +111,9 @@ class _Sums:
 
     def __init__(self, sums: list[dict[nn.Parameter, torch.Tensor]]) -> None:
         self._sums = sums
+
+    def expect(self, microbatch: int, parameter: nn.Parameter) -> None:
+        """Nothing is done before the end."""
 
     def add(self, microbatch: int, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         known = self._sums[microbatch].get(parameter)

@@ -51,6 +51,9 @@ from smp_core.torch.pipeline import streams
 class Ledger(Protocol):
     """Where the gradients of a microbatch go (accumulation.py)."""
 
+    def expect(self, microbatch: int, parameter: nn.Parameter) -> None:
+        """A call has begun to use the parameter: one contribution may come."""
+
     def add(self, microbatch: int, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Take one contribution; the tensor is the ledger's from now on."""
 
@@ -242,6 +245,7 @@ def _use(parameter: nn.Parameter, frame: _Frame) -> nn.Parameter:
     use.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
         _Delivery(work.ledger, work.microbatch, parameter)
     )
+    work.ledger.expect(work.microbatch, parameter)
     frame.uses[id(parameter)] = (parameter, use)
     return use
 
@@ -320,7 +324,8 @@ class Watch:
         lazy: bool = is_lazy(parameter)  # not made yet
         if lazy:
             return
-        with torch.enable_grad():
+        # A parameter of another rank (foreign.py) refuses whatever looks like a computation.
+        with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
             node = torch.autograd.graph.get_gradient_edge(parameter).node
         known = self._caught.get(id(parameter))
         if known is not None:
@@ -369,4 +374,5 @@ class _Stray:
         if work is not None:
             gradient, self._parameter.grad, self._aside = parameter.grad, self._aside, None
             if gradient is not None:
+                work.ledger.expect(work.microbatch, self._parameter)
                 work.ledger.add(work.microbatch, self._parameter, gradient)

@@ -104,6 +104,9 @@ def test_the_body_has_a_stream_of_its_own() -> None:
     before = torch.get_rng_state()
 
     class Nothing:
+        def expect(self, microbatch: int, parameter: nn.Parameter) -> None:
+            raise AssertionError
+
         def add(self, microbatch: int, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
             raise AssertionError
 

@@ -22,6 +22,9 @@ class Recorded:
     def __init__(self) -> None:
         self.came: list[tuple[int, nn.Parameter, torch.Tensor]] = []
 
+    def expect(self, microbatch: int, parameter: nn.Parameter) -> None:
+        pass
+
     def add(self, microbatch: int, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         self.came.append((microbatch, parameter, gradient))
 

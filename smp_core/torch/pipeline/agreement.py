@@ -1,0 +1,83 @@
+"""What replicas tell each other at the end of each step, in one message: how it ended, and which
+gradients there are. So no replica waits in a reduction for one that will not come.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from smp_core.runtime import Runtime
+from smp_core.topology import GroupKind
+
+#: What a replica has of a parameter, one byte each: the highest of all replicas counts.
+NONE, SPARSE, DENSE = 0, 1, 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """One replica's word on a step.
+
+    Attributes:
+        failure: what went wrong, in the caller's terms (picklable); None if nothing did.
+        present: for each parameter of the rank, in the order of registration, NONE, SPARSE or DENSE;
+            empty if nothing is reduced now.
+        launched: how many buckets this replica has begun to exchange during the step.
+        late: the buckets among them that a gradient came for afterwards.
+        joined: the replica has no more input (joining.py).
+    """
+
+    failure: Any = None
+    present: bytes = b""
+    launched: int = 0
+    late: tuple[int, ...] = ()
+    joined: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all replicas know after the exchange: the same on each."""
+
+    reports: tuple[Report, ...]  # in the order of dp ranks
+
+    @property
+    def failure(self) -> Any:
+        """That of the lowest dp rank that has one, or None."""
+        return next((one.failure for one in self.reports if one.failure is not None), None)
+
+    @property
+    def present(self) -> bytes:
+        """For each parameter the most that a replica has. A report without any counts as nothing."""
+        length = max(len(one.present) for one in self.reports)
+        return bytes(
+            max(one.present[index] for one in self.reports if one.present)
+            for index in range(length)
+        )
+
+    @property
+    def launched(self) -> int:
+        """How many buckets a replica has begun to exchange: the others must, too."""
+        return max(one.launched for one in self.reports)
+
+    @property
+    def late(self) -> tuple[int, ...]:
+        """The buckets to be exchanged again, in order."""
+        return tuple(sorted({bucket for one in self.reports for bucket in one.late}))
+
+    @property
+    def active(self) -> list[int]:
+        """The dp ranks that have not joined."""
+        return [position for position, one in enumerate(self.reports) if not one.joined]
+
+
+def agree(runtime: Runtime, report: Report) -> Agreement:
+    """Exchange reports over the DP group of this rank; all of its members call.
+
+    One message from each member; none where there is one replica.
+    """
+    group = runtime.group(GroupKind.DP)
+    if len(group.ranks) == 1:
+        return Agreement((report,))
+    told: Sequence[Report] = runtime.fabric.objects.allgather(report, group)
+    return Agreement(tuple(told))

@@ -1,0 +1,257 @@
+"""From the sums of a step to ``p.grad``: accumulation over steps, reduction, one division.
+
+Published order: a step's totals (accumulation.py) are summed with those of the steps before it, in
+order, until ``backward_passes_per_step`` steps are together (SMP_API.md 1.7; they are summed, not
+averaged). Then replicas are folded (replicas.py), and the result is divided once, by the number of
+replicas and, if gradients are averaged over them, of microbatches. It is added to ``p.grad``. A
+parameter that no replica has a gradient for keeps its ``p.grad``, also None.
+
+With several replicas gradients are reduced whether ``ddp`` is on or not: nobody wants replicas that
+drift apart in silence.
+
+How the engine calls it, on every rank and in its own thread::
+
+    gradients = Gradients(runtime, dict(model.local_named_parameters()), options)  # after placement
+    gradients.begin_step(buffers)                   # before the first microbatch
+    failure = gradients.end_step(ledger.totals(), None)     # all ranks: returns the agreed failure
+    failure = gradients.end_step({}, failure)               # where this rank's pipeline failed
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_core.runtime import Runtime
+from smp_core.torch.exceptions import UnsupportedTrainingError
+from smp_core.torch.pipeline import agreement
+from smp_core.torch.pipeline.agreement import DENSE, NONE, SPARSE, Agreement, Report
+from smp_core.torch.pipeline.overlap import Overlap
+from smp_core.torch.pipeline.replicas import (
+    CommHook,
+    GradBucket,
+    Replicas,
+    fill_buckets,
+    flatten,
+    unflatten,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The arguments of DistributedModel that are about gradients (SMP_API.md 1.7)."""
+
+    overlapping_allreduce: bool = True
+    backward_passes_per_step: int = 1
+    average_grads_across_microbatches: bool = True
+    bucket_cap_mb: float = 25
+    broadcast_buffers: bool = True
+    gradient_as_bucket_view: bool = False
+
+
+class Gradients:
+    """The gradients of one rank's parameters, over steps and replicas.
+
+    ``parameters`` are the rank's own by name, the same on all replicas; frozen ones may be among them.
+    Made by all members of the DP group at the same point.
+    """
+
+    def __init__(
+        self, runtime: Runtime, parameters: Mapping[str, nn.Parameter], options: Options
+    ) -> None:
+        self._runtime, self._options = runtime, options
+        self._parameters = list(dict.fromkeys(parameters.values()))
+        self.replicas = Replicas(runtime)
+        self._pending: dict[nn.Parameter, torch.Tensor] = {}
+        self._passes = 0  # steps that are in `pending`
+        self._hook: tuple[Any, CommHook] | None = None
+        self._overlap: Overlap | None = None
+
+    @property
+    def boundary(self) -> bool:
+        """Whether gradients are reduced at the end of the present step."""
+        return self._passes + 1 == self._options.backward_passes_per_step
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """``hook(state, bucket)`` reduces each bucket from now on, instead of what is described above:
+        it averages over replicas and microbatches itself (SMP_API.md 1.7).
+
+        Raises UnsupportedTrainingError without ``ddp`` and ``overlapping_allreduce``, and for a second
+        hook; TypeError for what cannot be called.
+        """
+        if not self._runtime.config.ddp or not self._options.overlapping_allreduce:
+            raise UnsupportedTrainingError(
+                "model.register_comm_hook needs the configuration parameter ddp=True and "
+                "smp.DistributedModel(..., overlapping_allreduce=True)"
+            )
+        if not callable(hook):
+            raise TypeError(f"model.register_comm_hook: hook must be callable, not {hook!r}")
+        if self._hook is not None:
+            raise UnsupportedTrainingError("model.register_comm_hook: there is a hook already")
+        self._hook = state, hook
+
+    def begin_step(self, buffers: Sequence[torch.Tensor] = (), source: int = 0) -> None:
+        """Give all replicas the buffers of dp rank ``source``, as DDP does before each forward pass
+        (SMP_API.md 8.12), if ``broadcast_buffers``.
+        """
+        if self._options.broadcast_buffers:
+            self.replicas.broadcast(buffers, source)
+        self._overlap = None
+        if self.boundary and self._overlaps:
+            self._overlap = Overlap(self.replicas, self._buckets(self._trainable()), self._divisor)
+
+    def ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
+        """The step's total of this parameter seems to be complete; callable from any thread."""
+        if self._overlap is not None:
+            known = self._pending.get(parameter)
+            self._overlap.ready(parameter, total if known is None else known + total)
+
+    def late(self, parameter: nn.Parameter) -> None:
+        """It was not: another contribution came."""
+        if self._overlap is not None:
+            self._overlap.late(parameter)
+
+    def advance(self) -> None:
+        """Begin to exchange the buckets that are ready. In the rank's own thread only."""
+        if self._overlap is not None:
+            self._overlap.advance()
+
+    def end_step(
+        self, totals: Mapping[nn.Parameter, torch.Tensor], failure: Any, *, joined: bool = False
+    ) -> Any:
+        """Agree with the other replicas on how the step ended; if well, accumulate, and reduce if this
+        is the boundary.
+
+        ``failure`` is None or anything picklable; returns the one of the lowest dp rank that has one.
+        After a failure gradients and accumulated sums are as they were before the step.
+        """
+        overlap, self._overlap = self._overlap, None
+        after = self._pending if failure is not None else _sum(self._pending, totals)
+        boundary = self.boundary
+        agreed = agreement.agree(
+            self._runtime,
+            Report(
+                failure=failure,
+                present=self._present(after) if boundary else b"",
+                launched=0 if overlap is None else overlap.launched,
+                late=() if overlap is None else overlap.outdated,
+                joined=joined,
+            ),
+        )
+        if overlap is not None:
+            overlap.catch_up(agreed.launched, after)
+        if agreed.failure is not None:
+            if overlap is not None:
+                overlap.discard()
+            return agreed.failure
+        self._pending, self._passes = after, self._passes + 1
+        if boundary:
+            reduced = self._reduce(agreed, overlap)
+            self._pending, self._passes = {}, 0
+            if not joined:
+                for parameter, gradient in reduced.items():
+                    deposit(parameter, gradient)
+        return None
+
+    @property
+    def _overlaps(self) -> bool:
+        return self._options.overlapping_allreduce and self.replicas.size > 1 and self._hook is None
+
+    @property
+    def _divisor(self) -> int:
+        microbatches = self._runtime.config.microbatches
+        return self.replicas.size * (
+            microbatches if self._options.average_grads_across_microbatches else 1
+        )
+
+    def _trainable(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._parameters if parameter.requires_grad]
+
+    def _buckets(self, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+        return fill_buckets(parameters, self._options.bucket_cap_mb * 2**20)
+
+    def _present(self, sums: Mapping[nn.Parameter, torch.Tensor]) -> bytes:
+        return bytes(
+            NONE if parameter not in sums else SPARSE if sums[parameter].is_sparse else DENSE
+            for parameter in self._parameters
+        )
+
+    def _reduce(
+        self, agreed: Agreement, overlap: Overlap | None
+    ) -> dict[nn.Parameter, torch.Tensor]:
+        kinds = dict(zip(self._parameters, agreed.present, strict=True))
+        reduced: dict[nn.Parameter, torch.Tensor] = {}
+        views = self._options.gradient_as_bucket_view
+        done: set[nn.Parameter] = set()
+        if overlap is not None:
+            for parameters, flat in overlap.results(agreed.late):
+                done.update(parameters)
+                reduced.update(unflatten(flat, parameters, views))
+        dense = [p for p, kind in kinds.items() if kind == DENSE and p not in done]
+        for parameters, wait in self._begin(self._buckets(dense)):
+            reduced.update(unflatten(wait(), parameters, views))
+        for parameter, kind in kinds.items():
+            if kind == SPARSE:
+                reduced[parameter] = self.replicas.reduce_sparse(
+                    parameter, self._pending.get(parameter), self._divisor
+                )
+        return {parameter: reduced[parameter] for parameter, kind in kinds.items() if kind != NONE}
+
+    def _begin(
+        self, buckets: Sequence[Sequence[nn.Parameter]]
+    ) -> list[tuple[Sequence[nn.Parameter], Callable[[], torch.Tensor]]]:
+        if self._hook is not None:
+            last = len(buckets) - 1
+            return [
+                (
+                    bucket,
+                    self.replicas.hooked(
+                        self._hook,
+                        GradBucket(index, index == last, bucket, flatten(bucket, self._pending)),
+                    ),
+                )
+                for index, bucket in enumerate(buckets)
+            ]
+        exchanges = [
+            self.replicas.exchange(bucket, self._pending, self._divisor) for bucket in buckets
+        ]
+        for exchange in exchanges:
+            exchange.fold()
+        return [(exchange.parameters, exchange.result) for exchange in exchanges]
+
+
+def deposit(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    """Add a gradient to ``p.grad`` as torch's autograd does, and run the parameter's hooks that come
+    after (``register_post_accumulate_grad_hook``).
+    """
+    with torch.no_grad():
+        if parameter.grad is None:
+            parameter.grad = gradient
+        elif parameter.grad.is_sparse or gradient.is_sparse:
+            parameter.grad = (
+                parameter.grad + gradient if gradient.is_sparse else gradient + parameter.grad
+            )
+        else:
+            parameter.grad.add_(gradient)
+    for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
+        hook(parameter)
+
+
+def _sum(
+    pending: Mapping[nn.Parameter, torch.Tensor], totals: Mapping[nn.Parameter, torch.Tensor]
+) -> dict[nn.Parameter, torch.Tensor]:
+    """Into new tensors: if a replica has failed, the old ones stay."""
+    after = dict(pending)
+    for parameter, total in totals.items():
+        known = after.get(parameter)
+        if known is None:
+            after[parameter] = total
+        elif known.is_sparse and not total.is_sparse:
+            after[parameter] = total + known
+        else:
+            after[parameter] = known + total
+    return after
