@@ -37,6 +37,7 @@ from smp_core.comm import (
     tp_size,
 )
 from smp_core.runtime import init, is_initialized, shutdown
+from smp_core.torch.activations import set_activation_checkpointing
 from smp_core.torch.model import DistributedModel
 from smp_core.torch.step import StepOutput, step
 
@@ -89,6 +90,7 @@ __all__ = [
     "rdp_size",
     "recv_from",
     "send",
+    "set_activation_checkpointing",
     "shutdown",
     "size",
     "step",

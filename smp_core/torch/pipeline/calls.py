@@ -7,11 +7,13 @@ instance. The class's own ``forward`` stays in reach as ``_orig_forward`` (SMP_A
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from smp_core.torch import activations
 from smp_core.torch.exceptions import OutsideStepError
 from smp_core.torch.pipeline import activity as activities
 from smp_core.torch.pipeline import boundary, uses
@@ -42,15 +44,15 @@ class Site:
         activity = activities.current()
         if activity is not None and activity.entered is self:
             activity.entered = None
-            return self.plain(*args, **kwargs)
+            return self._own(*args, **kwargs)
         if activity is None:
-            return self._outside(self.plain, args, kwargs)
+            return self._outside(self._own, args, kwargs)
         return self._call(False, args, kwargs)
 
     def _call(self, hooked: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         activity = activities.current()
         if activity is None:
-            return self._outside(self.module._call_impl, args, kwargs)
+            return activations.run(self, args, kwargs, self._hooked_outside)
         activity.check()
         key = uses.next_key(self.path)
         owner = activity.step.owner(self.path)
@@ -66,13 +68,24 @@ class Site:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run the module on this rank."""
+        """Run the module on this rank; again in backward, if its activations are not kept."""
+        return activations.run(self, args, kwargs, functools.partial(self._once, key, hooked))
+
+    def _once(self, key: CallKey, hooked: bool, *args: Any, **kwargs: Any) -> Any:
+        activity = activities.current()
+        assert activity is not None
         before, activity.entered = activity.entered, self if hooked else None
         try:
-            run = self.module._call_impl if hooked else self.plain
+            run = self.module._call_impl if hooked else self._own
             return uses.run(key, self.module, run, args, kwargs)
         finally:
             activity.entered = before
+
+    def _own(self, *args: Any, **kwargs: Any) -> Any:
+        return activations.forward(self, *args, **kwargs)
+
+    def _hooked_outside(self, *args: Any, **kwargs: Any) -> Any:
+        return self._outside(self.module._call_impl, args, kwargs)
 
     def _outside(
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -1,0 +1,363 @@
+"""Activation checkpointing: which modules keep no activations, and where they are run again
+(SMP_API.md 1.9).
+
+A policy is left on the module, or comes with one call of it (patches/checkpoint.py) as a keyword
+argument of its own. It is looked at where the module runs, on its owner: there the call becomes a region of
+recompute.py, whose repetition, during backward, is the same call once more: under the same key, so
+with the same random stream, and with the buffers that it found. It asks no other rank for anything, because a
+checkpointed module lies on one rank as a whole.
+
+Decided here, because the sources are silent: a group of a Sequential's layers is one region where the
+layers are on the Sequential's own rank; layers on other ranks are regions one by one, which changes memory and
+no value ("best effort", SMP_API.md 1.9). ``preserve_rng_state=False`` saves memory outside of steps only: in a
+step a repetition has the random stream of its call without keeping any state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from smp_core.errors import ArgumentError, ArgumentTypeError
+from smp_core.torch import nests, offload, recompute
+from smp_core.torch import session as sessions
+from smp_core.torch.exceptions import OutsideStepError, PartitionError
+from smp_core.torch.pipeline import activity as activities
+from smp_core.torch.pipeline import uses
+
+MARK = "_smp_activation_checkpointing"  #: attribute in which a policy is left on a module
+ARGUMENT = "_smp_checkpoint"  #: keyword argument by which a policy comes with a call
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Policy:
+    """How a module is checkpointed. ``group``, for a Sequential: so many layers in one region; 0 for
+    as many as lie on one rank one after the other; None if the module is no Sequential.
+    """
+
+    preserve_rng_state: bool = True
+    pack_args_as_tuple: bool = False
+    group: int | None = None
+
+
+class Site(Protocol):
+    """One module of the tree (pipeline/calls.py)."""
+
+    module: nn.Module
+    path: str
+    plain: Callable[..., Any]
+
+
+def set_activation_checkpointing(
+    module: nn.Module,
+    preserve_rng_state: bool = True,
+    pack_args_as_tuple: bool = False,
+    strategy: str = "each",
+) -> None:
+    """Let every later call of ``module`` keep no activations: they are computed again in backward.
+    Gradients do not change.
+
+    Args:
+        module: part of the model, before or after it is wrapped.
+        preserve_rng_state: draw the same random numbers again; see the head of this file.
+        pack_args_as_tuple: for `nn.Sequential`: the input is a tuple, which the first layer gets as
+            one argument.
+        strategy: for `nn.Sequential`: ``each`` layer by itself, ``contiguous`` for all of a partition at once,
+            ``group_N`` for N at a time.
+
+    Raises ArgumentError, ArgumentTypeError for bad values. When the module is called, PartitionError
+    if a manual partition splits it; with an automatic one it warns, and does not checkpoint.
+    """
+    name = "smp.set_activation_checkpointing"
+    session = sessions.current(name)
+    if module is session.model:
+        module = session.model.module
+    policy = policy_of(name, module, preserve_rng_state, pack_args_as_tuple, strategy)
+    module.__dict__[MARK] = policy
+
+
+def policy_of(
+    call: str, module: object, preserve_rng_state: bool, pack_args_as_tuple: bool, strategy: str
+) -> Policy:
+    """The policy that these arguments ask for. Raises ArgumentError, ArgumentTypeError."""
+    if not isinstance(module, nn.Module):
+        raise ArgumentTypeError(
+            f"{call}: module is a {type(module).__name__}, not a torch.nn.Module: activations are "
+            "checkpointed module by module. Put the function into a module"
+        )
+    if not isinstance(strategy, str):
+        raise ArgumentTypeError(f"{call}: strategy must be a str, not {strategy!r}")
+    if isinstance(module, nn.Sequential):
+        group = {"each": 1, "contiguous": 0}.get(strategy)
+        named = re.fullmatch(r"group_([1-9]\d*)", strategy)
+        if group is None and named is None:
+            raise ArgumentError(
+                f"{call}: strategy={strategy!r}: must be 'each', 'contiguous', or 'group_N' with N layers "
+                "in a group, as in 'group_2'"
+            )
+        size = group if named is None else int(named[1])
+        return Policy(bool(preserve_rng_state), bool(pack_args_as_tuple), size)
+    if pack_args_as_tuple or strategy != "each":
+        raise ArgumentError(
+            f"{call}: pack_args_as_tuple and strategy are for torch.nn.Sequential, and module is a "
+            f"{type(module).__name__}. Leave them out"
+        )
+    return Policy(bool(preserve_rng_state))
+
+
+def run(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], once: Callable[..., Any]) -> Any:
+    """``once(*args, **kwargs)``, which runs the module of ``site`` on this rank, as its policy says.
+
+    Called where the module runs; ``once`` is called again, maybe in another thread, by backward.
+    """
+    policy = kwargs.pop(ARGUMENT, None) if ARGUMENT in kwargs else vars(site.module).get(MARK)
+    if policy is None or not torch.is_grad_enabled():
+        return once(*args, **kwargs)
+    if policy.group is not None:
+        with _grouping(site, policy):
+            return once(*args, **kwargs)
+    if not _whole(site):
+        return once(*args, **kwargs)
+    return _region(site.module, site.path, policy, once, args, kwargs)
+
+
+def forward(site: Site, *args: Any, **kwargs: Any) -> Any:
+    """The module's own ``forward``; of a Sequential that is checkpointed, layer by layer as it says."""
+    policy = _sequential.policies.get(id(site.module))
+    if policy is None or kwargs or len(args) != 1:
+        return site.plain(*args, **kwargs)
+    return _layers(site, policy, args[0])
+
+
+def call(module: nn.Module, policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a module under a policy, wherever it is."""
+    site = site_of(module)
+    if site is not None:
+        return module(*args, **kwargs, **{ARGUMENT: policy})
+    if not torch.is_grad_enabled() or sessions.current("activation checkpointing").tracing:
+        return module(*args, **kwargs)
+    path = type(module).__name__  # no part of the model, or not of one that is partitioned
+    if policy.group is None:
+        return _region(module, path, policy, module, args, kwargs)
+    value = _checked_input(path, policy, args[0])
+    for layers in _cut([each for each in module._modules.values() if each], policy.group):
+        part = _Run(layers)
+        value = _region(part, path, policy, part.forward, (value,), {})
+    return value
+
+
+def site_of(module: nn.Module) -> Site | None:
+    """Where the calls of a module are caught, or None if they are not."""
+    caught = vars(module).get("_compiled_call_impl")
+    owner = getattr(caught, "__self__", None)
+    return owner if hasattr(owner, "plain") else None
+
+
+# Regions.
+
+
+def _region(
+    module: nn.Module,
+    path: str,
+    policy: Policy,
+    once: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    activity = activities.current()
+    buffers = recompute.Buffers(module)
+    entry = None
+    if activity is not None:
+        size = sum(each.nbytes for each in nests.tensors((args, kwargs)) if _leaves(each))
+        entry = offload.leaves(activity.step.session, activity.microbatch, path, size)
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        now = activities.current()
+        if activity is not None and now is None:
+            raise OutsideStepError(
+                f"module {path or '(the whole)'}: backward through a checkpointed module was called "
+                "outside of the step in which it ran. Call model.backward(loss) in the function that smp.step decorates"
+            )
+        if entry is not None:
+            offload.needed(entry)
+        with buffers.restored(), _told(now, path):
+            yield
+
+    preserve = policy.preserve_rng_state and activity is None
+    name = f"module {path!r} ({type(module).__name__})"
+    return recompute.run(name, once, args, kwargs, again, preserve)
+
+
+def _leaves(tensor: torch.Tensor) -> bool:
+    """Whether a tensor would be offloaded: a parameter would not."""
+    return not isinstance(tensor, nn.Parameter)
+
+
+@contextlib.contextmanager
+def _told(activity: Any, path: str) -> Iterator[None]:
+    """Let the timeline know."""
+    repeats = getattr(getattr(activity, "step", None), "timeline", None)
+    tell = getattr(repeats, "recomputes", None)
+    with contextlib.nullcontext() if tell is None else tell(activity, path):
+        yield
+
+
+def _owners(path: str) -> set[int]:
+    """The pp ranks that own a part of the module at ``path``."""
+    model = sessions.current("activation checkpointing").model
+    placed = None if model is None else model.placement
+    if placed is None:
+        return set()
+    below = f"{path}." if path else ""
+    return {
+        owner for each, owner in placed.modules.items() if each == path or each.startswith(below)
+    }
+
+
+def _whole(site: Site) -> bool:
+    """Whether the module lies on one rank. Raises PartitionError, or warns, if not."""
+    owners = vars(site.module).get("_smp_checkpoint_owners")
+    if owners is None:
+        owners = site.module.__dict__["_smp_checkpoint_owners"] = _owners(site.path)
+        if len(owners) > 1:
+            config = sessions.current("activation checkpointing").runtime.config
+            text = (
+                f"activation checkpointing: module {site.path or '(the whole)'!r} "
+                f"({type(site.module).__name__}) is split over the partitions {sorted(owners)}"
+            )
+            if not config.auto_partition:
+                del site.module.__dict__["_smp_checkpoint_owners"]
+                raise PartitionError(
+                    f"{text}. Put it on one partition (smp.partition, smp.set_partition), or checkpoint its "
+                    "children"
+                )
+            warnings.warn(
+                f"{text}, so that its activations are kept. Checkpoint its children instead",
+                stacklevel=2,
+            )
+    return len(owners) <= 1
+
+
+# Sequentials.
+
+
+class _Run(nn.Module):
+    """Layers one after the other, in one region."""
+
+    layers: list[nn.Module]
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        # Not by register_module: they stay where they are in the tree of the model.
+        self.__dict__["layers"] = layers
+
+    def modules(self) -> Any:  # type: ignore[override]
+        """Those of the layers, each once."""
+        return iter({id(each): each for layer in self.layers for each in layer.modules()}.values())
+
+    def forward(self, value: Any) -> Any:
+        for layer in self.layers:
+            value = layer(value)
+        return value
+
+
+class _Sequential(threading.local):
+    """Which Sequentials that this thread is in run by groups."""
+
+    def __init__(self) -> None:
+        self.policies: dict[int, Policy] = {}
+
+
+_sequential = _Sequential()
+
+
+@contextlib.contextmanager
+def _grouping(site: Site, policy: Policy) -> Iterator[None]:
+    before = _sequential.policies.copy()
+    _sequential.policies[id(site.module)] = policy
+    try:
+        yield
+    finally:
+        _sequential.policies = before
+
+
+def _layers(site: Site, policy: Policy, value: Any) -> Any:
+    """The layers of a Sequential, group by group."""
+    assert policy.group is not None
+    value = _checked_input(site.path, policy, value)
+    each = Policy(policy.preserve_rng_state)
+    here = _owners(site.path) if activities.current() is None else {_rank()}
+    layers = list(site.module._modules.values())
+    for owners, run in itertools.groupby(layers, lambda layer: _owners_of(layer)):
+        for group in _cut([layer for layer in run if layer is not None], policy.group):
+            if len(group) == 1 or owners != here:
+                for layer in group:
+                    value = call(layer, each, (value,), {})
+            else:
+                part = _Run(group)
+                value = _region(part, site.path, each, _same_frame(part.forward), (value,), {})
+    return value
+
+
+def _rank() -> int:
+    activity = activities.current()
+    rank: int = activity.step.rank  # type: ignore[union-attr]
+    return rank
+
+
+def _owners_of(layer: nn.Module | None) -> set[int]:
+    site = None if layer is None else site_of(layer)
+    return set() if site is None else _owners(site.path)
+
+
+def _cut(layers: list[nn.Module], size: int) -> list[list[nn.Module]]:
+    """Groups of ``size``, the last with what is left; one if ``size`` is 0."""
+    size = size or max(1, len(layers))
+    return [layers[start : start + size] for start in range(0, len(layers), size)]
+
+
+def _checked_input(path: str, policy: Policy, value: Any) -> Any:
+    if isinstance(value, tuple) and not policy.pack_args_as_tuple:
+        raise ArgumentError(
+            f"activation checkpointing: module {path!r} (Sequential) got a tuple. Set pack_args_as_tuple=True: its "
+            "first layer then gets the tuple as one argument"
+        )
+    return value
+
+
+def _same_frame(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose module calls are counted from where they are now, however often it runs.
+
+    A region that is a module call has its key for that. A group of layers is part of its
+    Sequential's call, and unknown to those who count calls.
+    """
+    local = uses._local
+    first = local.call
+    if first is None:
+        return function
+    stream, counts = first.stream, dict(first.counts)
+    begun = False
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal begun
+        if not begun:
+            begun = True
+            return function(*args, **kwargs)
+        before, local.call = local.call, uses._Frame(stream)
+        local.call.counts.update(counts)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            local.call = before
+
+    return run
