@@ -8,13 +8,14 @@ parameters, and calls go to their owners.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import builtins
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from smp_core.errors import ArgumentTypeError
+from smp_core.errors import ArgumentError, ArgumentTypeError, SmpError
 from smp_core.microbatch import Call
 from smp_core.topology import GroupKind
 from smp_core.torch import session as sessions
@@ -22,58 +23,114 @@ from smp_core.torch.exceptions import (
     DetachedLossError,
     OutsideStepError,
     SecondModelError,
+    UnsupportedTrainingError,
 )
+from smp_core.torch.hooks import Handle, Hook, Hooks
 from smp_core.torch.pipeline import activity as activities
-from smp_core.torch.pipeline import calls, placement, uses
+from smp_core.torch.pipeline import calls, engine, placement, tracing, uses
+from smp_core.torch.pipeline.accumulation import Ledger
 from smp_core.torch.pipeline.calls import Site
+from smp_core.torch.pipeline.gradients import Gradients, Options
 from smp_core.torch.pipeline.placement import Placement
 from smp_core.torch.pipeline.schedule import Phase
 from smp_core.torch.pipeline.transport import Transport
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
+_CALL = "smp.DistributedModel"
 
 
 class DistributedModel(nn.Module):
     """The model of a script; there is one.
 
-    ``partitioned``: whether the module has been partitioned. ``module``: what was wrapped.
+    Args:
+        module: the ``nn.Module``, built alike on every rank; the values of pp_rank 0 and dp_rank 0 count.
+        trace_device: "cpu" or "gpu", which are the same here.
+        trace_execution_times: partition by measured seconds rather than by counted operations. Not
+            with ``trace_device="cpu"``.
+        overlapping_allreduce: reduce gradients over replicas during the backward pass, in buckets,
+            rather than at the end of the step. The values are the same.
+        backward_passes_per_step: steps whose gradients are summed before they are reduced.
+        average_grads_across_microbatches: divide gradients by the number of microbatches.
+        bucket_cap_mb: the most that one bucket holds.
+        trace_memory_usage: partition by measured memory rather than by an estimate.
+        broadcast_buffers: replicas take over dp_rank 0's buffers before each step.
+        gradient_as_bucket_view: accepted; the values are the same.
+        find_unused_parameters: accepted (REL 1.2.0); unused parameters are always found.
+
+    Raises:
+        SecondModelError: there is a model already.
+        ArgumentTypeError, ArgumentError: an argument is not as it must be.
+        PartitionError: at pipeline degree 1, if the ranks built different models. Otherwise the first
+            step raises that, and what else is wrong with the partition.
+
+    ``module`` is what was wrapped; ``partitioned``: whether it has been partitioned.
     """
 
     module: nn.Module
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        trace_device: str = "gpu",
+        trace_execution_times: bool = False,
+        overlapping_allreduce: bool = True,
+        backward_passes_per_step: int = 1,
+        average_grads_across_microbatches: bool = True,
+        bucket_cap_mb: float = 25,
+        trace_memory_usage: bool = False,
+        broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = False,
+        find_unused_parameters: bool = True,
+    ) -> None:
         super().__init__()
-        session = sessions.current("smp.DistributedModel")
+        session = sessions.current(_CALL)
         if session.model is not None:
             raise SecondModelError(
-                "smp.DistributedModel: there is a model already, and a script may have one. Wrap one "
-                "module that holds both, or call smp.shutdown() and smp.init() to start anew"
+                f"{_CALL}: there is a model already, and a script may have one. Wrap one module that "
+                "holds both; or call smp.shutdown() and smp.init() to start anew"
             )
-        if not isinstance(module, nn.Module):
-            raise ArgumentTypeError(
-                f"smp.DistributedModel: module is a {type(module).__name__}, not a torch.nn.Module"
-            )
+        _check_module(module)
+        tracing.check_options(trace_device, trace_execution_times)
+        _check_number("backward_passes_per_step", backward_passes_per_step, int)
+        _check_number("bucket_cap_mb", bucket_cap_mb, (int, float))
         self.module = module
         self.partitioned = False
-        self.sites: dict[str, Site] = {}
         self.placement: Placement | None = None
+        self.sites: dict[str, Site] = {}
+        self.gradients: Gradients | None = None  # once partitioned
+        self._options = Options(
+            overlapping_allreduce=bool(overlapping_allreduce),
+            backward_passes_per_step=backward_passes_per_step,
+            average_grads_across_microbatches=bool(average_grads_across_microbatches),
+            bucket_cap_mb=bucket_cap_mb,
+            broadcast_buffers=bool(broadcast_buffers),
+            gradient_as_bucket_view=bool(gradient_as_bucket_view),
+        )
+        self._comm_hook: tuple[Any, Any] | None = None  # until partitioned
+        self._trace = {
+            "execution_times": bool(trace_execution_times),
+            "memory_usage": bool(trace_memory_usage),
+        }
         self._session = session
         self._pp_rank = session.runtime.position(GroupKind.PP)
+        self._alone = session.runtime.config.pipeline_parallel_degree == 1
         self._transport: Transport | None = None
         self._watch: uses.Watch | None = None
-        session.model = self
-        if session.runtime.config.pipeline_parallel_degree == 1:
+        self._post_partition = Hooks("post-partition", late=True)
+        self._post_step = Hooks("post-step")
+        if self._alone:
             self._partition(lambda: placement.decide(session, module))
+        session.model = self
 
-    # Calls.
+    # In a step.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module: only in a step, unless the pipeline degree is 1.
+        """Call the module: in a step only, unless the pipeline degree is 1.
 
         Raises OutsideStepError outside of one.
         """
         session = self._session
-        if session.step is None and not session.tracing and not self._alone:
+        if not self._alone and not session.tracing and activities.current() is None:
             raise OutsideStepError(
                 "the model was called outside of a step, and it is partitioned over pp ranks. Call it "
                 "in a function that smp.step decorates (SMP_API.md 1.3)"
@@ -85,39 +142,159 @@ class DistributedModel(nn.Module):
         ``torch.autograd.backward(tensors, grad_tensors)``, without retain_graph and create_graph.
 
         Raises OutsideStepError outside of a step, unless the pipeline degree is 1; DetachedLossError
-        if a tensor does not depend on anything that requires a gradient.
+        if a tensor requires no gradient.
         """
-        session = self._session
-        given = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
         activity = activities.current()
-        if activity is None and not session.tracing and not self._alone:
+        tracing_now = self._session.tracing
+        if activity is None and not tracing_now and not self._alone:
             raise OutsideStepError(
                 "model.backward was called outside of a step. Call it in the function that smp.step "
                 "decorates, instead of loss.backward()"
             )
-        for index, tensor in enumerate(given):
-            if not tensor.requires_grad:
-                raise DetachedLossError(
-                    f"model.backward: tensor {index} of shape {list(tensor.shape)} requires no gradient: "
-                    "it was detached from the model, or computed without it or under torch.no_grad(). "
-                    "Pass the loss as the model's outputs gave it"
-                )
-        if session.tracing:
+        given = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+        _check_attached(given)
+        if tracing_now:
             return
         if activity is None:
-            torch.autograd.backward(given, grad_tensors)
+            self._backward_alone(given, grad_tensors)
             return
         activity.phase = Phase.BACKWARD
-        try:
-            activity.pause()  # until it is the microbatch's turn
-            torch.autograd.backward(given, grad_tensors)
-        finally:
-            activity.phase = Phase.FORWARD
+        activity.pause()  # until it is the microbatch's turn
+        torch.autograd.backward(given, grad_tensors)
+        activity.phase = Phase.FORWARD  # if it raises, that is where
 
-    @property
-    def _alone(self) -> bool:
-        """Whether all modules are on this rank."""
-        return self._session.runtime.config.pipeline_parallel_degree == 1
+    def _backward_alone(self, tensors: tuple[torch.Tensor, ...], grad_tensors: Any) -> None:
+        """Outside of steps, at pipeline degree 1: a step of one microbatch, without its body."""
+        ledger = Ledger(1)
+        with uses.activity(ledger, 0, 0):
+            torch.autograd.backward(tensors, grad_tensors)
+        ledger.close(0)
+        totals, count = ledger.totals(), self._session.runtime.config.microbatches
+        if self._options.average_grads_across_microbatches and count > 1:
+            totals = {parameter: total * count for parameter, total in totals.items()}
+        assert self.gradients is not None
+        self.gradients.end_step(totals, None)
+
+    def no_sync(self) -> NoReturn:
+        """Refused: SMP has no such method. Raises UnsupportedTrainingError."""
+        raise UnsupportedTrainingError(
+            "model.no_sync: SMP has none. To accumulate gradients over several steps before they are "
+            "reduced, pass smp.DistributedModel(module, backward_passes_per_step=N)"
+        )
+
+    # Hooks.
+
+    def register_post_partition_hook(self, hook: Hook) -> Handle:
+        """Have ``hook(model, optimizer)`` called once the model has been partitioned, before the first
+        step's first forward pass; at once, if that has passed. Returns a handle with ``remove()``.
+        """
+        return self._post_partition.register(hook)
+
+    def register_post_step_hook(self, hook: Hook) -> Handle:
+        """Have ``hook(model, optimizer)`` called once, after the first step. Returns a handle with
+        ``remove()``. (INF, SMP_API.md 9.9)
+        """
+        return self._post_step.register(hook)
+
+    def register_comm_hook(self, state: Any, callable: Any) -> None:
+        """Have ``callable(state, bucket)`` reduce each bucket of gradients. It averages over replicas
+        and microbatches itself (SMP_API.md 1.7).
+
+        Raises UnsupportedTrainingError without ``ddp`` and ``overlapping_allreduce``, and for a second
+        hook; ArgumentTypeError for what cannot be called.
+        """
+        if not self._session.runtime.config.ddp or not self._options.overlapping_allreduce:
+            raise UnsupportedTrainingError(
+                "model.register_comm_hook needs the configuration parameter ddp=True and "
+                f"{_CALL}(..., overlapping_allreduce=True)"
+            )
+        if not builtins.callable(callable):
+            raise ArgumentTypeError(
+                f"model.register_comm_hook: hook must be callable, not {callable!r}"
+            )
+        if self.gradients is not None:
+            self.gradients.register_comm_hook(state, callable)
+        elif self._comm_hook is not None:
+            raise UnsupportedTrainingError("model.register_comm_hook: there is a hook already")
+        else:
+            self._comm_hook = state, callable
+
+    # What belongs where.
+
+    def get_module(self) -> nn.Module:
+        """What was wrapped."""
+        return self.module
+
+    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """This partition's modules, by path; all of them before partitioning."""
+        for path, module in self.module.named_modules():
+            if self._is_here(path):
+                yield path, module
+
+    def local_modules(self) -> Iterator[nn.Module]:
+        """This partition's modules."""
+        for _, module in self.local_named_modules():
+            yield module
+
+    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This partition's parameters, by name, each once; all of them before partitioning."""
+        yield from self._local("parameter")
+
+    def local_parameters(self) -> Iterator[nn.Parameter]:
+        """This partition's parameters. There may be none."""
+        for _, parameter in self._local("parameter"):
+            yield parameter
+
+    def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This partition's buffers, by name, each once."""
+        yield from self._local("buffer")
+
+    def local_buffers(self) -> Iterator[torch.Tensor]:
+        """This partition's buffers."""
+        for _, buffer in self._local("buffer"):
+            yield buffer
+
+    def _local(self, kind: str) -> Iterator[tuple[str, Any]]:
+        for entry in placement.unique(self.module):
+            if entry.kind == kind and self._is_here(entry.module):
+                yield entry.name, entry.tensor
+
+    def _is_here(self, path: str) -> bool:
+        return self.placement is None or self.placement.owner(path) == self._pp_rank
+
+    # Tensor parallelism: no module is distributed over tp ranks, each has the whole of its partition.
+
+    def distributed_modules(self) -> Iterator[nn.Module]:
+        """The modules that are split over tp ranks: none."""
+        return iter(())
+
+    def is_distributed_parameter(self, parameter: nn.Parameter) -> bool:
+        """Whether it is split over tp ranks."""
+        return False
+
+    def is_distributed_buffer(self, buffer: torch.Tensor) -> bool:
+        """Whether it is split over tp ranks."""
+        return False
+
+    def is_scaled_batch_parameter(self, parameter: nn.Parameter) -> bool:
+        """Whether it acts on the batch of the whole TP group."""
+        return False
+
+    def is_scaled_batch_buffer(self, buffer: torch.Tensor) -> bool:
+        """Whether it acts on the batch of the whole TP group."""
+        return False
+
+    def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters whose gradients are reduced over DP_GROUP: all of this partition."""
+        return self.local_named_parameters()
+
+    def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters whose gradients are reduced over RDP_GROUP: none."""
+        return iter(())
+
+    def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters as an optimizer sees them: those of this partition."""
+        return self.local_named_parameters()
 
     # What the engine asks for.
 
@@ -133,27 +310,90 @@ class DistributedModel(nn.Module):
         return self._transport
 
     def prepare(self, body: Callable[..., Any], split: Callable[[], list[Call]]) -> None:
-        """Before a step: at the first one partition the model."""
+        """Before a step. Before the first: trace, partition, distribute, post-partition hooks."""
         session = self._session
         if not self.partitioned:
-            self._partition(lambda: placement.decide(session, self.module))
+            self._partition(lambda: self._decide(body, split))
+        self._post_partition.run(self, session.optimizer)
         assert self._watch is not None
         self._watch.refresh()
-
-    def finish(self, step: Any) -> None:
-        """After the last microbatch: gradients."""
-        count = step.microbatches
-        for parameter, total in step.ledger.totals().items():
-            total = total / count
-            parameter.grad = total if parameter.grad is None else parameter.grad + total
+        assert self.gradients is not None
+        self.gradients.begin_step(list(self.local_buffers()))
 
     def finished(self) -> None:
         """After a step that went well."""
+        self._post_step.run(self, self._session.optimizer)
+
+    def _decide(self, body: Callable[..., Any], split: Callable[[], list[Call]]) -> Placement:
+        """On the one rank that decides: a trace of the first microbatch, unless it is skipped."""
+        session = self._session
+        if session.runtime.config.skip_tracing:
+            return placement.decide(session, self.module)
+        call = split()[0]
+        with tracing.Tracer(self.module, session, **self._trace) as tracer:
+            body(*call.args, **call.kwargs)
+        return placement.decide(session, self.module, tracer.trace)
 
     def _partition(self, decide: Callable[[], Placement]) -> None:
         session = self._session
-        self.placement = placement.settle(session, decide)
-        placement.distribute(session, self, self.placement)
+        raised: list[Exception] = []
+
+        def decide_or_tell() -> Placement:
+            try:
+                return decide()
+            except SmpError:
+                raise
+            except Exception as error:
+                raised.append(error)
+                raise engine.aborted(session, error) from error
+
+        try:
+            decided = placement.settle(session, decide_or_tell)
+        except SmpError:
+            if raised:
+                raise raised[0] from None
+            raise
+        placement.distribute(session, self, decided)
+        self.placement = decided
         self.sites = calls.install(self.module, self.owner, self._pp_rank)
         self._watch = uses.Watch(self.module)
+        local = dict(self.local_named_parameters())
+        self.gradients = Gradients(session.runtime, local, self._options)
+        if self._comm_hook is not None:
+            self.gradients.register_comm_hook(*self._comm_hook)
         self.partitioned = True
+
+
+def _check_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise ArgumentTypeError(
+            f"{_CALL}: module is a {type(module).__name__}, not a torch.nn.Module"
+        )
+    for path, child in module.named_modules():
+        kind = type(child)
+        if isinstance(child, nn.parallel.DistributedDataParallel | torch.jit.ScriptModule):
+            raise UnsupportedTrainingError(
+                f"{_CALL}: module {path!r} is a {kind.__name__}, which cannot be partitioned "
+                "(SMP_API.md 6). Pass the plain module; replicas are reduced without a wrapper"
+            )
+
+
+def _check_number(name: str, value: Any, kinds: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise ArgumentTypeError(f"{_CALL}: {name}={value!r} is no number")
+    if value <= 0:
+        raise ArgumentError(f"{_CALL}: {name} must be above 0, not {value!r}")
+
+
+def _check_attached(tensors: tuple[torch.Tensor, ...]) -> None:
+    for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentTypeError(
+                f"model.backward: element {index} is a {type(tensor).__name__}, not a tensor"
+            )
+        if not tensor.requires_grad:
+            raise DetachedLossError(
+                f"model.backward: tensor {index}, of shape {list(tensor.shape)}, requires no gradient: it "
+                "was detached from the model, or computed without it or under torch.no_grad(). Pass the "
+                "loss as the model's outputs gave it"
+            )

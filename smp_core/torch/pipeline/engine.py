@@ -35,7 +35,7 @@ from smp_core.torch.exceptions import (
     UnsupportedTrainingError,
 )
 from smp_core.torch.nests import detached
-from smp_core.torch.pipeline import schedule, streams
+from smp_core.torch.pipeline import agreement, schedule, streams
 from smp_core.torch.pipeline.accumulation import Ledger
 from smp_core.torch.pipeline.activity import Activity
 from smp_core.torch.pipeline.boundary import module_text
@@ -79,7 +79,7 @@ class Step:
     def fail(self, activity: Activity | None, error: BaseException) -> None:
         """This rank raised: the step has failed, if it has not yet."""
         if self.failure is None:
-            self.failure = _failure(self, activity, error)
+            self.failure = _failure(self.session.runtime, activity, error)
             self._own = self.failure, error
 
     def failed(self, failure: Failure) -> None:
@@ -142,8 +142,6 @@ def run_step(
     step = session.step = Step(session)
     try:
         results = _run(step, body, split, detach_outputs)
-        if model is not None:
-            model.finish(step)
     finally:
         session.step = None
         step.crew.close()
@@ -206,27 +204,36 @@ def _drive(
 
 
 def _agreed(step: Step) -> Failure | None:
-    """Replicas tell each other how their pipelines ended; the first failure is every rank's."""
-    runtime = step.session.runtime
-    group = runtime.group(GroupKind.DP)
-    if len(group.ranks) == 1:
-        return step.failure
-    told = runtime.fabric.objects.allgather(step.failure, group)
-    return next((failure for failure in told if failure is not None), None)
+    """Replicas tell each other how their pipelines ended, and reduce gradients if all went well; the
+    first failure is every rank's.
+    """
+    model = step.session.model
+    failure: Failure | None
+    if model is None or model.gradients is None:
+        told = agreement.Report(failure=step.failure)
+        failure = agreement.agree(step.session.runtime, told).failure
+    else:
+        totals = step.ledger.totals() if step.failure is None else {}
+        failure = model.gradients.end_step(totals, step.failure)
+    return failure
+
+
+def aborted(session: Session, error: BaseException) -> StepAbortedError:
+    """What the other ranks raise when this one raised ``error`` before the first microbatch."""
+    return _aborted(_failure(session.runtime, None, error))
 
 
 def _here(path: str) -> None:
     return None
 
 
-def _failure(step: Step, activity: Activity | None, error: BaseException) -> Failure:
-    runtime: Runtime = step.session.runtime
+def _failure(runtime: Runtime, activity: Activity | None, error: BaseException) -> Failure:
     api = None
     if isinstance(error, SmpError) and not isinstance(error, VerdictError):
         with contextlib.suppress(Exception):
             api = pickle.dumps(error)
     return Failure(
-        step.rank,
+        runtime.position(GroupKind.PP),
         runtime.rank,
         None if activity is None else activity.microbatch,
         None if activity is None else activity.path,
