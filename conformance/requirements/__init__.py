@@ -13,9 +13,10 @@ from conformance.requirements.api import API
 from conformance.requirements.collectives import COLLECTIVES
 from conformance.requirements.pipelines import PIPELINES
 from conformance.requirements.programs import PROGRAMS
+from conformance.requirements.steps import STEPS
 from conformance.requirements.traffic import TRAFFIC
 
-REQUIREMENTS = Registry(*API, *COLLECTIVES, *TRAFFIC, *PROGRAMS, *PIPELINES)
+REQUIREMENTS = Registry(*API, *COLLECTIVES, *TRAFFIC, *PROGRAMS, *STEPS, *PIPELINES)
 
 
 def requirement(id: str) -> pytest.MarkDecorator:

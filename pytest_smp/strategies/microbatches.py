@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -252,9 +252,14 @@ class StepCall:
         return tuple(each.part(index, self.microbatches) for each in self.arguments.values())
 
 
+#: Batch axes that calls have; the first one is the simplest.
+AXES: tuple[int | None, ...] = (0, 0, 0, 1, -1, -2, None)
+
+
 def step_calls(
     *,
     max_microbatches: int = 4,
+    axes: Sequence[int | None] = AXES,
     slicing: bool = True,
     dtype: torch.dtype | SearchStrategy[torch.dtype] | None = None,
     depth: int = 2,
@@ -263,6 +268,7 @@ def step_calls(
 
     Args:
         max_microbatches: the most.
+        axes: what the axes of arguments are drawn from, None for one that is not split.
         slicing: as of :func:`batches`.
         dtype: as of :func:`batches`.
         depth: as of :func:`batches`.
@@ -271,19 +277,21 @@ def step_calls(
         InvalidArgument: an argument is not as above.
     """
     check_int("max_microbatches", max_microbatches, at_least=1)
-    batches(1, slicing=slicing, dtype=dtype, depth=depth)  # refuses bad arguments now
-    return _step_calls(max_microbatches, {"slicing": slicing, "dtype": dtype, "depth": depth})
-
-
-_axes = st.sampled_from([0, 0, 0, 1, -1, -2, None])
+    options: dict[str, Any] = {"slicing": slicing, "dtype": dtype, "depth": depth}
+    if not axes:
+        raise InvalidArgument(f"axes={axes!r}: must hold at least one")
+    for axis in axes:
+        batches(1, axis=axis, **options)  # refuses bad arguments now
+    return _step_calls(max_microbatches, st.sampled_from(tuple(axes)), options)
 
 
 @st.composite
-def _step_calls(draw: DrawFn, most: int, options: dict[str, Any]) -> StepCall:
+def _step_calls(
+    draw: DrawFn, most: int, axes: SearchStrategy[int | None], options: dict[str, Any]
+) -> StepCall:
     # Two microbatches first: with one, hardly anything can go wrong.
-    microbatches = draw(
-        st.sampled_from([each for each in (2, 3, 1) if each <= most] + list(range(4, most + 1)))
-    )
+    counts = [each for each in (2, 3, 1) if each <= most] + list(range(4, most + 1))
+    microbatches = draw(st.sampled_from(counts))
     names = NAMES[: draw(st.integers(1, len(NAMES)))]
-    arguments = {name: draw(batches(microbatches, axis=draw(_axes), **options)) for name in names}
+    arguments = {name: draw(batches(microbatches, axis=draw(axes), **options)) for name in names}
     return StepCall(microbatches, arguments, draw(st.integers(0, len(names))), draw(st.booleans()))

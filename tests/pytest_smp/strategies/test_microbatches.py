@@ -235,11 +235,13 @@ def test_parts_of_every_type_are_drawn(kind: type, minimal: Minimal) -> None:
         lambda: step_calls(max_microbatches=0),
         lambda: step_calls(slicing=None),
         lambda: step_calls(depth=-1),
+        lambda: step_calls(axes=[]),
+        lambda: step_calls(axes=[0, True]),
         lambda: sliceables(0),
         lambda: sliceables(2, tensors=1),
         lambda: sliceables(2, max_leaves=0),
     ],
-    ids=range(14),
+    ids=range(16),
 )
 def test_bad_arguments_are_refused_at_once(strategy: Callable[[], Any]) -> None:
     with pytest.raises(InvalidArgument):
