@@ -74,6 +74,14 @@ def mark(tensor: torch.Tensor, name: str, kind: str, owner: int, here: int) -> N
     tensor._smp_foreign = (name, kind, owner, here)  # type: ignore[attr-defined]
 
 
+def unmark(tensor: torch.Tensor) -> None:
+    """Undo ``mark``: the tensor may be given values and read again."""
+    before = {ForeignParameter: nn.Parameter, ForeignBuffer: torch.Tensor}.get(type(tensor))
+    if before is not None:
+        vars(tensor).pop("_smp_foreign", None)
+        tensor.__class__ = before  # type: ignore[assignment]
+
+
 def is_foreign(tensor: object) -> bool:
     """Whether the tensor is another rank's, as ``mark`` left it."""
     return isinstance(tensor, _Foreign)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from smp_core.torch.session import Session
 
 MARK = "_smp_partition"  #: attribute in which smp.partition leaves its index on a module
+SHAPES = (
+    "_smp_shapes"  #: attribute of the model: true shapes by first name, of what is emptied, too
+)
 _CHUNK = 32 << 20  # bytes of tensors that pass between ranks at a time
 
 
@@ -58,6 +61,9 @@ def decide(session: Session, module: nn.Module, trace: Trace | None = None) -> P
     Raises PartitionError if modules on different partitions share a parameter or buffer;
     UnsupportedTrainingError for a parameter that is not initialised (lazy modules).
     """
+    if session.restored is not None:  # by a partial checkpoint, which holds a partition
+        restored: Placement = session.restored
+        return restored
     config = session.runtime.config
     degree = config.pipeline_parallel_degree
     for entry in sharing.entries(module):
@@ -201,7 +207,8 @@ def distribute(session: Session, model: Any, placement: Placement) -> None:
     _pin(module)
     for owner in range(placement.degree):
         _send_part(session, module, placement, owner, source)
-    _release(module, placement, here)
+    vars(model)[SHAPES] = {entry.name: tuple(entry.tensor.shape) for entry in unique(module)}
+    release(module, placement, here)
     session.tape = None
     model.placement = placement
     if session.optimizer is not None:
@@ -350,7 +357,7 @@ def replace(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.data = value
 
 
-def _release(module: nn.Module, placement: Placement, here: int) -> None:
+def release(module: nn.Module, placement: Placement, here: int) -> None:
     """Empty what other ranks own. An own tensor that lies in one storage with an emptied one is moved
     out of it, since the storage is freed as a whole.
     """

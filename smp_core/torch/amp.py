@@ -1,0 +1,88 @@
+"""``smp.amp.GradScaler``: torch's loss scaler, with an overflow that all ranks know of
+(SMP_API.md 1.9).
+
+The pattern is torch's: ``scaler.scale(loss)`` inside the step, ``scaler.step(optimizer)`` and
+``scaler.update()`` outside, on every rank. An infinity or NaN in the gradients of one rank makes every
+rank of the world skip the update and lower the scale: a rank that went on alone would leave its
+partition, or its replica, a step ahead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from smp_core.topology import GroupKind
+from smp_core.torch import session as sessions
+
+
+class GradScaler(torch.amp.GradScaler):
+    """As ``torch.amp.GradScaler`` on the CPU; arguments, state and methods are torch's, in
+    the order of the versions that SMP was written for: ``init_scale`` first.
+
+    ``unscale_`` and ``step`` are collective over the world: every rank calls them, also one that owns
+    no parameters, with or without gradients. A scaler that is not enabled does nothing, as torch's.
+    Passing the scaler to a step function is harmless: it is not split.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        device: str = "cpu",
+    ) -> None:
+        super().__init__(
+            "cpu",  # whatever `device` says: "cuda" means the device that the model is on
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+
+    def scale(self, outputs: Any) -> Any:
+        """As torch's; a rank whose body does not run never calls it."""
+        return super().scale(outputs)
+
+    def _unscale_grads_(
+        self,
+        optimizer: Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        """torch's, for this rank's gradients, and then the maximum of all ranks' findings."""
+        found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(
+            optimizer, inv_scale, found_inf, allow_fp16
+        )
+        here = any(bool(each.item()) for each in found.values())
+        runtime = sessions.current("smp.amp.GradScaler").runtime
+        anywhere = runtime.fabric.objects.allgather(here, runtime.group(GroupKind.WORLD))
+        device = torch.device("cpu")
+        return {device: torch.full((), float(any(anywhere)), device=device)}
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """As torch's, agreed over the world."""
+        self._ready()
+        super().unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """As torch's: the update is left out on every rank if any rank found an infinity or NaN."""
+        self._ready()
+        return super().step(optimizer, *args, **kwargs)
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """As torch's; the same on every rank."""
+        self._ready()
+        super().update(new_scale)
+
+    def _ready(self) -> None:
+        """torch makes the scale at the first ``scale``, which only ranks with a body call."""
+        if self.is_enabled() and self._scale is None:
+            self._lazy_init_scale_growth_tracker(torch.device("cpu"))

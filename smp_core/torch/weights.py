@@ -1,0 +1,329 @@
+"""What a rank holds of its model, and the model's whole state: gathered, loaded, merged
+(SMP_API.md 1.7).
+
+Names are those of the wrapped module, without a prefix. Each function takes the DistributedModel.
+Until the model is partitioned every rank holds all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from smp_core.errors import ArgumentTypeError
+from smp_core.topology import GroupKind
+from smp_core.torch.pipeline import foreign, placement, sharing
+
+if TYPE_CHECKING:
+    from smp_core.torch.model import DistributedModel
+
+PARTIAL = "_smp_is_partial"
+
+
+def owns(model: DistributedModel, path: str) -> bool:
+    """Whether this rank holds the module at ``path``."""
+    if model.placement is None:
+        return True
+    return model.placement.modules[path] == _here(model)
+
+
+def _here(model: DistributedModel) -> int:
+    return model._session.runtime.position(GroupKind.PP)
+
+
+def local_named_modules(model: DistributedModel) -> Iterator[tuple[str, nn.Module]]:
+    """(path, module) of this partition, in the order of ``named_modules``."""
+    for path, module in model.module.named_modules():
+        if owns(model, path):
+            yield path, module
+
+
+def local_modules(model: DistributedModel) -> Iterator[nn.Module]:
+    """The modules of this partition."""
+    for _, module in local_named_modules(model):
+        yield module
+
+
+def local_named_parameters(model: DistributedModel) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name, parameter) of this partition, each parameter once. There may be none."""
+    for name, parameter in model.module.named_parameters():
+        if owns(model, name.rpartition(".")[0]):
+            yield name, parameter
+
+
+def local_parameters(model: DistributedModel) -> Iterator[nn.Parameter]:
+    """The parameters of this partition. There may be none."""
+    for _, parameter in local_named_parameters(model):
+        yield parameter
+
+
+def local_named_buffers(model: DistributedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, buffer) of this partition, each buffer once."""
+    for name, buffer in model.module.named_buffers():
+        if owns(model, name.rpartition(".")[0]):
+            yield name, buffer
+
+
+def local_buffers(model: DistributedModel) -> Iterator[torch.Tensor]:
+    """The buffers of this partition."""
+    for _, buffer in local_named_buffers(model):
+        yield buffer
+
+
+def local_state_dict(model: DistributedModel) -> dict[str, Any]:
+    """This rank's part of the state, and ``_smp_is_partial``, which is False as long as the part is
+    the whole (before partitioning). No communication. Tensors share memory with the model, as those
+    of torch's ``state_dict`` do.
+    """
+    state = {key: value for key, value in _entries(model).items() if value is not _ELSEWHERE}
+    state[PARTIAL] = model.placement is not None
+    return state
+
+
+def state_dict(model: DistributedModel, gather_to_rank0: bool = False) -> dict[str, Any]:
+    """The state of the whole model: keys, order and values of the wrapped module's own
+    ``state_dict``, as a plain dict.
+
+    Collective over the PP group (SMP_API.md 1.7: called on every rank of at least ``dp_rank`` 0);
+    before partitioning, and at pipeline degree 1, there is nothing to gather. What this rank holds
+    shares memory with the model. With ``gather_to_rank0`` only world rank 0 gets it, the others an
+    empty dict.
+    """
+    entries = _entries(model)
+    runtime = model._session.runtime
+    group = runtime.group(GroupKind.PP)
+    if model.placement is not None and len(group.ranks) > 1:
+        objects = runtime.fabric.objects
+        if not gather_to_rank0:
+            parts = objects.allgather(_packed(entries), group)
+        elif 0 not in group.ranks:
+            return {}
+        elif runtime.rank:
+            objects.send(_packed(entries), 0)
+            return {}
+        else:
+            parts = [objects.recv_from(rank) for rank in group.ranks[1:]]
+        for keys, values in parts:
+            for key, index in keys.items():
+                if entries.get(key, _ELSEWHERE) is _ELSEWHERE:
+                    entries[key] = values[index]
+    if gather_to_rank0 and runtime.rank:
+        return {}
+    return entries
+
+
+_ELSEWHERE: Any = object()  # the value of a key that another rank holds
+
+
+def _entries(model: DistributedModel) -> dict[str, Any]:
+    """The module's state in torch's order, where values of other ranks are ``_ELSEWHERE``.
+
+    A parameter or buffer is the owner's under whatever key a hook of the module put it; anything else
+    (extra state, what a hook added) belongs to the module whose path its key starts with.
+    """
+    state = model.module.state_dict(keep_vars=True)
+    owners = {id(entry.tensor): entry.module for entry in sharing.entries(model.module)}
+    paths = {path for path, _ in model.module.named_modules(remove_duplicate=False)}
+    entries: dict[str, Any] = {}
+    for key, value in state.items():
+        path = owners.get(id(value))
+        if path is None:
+            path = key.rpartition(".")[0]
+            while path not in paths:
+                path = path.rpartition(".")[0]
+        if not owns(model, path):
+            entries[key] = _ELSEWHERE
+        else:
+            entries[key] = value.detach() if isinstance(value, torch.Tensor) else value
+    return entries
+
+
+def _packed(entries: dict[str, Any]) -> tuple[dict[str, int], list[Any]]:
+    """(key to index, values) of what is here: tied entries travel once, views without their base."""
+    keys: dict[str, int] = {}
+    values: list[Any] = []
+    known: dict[Any, int] = {}
+    for key, value in entries.items():
+        if value is _ELSEWHERE:
+            continue
+        if isinstance(value, torch.Tensor):
+            span = sharing.span(value)
+            same = (span, value.shape, value.stride(), value.dtype) if span else (key,)
+            if same in known:
+                keys[key] = known[same]
+                continue
+            known[same] = len(values)
+            value = value.clone(memory_format=torch.preserve_format)
+        keys[key] = len(values)
+        values.append(value)
+    return keys, values
+
+
+def load_state_dict(
+    model: DistributedModel,
+    state: Mapping[str, Any],
+    strict: bool = True,
+    same_partition_load: bool = False,
+) -> Any:
+    """Load a full state, or this rank's partial one (``_smp_is_partial`` true), into the model.
+
+    Before the model is partitioned the load waits until it is, and the result is None; what it raises,
+    it raises then. Partial states are merged over the PP group, which all of it must load, so they may
+    be of another partition; with ``same_partition_load`` each rank takes its own, unmerged. A full
+    state needs no communication.
+
+    Returns torch's (missing_keys, unexpected_keys). Raises as torch's ``load_state_dict`` does, in its
+    words: RuntimeError naming missing and unexpected keys if ``strict``, and sizes that differ, on
+    every rank that loads the state.
+    """
+    if not isinstance(state, Mapping):
+        raise ArgumentTypeError(
+            f"model.load_state_dict: the state is a {type(state).__name__}, not a dict"
+        )
+    if not model.partitioned:
+        deferred(model).append((state, strict, same_partition_load))
+        return None
+    return _load(model, state, strict, same_partition_load)
+
+
+def deferred(model: DistributedModel) -> list[tuple[Mapping[str, Any], bool, bool]]:
+    """The loads that wait for the partition."""
+    loads: list[tuple[Mapping[str, Any], bool, bool]] = vars(model).setdefault("_smp_loads", [])
+    return loads
+
+
+def load_deferred(model: DistributedModel) -> None:
+    """Carry out what waited, in order; after partitioning and its hooks, before the first step."""
+    waiting = list(deferred(model))
+    deferred(model).clear()
+    for state, strict, same_partition in waiting:
+        _load(model, state, strict, same_partition)
+
+
+def _load(
+    model: DistributedModel, state: Mapping[str, Any], strict: bool, same_partition: bool
+) -> Any:
+    partial = bool(state.get(PARTIAL, False))
+    plain = {key: value for key, value in state.items() if key != PARTIAL}
+    runtime = model._session.runtime
+    group = runtime.group(GroupKind.PP)
+    if partial and not same_partition and len(group.ranks) > 1:
+        merged: dict[str, Any] = {}
+        for keys, values in runtime.fabric.objects.allgather(_packed(plain), group):
+            merged.update({key: values[index] for key, index in keys.items()})
+        plain = {**merged, **plain}
+    if getattr(state, "_metadata", None) is not None and not partial:
+        plain = _with_metadata(plain, state)
+    with _meta_elsewhere(model) as away:
+        if not (partial and same_partition):
+            return model.module.load_state_dict(plain, strict=strict)
+        result = model.module.load_state_dict(plain, strict=False)
+        missing = [
+            key
+            for key in result.missing_keys
+            if key not in away and owns(model, _module_of(model, key))
+        ]
+        if strict and (missing or result.unexpected_keys):
+            raise RuntimeError(_complaint(model, missing, result.unexpected_keys))
+        return type(result)(missing, result.unexpected_keys)
+
+
+def _with_metadata(plain: dict[str, Any], state: Any) -> Any:
+    """A copy that keeps the versions of the modules, by which they read old states."""
+    import collections
+
+    ordered: Any = collections.OrderedDict(plain)
+    ordered._metadata = state._metadata
+    return ordered
+
+
+def _module_of(model: DistributedModel, key: str) -> str:
+    path = key.rpartition(".")[0]
+    assert model.placement is not None
+    while path not in model.placement.modules:
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _complaint(model: DistributedModel, missing: list[str], unexpected: list[str]) -> str:
+    """In the words of torch.nn.Module.load_state_dict."""
+    lines = [
+        f"{what} key(s) in state_dict: " + ", ".join(f'"{key}"' for key in keys) + ". "
+        for what, keys in (("Unexpected", unexpected), ("Missing", missing))
+        if keys
+    ]
+    name = type(model.module).__name__
+    return f"Error(s) in loading state_dict for {name}:\n\t" + "\n\t".join(lines)
+
+
+@contextlib.contextmanager
+def _meta_elsewhere(model: DistributedModel) -> Iterator[set[str]]:
+    """While entered, other ranks' parameters and buffers stand in the tree as meta tensors of their
+    true shapes: a load checks them and copies nothing. Yields their names.
+    """
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    names: set[str] = set()
+    first_name = {id(entry.tensor): entry.name for entry in placement.unique(model.module)}
+    shapes = vars(model).get(placement.SHAPES, {})
+    for entry in list(sharing.entries(model.module)):
+        if owns(model, entry.module):
+            continue
+        own = entry.name.rpartition(".")[2]
+        registry: dict[str, Any] = (
+            entry.owner._parameters if entry.kind == "parameter" else entry.owner._buffers
+        )
+        shape = shapes[first_name[id(entry.tensor)]]
+        stand_in = torch.empty(shape, dtype=entry.tensor.dtype, device="meta")
+        before.append((registry, own, registry[own]))
+        registry[own] = (
+            nn.Parameter(stand_in, requires_grad=entry.tensor.requires_grad)
+            if entry.kind == "parameter"
+            else stand_in
+        )
+        names.add(entry.name)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
+            yield names
+    finally:
+        for registry, own, tensor in before:
+            registry[own] = tensor
+
+
+def cpu(model: DistributedModel) -> None:
+    """Make the wrapped module whole on every rank of the PP group, on the CPU: parameters and all
+    buffers are gathered (SMP_API.md 1.7). Collective over the PP group.
+
+    The copies of what others own are for reading, as after training; the next step empties them again
+    (``part_again``).
+    """
+    model.module.cpu()
+    if model.placement is None or model.placement.degree == 1:
+        return
+    runtime = model._session.runtime
+    mine = {
+        entry.name: entry.tensor.detach()
+        for entry in placement.unique(model.module)
+        if owns(model, entry.module)
+    }
+    group = runtime.group(GroupKind.PP)
+    gathered: dict[str, torch.Tensor] = {}
+    for keys, values in runtime.fabric.objects.allgather(_packed(mine), group):
+        gathered.update({key: values[index] for key, index in keys.items()})
+    for entry in list(placement.unique(model.module)):
+        if not owns(model, entry.module):
+            foreign.unmark(entry.tensor)
+            placement.replace(entry.tensor, gathered[entry.name])
+    vars(model)["_smp_whole"] = True
+
+
+def part_again(model: DistributedModel) -> None:
+    """Before a step: give up what ``cpu`` gathered."""
+    if vars(model).pop("_smp_whole", False):
+        assert model.placement is not None
+        placement.release(model.module, model.placement, _here(model))
