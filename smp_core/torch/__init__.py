@@ -37,8 +37,19 @@ from smp_core.comm import (
     tp_size,
 )
 from smp_core.runtime import init, is_initialized, shutdown
+from smp_core.torch import amp
 from smp_core.torch.activations import set_activation_checkpointing
 from smp_core.torch.model import DistributedModel
+from smp_core.torch.optimizer import DistributedOptimizer
+from smp_core.torch.partitioning import (
+    delay_param_initialization,
+    is_tracing,
+    model_creation,
+    num_microbatches,
+    partition,
+    set_partition,
+)
+from smp_core.torch.state_mod import core, is_tracing, state
 from smp_core.torch.step import StepOutput, step
 
 WORLD = CommGroup.WORLD
@@ -57,11 +68,15 @@ __all__ = [
     "WORLD",
     "CommGroup",
     "DistributedModel",
+    "DistributedOptimizer",
     "RankType",
     "StepOutput",
     "allgather",
+    "amp",
     "barrier",
     "broadcast",
+    "core",
+    "delay_param_initialization",
     "dp_barrier",
     "dp_rank",
     "dp_size",
@@ -78,11 +93,16 @@ __all__ = [
     "get_world_process_group",
     "init",
     "is_initialized",
+    "is_tracing",
+    "is_tracing",
     "local_rank",
     "local_size",
+    "model_creation",
     "mp_barrier",
     "mp_rank",
     "mp_size",
+    "num_microbatches",
+    "partition",
     "pp_rank",
     "pp_size",
     "rank",
@@ -91,8 +111,10 @@ __all__ = [
     "recv_from",
     "send",
     "set_activation_checkpointing",
+    "set_partition",
     "shutdown",
     "size",
+    "state",
     "step",
     "tp_rank",
     "tp_size",

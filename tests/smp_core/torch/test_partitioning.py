@@ -1,0 +1,225 @@
+"""smp.partition, set_partition and model_creation, without a step."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from smp_core.errors import ArgumentTypeError
+from smp_core.torch import creation
+from smp_core.torch.exceptions import PartitionError, UnsupportedTrainingError
+from smp_core.torch.pipeline import placement
+from smp_core.torch.session import current
+
+MANUAL = {"pipeline_parallel_degree": 3, "auto_partition": False, "default_partition": 0}
+
+
+def owners(module):
+    return dict(placement.decide(current("test"), module).modules)
+
+
+class Two(nn.Module):
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@pytest.mark.smp(ranks=3, **MANUAL)
+def test_the_innermost_partition_of_creation_counts_wherever_the_module_is_assigned(smp):
+    with smp.partition(1):
+        outer = nn.Linear(2, 2)
+        with smp.partition(2):
+            inner = nn.Linear(2, 2)
+        after = nn.Linear(2, 2)
+    plain = nn.Linear(2, 2)
+    assert owners(nn.Sequential(plain, outer, inner, after)) == {
+        "": 0,
+        "0": 0,
+        "1": 1,
+        "2": 2,
+        "3": 1,
+    }
+
+
+@pytest.mark.smp(ranks=3, **MANUAL)
+def test_modules_that_are_copied_or_unpickled_inside_are_created_inside(smp):
+    layer = nn.Linear(2, 2)
+    with smp.partition(2):
+        copied, loaded = copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))
+    kept = copy.deepcopy(copied)  # outside: as its original
+    assert owners(nn.Sequential(layer, copied, loaded, kept)) == {
+        "": 0,
+        "0": 0,
+        "1": 2,
+        "2": 2,
+        "3": 2,
+    }
+
+
+@pytest.mark.smp(ranks=3, **MANUAL)
+def test_module_init_is_as_before_after_use_and_after_an_error(smp):
+    before = nn.Module.__init__, nn.Module.__setstate__
+    with pytest.raises(ZeroDivisionError), smp.partition(1), smp.partition(2):
+        assert nn.Module.__init__ is not before[0]
+        _ = 1 / 0
+    assert (nn.Module.__init__, nn.Module.__setstate__) == before
+    assert owners(nn.Sequential(nn.Linear(1, 1))) == {"": 0, "0": 0}
+
+
+@pytest.mark.smp(ranks=3, **MANUAL)
+def test_ranks_that_are_threads_do_not_see_each_others_partition(smp):
+    with smp.partition(smp.rank()):
+        smp.barrier()
+        layer = nn.Linear(1, 1)
+        smp.barrier()
+    smp.barrier()
+    assert owners(nn.Sequential(layer, nn.Linear(1, 1))) == {"": 0, "0": smp.rank(), "1": 0}
+
+
+@pytest.mark.smp(ranks=3, **MANUAL)
+@pytest.mark.parametrize("index", [-1, 3, 7])
+def test_an_index_out_of_range_is_refused_at_once_with_the_range(smp, index):
+    with (
+        pytest.raises(PartitionError, match=rf"partition {index} .*from 0 to 2"),
+        smp.partition(index),
+    ):
+        pytest.fail("entered")
+    with pytest.raises(PartitionError, match=rf"partition {index} .*from 0 to 2"):
+        smp.set_partition(nn.Linear(1, 1), index)
+    for wrong in (True, "1", 1.0, None):
+        with pytest.raises(ArgumentTypeError), smp.partition(wrong):
+            pytest.fail("entered")
+
+
+@pytest.mark.smp(ranks=2, pipeline_parallel_degree=2)
+def test_partition_says_nothing_under_auto_partition(smp):
+    with smp.partition(9):
+        layer = nn.Linear(1, 1)
+    smp.set_partition(layer, 9)
+    assert not hasattr(layer, placement.MARK)
+
+
+@pytest.mark.smp(ranks=3, **MANUAL)
+def test_set_partition_takes_the_subtree_and_the_last_word_counts(smp):
+    with smp.partition(1):
+        model = Two(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), nn.Linear(1, 1))
+    smp.set_partition(model.first, 2)
+    smp.set_partition(model.first[1], 0)
+    assert owners(model) == {"": 1, "first": 2, "first.0": 2, "first.1": 0, "second": 1}
+    with pytest.raises(ArgumentTypeError, match="not a torch.nn.Module"):
+        smp.set_partition("first", 1)
+
+
+@pytest.mark.smp(ranks=3, pipeline_parallel_degree=3, auto_partition=False, default_partition=2)
+def test_modules_without_parameters_and_lists_follow_the_module_above(smp):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            with smp.partition(1):
+                self.block = Two(nn.Sequential(nn.Dropout(), nn.ReLU()), nn.Linear(1, 1))
+                self.act = nn.ReLU()
+            with smp.partition(0):
+                self.weights = nn.ParameterList([nn.Parameter(torch.ones(1))])
+                self.layers = nn.ModuleList([nn.Linear(1, 1), nn.Tanh()])
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return x
+
+    placed = placement.decide(current("test"), Net())
+    assert dict(placed.modules) == {
+        "": 2, "block": 1, "block.first": 1, "block.first.0": 1, "block.first.1": 1, "block.second": 1,
+        "act": 2, "weights": 2, "layers": 2, "layers.0": 0, "layers.1": 2,
+    }  # fmt: skip
+    assert placed.parameters == {
+        "scale": 2, "block.second.weight": 1, "block.second.bias": 1, "weights.0": 2,
+        "layers.0.weight": 0, "layers.0.bias": 0,
+    }  # fmt: skip
+
+
+def build():
+    model = nn.Sequential(
+        nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Embedding(9, 4, padding_idx=0), nn.LSTM(3, 2)
+    )
+    for parameter in model[0].parameters():
+        nn.init.normal_(parameter, 0.0, 0.02)
+    nn.init.trunc_normal_(model[2].weight)
+    nn.init.orthogonal_(model[3].weight_hh_l0)
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    model.append(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+    with torch.no_grad():
+        model[2].weight[1:3].fill_(7.0)
+        model[0].weight[2].copy_(torch.arange(5.0))
+    model.rates = [rate.item() for rate in torch.linspace(0, 0.5, 4)]
+    generator = torch.Generator().manual_seed(3)
+    model.drawn = nn.Parameter(torch.randn(4, 3, generator=generator).t())
+    model.register_buffer("steps", torch.linspace(0, 1, 5), persistent=False)
+    return model
+
+
+@pytest.mark.smp(ranks=1)
+def test_delayed_values_are_those_of_the_code_without_delay_bit_for_bit(smp):
+    torch.manual_seed(3)
+    plain, after = build(), torch.rand(2)
+    torch.manual_seed(3)
+    with smp.delay_param_initialization():
+        late = build()
+    assert torch.equal(torch.rand(2), after)
+    assert all(parameter.is_meta for parameter in late.parameters())
+    assert late.rates == plain.rates
+    session = current("test")
+    pairs = zip(
+        [*plain.named_parameters(), *plain.named_buffers()],
+        [*late.named_parameters(), *late.named_buffers()],
+        strict=True,
+    )
+    for (name, wanted), (_, got) in pairs:
+        value = creation.value(session, got, name)
+        assert torch.equal(value, wanted), name
+        assert value.stride() == wanted.stride()
+
+
+@pytest.mark.smp(ranks=1)
+def test_delay_that_is_not_enabled_and_tensors_on_meta_of_the_users_own(smp):
+    with smp.delay_param_initialization(False):
+        assert not nn.Linear(1, 1).weight.is_meta
+    with smp.delay_param_initialization(), smp.delay_param_initialization(enabled=False):
+        assert nn.Linear(1, 1).weight.untyped_storage().data_ptr() == 0
+    with pytest.raises(UnsupportedTrainingError, match="'w' is on the meta device"):
+        creation.value(current("test"), torch.empty(2, device="meta"), "w")
+
+
+@pytest.mark.smp(ranks=1)
+def test_model_creation_sets_the_dtype_and_puts_it_back(smp):
+    with smp.model_creation(dtype=torch.float64, zero_init=True, flash_attention=False):
+        layer = nn.Linear(1, 1)
+    assert layer.weight.dtype == torch.float64
+    assert nn.Linear(1, 1).weight.dtype == torch.float32
+    with (
+        pytest.raises(ArgumentTypeError, match="floating-point"),
+        smp.model_creation(dtype=torch.int8),
+    ):
+        pytest.fail("entered")
+    with pytest.raises(ZeroDivisionError), smp.model_creation(dtype=torch.float64):
+        _ = 1 / 0
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.smp(ranks=1, delayed_parameter_initialization=True)
+def test_the_configuration_key_delays_in_model_creation(smp):
+    with smp.model_creation():
+        layer = nn.Linear(1, 1)
+    assert layer.weight.is_meta
+
+
+@pytest.mark.smp(ranks=1, microbatches=3)
+def test_number_of_microbatches_and_tracing(smp):
+    assert smp.num_microbatches() == 3
+    assert smp.is_tracing() is False
