@@ -39,6 +39,7 @@ from smp_core.comm import (
 from smp_core.runtime import init, is_initialized, shutdown
 from smp_core.torch import amp
 from smp_core.torch.activations import set_activation_checkpointing
+from smp_core.torch.checkpoint import load, resume_from_checkpoint, save, save_checkpoint
 from smp_core.torch.model import DistributedModel
 from smp_core.torch.optimizer import DistributedOptimizer
 from smp_core.torch.partitioning import (
@@ -49,7 +50,7 @@ from smp_core.torch.partitioning import (
     partition,
     set_partition,
 )
-from smp_core.torch.state_mod import core, is_tracing, state
+from smp_core.torch.state_mod import core, state
 from smp_core.torch.step import StepOutput, step
 
 WORLD = CommGroup.WORLD
@@ -94,7 +95,7 @@ __all__ = [
     "init",
     "is_initialized",
     "is_tracing",
-    "is_tracing",
+    "load",
     "local_rank",
     "local_size",
     "model_creation",
@@ -109,6 +110,9 @@ __all__ = [
     "rdp_rank",
     "rdp_size",
     "recv_from",
+    "resume_from_checkpoint",
+    "save",
+    "save_checkpoint",
     "send",
     "set_activation_checkpointing",
     "set_partition",

@@ -9,8 +9,8 @@ parameters, and calls go to their owners.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from smp_core.errors import ArgumentError, ArgumentTypeError, SmpError
 from smp_core.microbatch import Call
 from smp_core.topology import GroupKind
 from smp_core.torch import session as sessions
+from smp_core.torch import weights
 from smp_core.torch.exceptions import (
     DetachedLossError,
     OutsideStepError,
@@ -227,40 +228,50 @@ class DistributedModel(nn.Module):
 
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """This partition's modules, by path; all of them before partitioning."""
-        for path, module in self.module.named_modules():
-            if self._is_here(path):
-                yield path, module
+        return weights.local_named_modules(self)
 
     def local_modules(self) -> Iterator[nn.Module]:
         """This partition's modules."""
-        for _, module in self.local_named_modules():
-            yield module
+        return weights.local_modules(self)
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This partition's parameters, by name, each once; all of them before partitioning."""
-        yield from self._local("parameter")
+        return weights.local_named_parameters(self)
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
         """This partition's parameters. There may be none."""
-        for _, parameter in self._local("parameter"):
-            yield parameter
+        return weights.local_parameters(self)
 
     def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This partition's buffers, by name, each once."""
-        yield from self._local("buffer")
+        return weights.local_named_buffers(self)
 
     def local_buffers(self) -> Iterator[torch.Tensor]:
         """This partition's buffers."""
-        for _, buffer in self._local("buffer"):
-            yield buffer
+        return weights.local_buffers(self)
 
-    def _local(self, kind: str) -> Iterator[tuple[str, Any]]:
-        for entry in placement.unique(self.module):
-            if entry.kind == kind and self._is_here(entry.module):
-                yield entry.name, entry.tensor
+    def local_state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state, with the key ``_smp_is_partial``."""
+        return weights.local_state_dict(self)
 
-    def _is_here(self, path: str) -> bool:
-        return self.placement is None or self.placement.owner(path) == self._pp_rank
+    def state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:  # type: ignore[override]
+        """The state of the whole model, gathered: every rank of the PP group calls it. With
+        ``gather_to_rank0`` all ranks but 0 get an empty dict.
+        """
+        return weights.state_dict(self, gather_to_rank0)
+
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
+    ) -> Any:
+        """Load a full or a partial state; before the model is partitioned it waits until it is. See
+        weights.load_state_dict.
+        """
+        return weights.load_state_dict(self, state_dict, strict, same_partition_load)
+
+    def cpu(self) -> Self:
+        """Gather the whole model on every rank of the PP group, on the CPU."""
+        weights.cpu(self)
+        return self
 
     # Tensor parallelism: no module is distributed over tp ranks, each has the whole of its partition.
 
@@ -314,7 +325,9 @@ class DistributedModel(nn.Module):
         session = self._session
         if not self.partitioned:
             self._partition(lambda: self._decide(body, split))
+        weights.part_again(self)
         self._post_partition.run(self, session.optimizer)
+        weights.load_deferred(self)
         assert self._watch is not None
         self._watch.refresh()
         assert self.gradients is not None

@@ -1,0 +1,218 @@
+"""smp.DistributedModel: its arguments, its hooks, and the order of a first step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import smp_core.torch as smp
+from smp_core.errors import ArgumentError, ArgumentTypeError
+from smp_core.torch import model as smp_model
+from smp_core.torch import state_mod
+from smp_core.torch.exceptions import UnsupportedTrainingError
+from smp_core.torch.partitioning import partition, set_partition
+
+CONFIG = {
+    "pipeline_parallel_degree": 2,
+    "microbatches": 2,
+    "auto_partition": False,
+    "default_partition": 0,
+    "ddp": True,
+}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        with partition(1):
+            self.second = nn.Linear(2, 2)
+            self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, x):
+        return self.norm(self.second(self.first(x)))
+
+
+@smp.step
+def train(model, x):
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def what_is_local(model):
+    return (
+        [path for path, _ in model.local_named_modules()],
+        [name for name, _ in model.local_named_parameters()],
+        [name for name, _ in model.local_named_buffers()],
+        len(list(model.local_modules())),
+        len(list(model.local_parameters())),
+        len(list(model.local_buffers())),
+    )
+
+
+def parts():
+    model = smp.DistributedModel(Net())
+    before = model.partitioned, what_is_local(model)
+    train(model, torch.randn(4, 2))
+    assert model.get_module() is model.module
+    assert not list(model.distributed_modules())
+    assert not list(model.scaled_batch_reducer_named_parameters())
+    names = [name for name, _ in model.local_named_parameters()]
+    assert [name for name, _ in model.default_reducer_named_parameters()] == names
+    assert [name for name, _ in model.virtual_named_parameters()] == names
+    for p in model.local_parameters():
+        assert not model.is_distributed_parameter(p)
+        assert not model.is_scaled_batch_parameter(p)
+    for b in model.local_buffers():
+        assert not model.is_distributed_buffer(b)
+        assert not model.is_scaled_batch_buffer(b)
+    elsewhere = [p for p in model.module.parameters() if p.numel() == 0]
+    return before, (model.partitioned, what_is_local(model)), len(elsewhere)
+
+
+def test_each_rank_holds_its_partition_alone(smp_world):
+    everything = (
+        ["", "first", "second", "norm"],
+        ["first.weight", "first.bias", "second.weight", "second.bias", "norm.weight", "norm.bias"],
+        ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"],
+        *(4, 6, 3),
+    )
+    first = (["", "first"], everything[1][:2], [], 2, 2, 0)
+    second = (["second", "norm"], everything[1][2:], everything[2], 2, 4, 3)
+    results = smp_world.run(parts, ranks=4, config=CONFIG)
+    for rank, (before, after, elsewhere) in enumerate(results):
+        assert before == (False, everything)
+        assert after == (True, first if rank % 2 == 0 else second)
+        assert elsewhere == (4 if rank % 2 == 0 else 2)
+
+
+def order_of_a_first_step():
+    seen = []
+    model = smp.DistributedModel(Net())
+    model.module.first.register_forward_hook(lambda *_: seen.append("forward"))
+    model.register_post_partition_hook(lambda m, o: seen.append(("partitioned", m is model, o)))
+    model.register_post_partition_hook(lambda m, o: seen.append("never")).remove()
+    model.register_post_step_hook(lambda m, o: seen.append(("stepped", m is model, o)))
+
+    @smp.step
+    def train(model, x):
+        seen.append("traced" if smp.is_tracing() else "body")
+        loss = model(x).mean()
+        model.backward(loss)
+        return loss
+
+    for _ in range(2):
+        train(model, torch.randn(4, 2))
+        seen.append("end")
+    return seen
+
+
+def test_the_first_step(smp_world):
+    config = {**CONFIG, "pipeline": "simple"}
+    driver, other = smp_world.run(order_of_a_first_step, ranks=2, config=config)
+    hooks = ("partitioned", True, None), ("stepped", True, None)
+    step = ["body", "forward", "body", "forward"]
+    assert driver == ["traced", "forward", hooks[0], *step, hooks[1], "end", *step, "end"]
+    assert other == [*hooks, "end", "end"]
+
+
+def bad_arguments():
+    def refused(kind, *args, **kwargs):
+        with pytest.raises(kind):
+            smp.DistributedModel(*args, **kwargs)
+
+    refused(ArgumentTypeError, "module")
+    refused(ArgumentError, Net(), trace_device="tpu")
+    refused(ArgumentError, Net(), trace_device="cpu", trace_execution_times=True)
+    refused(ArgumentError, Net(), backward_passes_per_step=0)
+    refused(ArgumentTypeError, Net(), backward_passes_per_step=1.5)
+    refused(ArgumentTypeError, Net(), bucket_cap_mb="big")
+    refused(ArgumentError, Net(), bucket_cap_mb=0)
+    refused(UnsupportedTrainingError, torch.jit.ScriptModule())
+    smp.DistributedModel(  # none of them counts as the model
+        Net(),
+        trace_device="cpu",
+        trace_execution_times=False,
+        overlapping_allreduce=False,
+        backward_passes_per_step=2,
+        average_grads_across_microbatches=False,
+        bucket_cap_mb=0.5,
+        trace_memory_usage=True,
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=True,
+    )
+
+
+def test_arguments(smp_world):
+    smp_world.run(bad_arguments, ranks=2, config=CONFIG)
+
+
+def accumulated(average):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
+    reference = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
+    reference.load_state_dict(net.state_dict())
+    set_partition(net[2], 1)
+    model = smp.DistributedModel(
+        net, backward_passes_per_step=3, average_grads_across_microbatches=average
+    )
+    steps = [torch.randn(4, 2) for _ in range(3)]
+    for index, x in enumerate(steps):
+        assert all(p.grad is None for p in model.local_parameters()), index
+        train(model, x)
+        for part in x.chunk(2):
+            (reference(part).square().mean() / (2 if average else 1)).backward()
+    expected = dict(reference.named_parameters())
+    for name, p in model.local_named_parameters():
+        torch.testing.assert_close(p.grad, expected[name].grad)
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_steps_are_summed_and_microbatches_averaged(smp_world, average):
+    smp_world.run(accumulated, average, ranks=2, config=CONFIG)
+
+
+def replicas():
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(2, 4, 2)
+    reference = Net()
+    reference.load_state_dict(net.state_dict())
+    torch.manual_seed(smp.rank())
+    for p in net.parameters():  # those of pp_rank 0 and dp_rank 0 count
+        if smp.rank():
+            nn.init.normal_(p)
+    model = smp.DistributedModel(net)
+    train(model, x[smp.dp_rank()])
+    for batch in x:
+        for part in batch.chunk(2):
+            (reference(part).square().mean() / 4).backward()
+    expected = dict(reference.named_parameters())
+    for name, p in model.local_named_parameters():
+        assert torch.equal(p, expected[name])
+        torch.testing.assert_close(p.grad, expected[name].grad)
+
+
+def test_replicas_average_their_gradients(smp_world):
+    smp_world.run(replicas, ranks=4, config=CONFIG)
+
+
+def facades():
+    assert smp.state.cfg.microbatches == 2
+    assert not smp.state.cfg.fp16
+    assert smp.state.model is None
+    model = smp.DistributedModel(Net())
+    assert smp.state.model is model
+    assert smp.state.optimizer is None
+    assert not list(smp.state.module_manager.translate_functions)
+    assert smp.core.initialized
+    smp.core.barrier()
+    assert not smp.is_tracing()
+    assert smp_model.DistributedModel is smp.DistributedModel
+    assert state_mod.state is smp.state
+
+
+def test_what_scripts_read_of_the_inside(smp_world):
+    smp_world.run(facades, ranks=2, config=CONFIG)
