@@ -328,6 +328,8 @@ class DistributedModel(nn.Module):
         weights.part_again(self)
         self._post_partition.run(self, session.optimizer)
         weights.load_deferred(self)
+        if session.optimizer is not None:
+            session.optimizer.load_deferred()
         assert self._watch is not None
         self._watch.refresh()
         assert self.gradients is not None

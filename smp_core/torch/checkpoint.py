@@ -1,0 +1,508 @@
+"""Saving and loading: one file per rank, or a checkpoint of the whole training (SMP_API.md 1.11).
+
+`smp.save` and `smp.load` are each rank's own affair: nothing is sent, and a script may call them on
+some ranks only. `smp.save_checkpoint` and `smp.resume_from_checkpoint` are calls of all ranks of the
+world. A checkpoint is complete when they return on any rank; what goes wrong on one is raised on
+all, in the same words, as soon as all know, so that none waits for one that has failed.
+
+Decided here, because the sources are silent (SMP_API.md 9.5):
+
+- ``*`` in ``model_*.pt`` and ``optimizer_*.pt`` is what `smp.save` appends: ``mp_rank`` without
+  tensor parallelism, ``pp_rank`` and ``tp_rank`` with it.
+- A partial file is written by ``rdp_rank`` 0 of its partition, everything else by world rank 0. The
+  path is one folder for all ranks; where it is not, the save is refused.
+- A partial folder also holds ``manifest.json`` (folders.py), and each model file the partition.
+- A full file ``{tag}`` is a dict: ``model`` and ``optimizer`` as of their ``state_dict()``, and ``user_content``, so
+  that one renaming replaces all of it; ``user_content_{tag}`` is a copy. What resumes takes a plain state dict, too,
+  such as `torch.save(module.state_dict(), ...)` makes.
+- ``newest`` holds the tag alone. It is written last.
+- A model that is not partitioned yet is refused by a partial save: which rank owns what is not
+  known. A full save is allowed as far as ``model.state_dict()`` is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from smp_core.errors import ArgumentError, ArgumentTypeError, SmpError
+from smp_core.runtime import current as runtime_of
+from smp_core.topology import GroupKind
+from smp_core.torch import files, folders, naming, plain, weights
+from smp_core.torch.exceptions import CheckpointError
+from smp_core.torch.pipeline import placement
+from smp_core.torch.session import Session
+from smp_core.torch.session import current as session_of
+from smp_core.torch.together import on_first, same, together
+
+if TYPE_CHECKING:
+    import types
+
+T = TypeVar("T")
+
+_SAVE, _RESUME = "smp.save_checkpoint", "smp.resume_from_checkpoint"
+_IS_PARTIAL = "_smp_is_partial"
+
+
+def save(
+    obj: object,
+    f: str | os.PathLike[str],
+    partial: bool = True,
+    pickle_module: types.ModuleType | None = None,
+    pickle_protocol: int = 2,
+    v3: bool = False,
+) -> None:
+    """Save ``obj`` to a file of this rank, or, if not ``partial``, to ``f`` itself.
+
+    The partial file is called ``{f}_{mp_rank}``; with tensor parallelism ``{f}_{pp_rank}_{tp_rank}``;
+    with ``v3`` ``{f}_{pp_rank}_{tp_rank}_{rdp_rank}``. Every rank that calls writes; of several that
+    write one name, each leaves a whole file, and the last one's stays.
+
+    Raises CheckpointError if ``obj`` holds what cannot be loaded without running code, naming its
+    path, or if the file cannot be written; what was there before is then still there. ArgumentError
+    for a ``pickle_module`` or ``pickle_protocol`` that `smp.load` cannot read. (SMP_API.md 1.11)
+    """
+    call = "smp.save"
+    runtime = runtime_of(call)
+    naming.refuse_module(call, pickle_module)
+    if pickle_protocol != 2:
+        raise ArgumentError(
+            f"{call}: pickle_protocol={pickle_protocol!r}: only protocol 2 can be loaded without running "
+            "code. Leave it out"
+        )
+    plain.check(obj, call, "obj")
+    path = naming.checked_path(call, "f", f)
+    files.save(path if not partial else naming.suffixed(path, naming.of_rank(runtime, v3)), obj)
+
+
+def load(
+    f: str | os.PathLike[str],
+    map_location: Any = None,
+    pickle_module: types.ModuleType | None = None,
+    partial: bool = True,
+    back_compat: bool = False,
+    **pickle_load_args: Any,
+) -> Any:
+    """Load what `smp.save` saved to ``f`` on this rank; no code of the file is run.
+
+    Of a partial file the name is found as `smp.save` makes it with this configuration, else as it
+    makes it with another, ``v3`` or not. ``back_compat``, for files from before version 1.10, looks
+    for ``{f}_{mp_rank}`` first.
+    ``map_location`` and ``pickle_load_args`` are those of `torch.load`.
+
+    Raises CheckpointError, naming the path, if the file is missing, torn, foreign or would run code.
+    ArgumentError for ``weights_only=False`` and a ``pickle_module`` of your own. (SMP_API.md 1.11)
+    """
+    call = "smp.load"
+    runtime = runtime_of(call)
+    naming.refuse_module(call, pickle_module)
+    if not pickle_load_args.pop("weights_only", True):
+        raise ArgumentError(
+            f"{call}: weights_only=False would run what the file says. Leave it out; for a file that you "
+            "trust call torch.load yourself"
+        )
+    path = naming.checked_path(call, "f", f)
+    if not partial:
+        return files.load(
+            path, "what smp.save(partial=False) wrote", map_location, **pickle_load_args
+        )
+    paths = [naming.suffixed(path, name) for name in naming.candidates(runtime, back_compat)]
+    found = next((each for each in paths if each.exists()), paths[0])
+    what = f"what smp.save wrote on pp_rank {runtime.position(GroupKind.PP)}"
+    return files.load(found, what, map_location, **pickle_load_args)
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str,
+    partial: bool = True,
+    model: Any = None,
+    optimizer: Any = None,
+    user_content: Any = None,
+    translate_if_full: bool = True,
+    num_kept_partial_checkpoints: int | None = None,
+) -> None:
+    """Save model, optimizer and ``user_content`` under ``path``; every rank of the world calls it.
+
+    Partial: the folder ``{tag}_partial`` with one ``model_*.pt`` and ``optimizer_*.pt`` per partition
+    and ``user_content.pt``. Full: the file ``{tag}``, and ``user_content_{tag}``. Then the text file
+    ``newest`` names the tag. Folder and file are replaced whole: whenever the call is cut off, there
+    is the checkpoint from before or the new one. ``path`` is made if need be.
+
+    Args:
+        tag: the same on all ranks; no slash.
+        model: the DistributedModel, or None to leave it out.
+        optimizer: the DistributedOptimizer, or None.
+        user_content: tensors, numbers, strings, and nests of them. World rank 0's is saved.
+        translate_if_full: has an effect on models with a translate function only (SMP_API.md 1.10).
+        num_kept_partial_checkpoints: how many partial checkpoints stay; the oldest go.
+
+    Raises CheckpointError on every rank: the arguments differ between ranks, user content cannot be
+    loaded without running code (its path is named), the model is not partitioned (``partial``), a
+    disk is full, the path is not one folder for all. ArgumentError, ArgumentTypeError for bad values.
+    (SMP_API.md 1.11)
+    """
+    session = session_of(_SAVE)
+    runtime = session.runtime
+
+    def check() -> tuple[object, ...]:
+        naming.check_tag(_SAVE, tag)
+        _outside_step(session, _SAVE)
+        _check_own(session, "model", model)
+        _check_own(session, "optimizer", optimizer)
+        keep = num_kept_partial_checkpoints
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int)):
+            raise ArgumentTypeError(
+                f"{_SAVE}: num_kept_partial_checkpoints must be an int or None, not {keep!r}"
+            )
+        if keep is not None and keep < 1:
+            raise ArgumentError(
+                f"{_SAVE}: num_kept_partial_checkpoints={keep}: must be at least 1, or None to keep all"
+            )
+        if partial and model is not None and not model.partitioned:
+            raise CheckpointError(
+                f"{_SAVE}: the model is not partitioned yet, so that no rank knows its part. Save after the "
+                "first step, or with partial=False"
+            )
+        plain.check(user_content, _SAVE, "user_content")
+        naming.checked_path(_SAVE, "path", path)
+        return tag, bool(partial), model is not None, optimizer is not None, keep
+
+    said = together(runtime, _SAVE, check)
+    same(_SAVE, "tag, partial, model, optimizer, number kept", said)
+    folder = naming.checked_path(_SAVE, "path", path)
+    if partial:
+        _save_partial(session, folder, tag, model, optimizer, user_content)
+    else:
+        _save_full(session, folder, tag, model, optimizer, user_content)
+
+    def conclude() -> None:
+        files.save_text(folder / naming.NEWEST, tag + "\n")
+        if partial and num_kept_partial_checkpoints is not None:
+            folders.prune(folder, num_kept_partial_checkpoints)
+
+    together(runtime, _SAVE, on_first(runtime, conclude))
+
+
+def _save_partial(
+    session: Session, path: Path, tag: str, model: Any, optimizer: Any, user_content: Any
+) -> None:
+    runtime = session.runtime
+    begun = together(runtime, _SAVE, on_first(runtime, lambda: folders.begin(path, tag)))
+    nonce = str(begun[0])
+
+    def fill() -> None:
+        folder = folders.to_fill(path, tag, nonce)
+        name = naming.of_rank(runtime)
+        if runtime.position(GroupKind.RDP) == 0:
+            if model is not None:
+                state = {
+                    "model": weights.local_state_dict(model),
+                    "partition": _partition_of(session),
+                    _IS_PARTIAL: True,
+                }
+                plain.check(state, _SAVE, "model.local_state_dict()")
+                files.save(folder / f"model_{name}.pt", state)
+            if optimizer is not None:
+                state = {"optimizer": optimizer.local_state_dict(), _IS_PARTIAL: True}
+                plain.check(state, _SAVE, "optimizer.local_state_dict()")
+                files.save(folder / f"optimizer_{name}.pt", state)
+        if runtime.rank == 0:
+            files.save(folder / folders.USER_CONTENT, user_content)
+
+    try:
+        together(runtime, _SAVE, fill)
+    except SmpError:
+        if runtime.rank == 0:
+            folders.discard(path, tag)
+        raise
+    together(
+        runtime,
+        _SAVE,
+        on_first(runtime, lambda: folders.finish(path, tag, naming.degrees(runtime))),
+    )
+
+
+def _save_full(
+    session: Session, path: Path, tag: str, model: Any, optimizer: Any, user_content: Any
+) -> None:
+    runtime = session.runtime
+
+    def gather() -> dict[str, Any]:
+        # Calls of all ranks. What one of them raises, it raises on all.
+        state: dict[str, Any] = {_IS_PARTIAL: False, "user_content": user_content}
+        if model is not None:
+            state["model"] = weights.state_dict(model, gather_to_rank0=True)
+        if optimizer is not None:
+            if runtime.topology.tensor > 1 or runtime.config.shard_optimizer_state:
+                raise CheckpointError(
+                    f"{_SAVE}: a full checkpoint of the optimizer's state is not supported with tensor parallelism or "
+                    "shard_optimizer_state (SMP_API.md 6). Save with partial=True, or without optimizer"
+                )
+            state["optimizer"] = optimizer.state_dict()
+        return state
+
+    mine: list[dict[str, Any]] = []
+    together(runtime, _SAVE, lambda: mine.append(gather()))
+
+    def write() -> None:
+        plain.check(mine[0], _SAVE, "the full state")
+        files.make_folder(path)
+        files.save(path / f"{naming.FULL_USER_CONTENT}{tag}", user_content)
+        files.save(path / tag, mine[0])
+
+    together(runtime, _SAVE, on_first(runtime, write))
+
+
+def resume_from_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str | None = None,
+    partial: bool = True,
+    strict: bool = True,
+    load_optimizer: bool = True,
+    load_sharded_optimizer_state: bool = True,
+    translate_function: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Load a checkpoint of `smp.save_checkpoint`; every rank of the world calls it. Returns the user
+    content.
+
+    Call it once model and optimizer are wrapped. Weights and optimizer state are loaded when the
+    model is partitioned: at once, if it is. A partial checkpoint brings its partition along, which then holds
+    whatever ``auto_partition`` and `smp.partition` say; a full one loads into any partition, and loads
+    no optimizer state.
+
+    Args:
+        tag: None for the one that the file ``newest`` names.
+        strict: as of `torch.nn.Module.load_state_dict`.
+        load_optimizer: False leaves the optimizer as it is.
+        load_sharded_optimizer_state: has an effect with sharded optimizer state only.
+        translate_function: applied to the model's state of a full checkpoint before it is loaded.
+
+    Raises CheckpointError on every rank, before anything is changed: the checkpoint is missing,
+    torn, foreign, was saved with other degrees (both numbers are named) or does not fit the model.
+    (SMP_API.md 1.11)
+    """
+    session = session_of(_RESUME)
+    runtime = session.runtime
+
+    def find() -> tuple[object, ...]:
+        _outside_step(session, _RESUME)
+        folder = naming.checked_path(_RESUME, "path", path)
+        if tag is not None:
+            naming.check_tag(_RESUME, tag)
+            return tag, bool(partial)
+        said = files.load_text(folder / naming.NEWEST, "the tag of the newest checkpoint").strip()
+        try:
+            naming.check_tag(_RESUME, said)
+        except SmpError as error:
+            raise CheckpointError(f"{folder / naming.NEWEST}: holds no tag: {error}") from error
+        return said, bool(partial)
+
+    found = together(runtime, _RESUME, find)
+    same(_RESUME, "tag and partial", found)
+    tag, folder = str(found[0][0]), naming.checked_path(_RESUME, "path", path)
+    loaded: list[_Loaded] = []
+    read = _read_partial if partial else _read_full
+    together(
+        runtime, _RESUME, lambda: loaded.append(read(session, folder, str(tag), load_optimizer))
+    )
+    state = loaded[0]
+    if state.model is not None and translate_function is not None and not partial:
+        together(runtime, _RESUME, lambda: _translate(state, translate_function))
+    together(runtime, _RESUME, lambda: _apply_model(session, state, strict))
+    together(runtime, _RESUME, lambda: _apply_optimizer(session, state))
+    return state.user_content
+
+
+class _Loaded:
+    """What a checkpoint holds for this rank; None for what it does not."""
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+        self.model: Any = None
+        self.partition: Any = None
+        self.optimizer: Any = None
+        self.user_content: Any = None
+
+
+def _read_partial(session: Session, path: Path, tag: str, load_optimizer: bool) -> _Loaded:
+    runtime = session.runtime
+    folder, manifest = folders.find(path, tag)
+    for key, now in naming.degrees(runtime).items():
+        then = manifest.degrees.get(key)
+        if then != now:
+            raise CheckpointError(
+                f"{folder}: saved with {key}={then}, and this run has {key}={now}. A partial checkpoint "
+                "needs the degrees that it was saved with: start with those, or resume from a full checkpoint "
+                "(partial=False)"
+            )
+    state = _Loaded(folder)
+    name = naming.of_rank(runtime)
+    if manifest.holds("model"):
+        _expect_own(session, folder, "model")
+        _listed(folder, manifest, f"model_{name}.pt")
+        content = _dict(
+            folder / f"model_{name}.pt", "the model's part of this rank", "model", "partition"
+        )
+        state.model, state.partition = content["model"], content["partition"]
+    if load_optimizer and manifest.holds("optimizer"):
+        _expect_own(session, folder, "optimizer")
+        _listed(folder, manifest, f"optimizer_{name}.pt")
+        content = _dict(
+            folder / f"optimizer_{name}.pt", "the optimizer's part of this rank", "optimizer"
+        )
+        state.optimizer = content["optimizer"]
+    elif load_optimizer and session.optimizer is not None:
+        raise CheckpointError(
+            f"{folder}: holds no state of an optimizer, and this run has one. Pass load_optimizer=False to "
+            "start with a new state"
+        )
+    state.user_content = files.load(folder / folders.USER_CONTENT, "the user content")
+    return state
+
+
+def _read_full(session: Session, path: Path, tag: str, load_optimizer: bool) -> _Loaded:
+    if (path / tag).is_dir() or (
+        (path / f"{tag}{folders.SUFFIX}").is_dir() and not (path / tag).exists()
+    ):
+        raise CheckpointError(
+            f"{path / tag}: expected the file of a full checkpoint; this tag is of a partial one. Resume with "
+            "partial=True"
+        )
+    state = _Loaded(path / tag)
+    content = files.load(path / tag, "a full checkpoint")
+    if not isinstance(content, Mapping):
+        raise CheckpointError(
+            f"{path / tag}: expected a full checkpoint, a dict, found a {type(content).__name__}"
+        )
+    if content.get(_IS_PARTIAL, False):
+        raise CheckpointError(
+            f"{path / tag}: expected a full checkpoint, found a partial one. Resume with partial=True"
+        )
+    if _IS_PARTIAL in content:
+        state.model, state.user_content = content.get("model"), content.get("user_content")
+    else:
+        state.model = content
+        beside = path / f"{naming.FULL_USER_CONTENT}{tag}"
+        if beside.exists():
+            state.user_content = files.load(beside, "the user content")
+    if state.model is not None:
+        _expect_own(session, path / tag, "model")
+    return state
+
+
+def _translate(state: _Loaded, function: Callable[[Any], Any]) -> None:
+    state.model = function(state.model)
+
+
+def _apply_model(session: Session, state: _Loaded, strict: bool) -> None:
+    if state.partition is not None:
+        _freeze(session, state.partition, state.where)
+    if state.model is not None and session.model is not None:
+        # Without communication: a rank whose file does not fit tells the others afterwards.
+        weights.load_state_dict(
+            session.model, state.model, strict, same_partition_load=state.partition is not None
+        )
+
+
+def _apply_optimizer(session: Session, state: _Loaded) -> None:
+    if state.optimizer is not None and session.optimizer is not None:
+        # No part to be merged with those of other ranks: it is all that this rank needs.
+        session.optimizer.load_state_dict({**state.optimizer, _IS_PARTIAL: False})
+
+
+# What is looked at on one rank.
+
+
+def _partition_of(session: Session) -> dict[str, Any]:
+    assert session.model is not None
+    placed = session.model.placement
+    assert placed is not None  # a model that is not partitioned was refused
+    return {
+        "degree": placed.degree,
+        "modules": dict(placed.modules),
+        "parameters": dict(placed.parameters),
+        "buffers": dict(placed.buffers),
+    }
+
+
+def _freeze(session: Session, partition: Any, where: Path) -> None:
+    """Let the partition hold that a checkpoint brought. Raises CheckpointError if it cannot."""
+    try:
+        made = placement.Placement(**partition)
+        tables = {"modules": made.modules, "parameters": made.parameters, "buffers": made.buffers}
+        ranks = [rank for table in tables.values() for rank in table.values()]
+        if any(type(rank) is not int or not 0 <= rank < made.degree for rank in ranks):
+            raise ValueError("it names partitions that do not exist")
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{where}: holds a partition that cannot be read ({error})"
+        ) from error
+    model: Any = session.model
+    now = model.placement
+    if now is not None:
+        for kind, table in tables.items():
+            for name, rank in table.items():
+                other = getattr(now, kind).get(name)
+                if other != rank:
+                    raise CheckpointError(
+                        f"{where}: has {name or '(the whole model)'!r} on partition {rank}, and this run, which "
+                        f"is partitioned already, on {'none' if other is None else other}. Resume before "
+                        "the first step, or from a full checkpoint (partial=False)"
+                    )
+        return
+    mine = {path for path, _ in model.module.named_modules(remove_duplicate=False)}
+    for path in sorted(mine ^ made.modules.keys()):
+        here, there = ("has", "has not") if path in mine else ("has not", "has")
+        raise CheckpointError(
+            f"{where}: is of another model: this one {here} a module {path!r}, and that one {there}. "
+            "Build the model that was saved, or resume from another checkpoint"
+        )
+    session.restored = made
+
+
+def _check_own(session: Session, kind: str, given: Any) -> None:
+    """A session has one model and one optimizer; others could not be resumed."""
+    own = getattr(session, kind)
+    if given is not None and given is not own:
+        made = "Distributed" + kind.capitalize()
+        have = "none was made" if own is None else f"the one of this run is another {made}"
+        raise ArgumentTypeError(
+            f"{_SAVE}: {kind} must be the smp.{made}, not a {type(given).__name__} ({have})"
+        )
+
+
+def _expect_own(session: Session, where: Path, kind: str) -> None:
+    if getattr(session, kind) is None:
+        made = "Distributed" + kind.capitalize()
+        remedy = ", or pass load_optimizer=False" if kind == "optimizer" else ""
+        raise CheckpointError(
+            f"{where}: holds the state of the {kind}, and this run has no smp.{made} yet. Make it before "
+            f"smp.resume_from_checkpoint{remedy}"
+        )
+
+
+def _outside_step(session: Session, call: str) -> None:
+    if session.step is not None:
+        raise CheckpointError(
+            f"{call}: called inside of a step, whose gradients are not complete. Call it between steps"
+        )
+
+
+def _listed(folder: Path, manifest: folders.Manifest, name: str) -> None:
+    if name not in manifest.files:
+        raise CheckpointError(
+            f"{folder}: has no {name}, which this rank needs. Remove this checkpoint and resume from an older one"
+        )
+
+
+def _dict(path: Path, what: str, *keys: str) -> Any:
+    content = files.load(path, what)
+    if not isinstance(content, dict) or any(key not in content for key in keys):
+        raise CheckpointError(
+            f"{path}: expected {what}, a dict with {', '.join(map(repr, keys))}; found something else. "
+            "Remove this checkpoint and resume from an older one"
+        )
+    return content
