@@ -18,7 +18,6 @@ from pytest_smp.proxies import SmpWorld, TmpPath
 from pytest_smp.strategies import training_oracle as oracle
 from pytest_smp.strategies.training import Training
 from pytest_smp.strategies.training_models import Block, Model
-from pytest_smp.strategies.training_replay import seed
 from pytest_smp.strategies.training_script import Script, Seen, compare, merged, train
 
 # ---- Activations ---------------------------------------------------------------------------------
@@ -27,10 +26,10 @@ from pytest_smp.strategies.training_script import Script, Seen, compare, merged,
 def train_checkpointed(engine: str, case: Training, paths: tuple[str, ...]) -> Seen:
     """Train with the activations of these modules computed again in backward."""
     smp = namespace(engine)
-    seed(case, smp.dp_rank())
     script = Script(smp, case)
     for path in paths:
         smp.set_activation_checkpointing(script.module.get_submodule(path))
+    oracle.seed(case, smp.dp_rank())
     return train(script, case, smp.dp_rank())
 
 

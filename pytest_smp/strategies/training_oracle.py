@@ -88,6 +88,11 @@ def make(case: Training, *, salt: str = "") -> nn.Module:
     return module
 
 
+def seed(case: Training, replica: int) -> None:
+    """Set the default generator of a replica, before its first step and after its model is made."""
+    torch.manual_seed(1000 * case.seed + replica)
+
+
 def batch(case: Training, replica: int, step: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets of one step of one replica, each with its batch axis."""
     rows = case.rows * case.microbatches

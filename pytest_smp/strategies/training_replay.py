@@ -15,11 +15,6 @@ from pytest_smp.strategies.training_oracle import Results
 from smp_core.torch.pipeline import replay, streams
 
 
-def seed(case: Training, replica: int) -> None:
-    """Set the default generator of a replica's driver, before its first step."""
-    torch.manual_seed(1000 * case.seed + replica)
-
-
 def replayed(case: Training) -> Results:
     """Train in one process; gradients in the published order."""
     module = oracle.make(case)
@@ -27,7 +22,7 @@ def replayed(case: Training) -> Results:
     found = Results([[] for _ in range(case.dp)], [[] for _ in range(case.dp)])
     seeds = []
     for replica in range(case.dp):
-        seed(case, replica)
+        oracle.seed(case, replica)
         seeds.append([streams.draw_seed() for _ in range(case.steps)])
 
     def body(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

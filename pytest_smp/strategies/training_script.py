@@ -144,7 +144,9 @@ def run_script(case: Training, api: str = "smp_core.torch") -> Seen:
     import importlib
 
     smp = importlib.import_module(api)
-    return train(Script(smp, case), case, smp.dp_rank())
+    script = Script(smp, case)
+    oracle.seed(case, smp.dp_rank())
+    return train(script, case, smp.dp_rank())
 
 
 # ---- Comparing -----------------------------------------------------------------------------------

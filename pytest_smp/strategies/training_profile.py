@@ -1,0 +1,158 @@
+"""How well drawn training cases cover what they must, while each is run and compared::
+
+    python -m pytest_smp.strategies.training_profile --cases 2000
+
+Every case trains on a world of the backend, and is compared with plain PyTorch, bit for bit: in the
+tier "exact" with the plain loop, in the tier "replayed" with the loop in the published order. The exit
+status is 1 if a case fails, or a row of the table that :data:`WANTED` names stays below a twentieth of
+the cases (100 of 2,000).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+import hypothesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from pytest_smp.strategies import training_oracle as oracle
+from pytest_smp.strategies.training import Training, features, trainings
+from pytest_smp.strategies.training_replay import replayed
+from pytest_smp.strategies.training_script import compare, run_script
+from smp_core.backends import open_backend
+from smp_core.backends.base import Host, HostOptions, Job
+
+#: The rows that must be well covered.
+WANTED = (
+    "nested cross-partition calls",
+    "shared parameters",
+    "reused modules",
+    "branches and skips",
+    "degree 1",
+    "several axes",
+    "accumulation",
+    "simple",
+    "interleaved",
+)
+_SHARE = 20  # of the cases, one in so many
+_TIERS = ("exact", "replayed")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arguments:
+    """The same for every rank; frozen, so that ranks that are threads may share them."""
+
+    case: Training
+
+    def __call__(self, rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (self.case,), {}
+
+
+@dataclasses.dataclass
+class Profile:
+    """What was drawn, and what failed: the case as code, and why."""
+
+    rows: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
+    failures: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    cases: int = 0
+
+    def run(self, host: Host, case: Training) -> None:
+        """Run one case, compare, and count it."""
+        self.cases += 1
+        self.rows.update((name, case.tier) for name in features(case) | {"all"})
+        job = Job(
+            body=run_script,
+            arguments=_Arguments(case),
+            parameters=case.config,
+            timeout=60.0,
+        )
+        report = host.open(case.ranks).run(job)
+        try:
+            if report.error is not None:
+                raise report.error
+            expected = replayed(case) if case.real else oracle.plain(case)
+            compare(expected, report.values, none=True)
+        except Exception as error:  # of any type: a rank raised it
+            self.failures.append((repr(case), f"{type(error).__name__}: {error}"))
+
+    def lines(self) -> list[str]:
+        """The table."""
+        names = {name for name, _ in self.rows}
+        order = ["all", *WANTED, *sorted(names - {"all", *WANTED})]
+        lines = [f"{'cases':32} {'together':>9} {'exact':>9} {'replayed':>9}"]
+        for name in order:
+            counts = [self.rows[name, tier] for tier in _TIERS]
+            lines.append(f"{name:32} {sum(counts):9} {counts[0]:9} {counts[1]:9}")
+        return lines
+
+    def missing(self) -> list[str]:
+        """The rows that are covered too little."""
+        least = self.cases // _SHARE
+        counts = {name: sum(self.rows[name, tier] for tier in _TIERS) for name in WANTED}
+        return [f"{name}: {count} of {least}" for name, count in counts.items() if count < least]
+
+
+@st.composite
+def _mixed(draw: st.DrawFn, ranks: int) -> Training:
+    real = draw(st.integers(0, 2)) == 2
+    return draw(trainings(ranks, real=real))
+
+
+def profile(cases: int, ranks: int = 4, start: int = 0, backend: str = "sim") -> Profile:
+    """Draw so many cases from the seed ``start``, and run them."""
+    found = Profile()
+    host = open_backend(backend, HostOptions(ranks=ranks))
+
+    @hypothesis.seed(start)
+    @settings(
+        max_examples=cases,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(_mixed(ranks))
+    def run(case: Training) -> None:
+        if found.cases < cases:
+            found.run(host, case)
+
+    try:
+        run()
+    finally:
+        host.close()
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse, run, print."""
+    parser = argparse.ArgumentParser(
+        description="run drawn training cases, and show their coverage"
+    )
+    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--ranks", type=int, default=4, help="the most that a world may have")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--backend", default="sim", help="as --smp-backend")
+    given_ = parser.parse_args(arguments)
+    begun = time.monotonic()
+    found = profile(given_.cases, given_.ranks, given_.seed, given_.backend)
+    for line in found.lines():
+        print(line)
+    for code, why in found.failures[:10]:
+        print(f"FAILED {code}\n   {why}")
+    for text in found.missing():
+        print(f"too few: {text}")
+    print(
+        f"{found.cases} cases in {time.monotonic() - begun:.0f} s, {len(found.failures)} failed; "
+        "the others equal plain PyTorch, bit for bit"
+    )
+    return 1 if found.failures or found.missing() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
