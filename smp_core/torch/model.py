@@ -18,8 +18,8 @@ from torch import nn
 from smp_core.errors import ArgumentError, ArgumentTypeError, SmpError
 from smp_core.microbatch import Call
 from smp_core.topology import GroupKind
+from smp_core.torch import joining, weights
 from smp_core.torch import session as sessions
-from smp_core.torch import weights
 from smp_core.torch.exceptions import (
     DetachedLossError,
     OutsideStepError,
@@ -174,7 +174,13 @@ class DistributedModel(nn.Module):
         if self._options.average_grads_across_microbatches and count > 1:
             totals = {parameter: total * count for parameter, total in totals.items()}
         assert self.gradients is not None
+        # Late, but before the next forward pass: that one was not told of.
+        self.gradients.begin_step(list(self.local_buffers()), joining.before_step(self._session))
         self.gradients.end_step(totals, None)
+
+    def join(self) -> joining.Join:
+        """A context for replicas with different numbers of batches; needs ``ddp``. See joining.py."""
+        return joining.Join(self._session)
 
     def no_sync(self) -> NoReturn:
         """Refused: SMP has no such method. Raises UnsupportedTrainingError."""
@@ -323,6 +329,7 @@ class DistributedModel(nn.Module):
     def prepare(self, body: Callable[..., Any], split: Callable[[], list[Call]]) -> None:
         """Before a step. Before the first: trace, partition, distribute, post-partition hooks."""
         session = self._session
+        source = joining.before_step(session)
         if not self.partitioned:
             self._partition(lambda: self._decide(body, split))
         weights.part_again(self)
@@ -333,7 +340,7 @@ class DistributedModel(nn.Module):
         assert self._watch is not None
         self._watch.refresh()
         assert self.gradients is not None
-        self.gradients.begin_step(list(self.local_buffers()))
+        self.gradients.begin_step(list(self.local_buffers()), source)
 
     def finished(self) -> None:
         """After a step that went well."""
