@@ -198,11 +198,16 @@ def deferred(model: DistributedModel) -> list[tuple[Mapping[str, Any], bool, boo
 
 
 def load_deferred(model: DistributedModel) -> None:
-    """Carry out what waited, in order; after partitioning and its hooks, before the first step."""
+    """Carry out what waited, in order, the optimizer's loads too; after partitioning and its hooks,
+    before the first step.
+    """
     waiting = list(deferred(model))
     deferred(model).clear()
     for state, strict, same_partition in waiting:
         _load(model, state, strict, same_partition)
+    optimizer = model._session.optimizer
+    if optimizer is not None:
+        optimizer.load_deferred()
 
 
 def _load(

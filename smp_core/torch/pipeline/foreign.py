@@ -29,7 +29,7 @@ _ASKING = {
     "is_same_size", "_has_compatible_shallow_copy_type", "_typed_storage", "storage",
     "_reduce_ex_internal", "_rev_view_func_unsafe", "is_inference", "is_nonzero_static",
 }  # fmt: skip
-#: Allowed where no graph is recorded, as by ``Module.to`` and by initialisation.
+#: Allowed, and what comes out is foreign, too: ``Module.to``, initialisation.
 _MOVING = {
     "to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16", "clone", "contiguous",
     "zero_", "fill_", "copy_", "normal_", "uniform_", "set_", "empty_like",
@@ -46,10 +46,13 @@ class _Foreign:
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # as torch calls it
         name = getattr(func, "__name__", str(func))
-        if name not in _ASKING and (torch.is_grad_enabled() or name not in _MOVING):
+        if name not in _ASKING and name not in _MOVING:
             refuse(_first((args, kwargs)), name)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        if name in _MOVING and type(result) is torch.Tensor and isinstance(args[0], _Foreign):
+            mark(result, *args[0]._smp_foreign)
+        return result
 
 
 class ForeignParameter(_Foreign, nn.Parameter):
