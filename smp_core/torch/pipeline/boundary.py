@@ -8,16 +8,16 @@ unpartitioned model makes none.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from smp_core.torch.exceptions import OutsideStepError, UnusedInputError
 from smp_core.torch.pipeline import activity as activities
+from smp_core.torch.pipeline import modes
 from smp_core.torch.pipeline.activity import Activity
-from smp_core.torch.pipeline.messages import Autocast, Backward, Forward
+from smp_core.torch.pipeline.messages import Backward, Forward
 from smp_core.torch.pipeline.packets import Frozen, Parcel, freeze
 from smp_core.torch.pipeline.uses import CallKey
 
@@ -27,29 +27,6 @@ Tensor = torch.Tensor
 def module_text(path: str) -> str:
     """A module in an error's words."""
     return f"module {path}" if path else "the model itself"
-
-
-def _modes() -> Autocast:
-    return Autocast(
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_cache_enabled(),
-    )
-
-
-@contextlib.contextmanager
-def _modes_of(message: Forward) -> Iterator[None]:
-    """As on the caller: gradients, inference, autocast."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(message.inference))
-        if not message.inference:
-            stack.enter_context(torch.set_grad_enabled(message.grad))
-        if message.autocast != _modes():
-            enabled, dtype, cache = message.autocast
-            stack.enter_context(
-                torch.autocast("cpu", dtype=dtype, enabled=enabled, cache_enabled=cache)
-            )
-        yield
 
 
 # The caller's side.
@@ -75,9 +52,7 @@ def call_there(
         step.next_call(),
         key,
         hooked,
-        grad,
-        torch.is_inference_mode_enabled(),
-        _modes(),
+        modes.current(),
         step.seed,
     )
     parcel = activity.ask(owner, message, frozen)
@@ -175,7 +150,7 @@ def run_forward(
     their backward pass needs, if they have one.
     """
     record = Record(message.key.path)
-    with _modes_of(message):
+    with modes.entered(message.modes):
         wanted = parcel.differentiable()
         tensors = list(parcel.tensors)
         if wanted:
@@ -188,7 +163,7 @@ def run_forward(
         if wanted:
             record.names = [_name(args, kwargs, tensors[index]) for index in wanted]
         value = run(args, kwargs)
-        frozen = freeze(value, f"{module_text(message.key.path)}: an output", message.grad)
+        frozen = freeze(value, f"{module_text(message.key.path)}: an output", message.modes.grad)
     record.outputs = [
         t for t, requires in zip(frozen.tensors, frozen.requires, strict=True) if requires
     ]

@@ -25,6 +25,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
+
 from smp_core.errors import SmpError, VerdictError
 from smp_core.microbatch import Call
 from smp_core.runtime import Runtime
@@ -35,7 +37,7 @@ from smp_core.torch.exceptions import (
     UnsupportedTrainingError,
 )
 from smp_core.torch.nests import detached
-from smp_core.torch.pipeline import agreement, schedule, streams
+from smp_core.torch.pipeline import agreement, modes, schedule, streams
 from smp_core.torch.pipeline.accumulation import Ledger
 from smp_core.torch.pipeline.activity import Activity
 from smp_core.torch.pipeline.boundary import module_text
@@ -63,6 +65,7 @@ class Step:
         self.sites = {} if model is None else model.sites
         self.owner: Callable[[str], int | None] = _here if model is None else model.owner
         self.crew = Crew()
+        self.modes = modes.current()  # of the caller of the step: those of the bodies
         self.ledger = Ledger(self.microbatches)
         self.seed = 0  # of the random streams: the driver's, which comes with each request
         self.timeline = Timeline()
@@ -138,7 +141,8 @@ def run_step(
         )
     session.steps += 1
     if model is not None:
-        model.prepare(body, split)
+        with torch.inference_mode(False):
+            model.prepare(body, split)
     step = session.step = Step(session)
     try:
         results = _run(step, body, split, detach_outputs)

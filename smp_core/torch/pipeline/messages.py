@@ -4,18 +4,11 @@ and a microbatch is in one place at a time.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from smp_core.torch.pipeline.modes import Modes
 from smp_core.torch.pipeline.schedule import Phase
 from smp_core.torch.pipeline.uses import CallKey
-
-
-class Autocast(NamedTuple):
-    """torch.autocast of the caller, on the CPU."""
-
-    enabled: bool
-    dtype: Any
-    cache: bool
 
 
 class Forward(NamedTuple):
@@ -30,9 +23,7 @@ class Forward(NamedTuple):
     call: int
     key: CallKey
     hooked: bool
-    grad: bool
-    inference: bool
-    autocast: Autocast
+    modes: Modes
     seed: int
 
 

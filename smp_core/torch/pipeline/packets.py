@@ -190,7 +190,7 @@ def _unpacked(memory: memoryview, first: int, spec: _Spec) -> Tensor:
     # A tensor of its own, not a view of the buffer: views would share one version counter.
     flat = torch.frombuffer(memory, dtype=_DTYPES[dtype], count=count, offset=first + start)
     if strides is None:
-        return flat.view(shape) if len(shape) != 1 else flat
+        return flat.resize_(shape)  # no view, which modules could not modify in place
     spread = torch.empty_strided(shape, strides, dtype=_DTYPES[dtype])
     once = spread[_once(shape, strides)]
     once.copy_(flat.view(once.shape))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from smp_core.torch.pipeline import activity as activities
-from smp_core.torch.pipeline import boundary, schedule, uses
+from smp_core.torch.pipeline import boundary, modes, schedule, uses
 from smp_core.torch.pipeline.activity import Activity
 from smp_core.torch.pipeline.messages import Backward, End, Failed, Forward, Returned
 from smp_core.torch.pipeline.packets import NOTHING, Frozen, Parcel, freeze
@@ -27,7 +27,8 @@ Function = Callable[[Activity], Any]
 
 
 def _body(body: Callable[[], Any], activity: Activity) -> Any:
-    return body()
+    with modes.entered(activity.step.modes):
+        return body()
 
 
 class Server:
