@@ -6,6 +6,7 @@ argument, so that nothing depends on the order in which microbatches run.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -20,12 +21,14 @@ from conformance.draws import on_ranks
 from conformance.requirements import requirement
 from pytest_smp.proxies import SmpWorld
 from pytest_smp.strategies import (
+    Batch,
     MicrobatchSplit,
     Pair,
     Sliceable,
     StepCall,
     microbatch_splits,
     same,
+    sliceables,
     step_calls,
     tensors,
 )
@@ -86,9 +89,11 @@ def check_inputs(smp_world: SmpWorld, call: StepCall, form: str = "with rules") 
 
 
 @requirement("STEP-FORMS")
-@given(call=step_calls(axes=[0], depth=0, slicing=False), form=st.sampled_from(list(FORMS)))
+@given(data=st.data(), form=st.sampled_from(list(FORMS)))
 @few
-def test_all_forms_split(smp_world: SmpWorld, call: StepCall, form: str) -> None:
+def test_all_forms_split(smp_world: SmpWorld, data: st.DataObject, form: str) -> None:
+    axes = [0, None, 1] if form.startswith("with") else [0]
+    call = data.draw(step_calls(axes=axes, depth=0, slicing=False), "call")
     check_inputs(smp_world, call, form)
 
 
@@ -120,8 +125,33 @@ def test_nests_are_split(smp_world: SmpWorld, call: StepCall) -> None:
     check_inputs(smp_world, call)
 
 
+#: Where an object with smp_slice may stand in an argument.
+PLACES: tuple[Callable[[Any], Any], ...] = (
+    lambda one: one,
+    lambda one: [one, 1],
+    lambda one: {"k": (one, None)},
+    lambda one: Pair("s", [{"deep": one}]),
+    lambda one: (one, [one]),
+)
+
+
+@st.composite
+def sliced_calls(draw: st.DrawFn) -> StepCall:
+    """Calls whose arguments all hold an object with smp_slice."""
+    microbatches = draw(st.integers(1, 3))
+    none = st.just(Sliceable(*[None] * microbatches))
+    arguments = {
+        name: Batch(
+            draw(st.sampled_from(PLACES))(draw(sliceables(microbatches) | none)),
+            draw(st.sampled_from([0, 1, -1])),
+        )
+        for name in draw(st.sampled_from(["a", "ab", "abc"]))
+    }
+    return StepCall(microbatches, arguments, draw(st.integers(0, len(arguments))))
+
+
 @requirement("STEP-SLICE")
-@given(call=step_calls(axes=[0, 1, -1], depth=1))
+@given(call=sliced_calls())
 @few
 def test_what_smp_slice_returns_is_handed_on(smp_world: SmpWorld, call: StepCall) -> None:
     check_inputs(smp_world, call)
@@ -518,15 +548,17 @@ def test_outputs_are_detached_unless_asked(
 # ---- What is refused
 
 
-def attempt(step: Callable[[], Any], microbatches: int) -> tuple[bool, bool]:
+def attempt(call: Callable[[], Any], microbatches: int) -> tuple[bool, bool]:
     """Whether the call is refused, and whether a step works afterwards."""
-    refused = False
+    refused = works = False
     try:
-        step()
+        call()
     except Exception:
         refused = True
-    after = smp.step(lambda x: x)(torch.arange(microbatches))
-    return refused, [int(each) for each in after.outputs] == list(range(microbatches))
+    with contextlib.suppress(Exception):
+        after = smp.step(lambda x: x)(torch.arange(microbatches))
+        works = [int(each) for each in after.outputs] == list(range(microbatches))
+    return refused, works
 
 
 def split_batch(

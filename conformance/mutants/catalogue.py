@@ -14,6 +14,7 @@ from conformance.mutants import (
     lifecycle,
     programs,
     send_recv,
+    steps,
     traffic,
 )
 from conformance.mutants.protocol import Mutant, MutantError
@@ -68,4 +69,5 @@ MUTANTS: tuple[Mutant, ...] = checked(
     collectives.BUGS,
     traffic.BUGS,
     programs.BUGS,
+    steps.BUGS,
 )
