@@ -30,9 +30,15 @@ from torch import nn
 from smp_core.errors import ArgumentError, ArgumentTypeError
 from smp_core.torch import nests, offload, recompute
 from smp_core.torch import session as sessions
-from smp_core.torch.exceptions import OutsideStepError, PartitionError
+from smp_core.torch.exceptions import (
+    OutsideStepError,
+    PartitionError,
+    UnsupportedTrainingError,
+)
 from smp_core.torch.pipeline import activity as activities
 from smp_core.torch.pipeline import uses
+from smp_core.torch.pipeline.activity import Activity
+from smp_core.torch.pipeline.schedule import Phase
 
 MARK = "_smp_activation_checkpointing"  #: attribute in which a policy is left on a module
 ARGUMENT = "_smp_checkpoint"  #: keyword argument by which a policy comes with a call
@@ -130,9 +136,22 @@ def run(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], once: Callabl
     return _region(site.module, site.path, policy, once, args, kwargs)
 
 
+def refuse_in_backward(activity: Activity, path: str) -> None:
+    """Raise UnsupportedTrainingError for a module call in backward that is no repetition of ours.
+
+    So torch's own checkpoint would call it, and the call would get another random stream.
+    """
+    if activity.phase is Phase.BACKWARD and not _thread.repeating:
+        raise UnsupportedTrainingError(
+            f"module {path or '(the whole)'!r} was called during the backward pass, as "
+            "torch.utils.checkpoint does, which is not supported (SMP_API.md 6). Use "
+            "smp.set_activation_checkpointing(module), or checkpoint of smp_core.torch.patches.checkpoint"
+        )
+
+
 def forward(site: Site, *args: Any, **kwargs: Any) -> Any:
     """The module's own ``forward``; of a Sequential that is checkpointed, layer by layer as it says."""
-    policy = _sequential.policies.get(id(site.module))
+    policy = _thread.policies.get(id(site.module))
     if policy is None or kwargs or len(args) != 1:
         return site.plain(*args, **kwargs)
     return _layers(site, policy, args[0])
@@ -165,6 +184,17 @@ def site_of(module: nn.Module) -> Site | None:
 # Regions.
 
 
+class _Thread(threading.local):
+    """What this thread is in: Sequentials that run by groups, and a repetition."""
+
+    def __init__(self) -> None:
+        self.policies: dict[int, Policy] = {}
+        self.repeating = False
+
+
+_thread = _Thread()
+
+
 def _region(
     module: nn.Module,
     path: str,
@@ -191,7 +221,11 @@ def _region(
         if entry is not None:
             offload.needed(entry)
         with buffers.restored(), _told(now, path):
-            yield
+            before, _thread.repeating = _thread.repeating, True
+            try:
+                yield
+            finally:
+                _thread.repeating = before
 
     preserve = policy.preserve_rng_state and activity is None
     name = f"module {path!r} ({type(module).__name__})"
@@ -271,24 +305,14 @@ class _Run(nn.Module):
         return value
 
 
-class _Sequential(threading.local):
-    """Which Sequentials that this thread is in run by groups."""
-
-    def __init__(self) -> None:
-        self.policies: dict[int, Policy] = {}
-
-
-_sequential = _Sequential()
-
-
 @contextlib.contextmanager
 def _grouping(site: Site, policy: Policy) -> Iterator[None]:
-    before = _sequential.policies.copy()
-    _sequential.policies[id(site.module)] = policy
+    before = _thread.policies.copy()
+    _thread.policies[id(site.module)] = policy
     try:
         yield
     finally:
-        _sequential.policies = before
+        _thread.policies = before
 
 
 def _layers(site: Site, policy: Policy, value: Any) -> Any:

@@ -441,6 +441,13 @@ def _freeze(session: Session, partition: Any, where: Path) -> None:
             f"{where}: holds a partition that cannot be read ({error})"
         ) from error
     model: Any = session.model
+    mine = {path for path, _ in model.module.named_modules(remove_duplicate=False)}
+    for path in sorted(mine ^ made.modules.keys()):
+        here, there = ("has", "has not") if path in mine else ("has not", "has")
+        raise CheckpointError(
+            f"{where}: is of another model: this one {here} a module {path!r}, and that one {there}. "
+            "Build the model that was saved, or resume from another checkpoint"
+        )
     now = model.placement
     if now is not None:
         for kind, table in tables.items():
@@ -453,13 +460,6 @@ def _freeze(session: Session, partition: Any, where: Path) -> None:
                         "the first step, or from a full checkpoint (partial=False)"
                     )
         return
-    mine = {path for path, _ in model.module.named_modules(remove_duplicate=False)}
-    for path in sorted(mine ^ made.modules.keys()):
-        here, there = ("has", "has not") if path in mine else ("has not", "has")
-        raise CheckpointError(
-            f"{where}: is of another model: this one {here} a module {path!r}, and that one {there}. "
-            "Build the model that was saved, or resume from another checkpoint"
-        )
     session.restored = made
 
 

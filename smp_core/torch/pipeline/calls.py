@@ -54,6 +54,7 @@ class Site:
         if activity is None:
             return activations.run(self, args, kwargs, self._hooked_outside)
         activity.check()
+        activations.refuse_in_backward(activity, self.path)
         key = uses.next_key(self.path)
         owner = activity.step.owner(self.path)
         if owner is None or owner == activity.step.rank:

@@ -56,7 +56,8 @@ def test_what_is_saved_is_loaded_and_torch_reads_it_too(saved):
 
 def test_a_file_cut_off_anywhere_is_refused(saved):
     whole = saved.read_bytes()
-    for length in range(len(whole)):
+    ends = {*range(0, len(whole), 7), *range(80), *range(len(whole) - 150, len(whole))}
+    for length in sorted(ends):
         saved.write_bytes(whole[:length])
         with pytest.raises(CheckpointError, match=r"model_0\.pt: expected the model, but .* torn"):
             files.load(saved, "the model")
@@ -65,7 +66,7 @@ def test_a_file_cut_off_anywhere_is_refused(saved):
 def test_a_damaged_byte_is_refused_or_changes_nothing(saved):
     whole = saved.read_bytes()
     refused = 0
-    for place in range(len(whole)):
+    for place in range(0, len(whole), 3):
         damaged = bytearray(whole)
         damaged[place] ^= 0x41
         saved.write_bytes(damaged)
@@ -75,7 +76,7 @@ def test_a_damaged_byte_is_refused_or_changes_nothing(saved):
             refused += 1
         else:
             assert _equal(found, STATE), place
-    assert refused > len(whole) / 4
+    assert refused > len(whole) / 12
 
 
 def test_a_changed_number_that_torch_takes_is_refused(saved):
