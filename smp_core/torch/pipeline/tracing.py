@@ -98,7 +98,8 @@ class Tracer(contextlib.ExitStack):
         self._times, self._measured = execution_times, memory_usage
         self._stack: list[list[Any]] = []  # path, seconds of callees
         self._counts: dict[str, int] = {}
-        self._kept: set[int] = set()
+        # Storages that are counted already; parameters are no activations, nor are views of them.
+        self._kept = {each.untyped_storage()._cdata for each in module.parameters()}
 
     def __enter__(self) -> Tracer:
         super().__enter__()
@@ -149,8 +150,7 @@ class Tracer(contextlib.ExitStack):
         if self._stack and storage._cdata not in self._kept:
             self._kept.add(storage._cdata)
             path = self._stack[-1][0]
-            if not isinstance(tensor, nn.Parameter):
-                self.trace.bytes[path] = self.trace.bytes.get(path, 0) + tensor.nbytes
+            self.trace.bytes[path] = self.trace.bytes.get(path, 0) + tensor.nbytes
         return tensor
 
 
