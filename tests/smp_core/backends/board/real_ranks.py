@@ -39,7 +39,6 @@ class Seen:
 
 def run(body: Body, size: int, patience: float = 1.0) -> Seen:
     """Run ``body(rank)`` on ``size`` ranks until all are back or the board has a finding."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with tempfile.TemporaryDirectory() as folder:
         pids: dict[int, int] = {}
         lines: dict[Connection, int] = {}
@@ -63,6 +62,8 @@ def run(body: Body, size: int, patience: float = 1.0) -> Seen:
 
 def _serve(body: Body, rank: int, size: int, folder: str, line: Connection) -> None:
     status = 1
+    # Of this process alone: what launches ranks on two machines in a later test would inherit it.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
         recorder = Recorder(rank, lambda data: line.send_bytes(b"R" + data))
         instrument = Instrument(recorder)
