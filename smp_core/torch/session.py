@@ -31,6 +31,7 @@ class Session:
     optimizer: DistributedOptimizer | None = None
     step: Any = None
     steps: int = 0
+    timeline: Any = ()  # what the last step executed here (pipeline/timeline.py)
     tracing: bool = False
     tape: Any = None  # of delayed initialisation (creation.Tape)
     restored: Any = None

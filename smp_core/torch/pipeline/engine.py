@@ -45,6 +45,7 @@ from smp_core.torch.pipeline.messages import End, Failure
 from smp_core.torch.pipeline.packets import NOTHING, freeze
 from smp_core.torch.pipeline.schedule import Phase
 from smp_core.torch.pipeline.server import Server
+from smp_core.torch.pipeline.timeline import Timeline
 from smp_core.torch.pipeline.transport import Transport
 from smp_core.torch.pipeline.workers import Crew
 from smp_core.torch.session import Session
@@ -66,9 +67,10 @@ class Step:
         self.owner: Callable[[str], int | None] = _here if model is None else model.owner
         self.crew = Crew()
         self.modes = modes.current()  # of the caller of the step: those of the bodies
-        self.ledger = Ledger(self.microbatches)
+        self.gradients = None if model is None else model.gradients
+        self.ledger = Ledger(self.microbatches, self.gradients)
         self.seed = 0  # of the random streams: the driver's, which comes with each request
-        self.timeline = Timeline()
+        self.timeline = Timeline(runtime.rank)
         self.failure: Failure | None = None
         self.unwinding = False  # every activity is to end, though nobody is told
         self._own: tuple[Failure, BaseException] | None = None
@@ -99,26 +101,6 @@ class Step:
         raise _aborted(failure)
 
 
-class Timeline:
-    """Activities of one step as they ran: (microbatch, path, phase, started, ended, seconds)."""
-
-    def __init__(self) -> None:
-        self._clock = 0
-        self._begun: dict[Activity, tuple[int, float]] = {}
-        self.events: list[tuple[int, str | None, Phase, int, int, float]] = []
-
-    def begins(self, activity: Activity, now: float) -> None:
-        self._clock += 1
-        self._begun[activity] = self._clock, now
-
-    def ends(self, activity: Activity, now: float) -> None:
-        self._clock += 1
-        order, begun = self._begun.pop(activity)
-        self.events.append(
-            (activity.microbatch, activity.path, activity.phase, order, self._clock, now - begun)
-        )
-
-
 def run_step(
     session: Session,
     body: Callable[..., Any],
@@ -147,7 +129,7 @@ def run_step(
     try:
         results = _run(step, body, split, detach_outputs)
     finally:
-        session.step = None
+        session.step, session.timeline = None, step.timeline.events
         step.crew.close()
     if model is not None:
         model.finished()

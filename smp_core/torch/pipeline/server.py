@@ -109,11 +109,16 @@ class Server:
         if choice is None:
             raise RuntimeError(f"step {self._step.number}: nothing can run, and nothing is awaited")
         _, activity, function = self._ready.pop(choice)
+        step = self._step
+        step.timeline.begins(activity, time.perf_counter())
         if function is None:
             assert activity.worker is not None
             self._crew.resume(activity.worker)
         else:
             self._begin(activity, function)
+        step.timeline.ends(activity, time.perf_counter())
+        if step.gradients is not None:
+            step.gradients.advance()  # reduction over replicas begins where backward has passed
         self._look_after(activity)
 
     def _begin(self, activity: Activity, function: Function) -> None:
@@ -135,7 +140,6 @@ class Server:
                 activities.set_current(None)
                 activity.finished = True
 
-        step.timeline.begins(activity, time.perf_counter())
         self._crew.begin(task)
 
     def _look_after(self, activity: Activity) -> None:
@@ -150,7 +154,6 @@ class Server:
                 self._waiting[message.call] = activity
                 self._send(to, message, frozen, activity.microbatch)
             return
-        step.timeline.ends(activity, time.perf_counter())
         self._live.discard(activity)
         if activity.error is not None:
             step.fail(activity, activity.error)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from smp_core.torch.pipeline import replay, streams
+from smp_core.torch import session as sessions
+from smp_core.torch.pipeline import replay, streams, timeline
 
 WIDTH = 6
 
@@ -86,13 +87,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
 
 
 def run(
-    smp: Any, name: str, batch: torch.Tensor
+    smp: Any, name: str, batch: torch.Tensor, **options: Any
 ) -> tuple[dict[str, torch.Tensor | None], torch.Tensor]:
     """This rank's gradients by name, and the losses, of one step."""
     make, places = MODELS[name]
     torch.manual_seed(0)
     module = make()
-    model = smp.DistributedModel(module)
+    model = smp.DistributedModel(module, **options)
     if smp.pp_size() > 1:
         for path, index in places.items():
             smp.set_partition(module.get_submodule(path), index)
@@ -120,17 +121,31 @@ def expected(name: str, batch: torch.Tensor, microbatches: int) -> replay.Replay
         return loss.detach()
 
     parts = [(part,) for part in batch.chunk(microbatches)]
-    return replay.gradients(module, body, parts, seed=seed, divisor=microbatches)
+    return replay.gradients(module, body, parts, seed=seed)
 
 
-def check(smp: Any, name: str) -> None:
-    batch = torch.randn(9, WIDTH, generator=torch.Generator().manual_seed(2))
-    gradients, losses = run(smp, name, batch)
-    replayed = expected(name, batch, 3)
-    assert torch.equal(losses, torch.stack(replayed.results))
+def batch_of(replica: int) -> torch.Tensor:
+    return torch.randn(9, WIDTH, generator=torch.Generator().manual_seed(2 + replica))
+
+
+def check(smp: Any, name: str, **options: Any) -> None:
+    gradients, losses = run(smp, name, batch_of(smp.dp_rank()), **options)
+    replicas = [expected(name, batch_of(replica), 3) for replica in range(smp.dp_size())]
+    assert torch.equal(losses, torch.stack(replicas[smp.dp_rank()].results))
+    reduced = replay.reduce([replica.gradients for replica in replicas], 3 * smp.dp_size())
+    compare(gradients, reduced)
+    session = sessions.current("test")
+    config = session.runtime.config
+    assert {event.microbatch for event in session.timeline} == {0, 1, 2}
+    assert timeline.violations(session.timeline, config.pipeline, config.active_microbatches) == []
+
+
+def compare(
+    gradients: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor | None]
+) -> None:
     for key, gradient in gradients.items():
         key = key.removeprefix("module.")
-        wanted = replayed.gradients[key]
+        wanted = expected[key]
         if wanted is None:
             assert gradient is None, key
         else:
@@ -174,3 +189,12 @@ def test_interleaved(smp: Any, name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_automatic_partition(smp: Any, name: str) -> None:
     check(smp, name)
+
+
+@pytest.mark.smp(ranks=4, microbatches=3, pipeline_parallel_degree=2)
+@pytest.mark.parametrize("name", ["branches", "heads"])
+@pytest.mark.parametrize(
+    "options", [{"bucket_cap_mb": 1e-4}, {"overlapping_allreduce": False}, {}], ids=str
+)
+def test_replicas(smp: Any, name: str, options: dict[str, Any]) -> None:
+    check(smp, name, **options)
