@@ -8,16 +8,15 @@ What only asks about the tensor, or moves or stores it (``model.to``, ``repr``, 
 
 from __future__ import annotations
 
-import contextvars
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
+from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import PartitionError
-
-#: Path of the module whose forward runs in this thread; the engine sets it, for messages only.
-reader: contextvars.ContextVar[str | None] = contextvars.ContextVar("smp module", default=None)
 
 _ASKING = {
     "__get__", "__set__", "__delete__",  # properties: data, grad, shape, requires_grad, ...
@@ -94,13 +93,32 @@ def refuse(tensor: _Foreign, operation: str) -> None:
     """Raise PartitionError: which parameter, whose, who reads it, what to do."""
     name, kind, owner, here = tensor._smp_foreign
     path, _, _ = name.rpartition(".")
-    module = reader.get()
-    who = "code outside of any module's forward" if module is None else f"module {module!r}"
     raise PartitionError(
-        f"{kind} {name!r} of module {path!r} belongs to pp_rank {owner}, and {who} on pp_rank {here} "
+        f"{kind} {name!r} of module {path!r} belongs to pp_rank {owner}, and {_reader()} on pp_rank {here} "
         f"reads it ({operation}). Call module {path!r} instead of reading its {kind}, or put both modules "
         f"on one partition (smp.partition, smp.set_partition)"
     )
+
+
+def _reader() -> str:
+    """The innermost module among the callers, in words: only a message needs it, so it is looked for
+    when one is made.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            for path, each in _model_modules():
+                if each is module:
+                    return f"module {path!r} ({type(module).__name__})"
+            return f"a {type(module).__name__}"
+        frame = frame.f_back
+    return "code outside of any module"
+
+
+def _model_modules() -> list[tuple[str, nn.Module]]:
+    model = sessions.current("model").model
+    return [] if model is None else list(model.module.named_modules())
 
 
 def _first(nest: Any) -> Any:

@@ -175,13 +175,11 @@ def test_reading_what_another_rank_owns_names_parameter_owner_and_reader(smp):
     distributed(model)
     theirs = model[1] if smp.pp_rank() == 0 else model[0]
     path, owner = ("1", 1) if smp.pp_rank() == 0 else ("0", 0)
-    token = foreign.reader.set("some.module")
     with pytest.raises(
         PartitionError,
-        match=rf"'{path}.weight' of module '{path}' belongs to pp_rank {owner}.*'some.module'",
+        match=rf"'{path}.weight' of module '{path}' belongs to pp_rank {owner}.*outside of any",
     ):
         torch.ones(1) * theirs.weight
-    foreign.reader.reset(token)
     with pytest.raises(PartitionError, match=f"'{path}.bias'"):
         torch.cat([torch.ones(1), theirs.bias])
     if path == "1":
@@ -201,3 +199,36 @@ def test_reading_what_another_rank_owns_names_parameter_owner_and_reader(smp):
         with pytest.raises(PartitionError, match=r"buffer '1.running_mean'"):
             theirs.running_mean + 1
     assert sum(parameter.numel() for parameter in theirs.parameters()) == 0
+
+
+class Reader(nn.Module):
+    """A head that reads the embedding's weight without calling the embedding."""
+
+    def __init__(self, smp):
+        super().__init__()
+        self.embedding = nn.Embedding(3, 2)
+        with smp.partition(1):
+            self.head = Head(self.embedding)
+
+    def forward(self, x):
+        return self.head(self.embedding(x))
+
+
+class Head(nn.Module):
+    def __init__(self, embedding):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(3))
+        self.__dict__["embedding"] = embedding  # no child
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.embedding.weight, self.bias)
+
+
+@pytest.mark.smp(ranks=2, pipeline_parallel_degree=2, skip_tracing=True, **MANUAL)
+def test_a_module_that_reads_what_another_rank_owns_is_named_in_the_step(smp):
+    model = smp.DistributedModel(Reader(smp))
+    run = smp.step(lambda model, x: model.backward(model(x).sum()))
+    with pytest.raises(
+        Exception, match=r"'embedding.weight' .*pp_rank 0, and module 'head' \(Head\) on pp_rank 1"
+    ):
+        run(model, torch.tensor([0, 1]))
