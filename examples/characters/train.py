@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,6 +46,7 @@ class Options:
     seed: int = 0
     write: int = 0  # how many characters to write in the end
     save: str = ""  # a folder for checkpoints; resumed from if it has one
+    curve: str = ""  # a file for the losses of all steps, as JSON
     plain: bool = False
     replicas: int = 1  # of --plain, whose gradients are summed as those of so many
 
@@ -266,7 +268,9 @@ def main() -> None:
         kind = {"action": "store_true"} if field.type == "bool" else {"type": type(field.default)}
         parser.add_argument(f"--{field.name}", default=field.default, **kind)
     options = Options(**vars(parser.parse_args()))
-    (plain if options.plain else train)(options)
+    curve = (plain if options.plain else train)(options)
+    if options.curve and (options.plain or smp.rank() == 0):
+        Path(options.curve).write_text(json.dumps(curve))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from sklearn.datasets import load_digits
@@ -38,6 +40,7 @@ class Options:
     batch: int = 64
     seed: int = 0
     save: str = ""  # a folder for checkpoints; resumed from if it has one
+    curve: str = ""  # a file for the losses of all steps, as JSON
     plain: bool = False
     replicas: int = 1  # of --plain, whose gradients are summed as those of so many
 
@@ -143,7 +146,8 @@ def train(options: Options) -> list[float]:
     model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(optimizer_of(model, options))
     curve: list[float] = []
-    if options.save and has_checkpoint(options.save):
+    # Rank 0 looks; the others are told.
+    if options.save and smp.allgather((Path(options.save) / "newest").exists(), smp.WORLD)[0]:
         curve = smp.resume_from_checkpoint(options.save)["curve"]
 
     share = options.batch // smp.dp_size()
@@ -174,13 +178,6 @@ def train(options: Options) -> list[float]:
     right = (logits.argmax(1) == digits[: len(logits)]).double().mean().item()
     report(curve, right, smp.rank() == 0)
     return curve
-
-
-def has_checkpoint(folder: str) -> bool:
-    """Whether rank 0 sees one; the others are told."""
-    from pathlib import Path
-
-    return smp.allgather((Path(folder) / "newest").exists(), smp.WORLD)[0]
 
 
 def mean(values: list[float]) -> float:
@@ -244,7 +241,9 @@ def main() -> None:
         kind = {"action": "store_true"} if field.type == "bool" else {"type": type(field.default)}
         parser.add_argument(f"--{field.name}", default=field.default, **kind)
     options = Options(**vars(parser.parse_args()))
-    (plain if options.plain else train)(options)
+    curve = (plain if options.plain else train)(options)
+    if options.curve and (options.plain or smp.rank() == 0):
+        Path(options.curve).write_text(json.dumps(curve))
 
 
 if __name__ == "__main__":
