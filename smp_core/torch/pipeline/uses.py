@@ -16,7 +16,8 @@ that calls itself. A use is a ``Parameter`` to ``isinstance``, shares memory and
 its parameter (in-place changes under ``no_grad`` arrive), and carries its attributes. RNNs keep their
 weights in a list, which is replaced for the time of their call. What reads past all of this (a
 parameter in a closure, or in the body of the step) is caught by a hook on the parameter itself; it
-counts once per backward pass, after the uses. Where no gradient is recorded, nothing of this happens.
+counts once per backward pass, after the uses; hooks of the user's on the parameter see such a part by
+itself, too. Where no gradient is recorded, nothing of this happens.
 
 How the engine calls it, in the thread that runs the body, or serves a request::
 

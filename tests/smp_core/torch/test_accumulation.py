@@ -163,3 +163,44 @@ def test_nothing_comes_late_and_nothing_is_read_early() -> None:
         ledger.add(0, weight, torch.ones(2))
     with pytest.raises(ValueError, match="at least one microbatch"):
         Ledger(0)
+
+
+class Heard:
+    """A listener that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, nn.Parameter, float | None]] = []
+
+    def ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
+        self.said.append(("ready", parameter, total.item()))
+
+    def late(self, parameter: nn.Parameter) -> None:
+        self.said.append(("late", parameter, None))
+
+
+def test_a_listener_hears_of_totals_that_seem_complete_and_of_what_comes_late() -> None:
+    weight, other, hooked, heard = parameter(), parameter(), parameter(), Heard()
+    hooked.register_hook(lambda gradient: gradient * 2)
+    ledger = Ledger(2, heard)
+
+    def use(microbatch: int, *used: nn.Parameter) -> None:
+        for one in used:
+            ledger.expect(microbatch, one)
+            ledger.add(microbatch, one, torch.tensor(1.0))
+
+    use(0, weight, other)
+    ledger.expect(1, weight)
+    use(1, weight, hooked)  # one of two expected, and microbatch 0 is open
+    ledger.add(1, weight, torch.tensor(1.0))
+    assert heard.said == []
+    ledger.close(0)
+    assert heard.said == [("ready", weight, 3.0)]
+    use(1, other)
+    use(1, weight)  # another call, after its backward
+    assert heard.said[1:] == [
+        ("ready", other, 2.0),
+        ("late", weight, None),
+        ("ready", weight, 4.0),
+    ]
+    ledger.close(1)
+    assert [ledger.totals()[one].item() for one in (weight, other, hooked)] == [4.0, 2.0, 2.0]
