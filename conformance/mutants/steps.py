@@ -615,9 +615,9 @@ def joining(patch: Patch, changed: Callable[..., Any]) -> None:
     patch.setattr(_Joiner, "join", lambda self, given, at: changed(join, self, given, at))
 
 
-@BUGS.enter("STEP-OUTPUT-STRUCTURE", origin="SMP 1.2.0")
+@BUGS.enter("STEP-OUTPUT-STRUCTURE")
 def dict_subclasses_become_dicts(patch: Patch) -> None:
-    """a subclass of dict comes back as a dict"""
+    """a subclass of dict comes back as a dict, as before SMP 1.2.0"""
 
     def plain(join: Any, self: _Joiner, given: list[Any], at: str) -> Any:
         got = join(self, given, at)

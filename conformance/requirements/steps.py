@@ -31,14 +31,14 @@ SPLITTING = (
         "STEP-SPLIT",
         "Microbatch i of n gets the i-th of n equal parts of every tensor along its batch axis, which is "
         "0 if nothing is said; tensors of one step may differ in batch size.",
-        "seed 000 (smp.step), SMP_API.md 1.3.2, 1.3.4; the order, and that only divisibility is asked, "
-        "are INF",
+        "seed 000 (smp.step), SMP_API.md 1.3.2, 1.3.4; INF: the order, and that only "
+        "divisibility is asked",
     ),
     _promise(
         "STEP-AXES",
         "input_split_axes gives the batch axis of an argument by its name in the signature, whether it "
         "is passed by position or by keyword.",
-        "seed 000 (input_split_axes), SMP_API.md 1.3; an axis from the end is INF, as in torch",
+        "seed 000 (input_split_axes), SMP_API.md 1.3; INF: an axis from the end counts as in torch",
     ),
     _promise(
         "STEP-WHOLE",
@@ -66,7 +66,7 @@ SPLITTING = (
         "STEP-SLICE-CALLS",
         "smp_slice is called once for each microbatch, with the number of microbatches, the microbatch "
         "counted from 0, and the batch axis of the argument.",
-        "seed 000 (smp_slice), SMP_API.md 1.3.3; 9.6: axis 0 if none is named is INF",
+        "seed 000 (smp_slice), SMP_API.md 1.3.3; INF, 9.6: axis 0 if none is named",
     ),
     _promise(
         "STEP-IDENTITY",

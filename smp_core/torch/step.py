@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Generic, ParamSpec, overload
 
 from smp_core import microbatch
 from smp_core.errors import ArgumentTypeError
@@ -18,7 +18,6 @@ from smp_core.torch.pipeline import engine
 __all__ = ["Step", "StepOutput", "step"]
 
 P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class Step(Generic[P]):
