@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 
 
 class Activity:
-    """One task of a worker.
+    """One task of a worker; or of the rank's own thread, if it is sure not to pause.
 
-    ``entered`` is the module whose forward hooks run, until its ``forward`` is called. ``request`` is
-    what the rank's own thread is to send when the activity has paused, None if it only waits for its
-    turn; ``reply`` is what it was resumed with.
+    ``crossed``: it has called a module of another rank. ``entered`` is the module whose forward hooks
+    run, until its ``forward`` is called. ``request`` is what the rank's own thread is to send when the
+    activity has paused, None if it only waits for its turn; ``reply`` is what it was resumed with.
     """
 
     __slots__ = (
+        "crossed",
         "entered",
         "error",
         "finished",
@@ -43,6 +44,7 @@ class Activity:
     def __init__(self, step: Step, phase: Phase, microbatch: int, path: str | None) -> None:
         self.step, self.phase, self.microbatch, self.path = step, phase, microbatch, path
         self.number = -1
+        self.crossed = False
         self.entered: Any = None
         self.worker: Worker | None = None
         self.request: tuple[int, Any, Frozen] | None = None
@@ -54,7 +56,8 @@ class Activity:
     def pause(self) -> None:
         """Let others go on; returns when this is resumed. Raises Unwound if the step was given up."""
         self.check()
-        assert self.worker is not None
+        if self.worker is None:
+            raise RuntimeError(f"module {self.path!r} pauses, which was not to be expected of it")
         self.worker.pause()
         self.check()
 

@@ -45,7 +45,7 @@ def call_there(
     """
     grad = torch.is_grad_enabled()
     frozen = freeze((args, kwargs), f"{module_text(key.path)}: an argument", grad)
-    step = activity.step
+    step, activity.crossed = activity.step, True
     message = Forward(
         activity.microbatch,
         step.rank,
@@ -118,10 +118,11 @@ class Record:
     ``grads`` are the inputs' gradients that the backward pass in progress has brought.
     """
 
-    __slots__ = ("count", "grads", "names", "node", "outputs", "path", "rest")
+    __slots__ = ("count", "crosses", "grads", "names", "node", "outputs", "path", "rest")
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self.crosses = False  # it called modules of other ranks, and so will its backward pass
         self.count = 0  # of the inputs that require a gradient
         self.node: Any = None
         self.names: list[str] = []

@@ -29,11 +29,25 @@ class Site:
     ``hooked`` calls it, hooks and all; ``plain`` is its own ``forward``. ``away``: another rank owns it.
     """
 
-    __slots__ = ("away", "module", "path", "plain")
+    __slots__ = ("_torchs", "away", "module", "path", "plain")
 
     def __init__(self, module: nn.Module, path: str, away: bool) -> None:
         self.module, self.path, self.away = module, path, away
+        self._torchs = None if away else _all_of_torch(module)
         self.plain: Callable[..., Any] = module.forward
+
+    def opens(self) -> None:
+        """A module below it is another rank's."""
+        self._torchs = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether its forward pass is sure to call no module of another rank: it is all of torch's own
+        modules on this rank, without hooks.
+        """
+        return self._torchs is not None and not any(
+            each._forward_hooks or each._forward_pre_hooks for each in self._torchs
+        )
 
     def called(self, *args: Any, **kwargs: Any) -> Any:
         """``module(...)``."""
@@ -99,12 +113,22 @@ class Site:
         return run(*args, **kwargs)
 
 
+def _all_of_torch(module: nn.Module) -> list[nn.Module] | None:
+    """The modules of a tree, if all of them are torch's."""
+    tree = list(module.modules())
+    own = all(type(each).__module__.startswith("torch.nn.modules.") for each in tree)
+    return tree if own else None
+
+
 def install(module: nn.Module, owner: Owner, rank: int) -> dict[str, Site]:
     """Catch the calls of every module of the tree; gives the sites, by path."""
+    elsewhere = {path: owner(path) not in (None, rank) for path, _ in module.named_modules()}
     sites = {}
     for path, child in module.named_modules():
-        whose = owner(path)
-        site = sites[path] = Site(child, path, whose is not None and whose != rank)
+        site = sites[path] = Site(child, path, elsewhere[path])
+        below = [other for other in elsewhere if other.startswith(f"{path}." if path else "")]
+        if any(elsewhere[other] for other in below):
+            site.opens()
         child.__dict__["_orig_forward"] = site.plain
         child.__dict__["forward"] = site.forward
         child.__dict__["_compiled_call_impl"] = site.called

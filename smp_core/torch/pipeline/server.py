@@ -121,11 +121,22 @@ class Server:
             step.gradients.advance()  # reduction over replicas begins where backward has passed
         self._look_after(activity)
 
+    def _pauses(self, activity: Activity) -> bool:
+        """Whether an activity may come to a point where it has to wait. One that does not needs no
+        worker, which saves two changes of thread.
+        """
+        asked = self._answers.get(activity)
+        if asked is None:
+            return True  # a body
+        if isinstance(asked, Backward):
+            return self._records[asked.caller, asked.of].crosses
+        return not self._step.sites[asked.key.path].closed
+
     def _begin(self, activity: Activity, function: Function) -> None:
         step = self._step
         self._live.add(activity)
 
-        def task(worker: Worker) -> None:
+        def task(worker: Worker | None) -> None:
             activity.worker = worker
             activities.set_current(activity)
             try:
@@ -140,7 +151,10 @@ class Server:
                 activities.set_current(None)
                 activity.finished = True
 
-        self._crew.begin(task)
+        if self._pauses(activity):
+            self._crew.begin(task)
+        else:
+            self._crew.context.copy().run(task, None)
 
     def _look_after(self, activity: Activity) -> None:
         """An activity has paused, or is over."""
@@ -231,6 +245,7 @@ class Server:
             lambda args, kwargs: site.run(activity, message.key, message.hooked, args, kwargs),
         )
         if record is not None:
+            record.crosses = activity.crossed
             self._records[message.caller, message.call] = record
         return frozen
 
