@@ -201,7 +201,7 @@ def test_a_save_beside_another_leaves_it_alone(saved):
 
 
 _CRASHES = """
-import os, sys, shutil
+import builtins, io, os, sys, shutil
 from pathlib import Path
 import torch
 from smp_core.torch import files, folders
@@ -215,10 +215,15 @@ def dying(at):
             count += 1
             if count == at:
                 os._exit(9)
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            count += 1
+            if count == at:
+                os._exit(9)
+            return result
         return call
     for name in ("replace", "rename", "unlink", "fsync", "mkdir", "rmdir", "open"):
         setattr(os, name, counted(getattr(os, name)))
+    builtins.open = io.open = counted(io.open)
 
 def one(path):
     files.save(path / "model_0.pt", {"new": torch.arange(1000)})
@@ -233,41 +238,47 @@ def folder(path):
 def prune(path):
     folders.prune(path, 1)
 
-what, path = globals()[sys.argv[1]], Path(sys.argv[2])
-for at in range(1, 200):
-    copy = path / str(at)
-    shutil.copytree(path / "before", copy)
-    child = os.fork()
-    if not child:
-        dying(at)
-        what(copy)
-        os._exit(0)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code != 9:
-        sys.exit(code if code else None)
-sys.exit(1)
+def crash(what, path):
+    for at in range(1, 200):
+        copy = path / str(at)
+        shutil.copytree(path / "before", copy)
+        child = os.fork()
+        if not child:
+            dying(at)
+            what(copy)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code != 9:
+            return code
+    return 1
+
+sys.exit(max(crash(what, Path(sys.argv[1], what.__name__)) for what in (one, folder, prune)))
 """
 
 
-def _crashed_copies(tmp_path, what):
-    """Copies of ``before`` in which the save was cut off at each thing it does; the last was not."""
-    run = subprocess.run(
-        [sys.executable, "-c", _CRASHES, what, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+@pytest.fixture(scope="module")
+def crashed(tmp_path_factory):
+    """Copies of a folder in which a save was cut off at each thing it does; the last one was not."""
+    path = tmp_path_factory.mktemp("crashed")
+    for what in ("one", "folder", "prune"):
+        (path / what / "before").mkdir(parents=True)
+    files.save(path / "one" / "before" / "model_0.pt", OLD)
+    _save_folder(path / "folder" / "before", "a", OLD)
+    for tag in ("x", "y", "z"):
+        _save_folder(path / "prune" / "before", tag, OLD)
+    command = [sys.executable, "-c", _CRASHES, str(path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert run.returncode == 0, run.stderr
-    copies = [path for path in tmp_path.iterdir() if path.name != "before"]
-    return sorted(copies, key=lambda path: int(path.name))
+
+    def copies(what):
+        found = [each for each in (path / what).iterdir() if each.name != "before"]
+        return sorted(found, key=lambda each: int(each.name))
+
+    return copies
 
 
-def test_a_crash_at_any_moment_leaves_the_old_file_or_the_new(tmp_path):
-    before = tmp_path / "before"
-    before.mkdir()
-    files.save(before / "model_0.pt", OLD)
-    copies = _crashed_copies(tmp_path, "one")
+def test_a_crash_at_any_moment_leaves_the_old_file_or_the_new(crashed):
+    copies = crashed("one")
     found = [next(iter(files.load(copy / "model_0.pt", "x"))) for copy in copies]
     assert set(found) == {"old", "new"}
     assert found == sorted(found, reverse=True)
@@ -291,9 +302,8 @@ def _load_folder(path, tag):
     return next(iter(files.load(folder / "model_0.pt", "x")))
 
 
-def test_a_crash_at_any_moment_leaves_the_old_folder_or_the_new(tmp_path):
-    _save_folder(tmp_path / "before", "a", OLD)
-    copies = _crashed_copies(tmp_path, "folder")
+def test_a_crash_at_any_moment_leaves_the_old_folder_or_the_new(crashed):
+    copies = crashed("folder")
     found = [_load_folder(copy, "a") for copy in copies]
     assert set(found) == {"old", "new"}
     assert found == sorted(found, reverse=True)
@@ -304,10 +314,8 @@ def test_a_crash_at_any_moment_leaves_the_old_folder_or_the_new(tmp_path):
         assert os.listdir(copy) == ["a_partial"]
 
 
-def test_a_crash_while_old_checkpoints_go_leaves_the_kept_ones(tmp_path):
-    for tag in ("x", "y", "z"):
-        _save_folder(tmp_path / "before", tag, OLD)
-    for copy in _crashed_copies(tmp_path, "prune"):
+def test_a_crash_while_old_checkpoints_go_leaves_the_kept_ones(crashed):
+    for copy in crashed("prune"):
         for name in os.listdir(copy):
             if not name.startswith("."):
                 assert _load_folder(copy, name.removesuffix("_partial")) == "old"
@@ -351,14 +359,14 @@ def test_missing_and_torn_files_of_a_folder_are_named(tmp_path):
 
 
 def test_only_folders_of_ours_are_counted_and_removed(tmp_path):
-    for tag in ("c", "a", "b"):
+    for tag in ("c", "z", "b"):
         _save_folder(tmp_path, tag, OLD)
     _save_folder(tmp_path, "c", OLD)  # saved again: the newest
     (tmp_path / "mine_partial").mkdir()
     (tmp_path / "mine_partial" / "model_0.pt").write_text("precious")
     _save_folder(tmp_path, "d", OLD)
     (tmp_path / "b_partial" / "notes.txt").write_text("precious")
-    assert folders.prune(tmp_path, 2) == ["a_partial"]
+    assert folders.prune(tmp_path, 2) == ["z_partial"]
     assert sorted(os.listdir(tmp_path)) == ["b_partial", "c_partial", "d_partial", "mine_partial"]
 
 
