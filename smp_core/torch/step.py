@@ -57,7 +57,7 @@ class Step(Generic[P]):
         """
         name = self._rules.function
         session = sessions.current(f"smp.step: {name}")
-        if session.step is not None:
+        if session.step is not None or session.tracing:
             raise OutsideStepError(
                 f"smp.step: {name} was called inside a step: a step cannot run in a microbatch of another. "
                 "Call the undecorated function (its __wrapped__), or return and call it after the step"

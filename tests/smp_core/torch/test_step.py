@@ -335,6 +335,20 @@ def test_a_step_in_a_step_is_refused_and_the_next_one_works(smp):
     assert module_level(torch.ones(2)).reduce_sum().item() == 4
 
 
+@pytest.mark.smp(ranks=2, pipeline_parallel_degree=2, microbatches=2)
+def test_in_a_pipeline_it_is_refused_where_the_body_is_traced_and_every_rank_says_so(smp):
+    model = smp.DistributedModel(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()))
+
+    @smp.step
+    def outer(x):
+        return module_level(model(x))
+
+    with pytest.raises(OutsideStepError, match="module_level was called inside a step"):
+        outer(torch.zeros(2, 2))
+    out = smp.step(lambda x: model(x))(torch.ones(2, 2)).concat()
+    assert out.shape == (2, 2)
+
+
 @two
 def test_an_error_of_the_body_passes_and_the_next_step_works(smp):
     with pytest.raises(ZeroDivisionError):
