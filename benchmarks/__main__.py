@@ -19,6 +19,7 @@ NAMES = (
     "large_world",
     "diagnostics",
     "real_ranks",
+    "pipeline",
     "files",
 )
 
