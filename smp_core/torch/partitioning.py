@@ -72,11 +72,13 @@ def set_partition(module: nn.Module, index: int) -> None:
             f"smp.set_partition: module is a {type(module).__name__}, not a torch.nn.Module"
         )
     chosen = _index("smp.set_partition", index)
-    model = sessions.current("smp.set_partition").model
+    session = sessions.current("smp.set_partition")
+    model = session.model
     if (
-        model is not None
+        chosen is not None
+        and session.runtime.config.pipeline_parallel_degree > 1
+        and model is not None
         and model.partitioned
-        and chosen
         and any(each is module for each in model.modules())
     ):
         raise PartitionError(

@@ -225,3 +225,83 @@ def test_the_configuration_key_delays_in_model_creation(smp):
 def test_number_of_microbatches_and_tracing(smp):
     assert smp.num_microbatches() == 3
     assert smp.is_tracing() is False
+
+
+class Chain(nn.Module):
+    """Six layers and a head whose weight is the first layer's, read without calling it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+        self.bias = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return nn.functional.linear(self.layers(x), self.layers[0].weight, self.bias)
+
+
+def lattice(module):
+    """Small integers: whatever the order of sums, no rounding."""
+    for index, parameter in enumerate(module.parameters()):
+        values = torch.arange(parameter.numel()).view(parameter.shape)
+        parameter.data.copy_((values + index) % 3 - 1)
+
+
+@pytest.mark.smp(ranks=4, pipeline_parallel_degree=2, microbatches=2)
+def test_an_automatic_partition_trains_as_plain_torch_and_its_ties_by_reference_hold(smp):
+    x = torch.arange(16.0).view(4, 4) % 3 - 1
+    plain, module = Chain(), Chain()
+    lattice(plain)
+    lattice(module)
+    model = smp.DistributedModel(module)
+    traced = []
+
+    @smp.step
+    def run(model, x):
+        traced.append(smp.is_tracing())
+        model.backward(model(x).sum())
+
+    run(model, x)
+    assert traced == {0: [True, False, False], 2: [False, False]}.get(smp.rank(), [])
+    assert [model.placement.modules[name] for name in ("", "layers.0", "layers.5")] == [0, 0, 1]
+    for part in x.chunk(2):
+        (plain(part).sum() / 2).backward()
+    for name, parameter in model.local_named_parameters():
+        assert torch.equal(parameter.grad, plain.get_parameter(name).grad), name
+    assert next(iter(model.local_parameters()), None) is not None
+
+
+@pytest.mark.smp(
+    ranks=2, pipeline_parallel_degree=2, delayed_parameter_initialization=True, skip_tracing=False
+)
+def test_a_delayed_model_starts_with_the_values_of_one_that_is_not(smp):
+    torch.manual_seed(4)
+    with smp.model_creation():
+        module = Chain()
+    torch.manual_seed(4)
+    plain = Chain()
+    model = smp.DistributedModel(module)
+    smp.set_partition(module, 0)  # says nothing under auto_partition
+    smp.step(lambda model, x: None)(model, torch.ones(1, 4))
+    own = dict(model.local_named_parameters())
+    assert 0 < len(own) < 13
+    for name, parameter in own.items():
+        assert torch.equal(parameter, plain.get_parameter(name))
+
+
+@pytest.mark.smp(ranks=2, pipeline_parallel_degree=2, auto_partition=False, default_partition=0)
+def test_set_partition_comes_too_late_after_the_first_step(smp):
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
+    smp.set_partition(model.module[1], 1)
+    smp.step(lambda model, x: None)(model, torch.ones(1, 1))
+    assert dict(model.placement.modules) == {"": 0, "0": 0, "1": 1}
+    for index in (0, 1):
+        with pytest.raises(PartitionError, match="partitioned already"):
+            smp.set_partition(model.module[1], index)
+    smp.set_partition(nn.Linear(1, 1), 1)  # not of the model
+
+
+@pytest.mark.smp(ranks=1, auto_partition=False, default_partition=0)
+def test_at_degree_one_set_partition_may_follow_the_wrapping(smp):
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(1, 1)))
+    smp.set_partition(model.module[0], 0)
+    assert model(torch.ones(1, 1)).shape == (1, 1)
