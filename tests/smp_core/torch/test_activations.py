@@ -12,6 +12,7 @@ from torch import nn
 import smp_core.torch as smp
 from smp_core.errors import ArgumentError, ArgumentTypeError
 from smp_core.torch import DistributedModel, recompute
+from smp_core.torch import session as sessions
 from smp_core.torch.activations import set_activation_checkpointing
 from smp_core.torch.exceptions import PartitionError, UnsupportedTrainingError
 from smp_core.torch.patches.checkpoint import checkpoint, checkpoint_sequential
@@ -423,3 +424,24 @@ def test_a_checkpoint_that_is_not_ours_is_refused(smp_world, owner):
     smp_world.run(
         body, ranks=2, config={**MANUAL, "pipeline_parallel_degree": 2, "microbatches": 2}
     )
+
+
+def test_the_timeline_shows_what_is_repeated(smp_world):
+    def body():
+        model = DistributedModel(Model(""))
+        set_activation_checkpointing(model.module.second)
+
+        @smp.step
+        def train(model, x):
+            loss = model(x).mean()
+            model.backward(loss)
+            return loss
+
+        train(model, torch.ones(8, 4))
+        events = sessions.current("test").timeline
+        return sorted((each.microbatch, each.path) for each in events if each.recompute)
+
+    config = {**MANUAL, "pipeline_parallel_degree": 2, "microbatches": 4}
+    one, two = smp_world.run(body, ranks=2, config=config)
+    assert one == []
+    assert two == [(microbatch, "second") for microbatch in range(4)]
