@@ -138,6 +138,9 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 @pytest.fixture(scope="session")
 def smp_engine(request: pytest.FixtureRequest) -> str:
     """The name by which every rank finds the engine that is tested (--smp-engine)."""
+    # The first optimizer of a process imports it, for seconds that no run on ranks has to spare.
+    import torch._dynamo  # noqa: F401
+
     return _session(request.config).options.engine
 
 

@@ -35,7 +35,7 @@ def train_checkpointed(engine: str, case: Training, paths: tuple[str, ...]) -> S
 
 @requirement("PIPE-CHECKPOINTING")
 @given(data=st.data(), paths=st.sampled_from([("body.0",), ("body.0", "body.1"), ("body.1",)]))
-@trials(12)
+@trials(8)
 def test_computing_again_changes_no_bit(
     smp_world: SmpWorld, smp_engine: str, data: st.DataObject, paths: tuple[str, ...]
 ) -> None:
@@ -88,8 +88,8 @@ def resume(
 ) -> tuple[dict[str, Tensor], Any]:
     """This rank's parameters after so many steps from what was saved, and the user's content."""
     smp = namespace(engine)
-    content = smp.resume_from_checkpoint(folder, tag="it", partial=partial)
     script = Script(smp, case, salt="fresh", optimizer=momentum)
+    content = smp.resume_from_checkpoint(folder, tag="it", partial=partial)
     for number in range(1, steps + 1):
         step(script, case, number)
     if not script.model.partitioned:  # weights arrive with the partition, in the first step
@@ -127,7 +127,7 @@ CONTENT = {"epoch": 3, "names": ["a", None], "where": (1, 2.5)}
 
 @requirement("CKPT-PARTIAL")
 @given(data=st.data())
-@trials(8)
+@trials(5)
 def test_training_goes_on_where_it_stopped(
     smp_world: SmpWorld, smp_engine: str, smp_tmp_path: TmpPath, data: st.DataObject
 ) -> None:
@@ -143,7 +143,7 @@ def test_training_goes_on_where_it_stopped(
 
 @requirement("CKPT-FULL")
 @given(data=st.data())
-@trials(8)
+@trials(5)
 def test_a_full_checkpoint_fits_any_partition(
     smp_world: SmpWorld, smp_engine: str, smp_tmp_path: TmpPath, data: st.DataObject
 ) -> None:
@@ -175,15 +175,16 @@ def resume_what_is_not_there(
     smp = namespace(engine)
 
     def go() -> None:
+        script = Script(smp, case)
         smp.resume_from_checkpoint(folder, tag=tag, partial=partial)
-        step(Script(smp, case), case, 0)
+        step(script, case, 0)
 
     return raised(go)
 
 
 @requirement("CKPT-MISSING")
 @given(data=st.data(), partial=st.booleans(), torn=st.booleans())
-@trials(6)
+@trials(4)
 def test_what_is_missing_or_torn_is_refused(
     smp_world: SmpWorld,
     smp_engine: str,
@@ -235,7 +236,7 @@ def load_state(engine: str, case: Training, state: dict[str, Tensor]) -> dict[st
 
 @requirement("CKPT-STATE")
 @given(data=st.data())
-@trials(8)
+@trials(5)
 def test_the_state_moves_to_another_partition(
     smp_world: SmpWorld, smp_engine: str, data: st.DataObject
 ) -> None:

@@ -121,7 +121,7 @@ def refused_everywhere(
 
 @requirement("MODEL-BAD-BATCH")
 @given(data=st.data(), before=st.booleans())
-@trials(6)
+@trials(4)
 def test_a_batch_that_cannot_be_split_is_refused(
     smp_world: SmpWorld, smp_engine: str, data: st.DataObject, before: bool
 ) -> None:
@@ -132,7 +132,7 @@ def test_a_batch_that_cannot_be_split_is_refused(
 
 @requirement("MODEL-RAISING-BODY")
 @given(data=st.data(), trouble=st.sampled_from(["body", "late", "module"]), before=st.booleans())
-@trials(12)
+@trials(8)
 def test_an_error_ends_the_step_everywhere(
     smp_world: SmpWorld, smp_engine: str, data: st.DataObject, trouble: str, before: bool
 ) -> None:
@@ -142,7 +142,7 @@ def test_an_error_ends_the_step_everywhere(
 
 @requirement("MODEL-DETACHED")
 @given(data=st.data(), before=st.booleans())
-@trials(6)
+@trials(4)
 def test_a_detached_loss_is_refused(
     smp_world: SmpWorld, smp_engine: str, data: st.DataObject, before: bool
 ) -> None:
@@ -152,7 +152,7 @@ def test_a_detached_loss_is_refused(
 
 @requirement("MODEL-UNUSED-INPUT")
 @given(data=st.data(), before=st.booleans())
-@trials(6)
+@trials(4)
 def test_an_input_without_influence_is_refused(
     smp_world: SmpWorld, smp_engine: str, data: st.DataObject, before: bool
 ) -> None:
@@ -177,7 +177,7 @@ def call_outside(engine: str, microbatches: int, before: bool) -> list[str | Non
 
 @requirement("MODEL-OUTSIDE-STEP")
 @given(data=st.data(), before=st.booleans())
-@trials(6)
+@trials(4)
 def test_calls_outside_a_step_are_refused(
     smp_world: SmpWorld, smp_engine: str, data: st.DataObject, before: bool
 ) -> None:
@@ -233,7 +233,7 @@ def partition_badly(engine: str, microbatches: int, how: str, index: int) -> str
 
 @requirement("MODEL-BAD-PARTITION")
 @given(data=st.data(), how=st.sampled_from(["context", "set_partition"]))
-@trials(8)
+@trials(5)
 def test_a_partition_that_is_not_there_is_refused(
     smp_world: SmpWorld, smp_engine: str, data: st.DataObject, how: str
 ) -> None:

@@ -33,21 +33,21 @@ def holds(smp_world: SmpWorld, smp_engine: str, data: Data, **fixed: Any) -> lis
 
 @requirement("GRAD-PLAIN")
 @given(data=st.data())
-@trials(20)
+@trials(10)
 def test_replicas_equal_a_plain_loop(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
     holds(smp_world, smp_engine, data, pipeline=(1,))
 
 
 @requirement("PIPE-EQUALS-PLAIN")
 @given(data=st.data())
-@trials(60)
+@trials(30)
 def test_a_pipeline_equals_a_plain_loop(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
     holds(smp_world, smp_engine, data, least=2, automatic=False, pipeline=(2, 3, 4))
 
 
 @requirement("PIPE-EQUALS-PLAIN")
 @given(data=st.data())
-@trials(8)
+@trials(4)
 def test_replicas_of_pipelines_equal_a_plain_loop(
     smp_world: SmpWorld, smp_engine: str, data: Data
 ) -> None:
@@ -56,7 +56,7 @@ def test_replicas_of_pipelines_equal_a_plain_loop(
 
 @requirement("PIPE-AUTOMATIC")
 @given(data=st.data())
-@trials(15)
+@trials(6)
 def test_any_partition_of_the_library_is_right(
     smp_world: SmpWorld, smp_engine: str, data: Data
 ) -> None:
@@ -84,7 +84,7 @@ SHARING = (
 
 @requirement("PIPE-SHARED")
 @given(data=st.data(), body=st.sampled_from(SHARING), tied=st.booleans())
-@trials(20)
+@trials(10)
 def test_every_use_counts(
     smp_world: SmpWorld, smp_engine: str, data: Data, body: Block, tied: bool
 ) -> None:
@@ -99,14 +99,14 @@ def test_every_use_counts(
 
 @requirement("GRAD-ACCUMULATION")
 @given(data=st.data(), passes=st.integers(2, 3))
-@trials(12)
+@trials(6)
 def test_passes_are_summed(smp_world: SmpWorld, smp_engine: str, data: Data, passes: int) -> None:
     holds(smp_world, smp_engine, data, passes=passes, windows=2)
 
 
 @requirement("GRAD-REPLICAS")
 @given(data=st.data())
-@trials(12)
+@trials(6)
 def test_replicas_are_averaged(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
     seen = holds(smp_world, smp_engine, data, least=2, pipeline=(1,), dp=2)
     held = [each.gradients[-1] for each in seen]
@@ -127,7 +127,7 @@ SPARSE = (
 
 @requirement("GRAD-UNUSED")
 @given(data=st.data(), body=st.sampled_from(SPARSE), passes=st.integers(1, 3))
-@trials(20)
+@trials(10)
 def test_what_is_not_used_is_zero(
     smp_world: SmpWorld, smp_engine: str, data: Data, body: Block, passes: int
 ) -> None:
@@ -139,7 +139,7 @@ def test_what_is_not_used_is_zero(
 @given(
     data=st.data(), body=st.sampled_from((Block("linear", frozen=True), Block("mlp", frozen=True)))
 )
-@trials(8)
+@trials(4)
 def test_what_is_frozen_stays(
     smp_world: SmpWorld, smp_engine: str, data: Data, body: Block
 ) -> None:
@@ -153,7 +153,7 @@ def test_what_is_frozen_stays(
 
 @requirement("GRAD-BUCKETS")
 @given(data=st.data(), bucket=st.sampled_from([0.000001, 0.00002, 1]), overlapping=st.booleans())
-@trials(10)
+@trials(5)
 def test_buckets_change_no_bit(
     smp_world: SmpWorld, smp_engine: str, data: Data, bucket: float, overlapping: bool
 ) -> None:
@@ -168,7 +168,7 @@ def test_buckets_change_no_bit(
 
 @requirement("GRAD-BOUNDED")
 @given(data=st.data())
-@trials(8)
+@trials(4)
 def test_real_values_are_within_the_bound_of_their_sum(
     smp_world: SmpWorld, smp_engine: str, data: Data
 ) -> None:
@@ -195,14 +195,14 @@ def test_real_values_are_within_the_bound_of_their_sum(
 
 @requirement("MODEL-BROADCAST")
 @given(data=st.data())
-@trials(12)
+@trials(6)
 def test_rank_0_has_the_weights(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
     holds(smp_world, smp_engine, data, least=2, salted=True, automatic=False)
 
 
 @requirement("PIPE-AVERAGE")
 @given(data=st.data(), average=st.booleans(), microbatches=st.sampled_from([2, 4]))
-@trials(12)
+@trials(6)
 def test_microbatches_are_averaged_if_asked(
     smp_world: SmpWorld, smp_engine: str, data: Data, average: bool, microbatches: int
 ) -> None:
@@ -218,7 +218,7 @@ def test_microbatches_are_averaged_if_asked(
 
 @requirement("PIPE-EVERYWHERE")
 @given(data=st.data(), microbatches=st.integers(2, 5))
-@trials(10)
+@trials(5)
 def test_results_are_on_every_rank_in_order(
     smp_world: SmpWorld, smp_engine: str, data: Data, microbatches: int
 ) -> None:
@@ -236,14 +236,14 @@ def test_results_are_on_every_rank_in_order(
 
 @requirement("PIPE-FIRST-RANK")
 @given(data=st.data())
-@trials(10)
+@trials(5)
 def test_other_ranks_may_have_no_data(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
     holds(smp_world, smp_engine, data, least=2, pipeline=(2, 3), dummies=True)
 
 
 @requirement("PIPE-LOCAL")
 @given(data=st.data())
-@trials(12)
+@trials(6)
 def test_each_rank_holds_its_own_parameters(
     smp_world: SmpWorld, smp_engine: str, data: Data
 ) -> None:
@@ -264,7 +264,7 @@ def test_each_rank_holds_its_own_parameters(
 
 @requirement("PIPE-REPLAYED")
 @given(data=st.data())
-@trials(20)
+@trials(10)
 def test_real_values_are_those_of_the_published_order(
     smp_world: SmpWorld, smp_engine: str, data: Data
 ) -> None:
@@ -274,7 +274,7 @@ def test_real_values_are_those_of_the_published_order(
 
 @requirement("PIPE-REPLAYED")
 @given(data=st.data(), pp=st.integers(1, 3), schedule=st.sampled_from(["simple", "interleaved"]))
-@trials(12)
+@trials(6)
 def test_no_choice_changes_a_bit(
     smp_world: SmpWorld, smp_engine: str, data: Data, pp: int, schedule: str
 ) -> None:
@@ -294,7 +294,7 @@ def test_no_choice_changes_a_bit(
 
 @requirement("PIPE-REPEATABLE")
 @given(data=st.data())
-@trials(6)
+@trials(3)
 def test_the_same_run_gives_the_same_bits(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
     case = data.draw(cases(smp_world, smp_engine, least=2, real=True), "case")
     first = results(smp_world, smp_engine, case)

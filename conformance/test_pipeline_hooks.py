@@ -120,7 +120,7 @@ def heard(
 
 @requirement("HOOK-POST-PARTITION")
 @given(data=st.data(), tracing=st.booleans())
-@trials(8)
+@trials(5)
 def test_post_partition_hooks_are_called_once_and_early(
     smp_world: SmpWorld, smp_engine: str, data: st.DataObject, tracing: bool
 ) -> None:
@@ -132,7 +132,7 @@ def test_post_partition_hooks_are_called_once_and_early(
 
 @requirement("HOOK-POST-STEP")
 @given(data=st.data(), steps=st.integers(1, 3))
-@trials(8)
+@trials(5)
 def test_post_step_hooks_are_called_once_after_the_first(
     smp_world: SmpWorld, smp_engine: str, data: st.DataObject, steps: int
 ) -> None:
@@ -144,7 +144,7 @@ def test_post_step_hooks_are_called_once_after_the_first(
 
 @requirement("HOOK-FORWARD")
 @given(data=st.data(), steps=st.integers(2, 3))
-@trials(8)
+@trials(5)
 def test_forward_hooks_are_called_once_a_call(
     smp_world: SmpWorld, smp_engine: str, data: st.DataObject, steps: int
 ) -> None:
@@ -157,7 +157,7 @@ def test_forward_hooks_are_called_once_a_call(
 
 @requirement("MODEL-ATTRIBUTES")
 @given(data=st.data())
-@trials(6)
+@trials(4)
 def test_partitioned_and_module(smp_world: SmpWorld, smp_engine: str, data: st.DataObject) -> None:
     world = data.draw(worlds(smp_world, smp_engine), "world")
     for rank in heard(smp_world, smp_engine, world, 1):
@@ -187,7 +187,7 @@ def look_at_state(engine: str, microbatches: int, stepped: bool) -> dict[str, Te
 
 @requirement("MODEL-ATTRIBUTES")
 @given(data=st.data(), stepped=st.booleans())
-@trials(6)
+@trials(4)
 def test_the_state_is_that_of_the_wrapped_module(
     smp_world: SmpWorld, smp_engine: str, data: st.DataObject, stepped: bool
 ) -> None:

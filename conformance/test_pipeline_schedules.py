@@ -130,7 +130,7 @@ def config(pp: int, microbatches: int, schedule: str, active: int | None = None)
 
 @requirement("PIPE-SIMPLE")
 @given(data=st.data(), microbatches=st.integers(2, 5), active=st.none() | st.integers(1, 3))
-@trials(15)
+@trials(8)
 def test_forwards_come_before_backwards(
     smp_world: SmpWorld, smp_engine: str, data: st.DataObject, microbatches: int, active: int | None
 ) -> None:
@@ -147,7 +147,7 @@ def test_forwards_come_before_backwards(
 
 @requirement("PIPE-ACTIVE")
 @given(data=st.data(), microbatches=st.integers(1, 6), active=st.integers(1, 4))
-@trials(15)
+@trials(8)
 def test_no_more_microbatches_are_in_progress(
     smp_world: SmpWorld, smp_engine: str, data: st.DataObject, microbatches: int, active: int
 ) -> None:
@@ -168,7 +168,7 @@ def test_no_more_microbatches_are_in_progress(
 
 @requirement("PIPE-INTERLEAVED")
 @given(data=st.data(), microbatches=st.integers(2, 5))
-@trials(8)
+@trials(5)
 def test_one_microbatch_at_a_time(
     smp_world: SmpWorld, smp_engine: str, data: st.DataObject, microbatches: int
 ) -> None:
@@ -185,7 +185,7 @@ def test_one_microbatch_at_a_time(
 
 @requirement("PIPE-INTERLEAVED")
 @given(data=st.data(), microbatches=st.integers(3, 6), active=st.integers(1, 2))
-@trials(8)
+@trials(5)
 def test_a_backward_does_not_wait_for_all_forwards(
     smp_world: SmpWorld, smp_engine: str, data: st.DataObject, microbatches: int, active: int
 ) -> None:

@@ -9,13 +9,16 @@ from conformance.mutants import (
     collectives,
     configuration,
     errors,
+    gradients,
     group_calls,
     groups,
     lifecycle,
+    pipelines,
     programs,
     send_recv,
     steps,
     traffic,
+    training,
 )
 from conformance.mutants.protocol import Mutant, MutantError
 from conformance.registry import RequirementError
@@ -69,5 +72,8 @@ MUTANTS: tuple[Mutant, ...] = checked(
     collectives.BUGS,
     traffic.BUGS,
     programs.BUGS,
+    gradients.BUGS,
+    pipelines.BUGS,
+    training.BUGS,
     steps.BUGS,
 )

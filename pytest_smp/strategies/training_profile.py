@@ -121,6 +121,8 @@ def profile(cases: int, ranks: int = 4, start: int = 0, backend: str = "sim") ->
     def run(case: Training) -> None:
         if found.cases < cases:
             found.run(host, case)
+            if found.cases % 200 == 0:
+                print(f"{found.cases} cases, {len(found.failures)} failed", flush=True)
 
     try:
         run()

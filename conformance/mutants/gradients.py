@@ -1,0 +1,313 @@
+"""Bugs of gradients: what is summed, divided, reduced and forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from conformance.mutants.protocol import Bugs, Patch
+from smp_core.torch.pipeline import gradients, replicas
+from smp_core.torch.pipeline.accumulation import Ledger
+from smp_core.torch.pipeline.agreement import DENSE
+from smp_core.torch.pipeline.gradients import Gradients
+from smp_core.torch.pipeline.replicas import Exchange, Replicas
+
+BUGS = Bugs("gradient averaging, accumulation")
+
+Sums = Mapping[nn.Parameter, Tensor]
+
+
+def divided_by(patch: Patch, number: Any) -> None:
+    """Divide gradients by ``number(gradients)``."""
+    patch.setattr(Gradients, "_divisor", property(number))
+
+
+def _microbatches(self: Gradients) -> int:
+    averaged = self._options.average_grads_across_microbatches
+    return self._runtime.config.microbatches if averaged else 1
+
+
+# ---- Microbatches --------------------------------------------------------------------------------
+
+
+@BUGS.enter("PIPE-EQUALS-PLAIN", origin="B056")
+def last_microbatch_only(patch: Patch) -> None:
+    """the gradients of a microbatch replace those of the ones before"""
+    close = Ledger.close
+
+    def replacing(self: Ledger, microbatch: int) -> None:
+        self._totals.clear()
+        close(self, microbatch)
+
+    patch.setattr(Ledger, "close", replacing)
+
+
+@BUGS.enter("GRAD-PLAIN", origin="B062")
+def reduced_before_the_last(patch: Patch) -> None:
+    """gradients are reduced before those of the last of several microbatches are added"""
+    close = Ledger.close
+
+    def early(self: Ledger, microbatch: int) -> None:
+        if 0 < microbatch == self._microbatches - 1:
+            self._sums.pop(microbatch, None)
+        close(self, microbatch)
+
+    patch.setattr(Ledger, "close", early)
+
+
+@BUGS.enter("PIPE-AVERAGE")
+def never_averaged(patch: Patch) -> None:
+    """gradients are summed over microbatches though they are to be averaged"""
+    divided_by(patch, lambda self: self.replicas.size)
+
+
+@BUGS.enter("PIPE-AVERAGE")
+def always_averaged(patch: Patch) -> None:
+    """gradients are averaged over microbatches though they are to be summed"""
+    divided_by(patch, lambda self: self.replicas.size * self._runtime.config.microbatches)
+
+
+@BUGS.enter("PIPE-AVERAGE", origin="B070")
+def averaged_twice(patch: Patch) -> None:
+    """gradients are divided by the number of microbatches twice"""
+    divided_by(patch, lambda self: self.replicas.size * _microbatches(self) ** 2)
+
+
+@BUGS.enter("PIPE-AVERAGE", origin="B061")
+def fixed_number(patch: Patch) -> None:
+    """gradients are divided by 4, whatever the number of microbatches"""
+    divided_by(patch, lambda self: self.replicas.size * (4 if _microbatches(self) > 1 else 1))
+
+
+@BUGS.enter("PIPE-SHARED", origin="B098")
+def last_use_wins(patch: Patch) -> None:
+    """of several uses of a parameter in a microbatch the last one's gradient replaces the others"""
+    add = Ledger.add
+
+    def overwriting(self: Ledger, microbatch: int, parameter: nn.Parameter, grad: Tensor) -> None:
+        self._sums.get(microbatch, {}).pop(parameter, None)
+        add(self, microbatch, parameter, grad)
+
+    patch.setattr(Ledger, "add", overwriting)
+
+
+@BUGS.enter("PIPE-SHARED", origin="B095")
+def first_use_wins(patch: Patch) -> None:
+    """of several uses of a parameter in a microbatch only the first to have a gradient counts"""
+    add = Ledger.add
+
+    def ignoring(self: Ledger, microbatch: int, parameter: nn.Parameter, grad: Tensor) -> None:
+        if parameter in self._sums.get(microbatch, {}):
+            grad = torch.zeros_like(grad)
+        add(self, microbatch, parameter, grad)
+
+    patch.setattr(Ledger, "add", ignoring)
+
+
+# ---- Accumulation --------------------------------------------------------------------------------
+
+
+@BUGS.enter("GRAD-ACCUMULATION", origin="B064")
+def every_pass_is_the_first(patch: Patch) -> None:
+    """only the last of the accumulated passes survives"""
+    patch.setattr(gradients, "_sum", lambda pending, totals: dict(totals))
+
+
+@BUGS.enter("GRAD-ACCUMULATION", origin="B068")
+def passes_are_averaged(patch: Patch) -> None:
+    """accumulated gradients are divided by the number of passes"""
+    divided_by(
+        patch,
+        lambda self: (
+            self.replicas.size * _microbatches(self) * self._options.backward_passes_per_step
+        ),
+    )
+
+
+@BUGS.enter("GRAD-ACCUMULATION", origin="B073")
+def first_window_is_short(patch: Patch) -> None:
+    """the first window of accumulation ends one pass early"""
+    init = Gradients.__init__
+
+    def short(self: Gradients, *args: Any) -> None:
+        init(self, *args)
+        self._passes = min(1, self._options.backward_passes_per_step - 1)
+
+    patch.setattr(Gradients, "__init__", short)
+
+
+@BUGS.enter("GRAD-ACCUMULATION", origin="B071")
+def sums_are_kept(patch: Patch) -> None:
+    """what was reduced in one window is reduced again in the next"""
+    end_step = Gradients.end_step
+
+    def keeping(self: Gradients, totals: Sums, failure: Any, **how: Any) -> Any:
+        boundary = self.boundary
+        kept = gradients._sum(self._pending, totals)
+        agreed = end_step(self, totals, failure, **how)
+        if boundary and agreed is None:
+            self._pending = kept
+        return agreed
+
+    patch.setattr(Gradients, "end_step", keeping)
+
+
+@BUGS.enter("GRAD-ACCUMULATION", origin="B083")
+def second_window_is_not_reduced(patch: Patch) -> None:
+    """from the second window on, replicas keep their own gradients"""
+    reduce = Gradients._reduce
+
+    def once(self: Gradients, *args: Any) -> Any:
+        done = reduce(self, *args)
+        self.replicas.size = 1
+        return done
+
+    patch.setattr(Gradients, "_reduce", once)
+
+
+@BUGS.enter("GRAD-UNUSED", origin="B065")
+def absent_now_is_dropped(patch: Patch) -> None:
+    """what earlier passes gave a parameter is dropped if the last one does not use it"""
+    add = gradients._sum
+
+    def dropping(pending: Sums, totals: Sums) -> dict[nn.Parameter, Tensor]:
+        summed = add(pending, totals)
+        return {p: total for p, total in summed.items() if p in totals}
+
+    patch.setattr(gradients, "_sum", dropping)
+
+
+# ---- Replicas ------------------------------------------------------------------------------------
+
+
+@BUGS.enter("GRAD-REPLICAS", origin="B088")
+def no_reduction(patch: Patch) -> None:
+    """gradients are reduced over a group of one rank"""
+    init = Replicas.__init__
+
+    def alone(self: Replicas, *args: Any) -> None:
+        init(self, *args)
+        self.size = 1
+
+    patch.setattr(Replicas, "__init__", alone)
+
+
+@BUGS.enter("GRAD-REPLICAS", origin="B091")
+def replicas_are_summed(patch: Patch) -> None:
+    """gradients are summed over replicas, not averaged"""
+    divided_by(patch, _microbatches)
+
+
+@BUGS.enter("GRAD-REPLICAS")
+def first_replica_counts(patch: Patch) -> None:
+    """every replica gets the gradients of the first"""
+
+    def first(self: Exchange, slices: list[Tensor]) -> Tensor:
+        return slices[0] * len(slices) / self.divisor
+
+    patch.setattr(Exchange, "_divided", first)
+
+
+@BUGS.enter("GRAD-BOUNDED", origin="B029")
+def reduced_in_bfloat16(patch: Patch) -> None:
+    """gradients are reduced in bfloat16"""
+    divided = Exchange._divided
+
+    def rounded(self: Exchange, slices: list[Tensor]) -> Tensor:
+        return divided(self, [each.bfloat16() for each in slices]).float()
+
+    patch.setattr(Exchange, "_divided", rounded)
+
+
+@BUGS.enter("GRAD-BUCKETS", origin="B020")
+def single_tensor_is_not_divided(patch: Patch) -> None:
+    """a bucket of one parameter is summed and not divided"""
+    divided = Exchange._divided
+
+    def special(self: Exchange, slices: list[Tensor]) -> Tensor:
+        whole = divided(self, slices)
+        return whole * self.divisor if len(self.parameters) == 1 else whole
+
+    patch.setattr(Exchange, "_divided", special)
+
+
+@BUGS.enter("GRAD-BUCKETS")
+def full_bucket_loses_its_last(patch: Patch) -> None:
+    """the last parameter of a bucket of several is left out"""
+    flatten = replicas.flatten
+
+    def lossy(parameters: Sequence[nn.Parameter], given: Sums) -> Tensor:
+        last = parameters[-1] if len(parameters) > 1 else None
+        return flatten(parameters, {p: grad for p, grad in given.items() if p is not last})
+
+    patch.setattr(replicas, "flatten", lossy)
+
+
+@BUGS.enter("GRAD-UNUSED", origin="B085")
+def unused_gets_zeros(patch: Patch) -> None:
+    """a parameter that nobody used gets a gradient of zeros"""
+    patch.setattr(
+        Gradients,
+        "_present",
+        lambda self, sums: bytes(DENSE for _ in self._parameters),
+    )
+
+
+@BUGS.enter("GRAD-UNUSED", origin="B025")
+def used_on_one_replica_is_lost(patch: Patch) -> None:
+    """a parameter that one replica did not use is not reduced"""
+    from smp_core.torch.pipeline.agreement import Agreement
+
+    def everywhere(self: Agreement) -> bytes:
+        given = [each.present for each in self.reports if each.present]
+        return bytes(map(min, zip(*given, strict=True))) if given else b""
+
+    patch.setattr(Agreement, "present", property(everywhere))
+
+
+@BUGS.enter("GRAD-FROZEN", origin="B122")
+def frozen_gets_zeros(patch: Patch) -> None:
+    """a parameter that needs no gradient gets one of zeros"""
+    present = Gradients._present
+
+    def all_of(self: Gradients, sums: Sums) -> bytes:
+        told = present(self, sums)
+        return bytes(
+            kind if parameter.requires_grad else DENSE
+            for kind, parameter in zip(told, self._parameters, strict=True)
+        )
+
+    patch.setattr(Gradients, "_present", all_of)
+
+
+@BUGS.enter("PIPE-REPEATABLE")
+def order_of_arrival(patch: Patch) -> None:
+    """gradients depend on how often this process has reduced before"""
+    divided, runs = Exchange._divided, [0]
+
+    def drifting(self: Exchange, slices: list[Tensor]) -> Tensor:
+        runs[0] += 1
+        return divided(self, slices) * (1 + runs[0] * 2**-20)
+
+    patch.setattr(Exchange, "_divided", drifting)
+
+
+@BUGS.enter("PIPE-REPLAYED")
+def microbatches_from_the_right(patch: Patch) -> None:
+    """the sums of microbatches are added up from the last to the first"""
+    close = Ledger.close
+
+    def reversed_(self: Ledger, microbatch: int) -> None:
+        self._closed.add(microbatch)
+        if len(self._closed) < self._microbatches:
+            return
+        self._closed.clear()
+        backwards = [self._sums.pop(n, {}) for n in reversed(range(self._microbatches))]
+        self._sums.update(enumerate(backwards))
+        for number in range(self._microbatches):
+            close(self, number)
+
+    patch.setattr(Ledger, "close", reversed_)

@@ -1,0 +1,248 @@
+"""Bugs of what stands around the steps: errors, hooks, checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import smp_core.torch as smp
+from conformance.mutants.protocol import ASSERTION, Bugs, Patch
+from smp_core.errors import SmpError
+from smp_core.torch import hooks, weights
+from smp_core.torch import session as sessions
+from smp_core.torch.hooks import Hooks
+from smp_core.torch.model import DistributedModel
+from smp_core.torch.optimizer import DistributedOptimizer
+from smp_core.torch.pipeline import boundary, calls, placement
+from smp_core.torch.pipeline.engine import Step
+
+BUGS = Bugs("errors, hooks and checkpoints")
+
+
+# ---- Errors --------------------------------------------------------------------------------------
+
+
+@BUGS.enter("MODEL-BAD-BATCH", origin="B137")
+def rows_left_over_are_dropped(patch: Patch) -> None:
+    """rows that do not fill a microbatch are dropped without a word"""
+    from smp_core import microbatch
+
+    def view(self: Any, tensor: Any, axis: int, place: str) -> Any:
+        shape = tuple(self.framework.shape(tensor))
+        at = axis + len(shape) if axis < 0 else axis
+        length = shape[at] // self.microbatches
+        return self.framework.part(tensor, at, self.index * length, length)
+
+    patch.setattr(microbatch._Splitter, "_view", view)
+
+
+@BUGS.enter("MODEL-SECOND")
+def models_replace_each_other(patch: Patch) -> None:
+    """a second DistributedModel takes the place of the first"""
+    init = DistributedModel.__init__
+
+    def replacing(self: DistributedModel, *args: Any, **how: Any) -> None:
+        sessions.current("the mutant").model = None
+        init(self, *args, **how)
+
+    patch.setattr(DistributedModel, "__init__", replacing)
+
+
+@BUGS.enter("MODEL-RAISING-BODY", origin="B143")
+def errors_stay_where_they_are(patch: Patch) -> None:
+    """ranks on which nothing was raised return normally from a step that failed"""
+    refuse = Step.refuse
+
+    def only_own(self: Step, failure: Any) -> Any:
+        if self._own is not None and self._own[0] == failure:
+            refuse(self, failure)
+
+    patch.setattr(Step, "refuse", only_own)
+
+
+@BUGS.enter("MODEL-RAISING-BODY", *ASSERTION, SmpError, origin="B157")
+def broken_for_good(patch: Patch) -> None:
+    """no step can be run after one that failed"""
+    refuse, init = Step.refuse, Step.__init__
+
+    def remembering(self: Step, failure: Any) -> Any:
+        self.session.steps = -10_000
+        refuse(self, failure)
+
+    def refusing(self: Step, session: Any) -> None:
+        init(self, session)
+        if session.steps < 0:
+            raise SmpError("a step has failed before")
+
+    patch.setattr(Step, "refuse", remembering)
+    patch.setattr(Step, "__init__", refusing)
+
+
+@BUGS.enter("MODEL-DETACHED")
+def detached_is_skipped(patch: Patch) -> None:
+    """backward of a detached tensor does nothing"""
+    backward = DistributedModel.backward
+
+    def skipping(self: DistributedModel, tensors: Any, *args: Any) -> None:
+        if not isinstance(tensors, torch.Tensor) or tensors.requires_grad:
+            backward(self, tensors, *args)
+
+    patch.setattr(DistributedModel, "backward", skipping)
+
+
+@BUGS.enter("MODEL-UNUSED-INPUT")
+def unused_input_is_accepted(patch: Patch) -> None:
+    """an input without influence gets no gradient, and nobody says so"""
+    patch.setattr(boundary, "_reaches", lambda record, index: True)
+
+
+@BUGS.enter("MODEL-OUTSIDE-STEP")
+def outside_is_the_identity(patch: Patch) -> None:
+    """a call of the model outside a step gives its input back"""
+    forward = DistributedModel.forward
+
+    def lenient(self: DistributedModel, *args: Any, **kwargs: Any) -> Any:
+        if self._session.step is None and not self._session.tracing:
+            return args[0]
+        return forward(self, *args, **kwargs)
+
+    patch.setattr(DistributedModel, "forward", lenient)
+
+
+@BUGS.enter("MODEL-BAD-PARTITION")
+def partitions_wrap_around(patch: Patch) -> None:
+    """a partition that does not exist is taken modulo their number"""
+    original = smp.set_partition
+    patch.setattr(smp, "set_partition", lambda m, index: original(m, index % smp.pp_size()))
+
+
+@BUGS.enter("MODEL-SHARED-ACROSS", origin="B095")
+def shared_parameters_drift(patch: Patch) -> None:
+    """a parameter that two partitions share becomes two"""
+    patch.setattr(placement, "_check_shared", lambda module, placed: None)
+
+
+# ---- Hooks and attributes ------------------------------------------------------------------------
+
+
+@BUGS.enter("HOOK-POST-STEP")
+def hooks_after_every_step(patch: Patch) -> None:
+    """post-step hooks are called after every step"""
+    run = Hooks.run
+
+    def again(self: Hooks, model: Any, optimizer: Any) -> None:
+        if "step" in self.when and "partition" not in self.when:
+            for hook in self._registered.values():
+                hook(model, optimizer)
+        else:
+            run(self, model, optimizer)
+
+    patch.setattr(Hooks, "run", again)
+
+
+@BUGS.enter("HOOK-POST-PARTITION")
+def hooks_without_optimizer(patch: Patch) -> None:
+    """hooks get None for the optimizer"""
+    run = Hooks.run
+    patch.setattr(Hooks, "run", lambda self, model, optimizer: run(self, model, None))
+
+
+@BUGS.enter("HOOK-POST-PARTITION", origin="B091")
+def hooks_get_the_module(patch: Patch) -> None:
+    """hooks get the wrapped module, not the model"""
+    run = Hooks.run
+    patch.setattr(Hooks, "run", lambda self, model, opt: run(self, model.module, opt))
+
+
+@BUGS.enter("HOOK-POST-STEP")
+def removed_hooks_run(patch: Patch) -> None:
+    """a hook that was removed is called all the same"""
+    patch.setattr(hooks.Handle, "remove", lambda self: None)
+
+
+@BUGS.enter("HOOK-FORWARD")
+def hooks_do_not_run(patch: Patch) -> None:
+    """forward hooks of modules are not called"""
+    once = calls.Site._once
+
+    def plain(self: Any, key: Any, hooked: bool, *args: Any, **kwargs: Any) -> Any:
+        return once(self, key, False, *args, **kwargs)
+
+    patch.setattr(calls.Site, "_once", plain)
+
+
+@BUGS.enter("MODEL-ATTRIBUTES")
+def never_partitioned(patch: Patch) -> None:
+    """partitioned says so before the first step"""
+    patch.setattr(
+        DistributedModel, "partitioned", property(lambda self: True, lambda self, value: None)
+    )
+
+
+@BUGS.enter("MODEL-JOIN", origin="B023")
+def joined_replicas_do_not_count(patch: Patch) -> None:
+    """replicas that have joined count with their last gradients"""
+    from smp_core.torch.pipeline.gradients import Gradients
+
+    end_step = Gradients.end_step
+
+    def stale(self: Gradients, totals: Any, failure: Any, *, joined: bool = False) -> Any:
+        if not joined:
+            vars(self)["_planted"] = dict(totals)
+        else:
+            totals = vars(self).get("_planted", totals)
+        return end_step(self, totals, failure, joined=joined)
+
+    patch.setattr(Gradients, "end_step", stale)
+
+
+# ---- Checkpoints ---------------------------------------------------------------------------------
+
+
+@BUGS.enter("CKPT-PARTIAL", origin="B125")
+def optimizer_starts_afresh(patch: Patch) -> None:
+    """the optimizer's state is not loaded"""
+    patch.setattr(DistributedOptimizer, "_load", lambda self, given: None)
+
+
+@BUGS.enter("CKPT-PARTIAL")
+def content_is_lost(patch: Patch) -> None:
+    """resuming gives no user content"""
+    resume = smp.resume_from_checkpoint
+
+    def forgetful(*args: Any, **how: Any) -> None:
+        resume(*args, **how)
+
+    patch.setattr(smp, "resume_from_checkpoint", forgetful)
+
+
+@BUGS.enter("CKPT-FULL", origin="B124")
+def full_checkpoint_is_the_first_part(patch: Patch) -> None:
+    """a full checkpoint has zeros for what the first rank does not hold"""
+    state_dict = weights.state_dict
+
+    def partly(model: Any, gather_to_rank0: bool = False) -> dict[str, Any]:
+        found = state_dict(model, gather_to_rank0)
+        return {
+            key: value
+            if weights.owns(model, key.rpartition(".")[0]) or not isinstance(value, torch.Tensor)
+            else torch.zeros_like(value)
+            for key, value in found.items()
+        }
+
+    patch.setattr(weights, "state_dict", partly)
+
+
+@BUGS.enter("CKPT-MISSING")
+def missing_is_nothing(patch: Patch) -> None:
+    """a checkpoint that cannot be read counts as none"""
+    resume = smp.resume_from_checkpoint
+
+    def lenient(*args: Any, **how: Any) -> Any:
+        try:
+            return resume(*args, **how)
+        except SmpError:
+            return None
+
+    patch.setattr(smp, "resume_from_checkpoint", lenient)
