@@ -147,7 +147,10 @@ def _run(
         else:
             end, parcel = server.serve()
             if end.failure is None:
-                results = parcel.thaw()
+                try:
+                    results = parcel.thaw()
+                except Exception as error:  # of a value's own __setstate__
+                    step.fail(None, error)
                 for microbatch in range(step.microbatches):
                     step.ledger.close(microbatch)
             else:
@@ -183,6 +186,8 @@ def _drive(
                 results = [detached(result) for result in results]
             if step.transport is not None:
                 sent = freeze(results, "smp.step: what the function returned", False)
+    except VerdictError:
+        raise  # on the whole world, and it has ended
     except Exception as error:
         step.fail(None, error)
     server.end(End(step.failure), sent)

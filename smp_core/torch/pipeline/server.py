@@ -134,6 +134,9 @@ class Server:
 
     def _begin(self, activity: Activity, function: Function) -> None:
         step = self._step
+        if step.failure is not None:  # asked for before this rank knew
+            activity.finished = activity.unwound = True
+            return
         self._live.add(activity)
 
         def task(worker: Worker | None) -> None:

@@ -95,8 +95,7 @@ class Crew:
             while not self.baton.acquire(timeout=_SLICE):
                 pass
         except BaseException as interruption:  # Ctrl-C, or the harness gives this rank up
-            kind = type(interruption)
-            _interrupt(worker.thread, kind if issubclass(kind, BaseException) else Unwound)
+            _interrupt(worker.thread, type(interruption))
             self.baton.acquire()
             raise
         finally:
