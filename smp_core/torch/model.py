@@ -18,7 +18,7 @@ from torch import nn
 from smp_core.errors import ArgumentError, ArgumentTypeError, SmpError
 from smp_core.microbatch import Call
 from smp_core.topology import GroupKind
-from smp_core.torch import joining, weights
+from smp_core.torch import creation, joining, weights
 from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import (
     DetachedLossError,
@@ -266,7 +266,7 @@ class DistributedModel(nn.Module):
         """
         return weights.state_dict(self, gather_to_rank0)
 
-    def load_state_dict(  # type: ignore[override]
+    def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
     ) -> Any:
         """Load a full or a partial state; before the model is partitioned it waits until it is. See
@@ -349,7 +349,7 @@ class DistributedModel(nn.Module):
     def _decide(self, body: Callable[..., Any], split: Callable[[], list[Call]]) -> Placement:
         """On the one rank that decides: a trace of the first microbatch, unless it is skipped."""
         session = self._session
-        if session.runtime.config.skip_tracing:
+        if session.runtime.config.skip_tracing or creation.is_delayed(self.module):
             return placement.decide(session, self.module)
         call = split()[0]
         with tracing.Tracer(self.module, session, **self._trace) as tracer:
