@@ -411,11 +411,12 @@ def with_autocast():
 
     @smp.step
     def step(model, x):
+        assert model.module.layers[0](x).dtype is torch.bfloat16
         y = model(x)
         assert y.dtype is torch.bfloat16
         model.backward(y.float().mean())
 
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=smp.pp_rank() == 0):
         step(model, batch().float())
     assert all(p.grad.dtype is torch.float32 for p in model.local_parameters())
 
@@ -462,7 +463,8 @@ class Dropping(nn.Module):
 
     def forward(self, x):
         x = self.first(x) + torch.rand(4, dtype=x.dtype)
-        return self.second(nn.functional.dropout(x))
+        y = self.second(nn.functional.dropout(x))
+        return y * torch.rand(4, dtype=x.dtype)  # drawn after another microbatch's turn
 
 
 def drops(second, pipeline):
