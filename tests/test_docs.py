@@ -43,13 +43,16 @@ def test_the_failure_of_the_readme_is_one_of_them(failures):
     assert shown in failures
 
 
-def test_the_tests_of_the_readme_pass(tmp_path):
-    examples = blocks("README.md", "python")
-    assert len(examples) == 2
-    for number, example in enumerate(examples):
-        (tmp_path / f"test_readme_{number}.py").write_text(example, encoding="utf-8")
+def test_the_tests_of_readme_and_pages_pass(tmp_path):
+    pages = {"README.md": 3, "docs/steps.md": 1, "docs/pipelines.md": 1}
+    for page, count in pages.items():
+        examples = blocks(page, "python")
+        assert len(examples) == count
+        for number, example in enumerate(examples):
+            name = f"test_{Path(page).stem.lower()}_{number}.py"
+            (tmp_path / name).write_text(example, encoding="utf-8")
     done = run_pytest("--smp-ranks=8", "-q", cwd=tmp_path)
-    assert "2 passed" in done.stdout, done.stdout + done.stderr
+    assert f"{sum(pages.values())} passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_the_first_example_of_the_readme_is_the_one_in_examples():
