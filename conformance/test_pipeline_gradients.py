@@ -135,6 +135,18 @@ def test_what_is_not_used_is_zero(
     holds(smp_world, smp_engine, data, model=model, passes=passes, automatic=False, none=True)
 
 
+@requirement("GRAD-UNUSED")
+@given(data=st.data(), body=st.sampled_from(SPARSE[1:]), seed=st.integers(0, 99))
+@trials(8)
+def test_what_one_replica_uses_all_have(
+    smp_world: SmpWorld, smp_engine: str, data: Data, body: Block, seed: int
+) -> None:
+    model = Model(body, inputs=2, width=2)
+    # One microbatch, so that replicas differ in what they use.
+    fixed = {"model": model, "microbatches": 1, "passes": 1, "windows": 1, "seed": seed}
+    holds(smp_world, smp_engine, data, least=2, pipeline=(1,), dp=2, none=True, **fixed)
+
+
 @requirement("GRAD-FROZEN")
 @given(
     data=st.data(), body=st.sampled_from((Block("linear", frozen=True), Block("mlp", frozen=True)))
@@ -269,6 +281,28 @@ def test_real_values_are_those_of_the_published_order(
     smp_world: SmpWorld, smp_engine: str, data: Data
 ) -> None:
     case = data.draw(cases(smp_world, smp_engine, real=True), "case")
+    compare(replayed(case), results(smp_world, smp_engine, case), what="the published order")
+
+
+@requirement("PIPE-REPLAYED")
+@given(data=st.data(), at=st.integers(0, 1))
+@trials(4)
+def test_random_numbers_do_not_depend_on_the_rank(
+    smp_world: SmpWorld, smp_engine: str, data: Data, at: int
+) -> None:
+    parts = (Block("linear"), Block("dropout"), Block("nested", (Block("dropout"),)))
+    drawn = cases(
+        smp_world,
+        smp_engine,
+        least=2,
+        pipeline=(2,),
+        real=True,
+        automatic=False,
+        model=Model(Block("chain", parts), inputs=3, width=4),
+        default=0,
+        partition=(("body.1", at), ("body.2", 1)),
+    )
+    case = data.draw(drawn, "case")
     compare(replayed(case), results(smp_world, smp_engine, case), what="the published order")
 
 

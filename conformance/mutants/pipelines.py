@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+import smp_core.torch as smp
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
 from smp_core.errors import SmpError
 from smp_core.torch import recompute, weights
 from smp_core.torch.exceptions import BatchSizeError
 from smp_core.torch.pipeline import boundary, engine, placement, schedule
 from smp_core.torch.pipeline.boundary import Record
+from smp_core.torch.pipeline.messages import Forward
 from smp_core.torch.pipeline.schedule import Progress, Ready
 from smp_core.torch.pipeline.server import Server
 
@@ -101,17 +103,22 @@ def others_get_the_first(patch: Patch) -> None:
 @BUGS.enter("PIPE-FIRST-RANK", SmpError)
 def everybody_needs_data(patch: Patch) -> None:
     """a rank whose input has no elements refuses the step"""
-    run = engine._run
+    original = smp.step
 
-    def looking(step: Any, body: Any, split: Any, detach: bool) -> list[Any]:
-        if step.rank:
-            tensors = [each for call in split() for each in call.args]
-            if any(isinstance(each, torch.Tensor) and not each.numel() for each in tensors):
-                raise BatchSizeError("smp.step: an input has no elements")
-        done: list[Any] = run(step, body, split, detach)
-        return done
+    def step(**how: Any) -> Any:
+        def decorate(body: Any) -> Any:
+            run = original(**how)(body)
 
-    patch.setattr(engine, "_run", looking)
+            def looking(*args: Any) -> Any:
+                if any(isinstance(each, torch.Tensor) and not each.numel() for each in args):
+                    raise BatchSizeError("smp.step: an input has no elements")
+                return run(*args)
+
+            return looking
+
+        return decorate
+
+    patch.setattr(smp, "step", step)
 
 
 @BUGS.enter("PIPE-EQUALS-PLAIN", *ASSERTION, RuntimeError, origin="B056")
@@ -170,7 +177,9 @@ def random_numbers_of_the_rank(patch: Patch) -> None:
     asked = Server._asked
 
     def unseeded(self: Server, message: Any, parcel: Any) -> None:
-        asked(self, message._replace(seed=0) if hasattr(message, "seed") else message, parcel)
+        if isinstance(message, Forward):
+            message = message._replace(key=dataclasses.replace(message.key, stream=0))
+        asked(self, message, parcel)
 
     patch.setattr(Server, "_asked", unseeded)
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 import smp_core.torch as smp
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
 from smp_core.errors import SmpError
 from smp_core.torch import hooks, weights
 from smp_core.torch import session as sessions
+from smp_core.torch.exceptions import StepAbortedError
 from smp_core.torch.hooks import Hooks
 from smp_core.torch.model import DistributedModel
 from smp_core.torch.optimizer import DistributedOptimizer
-from smp_core.torch.pipeline import boundary, calls, placement
+from smp_core.torch.pipeline import boundary, calls, engine
 from smp_core.torch.pipeline.engine import Step
 
 BUGS = Bugs("errors, hooks and checkpoints")
@@ -52,13 +54,15 @@ def models_replace_each_other(patch: Patch) -> None:
 @BUGS.enter("MODEL-RAISING-BODY", origin="B143")
 def errors_stay_where_they_are(patch: Patch) -> None:
     """ranks on which nothing was raised return normally from a step that failed"""
-    refuse = Step.refuse
+    run = engine._run
 
-    def only_own(self: Step, failure: Any) -> Any:
-        if self._own is not None and self._own[0] == failure:
-            refuse(self, failure)
+    def swallowing(step: Step, *args: Any) -> list[Any]:
+        try:
+            return run(step, *args)
+        except StepAbortedError:
+            return [torch.zeros(()) for _ in range(step.microbatches)]
 
-    patch.setattr(Step, "refuse", only_own)
+    patch.setattr(engine, "_run", swallowing)
 
 
 @BUGS.enter("MODEL-RAISING-BODY", *ASSERTION, SmpError, origin="B157")
@@ -119,8 +123,20 @@ def partitions_wrap_around(patch: Patch) -> None:
 
 @BUGS.enter("MODEL-SHARED-ACROSS", origin="B095")
 def shared_parameters_drift(patch: Patch) -> None:
-    """a parameter that two partitions share becomes two"""
-    patch.setattr(placement, "_check_shared", lambda module, placed: None)
+    """a parameter that modules share becomes one for each of them"""
+    init = DistributedModel.__init__
+
+    def untied(self: DistributedModel, module: nn.Module, *args: Any, **how: Any) -> None:
+        seen: set[nn.Parameter] = set()
+        for child in module.modules():
+            for name, parameter in child._parameters.items():
+                if parameter in seen:
+                    setattr(child, name, nn.Parameter(parameter.detach().clone()))
+                elif parameter is not None:
+                    seen.add(parameter)
+        init(self, module, *args, **how)
+
+    patch.setattr(DistributedModel, "__init__", untied)
 
 
 # ---- Hooks and attributes ------------------------------------------------------------------------
@@ -173,10 +189,13 @@ def hooks_do_not_run(patch: Patch) -> None:
 
 
 @BUGS.enter("MODEL-ATTRIBUTES")
-def never_partitioned(patch: Patch) -> None:
-    """partitioned says so before the first step"""
+def state_has_a_prefix(patch: Patch) -> None:
+    """the names of state_dict begin with "module.", as DistributedDataParallel's do"""
+    state_dict = weights.state_dict
     patch.setattr(
-        DistributedModel, "partitioned", property(lambda self: True, lambda self, value: None)
+        weights,
+        "state_dict",
+        lambda *args: {f"module.{name}": value for name, value in state_dict(*args).items()},
     )
 
 
