@@ -54,6 +54,7 @@ def call_there(
         hooked,
         modes.current(),
         step.seed,
+        step.news_for(owner),
     )
     parcel = activity.ask(owner, message, frozen)
     wanted = parcel.differentiable()
@@ -118,10 +119,21 @@ class Record:
     ``grads`` are the inputs' gradients that the backward pass in progress has brought.
     """
 
-    __slots__ = ("count", "crosses", "grads", "names", "node", "outputs", "path", "rest")
+    __slots__ = (
+        "count",
+        "crosses",
+        "grads",
+        "microbatch",
+        "names",
+        "node",
+        "outputs",
+        "path",
+        "rest",
+    )
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self.microbatch = -1
         self.crosses = False  # it called modules of other ranks, and so will its backward pass
         self.count = 0  # of the inputs that require a gradient
         self.node: Any = None
@@ -129,6 +141,10 @@ class Record:
         self.outputs: list[Tensor] = []  # those that require a gradient
         self.rest: set[int] = set()  # of them, those that no backward pass has come from
         self.grads: Sequence[Tensor | None] | None = None
+
+    def close(self) -> None:
+        """Let the graph go: it leads to a node that knows the record, a cycle."""
+        self.outputs, self.node = [], None
 
 
 class _Arrival(torch.autograd.Function):
@@ -177,6 +193,11 @@ def run_backward(record: Record, grads: Sequence[Tensor | None]) -> list[Tensor 
 
     Raises UnusedInputError if every output has brought a gradient and an input has got none.
     """
+    if not record.outputs:
+        raise RuntimeError(
+            "model.backward came a second time to a call of a module on another rank, whose graph has been "
+            "freed: retain_graph is not supported (SMP_API.md 1.7). Add the losses, and call it once"
+        )
     given = [index for index, grad in enumerate(grads) if grad is not None]
     record.grads = None
     torch.autograd.backward(

@@ -75,11 +75,18 @@ class Step:
         self.unwinding = False  # every activity is to end, though nobody is told
         self._own: tuple[Failure, BaseException] | None = None
         self._calls = 0
+        self.over: list[int] = []  # the driver's: microbatches whose bodies are over
+        self._told: dict[int, int] = {}  # how many of them by pp rank
 
     def next_call(self) -> int:
         """A number for a request of this rank."""
         self._calls += 1
         return self._calls
+
+    def news_for(self, rank: int) -> tuple[int, ...]:
+        """The microbatches that are over, as far as a rank has not been told."""
+        told, self._told[rank] = self._told.get(rank, 0), len(self.over)
+        return tuple(self.over[told:])
 
     def fail(self, activity: Activity | None, error: BaseException) -> None:
         """This rank raised: the step has failed, if it has not yet."""

@@ -15,7 +15,7 @@ class Forward(NamedTuple):
     """Run a module; comes with its ``(args, kwargs)``.
 
     ``call`` is a number of the caller's. ``hooked``: the module was called, rather than its
-    ``forward``.
+    ``forward``. ``over`` are microbatches whose bodies are over: no backward pass of theirs will come.
     """
 
     microbatch: int
@@ -25,6 +25,7 @@ class Forward(NamedTuple):
     hooked: bool
     modes: Modes
     seed: int
+    over: tuple[int, ...]
 
 
 class Backward(NamedTuple):

@@ -129,7 +129,8 @@ class Server:
         if asked is None:
             return True  # a body
         if isinstance(asked, Backward):
-            return self._records[asked.caller, asked.of].crosses
+            record = self._records.get((asked.caller, asked.of))
+            return record is not None and record.crosses
         return not self._step.sites[asked.key.path].closed
 
     def _begin(self, activity: Activity, function: Function) -> None:
@@ -190,6 +191,7 @@ class Server:
         asked = self._answers.pop(activity, None)
         if asked is None:
             self._results[activity.microbatch] = value
+            self._step.over.append(activity.microbatch)
             self._step.ledger.close(activity.microbatch)
         else:
             answer = Returned(activity.microbatch, asked.call)
@@ -231,14 +233,23 @@ class Server:
             return
         if isinstance(message, Forward):
             step.seed = message.seed
+            if message.over:
+                self._forget(message.over)
             activity = Activity(step, Phase.FORWARD, message.microbatch, message.key.path)
             function: Function = lambda each: self._forward(each, message, parcel)  # noqa: E731
         else:
-            record = self._records[message.caller, message.of]
+            # Unknown, it says so when its graph is asked for.
+            record = self._records.get((message.caller, message.of)) or boundary.Record("")
             activity = Activity(step, Phase.BACKWARD, message.microbatch, record.path)
             function = lambda _: self._backward(record, message, parcel)  # noqa: E731
         self._answers[activity] = message
         self._put(activity, Kind.GO_ON, function)
+
+    def _forget(self, microbatches: tuple[int, ...]) -> None:
+        """What is kept for backward passes that will not come, as in evaluation."""
+        gone = [key for key, each in self._records.items() if each.microbatch in microbatches]
+        for key in gone:
+            self._records.pop(key).close()
 
     def _forward(self, activity: Activity, message: Forward, parcel: Parcel) -> Frozen:
         site = self._step.sites[message.key.path]
@@ -248,7 +259,7 @@ class Server:
             lambda args, kwargs: site.run(activity, message.key, message.hooked, args, kwargs),
         )
         if record is not None:
-            record.crosses = activity.crossed
+            record.crosses, record.microbatch = activity.crossed, activity.microbatch
             self._records[message.caller, message.call] = record
         return frozen
 
@@ -256,6 +267,7 @@ class Server:
         grads = boundary.run_backward(record, parcel.thaw())
         if not record.rest:
             self._records.pop((message.caller, message.of), None)
+            record.close()
         return freeze(grads, "gradients", False)
 
     # The end.
@@ -271,6 +283,8 @@ class Server:
                 self._crew.resume(activity.worker)
                 if activity.finished:
                     self._live.discard(activity)
+        for record in self._records.values():
+            record.close()
         self._records.clear()
         self._waiting.clear()
         self._ready.clear()

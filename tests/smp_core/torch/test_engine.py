@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import NamedTuple
 
 import pytest
@@ -496,3 +497,33 @@ def test_random_numbers_do_not_depend_on_the_partition(smp_world):
         assert run[0][1] == drawn
         gathered = [gradient for rank in run for gradient in rank[2]]
         assert all(map(torch.equal, gathered, weights))
+
+
+def kept_in_evaluation():
+    model = smp.DistributedModel(Chain(2))
+    outputs, most = [], 0
+
+    def look(module, args, output):
+        nonlocal most
+        outputs.append(weakref.ref(output))
+        most = max(most, sum(each() is not None for each in outputs))
+
+    model.module.layers[1].register_forward_hook(look)
+
+    @smp.step
+    def step(model, x):
+        return model(x).sum()
+
+    step(model, batch(16))
+    return most
+
+
+def test_no_activations_are_kept_of_microbatches_that_are_over(smp_world):
+    config = {
+        **CONFIG,
+        "pipeline_parallel_degree": 2,
+        "microbatches": 8,
+        "active_microbatches": 2,
+    }
+    _, most = smp_world.run(kept_in_evaluation, ranks=2, config=config)
+    assert 1 <= most <= 3  # those in progress, and one whose end this rank has not been told

@@ -314,6 +314,30 @@ def test_a_result_that_cannot_be_sent(smp_world):
     assert "what the function returned" in results[0][1]
 
 
+def backward_twice():
+    model = smp.DistributedModel(Net())
+
+    @smp.step
+    def step(model, x):
+        y = model.module.layers[1](x)
+        model.backward(y.mean())
+        model.backward(y.sum())
+
+    result = caught(step, model, batch())
+    train(model, batch())
+    return result
+
+
+def test_a_graph_is_used_once(smp_world):
+    results = smp_world.run(backward_twice, ranks=PARTS, config=CONFIG)
+    assert [result[0] for result in results] == [
+        "StepAbortedError",
+        "RuntimeError",
+        "StepAbortedError",
+    ]
+    assert "retain_graph is not supported" in results[1][1]
+
+
 def no_model():
     return caught(train, None, batch())[0]
 
