@@ -32,7 +32,7 @@ PIPELINES = (
                 "Gradients of backward_passes_per_step steps are summed, in every window, and reduced over "
                 "replicas once."
             ),
-            "SMP_API.md 1.7 (backward_passes_per_step); that they are summed is INF: ENGINES.md 1.6",
+            "SMP_API.md 1.7 (backward_passes_per_step); INF: that they are summed, ENGINES.md 1.6",
         ),
         (
             "GRAD-REPLICAS",
@@ -53,7 +53,7 @@ PIPELINES = (
         (
             "GRAD-FROZEN",
             "Parameters that need no gradient get none and do not change.",
-            "torch's documentation of requires_grad; SMP_API.md 1.7",
+            "SMP_API.md 1.7; torch's docs (requires_grad)",
         ),
         (
             "GRAD-BUCKETS",
@@ -66,7 +66,7 @@ PIPELINES = (
                 "On real values the gradients are the mean of the replicas' own, up to the rounding of "
                 "their sum."
             ),
-            "ENGINES.md 2.2, tier B",
+            "SMP_API.md 1.7 (averaged); INF: the bound, ENGINES.md 2.2, tier B",
         ),
         (
             "MODEL-BROADCAST",
@@ -113,7 +113,7 @@ PIPELINES = (
         (
             "PIPE-FIRST-RANK",
             "Only the data of pp_rank 0 counts; others may give tensors without elements.",
-            "SMP_API.md 1.3.11; that they are not looked at is INF",
+            "SMP_API.md 1.3.11; INF: that they are not looked at",
         ),
         (
             "PIPE-LOCAL",
@@ -150,7 +150,7 @@ PIPELINES = (
                 "On real values, with dropout, the bits depend on no choice: partition, pipeline degree, "
                 "schedule, active_microbatches, buckets."
             ),
-            "ENGINES.md 1.10, 2.2 tier R",
+            "INF: the order of reductions is published, ENGINES.md 1.10, 2.2 tier R",
         ),
         (
             "PIPE-CHECKPOINTING",
@@ -160,7 +160,7 @@ PIPELINES = (
         (
             "PIPE-REPEATABLE",
             "The same run twice gives the same bits.",
-            "ENGINES.md 2.2 tier R",
+            "INF: the order of reductions is published, ENGINES.md 2.2 tier R",
         ),
     ),
     *_needing(
@@ -168,7 +168,7 @@ PIPELINES = (
         (
             "MODEL-BAD-BATCH",
             "A batch that cannot be divided by microbatches is refused on every rank.",
-            "SMP_API.md 1.3.4; the exception is INF",
+            "SMP_API.md 1.3.4; INF: which exception is the engine's own",
         ),
         (
             "MODEL-SECOND",
@@ -178,12 +178,12 @@ PIPELINES = (
         (
             "MODEL-RAISING-BODY",
             "What a step's body or a module raises ends the step on every rank, and the next step works.",
-            "SMP_API.md 6 (a hang is worse); INF",
+            "SMP_API.md 1.3.1 (a step is called by all ranks); INF: that all of them end it",
         ),
         (
             "MODEL-DETACHED",
             "backward of a tensor that does not depend on the model is refused on every rank.",
-            "SMP_API.md 1.7; the exception is INF",
+            "SMP_API.md 1.7; INF: which exception is the engine's own",
         ),
         (
             "MODEL-ATTRIBUTES",
@@ -212,7 +212,7 @@ PIPELINES = (
         (
             "HOOK-FORWARD",
             "Forward hooks of a module run once for each of its calls.",
-            "torch's documentation of register_forward_hook",
+            "torch's docs (register_forward_hook)",
         ),
         (
             "MODEL-JOIN",
@@ -220,7 +220,7 @@ PIPELINES = (
                 "Under join, replicas that have no more batches do not stop the others, and count as "
                 "zeros."
             ),
-            "SMP_API.md 1.7 (join); torch's documentation of join",
+            "SMP_API.md 1.7 (join); torch's docs (join)",
         ),
         (
             "CKPT-PARTIAL",
@@ -238,7 +238,7 @@ PIPELINES = (
         (
             "CKPT-MISSING",
             "A checkpoint that is not there, or is torn, is refused on every rank.",
-            "SMP_API.md 1.11; the exception is INF",
+            "SMP_API.md 1.11; INF: which exception is the engine's own",
         ),
         (
             "CKPT-STATE",
@@ -264,7 +264,7 @@ PIPELINES = (
         (
             "MODEL-SHARED-ACROSS",
             "A parameter that manual partitions share is refused on every rank.",
-            "SMP_API.md 1.7 (the user's duty); that it is refused is INF",
+            "SMP_API.md 1.7 (the user's duty); INF: that it is refused",
         ),
         (
             "MODEL-UNUSED-INPUT",
