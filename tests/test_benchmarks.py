@@ -37,3 +37,13 @@ def test_the_figures_of_the_readme_can_be_measured(monkeypatch: pytest.MonkeyPat
         assert any(row.startswith(figure.name) for row in rows)
         assert dataclasses.asdict(figure)["value"] >= 0
     assert all(each.name in readme for each in figures if "programs" not in each.name)
+
+
+def test_activations_in_flight_are_counted() -> None:
+    """What GPipe and 1F1B do on a rank, written out: forwards and backwards of microbatches."""
+    from benchmarks import pipeline
+
+    gpipe = [("F", 0), ("F", 1), ("F", 2), ("B", 0), ("B", 1), ("B", 2)]
+    alternating = [("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("B", 2)]
+    in_pieces = [("F", 0), ("F", 0), ("F", 1), ("B", 0), ("B", 0), ("F", 2), ("B", 1), ("B", 2)]
+    assert [pipeline.peak(each) for each in (gpipe, alternating, in_pieces, [])] == [3, 2, 2, 0]

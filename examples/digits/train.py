@@ -36,7 +36,7 @@ class Options:
     auto: bool = False  # partition automatically, not by hand
     recompute: bool = False  # activations, in the backward pass, rather than keep them
     exact: bool = False  # small integers, on which every order of summation gives the same bits
-    steps: int = 40
+    steps: int = 60
     batch: int = 64
     seed: int = 0
     save: str = ""  # a folder for checkpoints; resumed from if it has one
@@ -83,7 +83,7 @@ def snap(parameters: Iterator[nn.Parameter]) -> None:
 def optimizer_of(model: nn.Module, options: Options) -> torch.optim.Optimizer:
     if options.exact:
         return torch.optim.SGD(model.parameters(), lr=2**-5)
-    return torch.optim.Adam(model.parameters(), lr=0.01)
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.95, nesterov=True)
 
 
 def data(options: Options) -> tuple[torch.Tensor, torch.Tensor]:
