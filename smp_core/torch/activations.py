@@ -220,7 +220,7 @@ def _region(
             )
         if entry is not None:
             offload.needed(entry)
-        with buffers.restored(), _told(now, path):
+        with buffers.restored(), _told(now, path), uses.repeating():
             before, _thread.repeating = _thread.repeating, True
             try:
                 yield
@@ -329,7 +329,7 @@ def _layers(site: Site, policy: Policy, value: Any) -> Any:
                     value = call(layer, each, (value,), {})
             else:
                 part = _Run(group)
-                value = _region(part, site.path, each, _same_frame(part.forward), (value,), {})
+                value = _region(part, site.path, each, _same_keys(part), (value,), {})
     return value
 
 
@@ -359,29 +359,8 @@ def _checked_input(path: str, policy: Policy, value: Any) -> Any:
     return value
 
 
-def _same_frame(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose module calls are counted from where they are now, however often it runs.
-
-    A region that is a module call has its key for that. A group of layers is part of its
-    Sequential's call, and unknown to those who count calls.
+def _same_keys(part: _Run) -> Callable[..., Any]:
+    """A region that is a module call has its key. A group of layers is part of its Sequential's call,
+    and unknown to those who count calls.
     """
-    local = uses._local
-    first = local.call
-    if first is None:
-        return function
-    stream, counts = first.stream, dict(first.counts)
-    begun = False
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal begun
-        if not begun:
-            begun = True
-            return function(*args, **kwargs)
-        before, local.call = local.call, uses._Frame(stream)
-        local.call.counts.update(counts)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            local.call = before
-
-    return run
+    return uses.same_keys(part.forward)

@@ -35,8 +35,9 @@ class Ledger:
     ``add`` and ``close`` may come for several microbatches in turn. A parameter that no microbatch has
     a gradient for is not in the totals. Sparse gradients stay sparse, and are coalesced.
 
-    The listener hears of parameters during the last microbatch, once those before it are folded, in
-    the thread that calls ``add``; not of those with hooks of the user's, which see the sum at the end.
+    The listener hears of a parameter once every microbatch has had a contribution for each use, or is
+    closed without one: in the thread that calls ``add`` or ``close``; not of parameters with hooks of
+    the user's, which see the sum at the end.
     """
 
     def __init__(self, microbatches: int, listener: Listener | None = None) -> None:
@@ -48,13 +49,13 @@ class Ledger:
         self._next = 0
         self._totals: dict[nn.Parameter, torch.Tensor] = {}
         self._listener = listener
-        self._expected: Counter[nn.Parameter] = Counter()  # in the last microbatch
+        self._expected: dict[int, Counter[nn.Parameter]] = {}  # uses that have brought nothing yet
         self._told: set[nn.Parameter] = set()
 
     def expect(self, microbatch: int, parameter: nn.Parameter) -> None:
         """A contribution to the microbatch may come, and is not to be overtaken by ``ready``."""
-        if self._listener is not None and microbatch == self._microbatches - 1:
-            self._expected[parameter] += 1
+        if self._listener is not None:
+            self._expected.setdefault(microbatch, Counter())[parameter] += 1
             if parameter in self._told:
                 self._told.remove(parameter)
                 self._listener.late(parameter)
@@ -72,17 +73,30 @@ class Ledger:
         sums = self._sums.setdefault(microbatch, {})
         known = sums.get(parameter)
         sums[parameter] = gradient if known is None else _add(known, gradient)
-        if self._listener is not None and microbatch == self._microbatches - 1:
-            self._expected[parameter] -= 1
-            if self._next == microbatch and self._expected[parameter] == 0:
-                self._tell(self._listener, parameter, sums[parameter])
+        if self._listener is not None:
+            self._expected.setdefault(microbatch, Counter())[parameter] -= 1
+            self._tell(self._listener, parameter)
 
-    def _tell(self, listener: Listener, parameter: nn.Parameter, last: torch.Tensor) -> None:
-        if not parameter._backward_hooks:
-            known = self._totals.get(parameter)
-            self._told.add(parameter)
-            # Of its own memory: the sums may go on.
-            listener.ready(parameter, last.clone() if known is None else known + last)
+    def _tell(self, listener: Listener, parameter: nn.Parameter) -> None:
+        """If all of it seems to be there."""
+        if parameter._backward_hooks or parameter in self._told:
+            return
+        for microbatch in reversed(range(self._next, self._microbatches)):
+            expected = self._expected.get(microbatch)
+            awaited = expected is None or parameter not in expected or expected[parameter] > 0
+            if awaited and microbatch not in self._closed:
+                return
+        self._told.add(parameter)
+        listener.ready(parameter, self._total(parameter))
+
+    def _total(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The fold of what is there, in memory of its own: the sums may go on."""
+        sums = [self._sums.get(each, {}) for each in range(self._next, self._microbatches)]
+        parts = [each[parameter] for each in (self._totals, *sums) if parameter in each]
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total = _add(total, part)
+        return total
 
     def close(self, microbatch: int) -> None:
         """The microbatch contributes no more: its parameters' hooks (``p.register_hook``) see its sums,
@@ -102,11 +116,11 @@ class Ledger:
             for parameter, gradient in self._sums.pop(self._next, {}).items():
                 known = self._totals.get(parameter)
                 self._totals[parameter] = gradient if known is None else _add(known, gradient)
+            self._expected.pop(self._next, None)
             self._next += 1
-        if self._listener is not None and self._next == self._microbatches - 1:
-            for parameter, gradient in self._sums.get(self._next, {}).items():
-                if self._expected[parameter] == 0 and parameter not in self._told:
-                    self._tell(self._listener, parameter, gradient)
+        if self._listener is not None:
+            for parameter in self._sums.get(self._microbatches - 1, {}):
+                self._tell(self._listener, parameter)
 
     @property
     def waiting(self) -> int:

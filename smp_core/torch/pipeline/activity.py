@@ -22,9 +22,11 @@ class Activity:
     ``crossed``: it has called a module of another rank. ``entered`` is the module whose forward hooks
     run, until its ``forward`` is called. ``request`` is what the rank's own thread is to send when the
     activity has paused, None if it only waits for its turn; ``reply`` is what it was resumed with.
+    ``aside``: it has paused for the rank's own thread alone, and goes on at once.
     """
 
     __slots__ = (
+        "aside",
         "crossed",
         "entered",
         "error",
@@ -44,7 +46,7 @@ class Activity:
     def __init__(self, step: Step, phase: Phase, microbatch: int, path: str | None) -> None:
         self.step, self.phase, self.microbatch, self.path = step, phase, microbatch, path
         self.number = -1
-        self.crossed = False
+        self.aside = self.crossed = False
         self.entered: Any = None
         self.worker: Worker | None = None
         self.request: tuple[int, Any, Frozen] | None = None
@@ -60,6 +62,16 @@ class Activity:
             raise RuntimeError(f"module {self.path!r} pauses, which was not to be expected of it")
         self.worker.pause()
         self.check()
+
+    def step_aside(self) -> None:
+        """Let the rank's own thread begin the reduction of what is due."""
+        gradients = self.step.gradients
+        assert gradients is not None
+        if self.worker is None:  # in that thread
+            gradients.advance()
+        elif self.step.failure is None and not self.step.unwinding:
+            self.aside = True
+            self.worker.pause()
 
     def ask(self, rank: int, message: Any, frozen: Frozen) -> Parcel:
         """Send a request to another pp rank, and wait for the answer."""

@@ -105,7 +105,13 @@ class _Departure(torch.autograd.Function):
         if all(grad is None for grad in grads):
             return (None,) * (2 + ctx.count)
         step = activity.step
-        request = Backward(activity.microbatch, step.rank, step.next_call(), message.call)
+        request = Backward(
+            activity.microbatch,
+            step.rank,
+            step.next_call(),
+            message.call,
+            step.news_for(ctx.owner),
+        )
         parcel = activity.ask(ctx.owner, request, freeze(list(grads), "gradients", False))
         return (None, None, *parcel.thaw())
 

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
 from smp_core.errors import SmpError, VerdictError
 from smp_core.microbatch import Call
@@ -37,10 +38,12 @@ from smp_core.torch.exceptions import (
     UnsupportedTrainingError,
 )
 from smp_core.torch.nests import detached
+from smp_core.torch.pipeline import activity as activities
 from smp_core.torch.pipeline import agreement, modes, schedule, streams
 from smp_core.torch.pipeline.accumulation import Ledger
 from smp_core.torch.pipeline.activity import Activity
 from smp_core.torch.pipeline.boundary import module_text
+from smp_core.torch.pipeline.gradients import Gradients
 from smp_core.torch.pipeline.messages import End, Failure
 from smp_core.torch.pipeline.packets import NOTHING, freeze
 from smp_core.torch.pipeline.schedule import Phase
@@ -68,14 +71,15 @@ class Step:
         self.crew = Crew()
         self.modes = modes.current()  # of the caller of the step: those of the bodies
         self.gradients = None if model is None else model.gradients
-        self.ledger = Ledger(self.microbatches, self.gradients)
+        listener = None if self.gradients is None else _Departures(self.gradients)
+        self.ledger = Ledger(self.microbatches, listener)
         self.seed = 0  # of the random streams: the driver's, which comes with each request
         self.timeline = Timeline(runtime.rank)
         self.failure: Failure | None = None
         self.unwinding = False  # every activity is to end, though nobody is told
         self._own: tuple[Failure, BaseException] | None = None
         self._calls = 0
-        self.over: list[int] = []  # the driver's: microbatches whose bodies are over
+        self._over: list[int] = []  # microbatches whose bodies are over, as far as this rank knows
         self._told: dict[int, int] = {}  # how many of them by pp rank
 
     def next_call(self) -> int:
@@ -85,8 +89,16 @@ class Step:
 
     def news_for(self, rank: int) -> tuple[int, ...]:
         """The microbatches that are over, as far as a rank has not been told."""
-        told, self._told[rank] = self._told.get(rank, 0), len(self.over)
-        return tuple(self.over[told:])
+        told, self._told[rank] = self._told.get(rank, 0), len(self._over)
+        return tuple(self._over[told:])
+
+    def is_over(self, microbatch: int) -> bool:
+        """The body of a microbatch is over: no gradient of it will come. Whether that is news."""
+        if microbatch in self._over:
+            return False
+        self._over.append(microbatch)
+        self.ledger.close(microbatch)
+        return True
 
     def fail(self, activity: Activity | None, error: BaseException) -> None:
         """This rank raised: the step has failed, if it has not yet."""
@@ -106,6 +118,19 @@ class Step:
         if failure.api is not None:
             raise pickle.loads(failure.api)
         raise _aborted(failure)
+
+
+class _Departures:
+    """Tells when gradients are complete; in the midst of a backward pass, if a bucket can set out."""
+
+    def __init__(self, gradients: Gradients) -> None:
+        self._gradients, self.late = gradients, gradients.late
+
+    def ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
+        self._gradients.ready(parameter, total)
+        activity = activities.current()
+        if activity is not None and self._gradients.due:
+            activity.step_aside()
 
 
 def run_step(
@@ -159,7 +184,7 @@ def _run(
                 except Exception as error:  # of a value's own __setstate__
                     step.fail(None, error)
                 for microbatch in range(step.microbatches):
-                    step.ledger.close(microbatch)
+                    step.is_over(microbatch)
             else:
                 step.failure = end.failure  # the driver's choice, if several failed
     finally:

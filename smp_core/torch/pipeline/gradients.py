@@ -115,6 +115,11 @@ class Gradients:
         if self._overlap is not None:
             self._overlap.late(parameter)
 
+    @property
+    def due(self) -> bool:
+        """Whether ``advance`` has something to begin."""
+        return self._overlap is not None and self._overlap.due
+
     def advance(self) -> None:
         """Begin to exchange the buckets that are ready. In the rank's own thread only."""
         if self._overlap is not None:

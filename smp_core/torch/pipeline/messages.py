@@ -30,13 +30,14 @@ class Forward(NamedTuple):
 
 class Backward(NamedTuple):
     """Run the backward pass of that call; comes with one gradient, or None, per differentiable
-    output.
+    output. ``over`` as above.
     """
 
     microbatch: int
     caller: int
     call: int
     of: int  # the call of the forward pass
+    over: tuple[int, ...]
 
 
 class Returned(NamedTuple):

@@ -29,6 +29,8 @@ class Overlap:
         self._ready: dict[nn.Parameter, torch.Tensor] = {}
         self._exchanges: list[Exchange] = []
         self._late: set[nn.Parameter] = set()
+        self._of = {each: number for number, bucket in enumerate(buckets) for each in bucket}
+        self._lacking = [len(bucket) for bucket in buckets]  # how many are not ready
 
     @property
     def launched(self) -> int:
@@ -47,19 +49,25 @@ class Overlap:
     def ready(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """This is the parameter's gradient, it seems."""
         if not value.is_sparse:
+            self._lacking[self._of[parameter]] -= parameter not in self._ready
             self._ready[parameter] = value
 
     def late(self, parameter: nn.Parameter) -> None:
         """Something came for a parameter after it was ready."""
         if self._ready.pop(parameter, None) is None:
             self._late.add(parameter)
+        else:
+            self._lacking[self._of[parameter]] += 1
+
+    @property
+    def due(self) -> bool:
+        """Whether ``advance`` would send anything."""
+        return self.launched < len(self._buckets) and not self._lacking[self.launched]
 
     def advance(self) -> None:
         """Send out the next buckets whose parameters are all ready."""
-        while self.launched < len(self._buckets):
+        while self.due:
             bucket = self._buckets[self.launched]
-            if any(parameter not in self._ready for parameter in bucket):
-                return
             self._send({parameter: self._ready.pop(parameter) for parameter in bucket})
 
     def catch_up(self, launched: int, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:

@@ -95,6 +95,7 @@ class Server:
 
     def _turn(self, expecting: bool) -> None:
         """Take what has come; then run one thing, or wait for a message if there is none."""
+        self._advance()
         choice = self._choose()
         transport = self._transport
         if expecting:
@@ -116,10 +117,18 @@ class Server:
             self._crew.resume(activity.worker)
         else:
             self._begin(activity, function)
+        while activity.aside:  # reduction over replicas begins where backward has passed
+            activity.aside = False
+            self._advance()
+            assert activity.worker is not None
+            self._crew.resume(activity.worker)
         step.timeline.ends(activity, time.perf_counter())
-        if step.gradients is not None:
-            step.gradients.advance()  # reduction over replicas begins where backward has passed
         self._look_after(activity)
+
+    def _advance(self) -> None:
+        gradients = self._step.gradients
+        if gradients is not None:
+            gradients.advance()
 
     def _pauses(self, activity: Activity) -> bool:
         """Whether an activity may come to a point where it has to wait. One that does not needs no
@@ -191,8 +200,7 @@ class Server:
         asked = self._answers.pop(activity, None)
         if asked is None:
             self._results[activity.microbatch] = value
-            self._step.over.append(activity.microbatch)
-            self._step.ledger.close(activity.microbatch)
+            self._step.is_over(activity.microbatch)
         else:
             answer = Returned(activity.microbatch, asked.call)
             self._send(asked.caller, answer, value, activity.microbatch)
@@ -231,10 +239,10 @@ class Server:
             answer = Failed(message.microbatch, message.call, step.failure)
             self._send(message.caller, answer, NOTHING, message.microbatch)
             return
+        if message.over:
+            self._forget([each for each in message.over if step.is_over(each)])
         if isinstance(message, Forward):
             step.seed = message.seed
-            if message.over:
-                self._forget(message.over)
             activity = Activity(step, Phase.FORWARD, message.microbatch, message.key.path)
             function: Function = lambda each: self._forward(each, message, parcel)  # noqa: E731
         else:
@@ -245,7 +253,7 @@ class Server:
         self._answers[activity] = message
         self._put(activity, Kind.GO_ON, function)
 
-    def _forget(self, microbatches: tuple[int, ...]) -> None:
+    def _forget(self, microbatches: Sequence[int]) -> None:
         """What is kept for backward passes that will not come, as in evaluation."""
         gone = [key for key, each in self._records.items() if each.microbatch in microbatches]
         for key in gone:

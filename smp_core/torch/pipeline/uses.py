@@ -38,7 +38,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -99,6 +99,7 @@ class _Activity:
 class _Local(threading.local):
     activity: _Activity | None = None
     call: _Frame | None = None  # the innermost module call; None in a body
+    repeats = False
 
 
 _local = _Local()
@@ -169,6 +170,42 @@ def run(
         _local.call = before
         if frame.uses:
             _write_back(frame)
+
+
+@contextlib.contextmanager
+def repeating() -> Iterator[None]:
+    """While entered, calls are repeated for their activations: no gradient comes out of their uses."""
+    before, _local.repeats = _local.repeats, True
+    try:
+        yield
+    finally:
+        _local.repeats = before
+
+
+def same_keys(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose module calls are counted from where they are now, however often it runs in
+    the present call. In a body, or outside of steps, the function as it is.
+    """
+    first = _local.call
+    if first is None:
+        return function
+    stream, counts = first.stream, dict(first.counts)
+    begun = False
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal begun
+        if not begun:
+            begun = True
+            return function(*args, **kwargs)
+        before, frame = _local.call, _Frame(stream)
+        frame.counts.update(counts)
+        _local.call = frame
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _local.call = before
+
+    return run
 
 
 def identities(nest: Any) -> Any:
@@ -243,10 +280,12 @@ def _use(parameter: nn.Parameter, frame: _Frame) -> nn.Parameter:
         return parameter
     use = torch.Tensor._make_subclass(type(parameter), parameter.detach(), True)
     use.__dict__.update(parameter.__dict__)
+    use._smp_parameter = parameter  # type: ignore[attr-defined]
     use.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
         _Delivery(work.ledger, work.microbatch, parameter)
     )
-    work.ledger.expect(work.microbatch, parameter)
+    if not _local.repeats:
+        work.ledger.expect(work.microbatch, parameter)
     frame.uses[id(parameter)] = (parameter, use)
     return use
 
@@ -277,14 +316,30 @@ def _run_recurrent(
 
 
 class _Parameters(dict[str, "nn.Parameter | None"]):
-    """A module's parameters by name: within a call, reading one gives its use there."""
+    """A module's parameters by name: within a call, reading one gives its use there.
 
-    __slots__ = ()
+    Only those of the model have uses, ``members`` by id: what ``torch.func.functional_call`` puts here
+    for a while may be any tensor, which gets its gradient from torch. A use that is put here is its
+    parameter: a module may tie its child's weight in ``forward``.
+    """
+
+    __slots__ = ("_members",)
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter | None], members: Mapping[int, nn.Parameter]
+    ) -> None:
+        super().__init__(parameters)
+        self._members = members
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = dict.__getitem__(self, name)
         frame = _local.call
-        return parameter if frame is None or parameter is None else _use(parameter, frame)
+        if frame is None or parameter is None or id(parameter) not in self._members:
+            return parameter
+        return _use(parameter, frame)
+
+    def __setitem__(self, name: str, parameter: nn.Parameter | None) -> None:
+        dict.__setitem__(self, name, getattr(parameter, "_smp_parameter", parameter))
 
     def get(self, name: str, default: Any = None) -> Any:
         found = dict.get(self, name)
@@ -310,16 +365,21 @@ class Watch:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._caught: dict[int, tuple[nn.Parameter, Any, list[Any]]] = {}
+        self._members: dict[int, nn.Parameter] = {}
         self.refresh()
 
     def refresh(self) -> None:
         """Bring all modules and parameters under watch that are not."""
+        self._members.clear()
         for module in self._module.modules():
-            if not isinstance(module._parameters, _Parameters):
-                module.__dict__["_parameters"] = _Parameters(module._parameters)
+            given = module._parameters
+            if not isinstance(given, _Parameters) or given._members is not self._members:
+                module.__dict__["_parameters"] = _Parameters(given, self._members)
             for parameter in dict.values(module._parameters):
-                if parameter is not None and parameter.requires_grad and parameter.is_leaf:
-                    self._catch(parameter)
+                if parameter is not None:
+                    self._members[id(parameter)] = parameter
+                    if parameter.requires_grad and parameter.is_leaf:
+                        self._catch(parameter)
 
     def _catch(self, parameter: nn.Parameter) -> None:
         lazy: bool = is_lazy(parameter)  # not made yet

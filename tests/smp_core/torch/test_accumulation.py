@@ -190,9 +190,10 @@ def test_a_listener_hears_of_totals_that_seem_complete_and_of_what_comes_late() 
 
     use(0, weight, other)
     ledger.expect(1, weight)
-    use(1, weight, hooked)  # one of two expected, and microbatch 0 is open
-    ledger.add(1, weight, torch.tensor(1.0))
+    use(1, weight, hooked)  # one of two expected
     assert heard.said == []
+    ledger.add(1, weight, torch.tensor(1.0))  # both microbatches are open, and nothing is awaited
+    assert heard.said == [("ready", weight, 3.0)]
     ledger.close(0)
     assert heard.said == [("ready", weight, 3.0)]
     use(1, other)
@@ -204,3 +205,15 @@ def test_a_listener_hears_of_totals_that_seem_complete_and_of_what_comes_late() 
     ]
     ledger.close(1)
     assert [ledger.totals()[one].item() for one in (weight, other, hooked)] == [4.0, 2.0, 2.0]
+
+
+def test_a_listener_hears_when_the_microbatch_that_has_brought_nothing_is_closed() -> None:
+    first, last, heard = parameter(), parameter(), Heard()
+    ledger = Ledger(3, heard)
+    for microbatch, one in ((2, first), (0, first), (2, last), (1, last)):
+        ledger.expect(microbatch, one)
+        ledger.add(microbatch, one, torch.tensor(float(microbatch + 1)))
+    ledger.close(0)
+    assert heard.said == [("ready", last, 5.0)]
+    ledger.close(1)
+    assert heard.said[1:] == [("ready", first, 4.0)]
