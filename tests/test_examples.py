@@ -148,8 +148,19 @@ def mpiexec() -> list[str]:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("launcher", [alone, torchrun, mpiexec], ids=lambda each: each.__name__)
-def test_a_script_has_the_same_curve_whoever_starts_it(example, launcher, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "launcher"),
+    [
+        ("digits", alone),
+        ("digits", torchrun),
+        ("digits", mpiexec),
+        ("characters", torchrun),
+        ("characters", mpiexec),
+    ],
+    ids=lambda each: getattr(each, "__name__", each),
+)
+def test_a_script_has_the_same_curve_whoever_starts_it(name, launcher, monkeypatch, tmp_path):
+    example = module_of(name, monkeypatch)
     options = options_of(example, curve=str(tmp_path / "curve.json"))
     if launcher is not alone:
         options = dataclasses.replace(options, pipeline=2)
