@@ -16,9 +16,9 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import given, settings
 
-import smp_core.torch as smp
 from conformance.draws import on_ranks
 from conformance.requirements import requirement
+from conformance.training import smp, with_engine
 from pytest_smp.proxies import SmpWorld
 from pytest_smp.strategies import (
     Batch,
@@ -48,11 +48,14 @@ FORMS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
 counts = st.integers(1, 4)
 
 
-def run(smp_world: SmpWorld, body: Callable[..., Any], *args: Any, microbatches: int) -> list[Any]:
+def run(
+    smp_world: SmpWorld, smp_engine: str, body: Callable[..., Any], *args: Any, microbatches: int
+) -> list[Any]:
     """What ``body(*args)`` returns on two ranks, or on the one that there is."""
     __tracebackhide__ = True
     ranks = min(2, smp_world.ranks)
-    return smp_world.run(body, *args, ranks=ranks, config={"microbatches": microbatches})
+    given_: dict[str, Any] = {"ranks": ranks, "config": {"microbatches": microbatches}}
+    return smp_world.run(with_engine, smp_engine, body, *args, **given_)
 
 
 # ---- What a microbatch gets
@@ -82,47 +85,53 @@ def wrong_inputs(call: StepCall, form: str = "with rules") -> list[str]:
     return told
 
 
-def check_inputs(smp_world: SmpWorld, call: StepCall, form: str = "with rules") -> None:
+def check_inputs(
+    smp_world: SmpWorld, smp_engine: str, call: StepCall, form: str = "with rules"
+) -> None:
     __tracebackhide__ = True
-    for told in run(smp_world, wrong_inputs, call, form, microbatches=call.microbatches):
+    for told in run(
+        smp_world, smp_engine, wrong_inputs, call, form, microbatches=call.microbatches
+    ):
         assert not told, "\n".join(told)
 
 
 @requirement("STEP-FORMS")
 @given(data=st.data(), form=st.sampled_from(list(FORMS)))
 @few
-def test_all_forms_split(smp_world: SmpWorld, data: st.DataObject, form: str) -> None:
+def test_all_forms_split(
+    smp_world: SmpWorld, smp_engine: str, data: st.DataObject, form: str
+) -> None:
     axes = [0, None, 1] if form.startswith("with") else [0]
     call = data.draw(step_calls(axes=axes, depth=0, slicing=False), "call")
-    check_inputs(smp_world, call, form)
+    check_inputs(smp_world, smp_engine, call, form)
 
 
 @requirement("STEP-SPLIT")
 @given(call=step_calls(axes=[0], depth=0, slicing=False))
 @few
-def test_a_microbatch_gets_its_part(smp_world: SmpWorld, call: StepCall) -> None:
-    check_inputs(smp_world, call)
+def test_a_microbatch_gets_its_part(smp_world: SmpWorld, smp_engine: str, call: StepCall) -> None:
+    check_inputs(smp_world, smp_engine, call)
 
 
 @requirement("STEP-AXES")
 @given(call=step_calls(axes=[1, -1, 0, 2, -2], depth=0, slicing=False))
 @few
-def test_batch_axes_go_by_name(smp_world: SmpWorld, call: StepCall) -> None:
-    check_inputs(smp_world, call)
+def test_batch_axes_go_by_name(smp_world: SmpWorld, smp_engine: str, call: StepCall) -> None:
+    check_inputs(smp_world, smp_engine, call)
 
 
 @requirement("STEP-WHOLE")
 @given(call=step_calls(axes=[None, None, 0], depth=1))
 @few
-def test_arguments_that_are_not_split(smp_world: SmpWorld, call: StepCall) -> None:
-    check_inputs(smp_world, call)
+def test_arguments_that_are_not_split(smp_world: SmpWorld, smp_engine: str, call: StepCall) -> None:
+    check_inputs(smp_world, smp_engine, call)
 
 
 @requirement("STEP-NESTS")
 @given(call=step_calls(axes=[0, 0, 1, -1], slicing=False))
 @few
-def test_nests_are_split(smp_world: SmpWorld, call: StepCall) -> None:
-    check_inputs(smp_world, call)
+def test_nests_are_split(smp_world: SmpWorld, smp_engine: str, call: StepCall) -> None:
+    check_inputs(smp_world, smp_engine, call)
 
 
 #: Where an object with smp_slice may stand in an argument.
@@ -153,8 +162,10 @@ def sliced_calls(draw: st.DrawFn) -> StepCall:
 @requirement("STEP-SLICE")
 @given(call=sliced_calls())
 @few
-def test_what_smp_slice_returns_is_handed_on(smp_world: SmpWorld, call: StepCall) -> None:
-    check_inputs(smp_world, call)
+def test_what_smp_slice_returns_is_handed_on(
+    smp_world: SmpWorld, smp_engine: str, call: StepCall
+) -> None:
+    check_inputs(smp_world, smp_engine, call)
 
 
 def count_runs(microbatches: int, size: int, steps: int) -> list[list[int]]:
@@ -175,9 +186,11 @@ def count_runs(microbatches: int, size: int, steps: int) -> list[list[int]]:
 @given(microbatches=counts, size=st.integers(0, 2), steps=st.integers(1, 3))
 @few
 def test_the_body_runs_once_for_each_microbatch(
-    smp_world: SmpWorld, microbatches: int, size: int, steps: int
+    smp_world: SmpWorld, smp_engine: str, microbatches: int, size: int, steps: int
 ) -> None:
-    seen = run(smp_world, count_runs, microbatches, size, steps, microbatches=microbatches)
+    seen = run(
+        smp_world, smp_engine, count_runs, microbatches, size, steps, microbatches=microbatches
+    )
     assert all(runs == [list(range(microbatches))] * steps for runs in seen)
 
 
@@ -214,7 +227,7 @@ def pass_things(names: list[str], microbatches: int, deep: bool) -> list[bool]:
     things = [THINGS[name]() for name in names]
     seen = []
 
-    @smp.step
+    @smp.step  # type: ignore[untyped-decorator]  # anybody's
     def body(given: Any, x: torch.Tensor) -> None:
         got = given["deep"][0] if deep else given
         seen.append(all(each is thing for each, thing in zip(got, things, strict=True)))
@@ -231,9 +244,11 @@ def pass_things(names: list[str], microbatches: int, deep: bool) -> list[bool]:
 )
 @few
 def test_what_cannot_be_split_is_the_same_object(
-    smp_world: SmpWorld, names: list[str], microbatches: int, deep: bool
+    smp_world: SmpWorld, smp_engine: str, names: list[str], microbatches: int, deep: bool
 ) -> None:
-    seen = run(smp_world, pass_things, names, microbatches, deep, microbatches=microbatches)
+    seen = run(
+        smp_world, smp_engine, pass_things, names, microbatches, deep, microbatches=microbatches
+    )
     assert seen == [[True] * microbatches] * len(seen)
 
 
@@ -243,7 +258,7 @@ def slice_calls(microbatches: int, axes: list[int | None]) -> list[list[tuple[in
     names = ["a", "b", "c"]
     said = {name: axis for name, axis in zip(names, axes, strict=True) if axis is not None}
 
-    @smp.step(input_split_axes=said)
+    @smp.step(input_split_axes=said)  # type: ignore[untyped-decorator]  # anybody's
     def body(a: Any, b: Any, c: Any) -> None:
         pass
 
@@ -258,10 +273,12 @@ def slice_calls(microbatches: int, axes: list[int | None]) -> list[list[tuple[in
 )
 @few
 def test_smp_slice_is_called_once_for_each_microbatch(
-    smp_world: SmpWorld, microbatches: int, axes: list[int | None]
+    smp_world: SmpWorld, smp_engine: str, microbatches: int, axes: list[int | None]
 ) -> None:
     expected = [[(microbatches, mb, axis or 0) for mb in range(microbatches)] for axis in axes]
-    for seen in run(smp_world, slice_calls, microbatches, axes, microbatches=microbatches):
+    for seen in run(
+        smp_world, smp_engine, slice_calls, microbatches, axes, microbatches=microbatches
+    ):
         assert [sorted(calls) for calls in seen] == expected
 
 
@@ -275,18 +292,18 @@ def there_and_back(spec: TensorSpec) -> bool:
 @given(data=st.data(), split=microbatch_splits())
 @few
 def test_split_and_joined_a_tensor_is_as_before(
-    smp_world: SmpWorld, data: st.DataObject, split: MicrobatchSplit
+    smp_world: SmpWorld, smp_engine: str, data: st.DataObject, split: MicrobatchSplit
 ) -> None:
     sides = tuple(data.draw(st.lists(st.integers(0, 3), max_size=2), "sides"))
     spec = data.draw(tensors(shape=(split.batch, *sides)), "tensor")
-    assert all(run(smp_world, there_and_back, spec, microbatches=split.microbatches))
+    assert all(run(smp_world, smp_engine, there_and_back, spec, microbatches=split.microbatches))
 
 
 def input_gradient(microbatches: int, size: int) -> list[int]:
     """The gradient of the sum of squares."""
     x = torch.arange(1.0 + smp.rank(), microbatches * size + 1 + smp.rank(), requires_grad=True)
 
-    @smp.step
+    @smp.step  # type: ignore[untyped-decorator]  # anybody's
     def body(x: torch.Tensor) -> torch.Tensor:
         loss = (x * x).sum()
         torch.autograd.backward(loss)
@@ -299,8 +316,10 @@ def input_gradient(microbatches: int, size: int) -> list[int]:
 @requirement("STEP-INPUT-GRADIENT")
 @given(microbatches=counts, size=st.integers(1, 3))
 @few
-def test_gradients_flow_into_an_argument(smp_world: SmpWorld, microbatches: int, size: int) -> None:
-    seen = run(smp_world, input_gradient, microbatches, size, microbatches=microbatches)
+def test_gradients_flow_into_an_argument(
+    smp_world: SmpWorld, smp_engine: str, microbatches: int, size: int
+) -> None:
+    seen = run(smp_world, smp_engine, input_gradient, microbatches, size, microbatches=microbatches)
     for rank, gradient in enumerate(seen):
         assert gradient == [2 * (each + 1 + rank) for each in range(microbatches * size)]
 
@@ -317,8 +336,12 @@ def step_of_a_class(microbatches: int, decorated: str) -> list[Any]:
 @requirement("STEP-SELF")
 @given(microbatches=counts, form=st.sampled_from(list(FORMS)))
 @few
-def test_a_step_of_a_class_gets_no_self(smp_world: SmpWorld, microbatches: int, form: str) -> None:
-    for seen in run(smp_world, step_of_a_class, microbatches, form, microbatches=microbatches):
+def test_a_step_of_a_class_gets_no_self(
+    smp_world: SmpWorld, smp_engine: str, microbatches: int, form: str
+) -> None:
+    for seen in run(
+        smp_world, smp_engine, step_of_a_class, microbatches, form, microbatches=microbatches
+    ):
         assert seen == [([2] * microbatches, [["key"] * microbatches])]
 
 
@@ -426,9 +449,11 @@ def wrong_result(plan: Any, microbatches: int) -> str:
     return "" if same(got, expected) else f"got {got!r}, not {expected!r}"
 
 
-def check_result(smp_world: SmpWorld, plan: Any, microbatches: int) -> None:
+def check_result(smp_world: SmpWorld, smp_engine: str, plan: Any, microbatches: int) -> None:
     __tracebackhide__ = True
-    for wrong in run(smp_world, wrong_result, plan, microbatches, microbatches=microbatches):
+    for wrong in run(
+        smp_world, smp_engine, wrong_result, plan, microbatches, microbatches=microbatches
+    ):
         assert not wrong, wrong
 
 
@@ -436,16 +461,18 @@ def check_result(smp_world: SmpWorld, plan: Any, microbatches: int) -> None:
 @given(leaf=st.sampled_from(["tensor", "scalar"]), microbatches=counts)
 @few
 def test_outputs_are_in_the_order_of_microbatches(
-    smp_world: SmpWorld, leaf: str, microbatches: int
+    smp_world: SmpWorld, smp_engine: str, leaf: str, microbatches: int
 ) -> None:
-    check_result(smp_world, leaf, microbatches)
+    check_result(smp_world, smp_engine, leaf, microbatches)
 
 
 @requirement("STEP-OUTPUT-STRUCTURE")
 @given(plan=plans(st.sampled_from(["tensor", "number", "none"])), microbatches=counts)
 @few
-def test_results_keep_their_structure(smp_world: SmpWorld, plan: Any, microbatches: int) -> None:
-    check_result(smp_world, plan, microbatches)
+def test_results_keep_their_structure(
+    smp_world: SmpWorld, smp_engine: str, plan: Any, microbatches: int
+) -> None:
+    check_result(smp_world, smp_engine, plan, microbatches)
 
 
 @requirement("STEP-OUTPUT-LISTS")
@@ -455,9 +482,9 @@ def test_results_keep_their_structure(smp_world: SmpWorld, plan: Any, microbatch
 )
 @few
 def test_what_is_no_tensor_is_listed(
-    smp_world: SmpWorld, names: list[str], microbatches: int
+    smp_world: SmpWorld, smp_engine: str, names: list[str], microbatches: int
 ) -> None:
-    check_result(smp_world, names or "none", microbatches)
+    check_result(smp_world, smp_engine, names or "none", microbatches)
 
 
 def joined(method: str, values: list[Any]) -> Any:
@@ -481,40 +508,42 @@ def columns(draw: st.DrawFn) -> list[list[int]]:
     return draw(st.lists(row, min_size=1, max_size=4))
 
 
-def check_joined(smp_world: SmpWorld, method: str, values: list[Any], expected: Any) -> None:
+def check_joined(
+    smp_world: SmpWorld, smp_engine: str, method: str, values: list[Any], expected: Any
+) -> None:
     __tracebackhide__ = True
-    for got in run(smp_world, joined, method, values, microbatches=len(values)):
+    for got in run(smp_world, smp_engine, joined, method, values, microbatches=len(values)):
         assert got == (expected, "torch.float64")
 
 
 @requirement("STEP-REDUCE-MEAN")
 @given(values=columns())
 @few
-def test_reduce_mean(smp_world: SmpWorld, values: list[list[int]]) -> None:
+def test_reduce_mean(smp_world: SmpWorld, smp_engine: str, values: list[list[int]]) -> None:
     expected = [sum(column) / len(values) for column in zip(*values, strict=True)]
-    check_joined(smp_world, "reduce_mean", values, expected)
+    check_joined(smp_world, smp_engine, "reduce_mean", values, expected)
 
 
 @requirement("STEP-REDUCE-SUM")
 @given(values=columns())
 @few
-def test_reduce_sum(smp_world: SmpWorld, values: list[list[int]]) -> None:
+def test_reduce_sum(smp_world: SmpWorld, smp_engine: str, values: list[list[int]]) -> None:
     expected = [sum(column) for column in zip(*values, strict=True)]
-    check_joined(smp_world, "reduce_sum", values, expected)
+    check_joined(smp_world, smp_engine, "reduce_sum", values, expected)
 
 
 @requirement("STEP-CONCAT")
 @given(values=st.lists(st.lists(_elements, max_size=3), min_size=1, max_size=4))
 @few
-def test_concat(smp_world: SmpWorld, values: list[list[int]]) -> None:
-    check_joined(smp_world, "concat", values, [each for row in values for each in row])
+def test_concat(smp_world: SmpWorld, smp_engine: str, values: list[list[int]]) -> None:
+    check_joined(smp_world, smp_engine, "concat", values, [each for row in values for each in row])
 
 
 @requirement("STEP-STACK")
 @given(values=columns())
 @few
-def test_stack(smp_world: SmpWorld, values: list[list[int]]) -> None:
-    check_joined(smp_world, "stack", values, values)
+def test_stack(smp_world: SmpWorld, smp_engine: str, values: list[list[int]]) -> None:
+    check_joined(smp_world, smp_engine, "stack", values, values)
 
 
 def graphs(microbatches: int, rules: dict[str, Any]) -> tuple[list[bool], float | None]:
@@ -536,12 +565,12 @@ def graphs(microbatches: int, rules: dict[str, Any]) -> tuple[list[bool], float 
 @given(microbatches=counts, detach=st.sampled_from([None, True, False]))
 @few
 def test_outputs_are_detached_unless_asked(
-    smp_world: SmpWorld, microbatches: int, detach: bool | None
+    smp_world: SmpWorld, smp_engine: str, microbatches: int, detach: bool | None
 ) -> None:
     rules = {} if detach is None else {"detach_outputs": detach}
     kept = detach is False
     expected = [kept] * (2 * microbatches), float(microbatches) if kept else None
-    for got in run(smp_world, graphs, microbatches, rules, microbatches=microbatches):
+    for got in run(smp_world, smp_engine, graphs, microbatches, rules, microbatches=microbatches):
         assert got == expected
 
 
@@ -567,7 +596,7 @@ def split_batch(
     """As ``attempt``, and how often the body ran, for a tensor of a shape."""
     runs = []
 
-    @smp.step(input_split_axes={} if axis is None else {"x": axis})
+    @smp.step(input_split_axes={} if axis is None else {"x": axis})  # type: ignore[untyped-decorator]  # anybody's
     def body(whole: torch.Tensor, x: Any) -> None:
         runs.append(x)
 
@@ -584,11 +613,12 @@ def split_batch(
 )
 @few
 def test_a_batch_that_cannot_be_divided_is_refused(
-    smp_world: SmpWorld, split: MicrobatchSplit, axis: int | None, deep: bool
+    smp_world: SmpWorld, smp_engine: str, split: MicrobatchSplit, axis: int | None, deep: bool
 ) -> None:
     shape = (split.microbatches, split.batch) if axis == 1 else (split.batch, 2)
     seen = run(
         smp_world,
+        smp_engine,
         split_batch,
         shape,
         axis,
@@ -607,9 +637,15 @@ def test_a_batch_that_cannot_be_divided_is_refused(
 )
 @few
 def test_a_tensor_without_the_batch_axis_is_refused(
-    smp_world: SmpWorld, shape: tuple[tuple[int, ...], int | None], deep: bool, microbatches: int
+    smp_world: SmpWorld,
+    smp_engine: str,
+    shape: tuple[tuple[int, ...], int | None],
+    deep: bool,
+    microbatches: int,
 ) -> None:
-    seen = run(smp_world, split_batch, *shape, deep, microbatches, microbatches=microbatches)
+    seen = run(
+        smp_world, smp_engine, split_batch, *shape, deep, microbatches, microbatches=microbatches
+    )
     assert seen == [(True, True, 0)] * len(seen)
 
 
@@ -631,10 +667,10 @@ def use_names(rules: dict[str, Any], microbatches: int) -> tuple[bool, bool]:
 )
 @few
 def test_names_of_no_parameter_are_refused(
-    smp_world: SmpWorld, name: str, rule: str, microbatches: int
+    smp_world: SmpWorld, smp_engine: str, name: str, rule: str, microbatches: int
 ) -> None:
     rules = {rule: {"y": 0, name: 0} if rule == "input_split_axes" else ["y", name]}
-    seen = run(smp_world, use_names, rules, microbatches, microbatches=microbatches)
+    seen = run(smp_world, smp_engine, use_names, rules, microbatches, microbatches=microbatches)
     assert seen == [(name != "x", True)] * len(seen)
 
 
@@ -642,11 +678,11 @@ def step_in_a_step(microbatches: int, depth: int) -> tuple[bool, bool, int]:
     """As ``attempt``, and how often the inner body ran."""
     runs = []
 
-    @smp.step
+    @smp.step  # type: ignore[untyped-decorator]  # anybody's
     def inner(x: torch.Tensor) -> None:
         runs.append(x)
 
-    @smp.step
+    @smp.step  # type: ignore[untyped-decorator]  # anybody's
     def outer(x: torch.Tensor) -> None:
         called: Callable[..., Any] = inner
         for _ in range(depth):
@@ -659,8 +695,12 @@ def step_in_a_step(microbatches: int, depth: int) -> tuple[bool, bool, int]:
 @requirement("STEP-NESTED")
 @given(microbatches=counts, depth=st.integers(0, 2))
 @few
-def test_a_step_in_a_step_is_refused(smp_world: SmpWorld, microbatches: int, depth: int) -> None:
-    seen = run(smp_world, step_in_a_step, microbatches, depth, microbatches=microbatches)
+def test_a_step_in_a_step_is_refused(
+    smp_world: SmpWorld, smp_engine: str, microbatches: int, depth: int
+) -> None:
+    seen = run(
+        smp_world, smp_engine, step_in_a_step, microbatches, depth, microbatches=microbatches
+    )
     assert seen == [(True, True, 0)] * len(seen)
 
 
@@ -679,7 +719,7 @@ UNLIKE: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 def return_unlike(kind: str, odd: int, microbatches: int) -> tuple[bool, bool]:
     """As ``attempt``, where the results of rank 0 differ for one microbatch."""
 
-    @smp.step
+    @smp.step  # type: ignore[untyped-decorator]  # anybody's
     def body(number: torch.Tensor) -> Any:
         return UNLIKE[kind][int(number) == odd and smp.rank() == 0](number)
 
@@ -690,8 +730,10 @@ def return_unlike(kind: str, odd: int, microbatches: int) -> tuple[bool, bool]:
 @given(data=st.data(), kind=st.sampled_from(list(UNLIKE)), microbatches=st.integers(2, 4))
 @few
 def test_results_of_another_structure_are_refused(
-    smp_world: SmpWorld, data: st.DataObject, kind: str, microbatches: int
+    smp_world: SmpWorld, smp_engine: str, data: st.DataObject, kind: str, microbatches: int
 ) -> None:
     odd = data.draw(st.integers(0, microbatches - 1), "odd")
-    seen = run(smp_world, return_unlike, kind, odd, microbatches, microbatches=microbatches)
+    seen = run(
+        smp_world, smp_engine, return_unlike, kind, odd, microbatches, microbatches=microbatches
+    )
     assert seen == [(True, True)] * len(seen)

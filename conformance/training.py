@@ -128,6 +128,25 @@ def namespace(engine: str) -> Any:
     return importlib.import_module(find_engine(engine).api)
 
 
+class _Api:
+    """The SMP API of the engine that is tested, for functions that run on ranks."""
+
+    engine = "smp"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(namespace(self.engine), name)
+
+
+#: In place of ``import ... as smp``, in what :func:`with_engine` runs.
+smp: Any = _Api()
+
+
+def with_engine(engine: str, body: Callable[..., Any], *args: Any) -> Any:
+    """``body(*args)``, with :data:`smp` the engine's; called on every rank."""
+    smp.engine = engine  # one in a session, whether ranks are threads or processes
+    return body(*args)
+
+
 def raised(call: Callable[[], object]) -> str | None:
     """The type of the exception that a call raises, or None.
 

@@ -2,72 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
-
-import smp_core.torch as smp
 from conformance.engines.capabilities import EngineCapability
 from conformance.engines.protocol import Conventions, Session
-from pytest_smp.strategies import training_oracle as oracle
-from pytest_smp.strategies.training import Training
-from pytest_smp.strategies.training_script import Batch
 
-
-class DdpSession:
-    """One rank: the wrapped model, and torch's SGD."""
-
-    def __init__(self, case: Training, salt: str) -> None:
-        self.case = case
-        self.module = oracle.make(case, salt=salt)
-        self.model = DistributedDataParallel(
-            self.module, find_unused_parameters=True, bucket_cap_mb=case.bucket
-        )
-        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=oracle.LEARNING_RATE)
-
-    def backward(self, batch: Batch, *, boundary: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """All microbatches; gradients are reduced in the last backward of the last pass."""
-        losses, outputs = [], []
-        for number in range(self.case.microbatches):
-            x, y = (
-                each.narrow(axis, number * self.case.rows, self.case.rows)
-                for each, axis in zip(batch, self.case.axes, strict=True)
-            )
-            last = boundary and number == self.case.microbatches - 1
-            with contextlib.nullcontext() if last else self.model.no_sync():
-                out = self.model(x)
-                loss = oracle.loss_of(self.case, out, y)
-                loss.backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
-            outputs.append(out.detach())
-        return losses, outputs
-
-    def gradients(self) -> dict[str, Tensor | None]:
-        """All of them."""
-        return {
-            name: None if each.grad is None else each.grad.clone()
-            for name, each in oracle.parameters(self.module).items()
-        }
-
-    def parameters(self) -> dict[str, Tensor]:
-        """All of them."""
-        return {n: p.detach().clone() for n, p in oracle.parameters(self.module).items()}
-
-    def zero_grad(self) -> None:
-        """As asked."""
-        self.optimizer.zero_grad(set_to_none=self.case.set_to_none)
-
-    def step(self) -> None:
-        """SGD's."""
-        self.optimizer.step()
-
-    def close(self) -> None:
-        """Nothing is held beside the process group."""
-
+if TYPE_CHECKING:
+    from pytest_smp.strategies.training import Training
 
 CONVENTIONS = Conventions(dp="mean", microbatch="sum")
 
@@ -83,11 +25,18 @@ class DdpEngine:
 
     def replica(self, case: Training) -> int:
         """The rank."""
+        import torch.distributed as dist
+
+        import smp_core.torch as smp
+
         smp.rank()  # initialises, as the first call of the API on a rank does
         return dist.get_rank()
 
     def build(self, case: Training, *, salt: str = "") -> Session:
         """Wrap the model over the world."""
+        import smp_core.torch as smp
+        from conformance.engines.ddp_session import DdpSession
+
         smp.rank()
         return DdpSession(case, salt)
 

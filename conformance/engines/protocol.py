@@ -2,18 +2,23 @@
 
 An engine is an importable object, so that each rank finds it by its name. It is tested on a case
 (:class:`~pytest_smp.strategies.training.Training`): a model, its weights, degrees, schedule and data.
+
+Every session of the suite imports its engine, to know what it claims. So nothing here imports torch,
+and neither should the module that has the engine: :meth:`Engine.build` can.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, Protocol, runtime_checkable
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from conformance.engines.capabilities import EngineCapability
-from pytest_smp.strategies.training import Training
-from pytest_smp.strategies.training_script import Batch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pytest_smp.strategies.training import Training
+    from pytest_smp.strategies.training_script import Batch
 
 
 class EngineError(Exception):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from conformance.engines.capabilities import EngineCapability
 from conformance.engines.protocol import Conventions, Session
-from pytest_smp.strategies.training import Training
-from pytest_smp.strategies.training_script import Script
+
+if TYPE_CHECKING:
+    from pytest_smp.strategies.training import Training
 
 CONVENTIONS = Conventions()
 
@@ -38,6 +39,8 @@ class SmpEngine:
 
     def build(self, case: Training, *, salt: str = "") -> Session:
         """As a script would."""
+        from pytest_smp.strategies.training_script import Script
+
         return Script(self.namespace(), case, salt=salt)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from conformance.registry import Capability, Level, Requirement
+from conformance.registry import Capability, EngineCapability, Level, Need, Requirement
 
 # Replicas tell each other how their step ended.
-_OBJECTS = frozenset({Capability.OBJECTS})
+_NEEDS: frozenset[Need] = frozenset({Capability.OBJECTS, EngineCapability.SMP_API})
 
 _INF_ERROR = (
     "INF, SMP_API.md 9.1: the exception is not documented; trained in silence it would be wrong"
@@ -13,7 +13,7 @@ _INF_ERROR = (
 
 
 def _promise(id: str, sentence: str, source: str) -> Requirement:
-    return Requirement(id, sentence, source, Level.L3, _OBJECTS)
+    return Requirement(id, sentence, source, Level.L3, _NEEDS)
 
 
 SPLITTING = (
