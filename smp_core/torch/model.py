@@ -28,7 +28,7 @@ from smp_core.torch.exceptions import (
 )
 from smp_core.torch.hooks import Handle, Hook, Hooks
 from smp_core.torch.pipeline import activity as activities
-from smp_core.torch.pipeline import calls, engine, placement, tracing, uses
+from smp_core.torch.pipeline import calls, engine, everywhere, placement, tracing, uses
 from smp_core.torch.pipeline.accumulation import Ledger
 from smp_core.torch.pipeline.calls import Site
 from smp_core.torch.pipeline.gradients import Gradients, Options
@@ -117,6 +117,7 @@ class DistributedModel(nn.Module):
         self._alone = session.runtime.config.pipeline_parallel_degree == 1
         self._transport: Transport | None = None
         self._watch: uses.Watch | None = None
+        self._settled = False  # hooks and loads that waited for the partition have had their turn
         self._post_partition = Hooks("post-partition", late=True)
         self._post_step = Hooks("post-step")
         if self._alone:
@@ -130,12 +131,13 @@ class DistributedModel(nn.Module):
 
         Raises OutsideStepError outside of one.
         """
-        session = self._session
-        if not self._alone and not session.tracing and activities.current() is None:
-            raise OutsideStepError(
-                "the model was called outside of a step, and it is partitioned over pp ranks. Call it "
-                "in a function that smp.step decorates (SMP_API.md 1.3)"
-            )
+        if not self._session.tracing and activities.current() is None:
+            if not self._alone:
+                raise OutsideStepError(
+                    "the model was called outside of a step, and it is partitioned over pp ranks. Call it "
+                    "in a function that smp.step decorates (SMP_API.md 1.3)"
+                )
+            self._begin()
         return self.module(*args, **kwargs)
 
     def backward(self, tensors: Tensors, grad_tensors: Any = None) -> None:
@@ -170,13 +172,11 @@ class DistributedModel(nn.Module):
         with uses.activity(ledger, 0, 0):
             torch.autograd.backward(tensors, grad_tensors)
         ledger.close(0)
-        totals, count = ledger.totals(), self._session.runtime.config.microbatches
-        if self._options.average_grads_across_microbatches and count > 1:
-            totals = {parameter: total * count for parameter, total in totals.items()}
         assert self.gradients is not None
         # Late, but before the next forward pass: that one was not told of.
-        self.gradients.begin_step(list(self.local_buffers()), joining.before_step(self._session))
-        self.gradients.end_step(totals, None)
+        source = joining.before_step(self._session)
+        self.gradients.begin_step(list(self.local_buffers()), source, overlaps=False)
+        self.gradients.end_step(ledger.totals(), None, microbatches=1)
 
     def join(self) -> joining.Join:
         """A context for replicas with different numbers of batches; needs ``ddp``. See joining.py."""
@@ -333,18 +333,43 @@ class DistributedModel(nn.Module):
         if not self.partitioned:
             self._partition(lambda: self._decide(body, split))
         weights.part_again(self)
-        self._post_partition.run(self, session.optimizer)
-        weights.load_deferred(self)
-        if session.optimizer is not None:
-            session.optimizer.load_deferred()
+        if not self._settled:
+            self._settle()
         assert self._watch is not None
         self._watch.refresh()
         assert self.gradients is not None
+        self.gradients.follow(self.local_parameters())
         self.gradients.begin_step(list(self.local_buffers()), source)
+
+    def _settle(self) -> None:
+        """What waited for the partition; again before the next step, as far as it failed."""
+        session = self._session
+        everywhere.done(
+            session,
+            lambda: self._post_partition.run(self, session.optimizer),
+            "in a post-partition hook; the model is partitioned, and the next step may be tried",
+        )
+        everywhere.done(
+            session,
+            lambda: weights.load_deferred(self),
+            "in a load_state_dict that had waited for the partition; load the right state on every rank, "
+            "and try the step again",
+        )
+        self._settled = True
+
+    def _begin(self) -> None:
+        """Before the first forward pass after partitioning, in a step or not; later it does nothing."""
+        self._post_partition.run(self, self._session.optimizer)
+        weights.load_deferred(self)
 
     def finished(self) -> None:
         """After a step that went well."""
-        self._post_step.run(self, self._session.optimizer)
+        if not self._post_step.ran:
+            everywhere.done(
+                self._session,
+                lambda: self._post_step.run(self, self._session.optimizer),
+                "in a post-step hook; the step itself is complete, gradients and all",
+            )
 
     def _decide(self, body: Callable[..., Any], split: Callable[[], list[Call]]) -> Placement:
         """On the one rank that decides: a trace of the first microbatch, unless it is skipped."""

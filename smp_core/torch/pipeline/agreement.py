@@ -26,6 +26,7 @@ class Report:
         launched: how many buckets this replica has begun to exchange during the step.
         late: the buckets among them that a gradient came for afterwards.
         joined: the replica has no more input (joining.py).
+        microbatches: how many its gradients are sums of; 0 if it has no input.
     """
 
     failure: Any = None
@@ -33,6 +34,7 @@ class Report:
     launched: int = 0
     late: tuple[int, ...] = ()
     joined: bool = False
+    microbatches: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,6 +66,11 @@ class Agreement:
     def late(self) -> tuple[int, ...]:
         """The buckets to be exchanged again, in order."""
         return tuple(sorted({bucket for one in self.reports for bucket in one.late}))
+
+    @property
+    def microbatches(self) -> int:
+        """Of the replicas that have input: the same on each."""
+        return max(one.microbatches for one in self.reports)
 
     @property
     def active(self) -> list[int]:

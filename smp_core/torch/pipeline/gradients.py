@@ -20,7 +20,7 @@ How the engine calls it, on every rank and in its own thread::
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +68,7 @@ class Gradients:
         self.replicas = Replicas(runtime)
         self._pending: dict[nn.Parameter, torch.Tensor] = {}
         self._passes = 0  # steps that are in `pending`
+        self._unit = 0  # microbatches of the first of them
         self._hook: tuple[Any, CommHook] | None = None
         self._overlap: Overlap | None = None
 
@@ -94,15 +95,28 @@ class Gradients:
             raise UnsupportedTrainingError("model.register_comm_hook: there is a hook already")
         self._hook = state, hook
 
-    def begin_step(self, buffers: Sequence[torch.Tensor] = (), source: int = 0) -> None:
+    def follow(self, parameters: Iterable[nn.Parameter]) -> None:
+        """From now on these are the rank's parameters: a script may replace or add one between steps,
+        on all replicas alike.
+        """
+        self._parameters = list(dict.fromkeys(parameters))
+        here = set(self._parameters)
+        self._pending = {each: total for each, total in self._pending.items() if each in here}
+
+    def begin_step(
+        self, buffers: Sequence[torch.Tensor] = (), source: int = 0, *, overlaps: bool = True
+    ) -> None:
         """Give all replicas the buffers of dp rank ``source``, as DDP does before each forward pass
-        (SMP_API.md 8.12), if ``broadcast_buffers``.
+        (SMP_API.md 8.12), if ``broadcast_buffers``. ``overlaps``: buckets may set out before the end.
         """
         if self._options.broadcast_buffers:
             self.replicas.broadcast(buffers, source)
         self._overlap = None
-        if self.boundary and self._overlaps:
-            self._overlap = Overlap(self.replicas, self._buckets(self._trainable()), self._divisor)
+        count = self._runtime.config.microbatches
+        if overlaps and self.boundary and self._overlaps and self._unit in (0, count):
+            self._overlap = Overlap(
+                self.replicas, self._buckets(self._trainable()), self._divisor(count)
+            )
 
     def ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
         """The step's total of this parameter seems to be complete; callable from any thread."""
@@ -126,15 +140,26 @@ class Gradients:
             self._overlap.advance()
 
     def end_step(
-        self, totals: Mapping[nn.Parameter, torch.Tensor], failure: Any, *, joined: bool = False
+        self,
+        totals: Mapping[nn.Parameter, torch.Tensor],
+        failure: Any,
+        *,
+        joined: bool = False,
+        microbatches: int | None = None,
     ) -> Any:
         """Agree with the other replicas on how the step ended; if well, accumulate, and reduce if this
-        is the boundary.
+        is the boundary. ``microbatches`` is how many the totals are of, the configured number if not
+        given; another number takes a step that was begun with ``overlaps=False``. Where steps of different
+        numbers are accumulated, their averages are, in units of the first.
 
         ``failure`` is None or anything picklable; returns the one of the lowest dp rank that has one.
         After a failure gradients and accumulated sums are as they were before the step.
         """
         overlap, self._overlap = self._overlap, None
+        count = 0 if joined else microbatches or self._runtime.config.microbatches
+        average = self._options.average_grads_across_microbatches
+        if average and self._passes and count not in (0, self._unit):
+            totals = {each: total * (self._unit / count) for each, total in totals.items()}
         after = self._pending if failure is not None else _sum(self._pending, totals)
         boundary = self.boundary
         agreed = agreement.agree(
@@ -145,6 +170,7 @@ class Gradients:
                 launched=0 if overlap is None else overlap.launched,
                 late=() if overlap is None else overlap.outdated,
                 joined=joined,
+                microbatches=count,
             ),
         )
         if overlap is not None:
@@ -153,10 +179,12 @@ class Gradients:
             if overlap is not None:
                 overlap.discard()
             return agreed.failure
+        if not self._passes:
+            self._unit = agreed.microbatches
         self._pending, self._passes = after, self._passes + 1
         if boundary:
-            reduced = self._reduce(agreed, overlap)
-            self._pending, self._passes = {}, 0
+            reduced = self._reduce(agreed, overlap, self._divisor(self._unit))
+            self._pending, self._passes, self._unit = {}, 0, 0
             if not joined:
                 for parameter, gradient in reduced.items():
                     deposit(parameter, gradient)
@@ -166,12 +194,9 @@ class Gradients:
     def _overlaps(self) -> bool:
         return self._options.overlapping_allreduce and self.replicas.size > 1 and self._hook is None
 
-    @property
-    def _divisor(self) -> int:
-        microbatches = self._runtime.config.microbatches
-        return self.replicas.size * (
-            microbatches if self._options.average_grads_across_microbatches else 1
-        )
+    def _divisor(self, microbatches: int) -> int:
+        average = self._options.average_grads_across_microbatches
+        return self.replicas.size * (microbatches if average else 1)
 
     def _trainable(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._parameters if parameter.requires_grad]
@@ -186,7 +211,7 @@ class Gradients:
         )
 
     def _reduce(
-        self, agreed: Agreement, overlap: Overlap | None
+        self, agreed: Agreement, overlap: Overlap | None, divisor: int
     ) -> dict[nn.Parameter, torch.Tensor]:
         kinds = dict(zip(self._parameters, agreed.present, strict=True))
         reduced: dict[nn.Parameter, torch.Tensor] = {}
@@ -197,17 +222,17 @@ class Gradients:
                 done.update(parameters)
                 reduced.update(unflatten(flat, parameters, views))
         dense = [p for p, kind in kinds.items() if kind == DENSE and p not in done]
-        for parameters, wait in self._begin(self._buckets(dense)):
+        for parameters, wait in self._begin(self._buckets(dense), divisor):
             reduced.update(unflatten(wait(), parameters, views))
         for parameter, kind in kinds.items():
             if kind == SPARSE:
                 reduced[parameter] = self.replicas.reduce_sparse(
-                    parameter, self._pending.get(parameter), self._divisor
+                    parameter, self._pending.get(parameter), divisor
                 )
         return {parameter: reduced[parameter] for parameter, kind in kinds.items() if kind != NONE}
 
     def _begin(
-        self, buckets: Sequence[Sequence[nn.Parameter]]
+        self, buckets: Sequence[Sequence[nn.Parameter]], divisor: int
     ) -> list[tuple[Sequence[nn.Parameter], Callable[[], torch.Tensor]]]:
         if self._hook is not None:
             last = len(buckets) - 1
@@ -221,9 +246,7 @@ class Gradients:
                 )
                 for index, bucket in enumerate(buckets)
             ]
-        exchanges = [
-            self.replicas.exchange(bucket, self._pending, self._divisor) for bucket in buckets
-        ]
+        exchanges = [self.replicas.exchange(bucket, self._pending, divisor) for bucket in buckets]
         for exchange in exchanges:
             exchange.fold()
         return [(exchange.parameters, exchange.result) for exchange in exchanges]

@@ -216,3 +216,64 @@ def facades():
 
 def test_what_scripts_read_of_the_inside(smp_world):
     smp_world.run(facades, ranks=2, config=CONFIG)
+
+
+def outside(steps, **options):
+    """Some calls outside of steps, and steps ("in"); the gradients at the end."""
+    hooked = []
+    model = smp.DistributedModel(nn.Linear(3, 2, dtype=torch.float64), **options)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.linspace(0.1, 0.9, p.numel(), dtype=torch.float64).view(p.shape))
+    model.register_post_partition_hook(lambda m, o: hooked.append((m is model, o)))
+    for index, where in enumerate(steps):
+        x = torch.full((3, 3), 0.1 + 0.7 * index, dtype=torch.float64)
+        if where == "in":
+            train(model, x)
+        else:
+            model.backward(model(x).square().mean())
+    assert hooked == [(True, None)]
+    return [p.grad for p in model.parameters()]
+
+
+def plain(batches, scale):
+    model = nn.Linear(3, 2, dtype=torch.float64)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.linspace(0.1, 0.9, p.numel(), dtype=torch.float64).view(p.shape))
+    for index in batches:
+        x = torch.full((3, 3), 0.1 + 0.7 * index, dtype=torch.float64)
+        scale(model(x).square().mean()).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def test_a_backward_pass_outside_of_steps_is_divided_by_nothing(smp_world):
+    """By microbatches, of which it has one; bit for bit, also where there would be three."""
+    expected = plain([0], lambda loss: loss)
+    config = {"microbatches": 3, "ddp": True}
+    for ranks in (1, 2):  # of equal replicas, whose mean is exact
+        for found in smp_world.run(outside, ["out"], ranks=ranks, config=config):
+            for ours, theirs in zip(found, expected, strict=True):
+                assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("steps", [["out", "in"], ["in", "out"], ["in", "in"], ["out", "out"]])
+def test_steps_and_calls_outside_of_them_accumulate_their_averages(smp_world, steps):
+    expected = plain([0, 1], lambda loss: loss)
+    found = smp_world.run(
+        outside,
+        steps,
+        ranks=2,
+        config={"microbatches": 3, "ddp": True},
+    )
+    for one in found:
+        for ours, theirs in zip(one, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
+    with_passes = smp_world.run(_accumulated, steps, ranks=2, config={"microbatches": 3})
+    for one in with_passes:
+        for ours, theirs in zip(one, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
+
+
+def _accumulated(steps):
+    return outside(steps, backward_passes_per_step=2)
