@@ -45,6 +45,11 @@ class Hooks:
         self._keys = itertools.count()
         self._ran: tuple[Any, Any] | None = None
 
+    @property
+    def ran(self) -> bool:
+        """Whether ``run`` has been called."""
+        return self._ran is not None
+
     def register(self, hook: Hook) -> Handle:
         """Add ``hook(model, optimizer)``. Raises ArgumentTypeError if it cannot be called."""
         if not callable(hook):

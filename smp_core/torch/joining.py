@@ -12,9 +12,8 @@ While the context is entered, a step begins with a message to the other replicas
 
 from __future__ import annotations
 
-import pickle
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import UnsupportedTrainingError
@@ -101,7 +100,9 @@ class Join:
         gradients.begin_step(list(self._model.local_buffers()), self._active[0])
         failure = gradients.end_step({}, None, joined=True)
         if failure is not None:
-            _raise(failure)
+            from smp_core.torch.pipeline import engine
+
+            raise engine.elsewhere(failure)
 
     def _synchronize(self) -> None:
         runtime, gradients = self._session.runtime, self._model.gradients
@@ -127,11 +128,3 @@ def before_step(session: Session) -> int:
     """
     join = current(session)
     return 0 if join is None else join.step()
-
-
-def _raise(failure: Any) -> None:
-    from smp_core.torch.pipeline import engine
-
-    if failure.api is not None:
-        raise pickle.loads(failure.api)
-    raise engine._aborted(failure)

@@ -103,7 +103,7 @@ class Step:
     def fail(self, activity: Activity | None, error: BaseException) -> None:
         """This rank raised: the step has failed, if it has not yet."""
         if self.failure is None:
-            self.failure = _failure(self.session.runtime, activity, error)
+            self.failure = failure_of(self.session.runtime, activity, error)
             self._own = self.failure, error
 
     def failed(self, failure: Failure) -> None:
@@ -115,9 +115,7 @@ class Step:
         """Raise what failed: as itself where it was raised, and everywhere if it is an error of ours."""
         if self._own is not None and self._own[0] == failure:
             raise self._own[1]
-        if failure.api is not None:
-            raise pickle.loads(failure.api)
-        raise _aborted(failure)
+        raise elsewhere(failure)
 
 
 class _Departures:
@@ -243,14 +241,23 @@ def _agreed(step: Step) -> Failure | None:
 
 def aborted(session: Session, error: BaseException) -> StepAbortedError:
     """What the other ranks raise when this one raised ``error`` before the first microbatch."""
-    return _aborted(_failure(session.runtime, None, error))
+    return _aborted(failure_of(session.runtime, None, error))
+
+
+def elsewhere(failure: Failure, when: str | None = None) -> Exception:
+    """What a rank raises for the failure of another; ``when`` it was, if it was in no microbatch."""
+    if failure.api is not None:
+        error: Exception = pickle.loads(failure.api)
+        return error
+    return _aborted(failure, when)
 
 
 def _here(path: str) -> None:
     return None
 
 
-def _failure(runtime: Runtime, activity: Activity | None, error: BaseException) -> Failure:
+def failure_of(runtime: Runtime, activity: Activity | None, error: BaseException) -> Failure:
+    """An exception of this rank, in a form that can be sent."""
     api = None
     if isinstance(error, SmpError) and not isinstance(error, VerdictError):
         with contextlib.suppress(Exception):
@@ -262,23 +269,31 @@ def _failure(runtime: Runtime, activity: Activity | None, error: BaseException) 
         None if activity is None else activity.path,
         None if activity is None else activity.phase,
         type(error).__name__,
-        str(error),
-        "".join(traceback.format_exception(error)),
+        _text(error),
+        "".join(traceback.format_exception(error)),  # survives what _text does
         api,
     )
 
 
-def _aborted(failure: Failure) -> StepAbortedError:
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as why:  # a failure that cannot be told would leave the others waiting
+        return f"(its text cannot be had: str() raised {type(why).__name__})"
+
+
+def _aborted(failure: Failure, when: str | None = None) -> StepAbortedError:
     """What the other ranks raise for a user's exception."""
     where = f"pp rank {failure.pp_rank} (world rank {failure.rank})"
-    what = "before the first microbatch"
+    what = when or "before the first microbatch"
     if failure.microbatch is not None:
         phase = "backward" if failure.phase is Phase.BACKWARD else "forward"
         module = "the function" if failure.path is None else module_text(failure.path)
         what = f"in the {phase} pass of microbatch {failure.microbatch}, in {module}"
+    rest = "The parameters are as they were before the step; the next step may be tried"
     error = StepAbortedError(
-        f"smp.step was given up, because {where} raised {failure.type}: {failure.text}, {what}. "
-        "The parameters are as they were before the step; the next step may be tried"
+        f"smp.step was given up, because {where} raised {failure.type}: {failure.text}, {what}"
+        + (f". {rest}" if when is None else "")
     )
     error.add_note(f"on {where}:\n{failure.traceback}")
     return error

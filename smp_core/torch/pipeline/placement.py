@@ -232,10 +232,17 @@ def _source(session: Session) -> int:
 
 
 def _check_same(session: Session, module: nn.Module) -> None:
-    """Every rank must have built the same tree: names, shapes, dtypes."""
+    """Every rank must have built the same tree: names, shapes, dtypes, and what is one tensor."""
     runtime = session.runtime
+    first: dict[int, str] = {}
     manifest = [
-        (entry.name, entry.kind, _shape(entry.tensor), str(entry.tensor.dtype))
+        (
+            entry.name,
+            entry.kind,
+            _shape(entry.tensor),
+            str(entry.tensor.dtype),
+            first.setdefault(id(entry.tensor), entry.name),
+        )
         for entry in sharing.entries(module)
     ]
     objects, world = runtime.fabric.objects, runtime.group(GroupKind.WORLD)
@@ -263,11 +270,12 @@ def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return (-1,) if nn.parameter.is_lazy(tensor) else tuple(tensor.shape)
 
 
-def _say(line: tuple[str, str, tuple[int, ...], str] | None) -> str:
+def _say(line: tuple[str, str, tuple[int, ...], str, str] | None) -> str:
     if line is None:
         return "nothing"
-    name, kind, shape, dtype = line
-    return f"{kind} {name!r} of shape {list(shape)} and {dtype}"
+    name, kind, shape, dtype, first = line
+    tied = "" if name == first else f", tied to {first!r}"
+    return f"{kind} {name!r} of shape {list(shape)} and {dtype}{tied}"
 
 
 def _send_part(

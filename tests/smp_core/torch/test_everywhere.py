@@ -1,0 +1,92 @@
+"""Hooks and loads that fail on one rank: every rank is told, and the next step works."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from smp_core.torch.exceptions import PartitionError, StepAbortedError
+
+pytestmark = pytest.mark.smp(
+    ranks=4, microbatches=2, pipeline_parallel_degree=2, auto_partition=False, default_partition=0
+)
+
+
+def model_of(smp):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model = smp.DistributedModel(net)
+    smp.set_partition(net[2], 1)
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).pow(2).mean()
+        model.backward(loss)
+        return loss
+
+    return model, net, step
+
+
+@pytest.mark.parametrize("kind", ["post_partition", "post_step"])
+@pytest.mark.parametrize("where", range(4))
+def test_a_hook_that_raises_on_one_rank(smp, kind, where):
+    model, _, step = model_of(smp)
+
+    def hook(model, optimizer):
+        if smp.rank() == where:
+            raise KeyError("broken")
+
+    getattr(model, f"register_{kind}_hook")(hook)
+    with pytest.raises(KeyError if smp.rank() == where else StepAbortedError) as raised:
+        step(model, torch.randn(4, 4))
+    if smp.rank() != where:
+        text = str(raised.value)
+        assert f"(world rank {where}) raised KeyError: 'broken', in a post-" in text
+        assert "hook" in text
+    step(model, torch.randn(4, 4))
+    assert all(parameter.grad is not None for parameter in model.local_parameters())
+
+
+@pytest.mark.parametrize("where", [0, 3])
+def test_a_load_that_fails_on_one_rank(smp, where):
+    model, net, step = model_of(smp)
+    state = net.state_dict()
+    if smp.rank() == where:
+        del state["0.weight"]
+    model.load_state_dict(state)
+    with pytest.raises(RuntimeError if smp.rank() == where else StepAbortedError, match="Missing"):
+        step(model, torch.randn(4, 4))
+    step(model, torch.randn(4, 4))
+
+
+class Untold(Exception):
+    def __str__(self):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_an_exception_without_a_text(smp, where):
+    model, net, step = model_of(smp)
+
+    def fail(*_):
+        raise Untold
+
+    step(model, torch.randn(4, 4))
+    layer = net[2 * where]
+    handle = layer.register_forward_hook(fail)
+    with pytest.raises(Untold if smp.rank() == where else StepAbortedError):
+        step(model, torch.randn(4, 4))
+    handle.remove()
+    step(model, torch.randn(4, 4))
+
+
+def test_ranks_that_tie_other_parameters(smp):
+    model, net, step = model_of(smp)
+    if smp.rank() != 2:
+        net[2].weight = net[0].weight
+    smp.set_partition(net[2], 0)
+    with pytest.raises(
+        PartitionError, match=r"'2.weight' .*, tied to '0.weight' where world rank 2"
+    ):
+        step(model, torch.randn(4, 4))
