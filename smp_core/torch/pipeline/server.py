@@ -165,7 +165,12 @@ class Server:
                 activity.finished = True
 
         if self._pauses(activity):
-            self._crew.begin(task)
+            try:
+                worker = self._crew.hire()
+            except RuntimeError as error:  # no thread to be had
+                activity.error, activity.finished = error, True
+                return
+            self._crew.begin(worker, task)
         else:
             self._crew.context.copy().run(task, None)
 
@@ -261,6 +266,7 @@ class Server:
 
     def _forward(self, activity: Activity, message: Forward, parcel: Parcel) -> Frozen:
         site = self._step.sites[message.key.path]
+        site.follow(message.caller, message.training)
         frozen, record = boundary.run_forward(
             message,
             parcel,
@@ -287,9 +293,9 @@ class Server:
         while self._live:
             step.unwinding = True
             for activity in list(self._live):
-                assert activity.worker is not None
-                self._crew.resume(activity.worker)
-                if activity.finished:
+                if activity.worker is not None:  # else it ended with what interrupted it
+                    self._crew.resume(activity.worker)
+                if activity.finished or activity.worker is None:
                     self._live.discard(activity)
         for record in self._records.values():
             record.close()

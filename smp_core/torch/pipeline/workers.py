@@ -81,9 +81,12 @@ class Crew:
         self.compute_threads = torch.get_num_threads()
         self.rank: Any = rank_threads.current()
 
-    def begin(self, task: Callable[[Worker], None]) -> None:
+    def hire(self) -> Worker:
+        """A worker that is idle. Raises RuntimeError if there is none, and no thread to be had."""
+        return self.idle.pop() if self.idle else Worker(self)
+
+    def begin(self, worker: Worker, task: Callable[[Worker], None]) -> None:
         """Run a task in a worker; returns when it pauses or is over. The task does not raise."""
-        worker = self.idle.pop() if self.idle else Worker(self)
         worker.task = lambda: task(worker)
         self.resume(worker)
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import smp_core.torch as smp
+from smp_core.backends.hosts import current as hosts
 from smp_core.torch.exceptions import (
     BatchSizeError,
     DetachedLossError,
@@ -21,6 +22,7 @@ from smp_core.torch.exceptions import (
     UnusedInputError,
 )
 from smp_core.torch.partitioning import partition
+from smp_core.torch.pipeline import workers
 
 PARTS = 3
 CONFIG = {
@@ -336,6 +338,36 @@ def test_a_graph_is_used_once(smp_world):
         "StepAbortedError",
     ]
     assert "retain_graph is not supported" in results[1][1]
+
+
+def no_thread(part):
+    model = smp.DistributedModel(Net())
+    train(model, batch())
+    here, hire = hosts.current(), workers.Crew.hire
+
+    def refused(crew):
+        if crew.rank is here:
+            raise RuntimeError("can't start new thread")
+        return hire(crew)
+
+    if smp.rank() == part:  # one rank alone: on sim the others share the class
+        workers.Crew.hire = refused
+    try:
+        result = caught(train, model, batch())
+    finally:
+        if smp.rank() == part:
+            workers.Crew.hire = hire
+    train(model, batch())
+    return result
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_rank_that_gets_no_thread_says_so(smp_world, part):
+    results = smp_world.run(no_thread, part, ranks=PARTS, config=CONFIG)
+    kinds = ["StepAbortedError"] * PARTS
+    kinds[part] = "RuntimeError"
+    assert [result[0] for result in results] == kinds
+    assert all("can't start new thread" in result[1] for result in results)
 
 
 def no_model():
