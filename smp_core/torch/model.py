@@ -168,6 +168,8 @@ class DistributedModel(nn.Module):
 
     def _backward_alone(self, tensors: tuple[torch.Tensor, ...], grad_tensors: Any) -> None:
         """Outside of steps, at pipeline degree 1: a step of one microbatch, without its body."""
+        assert self._watch is not None
+        self._watch.refresh()
         ledger = Ledger(1)
         with uses.activity(ledger, 0, 0):
             torch.autograd.backward(tensors, grad_tensors)
@@ -175,6 +177,7 @@ class DistributedModel(nn.Module):
         assert self.gradients is not None
         # Late, but before the next forward pass: that one was not told of.
         source = joining.before_step(self._session)
+        self.gradients.follow(self.local_parameters())
         self.gradients.begin_step(list(self.local_buffers()), source, overlaps=False)
         self.gradients.end_step(ledger.totals(), None, microbatches=1)
 

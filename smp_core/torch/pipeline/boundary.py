@@ -55,6 +55,7 @@ def call_there(
         modes.current(),
         step.seed,
         step.news_for(owner),
+        step.sites[key.path].training(),
     )
     parcel = activity.ask(owner, message, frozen)
     wanted = parcel.differentiable()

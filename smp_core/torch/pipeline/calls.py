@@ -29,10 +29,12 @@ class Site:
     ``hooked`` calls it, hooks and all; ``plain`` is its own ``forward``. ``away``: another rank owns it.
     """
 
-    __slots__ = ("_torchs", "away", "module", "path", "plain")
+    __slots__ = ("_heard", "_torchs", "_tree", "away", "module", "path", "plain")
 
     def __init__(self, module: nn.Module, path: str, away: bool) -> None:
         self.module, self.path, self.away = module, path, away
+        self._tree = list(module.modules())
+        self._heard: dict[int, bytes] = {}
         self._torchs = None if away else _all_of_torch(module)
         self.plain: Callable[..., Any] = module.forward
 
@@ -48,6 +50,24 @@ class Site:
         return self._torchs is not None and not any(
             each._forward_hooks or each._forward_pre_hooks for each in self._torchs
         )
+
+    def training(self) -> bytes:
+        """Which modules from this one on are in training mode, as this rank knows."""
+        return bytes(each.training for each in self._tree)
+
+    def follow(self, caller: int, training: bytes) -> None:
+        """A rank that calls the module says which it knows to be in training mode: what has changed since
+        it last said so is taken over. So ``model.eval()`` holds on every rank, though it be called on
+        pp_rank 0 alone, or in the function of the step, which runs there; and what a module does to its
+        own mode on its own rank stays.
+        """
+        heard = self._heard.get(caller)
+        if training == heard:
+            return
+        self._heard[caller] = training
+        for index, (each, flag) in enumerate(zip(self._tree, training, strict=False)):
+            if heard is None or heard[index] != flag:
+                each.training = bool(flag)
 
     def called(self, *args: Any, **kwargs: Any) -> Any:
         """``module(...)``."""

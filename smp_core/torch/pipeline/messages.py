@@ -16,6 +16,7 @@ class Forward(NamedTuple):
 
     ``call`` is a number of the caller's. ``hooked``: the module was called, rather than its
     ``forward``. ``over`` are microbatches whose bodies are over: no backward pass of theirs will come.
+    ``training``: see calls.Site.training.
     """
 
     microbatch: int
@@ -26,6 +27,7 @@ class Forward(NamedTuple):
     modes: Modes
     seed: int
     over: tuple[int, ...]
+    training: bytes
 
 
 class Backward(NamedTuple):

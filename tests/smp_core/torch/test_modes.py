@@ -1,0 +1,78 @@
+"""``model.train()`` and ``model.eval()`` hold on every rank of a pipeline, wherever they are called."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+pytestmark = pytest.mark.smp(
+    ranks=2, microbatches=2, pipeline_parallel_degree=2, auto_partition=False, default_partition=0
+)
+
+
+class Net(nn.Module):
+    """A norm on rank 1, in whose midst rank 0 has another."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.rest = nn.Sequential(nn.BatchNorm1d(4), nn.Sequential(nn.BatchNorm1d(4)))
+
+    def forward(self, x):
+        return self.rest(self.first(x))
+
+
+def made(smp):
+    torch.manual_seed(0)
+    net = Net()
+    model = smp.DistributedModel(net)
+    smp.set_partition(net.rest, 1)
+    smp.set_partition(net.rest[1], 0)
+
+    @smp.step
+    def step(model, x, mode=None):
+        if mode is not None:
+            model.train(mode)
+        return model(x), model.training
+
+    return model, net, step
+
+
+def own_norm(smp, net):
+    return net.rest[0] if smp.rank() else net.rest[1][0]
+
+
+@pytest.mark.parametrize("where", ["in the function", "on pp_rank 0", "on every rank"])
+def test_evaluation_changes_no_statistics(smp, where):
+    model, net, step = made(smp)
+    x = torch.randn(6, 4)
+    step(model, x)
+    norm = own_norm(smp, net)
+    for _ in range(2):
+        before = norm.running_mean.clone()
+        if where == "on every rank" or (where == "on pp_rank 0" and smp.rank() == 0):
+            model.eval()
+        once, modes = step(model, x, False if where == "in the function" else None)
+        again, _ = step(model, x)
+        assert modes == [False, False]
+        assert not norm.training
+        assert torch.equal(norm.running_mean, before)
+        assert torch.equal(once.concat(), again.concat())
+        if where == "on every rank" or smp.rank() == 0:
+            model.train()
+        step(model, x)
+        assert norm.training
+        assert not torch.equal(norm.running_mean, before)
+
+
+def test_a_mode_that_its_own_rank_has_set_stays(smp):
+    model, net, step = made(smp)
+    x = torch.randn(6, 4)
+    step(model, x)
+    if smp.rank() == 1:
+        net.rest[0].eval()
+    before = own_norm(smp, net).running_mean.clone()
+    step(model, x)
+    step(model, x)
+    assert torch.equal(own_norm(smp, net).running_mean, before) == (smp.rank() == 1)
