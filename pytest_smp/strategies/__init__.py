@@ -10,14 +10,14 @@ failing example, as code that can be pasted below::
     from collections import OrderedDict
     from math import inf
     from numpy import array, float32, int64
-    from pytest_smp.strategies import Batch, MicrobatchSplit, Pair, Record, Sliceable, StepCall
-    from pytest_smp.strategies import TensorSpec
+    from pytest_smp.strategies import Batch, Block, MicrobatchSplit, Model, Pair, Record, Sliceable
+    from pytest_smp.strategies import StepCall, TensorSpec, Training
     from smp_core.topology import Topology
 
 A communication program prints as a test file that runs alone.
 
 All of them refuse bad arguments at once, with ``hypothesis.errors.InvalidArgument``. The strategies
-of tensors, objects and programs import torch when they are first asked for; the others never do.
+of tensors, objects, programs and training import torch when they are first asked for; the others never do.
 """
 
 from __future__ import annotations
@@ -51,19 +51,25 @@ if TYPE_CHECKING:
     from pytest_smp.strategies.numbers import dtypes
     from pytest_smp.strategies.recipes import TensorSpec, lengths, shapes, tensors
     from pytest_smp.strategies.slicing import Sliceable, WrongSlice, sliceables
+    from pytest_smp.strategies.training import Training, blocks, models, trainings
+    from pytest_smp.strategies.training_models import Block, Model
 
 __all__ = [
     "Batch",
+    "Block",
     "InvalidProgram",
     "MicrobatchSplit",
+    "Model",
     "Pair",
     "Program",
     "Record",
     "Sliceable",
     "StepCall",
     "TensorSpec",
+    "Training",
     "WrongSlice",
     "batches",
+    "blocks",
     "configs",
     "degrees",
     "dtypes",
@@ -73,6 +79,7 @@ __all__ = [
     "invalid_programs",
     "lengths",
     "microbatch_splits",
+    "models",
     "objects",
     "placements",
     "programs",
@@ -83,25 +90,31 @@ __all__ = [
     "step_calls",
     "tensors",
     "topologies",
+    "trainings",
     "world_sizes",
 ]
 
 _NEEDS_TORCH = {
     "Batch": "microbatches",
+    "Block": "training_models",
     "InvalidProgram": "communication",
     "MicrobatchSplit": "microbatches",
+    "Model": "training_models",
     "Pair": "nests",
     "Program": "communication",
     "Record": "nests",
     "Sliceable": "slicing",
     "StepCall": "microbatches",
     "TensorSpec": "recipes",
+    "Training": "training",
     "WrongSlice": "slicing",
     "batches": "microbatches",
+    "blocks": "training",
     "dtypes": "numbers",
     "invalid_programs": "communication",
     "lengths": "recipes",
     "microbatch_splits": "microbatches",
+    "models": "training",
     "objects": "nests",
     "programs": "communication",
     "same": "equality",
@@ -109,6 +122,7 @@ _NEEDS_TORCH = {
     "sliceables": "slicing",
     "step_calls": "microbatches",
     "tensors": "recipes",
+    "trainings": "training",
 }
 
 

@@ -1,11 +1,6 @@
 """Training cases: a model, its partition, the degrees, the schedule and the data, as one value that
 prints as code.
 
-Print below them::
-
-    from pytest_smp.strategies.training import Training
-    from pytest_smp.strategies.training_models import Block, Model
-
 Sizes are odd, tiny and uneven; degree 1 comes often. Cases of the tier "exact" carry the certificate
 of :func:`~pytest_smp.strategies.training_oracle.certified`: no sum in them can round, in any order.
 """
@@ -18,9 +13,11 @@ from typing import Any
 
 from hypothesis import reject
 from hypothesis import strategies as st
+from hypothesis.errors import InvalidArgument
 from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import nn
 
+from pytest_smp.strategies.arguments import check_bool, check_int
 from pytest_smp.strategies.training_models import Block, Model, _code, build
 
 _SMALLEST = Model()
@@ -144,6 +141,11 @@ def _parent(path: str) -> str:
     return above.removesuffix("parts").rstrip(".") if above.endswith("parts") else above
 
 
+def _above(path: str) -> set[str]:
+    names = path.split(".")
+    return {".".join(names[:depth]) for depth in range(1, len(names))}
+
+
 def owners(case: Training) -> dict[str, int]:
     """The partition of every module that is called, by path, parents first; ``""`` is the root.
 
@@ -171,7 +173,7 @@ def features(case: Training) -> set[str]:
     crossing = {path for path in at if path and at[path] != at[_parent(path)]}
     found = {
         "cross-partition calls": bool(crossing),
-        "nested cross-partition calls": any(_parent(path) in crossing for path in crossing),
+        "nested cross-partition calls": any(_above(path) & crossing for path in crossing),
         "shared parameters": case.model.tied
         or any(kind == "tied" and keys.count((kind, key)) > 1 for kind, key in keys),
         "reused modules": any(each.kind == "repeat" and each.size > 1 for each in blocks)
@@ -190,6 +192,7 @@ def features(case: Training) -> set[str]:
         "frozen parameters": case.model.frozen or any(each.frozen for each in blocks),
         "tuples, dicts, None": bool(case.model.kinds() & {"tuple", "dict"}),
         "dropout": "dropout" in case.model.kinds(),
+        "norms": "norm" in case.model.kinds(),
     }
     return {name for name, holds in found.items() if holds}
 
@@ -197,6 +200,8 @@ def features(case: Training) -> set[str]:
 # ---- Strategies ----------------------------------------------------------------------------------
 
 _LEAVES = ("linear", "mlp", "relu", "scale", "shared", "tied")
+#: Kinds whose values do not stay whole numbers.
+_REAL_LEAVES = ("dropout", "norm")
 #: How many children a kind takes: the fewest and the most.
 _ARITY = {
     "chain": (0, 3),
@@ -214,27 +219,50 @@ _ARITY = {
 
 
 @st.composite
-def blocks(draw: DrawFn, depth: int = 3, *, dropout: bool = False) -> Block:
-    """Draw blocks of so many levels of children; shrink to leaves."""
-    leaves = _LEAVES + (("dropout",) if dropout else ())
+def _blocks(draw: DrawFn, depth: int, real: bool) -> Block:
+    leaves = _LEAVES + (_REAL_LEAVES if real else ())
     kind = draw(st.sampled_from(leaves + tuple(_ARITY) * (depth > 0)))
     frozen = draw(st.integers(0, 7)) == 7
     bias = draw(st.booleans())
-    size = draw(st.integers(1, 3 if kind in ("mlp", "repeat") else 2))
+    size = draw(st.integers(2 if kind == "repeat" else 1, 3 if kind in ("mlp", "repeat") else 2))
     least, most = _ARITY.get(kind, (0, 0))
     number = draw(st.integers(least, most))
-    children = tuple(draw(blocks(depth - 1, dropout=dropout)) for _ in range(number))
+    children = tuple(draw(_blocks(depth - 1, real)) for _ in range(number))
     if kind in ("linear", "tied"):
         size = size if kind == "tied" else 1
     return Block(kind, children, size, bias, frozen)
 
 
+def blocks(depth: int = 3, *, real: bool = False) -> SearchStrategy[Block]:
+    """Draw parts of models; they shrink to one linear map.
+
+    Args:
+        depth: how many levels of blocks may be below one.
+        real: whether there may be kinds whose values do not stay whole numbers: dropout, norms.
+
+    Raises:
+        InvalidArgument: ``depth`` is no int of at least 0, or ``real`` is no bool.
+    """
+    return _blocks(check_int("depth", depth, at_least=0), check_bool("real", real))
+
+
+def models(*, real: bool = False) -> SearchStrategy[Model]:
+    """Draw models: small trees with ties, branches, reuse.
+
+    Args:
+        real: whether there may be kinds whose values do not stay whole numbers: dropout, norms.
+
+    Raises:
+        InvalidArgument: ``real`` is no bool.
+    """
+    return _models(check_bool("real", real))
+
+
 @st.composite
-def models(draw: DrawFn, *, dropout: bool = False) -> Model:
-    """Draw models: small trees with ties, branches, reuse."""
+def _models(draw: DrawFn, real: bool) -> Model:
     tokens = draw(st.integers(0, 3)) == 3
     return Model(
-        body=draw(blocks(dropout=dropout)),
+        body=draw(_blocks(3, real)),
         inputs=0 if tokens else draw(st.integers(1, 3)),
         width=draw(st.integers(1, 4)),
         outputs=draw(st.integers(2 if tokens else 1, 3)),
@@ -247,8 +275,12 @@ def models(draw: DrawFn, *, dropout: bool = False) -> Model:
 def _partitions(draw: DrawFn, model: Model, pp: int) -> tuple[tuple[str, int], ...]:
     paths = [path for path, _ in _called(build(model)) if path]
     places = st.none() | st.integers(0, pp - 1)
-    chosen = [(path, draw(places)) for path in paths]
-    return tuple((path, at) for path, at in chosen if at is not None)
+    if draw(st.integers(0, 2)) < 2:
+        chosen = [(path, draw(places)) for path in paths]
+        return tuple((path, at) for path, at in chosen if at is not None)
+    # Every module calls its children elsewhere, down the tree.
+    depth = {path: sum(name != "parts" for name in path.split(".")) for path in paths}
+    return tuple((path, depth[path] % pp) for path in paths)
 
 
 @st.composite
@@ -267,7 +299,7 @@ def _cases(
     pp = draw(st.sampled_from([degree for degree in pipeline if degree <= most]))
     replicas = (said["dp"],) if "dp" in said else (1, 2, 3, 4) if real else (1, 2, 4)
     dp = draw(st.sampled_from([number for number in replicas if number * pp <= ranks]))
-    model = said.get("model") or draw(models(dropout=real))
+    model = said.get("model") or draw(_models(real))
     manual = pp == 1 or not automatic or draw(st.integers(0, 3)) > 0
     average = draw(st.booleans())
     counts = (1, 2, 3, 4, 5) if real or not average else (1, 2, 4)
@@ -323,5 +355,20 @@ def trainings(
         real: whether values are real numbers; else each case has the certificate of exactness.
         automatic: whether the library may be left to partition the model.
         fixed: fields of Training that are not drawn.
+
+    Raises:
+        InvalidArgument: ``ranks`` is no int of at least 1, ``real`` or ``automatic`` is no bool,
+            ``pipeline`` has no degree for so many ranks, or ``fixed`` names no field.
     """
+    check_int("ranks", ranks, at_least=1)
+    check_bool("real", real)
+    check_bool("automatic", automatic)
+    least = ranks // check_int("dp", fixed.get("dp", 1), at_least=1, at_most=ranks)
+    for degree in pipeline:
+        check_int("pipeline", degree, at_least=1)
+    if not any(degree <= least for degree in pipeline):
+        raise InvalidArgument(f"pipeline={pipeline!r}: no degree is at most {least}")
+    fields = {field.name for field in dataclasses.fields(Training)}
+    if unknown := sorted(set(fixed) - fields):
+        raise InvalidArgument(f"{', '.join(unknown)}: Training has no such field")
     return _cases(ranks, pipeline, real, automatic, tuple(fixed.items()))

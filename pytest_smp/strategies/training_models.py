@@ -2,7 +2,7 @@
 
 Every block maps the last dimension of its input, ``width`` features, to as many; so blocks nest in
 any way, and any dimension before the last may be the batch's. Values that stay whole numbers stay
-so in every kind but ``dropout``: sums, products, ReLU and choices only.
+so in every kind but ``dropout`` and ``norm``: sums, products, ReLU and choices only.
 
 ``magnitudes=True`` builds the shadow of a model, for the certificate of :mod:`training_oracle`: each
 operation is replaced by a bound of its magnitude, so that given absolute values it yields bounds.
@@ -241,6 +241,19 @@ class Scale(nn.Module):
         return x * self.factor
 
 
+class Norm(nn.Module):
+    """Batch normalisation over all dimensions but the last; a row of zeros keeps one row company."""
+
+    def __init__(self, making: _Making, block: Block) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(making.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        out: Tensor = self.norm(torch.cat([rows, torch.zeros_like(rows[:1])]))[:-1]
+        return out.reshape(x.shape)
+
+
 class Pick(nn.Module):
     """Takes and gives a tuple in a tuple, with None, and an output that needs no gradient."""
 
@@ -330,6 +343,7 @@ KINDS: dict[str, Callable[[_Making, Block], nn.Module]] = {
     "mlp": _mlp,
     "relu": lambda making, block: nn.Identity() if making.magnitudes else nn.ReLU(),
     "scale": Scale,
+    "norm": Norm,
     "dropout": lambda making, block: nn.Dropout(0.5),
     "shared": _shared,
     "tied": _tied,
