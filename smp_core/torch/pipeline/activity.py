@@ -56,11 +56,18 @@ class Activity:
         self.value: Any = None
 
     def pause(self) -> None:
-        """Let others go on; returns when this is resumed. Raises Unwound if the step was given up."""
+        """Let others go on; returns when this is resumed, with modules in training mode that were.
+
+        Raises Unwound if the step was given up.
+        """
         self.check()
         if self.worker is None:
             raise RuntimeError(f"module {self.path!r} pauses, which was not to be expected of it")
+        root = self.step.sites.get("")
+        training = b"" if root is None else root.training()
         self.worker.pause()
+        if root is not None:
+            root.train(training)
         self.check()
 
     def step_aside(self) -> None:

@@ -55,6 +55,14 @@ class Site:
         """Which modules from this one on are in training mode, as this rank knows."""
         return bytes(each.training for each in self._tree)
 
+    def train(self, training: bytes) -> None:
+        """Set the modules from this one on to what ``training`` gave. A body sets modes for the whole
+        rank, and others run while it is paused: so each finds its own again.
+        """
+        for each, flag in zip(self._tree, training, strict=False):
+            if each.training != flag:
+                each.training = bool(flag)
+
     def follow(self, caller: int, training: bytes) -> None:
         """A rank that calls the module says which it knows to be in training mode: what has changed since
         it last said so is taken over. So ``model.eval()`` holds on every rank, though it be called on

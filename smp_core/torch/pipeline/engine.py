@@ -43,6 +43,7 @@ from smp_core.torch.pipeline import agreement, modes, schedule, streams
 from smp_core.torch.pipeline.accumulation import Ledger
 from smp_core.torch.pipeline.activity import Activity
 from smp_core.torch.pipeline.boundary import module_text
+from smp_core.torch.pipeline.calls import Site
 from smp_core.torch.pipeline.gradients import Gradients
 from smp_core.torch.pipeline.messages import End, Failure
 from smp_core.torch.pipeline.packets import NOTHING, freeze
@@ -209,7 +210,17 @@ def _drive(
         calls = split()
         bodies = [functools.partial(body, *call.args, **call.kwargs) for call in calls]
         del calls
+        root = step.sites.get("")
+        modes_left: dict[int, bytes] = {}
+        if root is not None:
+            begin = root.training()
+            bodies = [
+                functools.partial(_in_mode, root, begin, modes_left, number, each)
+                for number, each in enumerate(bodies)
+            ]
         by_microbatch = server.drive(bodies)
+        if root is not None and len(bodies) - 1 in modes_left:
+            root.train(modes_left[len(bodies) - 1])
         if step.failure is None:
             results = [by_microbatch[microbatch] for microbatch in range(len(bodies))]
             if detach_outputs:
@@ -222,6 +233,18 @@ def _drive(
         step.fail(None, error)
     server.end(End(step.failure), sent)
     return results
+
+
+def _in_mode(
+    root: Site, training: bytes, left: dict[int, bytes], microbatch: int, body: Callable[[], Any]
+) -> Any:
+    """Run a body whose modules begin in the modes that the step began in, whatever other bodies, that
+    are paused, have set; keep those in which it leaves them.
+    """
+    root.train(training)
+    result = body()
+    left[microbatch] = root.training()
+    return result
 
 
 def _agreed(step: Step) -> Failure | None:

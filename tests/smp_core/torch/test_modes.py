@@ -76,3 +76,45 @@ def test_a_mode_that_its_own_rank_has_set_stays(smp):
     step(model, x)
     step(model, x)
     assert torch.equal(own_norm(smp, net).running_mean, before) == (smp.rank() == 1)
+
+
+class Drops(nn.Module):
+    """Dropout on either rank, before and after a call that crosses."""
+
+    def __init__(self):
+        super().__init__()
+        self.drops = nn.ModuleList(nn.Dropout(0.5) for _ in range(3))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.drops[2](self.linear(self.drops[0](x)))
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_a_function_that_evaluates_and_trains(smp, left):
+    torch.manual_seed(0)
+    net = Drops()
+    model = smp.DistributedModel(net)
+    smp.set_partition(net.linear, 1)
+
+    @smp.step
+    def step(model, x):
+        trained = model(x)
+        model.backward(trained.sum())
+        model.eval()
+        with torch.no_grad():
+            evaluated = model(x), model(x)
+        model.train(left)
+        return trained, *evaluated
+
+    torch.manual_seed(1)
+    x = torch.ones(64, 4)
+    for _ in range(2):
+        model.train()
+        trained, first, second = (each.outputs for each in step(model, x))
+        for one, other, dropped in zip(first, second, trained, strict=True):
+            assert torch.equal(one, other)
+            assert (one != 0).all()
+            assert 0.4 < (dropped == 0).double().mean() < 0.6
+        if smp.rank() == 0:
+            assert all(drop.training == left for drop in net.drops)
