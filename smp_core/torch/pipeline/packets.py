@@ -114,7 +114,7 @@ class Parcel:
 
 
 def encode(sender: int, message: object, frozen: Frozen, least: int) -> Tensor:
-    """One uint8 tensor of at least ``least`` elements. The rest is of no account."""
+    """One uint8 tensor of at least ``least`` elements. The rest is of no account, and ends in zeros."""
     packed = [_packed(tensor) for tensor in frozen.tensors]
     specs, at = [], 0
     for tensor, (flat, strides), requires in zip(
@@ -128,6 +128,7 @@ def encode(sender: int, message: object, frozen: Frozen, least: int) -> Tensor:
     total = first + at
     buffer = torch.empty(max(total, least), dtype=torch.uint8)
     memory = _memory(buffer)
+    buffer[max(total, least - _ALIGNMENT) :] = 0  # not what its memory held before: transport.py
     memory[:text] = (
         _LENGTHS.pack(total, len(head), len(frozen.nest), sender) + head + frozen.nest
     )  # one copy: they are short

@@ -4,6 +4,12 @@ A schedule of this API is a rule of precedence, not a list: modules may be calle
 what becomes ready when is only known when it does (SMP_API.md 5). The rules are data, and deciding is
 a function of what is ready and how far the microbatches are.
 
+What is ready when depends on which message comes first. With ``deterministic_server`` it must not, so
+that all replicas do the same things in the same order (SMP_API.md 3.3). Then nobody looks for messages
+while there is something to do: two ranks, with one queue in each direction, are determined by that.
+Among more, messages of several ranks could still come in any order: so the driver does nothing for
+another microbatch while one is with another rank. That costs the overlap between the ranks.
+
 The public record has ``simple`` run all forwards before any backward, and ``active_microbatches`` cap
 the microbatches in progress. Taken literally they conflict; here the cap does not apply to ``simple``.
 """
@@ -65,6 +71,7 @@ class Progress(NamedTuple):
     forward: int  # have forwards to do: not begun, or begun and not waiting for their turn
     active: int  # begun and not finished
     cap: int  # active_microbatches
+    alone: int | None = None  # a microbatch that no other may overtake (``deterministic_server``)
 
 
 def choose(policy: Policy, ready: Sequence[Ready], progress: Progress) -> int | None:
@@ -78,6 +85,8 @@ def choose(policy: Policy, ready: Sequence[Ready], progress: Progress) -> int | 
         if each.kind is Kind.START and policy.capped and progress.active >= progress.cap:
             continue
         if each.kind is Kind.TURN and policy.turns_together and progress.forward:
+            continue
+        if progress.alone not in (None, each.microbatch):
             continue
         rank = (each.phase is not policy.prefers, each.microbatch, each.order)
         if best is None or rank < best:

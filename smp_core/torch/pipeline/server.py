@@ -46,7 +46,7 @@ class Server:
         self._live: set[Activity] = set()
         self._answers: dict[Activity, Forward | Backward] = {}  # whom an activity runs for
         self._records: dict[tuple[int, int], boundary.Record] = {}
-        self._started = 0
+        self._deterministic = step.session.runtime.config.deterministic_server
         self._order = 0
         self._ended: tuple[End, Parcel] | None = None
         self._results: dict[int, Any] = {}
@@ -90,8 +90,14 @@ class Server:
             return 0 if self._ready else None
         bodies = [each.phase for each in self._live if each.path is None]
         left = step.microbatches - len(self._results) - bodies.count(Phase.BACKWARD)
-        progress = Progress(left, len(bodies), step.cap)
+        progress = Progress(left, len(bodies), step.cap, self._alone())
         return schedule.choose(step.policy, [ready for ready, _, _ in self._ready], progress)
+
+    def _alone(self) -> int | None:
+        if self._deterministic and self._transport is not None and self._transport.size > 2:
+            for activity in self._waiting.values():
+                return activity.microbatch
+        return None
 
     def _turn(self, expecting: bool) -> None:
         """Take what has come; then run one thing, or wait for a message if there is none."""
@@ -104,7 +110,7 @@ class Server:
             if choice is None:
                 self._take(*transport.receive())
                 return
-            if transport.arrived():
+            if not self._deterministic and transport.arrived():
                 self._take(*transport.receive())
                 choice = self._choose()
         if choice is None:
