@@ -198,7 +198,8 @@ def _generator_at(state: Tensor | None) -> Any:
 
 
 class Buffers:
-    """The buffers of a module tree as a call found them, for its repetition.
+    """The buffers of a module tree as a call found them, for its repetition; and which modules were in
+    training mode: a step that evaluates before its backward pass may have changed that.
 
     A call may change them (batch normalisation its statistics), and other microbatches' calls do so
     before it is repeated. The repetition works on copies of the values that it found the first time; the buffers
@@ -206,6 +207,7 @@ class Buffers:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self._modes = [(child, child.training) for child in module.modules()]
         self._found = [
             (child, name, _copy(child, name, buffer))
             for child in module.modules()
@@ -215,15 +217,24 @@ class Buffers:
 
     @contextlib.contextmanager
     def restored(self) -> Any:
-        """While entered, the modules have copies of what they had."""
+        """While entered, the modules have copies of what they had, and the modes."""
+        modes = [(child, child.training) for child, _ in self._modes]
+        _set_modes(self._modes)
         now = [(child, name, child._buffers.get(name)) for child, name, _ in self._found]
         for child, name, value in self._found:
             child._buffers[name] = value.clone()
         try:
             yield
         finally:
+            _set_modes(modes)
             for child, name, buffer in now:
                 child._buffers[name] = buffer
+
+
+def _set_modes(modes: list[tuple[nn.Module, bool]]) -> None:
+    for child, training in modes:
+        if child.training != training:
+            child.training = training
 
 
 #: By module and name the last copy of a buffer, for as long as a region needs it.

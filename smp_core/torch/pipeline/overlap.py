@@ -48,7 +48,8 @@ class Overlap:
 
     def ready(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """This is the parameter's gradient, it seems."""
-        if not value.is_sparse:
+        known = parameter in self._of  # or unfrozen during the step: reduced at its end
+        if known and not value.is_sparse:
             self._lacking[self._of[parameter]] -= parameter not in self._ready
             self._ready[parameter] = value
 

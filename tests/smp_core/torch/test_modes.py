@@ -118,3 +118,59 @@ def test_a_function_that_evaluates_and_trains(smp, left):
             assert 0.4 < (dropped == 0).double().mean() < 0.6
         if smp.rank() == 0:
             assert all(drop.training == left for drop in net.drops)
+
+
+class Norms(nn.Module):
+    """A norm whose activations are not kept, and which the backward pass so runs again."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.rest = nn.Sequential(nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.0), nn.Linear(4, 4))
+
+    def forward(self, x):
+        return self.rest(self.first(x))
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_a_repetition_runs_in_the_mode_of_its_call(smp, owner):
+    torch.manual_seed(0)
+    net = Norms()
+    plain = Norms()
+    plain.load_state_dict(net.state_dict())
+    model = smp.DistributedModel(net)
+    smp.set_partition(net.rest, owner)
+    smp.set_activation_checkpointing(net.rest, strategy="contiguous")
+
+    @smp.step
+    def step(model, x):
+        model.train()
+        loss = model(x).pow(2).mean()
+        model.eval()
+        with torch.no_grad():
+            model(x)
+        model.backward(loss)
+
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    step(model, x)
+    for part in x.chunk(2):
+        (plain(part).pow(2).mean() / 2).backward()
+    expected = dict(plain.named_parameters())
+    for name, parameter in model.local_named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, msg=name)
+
+
+@pytest.mark.smp(ranks=2, microbatches=2, pipeline_parallel_degree=1)
+def test_a_parameter_that_a_step_unfreezes(smp):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False))
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def step(model, x):
+        net[1].weight.requires_grad_(True)
+        model.backward(model(x).pow(2).mean())
+
+    torch.manual_seed(smp.rank())
+    step(model, torch.randn(4, 4))
+    one, other = smp.allgather(net[1].weight.grad, smp.DP_GROUP)
+    assert torch.equal(one, other)
