@@ -69,6 +69,10 @@ class ObjectTransport(Protocol):
         """Return after every member has called."""
 
 
+#: How the names of the API's own process groups begin.
+PRIVATE = "smp "
+
+
 class Fabric(Protocol):
     """What one rank exchanges data through."""
 
@@ -79,7 +83,10 @@ class Fabric(Protocol):
     objects: ObjectTransport
 
     def process_group(self, group: Group) -> ProcessGroup:
-        """The process group over ``group``, made on the first call; members call in the same order."""
+        """The process group over ``group``, made on the first call; members call in the same order.
+
+        No body is given one whose name begins with ``PRIVATE``: a fabric may keep it for later runs.
+        """
 
 
 class Recorder(Protocol):
@@ -120,7 +127,9 @@ class RankFabric(Fabric, Protocol):
     """The fabric as a host of rank processes drives it: formed once, entered for every run.
 
     One that destroys the groups of a run only when the next is entered has an attribute ``holds``:
-    whether there are any. Their descriptors are not counted as left open by the body.
+    whether there are any. Their descriptors are not counted as left open by the body. One that makes
+    in a run what it keeps has a method ``opened()``: the numbers of the descriptors that this has
+    opened since the last call.
     """
 
     cooperative: bool  # waits call Seat.check, so that a rank can be unwound without killing it

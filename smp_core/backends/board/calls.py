@@ -123,6 +123,7 @@ _FLOWS = {
     "scatter": "root gives",
     "smp.allgather": "all",
     "smp.barrier": "all",
+    "smp.process_group": "all",  # makes one of the API's own
 }
 
 

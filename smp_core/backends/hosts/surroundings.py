@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -125,8 +126,19 @@ class Belongings:
     def renew(self) -> None:
         """What there is now is the rank's own."""
         self._threads = set(threading.enumerate())
-        self._descriptors = _descriptors()
+        self._descriptors = open_descriptors()
         self._count, self._lowest = _count_descriptors(), _lowest_descriptor()
+
+    def adopt(self, descriptors: Collection[str]) -> None:
+        """These have come since, and are the rank's own, too."""
+        if not descriptors:
+            return
+        self._descriptors |= set(descriptors)
+        if self._count is not None:
+            self._count += len(descriptors)
+        self._lowest = next(
+            number for number in itertools.count() if str(number) not in self._descriptors
+        )
 
     def added(self, *, descriptors: bool) -> list[str]:
         """What has come since, in words; open descriptors only if asked for."""
@@ -151,10 +163,10 @@ class Belongings:
         return same and self._lowest == _lowest_descriptor()
 
     def _new_descriptors(self) -> list[str]:
-        if not _descriptors(self._descriptors):
+        if not open_descriptors(self._descriptors):
             return []
         gc.collect()
-        new = _descriptors(self._descriptors)
+        new = open_descriptors(self._descriptors)
         return [f"file descriptor {each} is open: {_target(each)}" for each in sorted(new)]
 
 
@@ -164,7 +176,7 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _descriptors(known: Collection[str] = ()) -> set[str]:
+def open_descriptors(known: Collection[str] = ()) -> set[str]:
     """This process's open descriptors, by number, apart from those that are known."""
     found = set(os.listdir("/proc/self/fd")).difference(known)
     return {each for each in found if _is_open(int(each))}  # the one that listed them is not

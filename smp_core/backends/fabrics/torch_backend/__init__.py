@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from smp_core.backends.base import Group, Seat
+from smp_core.backends.fabrics.torch_backend.lasting import LastingGroups, lasts
 from smp_core.backends.fabrics.torch_backend.objects import choose
 from smp_core.backends.fabrics.torch_world import TorchWorld
 from smp_core.errors import NotInitializedError
@@ -34,6 +35,7 @@ class TorchFabric:
         self.rank, self.size = seat.rank, seat.size
         self.local_rank, self.local_size = seat.local_rank, seat.local_size
         self._handles: dict[Group, Any] = {}
+        self._lasting = LastingGroups(seat.board, _LIMIT)
         self._world = TorchWorld()
         self._world.enter()
         try:
@@ -59,9 +61,10 @@ class TorchFabric:
 
     def leave(self) -> list[str]:
         """See RankFabric."""
+        whole = self._lasting.leave()
         left = self._world.leave(self._handles.values())
         self._handles.clear()
-        if not self._world.whole:
+        if not (whole and self._world.whole):
             raise RuntimeError("the body destroyed the default process group")
         return left
 
@@ -70,6 +73,11 @@ class TorchFabric:
         """See RankFabric."""
         return self._world.holds
 
+    def opened(self) -> set[str]:
+        """See RankFabric."""
+        opened, self._lasting.descriptors = self._lasting.descriptors, set()
+        return opened
+
     def process_group(self, group: Group) -> Any:
         """See base.Fabric. Members alone make it, in any order against other groups."""
         if group.name == _WORLD:
@@ -77,6 +85,8 @@ class TorchFabric:
             if default is None:
                 raise NotInitializedError("the default process group has been destroyed")
             return default
+        if lasts(group):
+            return self._lasting.get(group)
         handle = self._handles.get(group)
         if handle is None:
             handle = self._handles[group] = dist.new_group(
@@ -90,6 +100,7 @@ class TorchFabric:
 
     def close(self) -> None:
         """See RankFabric."""
+        self._lasting.close()
         self._world.close()
 
 
