@@ -56,10 +56,11 @@ class Transport:
         works = self._sent.setdefault(microbatch, [])
         envelope = buffer[:ENVELOPE]
         works.append((self._group.send([envelope], to, _ENVELOPES), envelope))
+        self.messages += 1
         if len(buffer) > ENVELOPE:
             rest = buffer[ENVELOPE:]
             works.append((self._group.send([rest], to, _RESTS), rest))
-        self.messages += len(works)
+            self.messages += 1
         self.bytes += len(buffer)
 
     def expect(self) -> None:
