@@ -231,8 +231,11 @@ class Session:
         ours = [self.results[item.nodeid] for item in items if item.nodeid in self.results]
         if all(result.requirement in self.lacks for result in ours):
             return
-        from pytest_smp.plugin import controller_of
+        from pytest_smp.plugin import PRELOAD, controller_of
 
+        if any("smp_engine" in getattr(item, "fixturenames", ()) for item in items):
+            # A process's first optimizer imports it, for seconds: better once, before there are ranks.
+            self.config.stash[PRELOAD] = ("torch._dynamo",)
         try:
             controller_of(self.config).open()
         except BackendError as error:

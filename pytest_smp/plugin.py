@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _SETTINGS = pytest.StashKey[settings.Settings]()
 _CONTROLLER: pytest.StashKey[Controller] = pytest.StashKey()
 _REQUEST: pytest.StashKey[Request] = pytest.StashKey()
+#: What other plugins want imported where rank processes come from; read when the backend is opened.
+PRELOAD: pytest.StashKey[tuple[str, ...]] = pytest.StashKey()
 _RANKS = "_smp_ranks"
 
 pytest_addoption = settings.add_options
@@ -76,7 +78,7 @@ def controller_of(config: pytest.Config) -> Controller:
 
         capture = config.getoption("capture", "fd") != "no"
         controller = config.stash[_CONTROLLER] = Controller(
-            config.stash[_SETTINGS], capture, Prelude.of(config)
+            config.stash[_SETTINGS], capture, Prelude.of(config, config.stash.get(PRELOAD, ()))
         )
     return controller
 

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,9 +30,10 @@ class Prelude:
     directory: str
     path: tuple[str, ...]
     must_rewrite: frozenset[str]
+    modules: tuple[str, ...] = ()  # imported last
 
     @classmethod
-    def of(cls, config: pytest.Config) -> Prelude:
+    def of(cls, config: pytest.Config, modules: Iterable[str] = ()) -> Prelude:
         """The controller's configuration, as far as ranks need it."""
         from _pytest.assertion.rewrite import assertstate_key
 
@@ -71,7 +74,7 @@ class Prelude:
                 ),
             )
         )
-        return cls(tuple(args), os.getcwd(), tuple(sys.path), marked)
+        return cls(tuple(args), os.getcwd(), tuple(sys.path), marked, tuple(modules))
 
     def __call__(self) -> None:
         from _pytest.assertion import truncate, util
@@ -116,6 +119,9 @@ class Prelude:
         parcels.Importer.load = staticmethod(load)
         util._reprcompare, util._config = explain, config
         import pytest_smp.running  # noqa: F401  what arguments come packed in
+
+        for module in self.modules:
+            importlib.import_module(module)
 
 
 def _same(one: str, other: str) -> bool:
