@@ -207,7 +207,7 @@ def _region(
     buffers = recompute.Buffers(module)
     entry = None
     if activity is not None:
-        size = sum(each.nbytes for each in nests.tensors((args, kwargs)) if _leaves(each))
+        size = sum(nests.nbytes(each) for each in nests.tensors((args, kwargs)) if _leaves(each))
         entry = offload.leaves(activity.step.session, activity.microbatch, path, size)
 
     @contextlib.contextmanager

@@ -17,6 +17,7 @@ __all__ = [
     "leaves",
     "map_leaves",
     "map_tensors",
+    "nbytes",
     "tensors",
     "unflatten",
 ]
@@ -40,6 +41,13 @@ def map_tensors(function: Callable[[torch.Tensor], Any], nest: Any) -> Any:
 def tensors(nest: Any) -> list[torch.Tensor]:
     """The tensors of a nest, in its order: that of a dict's insertion, an arbitrary one in a set."""
     return [leaf for leaf in leaves(nest) if isinstance(leaf, torch.Tensor)]
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor's values; of a sparse one, of those that it has."""
+    if tensor.layout is torch.strided:
+        return tensor.nbytes
+    return tensor._nnz() * tensor.element_size()
 
 
 def detached(nest: Any) -> Any:

@@ -2,6 +2,7 @@
 
 A nest is pickled with every tensor left out of it (a persistent id), so that any picklable value may
 hold tensors anywhere, and a tensor that stands in two places is one tensor on the other side, too.
+A module of the model is named by its path.
 Tensors keep dtype, shape and strides: kernels choose their order of summation by them.
 """
 
@@ -14,8 +15,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from smp_core.errors import PayloadError
+from smp_core.torch import session as sessions
 
 Tensor = torch.Tensor
 
@@ -51,7 +54,9 @@ class _Pickler(pickle.Pickler):
         self.tensors: list[Tensor] = []
         self._index: dict[int, int] = {}
 
-    def persistent_id(self, obj: object) -> int | None:
+    def persistent_id(self, obj: object) -> int | str | None:
+        if isinstance(obj, nn.Module):
+            return _path(obj)
         if not isinstance(obj, Tensor) or obj.layout is not torch.strided or obj.is_quantized:
             return None
         if obj.device.type != "cpu":
@@ -68,8 +73,23 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self._tensors = tensors
 
-    def persistent_load(self, pid: int) -> Any:
+    def persistent_load(self, pid: int | str) -> Any:
+        if isinstance(pid, str):
+            model = sessions.current("a module as an argument").model
+            assert model is not None  # the sender's path is of it
+            return model.sites[pid].module
         return self._tensors[pid]
+
+
+def _path(module: nn.Module) -> str | None:
+    """Where a module stands in the model, None if it does not: then it is a value like others.
+
+    One that does is the receiver's own module there, not a copy: a call of it goes to its owner.
+    """
+    model = sessions.current("a module as an argument").model
+    if model is None:
+        return None
+    return next((path for path, site in model.sites.items() if site.module is module), None)
 
 
 def freeze(value: object, what: str, grad: bool) -> Frozen:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from smp_core.errors import ArgumentError
+from smp_core.torch import nests
 from smp_core.torch.session import Session
 
 
@@ -138,7 +139,7 @@ class Tracer(contextlib.ExitStack):
         if self._times:
             self.trace.cost[path] = self.trace.cost.get(path, 0.0) + max(took - frame[1], 0.0)
         if not self._measured:
-            size = sum(each.nbytes for each in _tensors(outputs))
+            size = sum(nests.nbytes(each) for each in _tensors(outputs))
             self.trace.bytes[path] = self.trace.bytes.get(path, 0) + size
         self.trace.calls[place] = dataclasses.replace(
             self.trace.calls[place], outputs=_shapes(outputs)
@@ -146,6 +147,8 @@ class Tracer(contextlib.ExitStack):
         return outputs
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is not torch.strided:
+            return tensor  # has no storage of its own
         storage = tensor.untyped_storage()
         if self._stack and storage._cdata not in self._kept:
             self._kept.add(storage._cdata)
