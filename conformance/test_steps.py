@@ -14,7 +14,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from conformance.draws import on_ranks
 from conformance.requirements import requirement
@@ -106,8 +106,17 @@ def test_all_forms_split(
     check_inputs(smp_world, smp_engine, call, form)
 
 
+def spec(*shape: int) -> TensorSpec:
+    """A tensor whose elements all differ."""
+    return TensorSpec(shape, torch.int64)
+
+
+# Beside the small calls that are drawn, one in which nothing is as long as anything else.
+
+
 @requirement("STEP-SPLIT")
 @given(call=step_calls(axes=[0], depth=0, slicing=False))
+@example(call=StepCall(3, {"a": Batch(spec(6, 2)), "b": Batch(spec(12)), "c": Batch(spec(9, 1))}))
 @few
 def test_a_microbatch_gets_its_part(smp_world: SmpWorld, smp_engine: str, call: StepCall) -> None:
     check_inputs(smp_world, smp_engine, call)
@@ -115,6 +124,7 @@ def test_a_microbatch_gets_its_part(smp_world: SmpWorld, smp_engine: str, call: 
 
 @requirement("STEP-AXES")
 @given(call=step_calls(axes=[1, -1, 0, 2, -2], depth=0, slicing=False))
+@example(call=StepCall(2, {"a": Batch(spec(2, 4), 1), "b": Batch(spec(6, 4, 2), -2)}, keywords=1))
 @few
 def test_batch_axes_go_by_name(smp_world: SmpWorld, smp_engine: str, call: StepCall) -> None:
     check_inputs(smp_world, smp_engine, call)
@@ -122,6 +132,7 @@ def test_batch_axes_go_by_name(smp_world: SmpWorld, smp_engine: str, call: StepC
 
 @requirement("STEP-WHOLE")
 @given(call=step_calls(axes=[None, None, 0], depth=1))
+@example(call=StepCall(2, {"a": Batch(spec(4), None), "b": Batch([spec(4, 3)])}))
 @few
 def test_arguments_that_are_not_split(smp_world: SmpWorld, smp_engine: str, call: StepCall) -> None:
     check_inputs(smp_world, smp_engine, call)
@@ -129,6 +140,7 @@ def test_arguments_that_are_not_split(smp_world: SmpWorld, smp_engine: str, call
 
 @requirement("STEP-NESTS")
 @given(call=step_calls(axes=[0, 0, 1, -1], slicing=False))
+@example(call=StepCall(2, {"a": Batch([spec(4), {"k": (spec(8, 2), None)}]), "b": Batch(spec(6))}))
 @few
 def test_nests_are_split(smp_world: SmpWorld, smp_engine: str, call: StepCall) -> None:
     check_inputs(smp_world, smp_engine, call)
