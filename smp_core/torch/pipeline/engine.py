@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from smp_core.errors import SmpError, VerdictError
+from smp_core.errors import PayloadError, SmpError, VerdictError
 from smp_core.microbatch import Call
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
@@ -46,7 +46,7 @@ from smp_core.torch.pipeline.boundary import module_text
 from smp_core.torch.pipeline.calls import Site
 from smp_core.torch.pipeline.gradients import Gradients
 from smp_core.torch.pipeline.messages import End, Failure
-from smp_core.torch.pipeline.packets import NOTHING, freeze
+from smp_core.torch.pipeline.packets import NOTHING, Frozen, Parcel, freeze
 from smp_core.torch.pipeline.schedule import Phase
 from smp_core.torch.pipeline.server import Server
 from smp_core.torch.pipeline.timeline import Timeline
@@ -226,7 +226,7 @@ def _drive(
             if detach_outputs:
                 results = [detached(result) for result in results]
             if step.transport is not None:
-                sent = freeze(results, "smp.step: what the function returned", False)
+                sent = _sendable(results)
     except VerdictError:
         raise  # on the whole world, and it has ended
     except Exception as error:
@@ -245,6 +245,22 @@ def _in_mode(
     result = body()
     left[microbatch] = root.training()
     return result
+
+
+def _sendable(results: list[Any]) -> Frozen:
+    """The results, as every rank can put them together again: tried here, where an error still reaches
+    all of them.
+    """
+    what = "smp.step: what the function returned"
+    sent = freeze(results, what, False)
+    try:
+        Parcel(sent.nest, sent.tensors, sent.requires).thaw()
+    except Exception as error:
+        raise PayloadError(
+            f"{what} cannot be put together on another rank: {type(error).__name__}: {error}. Return "
+            "tensors and values that can be unpickled"
+        ) from error
+    return sent
 
 
 def _agreed(step: Step) -> Failure | None:
@@ -283,8 +299,10 @@ def failure_of(runtime: Runtime, activity: Activity | None, error: BaseException
     """An exception of this rank, in a form that can be sent."""
     api = None
     if isinstance(error, SmpError) and not isinstance(error, VerdictError):
-        with contextlib.suppress(Exception):
-            api = pickle.dumps(error)
+        with contextlib.suppress(Exception):  # a class of the user's may do anything
+            pickled = pickle.dumps(error)
+            if type(pickle.loads(pickled)) is type(error):
+                api = pickled
     return Failure(
         runtime.position(GroupKind.PP),
         runtime.rank,
@@ -300,7 +318,7 @@ def failure_of(runtime: Runtime, activity: Activity | None, error: BaseException
 
 def _text(error: BaseException) -> str:
     try:
-        return str(error)
+        return "".join(["", str(error)])  # of no class of the user's
     except Exception as why:  # a failure that cannot be told would leave the others waiting
         return f"(its text cannot be had: str() raised {type(why).__name__})"
 

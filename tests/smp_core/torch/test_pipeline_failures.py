@@ -12,6 +12,7 @@ from torch import nn
 
 import smp_core.torch as smp
 from smp_core.backends.hosts import current as hosts
+from smp_core.errors import SmpError
 from smp_core.torch.exceptions import (
     BatchSizeError,
     DetachedLossError,
@@ -314,6 +315,89 @@ def test_a_result_that_cannot_be_sent(smp_world):
     results = smp_world.run(unpicklable_result, ranks=PARTS, config=CONFIG)
     assert [result[0] for result in results] == ["PayloadError"] * PARTS
     assert "what the function returned" in results[0][1]
+
+
+class Stubborn:
+    """A result that can be pickled and not unpickled."""
+
+    def __getstate__(self):
+        return {"some": "state"}
+
+    def __setstate__(self, state):
+        raise LookupError("no state")
+
+
+class Silent(Exception):
+    def __str__(self):
+        raise LookupError("no text")
+
+
+class OneWay(SmpError):
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def strange(kind):
+    class Local(Exception):
+        """Cannot be pickled, nor can what it holds."""
+
+        def __init__(self):
+            super().__init__(lambda: None)
+
+    return {"local": Local, "silent": Silent, "one way": OneWay}[kind]()
+
+
+def raises_strangely(kind):
+    model = smp.DistributedModel(Net())
+    train(model, batch())
+
+    def hook(module, args):
+        if smp.rank() == 1:
+            raise strange(kind)
+
+    handle = model.module.layers[1].register_forward_pre_hook(hook)
+    raised = None
+    try:
+        train(model, batch())
+    except Exception as error:
+        raised = (
+            type(error).__name__,
+            getattr(error, "args", ("",))[:1],
+            type(error) is StepAbortedError,
+        )
+    handle.remove()
+    train(model, batch())
+    return raised[0], str(raised[1]) if raised[2] else ""
+
+
+@pytest.mark.parametrize("kind", ["local", "silent", "one way"])
+def test_an_exception_that_cannot_travel(smp_world, kind):
+    results = smp_world.run(raises_strangely, kind, ranks=PARTS, config=CONFIG)
+    own = type(strange(kind)).__name__
+    assert [result[0] for result in results] == ["StepAbortedError", own, "StepAbortedError"]
+    assert results[0] == results[2]
+    assert own in results[0][1]
+
+
+@smp.step
+def stubborn(model, x):
+    loss = model(x).mean()
+    model.backward(loss)
+    return loss, Stubborn()
+
+
+def stubborn_result():
+    model = smp.DistributedModel(Net())
+    result = caught(stubborn, model, batch())[:2]
+    train(model, batch())
+    return result
+
+
+def test_a_result_that_cannot_be_put_together_again(smp_world):
+    results = smp_world.run(stubborn_result, ranks=PARTS, config=CONFIG)
+    assert {result[0] for result in results} == {"PayloadError"}
+    assert len(set(results)) == 1
+    assert "LookupError: no state" in results[0][1]
 
 
 def backward_twice():
