@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from smp_core.errors import VerdictError
 from smp_core.topology import GroupKind
-from smp_core.torch import joining
 from smp_core.torch.pipeline import engine
 from smp_core.torch.session import Session
 
@@ -17,12 +16,11 @@ def done(session: Session, action: Callable[[], None], when: str) -> None:
     """Run ``action`` on this rank, and agree with all ranks of the world that it went well.
 
     Raises what it raised, where it raised; elsewhere what the first rank that failed makes of it: an
-    error of ours as such, a user's as StepAbortedError, which says ``when``. In a ``model.join`` at
-    pipeline degree 1 ranks do not agree: a replica without a batch takes no step.
+    error of ours as such, a user's as StepAbortedError, which says ``when``. At pipeline degree 1 ranks
+    do not agree: a replica without a batch (``model.join``) takes no step, and so not this one either.
     """
     runtime = session.runtime
-    apart = runtime.config.pipeline_parallel_degree == 1 and joining.current(session) is not None
-    if apart or runtime.size == 1:
+    if runtime.config.pipeline_parallel_degree == 1:
         action()
         return
     raised: Exception | None = None

@@ -90,3 +90,20 @@ def test_ranks_that_tie_other_parameters(smp):
         PartitionError, match=r"'2.weight' .*, tied to '0.weight' where world rank 2"
     ):
         step(model, torch.randn(4, 4))
+
+
+@pytest.mark.smp(ranks=2, microbatches=2, ddp=True, pipeline_parallel_degree=1)
+def test_hooks_after_a_join_in_which_one_replica_had_no_batch(smp):
+    model = smp.DistributedModel(nn.Linear(4, 4))
+    calls = []
+    model.register_post_step_hook(lambda *_: calls.append("step"))
+
+    @smp.step
+    def step(model, x):
+        model.backward(model(x).pow(2).mean())
+
+    with model.join():
+        for _ in range(2 * smp.rank()):
+            step(model, torch.randn(4, 4))
+    step(model, torch.randn(4, 4))
+    assert calls == ["step"]
