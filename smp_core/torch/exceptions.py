@@ -34,7 +34,9 @@ class UnusedInputError(TrainingError, RuntimeError):
 
 
 class StepAbortedError(TrainingError, RuntimeError):
-    """Raised on the other ranks when the body of a step, or a module in it, raises on one rank."""
+    """Raised on the other ranks when the body of a step, a module in it, or a hook or load around it,
+    raises on one rank.
+    """
 
 
 class UnsupportedTrainingError(TrainingError, NotImplementedError):
