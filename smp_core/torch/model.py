@@ -192,6 +192,13 @@ class DistributedModel(nn.Module):
             "reduced, pass smp.DistributedModel(module, backward_passes_per_step=N)"
         )
 
+    def __getstate__(self) -> NoReturn:
+        """Refused, and so are copies of it: a script has one model, which belongs to its ranks."""
+        raise UnsupportedTrainingError(
+            f"{_CALL} cannot be copied, pickled or saved whole: there is one, and it belongs to the ranks. "
+            "Save model.state_dict(), or use smp.save_checkpoint; at pipeline degree 1 model.module can be copied"
+        )
+
     # Hooks.
 
     def register_post_partition_hook(self, hook: Hook) -> Handle:

@@ -29,7 +29,7 @@ class Site:
     ``hooked`` calls it, hooks and all; ``plain`` is its own ``forward``. ``away``: another rank owns it.
     """
 
-    __slots__ = ("_heard", "_torchs", "_tree", "away", "module", "path", "plain")
+    __slots__ = ("_copied", "_heard", "_torchs", "_tree", "away", "module", "path", "plain")
 
     def __init__(self, module: nn.Module, path: str, away: bool) -> None:
         self.module, self.path, self.away = module, path, away
@@ -37,6 +37,18 @@ class Site:
         self._heard: dict[int, bytes] = {}
         self._torchs = None if away else _all_of_torch(module)
         self.plain: Callable[..., Any] = module.forward
+        self._copied = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("away", "module", "path", "plain")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy of a module of the model, or one that was saved with torch.save, is none of the model:
+        a plain module again, if all that it calls was here.
+        """
+        for name, value in state.items():
+            setattr(self, name, value)
+        self._copied = True
 
     def opens(self) -> None:
         """A module below it is another rank's."""
@@ -83,6 +95,8 @@ class Site:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """``module.forward(...)``, by the module's own call or by the user's."""
+        if self._copied:
+            return self._of_a_copy(args, kwargs)
         activity = activities.current()
         if activity is not None and activity.entered is self:
             activity.entered = None
@@ -123,6 +137,15 @@ class Site:
             return uses.run(key, self.module, run, args, kwargs)
         finally:
             activity.entered = before
+
+    def _of_a_copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.away:
+            raise OutsideStepError(
+                f"{boundary.module_text(self.path)}, of a copy of the model's modules, was called on a rank "
+                "that held no parameters of it when the copy was made: another pp rank owns it. Load a state_dict "
+                "of the model, which is whole, into a new module"
+            )
+        return self.plain(*args, **kwargs)
 
     def _own(self, *args: Any, **kwargs: Any) -> Any:
         return activations.forward(self, *args, **kwargs)

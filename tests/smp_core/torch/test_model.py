@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import io
+
 import pytest
 import torch
 from torch import nn
 
 import smp_core.torch as smp
-from smp_core.errors import ArgumentError, ArgumentTypeError
+from smp_core.errors import ArgumentError, ArgumentTypeError, SmpError
 from smp_core.torch import model as smp_model
 from smp_core.torch import state_mod
-from smp_core.torch.exceptions import UnsupportedTrainingError
+from smp_core.torch.exceptions import OutsideStepError, UnsupportedTrainingError
 from smp_core.torch.partitioning import partition, set_partition
 
 CONFIG = {
@@ -277,3 +280,100 @@ def test_steps_and_calls_outside_of_them_accumulate_their_averages(smp_world, st
 
 def _accumulated(steps):
     return outside(steps, backward_passes_per_step=2)
+
+
+def saved(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+class Dropping(nn.Module):
+    """With random numbers, which are counted by calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.drop = nn.Linear(3, 3, dtype=torch.float64), nn.Dropout()
+        with partition(smp.pp_size() - 1):
+            self.second = nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.second(self.drop(self.first(x)))
+
+
+def copied(how):
+    copies = {"copy": copy.deepcopy, "save": saved}
+    torch.manual_seed(1)
+    model = smp.DistributedModel(Dropping())
+    x = torch.ones(4, 3, dtype=torch.float64)
+    train(model, x)
+    other = copies[how](model.module)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    model.zero_grad()
+
+    @smp.step
+    def both(model, x):
+        with torch.no_grad():
+            before = other(x)  # its calls are none of the model's
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return before
+
+    torch.manual_seed(7)
+    both(model, x)
+    mine = {name: p.grad.clone() for name, p in model.local_named_parameters()}
+    torch.manual_seed(7)
+    model.zero_grad()
+    train(model, x)
+    for name, p in model.local_named_parameters():
+        assert torch.equal(p.grad, mine[name])
+    with torch.no_grad():
+        return other(x).count_nonzero().item()
+
+
+@pytest.mark.parametrize("how", ["copy", "save"])
+def test_a_copy_of_the_wrapped_module_is_a_plain_module(smp_world, how):
+    assert smp_world.run(copied, how, ranks=1, config={"microbatches": 2}) == [0]
+
+
+def part_of_a_copy(how):
+    copies = {"copy": copy.deepcopy, "save": saved}
+    model = smp.DistributedModel(Dropping())
+    x = torch.ones(4, 3, dtype=torch.float64)
+    train(model, x)
+    other = copies[how](model.module)
+    texts = []
+    for call in (lambda: other.first(x), lambda: other.second(x)):
+        try:
+            call()
+            texts.append("")
+        except OutsideStepError as error:
+            texts.append(str(error))
+
+    @smp.step
+    def step(model, x):
+        return other(x)
+
+    with pytest.raises(SmpError, match="Load a state_dict"):
+        step(model, x)
+    return texts
+
+
+@pytest.mark.parametrize("how", ["copy", "save"])
+def test_a_copy_of_a_partition_says_what_it_lacks(smp_world, how):
+    config = {**CONFIG, "skip_tracing": True}
+    first, second = smp_world.run(part_of_a_copy, how, ranks=2, config=config)
+    assert first[0] == second[1] == ""
+    for text in (first[1], second[0]):
+        assert "another pp rank owns it. Load a state_dict" in text
+
+
+@pytest.mark.smp(ranks=1)
+@pytest.mark.parametrize("copies", [copy.deepcopy, saved])
+def test_the_model_itself_cannot_be_copied(smp, copies):
+    model = smp.DistributedModel(nn.Linear(2, 2))
+    with pytest.raises(UnsupportedTrainingError, match="cannot be copied, pickled or saved whole"):
+        copies(model)
