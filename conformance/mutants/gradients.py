@@ -22,7 +22,7 @@ Sums = Mapping[nn.Parameter, Tensor]
 
 def divided_by(patch: Patch, number: Any) -> None:
     """Divide gradients by ``number(gradients)``."""
-    patch.setattr(Gradients, "_divisor", property(number))
+    patch.setattr(Gradients, "_divisor", lambda self, microbatches: number(self))
 
 
 def _microbatches(self: Gradients) -> int:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 import smp_core.torch as smp
-from conformance.mutants.protocol import Bugs, Patch
+from conformance.mutants.protocol import ASSERTION, Bugs, Patch
 from smp_core import microbatch, nests
 from smp_core.microbatch import Call, Rules, _Joiner, _Splitter
 from smp_core.torch import session
+from smp_core.torch.exceptions import StepAbortedError
 from smp_core.torch.framework import StepOutput, TorchFramework
 
 # Not by `import ... as`: smp_core.torch.step is the decorator there.
@@ -80,7 +81,7 @@ def one_buffer_for_all(patch: Patch) -> None:
     )
 
 
-@BUGS.enter("STEP-SPLIT", origin="B055")
+@BUGS.enter("STEP-SPLIT", *ASSERTION, ValueError, StepAbortedError, origin="B055")
 def size_of_the_first_tensor(patch: Patch) -> None:
     """all tensors of a step are cut as long as its first one is"""
     split = microbatch.split
@@ -120,7 +121,7 @@ def storage_offset_is_lost(patch: Patch) -> None:
     parts(patch, lost)
 
 
-@BUGS.enter("STEP-IDENTITY", origin="B001")
+@BUGS.enter("STEP-IDENTITY", *ASSERTION, RuntimeError, StepAbortedError, origin="B001")
 def strides_are_ignored(patch: Patch) -> None:
     """the part of a view is read as if it were dense"""
 

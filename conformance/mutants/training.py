@@ -9,7 +9,7 @@ from torch import nn
 
 import smp_core.torch as smp
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
-from smp_core.errors import SmpError
+from smp_core.errors import SmpError, VerdictError
 from smp_core.torch import hooks, weights
 from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import StepAbortedError
@@ -51,7 +51,7 @@ def models_replace_each_other(patch: Patch) -> None:
     patch.setattr(DistributedModel, "__init__", replacing)
 
 
-@BUGS.enter("MODEL-RAISING-BODY", origin="B143")
+@BUGS.enter("MODEL-RAISING-BODY", *ASSERTION, VerdictError, origin="B143")
 def errors_stay_where_they_are(patch: Patch) -> None:
     """ranks on which nothing was raised return normally from a step that failed"""
     run = engine._run
