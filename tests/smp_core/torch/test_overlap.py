@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import smp_core.torch as smp
+from smp_core.torch import session as sessions
 from smp_core.torch.partitioning import partition
 
 MICROBATCHES = 3
@@ -136,3 +137,24 @@ def test_the_bits_are_those_of_a_reduction_at_the_end(smp_world: Any, degree: in
 
 def _late() -> tuple[list[str], dict[str, torch.Tensor | None]]:
     return gradients(overlapping_allreduce=False)
+
+
+@pytest.mark.smp(ranks=2)
+def test_a_rank_that_serves_folds_microbatches_as_they_end(smp: Any) -> None:
+    """The driver's requests say which are over: sums are not kept to the end of the step."""
+    active = {"pipeline": "interleaved", "active_microbatches": 1, "microbatches": 5}
+    smp.init({**CONFIG, **active, "pipeline_parallel_degree": 2})
+    model = smp.DistributedModel(Stages())
+    waiting: list[int] = []
+
+    def look(*_: Any) -> None:
+        waiting.append(sessions.current("a test").step.ledger.waiting)
+
+    model.module.far.register_forward_pre_hook(look)
+
+    @smp.step
+    def step(x: torch.Tensor) -> None:
+        model.backward(model(x.requires_grad_()).square().sum())
+
+    step(torch.ones(10, 4, dtype=torch.float64))
+    assert waiting == ([0] * 5 if smp.pp_rank() == 1 else [])
