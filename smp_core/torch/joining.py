@@ -97,12 +97,14 @@ class Join:
         gradients = self._model.gradients
         assert gradients is not None
         self._session.steps += 1
+        self._model.settle()
         gradients.begin_step(list(self._model.local_buffers()), self._active[0])
         failure = gradients.end_step({}, None, joined=True)
         if failure is not None:
             from smp_core.torch.pipeline import engine
 
             raise engine.elsewhere(failure)
+        self._model.finished()
 
     def _synchronize(self) -> None:
         runtime, gradients = self._session.runtime, self._model.gradients

@@ -177,9 +177,11 @@ class DistributedModel(nn.Module):
         assert self.gradients is not None
         # Late, but before the next forward pass: that one was not told of.
         source = joining.before_step(self._session)
+        self.settle()
         self.gradients.follow(self.local_parameters())
         self.gradients.begin_step(list(self.local_buffers()), source, overlaps=False)
         self.gradients.end_step(ledger.totals(), None, microbatches=1)
+        self.finished()
 
     def join(self) -> joining.Join:
         """A context for replicas with different numbers of batches; needs ``ddp``. See joining.py."""
@@ -343,16 +345,17 @@ class DistributedModel(nn.Module):
         if not self.partitioned:
             self._partition(lambda: self._decide(body, split))
         weights.part_again(self)
-        if not self._settled:
-            self._settle()
+        self.settle()
         assert self._watch is not None
         self._watch.refresh()
         assert self.gradients is not None
         self.gradients.follow(self.local_parameters())
         self.gradients.begin_step(list(self.local_buffers()), source)
 
-    def _settle(self) -> None:
-        """What waited for the partition; again before the next step, as far as it failed."""
+    def settle(self) -> None:
+        """What waited for the partition, before the first step; before the next one, as far as it failed."""
+        if self._settled:
+            return
         session = self._session
         everywhere.done(
             session,

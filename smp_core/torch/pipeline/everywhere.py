@@ -16,13 +16,10 @@ def done(session: Session, action: Callable[[], None], when: str) -> None:
     """Run ``action`` on this rank, and agree with all ranks of the world that it went well.
 
     Raises what it raised, where it raised; elsewhere what the first rank that failed makes of it: an
-    error of ours as such, a user's as StepAbortedError, which says ``when``. At pipeline degree 1 ranks
-    do not agree: a replica without a batch (``model.join``) takes no step, and so not this one either.
+    error of ours as such, a user's as StepAbortedError, which says ``when``. A replica without a batch
+    (``model.join``) calls it, too.
     """
     runtime = session.runtime
-    if runtime.config.pipeline_parallel_degree == 1:
-        action()
-        return
     raised: Exception | None = None
     try:
         action()

@@ -107,3 +107,29 @@ def test_hooks_after_a_join_in_which_one_replica_had_no_batch(smp):
             step(model, torch.randn(4, 4))
     step(model, torch.randn(4, 4))
     assert calls == ["step"]
+
+
+@pytest.mark.smp(ranks=3, pipeline_parallel_degree=1)
+@pytest.mark.parametrize("alone", [False, True], ids=["step", "no step"])
+@pytest.mark.parametrize("where", range(3))
+def test_replicas_of_a_whole_model_are_told(smp, where, alone):
+    net = nn.Linear(4, 4)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    right = optimizer.state_dict()
+    optimizer.load_state_dict(right if smp.rank() != where else {"state": {}, "param_groups": []})
+    model = smp.DistributedModel(net)
+
+    def train(model, x):
+        model.backward(model(x).pow(2).mean())
+
+    step = train if alone else smp.step(train)
+    if not alone:
+        with pytest.raises(ValueError if smp.rank() == where else StepAbortedError, match="group"):
+            step(model, torch.randn(4, 4))
+        optimizer.load_state_dict(right)
+    elif smp.rank() == where:  # a call outside of steps is nobody else's
+        with pytest.raises(ValueError, match="group"):
+            step(model, torch.randn(4, 4))
+        optimizer.load_state_dict(right)
+    step(model, torch.randn(4, 4))
+    assert all(parameter.grad is not None for parameter in model.parameters())
