@@ -69,7 +69,9 @@ class Overlap:
         """Send out the next buckets whose parameters are all ready."""
         while self.due:
             bucket = self._buckets[self.launched]
-            self._send({parameter: self._ready.pop(parameter) for parameter in bucket})
+            self._send(self._ready)
+            for parameter in bucket:  # now: a call that fails can be made again
+                del self._ready[parameter]
 
     def catch_up(self, launched: int, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
         """Send out what other replicas have: every message of theirs finds its partners."""
