@@ -77,8 +77,9 @@ def controller_of(config: pytest.Config) -> Controller:
         from pytest_smp.running import Controller
 
         capture = config.getoption("capture", "fd") != "no"
+        preloaded: tuple[str, ...] = config.stash.get(PRELOAD, ())
         controller = config.stash[_CONTROLLER] = Controller(
-            config.stash[_SETTINGS], capture, Prelude.of(config, config.stash.get(PRELOAD, ()))
+            config.stash[_SETTINGS], capture, Prelude.of(config, preloaded)
         )
     return controller
 
