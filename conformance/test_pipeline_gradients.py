@@ -97,6 +97,18 @@ def test_every_use_counts(
     check(smp_world, smp_engine, dataclasses.replace(case, partition=partition))
 
 
+@requirement("PIPE-SHARED")
+@given(data=st.data())
+@trials(4)
+def test_every_call_from_another_rank_has_its_own_input(
+    smp_world: SmpWorld, smp_engine: str, data: Data
+) -> None:
+    model = Model(Block("repeat", (Block("linear"),), 2), inputs=2, width=2)
+    there = (("body.parts.0", 1),)
+    fixed: dict[str, Any] = {"model": model, "partition": there, "automatic": False}
+    holds(smp_world, smp_engine, data, least=2, pipeline=(2,), **fixed)
+
+
 @requirement("GRAD-ACCUMULATION")
 @given(data=st.data(), passes=st.integers(2, 3))
 @trials(6)
@@ -133,6 +145,18 @@ def test_what_is_not_used_is_zero(
 ) -> None:
     model = Model(body, inputs=2, width=2)
     holds(smp_world, smp_engine, data, model=model, passes=passes, automatic=False, none=True)
+
+
+@requirement("GRAD-UNUSED")
+@given(data=st.data(), seed=st.integers(0, 99))
+@trials(8)
+def test_what_an_earlier_pass_used_counts(
+    smp_world: SmpWorld, smp_engine: str, data: Data, seed: int
+) -> None:
+    model = Model(SPARSE[1], inputs=2, width=2)
+    # One microbatch, so that passes differ in what they use.
+    fixed = {"model": model, "microbatches": 1, "passes": 2, "windows": 1, "seed": seed}
+    holds(smp_world, smp_engine, data, pipeline=(1,), dp=1, none=True, **fixed)
 
 
 @requirement("GRAD-UNUSED")
