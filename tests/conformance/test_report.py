@@ -36,12 +36,14 @@ TYPES = {
 def problems(value: Any, schema: dict[str, Any], place: str = "$") -> Iterator[str]:
     """Where a value is not as a schema says: as much of JSON Schema as ours uses."""
     unknown = set(schema) - {
-        *("$schema", "$id", "$defs", "$ref", "title", "description"),
+        *("$schema", "$id", "$defs", "$ref", "title", "description", "anyOf"),
         *("type", "enum", "const", "properties", "required", "additionalProperties", "items"),
     }
     assert not unknown, f"the schema uses {unknown}, which this does not check"
     if "$ref" in schema:
         yield from problems(value, SCHEMA["$defs"][schema["$ref"].removeprefix("#/$defs/")], place)
+    if "anyOf" in schema and all(list(problems(value, each, place)) for each in schema["anyOf"]):
+        yield f"{place}: {value!r} is none of those allowed"
     kinds = schema.get("type", [])
     kinds = [kinds] if isinstance(kinds, str) else kinds
     if kinds and not any(

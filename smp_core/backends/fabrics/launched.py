@@ -213,6 +213,14 @@ class _TorchFabric:
         self.objects: ObjectTransport = GroupObjects(_seat(rank, size, Path()), private)
         self.local_rank, self.local_size = _local(rank, size, self.objects)
 
+    def forget(self) -> None:
+        """Let go of all groups, which ends Gloo's threads: one that still gives up the tensors of the
+        last call when Python ends finds no interpreter, and ends the process with SIGABRT.
+        """
+        self._handles.clear()
+        self._default = None
+        del self.objects
+
     def holds(self) -> bool:
         """Whether the default process group is the one of the beginning."""
         import torch.distributed as dist
@@ -274,6 +282,7 @@ def _leave_torch(pid: int, made: _TorchFabric | None) -> None:
         import torch.distributed as dist
 
         dist.destroy_process_group()
+        made.forget()
 
 
 _leaving = False
