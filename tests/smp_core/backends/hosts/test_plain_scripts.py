@@ -223,3 +223,25 @@ smp.init()
     )
     assert code == 1, text
     assert "torchrun has started 2 ranks, and the script has initialised torch.distributed" in text
+
+
+def test_no_thread_is_left_when_python_ends(script):
+    code, text = script(
+        torchrun(2),
+        """
+import atexit, os
+
+def count():
+    if len(os.listdir("/proc/self/task")) > 1:
+        os._exit(7)
+
+atexit.register(count)  # called after what smp.init registers
+"""
+        + HEAD
+        + """
+smp.init({"ddp": True})
+smp.get_dp_process_group()
+check()
+""",
+    )
+    assert code == 0, text
