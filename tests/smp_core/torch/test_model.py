@@ -260,6 +260,11 @@ def test_a_backward_pass_outside_of_steps_is_divided_by_nothing(smp_world):
                 assert torch.equal(ours, theirs)
 
 
+#: All terms are positive, so relative roundings add up. On each side a gradient has seen at most 20: 6 of the
+#: forward pass, 3 of the loss, 3 of the rows, 2 of microbatches, 2 of passes, 1 of replicas, 3 of scaling.
+BOUND = 2 * 20 * 2.0**-53 / (1 - 20 * 2.0**-53)
+
+
 @pytest.mark.parametrize("steps", [["out", "in"], ["in", "out"], ["in", "in"], ["out", "out"]])
 def test_steps_and_calls_outside_of_them_accumulate_their_averages(smp_world, steps):
     expected = plain([0, 1], lambda loss: loss)
@@ -271,11 +276,11 @@ def test_steps_and_calls_outside_of_them_accumulate_their_averages(smp_world, st
     )
     for one in found:
         for ours, theirs in zip(one, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
+            assert bool(((ours - theirs).abs() <= BOUND * theirs).all())
     with_passes = smp_world.run(_accumulated, steps, ranks=2, config={"microbatches": 3})
     for one in with_passes:
         for ours, theirs in zip(one, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
+            assert bool(((ours - theirs).abs() <= BOUND * theirs).all())
 
 
 def _accumulated(steps):
