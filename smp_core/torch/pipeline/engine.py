@@ -23,6 +23,7 @@ import functools
 import pickle
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -311,9 +312,22 @@ def failure_of(runtime: Runtime, activity: Activity | None, error: BaseException
         None if activity is None else activity.phase,
         type(error).__name__,
         _text(error),
-        "".join(traceback.format_exception(error)),  # survives what _text does
+        _traceback(error),
         api,
     )
+
+
+def _traceback(error: BaseException) -> str:
+    """Of the user's frames, as far as there are any: those between them are ours, and torch's call."""
+    told = traceback.TracebackException.from_exception(error)  # survives what _text does
+    users = [frame for frame in told.stack if not frame.filename.startswith(_INSIDE)]
+    if users:
+        told.stack = traceback.StackSummary.from_list(users)
+    return "".join(told.format())
+
+
+#: Where the frames are that stand between the user's: this package's, and that of module calls.
+_INSIDE = (str(Path(__file__).parent.parent), nn.modules.module.__file__)
 
 
 def _text(error: BaseException) -> str:

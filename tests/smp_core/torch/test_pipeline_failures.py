@@ -474,3 +474,35 @@ def test_no_sync_is_refused(smp_world):
 
 def test_the_error_of_the_others_is_one_of_ours():
     assert issubclass(StepAbortedError, RuntimeError)
+
+
+class Raising(nn.Module):
+    def forward(self, x):
+        raise ZeroDivisionError("inside")
+
+
+@pytest.mark.smp(
+    ranks=2,
+    pipeline_parallel_degree=2,
+    auto_partition=False,
+    default_partition=0,
+    skip_tracing=True,
+)
+def test_the_remote_traceback_is_of_the_users_frames(smp):
+    module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), Raising()))
+    smp.set_partition(module[1], 1)
+    model = smp.DistributedModel(module)
+
+    @smp.step
+    def train(model, x):
+        model.backward(model(x).sum())
+
+    with pytest.raises(StepAbortedError if smp.rank() == 0 else ZeroDivisionError) as raised:
+        train(model, torch.ones(2, 2))
+    if smp.rank() == 0:
+        (note,) = (each for each in raised.value.__notes__ if "Traceback" in each)
+        files = [line for line in note.splitlines() if line.startswith("  File")]
+        assert 'raise ZeroDivisionError("inside")' in note
+        assert not [
+            line for line in files if "smp_core/torch/pipeline" in line.replace("tests/", "")
+        ]
