@@ -64,6 +64,9 @@ def _whole(value: object) -> object:
 
 # A strict int is no bool, no str and no float.
 Count = Annotated[StrictInt, Field(ge=1), Must("an int of at least 1")]
+MaybeCount = Annotated[
+    Annotated[StrictInt, Field(ge=1)] | None, Must("an int of at least 1, or None")
+]
 Index = Annotated[StrictInt, Field(ge=0), Must("an int of at least 0")]
 Flag = Annotated[StrictBool, BeforeValidator(_flag), Must("True or False, or 1 or 0")]
 Size = Annotated[
@@ -259,12 +262,24 @@ class Config(BaseModel):
     sdp_max_live_parameters: Size = key(
         1_000_000_000, "most elements recombined at a time", "seed 004"
     )
-    sdp_hierarchical_allgather: Flag = key(True, "gather within nodes first", "seed 004")
+    sdp_hierarchical_allgather: Flag = key(
+        # "Within each node first", says the seed; in which order is why ENGINES.md is a source.
+        True,
+        "gather in two hops, between nodes and within them",
+        source="seed 004, ENGINES.md 1.3",
+    )
     sdp_gradient_clipping: Norm = key(
         # Clipping comes with sharding, so no value turns it off; a large one never clips.
         1.0,
         "largest L2 norm of the gradients",
         source="seed 004",
+    )
+    ranks_per_node: MaybeCount = key(
+        # No key of the published library: there the launcher knows. It is for trying out layouts of
+        # nodes where there is one, as DeepSpeed's NDEV_PER_NODE is.
+        None,
+        "consecutive ranks that count as one node; None: as the launcher says",
+        source="seed 004, ENGINES.md 1.3",
     )
 
     def __init__(self, /, **parameters: Any) -> None:

@@ -76,6 +76,7 @@ FREE_KEYS: tuple[Key, ...] = (
     Key("sdp_max_live_parameters", _any(_SIZE)),
     Key("sdp_hierarchical_allgather", _any(_FLAG)),
     Key("sdp_gradient_clipping", _any(st.sampled_from([1.0, 0.5, 100.0]))),
+    Key("ranks_per_node", _any(_COUNT)),
 )
 
 #: Keys that a cross-rule ties to others. Source: SMP_API.md 3.4, 3.5.

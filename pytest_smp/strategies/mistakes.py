@@ -56,6 +56,7 @@ BAD_VALUES: Mapping[str, Sequence[Any]] = {
     _SDP: _NOT_A_COUNT,
     "active_microbatches": _NOT_A_COUNT,
     "activation_loading_horizon": _NOT_A_COUNT,
+    "ranks_per_node": _NOT_A_COUNT,
     "default_partition": (-1, 0.5, "0", [0]),
     "ddp_port": (-1, 0.5, "80"),
     "pipeline": ("simpel", *_NOT_A_CHOICE),

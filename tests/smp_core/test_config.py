@@ -55,6 +55,7 @@ DEFAULTS = {
     "sdp_max_live_parameters": 1e9,
     "sdp_hierarchical_allgather": True,
     "sdp_gradient_clipping": 1.0,
+    "ranks_per_node": None,  # no published key
     "load_partition": False,  # dash
     "partition_file": None,  # dash
 }
@@ -181,6 +182,9 @@ GOOD: list[tuple[str, Any, Any]] = [
     ("sdp_param_persistence_threshold", 0.0, 0),
     ("default_partition", 0, 0),
     ("default_partition", 8, 8),
+    ("ranks_per_node", None, None),
+    ("ranks_per_node", 1, 1),
+    ("ranks_per_node", 8, 8),
     ("ddp_port", None, None),
     ("ddp_port", 0, 0),
     ("ddp_port", 65535, 65535),
@@ -217,6 +221,8 @@ BAD: list[tuple[str, Any]] = [
     ("ddp_dist_backend", "gloo"),
     ("default_partition", -1),
     *(("default_partition", value) for value in (0.0, *NO_INTS)),
+    ("ranks_per_node", 0),
+    *(("ranks_per_node", value) for value in (8.0, *NO_INTS) if value is not None),
     ("ddp_port", -1),
     ("ddp_port", 65536),
     *(("ddp_port", value) for value in (8080.0, *NO_INTS) if value is not None),
@@ -234,7 +240,7 @@ def test_bad_value_is_refused_with_key_value_constraint_and_source(
 ) -> None:
     (line,) = refusal({**COMPANIONS.get(name, {}), name: value})
     assert line.startswith(f"{name}={value!r}: must be ")
-    source = "seed 004" if name.startswith(("sdp_", "sharded_")) else "SMP_API.md 3."
+    source = "seed 004" if name.startswith(("sdp_", "sharded_", "ranks_")) else "SMP_API.md 3."
     assert f". [{source}" in line
 
 
@@ -668,6 +674,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "default_partition": st.integers(0, 10),
     "memory_weight": st.floats(0, 1) | st.integers(0, 1),
     "ddp_port": st.none() | st.integers(0, 65535),
+    "ranks_per_node": st.none() | st.integers(1, 64),
     "sdp_gradient_clipping": st.floats(0, 1e300, exclude_min=True),
     "partition_file": st.none() | st.text(),
 }

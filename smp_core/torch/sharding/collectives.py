@@ -1,0 +1,253 @@
+"""The collectives of sharded data parallelism: parts gathered, gradients summed, in an order that is ours.
+
+Two groups. The training state is split over the one (the sharding group); the other, *across*, has the
+ranks that hold the same shard (the replication group). No sum is left to the backend: values are
+exchanged, and folded along the tree of ``smp_core.reduction`` over the order of the group, so that the
+bits are the same on every backend. Nothing is divided here. Everything travels as bytes, because not
+every backend moves every dtype.
+
+All members of a group begin the same operations in the same order, and so all of :meth:`all_reduce`
+and their results. What is given must not change until the result is there. Only the rank's own thread
+may call anything here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import distributed_c10d
+
+from smp_core import reduction
+from smp_core.backends.base import Group
+from smp_core.runtime import Runtime
+from smp_core.topology import GroupKind
+from smp_core.torch.sharding import gathering
+from smp_core.torch.sharding.layout import Layout
+from smp_core.torch.sharding.traffic import Sent, Traffic
+
+Tensor = torch.Tensor
+_c10d: Any = distributed_c10d  # its stubs lack some options
+
+#: What may be folded: narrower floats would be rounded after every addition.
+_FOLDED = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
+
+#: The exchanges of an operation: each is waited for where it is yielded; the result is returned.
+_Exchanges = Generator[Any, None, Tensor]
+
+
+class Pending(Protocol):
+    """An operation under way."""
+
+    def result(self) -> Tensor:
+        """Wait for it. The memory is new, and the same however often this is called."""
+
+
+class _Members:
+    """The ranks of one exchange, as this one sees them."""
+
+    def __init__(self, runtime: Runtime, name: str, ranks: tuple[int, ...], nodes: Sequence[int]):
+        self.size, self.rank = len(ranks), ranks.index(runtime.rank)
+        self.process_group: Any = None
+        if self.size > 1:
+            self.process_group = runtime.fabric.process_group(Group(f"smp {name}", ranks))
+        here = nodes[runtime.rank]
+        #: How many of the others are on other nodes.
+        self.elsewhere = sum(nodes[rank] != here for rank in ranks)
+        #: Whether the next one on the ring is.
+        self.next_elsewhere = nodes[ranks[(self.rank + 1) % self.size]] != here
+
+
+class Collectives:
+    """What one rank exchanges with those that its state is split over, and with those that hold the same.
+
+    Made by all ranks at the same point: it makes process groups, and asks for the layout of nodes.
+
+    Args:
+        runtime: this rank's.
+        group: the kind of group that state is split over.
+        across: the kind of group whose members hold the same shard; None: there are no others.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        group: GroupKind = GroupKind.SHARDING,
+        across: GroupKind | None = GroupKind.REPLICATION,
+    ) -> None:
+        nodes = gathering.nodes_of(runtime)
+        ranks = runtime.group(group).ranks
+        others = (runtime.rank,) if across is None else runtime.group(across).ranks
+        name = "hierarchical" if runtime.config.sdp_hierarchical_allgather else "flat"
+        self.traffic = Traffic()
+        self._kind, self._across_kind = group, across or group
+        self._group = _Members(runtime, group.value, ranks, nodes)
+        self._across = _Members(runtime, (across or group).value, others, nodes)
+        self._flat = (("all_gather", self._group),)
+        #: The hops of the route, each with its operation's name for the counters.
+        self._hops: Sequence[tuple[str, _Members]] = self._flat
+        self._order: Tensor | None = None
+        route = gathering.STRATEGIES[name](ranks, runtime.rank, nodes)
+        if len(route.hops) > 1:
+            self._hops = tuple(
+                (
+                    f"all_gather {hop.name}",
+                    _Members(runtime, f"{group.value} {hop.name}", hop.ranks, nodes),
+                )
+                for hop in route.hops
+            )
+            self._order = torch.tensor(route.order, device="cpu")
+        self.size, self.rank, self.replicas = len(ranks), self._group.rank, len(others)
+        self._queue: deque[_Operation] = deque()
+
+    def all_gather(self, part: Tensor) -> Pending:
+        """The parts of all members, one after the other in the order of the group.
+
+        ``part`` is ``(n,)``, contiguous, of any dtype and the same size on all, 0 included; the result
+        is ``(size * n,)``.
+        """
+        return _Operation(
+            self._gather(part.detach(), self._hops, self._order),
+            self._queue if len(self._hops) > 1 else None,
+        )
+
+    def reduce_scatter(self, parts: Tensor) -> Pending:
+        """The sum over the members of what each has for this rank: of its row with this one's number.
+
+        ``parts`` is ``(size, n)``, contiguous, float32, float64 or complex; the result is ``(n,)``.
+        Raises TypeError for another dtype.
+        """
+        _check("reduce_scatter", parts)
+        return _Operation(self._reduce(parts.detach()), None)
+
+    def all_reduce(self, flat: Tensor) -> Pending:
+        """The sum over the ranks that hold the same shard; ``(n,)`` to ``(n,)``, with the same bits on all.
+
+        ``flat`` is contiguous, float32, float64 or complex. Raises TypeError for another dtype.
+        """
+        _check("all_reduce", flat)
+        return _Operation(self._reduce_all(flat.detach()), self._queue)
+
+    def all_gather_values(self, values: Sequence[float]) -> list[list[float]]:
+        """The values of each member, as many of all, in the order of the group; exactly."""
+        mine = torch.tensor(list(values), dtype=torch.float64, device="cpu")
+        told = _Operation(self._gather(mine, self._flat, None), None).result()
+        return told.view(self.size, -1).tolist() if len(mine) else [[] for _ in range(self.size)]
+
+    def _gather(
+        self, part: Tensor, hops: Sequence[tuple[str, _Members]], order: Tensor | None
+    ) -> _Exchanges:
+        parts = part
+        for operation, members in hops:
+            parts = yield from self._gather_from(parts, members, operation, self._kind)
+        if order is None or not part.numel():
+            return part.clone() if parts is part else parts
+        rows = parts.view(torch.uint8).view(self.size, -1)
+        return rows.index_select(0, order.to(rows.device)).view(-1).view(part.dtype)
+
+    def _reduce(self, parts: Tensor) -> _Exchanges:
+        rows = yield from self._exchange_rows(parts, self._group, "reduce_scatter", self._kind)
+        return _fold(rows)
+
+    def _reduce_all(self, flat: Tensor) -> _Exchanges:
+        members, kind = self._across, self._across_kind
+        layout = Layout(flat.numel(), members.size)
+        even = layout.padded == layout.numel
+        rows = flat.view(members.size, layout.part) if even else layout.parts(flat)
+        rows = yield from self._exchange_rows(rows, members, "all_reduce", kind)
+        whole = yield from self._gather_from(_fold(rows), members, "all_reduce, handed out", kind)
+        return whole[: flat.numel()]
+
+    def _gather_from(
+        self, part: Tensor, members: _Members, operation: str, kind: GroupKind
+    ) -> Generator[Any, None, Tensor]:
+        sent = part.numel() * part.element_size() * (members.size - 1)
+        self.traffic.add(
+            Sent(
+                operation,
+                kind,
+                part.numel() * members.size,
+                part.dtype,
+                sent,
+                sent if members.next_elsewhere else 0,
+            )
+        )
+        if members.size == 1 or not part.numel():
+            return part
+        whole = part.new_empty(part.numel() * members.size)
+        to, from_ = whole.view(torch.uint8), part.view(torch.uint8)
+        yield members.process_group._allgather_base(to, from_, _c10d.AllgatherOptions())
+        return whole
+
+    def _exchange_rows(
+        self, rows: Tensor, members: _Members, operation: str, kind: GroupKind
+    ) -> Generator[Any, None, Tensor]:
+        row = rows[0].numel() * rows.element_size()
+        self.traffic.add(
+            Sent(
+                operation,
+                kind,
+                rows.numel(),
+                rows.dtype,
+                row * (members.size - 1),
+                row * members.elsewhere,
+            )
+        )
+        if members.size == 1 or not rows.numel():
+            return rows.clone()
+        received = torch.empty_like(rows)
+        to, from_ = received.view(-1).view(torch.uint8), rows.view(-1).view(torch.uint8)
+        options = _c10d.AllToAllOptions()
+        yield members.process_group.alltoall_base(to, from_, [], [], options)
+        return received
+
+
+class _Operation:
+    """See Pending. The first exchange begins at once, the next ones when the result is asked for.
+
+    Those of several exchanges go through a queue: the later exchanges begin in the order in which the
+    operations did, whatever is asked for first, and so in the same order on all ranks.
+    """
+
+    def __init__(self, exchanges: _Exchanges, queue: deque[_Operation] | None) -> None:
+        self._exchanges, self._queue = exchanges, queue
+        self._work: Any = None
+        self._result: Tensor | None = None
+        if self._advance() and queue is not None:
+            queue.append(self)
+
+    def result(self) -> Tensor:
+        while self._result is None and self._queue:
+            self._queue.popleft()._finish()
+        self._finish()
+        assert self._result is not None
+        return self._result
+
+    def _finish(self) -> None:
+        while self._result is None:
+            self._work.wait()
+            self._advance()
+
+    def _advance(self) -> bool:
+        """Begin the next exchange; whether there is one."""
+        try:
+            self._work = next(self._exchanges)
+        except StopIteration as stop:
+            self._work, self._result = None, stop.value
+        return self._result is None
+
+
+def _fold(rows: Tensor) -> Tensor:
+    """The sum of the rows along the tree: of one row, that row itself."""
+    total: Tensor = reduction.fold(list(rows), torch.add)
+    return total
+
+
+def _check(call: str, tensor: Tensor) -> None:
+    if tensor.dtype not in _FOLDED:
+        raise TypeError(
+            f"{call}: {tensor.dtype} would be rounded after every addition; pass float32, float64 or "
+            f"complex values"
+        )

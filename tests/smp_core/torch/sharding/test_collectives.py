@@ -1,0 +1,249 @@
+"""Collectives: values by position, the tree over the order of the group, and bytes counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+from smp_core import runtime
+from smp_core.config import Config
+from smp_core.topology import GroupKind, Topology
+from smp_core.torch.sharding.collectives import Collectives
+from smp_core.torch.sharding.traffic import Kind, Sum
+
+SHARDING, REPLICATION = GroupKind.SHARDING, GroupKind.REPLICATION
+FOUR: dict[str, Any] = {"ddp": True, "sharded_data_parallel_degree": 4}
+
+
+def collectives() -> Collectives:
+    return Collectives(runtime.current("test"))
+
+
+def positions(count: int, dtype: torch.dtype = torch.float32, start: int = 0) -> torch.Tensor:
+    """Values that say where they belong."""
+    return torch.arange(start, start + count).to(dtype)
+
+
+def real_values(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Of sizes at which the order of a sum shows."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return (drawn * 1000.0 ** (seed % 3)).to(dtype)
+
+
+def tree(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum, neighbours first, in plain words of its own."""
+    if len(values) == 1:
+        return values[0]
+    half = 1
+    while half * 2 < len(values):
+        half *= 2
+    return tree(values[:half]) + tree(values[half:])
+
+
+@pytest.mark.smp(ranks=[1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float64", "complex64", "int64", "bool", "uint8"]
+)
+def test_parts_come_in_the_order_of_the_group(smp: Any, dtype: str) -> None:
+    here = runtime.current("test")
+    gathers = Collectives(here, GroupKind.RDP, None)
+    kind = getattr(torch, dtype)
+    for part in (3, 1, 0):
+        mine = positions(part, kind, here.rank * part)
+        whole = gathers.all_gather(mine).result()
+        assert whole.dtype is kind
+        assert whole.shape == (here.size * part,)
+        assert torch.equal(whole, positions(here.size * part, kind))
+
+
+@pytest.mark.smp(ranks=4, **FOUR)
+def test_signs_and_payloads_of_not_a_number_survive(smp: Any) -> None:
+    bits = torch.tensor([-(2**31), 0x7FC00001, 1], dtype=torch.int32) + runtime.current("t").rank
+    whole = collectives().all_gather(bits.view(torch.float32)).result()
+    expected = [base + rank for rank in range(4) for base in (-(2**31), 0x7FC00001, 1)]
+    assert whole.view(torch.int32).tolist() == expected
+
+
+NODES = [(4, 2), (6, 2), (6, 3), (5, 2), (6, 4), (3, 1), (4, 4), (8, 2)]
+
+
+@pytest.mark.smp(ranks=8, ddp=True)
+@pytest.mark.parametrize(("size", "per_node"), NODES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_hops_give_the_bytes_of_one(smp: Any, size: int, per_node: int, dtype: str) -> None:
+    world = runtime.current("test")
+    kind = getattr(torch, dtype)
+    for hierarchical in (True, False):
+        here = part_of_world(world, size, per_node, hierarchical)
+        if here is None:
+            continue
+        gathers = Collectives(here)
+        two_hops = hierarchical and 1 < per_node < size and not size % per_node
+        for part in (3, 1, 0):
+            whole = gathers.all_gather(positions(part, kind, here.rank * part)).result()
+            assert torch.equal(whole, positions(size * part, kind))
+        assert gathers.traffic.calls(None, "all_gather") == (0 if two_hops else 3)
+        assert gathers.traffic.calls(None, "all_gather between nodes") == (3 if two_hops else 0)
+        assert gathers.traffic.calls(None, "all_gather within nodes") == (3 if two_hops else 0)
+
+
+def part_of_world(
+    world: runtime.Runtime, size: int, per_node: int, hierarchical: bool
+) -> runtime.Runtime | None:
+    """A world of the first ``size`` ranks, all of one sharding group; None on the others."""
+    if world.rank >= size:
+        return None
+    config = Config.parse(
+        {
+            "ddp": True,
+            "sharded_data_parallel_degree": size,
+            "ranks_per_node": per_node,
+            "sdp_hierarchical_allgather": hierarchical,
+        }
+    )
+    made = runtime.Runtime(config, Topology(size, sharding=size), world.fabric)
+    made.size = size
+    return made
+
+
+@pytest.mark.smp(ranks=4, **FOUR, ranks_per_node=2)
+def test_several_gathers_under_way_may_be_asked_for_in_any_order(smp: Any) -> None:
+    gathers = collectives()
+    parts = [positions(2, start=100 * number + 2 * gathers.rank) for number in range(3)]
+    pending = [gathers.all_gather(part) for part in parts]
+    for number in (2, 0, 1, 0) if gathers.rank else (0, 1, 2, 2):
+        assert torch.equal(pending[number].result(), positions(8, start=100 * number))
+    assert pending[1].result() is pending[1].result()
+
+
+@pytest.mark.smp(ranks=[1, 2, 3, 5, 6])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64"])
+def test_each_rank_gets_the_tree_of_its_rows(smp: Any, dtype: str) -> None:
+    here = runtime.current("test")
+    reduces = Collectives(here, GroupKind.RDP, None)
+    kind = getattr(torch, dtype)
+    for count in (4, 1, 0):
+        all_ = [real_values(rank, here.size, count, dtype=kind) for rank in range(here.size)]
+        given = all_[here.rank].clone()
+        mine = reduces.reduce_scatter(given).result()
+        assert mine.dtype is kind
+        assert torch.equal(mine, tree([rows[here.rank] for rows in all_]))
+        assert torch.equal(given, all_[here.rank])
+        given.zero_()
+        assert torch.equal(mine, tree([rows[here.rank] for rows in all_]))
+
+
+@pytest.mark.smp(ranks=[1, 2, 3, 5, 6])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex128"])
+def test_all_get_the_tree_over_those_that_hold_the_same(smp: Any, dtype: str) -> None:
+    here = runtime.current("test")
+    reduces = Collectives(here, GroupKind.SHARDING, GroupKind.RDP)
+    assert reduces.replicas == here.size
+    kind = getattr(torch, dtype)
+    for count in (7, 6, 1, 0):
+        all_ = [real_values(rank, count, dtype=kind) for rank in range(here.size)]
+        given = all_[here.rank].clone()
+        total = reduces.all_reduce(given).result()
+        assert total.shape == (count,)
+        assert torch.equal(total, tree(all_))
+        assert torch.equal(given, all_[here.rank])
+        given.zero_()
+        assert torch.equal(total, tree(all_))
+
+
+@pytest.mark.smp(ranks=6, ddp=True, sharded_data_parallel_degree=3)
+def test_groups_are_those_of_the_topology(smp: Any) -> None:
+    both = collectives()
+    rank = runtime.current("test").rank
+    assert (both.size, both.rank, both.replicas) == (3, rank % 3, 2)
+    mine = torch.tensor([float(rank)])
+    assert both.all_gather(mine).result().tolist() == [rank // 3 * 3 + each for each in range(3)]
+    rows = torch.tensor([[1.0], [10.0], [100.0]]) * 2.0**rank
+    among = sum(2.0**each for each in range(6) if each // 3 == rank // 3)
+    assert both.reduce_scatter(rows).result().tolist() == [among * 10 ** (rank % 3)]
+    assert both.all_reduce(mine).result().tolist() == [2 * (rank % 3) + 3]
+
+
+@pytest.mark.smp(ranks=[1, 2])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32"])
+def test_what_would_be_rounded_on_the_way_is_refused(smp: Any, dtype: str) -> None:
+    both = Collectives(runtime.current("test"), GroupKind.RDP, GroupKind.RDP)
+    values = torch.ones(both.size, 2, dtype=getattr(torch, dtype))
+    with pytest.raises(TypeError, match=rf"reduce_scatter: torch.{dtype} would be rounded"):
+        both.reduce_scatter(values)
+    with pytest.raises(TypeError, match=rf"all_reduce: torch.{dtype} would be rounded"):
+        both.all_reduce(values[0])
+
+
+@pytest.mark.smp(ranks=4, **FOUR, ranks_per_node=2)
+def test_values_are_gathered_exactly(smp: Any) -> None:
+    gathers = collectives()
+    values = [0.1 + gathers.rank, float("inf"), 2.0**-1074]
+    told = gathers.all_gather_values(values)
+    assert told == [[0.1 + rank, float("inf"), 2.0**-1074] for rank in range(4)]
+    assert gathers.all_gather_values([]) == [[], [], [], []]
+
+
+@pytest.mark.smp(ranks=1)
+def test_alone_nothing_is_sent_and_results_have_memory_of_their_own(smp: Any) -> None:
+    alone = collectives()
+    given = positions(3)
+    results = [
+        alone.all_gather(given).result(),
+        alone.reduce_scatter(given[None]).result(),
+        alone.all_reduce(given).result(),
+    ]
+    expected = positions(3)
+    given.fill_(-1)
+    assert all(torch.equal(result, expected) for result in results)
+    assert alone.all_gather_values([0.5]) == [[0.5]]
+    sums = alone.traffic.since()
+    assert {kind.operation for kind in sums} >= {"all_gather", "reduce_scatter", "all_reduce"}
+    assert alone.traffic.bytes() == 0
+
+
+@pytest.mark.smp(ranks=6, ddp=True, sharded_data_parallel_degree=3, ranks_per_node=2)
+def test_bytes_are_those_that_leave_the_rank(smp: Any) -> None:
+    both = collectives()
+    rank = runtime.current("test").rank
+    both.all_gather(positions(5, torch.bfloat16)).result()
+    both.reduce_scatter(torch.ones(3, 5)).result()
+    both.all_reduce(torch.ones(5, dtype=torch.float64)).result()
+    node = [each // 2 for each in range(6)]
+    group = [each for each in range(6) if each // 3 == rank // 3]
+    following = group[(group.index(rank) + 1) % 3]
+    other = (rank + 3) % 6
+    elsewhere = sum(node[each] != node[rank] for each in group)
+    assert both.traffic.since() == {
+        Kind("all_gather", SHARDING, torch.bfloat16): Sum(
+            1, 15, 2 * 5 * 2, 2 * 5 * 2 if node[following] != node[rank] else 0
+        ),
+        Kind("reduce_scatter", SHARDING, torch.float32): Sum(1, 15, 2 * 5 * 4, elsewhere * 5 * 4),
+        # Padded to a multiple of two.
+        Kind("all_reduce", REPLICATION, torch.float64): Sum(1, 6, 3 * 8, 3 * 8),
+        Kind("all_reduce, handed out", REPLICATION, torch.float64): Sum(1, 6, 3 * 8, 3 * 8),
+    }
+    assert node[other] != node[rank]
+
+
+@pytest.mark.smp(ranks=8, ddp=True)
+@pytest.mark.parametrize(("p", "k"), [(8, 2), (8, 4), (6, 3), (4, 2)])
+def test_what_leaves_a_node_is_the_formula(smp: Any, p: int, k: int) -> None:
+    world = runtime.current("test")
+    for hierarchical, formula in ((False, Fraction(p - 1, p)), (True, Fraction(p - k, p))):
+        here = part_of_world(world, p, k, hierarchical)
+        left = 0
+        if here is not None:
+            gathers = Collectives(here)
+            gathers.all_gather(positions(3)).result()
+            sums = gathers.traffic.since().values()
+            assert sum(each.bytes for each in sums) == 4 * 3 * (p - 1)  # whatever the order
+            left = sum(each.between_nodes for each in sums)
+        told = smp.allgather(left, smp.WORLD)
+        for node in range(p // k):
+            assert sum(told[node * k : node * k + k]) == formula * 4 * 3 * p
