@@ -11,7 +11,7 @@ failing example, as code that can be pasted below::
     from math import inf
     from numpy import array, float32, int64
     from pytest_smp.strategies import Batch, Block, MicrobatchSplit, Model, Pair, Record, Sliceable
-    from pytest_smp.strategies import StepCall, TensorSpec, Training
+    from pytest_smp.strategies import ShardedTraining, StepCall, TensorSpec, Training
     from smp_core.topology import Topology
 
 A communication program prints as a test file that runs alone.
@@ -53,6 +53,11 @@ if TYPE_CHECKING:
     from pytest_smp.strategies.slicing import Sliceable, WrongSlice, sliceables
     from pytest_smp.strategies.training import Training, blocks, models, trainings
     from pytest_smp.strategies.training_models import Block, Model
+    from pytest_smp.strategies.training_sharding import (
+        ShardedTraining,
+        sharded_trainings,
+        sharding_configurations,
+    )
 
 __all__ = [
     "Batch",
@@ -63,6 +68,7 @@ __all__ = [
     "Pair",
     "Program",
     "Record",
+    "ShardedTraining",
     "Sliceable",
     "StepCall",
     "TensorSpec",
@@ -86,6 +92,8 @@ __all__ = [
     "same",
     "schedules",
     "shapes",
+    "sharded_trainings",
+    "sharding_configurations",
     "sliceables",
     "step_calls",
     "tensors",
@@ -103,6 +111,7 @@ _NEEDS_TORCH = {
     "Pair": "nests",
     "Program": "communication",
     "Record": "nests",
+    "ShardedTraining": "training_sharding",
     "Sliceable": "slicing",
     "StepCall": "microbatches",
     "TensorSpec": "recipes",
@@ -119,6 +128,8 @@ _NEEDS_TORCH = {
     "programs": "communication",
     "same": "equality",
     "shapes": "recipes",
+    "sharded_trainings": "training_sharding",
+    "sharding_configurations": "training_sharding",
     "sliceables": "slicing",
     "step_calls": "microbatches",
     "tensors": "recipes",

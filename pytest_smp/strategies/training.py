@@ -50,6 +50,9 @@ class Training:
         tracing: whether the first step is traced (not ``skip_tracing``).
         placement: ``placement_strategy``.
         loss: ``square``, the squared distance to the targets, or ``product``, the scalar product.
+        optimizer: ``sgd``, ``momentum``, ``adam`` or ``adamw``, all elementwise.
+        dtype: of the module; where it has 16 bits, float32 masters are trained.
+        checkpointing: whether the parts of the body are run again in backward.
         span: whole numbers are drawn from ``-span`` to ``span``.
         real: whether values are real numbers; else they are whole numbers, with a certificate.
         seed: of values.
@@ -76,6 +79,9 @@ class Training:
     tracing: bool = True
     placement: str = "cluster"
     loss: str = "square"
+    optimizer: str = "sgd"
+    dtype: str = "float32"
+    checkpointing: bool = False
     span: int = 2
     real: bool = False
     seed: int = 0
@@ -123,7 +129,14 @@ class Training:
             given["active_microbatches"] = self.active
         if not self.tracing:
             given["skip_tracing"] = True
+        if self.dtype != "float32":
+            given[{"float16": "fp16", "bfloat16": "bf16"}[self.dtype]] = True
         return given
+
+    @property
+    def most(self) -> float | None:
+        """The largest norm of all gradients together that a step leaves as it is; None: any."""
+        return None
 
 
 # ---- Partitions ----------------------------------------------------------------------------------
@@ -199,9 +212,10 @@ def features(case: Training) -> set[str]:
 
 # ---- Strategies ----------------------------------------------------------------------------------
 
-_LEAVES = ("linear", "mlp", "relu", "scale", "shared", "tied")
+#: Kinds without children.
+LEAVES = ("linear", "mlp", "relu", "scale", "shared", "tied")
 #: Kinds whose values do not stay whole numbers.
-_REAL_LEAVES = ("dropout", "norm")
+REAL_LEAVES = ("dropout", "norm")
 #: How many children a kind takes: the fewest and the most.
 _ARITY = {
     "chain": (0, 3),
@@ -218,16 +232,20 @@ _ARITY = {
 }
 
 
+def kinds_of(real: bool) -> tuple[str, ...]:
+    """The kinds of blocks that are drawn."""
+    return LEAVES + (REAL_LEAVES if real else ()) + tuple(_ARITY)
+
+
 @st.composite
-def _blocks(draw: DrawFn, depth: int, real: bool) -> Block:
-    leaves = _LEAVES + (_REAL_LEAVES if real else ())
-    kind = draw(st.sampled_from(leaves + tuple(_ARITY) * (depth > 0)))
+def _blocks(draw: DrawFn, depth: int, kinds: tuple[str, ...]) -> Block:
+    kind = draw(st.sampled_from([each for each in kinds if depth > 0 or each not in _ARITY]))
     frozen = draw(st.integers(0, 7)) == 7
     bias = draw(st.booleans())
     size = draw(st.integers(2 if kind == "repeat" else 1, 3 if kind in ("mlp", "repeat") else 2))
     least, most = _ARITY.get(kind, (0, 0))
     number = draw(st.integers(least, most))
-    children = tuple(draw(_blocks(depth - 1, real)) for _ in range(number))
+    children = tuple(draw(_blocks(depth - 1, kinds)) for _ in range(number))
     if kind in ("linear", "tied"):
         size = size if kind == "tied" else 1
     return Block(kind, children, size, bias, frozen)
@@ -243,7 +261,7 @@ def blocks(depth: int = 3, *, real: bool = False) -> SearchStrategy[Block]:
     Raises:
         InvalidArgument: ``depth`` is no int of at least 0, or ``real`` is no bool.
     """
-    return _blocks(check_int("depth", depth, at_least=0), check_bool("real", real))
+    return _blocks(check_int("depth", depth, at_least=0), kinds_of(check_bool("real", real)))
 
 
 def models(*, real: bool = False) -> SearchStrategy[Model]:
@@ -255,14 +273,15 @@ def models(*, real: bool = False) -> SearchStrategy[Model]:
     Raises:
         InvalidArgument: ``real`` is no bool.
     """
-    return _models(check_bool("real", real))
+    return drawn_models(kinds_of(check_bool("real", real)))
 
 
 @st.composite
-def _models(draw: DrawFn, real: bool) -> Model:
+def drawn_models(draw: DrawFn, kinds: tuple[str, ...], depth: int = 3) -> Model:
+    """Models of these kinds of blocks."""
     tokens = draw(st.integers(0, 3)) == 3
     return Model(
-        body=draw(_blocks(3, real)),
+        body=draw(_blocks(depth, kinds)),
         inputs=0 if tokens else draw(st.integers(1, 3)),
         width=draw(st.integers(1, 4)),
         outputs=draw(st.integers(2 if tokens else 1, 3)),
@@ -299,7 +318,7 @@ def _cases(
     pp = draw(st.sampled_from([degree for degree in pipeline if degree <= most]))
     replicas = (said["dp"],) if "dp" in said else (1, 2, 3, 4) if real else (1, 2, 4)
     dp = draw(st.sampled_from([number for number in replicas if number * pp <= ranks]))
-    model = said.get("model") or draw(_models(real))
+    model = said.get("model") or draw(drawn_models(kinds_of(real)))
     manual = pp == 1 or not automatic or draw(st.integers(0, 3)) > 0
     average = draw(st.booleans())
     counts = (1, 2, 3, 4, 5) if real or not average else (1, 2, 4)

@@ -241,6 +241,71 @@ class Scale(nn.Module):
         return x * self.factor
 
 
+class Gain(nn.Module):
+    """Multiplies by a parameter without dimensions."""
+
+    def __init__(self, making: _Making, block: Block) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(()), requires_grad=not block.frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+class Empty(nn.Module):
+    """Adds the sum of a parameter without elements."""
+
+    def __init__(self, making: _Making, block: Block) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.ones(0, making.width), requires_grad=not block.frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.nothing.sum(0)
+
+
+class Transposed(nn.Module):
+    """A linear map whose weight, of shape ``(width + 1, width)``, lies in memory column by column."""
+
+    def __init__(self, making: _Making, block: Block) -> None:
+        super().__init__()
+        made = torch.zeros(making.width, making.width + 1).t()
+        self.weight = nn.Parameter(made, requires_grad=not block.frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = nn.functional.linear(x, self.weight)
+        return h[..., :-1] + h[..., 1:]
+
+
+class Borrower(nn.Module):
+    """A linear map with the weight of another module, which is none of its children."""
+
+    def __init__(self, lender: nn.Linear) -> None:
+        super().__init__()
+        self.lender = [lender]
+
+    @property
+    def borrowed(self) -> nn.Parameter:
+        """What it uses."""
+        weight: nn.Parameter = self.lender[0].weight  # type: ignore[assignment]  # torch says Tensor
+        return weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.borrowed)
+
+
+class Borrow(nn.Module):
+    """A linear map, and one that uses its weight from outside."""
+
+    def __init__(self, making: _Making, block: Block) -> None:
+        super().__init__()
+        self.lender = making.linear(making.width, making.width, block)
+        self.borrower = Borrower(self.lender)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.borrower(self.lender(x))
+        return out
+
+
 class Norm(nn.Module):
     """Batch normalisation over all dimensions but the last; a row of zeros keeps one row company."""
 
@@ -343,6 +408,10 @@ KINDS: dict[str, Callable[[_Making, Block], nn.Module]] = {
     "mlp": _mlp,
     "relu": lambda making, block: nn.Identity() if making.magnitudes else nn.ReLU(),
     "scale": Scale,
+    "gain": Gain,
+    "empty": Empty,
+    "transposed": Transposed,
+    "borrow": Borrow,
     "norm": Norm,
     "dropout": lambda making, block: nn.Dropout(0.5),
     "shared": _shared,

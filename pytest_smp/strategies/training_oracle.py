@@ -7,9 +7,10 @@ and divides once. It uses nothing of ``smp_core``.
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from pytest_smp.strategies.training_models import build
 
 LEARNING_RATE = 0.125
 
-#: Whole numbers up to here, and no other values, add up without rounding in float32.
-LARGEST = 2**24
+#: Whole numbers up to here, and no other values, add up without rounding in a dtype.
+LARGEST = {"float32": 2**24, "float16": 2**11, "bfloat16": 2**8}
 
 
 @dataclasses.dataclass
@@ -123,43 +124,117 @@ def parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return dict(module.named_parameters())
 
 
+#: An optimizer of these parameters, by name; all work on each element by itself.
+OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
+    "sgd": lambda given: torch.optim.SGD(given, lr=LEARNING_RATE),
+    "momentum": lambda given: torch.optim.SGD(given, lr=LEARNING_RATE, momentum=0.5),
+    "adam": lambda given: torch.optim.Adam(given, lr=LEARNING_RATE),
+    "adamw": lambda given: torch.optim.AdamW(given, lr=LEARNING_RATE, weight_decay=0.25),
+}
+
+
+def optimizer_of(case: Training, given: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """The case's optimizer of these parameters."""
+    return OPTIMIZERS[case.optimizer](given)
+
+
+class Reference:
+    """A case in one process: the module, and what its optimizer works on.
+
+    With 16 bits, a module of that dtype and float32 masters of its parameters: inputs are rounded to it,
+    outputs are float32 again, gradients float32 sums of 16-bit ones. Else masters are the parameters.
+    """
+
+    def __init__(self, case: Training) -> None:
+        self.case = case
+        self.dtype: torch.dtype = getattr(torch, case.dtype)
+        self.module = make(case)
+        self.masters = parameters(self.module)
+        if self.dtype is not torch.float32:
+            self.masters = {
+                name: nn.Parameter(each.detach().clone(), each.requires_grad)
+                for name, each in self.masters.items()
+            }
+            self.module.to(self.dtype)
+        self.optimizer = optimizer_of(case, self.masters.values())
+        self.found = Results([[] for _ in range(case.dp)], [[] for _ in range(case.dp)])
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss and the output of one microbatch."""
+        out = self.module(x.to(self.dtype) if x.is_floating_point() else x).float()
+        return loss_of(self.case, out, y), out
+
+    def gradients(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
+        """Loss, output and gradients of one microbatch; None where it does not use a parameter."""
+        loss, out = self.forward(x, y)
+        given = {n: p for n, p in parameters(self.module).items() if p.requires_grad}
+        got = torch.autograd.grad(loss, list(given.values()), allow_unused=True)
+        wide = {n: None if g is None else g.float() for n, g in zip(given, got, strict=True)}
+        return loss.detach(), out.detach(), {name: wide.get(name) for name in self.masters}
+
+    def end_window(
+        self, window: int, reduced: Mapping[str, Tensor | None], norm: Callable[[Grads], float]
+    ) -> None:
+        """Take the gradients of a window, and make a step if the case makes one after it."""
+        case = self.case
+        for name, each in self.masters.items():
+            gradient = reduced[name]
+            if gradient is not None:  # what was set to zero stays so, where nothing comes
+                each.grad = gradient.clone() if each.grad is None else each.grad + gradient
+        now = {n: None if p.grad is None else p.grad.clone() for n, p in self.masters.items()}
+        self.found.gradients.append(now)
+        if case.real or window == case.windows - 1:
+            if case.most is not None:
+                coefficient = min(1.0, case.most / (norm(now) + 1e-6))
+                for each in self.masters.values():
+                    if each.grad is not None:
+                        each.grad.mul_(coefficient)
+            self.optimizer.step()
+            with torch.no_grad():
+                for name, held in parameters(self.module).items():
+                    held.copy_(self.masters[name])  # rounded to the nearest, ties to even
+        self.optimizer.zero_grad(set_to_none=case.set_to_none)
+
+    def end(self) -> Results:
+        """What there was to see; parameters as the module has them."""
+        self.found.parameters = {n: p.detach().clone() for n, p in parameters(self.module).items()}
+        return self.found
+
+
+Grads = Mapping[str, Tensor | None]
+
+
+def norm(gradients: Grads) -> float:
+    """The L2 norm of all gradients together, in float64."""
+    squares = [float(g.double().square().sum()) for g in gradients.values() if g is not None]
+    return math.sqrt(sum(squares))
+
+
 def plain(case: Training, divisor: int | None = None) -> Results:
     """Train in one process, without any library but torch.
 
     ``divisor`` is what sums of gradients are divided by, if not by what SMP says.
     """
-    module = make(case)
-    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
-    found = Results(
-        losses=[[] for _ in range(case.dp)],
-        outputs=[[] for _ in range(case.dp)],
-    )
+    reference = Reference(case)
     for window in range(case.windows):
-        optimizer.zero_grad(set_to_none=case.set_to_none)
+        sums: dict[str, Tensor | None] = dict.fromkeys(reference.masters)
         for replica in range(case.dp):
             for step in range(window * case.passes, (window + 1) * case.passes):
                 losses, outputs = [], []
                 for x, y in microbatches(case, replica, step):
-                    out = module(x)
-                    loss = loss_of(case, out, y)
-                    loss.backward()  # type: ignore[no-untyped-call]
-                    losses.append(loss.detach())
-                    outputs.append(out.detach())
-                found.losses[replica].append(losses)
-                found.outputs[replica].append(outputs)
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= divisor or case.divisor
-        found.gradients.append(
-            {
-                name: None if each.grad is None else each.grad.clone()
-                for name, each in parameters(module).items()
-            }
-        )
-        if case.real or window == case.windows - 1:
-            optimizer.step()
-    found.parameters = {name: each.detach().clone() for name, each in parameters(module).items()}
-    return found
+                    loss, out, gradients = reference.gradients(x, y)
+                    losses.append(loss)
+                    outputs.append(out)
+                    for name, gradient in gradients.items():
+                        if gradient is not None:
+                            known = sums[name]
+                            sums[name] = gradient if known is None else known + gradient
+                reference.found.losses[replica].append(losses)
+                reference.found.outputs[replica].append(outputs)
+        by = divisor or case.divisor
+        reduced = {name: None if each is None else each / by for name, each in sums.items()}
+        reference.end_window(window, reduced, norm)
+    return reference.end()
 
 
 def parts(case: Training) -> list[dict[str, Tensor | None]]:
@@ -208,8 +283,8 @@ def certified(case: Training) -> bool:
     All values are whole numbers. One microbatch is run in float64 with the largest magnitude in
     place of every value, and with each operation replaced by a bound of its magnitude: all terms are
     positive, so results bound every partial sum. Gradients are then added up over all microbatches,
-    steps and replicas. If nothing exceeds 2**24, float32 holds everything exactly; dividing by powers
-    of two keeps it so.
+    steps and replicas. If nothing exceeds 2**24, float32 holds everything exactly, and so does a 16-bit
+    dtype inside of the module (:data:`LARGEST`); dividing by powers of two keeps it so.
     """
     if case.divisor & (case.divisor - 1):
         return False
@@ -222,12 +297,18 @@ def certified(case: Training) -> bool:
         x = torch.full((rows, length, case.model.inputs), float(case.span), dtype=torch.float64)
     else:
         x = torch.zeros((rows, length), dtype=torch.int64)
+    # The loss and all sums over microbatches are float32, what is inside of the module has its dtype.
     with _Largest() as largest:  # type: ignore[no-untyped-call]
         out = module(x)
-        y = torch.full_like(out, case.span)
-        terms = (out + y) ** 2 if case.loss == "square" else out * y
-        terms.sum().backward()
+    y = torch.full_like(out, case.span).detach()
+    terms = (out + y) ** 2 if case.loss == "square" else out * y
+    loss = terms.sum()
+    (upstream,) = torch.autograd.grad(loss, out)
+    with largest:
+        out.backward(upstream)
     runs = case.microbatches * case.steps * case.dp
     grads = [p.grad for p in module.parameters() if p.grad is not None]
-    most = max(float(grad.max()) for grad in grads) * runs
-    return bool(max(largest.found, most) <= LARGEST)
+    most = max(float(grad.max()) for grad in grads if grad.numel()) * runs
+    inside = max(largest.found, case.span, float(upstream.max()))
+    outside = max(float(loss.detach()), most)
+    return inside <= LARGEST[case.dtype] and outside <= LARGEST["float32"]

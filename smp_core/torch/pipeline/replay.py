@@ -106,6 +106,56 @@ def accumulate(
     return total
 
 
+def reduce_sharded(
+    ranks: Sequence[Sequence[Mapping[str, torch.Tensor | None]]], sharding: int, divisor: int
+) -> dict[str, torch.Tensor | None]:
+    """The gradients of a window under sharded data parallelism: ``ranks[rank][step]`` are undivided.
+
+    Each step is folded over the ranks of each sharding group, the folds are summed over the steps, in
+    order, these sums are folded over the groups, and the result is divided once; all of it in float32 at
+    least. Groups are consecutive blocks of ``sharding`` ranks (SMP_API.md 4.3). What a rank has no
+    gradient for counts as zeros, unless none has one in any step. With ``sharding=1`` this is
+    :func:`accumulate`, then :func:`reduce`.
+    """
+    reduced: dict[str, torch.Tensor | None] = {}
+    for name in ranks[0][0]:
+        given = [[step[name] for step in steps] for steps in ranks]
+        like = next((one for steps in given for one in steps if one is not None), None)
+        if like is None:
+            reduced[name] = None
+            continue
+        wide = torch.promote_types(like.dtype, torch.float32)
+        zeros = torch.zeros_like(like, dtype=wide)
+        filled = [[zeros if one is None else one.to(wide) for one in steps] for steps in given]
+        blocks = []
+        for start in range(0, len(filled), sharding):
+            block = filled[start : start + sharding]
+            total, *more = (reduction.fold(step, torch.add) for step in zip(*block, strict=True))
+            for step in more:
+                total = total + step
+            blocks.append(total)
+        reduced[name] = reduction.fold(blocks, torch.add) / divisor
+    return reduced
+
+
+def norm(gradients: Mapping[str, torch.Tensor | None], sharding: int) -> float:
+    """The L2 norm that clipping under sharded data parallelism goes by (ENGINES.md 1.7).
+
+    Each rank of a sharding group squares the elements of its own part of each gradient, in float64, and
+    adds these sums up in the order of registration; they are folded over the ranks of the group.
+    """
+    ranks = []
+    for rank in range(sharding):
+        total = torch.zeros((), dtype=torch.float64)
+        for gradient in gradients.values():
+            if gradient is not None:
+                part = -(-gradient.numel() // sharding)
+                own = gradient.reshape(-1)[rank * part : (rank + 1) * part]
+                total = total + own.double().square().sum()
+        ranks.append(total)
+    return float(reduction.fold(ranks, torch.add).sqrt())
+
+
 class _Sums:
     """Takes gradients as backward gives them: the sum within each microbatch."""
 
