@@ -121,6 +121,37 @@ def test_several_gathers_under_way_may_be_asked_for_in_any_order(smp: Any) -> No
     assert pending[1].result() is pending[1].result()
 
 
+@pytest.mark.smp(ranks=8, ddp=True, sharded_data_parallel_degree=4, ranks_per_node=2)
+@pytest.mark.parametrize("operation", ["all_gather", "all_reduce"])
+def test_a_rank_may_ask_for_a_result_before_another_has_begun_the_next(
+    smp: Any, operation: str
+) -> None:
+    both = collectives()
+    begin = getattr(both, operation)
+    given = [torch.full((3,), float(number)) for number in range(3)]
+    if both.rank % 2:
+        pending = [begin(given[0]), begin(given[1])]
+        if operation == "all_gather":  # of a reduction all ask in the same order
+            pending[1].result()
+        pending.append(begin(given[2]))
+    else:
+        pending = [begin(given[0])]
+        pending[0].result()
+        pending += [begin(given[1]), begin(given[2])]
+    times = both.replicas if operation == "all_reduce" else 1
+    for number, one in enumerate(pending):
+        assert one.result().unique().tolist() == [float(number * times)]
+
+
+@pytest.mark.smp(ranks=2)
+def test_reductions_are_handed_out_in_the_order_in_which_they_began(smp: Any) -> None:
+    both = Collectives(runtime.current("test"), GroupKind.SHARDING, GroupKind.RDP)
+    pending = [both.all_reduce(torch.full((2,), float(number))) for number in range(3)]
+    order = (2, 0, 1) if runtime.current("test").rank else (0, 1, 2)
+    for number in order:
+        assert pending[number].result().tolist() == [2.0 * number] * 2
+
+
 @pytest.mark.smp(ranks=[1, 2, 3, 5, 6])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64"])
 def test_each_rank_gets_the_tree_of_its_rows(smp: Any, dtype: str) -> None:
