@@ -239,9 +239,9 @@ def full_bucket_loses_its_last(patch: Patch) -> None:
     """the last parameter of a bucket of several is left out"""
     flatten = replicas.flatten
 
-    def lossy(parameters: Sequence[nn.Parameter], given: Sums) -> Tensor:
+    def lossy(parameters: Sequence[nn.Parameter], given: Sums, wide: bool) -> Tensor:
         last = parameters[-1] if len(parameters) > 1 else None
-        return flatten(parameters, {p: grad for p, grad in given.items() if p is not last})
+        return flatten(parameters, {p: grad for p, grad in given.items() if p is not last}, wide)
 
     patch.setattr(replicas, "flatten", lossy)
 

@@ -45,3 +45,7 @@ class UnsupportedTrainingError(TrainingError, NotImplementedError):
 
 class CheckpointError(TrainingError, ValueError):
     """Raised when a checkpoint is torn, foreign, or does not fit the model or the partition."""
+
+
+class ShardingError(TrainingError, RuntimeError):
+    """Raised when a sharded parameter is not what sharded data parallelism left it as."""

@@ -45,6 +45,11 @@ class Join:
             raise UnsupportedTrainingError(
                 "model.join is for data parallelism with the configuration parameter ddp=True"
             )
+        if model.sharding is not None:
+            raise UnsupportedTrainingError(
+                "model.join: not with sharded data parallelism: a replica without a batch has a part of the parameters "
+                "that the others need. Give every rank as many batches, or set sharded_data_parallel_degree to 1"
+            )
         if current(self._session) is not None:
             raise UnsupportedTrainingError("model.join was entered inside of model.join")
         model.__dict__["_join"] = self
@@ -114,7 +119,15 @@ class Join:
         if len(group.ranks) > 1:
             steps = runtime.fabric.objects.allgather(self._steps, group)
             state = [*self._model.local_parameters(), *self._model.local_buffers()]
+            masters = self._model.masters
+            if masters is not None and masters.parts is None:
+                # Masters travel, too: a parameter is its master rounded, and does not give it back.
+                masters.sync()
+                own = [masters.of(parameter) for parameter in self._model.local_parameters()]
+                state += [each for each in own if each not in set(state)]
             gradients.replicas.broadcast(state, steps.index(max(steps)))
+            if masters is not None and masters.parts is None:
+                masters.agreed()
 
 
 def current(session: Session) -> Join | None:

@@ -35,6 +35,11 @@ from smp_core.torch.pipeline.gradients import Gradients, Options
 from smp_core.torch.pipeline.placement import Placement
 from smp_core.torch.pipeline.schedule import Phase
 from smp_core.torch.pipeline.transport import Transport
+from smp_core.torch.precision import casting
+from smp_core.torch.precision.masters import Masters
+from smp_core.torch.sharding.gradients import ShardedGradients
+from smp_core.torch.sharding.outside import Outside
+from smp_core.torch.sharding.state import Sharding
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 _CALL = "smp.DistributedModel"
@@ -60,11 +65,15 @@ class DistributedModel(nn.Module):
 
     Raises:
         SecondModelError: there is a model already.
+        ArgumentTypeError: in a 16-bit run, a parameter is neither float32 nor of the run's dtype.
         ArgumentTypeError, ArgumentError: an argument is not as it must be.
         PartitionError: at pipeline degree 1, if the ranks built different models. Otherwise the first
             step raises that, and what else is wrong with the partition.
 
-    ``module`` is what was wrapped; ``partitioned``: whether it has been partitioned.
+    ``module`` is what was wrapped; ``partitioned``: whether it has been partitioned. ``sharding`` has what
+    is split over the sharding group (sharding/state.py), None at degree 1. ``masters`` is what
+    the optimizer works on (precision/masters.py); None where that is the parameters themselves. With
+    ``fp16`` or ``bf16`` the module is converted, in place (precision/casting.py).
     """
 
     module: nn.Module
@@ -94,11 +103,17 @@ class DistributedModel(nn.Module):
         tracing.check_options(trace_device, trace_execution_times)
         _check_number("backward_passes_per_step", backward_passes_per_step, int)
         _check_number("bucket_cap_mb", bucket_cap_mb, (int, float))
+        self._half = casting.dtype_of(session.runtime.config)
+        if self._half is not None:
+            casting.convert(session, module, self._half)
+        self.masters = None if self._half is None else Masters(self._half)
         self.module = module
         self.partitioned = False
         self.placement: Placement | None = None
         self.sites: dict[str, Site] = {}
         self.gradients: Gradients | None = None  # once partitioned
+        self.sharding: Sharding | None = None  # once partitioned, where parameters are split
+        self._outside: Outside | None = None
         self._options = Options(
             overlapping_allreduce=bool(overlapping_allreduce),
             backward_passes_per_step=backward_passes_per_step,
@@ -138,11 +153,15 @@ class DistributedModel(nn.Module):
                     "in a function that smp.step decorates (SMP_API.md 1.3)"
                 )
             self._begin()
-        return self.module(*args, **kwargs)
+        if self._half is None:
+            return self.module(*args, **kwargs)
+        args, kwargs = casting.inputs((args, kwargs), self._half)
+        return casting.outputs(self.module(*args, **kwargs))
 
     def backward(self, tensors: Tensors, grad_tensors: Any = None) -> None:
         """The backward pass of a microbatch, instead of ``loss.backward()``: as
-        ``torch.autograd.backward(tensors, grad_tensors)``, without retain_graph and create_graph.
+        ``torch.autograd.backward(tensors, grad_tensors)``, without retain_graph and create_graph. With
+        ``fp16`` gradients are those of the tensors times the loss scale.
 
         Raises OutsideStepError outside of a step, unless the pipeline degree is 1; DetachedLossError
         if a tensor requires no gradient.
@@ -158,30 +177,61 @@ class DistributedModel(nn.Module):
         _check_attached(given)
         if tracing_now:
             return
+        grad_tensors = self._scaled(given, grad_tensors)
         if activity is None:
             self._backward_alone(given, grad_tensors)
             return
         activity.phase = Phase.BACKWARD
         activity.pause()  # until it is the microbatch's turn
         torch.autograd.backward(given, grad_tensors)
+        if self.sharding is not None:
+            self.sharding.gathered.over(activity.microbatch)
         activity.phase = Phase.FORWARD  # if it raises, that is where
+
+    def _scaled(self, tensors: tuple[torch.Tensor, ...], grad_tensors: Any) -> Any:
+        """The gradients to begin backward with: those given, or 1, times the loss scale."""
+        if self.masters is None or self.masters.loss_scale == 1:
+            return grad_tensors
+        scale = self.masters.loss_scale
+        if isinstance(grad_tensors, torch.Tensor):
+            grad_tensors = (grad_tensors,)
+        given = grad_tensors or (None,) * len(tensors)
+        return tuple(
+            gradient * scale
+            if gradient is not None
+            else torch.full_like(tensor, scale)
+            if tensor.numel() == 1
+            else None  # torch says that it needs one
+            for tensor, gradient in zip(tensors, given, strict=True)
+        )
 
     def _backward_alone(self, tensors: tuple[torch.Tensor, ...], grad_tensors: Any) -> None:
         """Outside of steps, at pipeline degree 1: a step of one microbatch, without its body."""
         assert self._watch is not None
         self._watch.refresh()
-        ledger = Ledger(1)
-        with uses.activity(ledger, 0, 0):
-            torch.autograd.backward(tensors, grad_tensors)
+        if self._outside is not None:
+            with self._outside.backward() as ledger:
+                torch.autograd.backward(tensors, grad_tensors)
+        else:
+            ledger = Ledger(1)
+            ledger.wide = self.wide
+            with uses.activity(ledger, 0, 0):
+                torch.autograd.backward(tensors, grad_tensors)
         ledger.close(0)
         assert self.gradients is not None
         # Late, but before the next forward pass: that one was not told of.
         source = joining.before_step(self._session)
         self.settle()
-        self.gradients.follow(self.local_parameters())
+        self._follow()
         self.gradients.begin_step(list(self.local_buffers()), source, overlaps=False)
         self.gradients.end_step(ledger.totals(), None, microbatches=1)
         self.finished()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; of masters, too."""
+        super().zero_grad(set_to_none)
+        if self.masters is not None:
+            self.masters.zero_grad(set_to_none)
 
     def join(self) -> joining.Join:
         """A context for replicas with different numbers of batches; needs ``ddp``. See joining.py."""
@@ -322,8 +372,10 @@ class DistributedModel(nn.Module):
         return iter(())
 
     def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters as an optimizer sees them: those of this partition."""
-        return self.local_named_parameters()
+        """The parameters as an optimizer sees them: those of this partition, or their masters."""
+        masters = self.masters
+        for name, parameter in self.local_named_parameters():
+            yield name, parameter if masters is None else masters.of(parameter)
 
     # What the engine asks for.
 
@@ -349,8 +401,23 @@ class DistributedModel(nn.Module):
         assert self._watch is not None
         self._watch.refresh()
         assert self.gradients is not None
-        self.gradients.follow(self.local_parameters())
+        self._follow()
         self.gradients.begin_step(list(self.local_buffers()), source)
+        if self.sharding is not None:
+            self.sharding.gathered.begin_step()
+
+    def _follow(self) -> None:
+        """A script may have replaced or added parameters since the last step."""
+        assert self.gradients is not None
+        local = dict(self.local_named_parameters())
+        self.gradients.follow(local.values())
+        if self.masters is not None:
+            self.masters.follow(local)
+
+    @property
+    def wide(self) -> bool:
+        """Whether gradients of 16-bit parameters are summed in float32."""
+        return self._half is not None
 
     def settle(self) -> None:
         """What waited for the partition, before the first step; before the next one, as far as it failed."""
@@ -415,13 +482,27 @@ class DistributedModel(nn.Module):
             raise
         placement.distribute(session, self, decided)
         self.placement = decided
-        self.sites = calls.install(self.module, self.owner, self._pp_rank)
+        if self.sharding is not None:
+            self._outside = Outside(self.sharding.gathered, self.wide)
+        alone = None if self._outside is None else self._outside.call
+        self.sites = calls.install(self.module, self.owner, self._pp_rank, alone)
         self._watch = uses.Watch(self.module)
         local = dict(self.local_named_parameters())
-        self.gradients = Gradients(session.runtime, local, self._options)
+        self.gradients = self._make_gradients(local)
         if self._comm_hook is not None:
             self.gradients.register_comm_hook(*self._comm_hook)
         self.partitioned = True
+        if self.masters is not None:
+            self.masters.follow(local)
+            if session.optimizer is not None:
+                session.optimizer._smp_mastered(self)
+
+
+    def _make_gradients(self, parameters: dict[str, nn.Parameter]) -> Gradients:
+        runtime, sharding = self._session.runtime, self.sharding
+        if sharding is None:
+            return Gradients(runtime, parameters, self._options, self.masters)
+        return ShardedGradients(runtime, parameters, self._options, sharding, self.masters)
 
 
 def _check_module(module: object) -> None:

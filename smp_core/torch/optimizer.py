@@ -1,8 +1,9 @@
 """``smp.DistributedOptimizer``: a torch optimizer over this rank's part of the parameters, whose
-state can be had, and given, whole (SMP_API.md 1.8; FP32).
+state can be had, and given, whole (SMP_API.md 1.8).
 
 States name parameters by their index among all of them in the original order, as plain torch's do, on
-every rank: a rank's part has gaps.
+every rank: a rank's part has gaps. Where the model has masters (precision/masters.py), the wrapped
+optimizer's groups and state hold those in the parameters' place; indices stay the parameters'.
 """
 
 from __future__ import annotations
@@ -12,19 +13,20 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
-from smp_core.errors import ArgumentError, ArgumentTypeError
+from smp_core.errors import ArgumentTypeError
 from smp_core.topology import GroupKind
 from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import SecondModelError, UnsupportedTrainingError
 from smp_core.torch.pipeline import foreign
+from smp_core.torch.precision import scaler
+from smp_core.torch.precision.masters import Masters, multiply
+from smp_core.torch.precision.scaler import LossScaler
+from smp_core.torch.precision.update import Found, Update
 
 PARTIAL = "_smp_is_partial"
-_LOSS_SCALE = {
-    "init_scale", "scale_factor", "scale_window", "min_scale", "delayed_shift",
-    "consecutive_hysteresis",
-}  # fmt: skip
 
 
 class DistributedOptimizer(Optimizer):
@@ -40,10 +42,15 @@ class DistributedOptimizer(Optimizer):
         static_loss_scale, dynamic_loss_scale, dynamic_loss_args: scripts pass them in FP32 runs too, the
             last as one dict under that name or as keywords of its keys. Ignored without ``fp16``.
 
+    With ``fp16``: ``optimizer`` is the wrapped optimizer, which learning-rate schedulers are given;
+    ``overflow``: whether the last step was skipped; ``loss_scaler``: precision/scaler.py's, else None.
+
     Raises ArgumentTypeError if ``optimizer`` is none, or a DistributedOptimizer; ArgumentError for an
-    unknown loss-scale argument; SecondModelError for a second one; UnsupportedTrainingError with
-    ``fp16``, whose masters are not available.
+    unknown loss-scale argument; SecondModelError for a second one; UnsupportedTrainingError for an
+    optimizer that calls its closure several times (LBFGS), in 16 bits.
     """
+
+    loss_scaler: LossScaler | None
 
     def __init__(
         self,
@@ -63,10 +70,12 @@ class DistributedOptimizer(Optimizer):
                 "smp.DistributedOptimizer: there is an optimizer already, and a script may have one. Give "
                 "one optimizer several param_groups, or call smp.shutdown() and smp.init() to start anew"
             )
-        _check_loss_scale(dynamic_loss_args)
-        if session.runtime.config.fp16:
+        dynamic = scaler.dynamic_arguments(dynamic_loss_args)
+        config = session.runtime.config
+        if isinstance(optimizer, torch.optim.LBFGS) and (config.fp16 or config.bf16):
             raise UnsupportedTrainingError(
-                "smp.DistributedOptimizer: fp16 with FP32 masters is not available; leave fp16 out"
+                "smp.DistributedOptimizer: LBFGS calls its closure several times in a step, and in 16 bits "
+                "gradients are looked at once a step. Use another optimizer, or leave fp16 and bf16 out"
             )
         # Not Optimizer.__init__, which would make groups of its own: one set of groups, two faces.
         self.optimizer = optimizer
@@ -76,9 +85,16 @@ class DistributedOptimizer(Optimizer):
         self._elsewhere: set[int] = set()
         self._loads: list[Mapping[str, Any]] = []
         self._partitioned = False
+        self.overflow = False
+        self.loss_scaler = None
+        if config.fp16:
+            self.loss_scaler = scaler.of_arguments(static_loss_scale, dynamic_loss_scale, dynamic)
+        self._masters: Masters | None = None  # once the model is partitioned
+        self._update: Update | None = None
         session.optimizer = self
         if session.model is not None and session.model.partitioned:
             self._smp_partitioned(session.model)
+            self._smp_mastered(session.model)
 
     def __getattr__(self, name: str) -> Any:
         """What we do not define is the wrapped optimizer's: its groups, its hooks, its own methods."""
@@ -129,11 +145,47 @@ class DistributedOptimizer(Optimizer):
         self._names.append(group.get("param_names"))
         if self._partitioned:
             self._keep_own(group)
+            self._take_masters()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of this rank's parameters; a rank without any does nothing but call
         ``closure``. Returns what the closure returned.
+
+        With masters, or sharded parameters, ``closure`` is called once, before anything else. With ``fp16``
+        and a dynamic loss scale every rank of the world calls: if any found an infinity or NaN, the step is
+        skipped on all, which drops the gradients; if none has a gradient, nothing at all happens.
         """
+        model = self._session.model
+        sharding = None if model is None else getattr(model, "sharding", None)
+        if self._masters is None and sharding is None:
+            return self._step(closure)
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        scale, masters = self.loss_scale, self._masters
+        if masters is not None:
+            assert self._update is not None
+            self._take_masters()
+            masters.sync()
+            found = self._update.ready(self._targets())
+            self.overflow = found is Found.OVERFLOW
+            if self.overflow:
+                self.zero_grad()
+            if found is not Found.FINITE:
+                return result
+            scale = masters.take_scale(self._targets(), scale)
+        if sharding is not None:
+            sharding.clip(self._targets(), scale)  # divides by the scale, too
+        else:
+            multiply(self._targets(), 1 / scale)
+        self._step(None)
+        if masters is not None:
+            masters.publish()
+        return result
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        """The wrapped optimizer's step; a rank without parameters only calls the closure."""
         if any(group["params"] for group in self.optimizer.param_groups):
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
         if closure is None:
@@ -142,8 +194,80 @@ class DistributedOptimizer(Optimizer):
             return closure()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's."""
+        """As torch's; of masters and of their parameters."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
+        if self._masters is not None:
+            self._masters.zero_grad(set_to_none)
+
+    def _targets(self) -> list[nn.Parameter]:
+        """What the wrapped optimizer will update: this rank's parameters or masters with a gradient."""
+        return [
+            each
+            for group in self.optimizer.param_groups
+            for each in group["params"]
+            if each.grad is not None
+        ]
+
+    # 16 bits.
+
+    @property
+    def loss_scale(self) -> float:
+        """What ``model.backward`` multiplies losses by: 1 without ``fp16``. With it, may be set.
+
+        Setting it raises UnsupportedTrainingError without ``fp16``, ArgumentError for no positive number.
+        """
+        return 1.0 if self.loss_scaler is None else self.loss_scaler.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        if self.loss_scaler is None:
+            raise UnsupportedTrainingError(
+                "optimizer.loss_scale: losses are scaled with fp16 only. Set fp16, or leave it out"
+            )
+        self.loss_scaler.loss_scale = scale
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Clip the masters' gradients by the norm of the whole model's, the loss scale taken out, as torch's
+        ``clip_grad_norm_`` does. Returns that norm; -1 if any rank's gradients overflowed, which are then
+        left as they are, for ``step`` to skip. Clipping and scale are one multiplication.
+
+        Collective over the world. Raises UnsupportedTrainingError in a run without ``fp16`` or ``bf16``,
+        before the model is partitioned, and where sharded data parallelism clips (SMP_API.md 6).
+        """
+        masters, model = self._masters, self._session.model
+        if masters is None or masters.dtype is None or self._update is None:
+            raise UnsupportedTrainingError(
+                "optimizer.clip_master_grads: there are no masters: the model is not partitioned yet, or "
+                "neither fp16 nor bf16 is set. Call it after the step; without 16 bits clip p.grad"
+            )
+        if getattr(model, "sharding", None) is not None:
+            raise UnsupportedTrainingError(
+                "optimizer.clip_master_grads: sharded data parallelism clips in optimizer.step(), to the "
+                "configuration parameter sdp_gradient_clipping. Set that, and leave the call out"
+            )
+        self._take_masters()
+        return self._update.clip(self._targets(), max_norm, norm_type)
+
+    @property
+    def fp16_groups(self) -> list[list[nn.Parameter]]:
+        """By group, this rank's 16-bit parameters that have masters."""
+        return [[parameter for parameter, _ in pairs] for pairs in self._pairs()]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[nn.Parameter]]:
+        """By group, their masters, in the same order."""
+        return [[master for _, master in pairs] for pairs in self._pairs()]
+
+    def _pairs(self) -> list[list[tuple[nn.Parameter, nn.Parameter]]]:
+        masters = self._masters
+        if masters is None or masters.dtype is None:
+            return [[] for _ in self.optimizer.param_groups]
+        self._take_masters()
+        of = {master: parameter for _, parameter, master in masters.known()}
+        return [
+            [(of[each], each) for each in group["params"] if each in of]
+            for group in self.optimizer.param_groups
+        ]
 
     # State.
 
@@ -151,6 +275,7 @@ class DistributedOptimizer(Optimizer):
         """This rank's part of the state, with ``_smp_is_partial``: False until the model is
         partitioned. ``gather_if_shard`` is about sharded state; there is none here. No communication.
         """
+        self._take_masters()
         indices = self._indices()
         state = {
             indices[id(key)] if isinstance(key, torch.Tensor) else key: value
@@ -164,7 +289,7 @@ class DistributedOptimizer(Optimizer):
             whole = {key: value for key, value in group.items() if key != "params"}
             if names is not None:
                 whole["param_names"] = list(names)
-            groups.append({**whole, "params": [indices[id(each)] for each in order]})
+            groups.append({**whole, "params": [indices[id(self._face(each))] for each in order]})
         return {"state": state, "param_groups": groups, PARTIAL: self._partitioned}
 
     def state_dict(self) -> dict[str, Any]:
@@ -227,10 +352,10 @@ class DistributedOptimizer(Optimizer):
             )
         # torch's own load matches positions, so it is given the part that is here, renumbered.
         saved = [index for each in groups for index in each["params"]]
-        index_of = {
-            id(parameter): index for parameter, index in zip(self._all(), saved, strict=True)
-        }
-        narrowed = [
+        self._take_masters()
+        of = dict(zip(saved, self._all(), strict=True))
+        index_of = {id(self._face(parameter)): index for index, parameter in reversed(of.items())}
+        narrowed: list[dict[str, Any]] = [
             {
                 **saved_group,
                 "params": [index_of[id(each)] for each in own["params"]],
@@ -242,7 +367,9 @@ class DistributedOptimizer(Optimizer):
         self.optimizer.load_state_dict(
             {
                 "state": {
-                    index: copy.deepcopy(state[index]) for index in sorted(here) if index in state
+                    index: self._moved(of[index], copy.deepcopy(state[index]))
+                    for index in sorted(here)
+                    if index in state
                 },
                 "param_groups": narrowed,
             }
@@ -252,11 +379,46 @@ class DistributedOptimizer(Optimizer):
         return [parameter for order in self._order for parameter in order]
 
     def _indices(self) -> dict[int, int]:
-        """Index of each parameter in the original order, first occurrence, as torch numbers them."""
+        """Index of each parameter, or of its master, in the original order, first occurrence, as torch
+        numbers them.
+        """
         indices: dict[int, int] = {}
         for parameter in self._all():
-            indices.setdefault(id(parameter), len(indices))
+            indices.setdefault(id(self._face(parameter)), len(indices))
         return indices
+
+    def _face(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What the wrapped optimizer has in the parameter's place."""
+        masters = self._masters
+        return parameter if masters is None else masters.of(parameter)  # type: ignore[arg-type]
+
+    def _moved(self, parameter: torch.Tensor, state: Any) -> Any:
+        """State of a parameter, as what the wrapped optimizer has in its place has it."""
+        masters = self._masters
+        return state if masters is None else masters.moved(parameter, state)  # type: ignore[arg-type]
+
+    def _take_masters(self) -> None:
+        """Put masters in the place of parameters that have one, state and all: again before each use, since
+        a parameter may have been added, or unfrozen.
+        """
+        if self._masters is None:
+            return
+        for group in self.optimizer.param_groups:
+            for position, parameter in enumerate(group["params"]):
+                face = self._face(parameter)
+                if face is not parameter:
+                    group["params"][position] = face
+                    if parameter in self.optimizer.state:
+                        state = self.optimizer.state.pop(parameter)
+                        self.optimizer.state[face] = self._moved(parameter, state)
+
+    def _smp_mastered(self, model: Any) -> None:
+        """The model has been partitioned, and has its own parameters: work on masters, if there are any."""
+        if model.masters is not None:
+            self._masters = model.masters
+            model.masters.scaler = self.loss_scaler
+            self._update = Update(self._session, model.masters)
+            self._take_masters()
 
     def _own(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter stays: it is ours, or none of the model's (then every rank has it)."""
@@ -280,21 +442,6 @@ class DistributedOptimizer(Optimizer):
         for parameter in [each for each in self.optimizer.state if not self._own(each)]:
             del self.optimizer.state[parameter]
         self._partitioned = True
-
-
-def _check_loss_scale(arguments: Mapping[str, Any]) -> None:
-    given = dict(arguments)
-    nested = given.pop("dynamic_loss_args", None)
-    if nested is not None and not isinstance(nested, Mapping):
-        raise ArgumentTypeError(
-            f"smp.DistributedOptimizer: dynamic_loss_args must be a dict, not {nested!r}"
-        )
-    unknown = sorted({*given, *(nested or {})} - _LOSS_SCALE)
-    if unknown:
-        raise ArgumentError(
-            f"smp.DistributedOptimizer: unknown argument {', '.join(map(repr, unknown))}; the arguments "
-            f"of dynamic loss scaling are {', '.join(sorted(_LOSS_SCALE))}"
-        )
 
 
 def _unshared(state: Any) -> Any:

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from smp_core.torch import nests
+from smp_core.torch.sharding import saving
 
 Tensor = torch.Tensor
 
@@ -70,7 +71,7 @@ class _Holder:
 
     def __init__(self, region: _Region, number: int) -> None:
         self.region, self.number = region, number
-        self.value: Tensor | None = None
+        self.value: Any = None  # as saving.keep has it
 
 
 class _Region:
@@ -117,7 +118,7 @@ class _Region:
                     raise RuntimeError(self._other(number, f"{kind}, then {_kind(tensor)}"))
                 holder = reference()
                 if holder is not None:
-                    holder.value = tensor
+                    holder.value = saving.keep(tensor)
             return tensor
 
         enabled, dtype, cache = self._autocast
@@ -145,7 +146,7 @@ def _open(holder: _Holder) -> Tensor:
         holder.region.repeat()
     if holder.value is None:
         raise RuntimeError(holder.region._other(holder.number, "none"))
-    return holder.value
+    return saving.opened(holder.value)
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:

@@ -4,7 +4,8 @@ The published order. Within a microbatch contributions are added as backward rea
 call counts once per parameter (uses.py), the last call first; a microbatch is one thread of control
 whichever ranks it passes, so that is the order on every partition. Microbatches are folded from the
 left in index order, whatever order they end in: a sum waits until those before it have been folded,
-and is freed by it. All of it in the parameter's dtype, as plain PyTorch accumulates.
+and is freed by it. All of it in the parameter's dtype, as plain PyTorch accumulates; of 16-bit parameters
+that have float32 masters in float32, from the first contribution on (``Ledger.wide``).
 """
 
 from __future__ import annotations
@@ -37,10 +38,13 @@ class Ledger:
 
     The listener hears of a parameter once every microbatch has had a contribution for each use, or is
     closed without one: in the thread that calls ``add`` or ``close``; not of parameters with hooks of
-    the user's, which see the sum at the end.
+    the user's, which see the sum at the end. With ``moves`` it is given the sum itself, which leaves the
+    ledger: the totals have what came later.
     """
 
-    def __init__(self, microbatches: int, listener: Listener | None = None) -> None:
+    def __init__(
+        self, microbatches: int, listener: Listener | None = None, *, moves: bool = False
+    ) -> None:
         if microbatches < 1:
             raise ValueError(f"a step has at least one microbatch, not {microbatches}")
         self._microbatches = microbatches
@@ -48,7 +52,7 @@ class Ledger:
         self._closed: set[int] = set()  # waiting for an earlier microbatch
         self._next = 0
         self._totals: dict[nn.Parameter, torch.Tensor] = {}
-        self._listener = listener
+        self._listener, self._moves = listener, moves
         self._expected: dict[int, Counter[nn.Parameter]] = {}  # uses that have brought nothing yet
         self._told: set[nn.Parameter] = set()
 
@@ -60,6 +64,8 @@ class Ledger:
                 self._told.remove(parameter)
                 self._listener.late(parameter)
 
+    wide = False  #: whether 16-bit gradients are summed in float32
+
     def add(self, microbatch: int, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Add one contribution to the sum of the microbatch; the tensor belongs to the ledger.
 
@@ -70,6 +76,8 @@ class Ledger:
                 f"a gradient of shape {tuple(parameter.shape)} arrived for microbatch {microbatch}, whose backward "
                 "has ended; call backward inside the step function only"
             )
+        if self.wide and gradient.dtype in (torch.float16, torch.bfloat16):
+            gradient = gradient.to(torch.float32)
         sums = self._sums.setdefault(microbatch, {})
         known = sums.get(parameter)
         sums[parameter] = gradient if known is None else _add(known, gradient)
@@ -87,13 +95,22 @@ class Ledger:
             if awaited and microbatch not in self._closed:
                 return
         self._told.add(parameter)
-        listener.ready(parameter, self._total(parameter))
+        listener.ready(parameter, self._moved(parameter) if self._moves else self._total(parameter))
 
     def _total(self, parameter: nn.Parameter) -> torch.Tensor:
         """The fold of what is there, in memory of its own: the sums may go on."""
         sums = [self._sums.get(each, {}) for each in range(self._next, self._microbatches)]
         parts = [each[parameter] for each in (self._totals, *sums) if parameter in each]
         total = parts[0].clone()
+        for part in parts[1:]:
+            total = _add(total, part)
+        return total
+
+    def _moved(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The fold of what is there, which the ledger has no more."""
+        sums = [self._sums.get(each, {}) for each in range(self._next, self._microbatches)]
+        parts = [each.pop(parameter) for each in (self._totals, *sums) if parameter in each]
+        total = parts[0]
         for part in parts[1:]:
             total = _add(total, part)
         return total
@@ -119,7 +136,7 @@ class Ledger:
             self._expected.pop(self._next, None)
             self._next += 1
         if self._listener is not None:
-            for parameter in self._sums.get(self._microbatches - 1, {}):
+            for parameter in list(self._sums.get(self._microbatches - 1, {})):
                 self._tell(self._listener, parameter)
 
     @property

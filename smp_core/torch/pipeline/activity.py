@@ -6,6 +6,7 @@ What it calls, and with which random stream, is the affair of uses.py.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from smp_core.torch.pipeline.packets import Frozen, Parcel
@@ -22,7 +23,7 @@ class Activity:
     ``crossed``: it has called a module of another rank. ``entered`` is the module whose forward hooks
     run, until its ``forward`` is called. ``request`` is what the rank's own thread is to send when the
     activity has paused, None if it only waits for its turn; ``reply`` is what it was resumed with.
-    ``aside``: it has paused for the rank's own thread alone, and goes on at once.
+    ``aside``: what it has paused for, that the rank's own thread does; then it goes on at once.
     """
 
     __slots__ = (
@@ -46,7 +47,8 @@ class Activity:
     def __init__(self, step: Step, phase: Phase, microbatch: int, path: str | None) -> None:
         self.step, self.phase, self.microbatch, self.path = step, phase, microbatch, path
         self.number = -1
-        self.aside = self.crossed = False
+        self.aside: Callable[[], object] | None = None
+        self.crossed = False
         self.entered: Any = None
         self.worker: Worker | None = None
         self.request: tuple[int, Any, Frozen] | None = None
@@ -70,15 +72,18 @@ class Activity:
             root.train(training)
         self.check()
 
-    def step_aside(self) -> None:
-        """Let the rank's own thread begin the reduction of what is due."""
-        gradients = self.step.gradients
-        assert gradients is not None
+    def step_aside(self, action: Callable[[], object]) -> None:
+        """Have the rank's own thread, the only one that communicates, carry out ``action``.
+
+        Raises Unwound if the step was given up.
+        """
+        self.check()
         if self.worker is None:  # in that thread
-            gradients.advance()
-        elif self.step.failure is None and not self.step.unwinding:
-            self.aside = True
+            action()
+        else:
+            self.aside = action
             self.worker.pause()
+            self.check()
 
     def ask(self, rank: int, message: Any, frozen: Frozen) -> Parcel:
         """Send a request to another pp rank, and wait for the answer."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -21,6 +22,7 @@ from smp_core.torch.pipeline.activity import Activity
 from smp_core.torch.pipeline.uses import CallKey
 
 Owner = Callable[[str], int | None]
+Alone = Callable[[], AbstractContextManager[None]]
 
 
 class Site:
@@ -29,10 +31,12 @@ class Site:
     ``hooked`` calls it, hooks and all; ``plain`` is its own ``forward``. ``away``: another rank owns it.
     """
 
-    __slots__ = ("_copied", "_heard", "_torchs", "_tree", "away", "module", "path", "plain")
+    __slots__ = (
+        "_alone", "_copied", "_heard", "_torchs", "_tree", "away", "module", "path", "plain",
+    )  # fmt: skip
 
-    def __init__(self, module: nn.Module, path: str, away: bool) -> None:
-        self.module, self.path, self.away = module, path, away
+    def __init__(self, module: nn.Module, path: str, away: bool, alone: Alone | None) -> None:
+        self.module, self.path, self.away, self._alone = module, path, away, alone
         self._tree = list(module.modules())
         self._heard: dict[int, bytes] = {}
         self._torchs = None if away else _all_of_torch(module)
@@ -48,7 +52,7 @@ class Site:
         """
         for name, value in state.items():
             setattr(self, name, value)
-        self._copied = True
+        self._copied, self._alone = True, None
 
     def opens(self) -> None:
         """A module below it is another rank's."""
@@ -161,7 +165,10 @@ class Site:
                 f"{boundary.module_text(self.path)} was called outside of a step, and another pp rank "
                 "owns it. Call the model in a function that smp.step decorates"
             )
-        return run(*args, **kwargs)
+        if self._alone is None:
+            return run(*args, **kwargs)
+        with self._alone():
+            return uses.hold(self.module, run, args, kwargs)
 
 
 def _all_of_torch(module: nn.Module) -> list[nn.Module] | None:
@@ -171,12 +178,17 @@ def _all_of_torch(module: nn.Module) -> list[nn.Module] | None:
     return tree if own else None
 
 
-def install(module: nn.Module, owner: Owner, rank: int) -> dict[str, Site]:
-    """Catch the calls of every module of the tree; gives the sites, by path."""
+def install(
+    module: nn.Module, owner: Owner, rank: int, alone: Alone | None = None
+) -> dict[str, Site]:
+    """Catch the calls of every module of the tree; gives the sites, by path.
+
+    ``alone``, if it is given, is entered around calls outside of steps.
+    """
     elsewhere = {path: owner(path) not in (None, rank) for path, _ in module.named_modules()}
     sites = {}
     for path, child in module.named_modules():
-        site = sites[path] = Site(child, path, elsewhere[path])
+        site = sites[path] = Site(child, path, elsewhere[path], alone)
         below = [other for other in elsewhere if other.startswith(f"{path}." if path else "")]
         if any(elsewhere[other] for other in below):
             site.opens()

@@ -4,7 +4,8 @@ Published order: a step's totals (accumulation.py) are summed with those of the 
 order, until ``backward_passes_per_step`` steps are together (SMP_API.md 1.7; they are summed, not
 averaged). Then replicas are folded (replicas.py), and the result is divided once, by the number of
 replicas and, if gradients are averaged over them, of microbatches. It is added to ``p.grad``. A
-parameter that no replica has a gradient for keeps its ``p.grad``, also None.
+parameter that no replica has a gradient for keeps its ``p.grad``, also None. A 16-bit parameter with a
+master (precision/masters.py) has all of this in float32, and in the end in ``master.grad``.
 
 With several replicas gradients are reduced whether ``ddp`` is on or not: nobody wants replicas that
 drift apart in silence.
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -40,6 +41,9 @@ from smp_core.torch.pipeline.replicas import (
     unflatten,
 )
 
+if TYPE_CHECKING:
+    from smp_core.torch.precision.masters import Masters
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -57,15 +61,22 @@ class Gradients:
     """The gradients of one rank's parameters, over steps and replicas.
 
     ``parameters`` are the rank's own by name, the same on all replicas; frozen ones may be among them.
-    Made by all members of the DP group at the same point.
+    Made by all members of the DP group at the same point. ``masters`` get
+    the gradients of their parameters.
     """
 
     def __init__(
-        self, runtime: Runtime, parameters: Mapping[str, nn.Parameter], options: Options
+        self,
+        runtime: Runtime,
+        parameters: Mapping[str, nn.Parameter],
+        options: Options,
+        masters: Masters | None = None,
     ) -> None:
-        self._runtime, self._options = runtime, options
+        self._runtime, self._options, self._masters = runtime, options, masters
         self._parameters = list(dict.fromkeys(parameters.values()))
-        self.replicas = Replicas(runtime)
+        wide = masters is not None and masters.dtype is not None
+        self.replicas = Replicas(runtime, wide)
+        self.reductions = 0  # how often gradients were reduced: the same on every rank
         self._pending: dict[nn.Parameter, torch.Tensor] = {}
         self._passes = 0  # steps that are in `pending`
         self._unit = 0  # microbatches of the first of them
@@ -185,10 +196,17 @@ class Gradients:
         if boundary:
             reduced = self._reduce(agreed, overlap, self._divisor(self._unit))
             self._pending, self._passes, self._unit = {}, 0, 0
+            self.reductions += 1
             if not joined:
                 for parameter, gradient in reduced.items():
-                    deposit(parameter, gradient)
+                    self._deposit(parameter, gradient)
         return None
+
+    def _deposit(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        if self._masters is None:
+            deposit(parameter, gradient)
+        else:
+            self._masters.deposit(parameter, gradient, deposit)
 
     @property
     def _overlaps(self) -> bool:
@@ -202,7 +220,7 @@ class Gradients:
         return [parameter for parameter in self._parameters if parameter.requires_grad]
 
     def _buckets(self, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-        return fill_buckets(parameters, self._options.bucket_cap_mb * 2**20)
+        return fill_buckets(parameters, self._options.bucket_cap_mb * 2**20, self.replicas.wide)
 
     def _present(self, sums: Mapping[nn.Parameter, torch.Tensor]) -> bytes:
         return bytes(
@@ -241,7 +259,12 @@ class Gradients:
                     bucket,
                     self.replicas.hooked(
                         self._hook,
-                        GradBucket(index, index == last, bucket, flatten(bucket, self._pending)),
+                        GradBucket(
+                            index,
+                            index == last,
+                            bucket,
+                            flatten(bucket, self._pending, self.replicas.wide),
+                        ),
                     ),
                 )
                 for index, bucket in enumerate(buckets)

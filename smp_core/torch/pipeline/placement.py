@@ -20,6 +20,7 @@ from smp_core.torch import creation
 from smp_core.torch.exceptions import PartitionError, UnsupportedTrainingError
 from smp_core.torch.pipeline import foreign, partitioner, sharing
 from smp_core.torch.pipeline.sharing import Entry
+from smp_core.torch.sharding.state import Sharding
 
 if TYPE_CHECKING:
     from smp_core.backends.base import Group
@@ -205,9 +206,11 @@ def distribute(session: Session, model: Any, placement: Placement) -> None:
     _check_same(session, module)
     here, source = runtime.position(GroupKind.PP), _source(session)
     _pin(module)
-    for owner in range(placement.degree):
-        _send_part(session, module, placement, owner, source)
     vars(model)[SHAPES] = {entry.name: tuple(entry.tensor.shape) for entry in unique(module)}
+    if runtime.topology.sharding > 1:
+        model.sharding = Sharding(runtime, model)
+    for owner in range(placement.degree):
+        _send_part(session, module, placement, owner, source, model.sharding)
     release(module, placement, here)
     session.tape = None
     model.placement = placement
@@ -279,7 +282,12 @@ def _say(line: tuple[str, str, tuple[int, ...], str, str] | None) -> str:
 
 
 def _send_part(
-    session: Session, module: nn.Module, placement: Placement, owner: int, source: int
+    session: Session,
+    module: nn.Module,
+    placement: Placement,
+    owner: int,
+    source: int,
+    sharding: Sharding | None,
 ) -> None:
     """The values of one partition, from the source to the ranks that own it."""
     from smp_core.backends.base import Group
@@ -300,11 +308,19 @@ def _send_part(
                 objects.broadcast([_packed(value) for value in values], group)
             if runtime.position(GroupKind.PP) == owner:
                 for entry, value in zip(chunk, values, strict=True):
-                    if entry.tensor.is_meta:
+                    shard = None if sharding is None else sharding.shard(entry.tensor)
+                    if shard is not None:
+                        replace(entry.tensor, shard.take(value))
+                    elif entry.tensor.is_meta:
                         replace(entry.tensor, value)
+            del values
         else:
             for entry, value in zip(chunk, objects.recv_from(source), strict=True):
-                assign(entry.tensor, value)
+                shard = None if sharding is None else sharding.shard(entry.tensor)
+                if shard is None:
+                    assign(entry.tensor, value)
+                else:
+                    replace(entry.tensor, shard.take(value))
 
 
 def _chunks(module: nn.Module, placement: Placement, owner: int) -> Iterator[list[Entry]]:

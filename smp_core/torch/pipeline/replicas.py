@@ -4,7 +4,8 @@ A bucket is exchanged, not summed, by the backend: each replica gets its slice o
 (all-to-all), folds it along the tree of ``smp_core.reduction`` over dp ranks, divides once, and hands
 the result to all (all-gather). The traffic is that of a ring all-reduce, 2 (n - 1) / n of the bucket
 per rank; the bits are the same on every backend, for every bucket size. 16-bit values are folded and
-divided in float32, and rounded once.
+divided in float32, and rounded once; not at all where their parameters have float32 masters, whose
+gradients are float32 from the first sum on.
 
 Only the rank's own thread may call anything here.
 """
@@ -31,20 +32,28 @@ _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 CommHook = Callable[[Any, "GradBucket"], Any]
 
 
-def fill_buckets(parameters: Sequence[nn.Parameter], cap: float) -> list[list[nn.Parameter]]:
+def dtype_of(parameter: nn.Parameter, wide: bool) -> torch.dtype:
+    """The dtype of a parameter's gradients: its own; if ``wide``, float32 for a 16-bit one."""
+    return _WIDE.get(parameter.dtype, parameter.dtype) if wide else parameter.dtype
+
+
+def fill_buckets(
+    parameters: Sequence[nn.Parameter], cap: float, wide: bool = False
+) -> list[list[nn.Parameter]]:
     """The parameters in reverse order, as backward reaches them, in buckets of one dtype and at most
-    ``cap`` bytes; a parameter larger than that is alone.
+    ``cap`` bytes of gradients; a parameter larger than that is alone. ``wide`` as in ``dtype_of``.
     """
     buckets: list[list[nn.Parameter]] = []
     open_: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
     for parameter in reversed(parameters):
-        size = parameter.numel() * parameter.element_size()
-        bucket, filled = open_.get(parameter.dtype, ([], 0))
+        dtype = dtype_of(parameter, wide)
+        size = parameter.numel() * dtype.itemsize
+        bucket, filled = open_.get(dtype, ([], 0))
         if not bucket or filled + size > cap:
             bucket, filled = [], 0
             buckets.append(bucket)
         bucket.append(parameter)
-        open_[parameter.dtype] = bucket, filled + size
+        open_[dtype] = bucket, filled + size
     return buckets
 
 
@@ -85,10 +94,12 @@ class GradBucket:
 class Replicas:
     """The ranks that hold the same partition, each with data of its own.
 
-    Made by all members of the DP group at the same point: it makes a process group.
+    Made by all members of the DP group at the same point: it makes a process group. ``wide``: gradients
+    of 16-bit parameters are float32, and stay that.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, wide: bool = False) -> None:
+        self.wide = wide
         group = runtime.group(GroupKind.DP)
         self.runtime = runtime
         self.size = len(group.ranks)
@@ -124,7 +135,8 @@ class Replicas:
         divisor: int,
     ) -> Exchange:
         """Begin to reduce a bucket; a parameter without a gradient counts as zeros."""
-        return Exchange(self._group, self.size, flatten(parameters, gradients), parameters, divisor)
+        flat = flatten(parameters, gradients, self.wide)
+        return Exchange(self._group, self.size, flat, parameters, divisor)
 
     def hooked(
         self,
@@ -171,7 +183,7 @@ class Replicas:
         total = reduction.fold(given, lambda a, b: (a + b).coalesce())
         return torch.sparse_coo_tensor(
             total.indices(),
-            (total.values() / divisor).to(parameter.dtype),
+            (total.values() / divisor).to(dtype_of(parameter, self.wide)),
             parameter.shape,
             is_coalesced=True,
             check_invariants=False,
@@ -245,10 +257,16 @@ class Exchange:
 
 
 def flatten(
-    parameters: Sequence[nn.Parameter], gradients: Mapping[nn.Parameter, torch.Tensor]
+    parameters: Sequence[nn.Parameter],
+    gradients: Mapping[nn.Parameter, torch.Tensor],
+    wide: bool = False,
 ) -> torch.Tensor:
-    """The gradients as one flat tensor of their own memory; zeros where there is none."""
-    flat = parameters[0].new_zeros(sum(parameter.numel() for parameter in parameters))
+    """The gradients as one flat tensor of their own memory; zeros where there is none. ``wide`` as in
+    ``dtype_of``.
+    """
+    flat = parameters[0].new_zeros(
+        sum(parameter.numel() for parameter in parameters), dtype=dtype_of(parameters[0], wide)
+    )
     for part, parameter in zip(_split(flat, parameters), parameters, strict=True):
         gradient = gradients.get(parameter)
         if gradient is not None:
@@ -263,7 +281,9 @@ def unflatten(
     for parameter, part in zip(parameters, _split(flat, parameters), strict=True):
         yield (
             parameter,
-            part if views else torch.empty_like(parameter, requires_grad=False).copy_(part),
+            part
+            if views
+            else torch.empty_like(parameter, dtype=flat.dtype, requires_grad=False).copy_(part),
         )
 
 

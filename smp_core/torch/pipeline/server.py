@@ -123,9 +123,9 @@ class Server:
             self._crew.resume(activity.worker)
         else:
             self._begin(activity, function)
-        while activity.aside:  # reduction over replicas begins where backward has passed
-            activity.aside = False
-            self._advance()
+        while activity.aside is not None:
+            action, activity.aside = activity.aside, None
+            action()
             assert activity.worker is not None
             self._crew.resume(activity.worker)
         step.timeline.ends(activity, time.perf_counter())
@@ -160,7 +160,7 @@ class Server:
             activities.set_current(activity)
             try:
                 enter = uses.body if activity.path is None else uses.activity
-                with enter(step.ledger, activity.microbatch, step.seed):
+                with enter(step.ledger, activity.microbatch, step.seed, step.gathered):
                     activity.value = function(activity)
             except Unwound:
                 activity.unwound = True

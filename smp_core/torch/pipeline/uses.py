@@ -47,6 +47,8 @@ from torch.nn.parameter import is_lazy
 
 from smp_core.torch import nests
 from smp_core.torch.pipeline import streams
+from smp_core.torch.sharding import registration, saving
+from smp_core.torch.sharding.gathered import Gathered
 
 
 class Ledger(Protocol):
@@ -77,23 +79,32 @@ class CallKey:
 
 
 class _Frame:
-    """One call in progress, or the body: counts the calls it makes, and keeps its uses."""
+    """One call in progress, or the body: counts the calls it makes, and keeps its uses.
 
-    __slots__ = ("counts", "stream", "uses")
+    ``units`` are the numbers of the units of sharded parameters that it has used (sharding/gathered.py).
+    """
 
-    def __init__(self, stream: int) -> None:
-        self.stream = stream
+    __slots__ = ("counts", "module", "parent", "stream", "units", "uses")
+
+    def __init__(
+        self, stream: int, parent: _Frame | None = None, module: nn.Module | None = None
+    ) -> None:
+        self.stream, self.parent, self.module = stream, parent, module
         self.counts: dict[str, int] = {}
-        self.uses: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self.uses: dict[tuple[int, bool], tuple[nn.Parameter, nn.Parameter]] = {}
+        self.units: set[int] | None = None
 
 
 class _Activity:
     """What the current thread works on."""
 
-    __slots__ = ("frame", "ledger", "microbatch")
+    __slots__ = ("frame", "gathered", "ledger", "microbatch")
 
-    def __init__(self, ledger: Ledger, microbatch: int, frame: _Frame) -> None:
+    def __init__(
+        self, ledger: Ledger, microbatch: int, frame: _Frame, gathered: Gathered | None
+    ) -> None:
         self.ledger, self.microbatch, self.frame = ledger, microbatch, frame
+        self.gathered = gathered
 
 
 class _Local(threading.local):
@@ -106,24 +117,41 @@ _local = _Local()
 
 
 @contextlib.contextmanager
-def activity(ledger: Ledger, microbatch: int, seed: int) -> Iterator[None]:
+def activity(
+    ledger: Ledger, microbatch: int, seed: int, gathered: Gathered | None = None
+) -> Iterator[None]:
     """While entered, this thread works for the microbatch: gradients go to the ledger.
 
-    ``seed`` is that of the step. Activities nest; a backward pass is one, too.
+    ``seed`` is that of the step; ``gathered`` has the sharded parameters, if there are any. Activities
+    nest; a backward pass is one, too.
     """
     before = _local.activity, _local.call
-    _local.activity = _Activity(ledger, microbatch, _Frame(streams.root(seed, microbatch)))
+    frame = _Frame(streams.root(seed, microbatch))
+    _local.activity = _Activity(ledger, microbatch, frame, gathered)
     _local.call = None
     try:
-        yield
+        if gathered is None:
+            yield
+        else:
+            with saving.entered(gathered, microbatch):
+                yield
     finally:
+        if frame.uses:
+            _write_back(frame)
+        if gathered is not None:
+            _leave(frame, gathered)
         _local.activity, _local.call = before
 
 
 @contextlib.contextmanager
-def body(ledger: Ledger, microbatch: int, seed: int) -> Iterator[None]:
+def body(
+    ledger: Ledger, microbatch: int, seed: int, gathered: Gathered | None = None
+) -> Iterator[None]:
     """:func:`activity` for the body of a microbatch, whose random stream is entered as well."""
-    with activity(ledger, microbatch, seed), streams.entered(streams.root(seed, microbatch)):
+    with (
+        activity(ledger, microbatch, seed, gathered),
+        streams.entered(streams.root(seed, microbatch)),
+    ):
         yield
 
 
@@ -154,22 +182,53 @@ def run(
     kwargs: dict[str, Any],
 ) -> Any:
     """``forward(*args, **kwargs)`` as the call ``key`` of ``module``; what it raises passes through."""
-    before = _local.call
-    frame = _local.call = _Frame(key.stream)
+    before, work = _local.call, _local.activity
+    gathered = None if work is None else work.gathered
+    frame = _Frame(key.stream, before or (None if work is None else work.frame), module)
+    _local.call = frame
     try:
-        with streams.entered(key.stream):
+        with streams.entered(key.stream), registration.entered(module, gathered, _read):
             if torch.is_grad_enabled():
                 if not kwargs and len(args) == 1 and type(args[0]) is torch.Tensor:
                     args = (_identity(args[0]),)  # most calls; nests take 10 times as long
                 else:
                     args, kwargs = identities((args, kwargs))
-                if isinstance(module, nn.RNNBase):
-                    return _run_recurrent(module, forward, args, kwargs)
-            return forward(*args, **kwargs)
+            if isinstance(module, nn.RNNBase) and (gathered or torch.is_grad_enabled()):
+                output = _run_recurrent(module, forward, args, kwargs)
+            else:
+                output = forward(*args, **kwargs)
+            return output if gathered is None or not frame.uses else _released(output)
     finally:
         _local.call = before
         if frame.uses:
             _write_back(frame)
+        if gathered is not None:
+            _leave(frame, gathered)
+
+
+def hold(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """A call of a module outside of steps, whose sharded parameters are whole while it lasts: nothing
+    else that :func:`run` does. In an activity.
+    """
+    before, work = _local.call, _local.activity
+    assert work is not None
+    gathered = work.gathered
+    assert gathered is not None
+    frame = _local.call = _Frame(0, before or work.frame, module)
+    try:
+        with registration.entered(module, gathered, _read):
+            if isinstance(module, nn.RNNBase):
+                return _run_recurrent(module, forward, args, kwargs)
+            return _released(forward(*args, **kwargs))
+    finally:
+        _local.call = before
+        _write_back(frame)
+        _leave(frame, gathered)
 
 
 @contextlib.contextmanager
@@ -189,7 +248,7 @@ def same_keys(function: Callable[..., Any]) -> Callable[..., Any]:
     first = _local.call
     if first is None:
         return function
-    stream, counts = first.stream, dict(first.counts)
+    stream, counts, module = first.stream, dict(first.counts), first.module
     begun = False
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -197,13 +256,16 @@ def same_keys(function: Callable[..., Any]) -> Callable[..., Any]:
         if not begun:
             begun = True
             return function(*args, **kwargs)
-        before, frame = _local.call, _Frame(stream)
+        before, frame = _local.call, _Frame(stream, _local.call, module)
         frame.counts.update(counts)
         _local.call = frame
+        work = _local.activity
         try:
             return function(*args, **kwargs)
         finally:
             _local.call = before
+            if work is not None and work.gathered is not None:
+                _leave(frame, work.gathered)
 
     return run
 
@@ -254,49 +316,85 @@ class _Alias(torch.autograd.Function):
 class _Delivery:
     """Hook of a use: what backward has accumulated in it goes to the ledger."""
 
-    __slots__ = ("ledger", "microbatch", "parameter")
+    __slots__ = ("gathered", "ledger", "microbatch", "parameter")
 
-    def __init__(self, ledger: Ledger, microbatch: int, parameter: nn.Parameter) -> None:
-        self.ledger, self.microbatch, self.parameter = ledger, microbatch, parameter
+    def __init__(self, work: _Activity, parameter: nn.Parameter, gathered: Gathered | None) -> None:
+        self.ledger, self.microbatch, self.parameter = work.ledger, work.microbatch, parameter
+        self.gathered = gathered
 
     def __call__(self, use: torch.Tensor) -> None:
         gradient, use.grad = use.grad, None
         if gradient is not None:
             self.ledger.add(self.microbatch, self.parameter, gradient)
+        if self.gathered is not None:
+            self.gathered.came(self.microbatch, self.parameter)
+
+
+def _read(parameter: nn.Parameter) -> nn.Parameter:
+    """What somebody gets who reads a parameter of the model now."""
+    frame, work = _local.call, _local.activity
+    if frame is None:
+        # A body that reads a parameter itself: caught by a hook, unless there is only a shard to be read.
+        if work is None or work.gathered is None or work.gathered.shard(parameter) is None:
+            return parameter
+        frame = work.frame
+    return _use(parameter, frame)
 
 
 def _use(parameter: nn.Parameter, frame: _Frame) -> nn.Parameter:
-    known = frame.uses.get(id(parameter))
+    work = _local.activity
+    if work is None or is_lazy(parameter) or not parameter.is_leaf:
+        return parameter
+    recorded = parameter.requires_grad and torch.is_grad_enabled()
+    known = frame.uses.get((id(parameter), recorded))
     if known is not None:
         return known[1]
-    work = _local.activity
-    if (
-        work is None
-        or not parameter.requires_grad
-        or not parameter.is_leaf
-        or is_lazy(parameter)
-        or not torch.is_grad_enabled()
-    ):
+    gathered = work.gathered
+    if gathered is not None and gathered.shard(parameter) is None:
+        gathered = None  # whole on every rank
+    if not recorded and gathered is None:
         return parameter
-    use = torch.Tensor._make_subclass(type(parameter), parameter.detach(), True)
+    value = parameter.detach() if gathered is None else gathered.read(parameter, frame)
+    use = torch.Tensor._make_subclass(type(parameter), value, recorded)
     use.__dict__.update(parameter.__dict__)
     use._smp_parameter = parameter  # type: ignore[attr-defined]
-    use.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-        _Delivery(work.ledger, work.microbatch, parameter)
-    )
-    if not _local.repeats:
-        work.ledger.expect(work.microbatch, parameter)
-    frame.uses[id(parameter)] = (parameter, use)
+    if recorded:
+        use.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            _Delivery(work, parameter, gathered)
+        )
+        if not _local.repeats:
+            work.ledger.expect(work.microbatch, parameter)
+            if gathered is not None:
+                gathered.expect(work.microbatch, parameter)
+    frame.uses[id(parameter), recorded] = (parameter, use)
     return use
 
 
 def _write_back(frame: _Frame) -> None:
     """What a module did to a use rather than into its memory: new data, or freezing."""
-    for parameter, use in frame.uses.values():
-        if use.data_ptr() != parameter.data_ptr() or use.shape != parameter.shape:
+    for (_, recorded), (parameter, use) in frame.uses.items():
+        if frame.units is not None and hasattr(parameter, "ds_tensor"):
+            # The graph keeps the use, which is to keep no memory: no value of it is looked at again.
+            use.data = use.new_zeros(1).expand(use.shape)
+        elif use.data_ptr() != parameter.data_ptr() or use.shape != parameter.shape:
             parameter.data = use.data
-        if not use.requires_grad and use.is_leaf:
+        if recorded and not use.requires_grad and use.is_leaf:
             parameter.requires_grad_(False)
+
+
+def _leave(frame: _Frame, gathered: Gathered) -> None:
+    if frame.units:
+        gathered.leave(frame, _local.repeats)
+
+
+def _released(output: Any) -> Any:
+    """The output of a call, with a view in place of each use that is part of it."""
+    if not any(hasattr(tensor, "_smp_parameter") for tensor in nests.tensors(output)):
+        return output
+    tensors, rest = nests.flatten(output)
+    return nests.unflatten(
+        [each.view_as(each) if hasattr(each, "_smp_parameter") else each for each in tensors], rest
+    )
 
 
 def _run_recurrent(
@@ -333,10 +431,9 @@ class _Parameters(dict[str, "nn.Parameter | None"]):
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = dict.__getitem__(self, name)
-        frame = _local.call
-        if frame is None or parameter is None or id(parameter) not in self._members:
+        if _local.activity is None or parameter is None or id(parameter) not in self._members:
             return parameter
-        return _use(parameter, frame)
+        return _read(parameter)
 
     def __setitem__(self, name: str, parameter: nn.Parameter | None) -> None:
         dict.__setitem__(self, name, getattr(parameter, "_smp_parameter", parameter))
@@ -346,10 +443,12 @@ class _Parameters(dict[str, "nn.Parameter | None"]):
         return default if found is None else self[name]
 
     def items(self) -> Any:
-        return dict.items(self) if _local.call is None else [(name, self[name]) for name in self]
+        return (
+            dict.items(self) if _local.activity is None else [(name, self[name]) for name in self]
+        )
 
     def values(self) -> Any:
-        return dict.values(self) if _local.call is None else [self[name] for name in self]
+        return dict.values(self) if _local.activity is None else [self[name] for name in self]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(dict.items(self)),)  # a copy, or a pickle, is nothing special

@@ -1,0 +1,267 @@
+"""Masters: what the optimizer works on in a parameter's place.
+
+In a 16-bit run the master of a 16-bit parameter is a float32 copy of it, and gradients go there without
+ever being rounded to 16 bits; after an update the parameter is its master, rounded to nearest even. With
+``shard_optimizer_state`` a master is this rank's own part of the parameter, flat, and after an update
+the parts of all ranks make the parameter again. A parameter that needs neither is its own master.
+
+A master takes on whatever ``p.data`` is when it is made, so with sharded parameters it is a shard::
+
+    masters = model.masters                # None where every parameter is its own master
+    master = masters.of(parameter)         # made when first asked for
+    masters.deposit(parameter, gradient)   # adds to master.grad
+    masters.publish()                      # after an update: parameters from masters
+
+A parameter that is changed in place, as by ``load_state_dict`` or under ``torch.no_grad()``, is what
+counts: its master takes the new value over before the next update (``sync``). What is written past
+torch's version counter (``p.data.mul_(...)``) is not seen, and is overwritten.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from smp_core.torch.exceptions import CheckpointError
+from smp_core.torch.precision.scaler import LossScaler
+
+Deposit = Callable[[nn.Parameter, torch.Tensor], None]
+
+
+class Parts(Protocol):
+    """How masters are split over ranks (precision/parts.py)."""
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of a tensor, flat; memory of the tensor where possible."""
+
+    def gather(self, parameters: Iterable[nn.Parameter], own: Iterable[torch.Tensor]) -> None:
+        """Collective: give parameters the values of the ranks' own parts of them."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Entry:
+    master: nn.Parameter
+    version: int  # of the parameter, when the two agreed
+
+
+class Masters:
+    """The masters of one rank's parameters.
+
+    Args:
+        dtype: the 16-bit dtype of the run, or None.
+        parts: how masters are split, or None: each is of all that ``p.data`` has.
+
+    ``scaler`` is the loss scaler of an fp16 run once there is an optimizer.
+    """
+
+    def __init__(self, dtype: torch.dtype | None, parts: Parts | None = None) -> None:
+        self.dtype, self.parts = dtype, parts
+        self.scaler: LossScaler | None = None
+        self._names: dict[nn.Parameter, str] = {}
+        self._entries: dict[nn.Parameter, _Entry] = {}
+        self._unscaled: set[nn.Parameter] = (
+            set()
+        )  # masters whose gradients are divided by the scale
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by: 1 without fp16."""
+        return 1.0 if self.scaler is None else self.scaler.loss_scale
+
+    def follow(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """From now on these are the rank's own parameters, by name, each once, in the model's order."""
+        self._names = {parameter: name for name, parameter in parameters.items()}
+        for parameter in [each for each in self._entries if each not in self._names]:
+            self._unscaled.discard(self._entries.pop(parameter).master)
+
+    def of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The parameter's master; itself, if it needs none: float32, frozen, or none of the model's."""
+        entry = self._entries.get(parameter)
+        if entry is None:
+            if not self._needed(parameter):
+                return parameter
+            entry = self._entries[parameter] = _Entry(self._made(parameter), parameter._version)
+        return entry.master
+
+    def _needed(self, parameter: nn.Parameter) -> bool:
+        return (
+            parameter in self._names
+            and parameter.requires_grad
+            and not is_lazy(parameter)
+            and (self.parts is not None or parameter.dtype == self.dtype)
+        )
+
+    def _made(self, parameter: nn.Parameter) -> nn.Parameter:
+        master = nn.Parameter(self._wide(self._own(parameter.detach()), parameter).clone())
+        # Marks of the user's, by which optimizers group or treat parameters.
+        vars(master).update(
+            (name, value) for name, value in vars(parameter).items() if not name.startswith("_smp")
+        )
+        return master
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.parts is None else self.parts.own(tensor)
+
+    def _wide(self, tensor: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+        return tensor.to(torch.float32) if parameter.dtype == self.dtype else tensor
+
+    def known(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+        """(name, parameter, master) of the masters that there are, in the order of the parameters."""
+        for parameter, name in self._names.items():
+            if parameter in self._entries:
+                yield name, parameter, self._entries[parameter].master
+
+    # Gradients.
+
+    def deposit(self, parameter: nn.Parameter, gradient: torch.Tensor, add: Deposit) -> None:
+        """Add a gradient of the whole ``p.data``, scaled as the loss was, to the master's, by ``add``.
+
+        The gradient is in the dtype of the master. Of split masters in a run without 16 bits the
+        parameter has the whole gradient, as a script expects, and the master a view of its part.
+        """
+        master = self.of(parameter)
+        if self.parts is not None and parameter.dtype != self.dtype:
+            add(parameter, gradient)
+            self._view(parameter, master)
+            return
+        if master is not parameter:
+            gradient = self._own(gradient)
+        if master.grad is None:
+            self._unscaled.discard(master)
+        elif master in self._unscaled:  # what is there was divided by the scale already
+            gradient = gradient * (1 / self.loss_scale)
+        add(master, gradient)
+        if master is not parameter:
+            for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
+                hook(master)
+
+    def _view(self, parameter: nn.Parameter, master: nn.Parameter) -> None:
+        """Let a split master's gradient be its part of the parameter's."""
+        whole = parameter.grad
+        master.grad = None if whole is None else self._own(whole.detach())
+
+    def take_scale(self, targets: Sequence[nn.Parameter], scale: float) -> float:
+        """What these gradients are too large by: ``scale``, or 1. Who asks divides them by that, in one
+        multiplication with whatever else they are multiplied by; they count as unscaled from now on.
+
+        Where some are unscaled already, as after an update without ``zero_grad``, the others become it here.
+        """
+        scaled = [each for each in targets if each not in self._unscaled]
+        self._unscaled.update(targets)
+        if len(scaled) == len(targets):
+            return scale
+        multiply(scaled, 1 / scale)
+        return 1.0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of all masters, and of their parameters."""
+        for _, parameter, master in self.known():
+            for each in (parameter, master):
+                if each.grad is not None and set_to_none:
+                    each.grad = None
+                elif each.grad is not None:
+                    each.grad.detach_().zero_()
+
+    # Values.
+
+    def sync(self) -> None:
+        """Before an update: take over what parameters were given since the last one."""
+        for parameter, entry in self._entries.items():
+            if parameter._version != entry.version:
+                self._adopt(parameter, entry)
+            if self.parts is not None and parameter.dtype != self.dtype:
+                self._view(parameter, entry.master)
+
+    def adopt(self) -> None:
+        """Take over the values of all parameters, as after a load of the model's state."""
+        for parameter, entry in self._entries.items():
+            self._adopt(parameter, entry)
+
+    def agreed(self) -> None:
+        """Parameters and masters were both given their values: neither is to be taken over."""
+        for parameter, entry in self._entries.items():
+            entry.version = parameter._version
+
+    def _adopt(self, parameter: nn.Parameter, entry: _Entry) -> None:
+        value = self._wide(self._own(parameter.detach()), parameter)
+        with torch.no_grad():
+            if entry.master.shape == value.shape:
+                entry.master.copy_(value)
+            else:
+                entry.master.data = value.clone()
+        entry.version = parameter._version
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """After an update: give parameters the values of their masters, rounded to nearest even.
+        Collective over the ranks that masters are split over.
+        """
+        entries = [(each, self._entries[each]) for each in self._names if each in self._entries]
+        if self.parts is None:
+            for parameter, entry in entries:
+                parameter.copy_(entry.master)
+        else:
+            # Rounded first: half the bytes are sent, and the bits are the same.
+            rounded = [entry.master.detach().to(each.dtype) for each, entry in entries]
+            self.parts.gather([each for each, _ in entries], rounded)
+        self.agreed()
+
+    # State.
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The masters by name of the parameter; they share memory with what is returned."""
+        self.sync()
+        return {name: master.detach() for name, _, master in self.known()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take the values of masters from a :meth:`state_dict`, and publish them (collective, as that is).
+
+        Parameters that it does not name keep theirs. Raises CheckpointError for one of another shape.
+        """
+        for parameter, name in self._names.items():
+            value = state.get(name)
+            master = self.of(parameter)
+            if value is None or master is parameter:
+                continue
+            if value.shape != master.shape and value.shape == parameter.shape:
+                value = self._own(value)
+            if value.shape != master.shape:
+                raise CheckpointError(
+                    f"the master of {name!r} is of shape {list(value.shape)} in the checkpoint, and here of "
+                    f"{list(master.shape)}"
+                )
+            with torch.no_grad():
+                master.copy_(value)
+        self.publish()
+
+    def moved(self, parameter: nn.Parameter, state: Any) -> Any:
+        """An optimizer's state of a parameter as that of its master: what has the parameter's shape is cut
+        to this rank's part, and is float32 where it was 16-bit. The rest, as a step counter, is as it was.
+        """
+        if not isinstance(state, Mapping):
+            return state
+        shape = parameter.shape
+
+        def moved(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if value.dtype == self.dtype:
+                value = value.to(torch.float32)
+            if self.parts is not None and value.shape == shape and value.dim():
+                value = self._own(value).clone()
+            return value
+
+        return {key: moved(value) for key, value in state.items()}
+
+
+def multiply(targets: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply gradients in place: one rounding each."""
+    if factor != 1:
+        for target in targets:
+            if target.grad is not None:
+                target.grad.mul_(factor)

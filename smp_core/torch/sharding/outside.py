@@ -1,0 +1,57 @@
+"""Calls of a sharded model outside of steps, which pipeline degree 1 allows (SMP_API.md 1.3 item 9).
+
+What is called there gathers as in a step; ``model.backward`` then is a step of one microbatch, without its
+body. Gradients wait in a ledger of their own until it comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from smp_core.torch.pipeline import uses
+from smp_core.torch.pipeline.accumulation import Ledger
+from smp_core.torch.sharding.gathered import Gathered
+
+
+class Outside:
+    """The calls between two steps, or two backward passes."""
+
+    def __init__(self, gathered: Gathered, wide: bool) -> None:
+        self._gathered, self._wide = gathered, wide
+        self._ledger: Ledger | None = None
+        self._depth = 0
+
+    @property
+    def ledger(self) -> Ledger:
+        """Where the gradients of calls since the last backward pass go."""
+        if self._ledger is None:
+            self._ledger = Ledger(1)
+            self._ledger.wide = self._wide
+        return self._ledger
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Entered around each call of a module."""
+        if self._depth or uses.current_microbatch() is not None:  # in a call, or in backward
+            yield
+            return
+        self._gathered.begin_step()
+        self._depth += 1
+        try:
+            with uses.activity(self.ledger, 0, 0, self._gathered):
+                yield
+        finally:
+            self._depth -= 1
+            self._gathered.rest()
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[Ledger]:
+        """Entered around a backward pass; gives the ledger that its gradients go to."""
+        ledger = self.ledger
+        try:
+            with uses.activity(ledger, 0, 0, self._gathered):
+                yield ledger
+        finally:
+            self._ledger = None
+            self._gathered.end_step()

@@ -1,0 +1,72 @@
+"""``smp.register_parameter``: a module uses a parameter that it does not own (seed 004).
+
+What is read as an attribute of any module of the model is found without it: ``self.layer1.weight``. A
+parameter that a module holds in a list, a closure or any object of its own is read past the
+model, and there is only a shard to be seen. Registered, it is put in its place: while the module is called,
+functions of torch that are given the parameter get the whole one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from smp_core.errors import ArgumentTypeError
+from smp_core.torch import session as sessions
+
+REGISTERED = "_smp_registered"  #: attribute of a module: the parameters that it uses beside its own
+_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def register_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Declare that ``module`` uses ``parameter``, which another module of the model owns; before or after
+    the model is wrapped. It has an effect with sharded data parallelism only.
+
+    Raises ArgumentTypeError for what is no module, or no parameter.
+    """
+    sessions.current("smp.register_parameter")
+    if not isinstance(module, nn.Module):
+        raise ArgumentTypeError(
+            f"smp.register_parameter: module is a {type(module).__name__}, not a torch.nn.Module"
+        )
+    if not isinstance(parameter, nn.Parameter):
+        raise ArgumentTypeError(
+            f"smp.register_parameter: parameter is a {type(parameter).__name__}, not a "
+            "torch.nn.Parameter"
+        )
+    known: list[nn.Parameter] = vars(module).setdefault(REGISTERED, [])
+    if not any(each is parameter for each in known):
+        known.append(parameter)
+
+
+def entered(
+    module: nn.Module, gathered: Any, read: Callable[[nn.Parameter], nn.Parameter]
+) -> AbstractContextManager[Any]:
+    """While entered, a call of ``module`` finds the parameters that are registered with it whole, as
+    ``read`` gives them.
+    """
+    registered = vars(module).get(REGISTERED) if gathered is not None else None
+    return _Replacing(registered, read) if registered else _NOTHING
+
+
+class _Replacing(TorchFunctionMode):
+    def __init__(
+        self, registered: list[nn.Parameter], read: Callable[[nn.Parameter], nn.Parameter]
+    ) -> None:
+        super().__init__()
+        self._registered, self._read = {id(each) for each in registered}, read
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # as torch calls it
+        args, kwargs = tree_map(self._whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _whole(self, value: Any) -> Any:
+        return self._read(value) if id(value) in self._registered else value

@@ -1,0 +1,164 @@
+"""Sharded data parallelism of one rank's model: what is split, how it is had whole, and its norm.
+
+Made when the model is placed (pipeline/placement.py), before its values come: so each rank takes its own
+part of a parameter and never holds the rest (seed 004: "initialized immediately, in a sharded manner").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from smp_core import reduction
+from smp_core.runtime import Runtime
+from smp_core.torch.exceptions import UnsupportedTrainingError
+from smp_core.torch.pipeline import sharing
+from smp_core.torch.precision.masters import multiply
+from smp_core.torch.sharding.collectives import Collectives
+from smp_core.torch.sharding.gathered import Gathered
+from smp_core.torch.sharding.layout import Layout
+from smp_core.torch.sharding.shards import Shard, make_unit
+from smp_core.torch.sharding.units import groups
+
+if TYPE_CHECKING:
+    from smp_core.torch.model import DistributedModel
+
+
+class Sharding:
+    """The sharded parameters of a model, and the persistent ones.
+
+    ``collectives.traffic`` counts what is sent, ``gathered.live`` and ``gathered.peak`` the elements that
+    are whole for a while.
+    """
+
+    def __init__(self, runtime: Runtime, model: DistributedModel) -> None:
+        config, module = runtime.config, model.module
+        self._model = model
+        self.collectives = Collectives(runtime)
+        self._clipping = config.sdp_gradient_clipping
+        #: The norm of the last step's gradients before they were clipped.
+        self.norm = 0.0
+        _check_memory(module)
+        least = max(1, config.sdp_param_persistence_threshold)
+        named = list(module.named_parameters())
+        split = [(name, each) for name, each in named if each.numel() >= least]
+        size, rank = self.collectives.size, self.collectives.rank
+        units = [
+            make_unit(number, owner, members, size, rank)
+            for number, (owner, members) in enumerate(
+                groups(module, split, config.sdp_max_live_parameters)
+            )
+        ]
+        self.gathered = Gathered(self.collectives, units, config.sdp_max_live_parameters)
+
+    def shard(self, parameter: torch.Tensor) -> Shard | None:
+        """What is kept of a parameter, None if it is whole on every rank."""
+        return self.gathered.shard(parameter)
+
+    def wholes(self, given: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> Iterator[torch.Tensor]:
+        """What ranks keep for their own elements of a split parameter (values, a gradient, a state), whole
+        and in the parameter's shape; of each pair the second is this rank's, 1-D.
+
+        Every rank of the sharding group calls it alike. One is gathered at a time.
+        """
+        for parameter, own in given:
+            shard = self.shard(parameter)
+            assert shard is not None
+            part = own.new_zeros(shard.layout.part)
+            part[: shard.owned] = own.detach()
+            gathered = self.collectives.all_gather(part).result()
+            yield shard.shaped(shard.layout.whole(gathered))
+
+    @contextlib.contextmanager
+    def whole_tree(self, module: nn.Module, values: bool) -> Iterator[None]:
+        """While entered, parameters of their true shapes stand in the tree, for torch's ``state_dict`` and
+        ``load_state_dict``; afterwards each shard takes its elements of those that were changed.
+
+        ``values``: they have the true values, too; then every rank of the sharding group calls it alike.
+        """
+        stand_ins: dict[int, tuple[Shard, nn.Parameter, int]] = {}
+        registries: list[tuple[Any, str, nn.Parameter]] = []
+        for child in module.modules():
+            for name, parameter in dict.items(child._parameters):
+                shard = None if parameter is None else self.shard(parameter)
+                if parameter is None or shard is None:
+                    continue
+                if id(parameter) not in stand_ins:
+                    if values:
+                        (value,) = self.wholes([(parameter, parameter.data)])
+                    else:
+                        value = torch.empty_strided(
+                            shard.shape, shard.stride, dtype=parameter.dtype
+                        )
+                    stand_in = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                    stand_ins[id(parameter)] = shard, stand_in, stand_in._version
+                registries.append((child._parameters, name, parameter))
+                dict.__setitem__(child._parameters, name, stand_ins[id(parameter)][1])
+        try:
+            yield
+        finally:
+            for registry, name, parameter in registries:
+                dict.__setitem__(registry, name, parameter)
+        for shard, stand_in, version in stand_ins.values():
+            if stand_in._version != version:
+                shard.take(stand_in)
+
+    # Clipping.
+
+    def clip(self, targets: Sequence[nn.Parameter], scale: float = 1.0) -> None:
+        """Multiply gradients so that their norm over the whole model is at most ``sdp_gradient_clipping``:
+        inside ``optimizer.step()`` (seed 004).
+
+        ``targets`` are this rank's parameters, or masters, that have a gradient; it is changed in place.
+        Gradients are given multiplied by ``scale``, a loss scale, and come out without it. Every rank of the
+        sharding group calls it.
+
+        Published order: the squares of a rank's own elements are summed in float64 parameter by
+        parameter (of a persistent one those of the part that would be its own, so that it counts once), then over
+        the parameters in their order from the left, then over the ranks of the sharding group along the tree.
+        The coefficient is ``clipping / (norm + 1e-6)`` and at most 1, the same bits on every rank; each gradient
+        is multiplied once, by it divided by the scale, in its own dtype. A norm that is infinite or no number
+        clips nothing.
+        """
+        masters = self._model.masters
+        with_gradient, own = set(targets), 0.0
+        for parameter in self._model.module.parameters():
+            target = parameter if masters is None else masters.of(parameter)
+            if target in with_gradient and target.grad is not None:
+                own += _square(self._own(parameter, target.grad))
+        told = [values[0] for values in self.collectives.all_gather_values([own])]
+        self.norm = math.sqrt(reduction.fold(told, operator.add)) / scale
+        coefficient = self._clipping / (self.norm + 1e-6)
+        if not math.isfinite(self.norm) or coefficient > 1:
+            coefficient = 1.0
+        multiply(targets, coefficient / scale)
+
+    def _own(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+        if self.shard(parameter) is not None:
+            return gradient
+        layout = Layout(gradient.numel(), self.collectives.size)
+        return gradient.reshape(-1)[slice(*layout.own(self.collectives.rank))]
+
+
+def _check_memory(module: nn.Module) -> None:
+    """Two parameters on one memory would become two. Raises UnsupportedTrainingError."""
+    for entries in sharing.shared(module):
+        objects = {id(entry.tensor): entry for entry in entries}
+        if len(objects) > 1 and any(entry.kind == "parameter" for entry in entries):
+            names = " and ".join(repr(entry.name) for entry in objects.values())
+            raise UnsupportedTrainingError(
+                f"smp.DistributedModel: {names} are different tensors on the same memory, which sharded data "
+                "parallelism would take apart. Use one nn.Parameter in both places"
+            )
+
+
+def _square(gradient: torch.Tensor) -> float:
+    """The sum of squares in float64."""
+    real: Any = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    return float(real.double().square().sum())
