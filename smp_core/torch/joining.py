@@ -45,6 +45,11 @@ class Join:
             raise UnsupportedTrainingError(
                 "model.join is for data parallelism with the configuration parameter ddp=True"
             )
+        if model.sharding is not None:
+            raise UnsupportedTrainingError(
+                "model.join: not with sharded data parallelism: a replica without a batch has a part of the parameters "
+                "that the others need. Give every rank as many batches, or set sharded_data_parallel_degree to 1"
+            )
         if current(self._session) is not None:
             raise UnsupportedTrainingError("model.join was entered inside of model.join")
         model.__dict__["_join"] = self

@@ -37,6 +37,9 @@ from smp_core.torch.pipeline.schedule import Phase
 from smp_core.torch.pipeline.transport import Transport
 from smp_core.torch.precision import casting
 from smp_core.torch.precision.masters import Masters
+from smp_core.torch.sharding.gradients import ShardedGradients
+from smp_core.torch.sharding.outside import Outside
+from smp_core.torch.sharding.state import Sharding
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 _CALL = "smp.DistributedModel"
@@ -67,7 +70,8 @@ class DistributedModel(nn.Module):
         PartitionError: at pipeline degree 1, if the ranks built different models. Otherwise the first
             step raises that, and what else is wrong with the partition.
 
-    ``module`` is what was wrapped; ``partitioned``: whether it has been partitioned. ``masters`` is what
+    ``module`` is what was wrapped; ``partitioned``: whether it has been partitioned. ``sharding`` has what
+    is split over the sharding group (sharding/state.py), None at degree 1. ``masters`` is what
     the optimizer works on (precision/masters.py); None where that is the parameters themselves. With
     ``fp16`` or ``bf16`` the module is converted, in place (precision/casting.py).
     """
@@ -108,6 +112,8 @@ class DistributedModel(nn.Module):
         self.placement: Placement | None = None
         self.sites: dict[str, Site] = {}
         self.gradients: Gradients | None = None  # once partitioned
+        self.sharding: Sharding | None = None  # once partitioned, where parameters are split
+        self._outside: Outside | None = None
         self._options = Options(
             overlapping_allreduce=bool(overlapping_allreduce),
             backward_passes_per_step=backward_passes_per_step,
@@ -178,6 +184,8 @@ class DistributedModel(nn.Module):
         activity.phase = Phase.BACKWARD
         activity.pause()  # until it is the microbatch's turn
         torch.autograd.backward(given, grad_tensors)
+        if self.sharding is not None:
+            self.sharding.gathered.over(activity.microbatch)
         activity.phase = Phase.FORWARD  # if it raises, that is where
 
     def _scaled(self, tensors: tuple[torch.Tensor, ...], grad_tensors: Any) -> Any:
@@ -201,10 +209,14 @@ class DistributedModel(nn.Module):
         """Outside of steps, at pipeline degree 1: a step of one microbatch, without its body."""
         assert self._watch is not None
         self._watch.refresh()
-        ledger = Ledger(1)
-        ledger.wide = self.wide
-        with uses.activity(ledger, 0, 0):
-            torch.autograd.backward(tensors, grad_tensors)
+        if self._outside is not None:
+            with self._outside.backward() as ledger:
+                torch.autograd.backward(tensors, grad_tensors)
+        else:
+            ledger = Ledger(1)
+            ledger.wide = self.wide
+            with uses.activity(ledger, 0, 0):
+                torch.autograd.backward(tensors, grad_tensors)
         ledger.close(0)
         assert self.gradients is not None
         # Late, but before the next forward pass: that one was not told of.
@@ -391,6 +403,8 @@ class DistributedModel(nn.Module):
         assert self.gradients is not None
         self._follow()
         self.gradients.begin_step(list(self.local_buffers()), source)
+        if self.sharding is not None:
+            self.sharding.gathered.begin_step()
 
     def _follow(self) -> None:
         """A script may have replaced or added parameters since the last step."""
@@ -468,10 +482,13 @@ class DistributedModel(nn.Module):
             raise
         placement.distribute(session, self, decided)
         self.placement = decided
-        self.sites = calls.install(self.module, self.owner, self._pp_rank)
+        if self.sharding is not None:
+            self._outside = Outside(self.sharding.gathered, self.wide)
+        alone = None if self._outside is None else self._outside.call
+        self.sites = calls.install(self.module, self.owner, self._pp_rank, alone)
         self._watch = uses.Watch(self.module)
         local = dict(self.local_named_parameters())
-        self.gradients = Gradients(session.runtime, local, self._options, self.masters)
+        self.gradients = self._make_gradients(local)
         if self._comm_hook is not None:
             self.gradients.register_comm_hook(*self._comm_hook)
         self.partitioned = True
@@ -479,6 +496,13 @@ class DistributedModel(nn.Module):
             self.masters.follow(local)
             if session.optimizer is not None:
                 session.optimizer._smp_mastered(self)
+
+
+    def _make_gradients(self, parameters: dict[str, nn.Parameter]) -> Gradients:
+        runtime, sharding = self._session.runtime, self.sharding
+        if sharding is None:
+            return Gradients(runtime, parameters, self._options, self.masters)
+        return ShardedGradients(runtime, parameters, self._options, sharding, self.masters)
 
 
 def _check_module(module: object) -> None:

@@ -89,12 +89,13 @@ def state_dict(model: DistributedModel, gather_to_rank0: bool = False) -> dict[s
     """The state of the whole model: keys, order and values of the wrapped module's own
     ``state_dict``, as a plain dict.
 
-    Collective over the PP group (SMP_API.md 1.7: called on every rank of at least ``dp_rank`` 0);
-    before partitioning, and at pipeline degree 1, there is nothing to gather. What this rank holds
-    shares memory with the model. With ``gather_to_rank0`` only world rank 0 gets it, the others an
+    Collective over the PP group (SMP_API.md 1.7: called on every rank of at least ``dp_rank`` 0), and
+    over the sharding group; otherwise there is nothing to gather. What this rank holds whole shares memory
+    with the model. With ``gather_to_rank0`` only world rank 0 gets it, the others an
     empty dict.
     """
-    entries = _entries(model)
+    with _whole(model, values=True):
+        entries = _entries(model)
     runtime = model._session.runtime
     group = runtime.group(GroupKind.PP)
     if model.placement is not None and len(group.ranks) > 1:
@@ -233,7 +234,9 @@ def _load_values(
         plain = {**merged, **plain}
     if getattr(state, "_metadata", None) is not None and not partial:
         plain = _with_metadata(plain, state)
-    with _meta_elsewhere(model) as away:
+    shards = partial and model.sharding is not None  # as they are kept
+    whole = contextlib.nullcontext() if shards else _whole(model, values=False)
+    with whole, _meta_elsewhere(model) as away:
         if not (partial and same_partition):
             return model.module.load_state_dict(plain, strict=strict)
         result = model.module.load_state_dict(plain, strict=False)
@@ -245,6 +248,13 @@ def _load_values(
         if strict and (missing or result.unexpected_keys):
             raise RuntimeError(_complaint(model, missing, result.unexpected_keys))
         return type(result)(missing, result.unexpected_keys)
+
+
+def _whole(model: DistributedModel, values: bool) -> contextlib.AbstractContextManager[None]:
+    """While entered, sharded parameters are whole in the tree."""
+    if model.sharding is None:
+        return contextlib.nullcontext()
+    return model.sharding.whole_tree(model.module, values)
 
 
 def _with_metadata(plain: dict[str, Any], state: Any) -> Any:

@@ -38,10 +38,13 @@ class Ledger:
 
     The listener hears of a parameter once every microbatch has had a contribution for each use, or is
     closed without one: in the thread that calls ``add`` or ``close``; not of parameters with hooks of
-    the user's, which see the sum at the end.
+    the user's, which see the sum at the end. With ``moves`` it is given the sum itself, which leaves the
+    ledger: the totals have what came later.
     """
 
-    def __init__(self, microbatches: int, listener: Listener | None = None) -> None:
+    def __init__(
+        self, microbatches: int, listener: Listener | None = None, *, moves: bool = False
+    ) -> None:
         if microbatches < 1:
             raise ValueError(f"a step has at least one microbatch, not {microbatches}")
         self._microbatches = microbatches
@@ -49,7 +52,7 @@ class Ledger:
         self._closed: set[int] = set()  # waiting for an earlier microbatch
         self._next = 0
         self._totals: dict[nn.Parameter, torch.Tensor] = {}
-        self._listener = listener
+        self._listener, self._moves = listener, moves
         self._expected: dict[int, Counter[nn.Parameter]] = {}  # uses that have brought nothing yet
         self._told: set[nn.Parameter] = set()
 
@@ -92,13 +95,22 @@ class Ledger:
             if awaited and microbatch not in self._closed:
                 return
         self._told.add(parameter)
-        listener.ready(parameter, self._total(parameter))
+        listener.ready(parameter, self._moved(parameter) if self._moves else self._total(parameter))
 
     def _total(self, parameter: nn.Parameter) -> torch.Tensor:
         """The fold of what is there, in memory of its own: the sums may go on."""
         sums = [self._sums.get(each, {}) for each in range(self._next, self._microbatches)]
         parts = [each[parameter] for each in (self._totals, *sums) if parameter in each]
         total = parts[0].clone()
+        for part in parts[1:]:
+            total = _add(total, part)
+        return total
+
+    def _moved(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The fold of what is there, which the ledger has no more."""
+        sums = [self._sums.get(each, {}) for each in range(self._next, self._microbatches)]
+        parts = [each.pop(parameter) for each in (self._totals, *sums) if parameter in each]
+        total = parts[0]
         for part in parts[1:]:
             total = _add(total, part)
         return total
@@ -124,7 +136,7 @@ class Ledger:
             self._expected.pop(self._next, None)
             self._next += 1
         if self._listener is not None:
-            for parameter in self._sums.get(self._microbatches - 1, {}):
+            for parameter in list(self._sums.get(self._microbatches - 1, {})):
                 self._tell(self._listener, parameter)
 
     @property

@@ -73,8 +73,10 @@ class Step:
         self.crew = Crew()
         self.modes = modes.current()  # of the caller of the step: those of the bodies
         self.gradients = None if model is None else model.gradients
-        listener = None if self.gradients is None else _Departures(self.gradients)
-        self.ledger = Ledger(self.microbatches, listener)
+        listener = None if self.gradients is None else _Departures(self, self.gradients)
+        sharding = None if model is None else model.sharding
+        self.gathered = None if sharding is None else sharding.gathered
+        self.ledger = Ledger(self.microbatches, listener, moves=sharding is not None)
         self.ledger.wide = model is not None and model.wide
         self.seed = 0  # of the random streams: the driver's, which comes with each request
         self.timeline = Timeline(runtime.rank)
@@ -124,14 +126,15 @@ class Step:
 class _Departures:
     """Tells when gradients are complete; in the midst of a backward pass, if a bucket can set out."""
 
-    def __init__(self, gradients: Gradients) -> None:
-        self._gradients, self.late = gradients, gradients.late
+    def __init__(self, step: Step, gradients: Gradients) -> None:
+        self._step, self._gradients, self.late = step, gradients, gradients.late
 
     def ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
         self._gradients.ready(parameter, total)
         activity = activities.current()
-        if activity is not None and self._gradients.due:
-            activity.step_aside()
+        failed = self._step.failure is not None or self._step.unwinding
+        if activity is not None and self._gradients.due and not failed:
+            activity.step_aside(self._gradients.advance)
 
 
 def run_step(
@@ -164,6 +167,8 @@ def run_step(
     finally:
         session.step, session.timeline = None, step.timeline.events
         step.crew.close()
+        if step.gathered is not None:
+            step.gathered.end_step()
     if model is not None:
         model.finished()
     return results
