@@ -141,8 +141,8 @@ class Server:
         worker, which saves two changes of thread.
         """
         asked = self._answers.get(activity)
-        if asked is None:
-            return True  # a body
+        if asked is None:  # a body: with others, or ranks that it calls
+            return self._transport is not None or self._step.microbatches > 1
         if isinstance(asked, Backward):
             record = self._records.get((asked.caller, asked.of))
             return record is not None and record.crosses
