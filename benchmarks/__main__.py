@@ -20,6 +20,7 @@ NAMES = (
     "diagnostics",
     "real_ranks",
     "pipeline",
+    "sharding",
     "files",
 )
 

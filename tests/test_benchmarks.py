@@ -8,6 +8,9 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import torch
+from torch import distributed as dist
+from torch.testing._internal.distributed import fake_pg
 
 ROOT = Path(__file__).parents[1]
 
@@ -47,3 +50,77 @@ def test_activations_in_flight_are_counted() -> None:
     alternating = [("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("B", 2)]
     in_pieces = [("F", 0), ("F", 0), ("F", 1), ("B", 0), ("B", 0), ("F", 2), ("B", 1), ("B", 2)]
     assert [pipeline.peak(each) for each in (gpipe, alternating, in_pieces, [])] == [3, 2, 2, 0]
+
+
+def test_what_has_to_be_sent_is_the_sum_of_its_parts() -> None:
+    """Of 4 ranks and 16 elements of 4 bytes, written out: what rings hand on."""
+    from benchmarks import sharding
+
+    gather = reduce_scatter = 3 * (16 // 4) * 4
+    assert sharding.formula(4, 16) == 2 * gather + reduce_scatter
+    gather = reduce_scatter = 1 * (16 // 2) * 4
+    across = 2 * 1 * (8 // 2) * 4  # a ring all-reduce over two, of a half
+    assert sharding.formula(2, 16) == 2 * gather + reduce_scatter + across
+    assert sharding.formula(1, 16) == 2 * 3 * (16 // 4) * 4  # a ring all-reduce over all
+
+
+def test_what_torchs_collectives_send_is_counted() -> None:
+    from benchmarks import sharding
+
+    store = fake_pg.FakeStore()
+    dist.init_process_group("fake", rank=1, world_size=4, store=store)
+    try:
+        whole, part = torch.zeros(8), torch.zeros(2)
+        for call, sent in (
+            (lambda: dist.all_gather_single(whole, part), 3 * 2 * 4),
+            (lambda: dist.reduce_scatter_single(part, whole), 3 * 2 * 4),
+            (lambda: dist.all_reduce(whole), 2 * 3 * 2 * 4),
+            (lambda: dist.all_reduce(whole.bfloat16()), 2 * 3 * 2 * 2),
+            (dist.barrier, 0),
+        ):
+            with sharding.Sent() as counted:
+                call()
+            assert counted.bytes == sent
+        with pytest.raises(KeyError, match="gather"), sharding.Sent():
+            dist.gather(part, dst=0)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_gradients_are_checked_by_what_rounding_can_do() -> None:
+    from benchmarks import sharding
+
+    given = [torch.tensor([1.0, 3.0, -2.0, 0.1]) * rank for rank in range(1, 5)]
+    mean = torch.stack(given).mean(0)
+    sharding.check("all", [(mean, 0)], [given])
+    sharding.check("a part", [(mean[1:3], 1)], [given])
+    sharding.check("nothing", [(mean[4:], 4)], [given])
+    for wrong in (
+        mean * (1 + 2.0**-20),
+        mean * 4,
+        torch.stack(given[:3]).mean(0),
+        mean[[1, 0, 2, 3]],
+    ):
+        with pytest.raises(AssertionError, match="all: "):
+            sharding.check("all", [(wrong, 0)], [given])
+    with pytest.raises(AssertionError, match="a part: 2 of 2"):
+        sharding.check("a part", [(mean[1:3], 0)], [given])
+
+
+def test_engines_are_compared_round_by_round() -> None:
+    from benchmarks import sharding
+
+    times = {"ours": [1.0, 4.0, 1.0, 9.0, 1.0], "A": [2.0, 4.0, 1.0, 3.0, 4.0]}
+    assert sharding.compared(times, "A") == "1.00 (0.38 to 2.00)"
+    found = {"whole": times, "backward": times, "bytes": {"ours": [36], "A": [1024]}, "elements": 4}
+    rows = sharding.rows(4, ["A"], found)
+    assert [row.name for row in rows] == [
+        "torch A: a step",
+        "sharded, degree 4: a step",
+        "sharded, degree 4: forward and backward",
+        "torch A: sent in a step",
+        "sharded, degree 4: sent in a step",
+    ]
+    assert rows[1].ratio == "1.00 (0.38 to 2.00) of A's"
+    assert rows[1].budget == "at most 1.00 of A's"
+    assert rows[-1].ratio == "1.000 of the formula"
