@@ -3,8 +3,8 @@
 A unit is to be large enough that an AllGather is worth its latency, and small enough that little is live
 at a time. The tree of modules tells what is used together:
 
-* the children of a container (ModuleList, ModuleDict, Sequential) are the layers of the model: each one is a
-  unit, with all that is below it;
+* the children of a container are the layers of the model: each one is a unit, with all that is below it. Containers
+  are ModuleList, ModuleDict, and Sequential, unless it is a chain of modules without children, which is a layer;
 * other children of the root are units too, except those without children of their own (an embedding, a head),
   which go with the root's own parameters.
 
@@ -21,7 +21,8 @@ from torch import nn
 
 from smp_core.torch.sharding.layout import bins
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
+#: Containers that are not called themselves.
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 #: (module whose call uses them, its parameters by full name)
 Group = tuple[nn.Module, list[tuple[str, nn.Parameter]]]
@@ -56,16 +57,22 @@ def _roots(
 ) -> Iterator[tuple[nn.Module, str]]:
     """The modules that units belong to, from the top: ``module`` itself, and those below it."""
     yield module, path
-    container = isinstance(module, _CONTAINERS)
+    container = isinstance(module, (*_LISTS, nn.Sequential))
     for name, child in module.named_children():
         below = f"{path}.{name}" if path else name
         size = sum(each.numel() for key, each in sharded.items() if _nearest(key, below))
         if not size:
             continue
-        if size > limit or isinstance(child, _CONTAINERS) or _lone(module):
+        if size > limit or _holds_layers(child) or _lone(module):
             yield from _roots(child, below, sharded, limit)
         elif container or any(True for _ in child.children()):
             yield child, below
+
+
+def _holds_layers(module: nn.Module) -> bool:
+    if isinstance(module, nn.Sequential):
+        return any(True for child in module.children() for _ in child.children())
+    return isinstance(module, _LISTS)
 
 
 def _lone(module: nn.Module) -> bool:
