@@ -17,6 +17,7 @@ from torch import nn
 
 from smp_core.errors import ArgumentError, ArgumentTypeError, SmpError
 from smp_core.microbatch import Call
+from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch import creation, joining, weights
 from smp_core.torch import session as sessions
@@ -37,6 +38,7 @@ from smp_core.torch.pipeline.schedule import Phase
 from smp_core.torch.pipeline.transport import Transport
 from smp_core.torch.precision import casting
 from smp_core.torch.precision.masters import Masters
+from smp_core.torch.precision.parts import OwnParts
 from smp_core.torch.sharding.gradients import ShardedGradients
 from smp_core.torch.sharding.outside import Outside
 from smp_core.torch.sharding.state import Sharding
@@ -106,7 +108,7 @@ class DistributedModel(nn.Module):
         self._half = casting.dtype_of(session.runtime.config)
         if self._half is not None:
             casting.convert(session, module, self._half)
-        self.masters = None if self._half is None else Masters(self._half)
+        self.masters = _make_masters(session.runtime, self._half)
         self.module = module
         self.partitioned = False
         self.placement: Placement | None = None
@@ -394,6 +396,8 @@ class DistributedModel(nn.Module):
         """Before a step. Before the first: trace, partition, distribute, post-partition hooks."""
         session = self._session
         source = joining.before_step(session)
+        if self.sharding is not None:
+            self.sharding.begin_step()
         if not self.partitioned:
             self._partition(lambda: self._decide(body, split))
         weights.part_again(self)
@@ -403,8 +407,6 @@ class DistributedModel(nn.Module):
         assert self.gradients is not None
         self._follow()
         self.gradients.begin_step(list(self.local_buffers()), source)
-        if self.sharding is not None:
-            self.sharding.gathered.begin_step()
 
     def _follow(self) -> None:
         """A script may have replaced or added parameters since the last step."""
@@ -483,7 +485,7 @@ class DistributedModel(nn.Module):
         placement.distribute(session, self, decided)
         self.placement = decided
         if self.sharding is not None:
-            self._outside = Outside(self.sharding.gathered, self.wide)
+            self._outside = Outside(self.sharding, self.wide)
         alone = None if self._outside is None else self._outside.call
         self.sites = calls.install(self.module, self.owner, self._pp_rank, alone)
         self._watch = uses.Watch(self.module)
@@ -494,15 +496,21 @@ class DistributedModel(nn.Module):
         self.partitioned = True
         if self.masters is not None:
             self.masters.follow(local)
-            if session.optimizer is not None:
-                session.optimizer._smp_mastered(self)
-
+        if session.optimizer is not None:
+            session.optimizer._smp_mastered(self)
 
     def _make_gradients(self, parameters: dict[str, nn.Parameter]) -> Gradients:
         runtime, sharding = self._session.runtime, self.sharding
         if sharding is None:
             return Gradients(runtime, parameters, self._options, self.masters)
         return ShardedGradients(runtime, parameters, self._options, sharding, self.masters)
+
+
+def _make_masters(runtime: Runtime, half: torch.dtype | None) -> Masters | None:
+    replicas = len(runtime.group(GroupKind.RDP).ranks)
+    split = runtime.config.shard_optimizer_state and replicas > 1
+    parts = OwnParts(runtime) if split else None
+    return None if half is None and parts is None else Masters(half, parts)
 
 
 def _check_module(module: object) -> None:

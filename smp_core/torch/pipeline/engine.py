@@ -167,8 +167,6 @@ def run_step(
     finally:
         session.step, session.timeline = None, step.timeline.events
         step.crew.close()
-        if step.gathered is not None:
-            step.gathered.end_step()
     if model is not None:
         model.finished()
     return results
@@ -275,6 +273,12 @@ def _agreed(step: Step) -> Failure | None:
     first failure is every rank's.
     """
     model = step.session.model
+    if model is not None and model.sharding is not None:
+        if step.failure is not None:
+            # The others wait for this rank's part of something, and not to hear how it ended here.
+            model.sharding.interrupt()
+            return step.failure
+        model.sharding.gathered.end_step()
     failure: Failure | None
     if model is None or model.gradients is None:
         told = agreement.Report(failure=step.failure)

@@ -53,7 +53,10 @@ class _Members:
         self.process_group: Any = None
         if self.size > 1:
             self.process_group = runtime.fabric.process_group(Group(f"smp {name}", ranks))
-        here = nodes[runtime.rank]
+        here, all_ = nodes[runtime.rank], {nodes[rank] for rank in ranks}
+        #: Whether a ring is to carry a gather: where some share a node, and some do not, it crosses
+        #: between nodes less often than every part on its own.
+        self.ring = 1 < len(all_) < self.size
         #: How many of the others are on other nodes.
         self.elsewhere = sum(nodes[rank] != here for rank in ranks)
         #: Whether the next one on the ring is.
@@ -101,6 +104,9 @@ class Collectives:
             self._order = torch.tensor(route.order, device="cpu")
         self.size, self.rank, self.replicas = len(ranks), self._group.rank, len(others)
         self._queue: deque[_Operation] = deque()
+        self._open: dict[_Operation, None] = {}  # in the order in which they began
+        #: How many operations have begun: the same on all members that have done the same.
+        self.begun = 0
 
     def all_gather(self, part: Tensor) -> Pending:
         """The parts of all members, one after the other in the order of the group.
@@ -108,9 +114,8 @@ class Collectives:
         ``part`` is ``(n,)``, contiguous, of any dtype and the same size on all, 0 included; the result
         is ``(size * n,)``.
         """
-        return _Operation(
-            self._gather(part.detach(), self._hops, self._order),
-            self._queue if len(self._hops) > 1 else None,
+        return self._begin(
+            self._gather(part.detach(), self._hops, self._order), len(self._hops) > 1
         )
 
     def reduce_scatter(self, parts: Tensor) -> Pending:
@@ -120,7 +125,7 @@ class Collectives:
         Raises TypeError for another dtype.
         """
         _check("reduce_scatter", parts)
-        return _Operation(self._reduce(parts.detach()), None)
+        return self._begin(self._reduce(parts.detach()), False)
 
     def all_reduce(self, flat: Tensor) -> Pending:
         """The sum over the ranks that hold the same shard; ``(n,)`` to ``(n,)``, with the same bits on all.
@@ -128,13 +133,22 @@ class Collectives:
         ``flat`` is contiguous, float32, float64 or complex. Raises TypeError for another dtype.
         """
         _check("all_reduce", flat)
-        return _Operation(self._reduce_all(flat.detach()), self._queue)
+        return self._begin(self._reduce_all(flat.detach()), True)
 
     def all_gather_values(self, values: Sequence[float]) -> list[list[float]]:
         """The values of each member, as many of all, in the order of the group; exactly."""
         mine = torch.tensor(list(values), dtype=torch.float64, device="cpu")
-        told = _Operation(self._gather(mine, self._flat, None), None).result()
+        told = self._begin(self._gather(mine, self._flat, None), False).result()
         return told.view(self.size, -1).tolist() if len(mine) else [[] for _ in range(self.size)]
+
+    def settle(self) -> None:
+        """Complete what has begun and nobody waited for, as after a step that failed on every rank."""
+        for operation in list(self._open):
+            operation.result()
+
+    def _begin(self, exchanges: _Exchanges, queued: bool) -> Pending:
+        self.begun += 1
+        return _Operation(exchanges, self._queue if queued else None, self._open)
 
     def _gather(
         self, part: Tensor, hops: Sequence[tuple[str, _Members]], order: Tensor | None
@@ -163,22 +177,31 @@ class Collectives:
     def _gather_from(
         self, part: Tensor, members: _Members, operation: str, kind: GroupKind
     ) -> Generator[Any, None, Tensor]:
-        sent = part.numel() * part.element_size() * (members.size - 1)
+        size, each = members.size, part.numel() * part.element_size()
+        # Elsewhere than on a CPU the backend knows best.
+        ring = members.ring or part.device.type != "cpu"
+        crossing = (size - 1 if members.next_elsewhere else 0) if ring else members.elsewhere
+        sent = each * (size - 1)
         self.traffic.add(
-            Sent(
-                operation,
-                kind,
-                part.numel() * members.size,
-                part.dtype,
-                sent,
-                sent if members.next_elsewhere else 0,
-            )
+            Sent(operation, kind, part.numel() * size, part.dtype, sent, each * crossing)
         )
-        if members.size == 1 or not part.numel():
+        if size == 1 or not part.numel():
             return part
-        whole = part.new_empty(part.numel() * members.size)
+        whole = part.new_empty(part.numel() * size)
         to, from_ = whole.view(torch.uint8), part.view(torch.uint8)
-        yield members.process_group._allgather_base(to, from_, _c10d.AllgatherOptions())
+        group = members.process_group
+        if ring:
+            yield group._allgather_base(to, from_, _c10d.AllgatherOptions())
+            return whole
+        rows, works = to.view(size, -1), []
+        for distance in range(1, size):
+            source = (members.rank - distance) % size
+            works.append(group.recv([rows[source]], source, 0))
+        for distance in range(1, size):
+            works.append(group.send([from_], (members.rank + distance) % size, 0))
+        rows[members.rank].copy_(from_)
+        for work in works:
+            yield work
         return whole
 
     def _exchange_rows(
@@ -211,10 +234,16 @@ class _Operation:
     operations did, whatever is asked for first, and so in the same order on all ranks.
     """
 
-    def __init__(self, exchanges: _Exchanges, queue: deque[_Operation] | None) -> None:
-        self._exchanges, self._queue = exchanges, queue
+    def __init__(
+        self,
+        exchanges: _Exchanges,
+        queue: deque[_Operation] | None,
+        open_: dict[_Operation, None],
+    ) -> None:
+        self._exchanges, self._queue, self._open = exchanges, queue, open_
         self._work: Any = None
         self._result: Tensor | None = None
+        open_[self] = None
         if self._advance() and queue is not None:
             queue.append(self)
 
@@ -236,6 +265,7 @@ class _Operation:
             self._work = next(self._exchanges)
         except StopIteration as stop:
             self._work, self._result = None, stop.value
+            self._open.pop(self, None)
         return self._result is None
 
 

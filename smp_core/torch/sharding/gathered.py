@@ -163,9 +163,16 @@ class Gathered:
         self._expected, self._order, self._at = self._order or self._expected, [], 0
 
     def end_step(self) -> None:
-        """However it ended: give back everything, also what is on its way."""
+        """It went well: give back everything, also what is on its way."""
         self._due.clear()
         self.rest()
+
+    def abandon(self) -> None:
+        """It failed: forget everything, and wait for nobody."""
+        self._due.clear()
+        self._states.clear()
+        self._storages.clear()
+        self.live = 0
 
     def rest(self) -> None:
         """Give back everything, until backward asks for it."""

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 
 from smp_core.torch.pipeline import uses
 from smp_core.torch.pipeline.accumulation import Ledger
-from smp_core.torch.sharding.gathered import Gathered
+from smp_core.torch.sharding.state import Sharding
 
 
 class Outside:
     """The calls between two steps, or two backward passes."""
 
-    def __init__(self, gathered: Gathered, wide: bool) -> None:
-        self._gathered, self._wide = gathered, wide
+    def __init__(self, sharding: Sharding, wide: bool) -> None:
+        self._sharding, self._gathered, self._wide = sharding, sharding.gathered, wide
         self._ledger: Ledger | None = None
         self._depth = 0
 
@@ -36,14 +36,17 @@ class Outside:
         if self._depth or uses.current_microbatch() is not None:  # in a call, or in backward
             yield
             return
-        self._gathered.begin_step()
+        self._sharding.begin_step()
         self._depth += 1
         try:
             with uses.activity(self.ledger, 0, 0, self._gathered):
                 yield
+            self._gathered.rest()
+        except BaseException:
+            self._sharding.interrupt()
+            raise
         finally:
             self._depth -= 1
-            self._gathered.rest()
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[Ledger]:
@@ -52,6 +55,9 @@ class Outside:
         try:
             with uses.activity(ledger, 0, 0, self._gathered):
                 yield ledger
+            self._gathered.end_step()
+        except BaseException:
+            self._sharding.interrupt()
+            raise
         finally:
             self._ledger = None
-            self._gathered.end_step()

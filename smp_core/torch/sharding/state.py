@@ -17,7 +17,8 @@ from torch import nn
 
 from smp_core import reduction
 from smp_core.runtime import Runtime
-from smp_core.torch.exceptions import UnsupportedTrainingError
+from smp_core.topology import GroupKind
+from smp_core.torch.exceptions import ShardingError, UnsupportedTrainingError
 from smp_core.torch.pipeline import sharing
 from smp_core.torch.precision.masters import multiply
 from smp_core.torch.sharding.collectives import Collectives
@@ -39,7 +40,7 @@ class Sharding:
 
     def __init__(self, runtime: Runtime, model: DistributedModel) -> None:
         config, module = runtime.config, model.module
-        self._model = model
+        self._model, self._runtime, self._interrupted = model, runtime, False
         self.collectives = Collectives(runtime)
         self._clipping = config.sdp_gradient_clipping
         #: The norm of the last step's gradients before they were clipped.
@@ -56,6 +57,39 @@ class Sharding:
             )
         ]
         self.gathered = Gathered(self.collectives, units, config.sdp_max_live_parameters)
+
+    # Steps.
+
+    def begin_step(self) -> None:
+        """Before a step, or a call outside of one.
+
+        Ranks wait for each other in the midst of a step, so one on which it fails raises at once, and the
+        others may wait for what it will not send. If all have failed, after the same collectives, as for
+        the same bad input, they go on; each finds that out here.
+
+        Raises ShardingError, on the ranks that have failed, if that is not so, or if a parameter is not
+        what it was left as.
+        """
+        if self._interrupted:
+            told = self._runtime.fabric.objects.allgather(
+                self.collectives.begun, self._runtime.group(GroupKind.RDP)
+            )
+            if len(set(told)) > 1:
+                raise ShardingError(
+                    "sharded data parallelism: a step failed, after other numbers of collectives on some ranks "
+                    f"than on others ({', '.join(map(str, told))}, in the order of rdp ranks), so that what one "
+                    "sends is not what another waits for. Start again from a checkpoint"
+                )
+            self.collectives.settle()
+            self._interrupted = False
+        self.gathered.begin_step()
+
+    def interrupt(self) -> None:
+        """A step, or a call outside of one, has failed on this rank."""
+        self._interrupted = True
+        self.gathered.abandon()
+
+    # Parameters.
 
     def shard(self, parameter: torch.Tensor) -> Shard | None:
         """What is kept of a parameter, None if it is whole on every rank."""
