@@ -9,7 +9,10 @@ Decided here, because the sources are silent (SMP_API.md 9.5):
 
 - ``*`` in ``model_*.pt`` and ``optimizer_*.pt`` is what `smp.save` appends: ``mp_rank`` without
   tensor parallelism, ``pp_rank`` and ``tp_rank`` with it.
-- A partial file is written by ``rdp_rank`` 0 of its partition, everything else by world rank 0. The
+- With sharded data parallelism the ``*`` of a partial checkpoint is the number of the shard in the sharding
+  group, after ``pp_rank`` and ``tp_rank`` with tensor parallelism; parameters that are not split, and
+  buffers, are in every file. Each says which shard it is, and which save it is of.
+- A partial file is written by the first of the replicas that hold the same, everything else by world rank 0. The
   path is one folder for all ranks; where it is not, the save is refused.
 - A partial folder also holds ``manifest.json`` (folders.py), and each model file the partition.
 - A full file ``{tag}`` is a dict: ``model`` and ``optimizer`` as of their ``state_dict()``, and ``user_content``, so
@@ -35,6 +38,7 @@ from smp_core.torch.exceptions import CheckpointError
 from smp_core.torch.pipeline import placement
 from smp_core.torch.session import Session
 from smp_core.torch.session import current as session_of
+from smp_core.torch.sharding import records
 from smp_core.torch.together import on_first, same, together
 
 if TYPE_CHECKING:
@@ -44,6 +48,8 @@ T = TypeVar("T")
 
 _SAVE, _RESUME = "smp.save_checkpoint", "smp.resume_from_checkpoint"
 _IS_PARTIAL = "_smp_is_partial"
+_SAVED = "save"  #: in a partial file, and its manifest: which save it is of
+_SHARD = "shard"  #: in a partial file: which shard it is (sharding/records.py), or None
 
 
 def save(
@@ -195,18 +201,19 @@ def _save_partial(
 
     def fill() -> None:
         folder = folders.to_fill(path, tag, nonce)
-        name = naming.of_rank(runtime)
-        if runtime.position(GroupKind.RDP) == 0:
+        name = naming.of_part(runtime)
+        said = {_IS_PARTIAL: True, _SAVED: nonce, _SHARD: _record_of(session)}
+        if runtime.position(GroupKind.REPLICATION) == 0:
             if model is not None:
                 state = {
                     "model": weights.local_state_dict(model),
                     "partition": _partition_of(session),
-                    _IS_PARTIAL: True,
+                    **said,
                 }
                 plain.check(state, _SAVE, "model.local_state_dict()")
                 files.save(folder / f"model_{name}.pt", state)
             if optimizer is not None:
-                state = {"optimizer": optimizer.local_state_dict(), _IS_PARTIAL: True}
+                state = {"optimizer": optimizer.local_state_dict(False), **said}
                 plain.check(state, _SAVE, "optimizer.local_state_dict()")
                 files.save(folder / f"optimizer_{name}.pt", state)
         if runtime.rank == 0:
@@ -221,7 +228,7 @@ def _save_partial(
     together(
         runtime,
         _SAVE,
-        on_first(runtime, lambda: folders.finish(path, tag, naming.degrees(runtime))),
+        on_first(runtime, lambda: folders.finish(path, tag, naming.degrees(runtime), nonce)),
     )
 
 
@@ -331,7 +338,7 @@ def _read_partial(session: Session, path: Path, tag: str, load_optimizer: bool) 
     runtime = session.runtime
     folder, manifest = folders.find(path, tag)
     for key, now in naming.degrees(runtime).items():
-        then = manifest.degrees.get(key)
+        then = manifest.degrees.get(key, 1)
         if then != now:
             raise CheckpointError(
                 f"{folder}: saved with {key}={then}, and this run has {key}={now}. A partial checkpoint "
@@ -339,21 +346,11 @@ def _read_partial(session: Session, path: Path, tag: str, load_optimizer: bool) 
                 "(partial=False)"
             )
     state = _Loaded(folder)
-    name = naming.of_rank(runtime)
     if manifest.holds("model"):
-        _expect_own(session, folder, "model")
-        _listed(folder, manifest, f"model_{name}.pt")
-        content = _dict(
-            folder / f"model_{name}.pt", "the model's part of this rank", "model", "partition"
-        )
+        content = _part(session, folder, manifest, "model", "partition")
         state.model, state.partition = content["model"], content["partition"]
     if load_optimizer and manifest.holds("optimizer"):
-        _expect_own(session, folder, "optimizer")
-        _listed(folder, manifest, f"optimizer_{name}.pt")
-        content = _dict(
-            folder / f"optimizer_{name}.pt", "the optimizer's part of this rank", "optimizer"
-        )
-        state.optimizer = content["optimizer"]
+        state.optimizer = _part(session, folder, manifest, "optimizer")["optimizer"]
     elif load_optimizer and session.optimizer is not None:
         raise CheckpointError(
             f"{folder}: holds no state of an optimizer, and this run has one. Pass load_optimizer=False to "
@@ -361,6 +358,22 @@ def _read_partial(session: Session, path: Path, tag: str, load_optimizer: bool) 
         )
     state.user_content = files.load(folder / folders.USER_CONTENT, "the user content")
     return state
+
+
+def _part(session: Session, folder: Path, manifest: folders.Manifest, kind: str, *keys: str) -> Any:
+    """What the folder has of a kind for this rank, a dict with that and these keys."""
+    _expect_own(session, folder, kind)
+    name = f"{kind}_{naming.of_part(session.runtime)}.pt"
+    _listed(folder, manifest, name)
+    content = _dict(folder / name, f"the {kind}'s part of this rank", kind, *keys)
+    if content.get(_SAVED) != manifest.save:
+        raise CheckpointError(
+            f"{folder / name}: is not of the save that this checkpoint is of: it was put there afterwards. "
+            "Remove this checkpoint and resume from an older one"
+        )
+    sharding = None if session.model is None else session.model.sharding
+    records.check(folder / name, content.get(_SHARD), sharding)
+    return content
 
 
 def _read_full(session: Session, path: Path, tag: str, load_optimizer: bool) -> _Loaded:
@@ -426,6 +439,11 @@ def _partition_of(session: Session) -> dict[str, Any]:
         "parameters": dict(placed.parameters),
         "buffers": dict(placed.buffers),
     }
+
+
+def _record_of(session: Session) -> Any:
+    sharding = None if session.model is None else session.model.sharding
+    return None if sharding is None else records.record(sharding)
 
 
 def _freeze(session: Session, partition: Any, where: Path) -> None:

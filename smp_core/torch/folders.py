@@ -40,12 +40,14 @@ class Manifest:
     """What a folder says of itself.
 
     ``degrees`` maps keys of the configuration to what they were. ``files`` maps names to sizes in
-    bytes. ``order`` counts the checkpoints of one path.
+    bytes. ``order`` counts the checkpoints of one path. ``save`` tells the save from any other; its files say it,
+    too.
     """
 
     order: int
     degrees: Mapping[str, int]
     files: Mapping[str, int]
+    save: str | None = None
 
     def holds(self, kind: str) -> bool:
         """Whether there are files of this kind: model, optimizer."""
@@ -82,8 +84,8 @@ def to_fill(path: Path, tag: str, nonce: str) -> Path:
     return new
 
 
-def finish(path: Path, tag: str, degrees: Mapping[str, int]) -> None:
-    """Put the folder in place, once every rank has written its files."""
+def finish(path: Path, tag: str, degrees: Mapping[str, int], save: str | None = None) -> None:
+    """Put the folder in place, once every rank has written its files. ``save``: what they say of theirs."""
     new, final, old = _new(path, tag), path / f"{tag}{SUFFIX}", _old(path, tag)
     with _said(path):
         sizes = {
@@ -92,7 +94,13 @@ def finish(path: Path, tag: str, degrees: Mapping[str, int]) -> None:
             if _OURS.fullmatch(name) or name == USER_CONTENT
         }
         order = 1 + max((each.order for _, each in _all(path)), default=0)
-        text = {"format": _FORMAT, "order": order, "degrees": dict(degrees), "files": sizes}
+        text = {
+            "format": _FORMAT,
+            "order": order,
+            "save": save,
+            "degrees": dict(degrees),
+            "files": sizes,
+        }
         files.save_text(new / MANIFEST, json.dumps(text, indent=1) + "\n")
         (new / _NONCE).unlink()
         files.sync_folder(new)
@@ -143,7 +151,7 @@ def read_manifest(folder: Path) -> Manifest:
         found = json.loads(text)
         if found["format"] != _FORMAT:
             raise ValueError(f"its format is {found['format']!r}")
-        manifest = Manifest(found["order"], found["degrees"], found["files"])
+        manifest = Manifest(found["order"], found["degrees"], found["files"], found.get("save"))
         numbers = (manifest.order, *manifest.degrees.values(), *manifest.files.values())
         if any(type(number) is not int for number in numbers):
             raise ValueError("it has values that are no numbers")

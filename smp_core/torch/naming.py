@@ -55,6 +55,7 @@ def degrees(runtime: Runtime) -> dict[str, int]:
     return {
         "pipeline_parallel_degree": runtime.topology.pipeline,
         "tensor_parallel_degree": runtime.topology.tensor,
+        "sharded_data_parallel_degree": runtime.topology.sharding,
     }
 
 
@@ -64,6 +65,16 @@ def of_rank(runtime: Runtime, v3: bool = False) -> str:
     if v3:
         return f"{pp}_{tp}_{rdp}"
     return f"{pp}_{tp}" if runtime.topology.tensor > 1 else str(runtime.position(GroupKind.MP))
+
+
+def of_part(runtime: Runtime) -> str:
+    """What says in the name of a partial checkpoint's file which part it is: the partition and, where
+    parameters are split, the number of the shard (SMP_API.md 1.11: ``optimizer_{i}.pt`` per shard).
+    """
+    if runtime.topology.sharding == 1:
+        return of_rank(runtime)
+    shard = str(runtime.position(GroupKind.SHARDING))
+    return f"{of_rank(runtime)}_{shard}" if runtime.topology.tensor > 1 else shard
 
 
 def candidates(runtime: Runtime, back_compat: bool) -> list[str]:

@@ -1,0 +1,77 @@
+"""What a file of a partial checkpoint says of the shards in it, and whether they are this rank's.
+
+Shards of different ranks have the same sizes and names, so nothing else in a file tells them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from smp_core.torch.exceptions import CheckpointError
+from smp_core.torch.sharding.state import Sharding
+
+_OTHER = "Resume from another checkpoint, or from a full one (partial=False)"
+
+
+def record(sharding: Sharding) -> dict[str, Any]:
+    """Plain values: the shard's number ``rank`` of ``degree``, and ``split``, the shapes of the parameters
+    that are split, by name. Those that are not named are whole in every file.
+    """
+    split = {shard.name: list(shard.shape) for shard in sharding.gathered.shards()}
+    size, rank = sharding.collectives.size, sharding.collectives.rank
+    return {"rank": rank, "degree": size, "split": split}
+
+
+def check(path: Path, found: Any, sharding: Sharding | None) -> None:
+    """Raise CheckpointError unless a file that says ``found`` of itself holds this rank's shards.
+
+    ``found`` is None for a file that says nothing, as of an unsharded run.
+    """
+    mine = None if sharding is None else record(sharding)
+    if found == mine:
+        return
+    if mine is None or not _is_record(found):
+        here, there = ("whole", "split") if mine is None else ("split", "whole")
+        raise CheckpointError(
+            f"{path}: expected parameters that are {here}, as in this run, found a file of {there} ones. {_OTHER}"
+        )
+    if found["degree"] != mine["degree"]:
+        raise CheckpointError(
+            f"{path}: holds a shard of sharded_data_parallel_degree={found['degree']}, and this run has "
+            f"{mine['degree']}. {_OTHER}"
+        )
+    if found["rank"] != mine["rank"]:
+        raise CheckpointError(
+            f"{path}: expected shard {mine['rank']} of {mine['degree']}, found shard {found['rank']}: the file has "
+            f"another one's name. Give the files their names again, or resume from another checkpoint"
+        )
+    raise CheckpointError(f"{path}: {_difference(found['split'], mine['split'])}")
+
+
+def _is_record(found: Any) -> bool:
+    return (
+        isinstance(found, Mapping)
+        and {"rank", "degree", "split"} <= set(found)
+        and isinstance(found["split"], Mapping)
+    )
+
+
+def _difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """The first parameter that is split in another way, in words."""
+    for name in sorted(there.keys() | here.keys()):
+        one, other = there.get(name), here.get(name)
+        if one == other:
+            continue
+        if one is None or other is None:
+            split, whole = ("split", "whole") if other is None else ("whole", "split")
+            return (
+                f"has parameter {name!r} {split}, and this run has it {whole}, or not at all: the checkpoint is of "
+                f"another model, or of another sdp_param_persistence_threshold. Set what it was saved with. {_OTHER}"
+            )
+        return (
+            f"is of another model: parameter {name!r} is of shape {one} there, and {other} here. Build "
+            "the model that was saved, or resume from another checkpoint"
+        )
+    return f"says other things of its shards than this run. {_OTHER}"
