@@ -10,12 +10,11 @@ from torch import nn
 import smp_core.torch as smp
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
 from smp_core.errors import SmpError, VerdictError
-from smp_core.torch import hooks, weights
+from smp_core.torch import hooks, optimizer_state, weights
 from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import StepAbortedError
 from smp_core.torch.hooks import Hooks
 from smp_core.torch.model import DistributedModel
-from smp_core.torch.optimizer import DistributedOptimizer
 from smp_core.torch.pipeline import boundary, calls, engine
 from smp_core.torch.pipeline.engine import Step
 
@@ -222,7 +221,7 @@ def joined_replicas_do_not_count(patch: Patch) -> None:
 @BUGS.enter("CKPT-PARTIAL", origin="B125")
 def optimizer_starts_afresh(patch: Patch) -> None:
     """the optimizer's state is not loaded"""
-    patch.setattr(DistributedOptimizer, "_load", lambda self, given: None)
+    patch.setattr(optimizer_state, "load", lambda optimizer, given: None)
 
 
 @BUGS.enter("CKPT-PARTIAL")

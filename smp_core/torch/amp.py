@@ -9,6 +9,7 @@ partition, or its replica, a step ahead.
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch.optim import Optimizer
 
 from smp_core.topology import GroupKind
 from smp_core.torch import session as sessions
+from smp_core.torch.exceptions import UnsupportedTrainingError
+from smp_core.torch.optimizer import DistributedOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -25,6 +28,10 @@ class GradScaler(torch.amp.GradScaler):
     ``unscale_`` and ``step`` are collective over the world: every rank calls them, also one that owns
     no parameters, with or without gradients. A scaler that is not enabled does nothing, as torch's.
     Passing the scaler to a step function is harmless: it is not split.
+
+    Gradients are unscaled where a script finds them: in ``p.grad``, whole also with ``shard_optimizer_state``.
+    With ``fp16`` the optimizer scales losses itself, and a scaler that is enabled raises
+    UnsupportedTrainingError when it is used.
     """
 
     def __init__(
@@ -48,6 +55,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def scale(self, outputs: Any) -> Any:
         """As torch's; a rank whose body does not run never calls it."""
+        self._check()
         return super().scale(outputs)
 
     def _unscale_grads_(
@@ -58,8 +66,12 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
         """torch's, for this rank's gradients, and then the maximum of all ranks' findings."""
+        shown: Any = optimizer
+        if isinstance(optimizer, DistributedOptimizer):
+            # With shard_optimizer_state the optimizer has parts, and a script clips the whole.
+            shown = types.SimpleNamespace(param_groups=[{"params": optimizer.with_gradients()}])
         found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(
-            optimizer, inv_scale, found_inf, allow_fp16
+            shown, inv_scale, found_inf, allow_fp16
         )
         here = any(bool(each.item()) for each in found.values())
         runtime = sessions.current("smp.amp.GradScaler").runtime
@@ -84,5 +96,14 @@ class GradScaler(torch.amp.GradScaler):
 
     def _ready(self) -> None:
         """torch makes the scale at the first ``scale``, which only ranks with a body call."""
+        self._check()
         if self.is_enabled() and self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device("cpu"))
+
+    def _check(self) -> None:
+        if self.is_enabled() and sessions.current("smp.amp.GradScaler").runtime.config.fp16:
+            raise UnsupportedTrainingError(
+                "smp.amp.GradScaler: with the configuration parameter fp16 model.backward scales losses, and "
+                "optimizer.step unscales gradients; both together would scale twice. Leave the scaler out (or pass "
+                "enabled=False), and give the loss scale to smp.DistributedOptimizer"
+            )

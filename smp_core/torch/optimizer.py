@@ -1,16 +1,14 @@
 """``smp.DistributedOptimizer``: a torch optimizer over this rank's part of the parameters, whose
-state can be had, and given, whole (SMP_API.md 1.8).
+state can be had, and given, whole (SMP_API.md 1.8; optimizer_state.py).
 
-States name parameters by their index among all of them in the original order, as plain torch's do, on
-every rank: a rank's part has gaps. Where the model has masters (precision/masters.py), the wrapped
-optimizer's groups and state hold those in the parameters' place; indices stay the parameters'.
+Where the model has masters (precision/masters.py), the wrapped optimizer's groups and state hold those in
+the parameters' place.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,15 +16,19 @@ from torch.optim import Optimizer
 
 from smp_core.errors import ArgumentTypeError
 from smp_core.topology import GroupKind
+from smp_core.torch import optimizer_state
 from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import SecondModelError, UnsupportedTrainingError
 from smp_core.torch.pipeline import foreign
 from smp_core.torch.precision import scaler
 from smp_core.torch.precision.masters import Masters, multiply
+from smp_core.torch.precision.parts import check_elementwise
 from smp_core.torch.precision.scaler import LossScaler
 from smp_core.torch.precision.update import Found, Update
 
-PARTIAL = "_smp_is_partial"
+if TYPE_CHECKING:
+    from smp_core.torch.model import DistributedModel
+    from smp_core.torch.sharding.state import Sharding
 
 
 class DistributedOptimizer(Optimizer):
@@ -47,7 +49,8 @@ class DistributedOptimizer(Optimizer):
 
     Raises ArgumentTypeError if ``optimizer`` is none, or a DistributedOptimizer; ArgumentError for an
     unknown loss-scale argument; SecondModelError for a second one; UnsupportedTrainingError for an
-    optimizer that calls its closure several times (LBFGS), in 16 bits.
+    optimizer that calls its closure several times (LBFGS) in 16 bits, or is not elementwise where it would
+    see parts of parameters (``shard_optimizer_state``, sharded data parallelism).
     """
 
     loss_scaler: LossScaler | None
@@ -77,19 +80,25 @@ class DistributedOptimizer(Optimizer):
                 "smp.DistributedOptimizer: LBFGS calls its closure several times in a step, and in 16 bits "
                 "gradients are looked at once a step. Use another optimizer, or leave fp16 and bf16 out"
             )
+        if config.shard_optimizer_state or session.runtime.topology.sharding > 1:
+            split = config.shard_optimizer_state
+            what = "shard_optimizer_state" if split else "sharded_data_parallel_degree"
+            check_elementwise(optimizer, what)
         # Not Optimizer.__init__, which would make groups of its own: one set of groups, two faces.
         self.optimizer = optimizer
         self._session = session
         self._order = [list(group["params"]) for group in optimizer.param_groups]
         self._names = [group.get("param_names") for group in optimizer.param_groups]
         self._elsewhere: set[int] = set()
-        self._loads: list[Mapping[str, Any]] = []
+        self._loads: list[Any] = []
         self._partitioned = False
         self.overflow = False
         self.loss_scaler = None
         if config.fp16:
             self.loss_scaler = scaler.of_arguments(static_loss_scale, dynamic_loss_scale, dynamic)
-        self._masters: Masters | None = None  # once the model is partitioned
+        # Once the model is partitioned:
+        self._model: DistributedModel | None = None
+        self._masters: Masters | None = None
         self._update: Update | None = None
         session.optimizer = self
         if session.model is not None and session.model.partitioned:
@@ -155,8 +164,7 @@ class DistributedOptimizer(Optimizer):
         and a dynamic loss scale every rank of the world calls: if any found an infinity or NaN, the step is
         skipped on all, which drops the gradients; if none has a gradient, nothing at all happens.
         """
-        model = self._session.model
-        sharding = None if model is None else getattr(model, "sharding", None)
+        sharding = self._sharding
         if self._masters is None and sharding is None:
             return self._step(closure)
         result = None
@@ -199,6 +207,15 @@ class DistributedOptimizer(Optimizer):
         if self._masters is not None:
             self._masters.zero_grad(set_to_none)
 
+    def with_gradients(self) -> list[Any]:
+        """Where a script finds gradients: this rank's parameters, or the masters of 16-bit ones."""
+        shown = []
+        for order in self._order:
+            for each in order:
+                face = self._face(each)
+                shown.append(each if each.grad is not None else face)
+        return shown
+
     def _targets(self) -> list[nn.Parameter]:
         """What the wrapped optimizer will update: this rank's parameters or masters with a gradient."""
         return [
@@ -234,13 +251,13 @@ class DistributedOptimizer(Optimizer):
         Collective over the world. Raises UnsupportedTrainingError in a run without ``fp16`` or ``bf16``,
         before the model is partitioned, and where sharded data parallelism clips (SMP_API.md 6).
         """
-        masters, model = self._masters, self._session.model
+        masters = self._masters
         if masters is None or masters.dtype is None or self._update is None:
             raise UnsupportedTrainingError(
                 "optimizer.clip_master_grads: there are no masters: the model is not partitioned yet, or "
                 "neither fp16 nor bf16 is set. Call it after the step; without 16 bits clip p.grad"
             )
-        if getattr(model, "sharding", None) is not None:
+        if self._sharding is not None:
             raise UnsupportedTrainingError(
                 "optimizer.clip_master_grads: sharded data parallelism clips in optimizer.step(), to the "
                 "configuration parameter sdp_gradient_clipping. Set that, and leave the call out"
@@ -269,64 +286,31 @@ class DistributedOptimizer(Optimizer):
             for group in self.optimizer.param_groups
         ]
 
-    # State.
+    # State (optimizer_state.py).
 
-    def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
-        """This rank's part of the state, with ``_smp_is_partial``: False until the model is
-        partitioned. ``gather_if_shard`` is about sharded state; there is none here. No communication.
+    def local_state_dict(self, gather_if_shard: bool = True) -> Any:
+        """This rank's part of the state, with ``_smp_is_partial``; on rdp_rank 0 the list of all parts, where
+        the state is split over the RDP group and ``gather_if_shard``, for which all of it calls.
         """
-        self._take_masters()
-        indices = self._indices()
-        state = {
-            indices[id(key)] if isinstance(key, torch.Tensor) else key: value
-            for key, value in self.optimizer.state.items()
-            if not isinstance(key, torch.Tensor) or id(key) in indices
-        }
-        groups = []
-        for group, order, names in zip(
-            self.optimizer.param_groups, self._order, self._names, strict=True
-        ):
-            whole = {key: value for key, value in group.items() if key != "params"}
-            if names is not None:
-                whole["param_names"] = list(names)
-            groups.append({**whole, "params": [indices[id(self._face(each))] for each in order]})
-        return {"state": state, "param_groups": groups, PARTIAL: self._partitioned}
+        return optimizer_state.local_state_dict(self, gather_if_shard)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, as plain torch's optimizer over the whole model would have it.
 
-        Collective over the MP group once the model is partitioned: every rank of it calls.
+        Collective over the MP and the sharding group. Raises UnsupportedTrainingError with
+        ``shard_optimizer_state`` (SMP_API.md 6).
         """
-        part = self.local_state_dict()
-        del part[PARTIAL]
-        runtime = self._session.runtime
-        group = runtime.group(GroupKind.MP)
-        if self._partitioned and len(group.ranks) > 1:
-            for other in reversed(
-                runtime.fabric.objects.allgather(_unshared(part["state"]), group)
-            ):
-                part["state"] = {**other, **part["state"]}
-            # Ranks that have no parameter in common agree on the order of the keys.
-            part["state"] = {
-                index: part["state"][index]
-                for index in sorted(
-                    part["state"], key=lambda index: (isinstance(index, str), index)
-                )
-            }
-        return part
+        return optimizer_state.state_dict(self)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a whole state, or this rank's part of one, which are merged over the MP group (all of
-        it must call). Before the model is partitioned the load waits until it is.
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load a whole state, this rank's part of one, or the list of all parts by rdp_rank. Parts are merged
+        over the MP group (all of it must call). Before the model is partitioned the load waits until it is.
 
         Raises ValueError as torch's does, at the time of the load, if groups differ.
         """
-        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
-            raise ArgumentTypeError(
-                "optimizer.load_state_dict: the state is no dict with 'state' and 'param_groups'"
-            )
+        optimizer_state.check(state_dict)
         if self._partitioned:
-            self._load(state_dict)
+            optimizer_state.load(self, state_dict)
         else:
             self._loads.append(state_dict)
 
@@ -334,68 +318,18 @@ class DistributedOptimizer(Optimizer):
         """Carry out the loads that waited; after partitioning and its hooks."""
         loads, self._loads = self._loads, []
         for state in loads:
-            self._load(state)
+            optimizer_state.load(self, state)
 
-    def _load(self, given: Mapping[str, Any]) -> None:
-        state, groups = given["state"], given["param_groups"]
-        runtime = self._session.runtime
-        group = runtime.group(GroupKind.MP)
-        if given.get(PARTIAL, False) and len(group.ranks) > 1:
-            parts = runtime.fabric.objects.allgather(_unshared(state), group)
-            merged = {index: value for part in parts for index, value in part.items()}
-            state = {**merged, **state}
-        if [len(each["params"]) for each in groups] != [len(each) for each in self._order]:
-            raise ValueError(
-                "loaded state dict has a different number of parameter groups, or a group of different "
-                f"size: {[len(each['params']) for each in groups]} parameters, "
-                f"{[len(each) for each in self._order]} here"
-            )
-        # torch's own load matches positions, so it is given the part that is here, renumbered.
-        saved = [index for each in groups for index in each["params"]]
-        self._take_masters()
-        of = dict(zip(saved, self._all(), strict=True))
-        index_of = {id(self._face(parameter)): index for index, parameter in reversed(of.items())}
-        narrowed: list[dict[str, Any]] = [
-            {
-                **saved_group,
-                "params": [index_of[id(each)] for each in own["params"]],
-                **({"param_names": own["param_names"]} if "param_names" in own else {}),
-            }
-            for saved_group, own in zip(groups, self.optimizer.param_groups, strict=True)
-        ]
-        here = {index for each in narrowed for index in each["params"]}
-        self.optimizer.load_state_dict(
-            {
-                "state": {
-                    index: self._moved(of[index], copy.deepcopy(state[index]))
-                    for index in sorted(here)
-                    if index in state
-                },
-                "param_groups": narrowed,
-            }
-        )
+    # The model's parameters, and what stands in their place.
 
-    def _all(self) -> list[torch.Tensor]:
-        return [parameter for order in self._order for parameter in order]
-
-    def _indices(self) -> dict[int, int]:
-        """Index of each parameter, or of its master, in the original order, first occurrence, as torch
-        numbers them.
-        """
-        indices: dict[int, int] = {}
-        for parameter in self._all():
-            indices.setdefault(id(self._face(parameter)), len(indices))
-        return indices
+    @property
+    def _sharding(self) -> Sharding | None:
+        return None if self._model is None else self._model.sharding
 
     def _face(self, parameter: torch.Tensor) -> torch.Tensor:
         """What the wrapped optimizer has in the parameter's place."""
         masters = self._masters
         return parameter if masters is None else masters.of(parameter)  # type: ignore[arg-type]
-
-    def _moved(self, parameter: torch.Tensor, state: Any) -> Any:
-        """State of a parameter, as what the wrapped optimizer has in its place has it."""
-        masters = self._masters
-        return state if masters is None else masters.moved(parameter, state)  # type: ignore[arg-type]
 
     def _take_masters(self) -> None:
         """Put masters in the place of parameters that have one, state and all: again before each use, since
@@ -410,10 +344,17 @@ class DistributedOptimizer(Optimizer):
                     group["params"][position] = face
                     if parameter in self.optimizer.state:
                         state = self.optimizer.state.pop(parameter)
-                        self.optimizer.state[face] = self._moved(parameter, state)
+                        self.optimizer.state[face] = optimizer_state.moved(self, parameter, state)
 
-    def _smp_mastered(self, model: Any) -> None:
-        """The model has been partitioned, and has its own parameters: work on masters, if there are any."""
+    def _smp_mastered(self, model: DistributedModel) -> None:
+        """The model has been partitioned, and has its own parameters: work on masters, if there are any.
+        State that there is of whole parameters is cut as they are.
+        """
+        self._model = model
+        if model.sharding is not None and model.masters is None:
+            state = self.optimizer.state
+            for parameter in [each for each in state if isinstance(each, torch.Tensor)]:
+                state[parameter] = optimizer_state.moved(self, parameter, state[parameter])
         if model.masters is not None:
             self._masters = model.masters
             model.masters.scaler = self.loss_scaler
@@ -442,14 +383,3 @@ class DistributedOptimizer(Optimizer):
         for parameter in [each for each in self.optimizer.state if not self._own(each)]:
             del self.optimizer.state[parameter]
         self._partitioned = True
-
-
-def _unshared(state: Any) -> Any:
-    """The state with tensors that own their memory: a pickled view drags its storage along."""
-    if isinstance(state, torch.Tensor):
-        return state.detach().clone()
-    if isinstance(state, dict):
-        return {key: _unshared(value) for key, value in state.items()}
-    if isinstance(state, Iterable) and isinstance(state, list | tuple):
-        return type(state)(_unshared(value) for value in state)
-    return state

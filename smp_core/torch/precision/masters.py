@@ -100,7 +100,9 @@ class Masters:
         master = nn.Parameter(self._wide(self._own(parameter.detach()), parameter).clone())
         # Marks of the user's, by which optimizers group or treat parameters.
         vars(master).update(
-            (name, value) for name, value in vars(parameter).items() if not name.startswith("_smp")
+            (name, value)
+            for name, value in vars(parameter).items()
+            if not name.startswith(("_smp", "ds_"))
         )
         return master
 
@@ -126,7 +128,8 @@ class Masters:
         """
         master = self.of(parameter)
         if self.parts is not None and parameter.dtype != self.dtype:
-            add(parameter, gradient)
+            # Row-major, so that a part is a view: who scales or clips either gradient changes both.
+            add(parameter, gradient if gradient.is_sparse else gradient.contiguous())
             self._view(parameter, master)
             return
         if master is not parameter:
@@ -245,18 +248,23 @@ class Masters:
         """
         if not isinstance(state, Mapping):
             return state
-        shape = parameter.shape
-
-        def moved(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            if value.dtype == self.dtype:
+        moved = {}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dtype == self.dtype:
                 value = value.to(torch.float32)
-            if self.parts is not None and value.shape == shape and value.dim():
+            if self.parts is not None and is_elementwise(key, value, parameter.shape):
                 value = self._own(value).clone()
-            return value
+            moved[key] = value
+        return moved
 
-        return {key: moved(value) for key, value in state.items()}
+
+#: What torch's optimizers keep once for each parameter: like an element of one that has no dimensions.
+_SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
+
+
+def is_elementwise(key: Any, value: Any, shape: torch.Size | tuple[int, ...]) -> bool:
+    """Whether an optimizer's state has a value for each element of a parameter of this shape."""
+    return isinstance(value, torch.Tensor) and value.shape == shape and key not in _SCALARS
 
 
 def multiply(targets: Iterable[nn.Parameter], factor: float) -> None:

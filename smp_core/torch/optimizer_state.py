@@ -1,0 +1,231 @@
+"""The state of a DistributedOptimizer: of this rank, gathered, loaded, merged (SMP_API.md 1.8).
+
+States name parameters by their index among all of them in the original order, as plain torch's do, on
+every rank: a rank's part has gaps. Each function takes the DistributedOptimizer.
+
+What the wrapped optimizer keeps for a parameter has the shape of what stands in the parameter's place
+there: the parameter, a master, this rank's part of it, or its shard. What has the shape of the whole
+parameter is cut to that when it is loaded (``moved``), so states of unsharded runs, and of runs of
+other degrees, load anywhere.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smp_core.errors import ArgumentTypeError
+from smp_core.topology import GroupKind
+from smp_core.torch.exceptions import UnsupportedTrainingError
+from smp_core.torch.precision.masters import is_elementwise
+
+if TYPE_CHECKING:
+    from smp_core.torch.optimizer import DistributedOptimizer
+    from smp_core.torch.sharding.state import Sharding
+
+PARTIAL = "_smp_is_partial"
+
+
+def local_state_dict(optimizer: DistributedOptimizer, gather_if_shard: bool = True) -> Any:
+    """This rank's part of the state, with ``_smp_is_partial``: False until the model is partitioned.
+
+    Where the state is split over the RDP group (``shard_optimizer_state``, sharded data parallelism) and
+    ``gather_if_shard``, rdp_rank 0 gets the list of all parts, by rdp_rank, and the other ranks their own;
+    collective over the RDP group. Otherwise there is no communication.
+    """
+    part = _local(optimizer)
+    if not gather_if_shard or not _split(optimizer):
+        return part
+    runtime = optimizer._session.runtime
+    group = runtime.group(GroupKind.RDP)
+    parts = runtime.fabric.objects.allgather(unshared(part), group)
+    return [part, *parts[1:]] if runtime.position(GroupKind.RDP) == 0 else part
+
+
+def _local(optimizer: DistributedOptimizer) -> dict[str, Any]:
+    optimizer._take_masters()
+    indices = _indices(optimizer)
+    state = {
+        indices[id(key)] if isinstance(key, torch.Tensor) else key: value
+        for key, value in optimizer.optimizer.state.items()
+        if not isinstance(key, torch.Tensor) or id(key) in indices
+    }
+    groups = []
+    for group, order, names in zip(
+        optimizer.optimizer.param_groups, optimizer._order, optimizer._names, strict=True
+    ):
+        whole = {key: value for key, value in group.items() if key != "params"}
+        if names is not None:
+            whole["param_names"] = list(names)
+        groups.append({**whole, "params": [indices[id(optimizer._face(each))] for each in order]})
+    return {"state": state, "param_groups": groups, PARTIAL: optimizer._partitioned}
+
+
+def state_dict(optimizer: DistributedOptimizer) -> dict[str, Any]:
+    """The whole state, as plain torch's optimizer over the whole model would have it.
+
+    Collective over the MP group once the model is partitioned, and over the sharding group: every rank
+    of them calls. Raises UnsupportedTrainingError with ``shard_optimizer_state`` (SMP_API.md 6).
+    """
+    masters = optimizer._masters
+    if masters is not None and masters.parts is not None:
+        raise UnsupportedTrainingError(
+            "optimizer.state_dict: with shard_optimizer_state each rank has a part of the state, and a full "
+            "state is not supported (SMP_API.md 6). Take optimizer.local_state_dict(), or save a partial checkpoint"
+        )
+    part = _local(optimizer)
+    del part[PARTIAL]
+    runtime = optimizer._session.runtime
+    group = runtime.group(GroupKind.MP)
+    if optimizer._sharding is not None:
+        part["state"] = _gathered(optimizer, optimizer._sharding, part["state"])
+    if optimizer._partitioned and len(group.ranks) > 1:
+        for other in reversed(runtime.fabric.objects.allgather(unshared(part["state"]), group)):
+            part["state"] = {**other, **part["state"]}
+        # Ranks that have no parameter in common agree on the order of the keys.
+        part["state"] = {index: part["state"][index] for index in sorted(part["state"], key=_place)}
+    return part
+
+
+def _gathered(
+    optimizer: DistributedOptimizer, sharding: Sharding, state: Mapping[Any, Any]
+) -> dict[Any, Any]:
+    """State of shards, of whole parameters. The ranks of the sharding group have the same keys."""
+    of = {index: each for each, index in _parameters(optimizer)}
+    whole: dict[Any, Any] = {}
+    for index in sorted(state, key=_place):
+        shard = sharding.shard(of[index]) if index in of else None
+        if shard is None or not isinstance(state[index], Mapping):
+            whole[index] = state[index]
+            continue
+        whole[index] = {
+            key: next(iter(sharding.wholes([(of[index], value)])))
+            if isinstance(value, torch.Tensor) and value.shape == (shard.owned,)
+            else value
+            for key, value in state[index].items()
+        }
+    return whole
+
+
+def _place(index: Any) -> tuple[bool, Any]:
+    return isinstance(index, str), index
+
+
+def _parameters(optimizer: DistributedOptimizer) -> Iterable[tuple[Any, int]]:
+    """The model's parameters with their indices."""
+    indices = _indices(optimizer)
+    for order in optimizer._order:
+        for each in order:
+            yield each, indices[id(optimizer._face(each))]
+
+
+def _split(optimizer: DistributedOptimizer) -> bool:
+    masters = optimizer._masters
+    return optimizer._sharding is not None or (masters is not None and masters.parts is not None)
+
+
+def check(given: Any) -> None:
+    """Raise ArgumentTypeError for what is no state at all."""
+    if isinstance(given, list) and given and all(isinstance(each, Mapping) for each in given):
+        for each in given:
+            check(each)
+    elif not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
+        raise ArgumentTypeError(
+            "optimizer.load_state_dict: the state is no dict with 'state' and 'param_groups'"
+        )
+
+
+def load(optimizer: DistributedOptimizer, given: Any) -> None:
+    """Load a whole state, this rank's part of one, or the list of all parts by rdp_rank. Parts are merged
+    over the MP group, all of which must call. The model is partitioned.
+
+    Raises ValueError as torch's does if groups differ; ArgumentTypeError for a list of another length.
+    """
+    runtime = optimizer._session.runtime
+    if isinstance(given, list):
+        ranks = len(runtime.group(GroupKind.RDP).ranks)
+        if len(given) != ranks:
+            raise ArgumentTypeError(
+                f"optimizer.load_state_dict: a list of {len(given)} parts, and there are {ranks} rdp ranks, each "
+                "of which needs its own. Run with as many as it was saved with"
+            )
+        given = given[runtime.position(GroupKind.RDP)]
+    state, groups = given["state"], given["param_groups"]
+    group = runtime.group(GroupKind.MP)
+    if given.get(PARTIAL, False) and len(group.ranks) > 1:
+        parts = runtime.fabric.objects.allgather(unshared(state), group)
+        merged = {index: value for part in parts for index, value in part.items()}
+        state = {**merged, **state}
+    here, there = ([len(each) for each in optimizer._order], [len(e["params"]) for e in groups])
+    if here != there:
+        raise ValueError(
+            "loaded state dict has a different number of parameter groups, or a group of different "
+            f"size: {there} parameters, {here} here"
+        )
+    optimizer._take_masters()
+    # torch's own load matches positions, so it is given the part that is here, renumbered.
+    saved = [index for each in groups for index in each["params"]]
+    of = dict(zip(saved, [each for order in optimizer._order for each in order], strict=True))
+    index_of = {id(optimizer._face(each)): index for index, each in reversed(of.items())}
+    narrowed: list[dict[str, Any]] = [
+        {
+            **saved_group,
+            "params": [index_of[id(each)] for each in own["params"]],
+            **({"param_names": own["param_names"]} if "param_names" in own else {}),
+        }
+        for saved_group, own in zip(groups, optimizer.optimizer.param_groups, strict=True)
+    ]
+    mine = {index for each in narrowed for index in each["params"]}
+    optimizer.optimizer.load_state_dict(
+        {
+            "state": {
+                index: moved(optimizer, of[index], copy.deepcopy(state[index]))
+                for index in sorted(mine)
+                if index in state
+            },
+            "param_groups": narrowed,
+        }
+    )
+
+
+def _indices(optimizer: DistributedOptimizer) -> dict[int, int]:
+    """Index of each parameter, or of its master, in the original order, first occurrence, as torch
+    numbers them.
+    """
+    indices: dict[int, int] = {}
+    for order in optimizer._order:
+        for parameter in order:
+            indices.setdefault(id(optimizer._face(parameter)), len(indices))
+    return indices
+
+
+def moved(optimizer: DistributedOptimizer, parameter: Any, state: Any) -> Any:
+    """State of a parameter, as what the wrapped optimizer has in its place has it: tensors of the whole
+    parameter's shape are cut, 16-bit ones are float32 where there is a master.
+    """
+    masters, sharding = optimizer._masters, optimizer._sharding
+    if masters is not None:
+        state = masters.moved(parameter, state)
+    shard = None if sharding is None else sharding.shard(parameter)
+    if shard is None or not isinstance(state, Mapping):
+        return state
+    return {
+        key: shard.slice_of(value.detach().reshape(-1)).clone()
+        if is_elementwise(key, value, shard.shape)
+        else value
+        for key, value in state.items()
+    }
+
+
+def unshared(state: Any) -> Any:
+    """The state with tensors that own their memory: a pickled view drags its storage along."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        return {key: unshared(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(unshared(value) for value in state)
+    return state

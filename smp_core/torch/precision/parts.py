@@ -1,0 +1,88 @@
+"""``shard_optimizer_state``: each replica's rank updates its own part of every parameter, and keeps the
+optimizer's state of that part alone (SMP_API.md 1.8).
+
+Parameters and gradients stay whole. A parameter is laid out flat, padded, in equal parts over the RDP
+group (sharding/layout.py); the masters (masters.py) are this rank's parts, and after an update the parts
+of all are gathered. An elementwise optimizer gives the bits that it gives on whole parameters; others are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from smp_core.runtime import Runtime
+from smp_core.topology import GroupKind
+from smp_core.torch.exceptions import UnsupportedTrainingError
+from smp_core.torch.sharding.collectives import Collectives
+from smp_core.torch.sharding.layout import Layout, bins
+
+#: The most elements that are gathered at a time; a larger parameter is alone.
+_MOST = 2**24
+
+#: Optimizers of torch whose update of an element depends on others than that element.
+_NOT_ELEMENTWISE = tuple(
+    getattr(torch.optim, name)
+    for name in ("LBFGS", "Adafactor", "Muon", "SparseAdam")
+    if hasattr(torch.optim, name)
+)
+
+
+class OwnParts:
+    """How the masters of one rank are split over its RDP group. Made by all ranks at the same point."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.collectives = Collectives(runtime, GroupKind.RDP, None)
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of a tensor, 1-D, in row-major order; a view where it is contiguous."""
+        dense = tensor.to_dense() if tensor.is_sparse else tensor
+        layout = Layout(tensor.numel(), self.collectives.size)
+        return dense.reshape(-1)[slice(*layout.own(self.collectives.rank))]
+
+    def gather(self, parameters: Iterable[nn.Parameter], own: Iterable[torch.Tensor]) -> None:
+        """Give parameters the values of the ranks' own parts of them, in place. Every rank of the RDP
+        group calls it with the same parameters; of each, ``own`` has what :meth:`own` gave here, changed.
+        """
+        by_dtype: dict[torch.dtype, list[tuple[nn.Parameter, torch.Tensor]]] = {}
+        for parameter, part in zip(parameters, own, strict=True):
+            by_dtype.setdefault(parameter.dtype, []).append((parameter, part))
+        for pairs in by_dtype.values():
+            for bin_ in bins([parameter.numel() for parameter, _ in pairs], _MOST):
+                self._gather([pairs[number] for number in bin_])
+
+    def _gather(self, pairs: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
+        """Of one dtype."""
+        size = self.collectives.size
+        layouts = [Layout(parameter.numel(), size) for parameter, _ in pairs]
+        sent = pairs[0][1].new_zeros(sum(layout.part for layout in layouts))
+        start = 0
+        for layout, (_, part) in zip(layouts, pairs, strict=True):
+            sent[start : start + part.numel()] = part
+            start += layout.part
+        rows = self.collectives.all_gather(sent).result().view(size, -1)
+        start = 0
+        with torch.no_grad():
+            for layout, (parameter, _) in zip(layouts, pairs, strict=True):
+                whole = layout.whole(rows[:, start : start + layout.part])
+                parameter.copy_(whole.view(parameter.shape))
+                start += layout.part
+
+
+def check_elementwise(optimizer: Optimizer, what: str) -> None:
+    """Raise UnsupportedTrainingError for an optimizer whose result on parts differs from that on whole
+    parameters, as far as that is known; ``what`` is the configuration that splits.
+    """
+    if isinstance(optimizer, _NOT_ELEMENTWISE):
+        raise UnsupportedTrainingError(
+            f"smp.DistributedOptimizer: {type(optimizer).__name__} does not update each element by itself, and "
+            f"with {what} it would see parts of parameters. Use an elementwise optimizer, as Adam, or leave {what} out"
+        )
+    if any(group.get("fused") for group in optimizer.param_groups):
+        raise UnsupportedTrainingError(
+            f"smp.DistributedOptimizer: {type(optimizer).__name__}(fused=True) rounds an element by where it lies "
+            f"in memory, and with {what} it lies elsewhere (ENGINES.md 2.1). Leave fused out"
+        )
