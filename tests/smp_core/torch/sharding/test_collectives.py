@@ -262,6 +262,19 @@ def test_bytes_are_those_that_leave_the_rank(smp: Any) -> None:
     assert node[other] != node[rank]
 
 
+@pytest.mark.smp(ranks=4, **FOUR)
+@pytest.mark.parametrize(("nodes", "leave"), [(4, 3), (1, 0)])
+def test_parts_that_each_goes_on_its_own_leave_the_node_or_do_not(
+    smp: Any, nodes: int, leave: int
+) -> None:
+    here = part_of_world(runtime.current("test"), 4, 4 // nodes, True)
+    assert here is not None
+    gathers = Collectives(here)
+    gathers.all_gather(positions(5, torch.float64)).result()
+    (counted,) = gathers.traffic.since().values()
+    assert counted == Sum(1, 20, 3 * 5 * 8, leave * 5 * 8)
+
+
 @pytest.mark.smp(ranks=8, ddp=True)
 @pytest.mark.parametrize(("p", "k"), [(8, 2), (8, 4), (6, 3), (4, 2)])
 def test_what_leaves_a_node_is_the_formula(smp: Any, p: int, k: int) -> None:
