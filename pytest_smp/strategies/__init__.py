@@ -10,8 +10,8 @@ failing example, as code that can be pasted below::
     from collections import OrderedDict
     from math import inf
     from numpy import array, float32, int64
-    from pytest_smp.strategies import Batch, Block, MicrobatchSplit, Model, Pair, Record, Sliceable
-    from pytest_smp.strategies import ShardedTraining, StepCall, TensorSpec, Training
+    from pytest_smp.strategies import Batch, Block, MicrobatchSplit, Model, Overflows, Pair, Record
+    from pytest_smp.strategies import ShardedTraining, Sliceable, StepCall, TensorSpec, Training
     from smp_core.topology import Topology
 
 A communication program prints as a test file that runs alone.
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_smp.strategies.configuration import configs
 from pytest_smp.strategies.faults import faults
 from pytest_smp.strategies.mistakes import invalid_configs
+from pytest_smp.strategies.overflows import Overflows, overflows
 from pytest_smp.strategies.schedules import schedules
 from pytest_smp.strategies.worlds import degrees, groups, placements, topologies, world_sizes
 
@@ -65,6 +66,7 @@ __all__ = [
     "InvalidProgram",
     "MicrobatchSplit",
     "Model",
+    "Overflows",
     "Pair",
     "Program",
     "Record",
@@ -87,6 +89,7 @@ __all__ = [
     "microbatch_splits",
     "models",
     "objects",
+    "overflows",
     "placements",
     "programs",
     "same",
