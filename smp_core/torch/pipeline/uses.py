@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
@@ -46,6 +47,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from smp_core.torch import nests
+from smp_core.torch.exceptions import OutsideStepError, ShardingError
 from smp_core.torch.pipeline import streams
 from smp_core.torch.sharding import registration, saving
 from smp_core.torch.sharding.gathered import Gathered
@@ -136,11 +138,13 @@ def activity(
             with saving.entered(gathered, microbatch):
                 yield
     finally:
-        if frame.uses:
-            _write_back(frame)
-        if gathered is not None:
-            _leave(frame, gathered)
-        _local.activity, _local.call = before
+        try:
+            if frame.uses:
+                _write_back(frame, gathered)
+        finally:
+            if gathered is not None:
+                _leave(frame, gathered)
+            _local.activity, _local.call = before
 
 
 @contextlib.contextmanager
@@ -200,10 +204,12 @@ def run(
             return output if gathered is None or not frame.uses else _released(output)
     finally:
         _local.call = before
-        if frame.uses:
-            _write_back(frame)
-        if gathered is not None:
-            _leave(frame, gathered)
+        try:
+            if frame.uses:
+                _write_back(frame, gathered)
+        finally:
+            if gathered is not None:
+                _leave(frame, gathered)
 
 
 def hold(
@@ -227,8 +233,10 @@ def hold(
             return _released(forward(*args, **kwargs))
     finally:
         _local.call = before
-        _write_back(frame)
-        _leave(frame, gathered)
+        try:
+            _write_back(frame, gathered)
+        finally:
+            _leave(frame, gathered)
 
 
 @contextlib.contextmanager
@@ -324,6 +332,11 @@ class _Delivery:
 
     def __call__(self, use: torch.Tensor) -> None:
         gradient, use.grad = use.grad, None
+        if self.gathered is not None and _local.activity is None:
+            raise OutsideStepError(
+                "backward was called outside of a step, and not as model.backward(loss): the gradients of "
+                "sharded parameters would be lost. Call model.backward(loss) instead of loss.backward()"
+            )
         if gradient is not None:
             self.ledger.add(self.microbatch, self.parameter, gradient)
         if self.gathered is not None:
@@ -370,16 +383,38 @@ def _use(parameter: nn.Parameter, frame: _Frame) -> nn.Parameter:
     return use
 
 
-def _write_back(frame: _Frame) -> None:
+def _write_back(frame: _Frame, gathered: Gathered | None) -> None:
     """What a module did to a use rather than into its memory: new data, or freezing."""
+    replaced: list[nn.Parameter] = []
     for (_, recorded), (parameter, use) in frame.uses.items():
-        if frame.units is not None and hasattr(parameter, "ds_tensor"):
-            # The graph keeps the use, which is to keep no memory: no value of it is looked at again.
-            use.data = use.new_zeros(1).expand(use.shape)
+        if gathered is not None and gathered.shard(parameter) is not None:
+            if gathered.place(use) is None:
+                replaced.append(parameter)
+            # The graph keeps the use, which is to keep no memory. If somebody else has it, as a function
+            # that keeps it for its own backward pass, it stays as it is, memory and all.
+            if sys.getrefcount(use) <= _ALONE:
+                use.data = use.new_zeros(()).expand(use.shape)
         elif use.data_ptr() != parameter.data_ptr() or use.shape != parameter.shape:
             parameter.data = use.data
         if recorded and not use.requires_grad and use.is_leaf:
             parameter.requires_grad_(False)
+    if gathered is not None and replaced:
+        shard = gathered.shard(replaced[0])
+        assert shard is not None
+        raise ShardingError(
+            f"parameter {shard.name!r} was given other data in a module call, and each rank keeps its own part "
+            "only, so the change would be lost on the others. Change parameters between steps"
+        )
+
+
+def _alone(uses: dict[int, tuple[object, object]]) -> int:
+    """How many references there are to what only a frame's dict has, seen as _write_back sees it."""
+    for _, (_, use) in uses.items():
+        return sys.getrefcount(use)
+    raise AssertionError
+
+
+_ALONE = _alone({0: (None, object())})
 
 
 def _leave(frame: _Frame, gathered: Gathered) -> None:
@@ -526,7 +561,16 @@ class _Stray:
         self._aside: torch.Tensor | None = None
 
     def before(self, gradients: tuple[Any, ...]) -> None:
-        if _local.activity is not None and gradients[0] is not None:
+        work = _local.activity
+        if work is not None and work.gathered is not None:
+            shard = work.gathered.shard(self._parameter)
+            if shard is not None:
+                raise ShardingError(
+                    f"parameter {shard.name!r} was read past the model, where only this rank's part of it is to be "
+                    "seen. Read it as an attribute of its module, or declare who uses it with "
+                    "smp.register_parameter(module, parameter)"
+                )
+        if work is not None and gradients[0] is not None:
             self._aside, self._parameter.grad = self._parameter.grad, None
 
     def after(self, parameter: torch.Tensor) -> None:

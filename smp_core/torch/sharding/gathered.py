@@ -176,8 +176,14 @@ class Gathered:
 
     def rest(self) -> None:
         """Give back everything, until backward asks for it."""
+        lost: ShardingError | None = None
         for number in list(self._states):
-            self._release(number)
+            try:
+                self._release(number)
+            except ShardingError as error:  # the others are given back, too
+                lost = error
+        if lost is not None:
+            raise lost
 
     def mark(self) -> None:
         """Count the peak from here."""
@@ -207,17 +213,20 @@ class Gathered:
         if state is None:
             self._make_room(unit.numel)
             state = self._begin(unit)
-        pending, state.pending = state.pending, None
-        for index, whole in enumerate(unit.wholes(pending.result())):
-            state.tensors[index] = whole
-            state.versions.append(whole._version)
-            self._storages[whole.untyped_storage()._cdata] = unit, index
-        self._prefetch()
+        with torch.inference_mode(False), torch.no_grad():  # others may use it without
+            for index, whole in enumerate(unit.wholes(state.pending.result())):
+                state.tensors[index] = whole
+                state.versions.append(whole._version)
+                self._storages[whole.untyped_storage()._cdata] = unit, index
+            state.pending = None
+            self._prefetch()
 
     def _begin(self, unit: Unit) -> _State:
         self.live += unit.numel
         self.peak = max(self.peak, self.live)
-        state = self._states[unit.number] = _State(self._collectives.all_gather(unit.flat))
+        with torch.inference_mode(False):
+            pending = self._collectives.all_gather(unit.flat)
+        state = self._states[unit.number] = _State(pending)
         return state
 
     def _prefetch(self) -> None:
@@ -248,8 +257,9 @@ class Gathered:
         if state.pending is not None:
             in_own_thread(state.pending.result)  # nobody asked for it: a wrong guess
             return
-        for index, whole in state.tensors.items():
+        for whole in state.tensors.values():
             del self._storages[whole.untyped_storage()._cdata]
+        for index, whole in state.tensors.items():
             if whole._version != state.versions[index]:
                 raise ShardingError(
                     f"parameter {unit.shards[index].name!r} was modified in place while it was gathered for a "

@@ -23,18 +23,30 @@ from smp_core.torch.sharding.shards import Unit
 class _Reference:
     """A view of a gathered parameter."""
 
-    __slots__ = ("gathered", "geometry", "index", "microbatch", "unit")
+    __slots__ = (
+        "conjugated",
+        "dtype",
+        "gathered",
+        "geometry",
+        "index",
+        "microbatch",
+        "negated",
+        "unit",
+    )
 
     def __init__(
         self, gathered: Gathered, place: tuple[Unit, int], tensor: torch.Tensor, microbatch: Any
     ) -> None:
         self.gathered, self.microbatch = gathered, microbatch
         self.unit, self.index = place
-        self.geometry = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self.geometry = tensor.storage_offset(), tensor.shape, tensor.stride()
+        self.dtype, self.conjugated, self.negated = tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
     def open(self) -> torch.Tensor:
         whole = self.gathered.again(self.unit, self.index, self.microbatch)
-        return whole.as_strided(*self.geometry)
+        view = torch.empty(0, dtype=self.dtype).set_(whole.untyped_storage(), *self.geometry)
+        view = view.conj() if self.conjugated else view
+        return torch._neg_view(view) if self.negated else view
 
 
 class _Value:

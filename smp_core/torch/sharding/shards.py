@@ -90,9 +90,10 @@ class Unit:
         """
         for shard in self.shards:
             data = shard.parameter.data
-            if data.data_ptr() == shard.part.data_ptr() and data.numel() == shard.owned:
+            fits = data.shape == (shard.owned,) and data.dtype == shard.part.dtype
+            if fits and data.data_ptr() == shard.part.data_ptr():
                 continue
-            if data.shape == (shard.owned,) and data.dtype == shard.part.dtype:
+            if fits:
                 view = shard.part[: shard.owned]
                 if shard.owned:
                     view.copy_(data)
@@ -107,12 +108,14 @@ class Unit:
 
     def wholes(self, gathered: torch.Tensor) -> Iterator[torch.Tensor]:
         """The parameters, whole and each in memory of its own, from the parts of all ranks in order."""
-        rows = gathered.view(-1, self.flat.numel())
+        rows, together = gathered.view(-1, self.flat.numel()), gathered.untyped_storage()._cdata
         start = 0
         for shard in self.shards:
             stop = start + shard.layout.part
             flat = shard.layout.whole(rows[:, start:stop])
-            yield shard.shaped(flat if len(self.shards) > 1 else flat.clone())
+            if len(self.shards) > 1 and flat.untyped_storage()._cdata == together:
+                flat = flat.clone()  # parts of one element: a view was enough to line them up
+            yield shard.shaped(flat)
             start = stop
 
 
