@@ -25,15 +25,16 @@ Decided here, because the sources are silent (SMP_API.md 9.5):
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from smp_core.errors import ArgumentError, ArgumentTypeError, SmpError
 from smp_core.runtime import current as runtime_of
 from smp_core.topology import GroupKind
-from smp_core.torch import files, folders, naming, plain, weights
+from smp_core.torch import files, folders, naming, optimizer_state, plain, weights
 from smp_core.torch.exceptions import CheckpointError
 from smp_core.torch.pipeline import placement
 from smp_core.torch.session import Session
@@ -248,7 +249,7 @@ def _save_full(
                     f"{_SAVE}: a full checkpoint of the optimizer's state is not supported with tensor parallelism or "
                     "shard_optimizer_state (SMP_API.md 6). Save with partial=True, or without optimizer"
                 )
-            state["optimizer"] = optimizer.state_dict()
+            state["optimizer"] = optimizer_state.state_dict(optimizer, keep=runtime.rank == 0)
         return state
 
     mine: list[dict[str, Any]] = []
@@ -277,8 +278,9 @@ def resume_from_checkpoint(
 
     Call it once model and optimizer are wrapped. Weights and optimizer state are loaded when the
     model is partitioned: at once, if it is. A partial checkpoint brings its partition along, which then holds
-    whatever ``auto_partition`` and `smp.partition` say; a full one loads into any partition, and loads
-    no optimizer state.
+    whatever ``auto_partition`` and `smp.partition` say; a full one loads into any partition, and into any
+    sharding degree and number of ranks. The optimizer's state of a full one is loaded, too, if it holds one
+    and there is an optimizer: SMP loaded none then (SMP_API.md 1.11), so that training did not go on where it stopped.
 
     Args:
         tag: None for the one that the file ``newest`` names.
@@ -318,6 +320,7 @@ def resume_from_checkpoint(
     state = loaded[0]
     if state.model is not None and translate_function is not None and not partial:
         together(runtime, _RESUME, lambda: _translate(state, translate_function))
+    together(runtime, _RESUME, lambda: _check(session, state, strict))
     together(runtime, _RESUME, lambda: _apply_model(session, state, strict))
     together(runtime, _RESUME, lambda: _apply_optimizer(session, state))
     return state.user_content
@@ -330,6 +333,7 @@ class _Loaded:
         self.where = where
         self.model: Any = None
         self.partition: Any = None
+        self.placement: placement.Placement | None = None  # to be that of this run
         self.optimizer: Any = None
         self.user_content: Any = None
 
@@ -403,6 +407,8 @@ def _read_full(session: Session, path: Path, tag: str, load_optimizer: bool) -> 
             state.user_content = files.load(beside, "the user content")
     if state.model is not None:
         _expect_own(session, path / tag, "model")
+    if load_optimizer and _IS_PARTIAL in content and session.optimizer is not None:
+        state.optimizer = content.get("optimizer")
     return state
 
 
@@ -410,9 +416,36 @@ def _translate(state: _Loaded, function: Callable[[Any], Any]) -> None:
     state.model = function(state.model)
 
 
-def _apply_model(session: Session, state: _Loaded, strict: bool) -> None:
+def _check(session: Session, state: _Loaded, strict: bool) -> None:
+    """Raise what can be told before anything is changed. A model that is not partitioned tells it then."""
+    model, optimizer = session.model, session.optimizer
     if state.partition is not None:
-        _freeze(session, state.partition, state.where)
+        state.placement = _restored(session, state.partition, state.where)
+    if state.model is not None and model is not None and model.partitioned:
+        with _of_file(state.where, "model"):
+            weights.check(model, state.model, strict, same_partition=state.partition is not None)
+    if state.optimizer is not None and optimizer is not None:
+        with _of_file(state.where, "optimizer"):
+            optimizer_state.check(state.optimizer)
+            optimizer_state.check_fits(optimizer, {**state.optimizer, _IS_PARTIAL: False})
+
+
+@contextlib.contextmanager
+def _of_file(where: Path, kind: str) -> Iterator[None]:
+    """Say of torch's errors which checkpoint does not fit."""
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+        remedy = ", or pass load_optimizer=False" if kind == "optimizer" else ""
+        raise CheckpointError(
+            f"{where}: does not fit the {kind} of this run, which is unchanged: {error}. Build what was saved, or "
+            f"resume from another checkpoint{remedy}"
+        ) from error
+
+
+def _apply_model(session: Session, state: _Loaded, strict: bool) -> None:
+    if state.placement is not None:
+        session.restored = state.placement
     if state.model is not None and session.model is not None:
         # Without communication: a rank whose file does not fit tells the others afterwards.
         weights.load_state_dict(
@@ -446,8 +479,10 @@ def _record_of(session: Session) -> Any:
     return None if sharding is None else records.record(sharding)
 
 
-def _freeze(session: Session, partition: Any, where: Path) -> None:
-    """Let the partition hold that a checkpoint brought. Raises CheckpointError if it cannot."""
+def _restored(session: Session, partition: Any, where: Path) -> placement.Placement | None:
+    """The partition that a checkpoint brought, None if it is that of the run. Raises CheckpointError if
+    it cannot hold.
+    """
     try:
         made = placement.Placement(**partition)
         tables = {"modules": made.modules, "parameters": made.parameters, "buffers": made.buffers}
@@ -477,8 +512,8 @@ def _freeze(session: Session, partition: Any, where: Path) -> None:
                         f"is partitioned already, on {'none' if other is None else other}. Resume before "
                         "the first step, or from a full checkpoint (partial=False)"
                     )
-        return
-    session.restored = made
+        return None
+    return made
 
 
 def _check_own(session: Session, kind: str, given: Any) -> None:

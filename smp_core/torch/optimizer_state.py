@@ -19,14 +19,17 @@ import torch
 
 from smp_core.errors import ArgumentTypeError
 from smp_core.topology import GroupKind
-from smp_core.torch.exceptions import UnsupportedTrainingError
+from smp_core.torch.exceptions import CheckpointError, UnsupportedTrainingError
 from smp_core.torch.precision.masters import is_elementwise
+from smp_core.torch.sharding import states
 
 if TYPE_CHECKING:
     from smp_core.torch.optimizer import DistributedOptimizer
     from smp_core.torch.sharding.state import Sharding
 
 PARTIAL = "_smp_is_partial"
+#: In a part of sharded data parallelism: which shard it is, of how many.
+SHARD = "_smp_shard"
 
 
 def local_state_dict(optimizer: DistributedOptimizer, gather_if_shard: bool = True) -> Any:
@@ -61,14 +64,20 @@ def _local(optimizer: DistributedOptimizer) -> dict[str, Any]:
         if names is not None:
             whole["param_names"] = list(names)
         groups.append({**whole, "params": [indices[id(optimizer._face(each))] for each in order]})
-    return {"state": state, "param_groups": groups, PARTIAL: optimizer._partitioned}
+    part = {"state": state, "param_groups": groups, PARTIAL: optimizer._partitioned}
+    return part if optimizer._sharding is None else {**part, SHARD: _shard(optimizer._sharding)}
 
 
-def state_dict(optimizer: DistributedOptimizer) -> dict[str, Any]:
+def _shard(sharding: Sharding) -> tuple[int, int]:
+    return sharding.collectives.rank, sharding.collectives.size
+
+
+def state_dict(optimizer: DistributedOptimizer, keep: bool = True) -> dict[str, Any]:
     """The whole state, as plain torch's optimizer over the whole model would have it.
 
     Collective over the MP group once the model is partitioned, and over the sharding group: every rank
-    of them calls. Raises UnsupportedTrainingError with ``shard_optimizer_state`` (SMP_API.md 6).
+    of them calls. Without ``keep`` this rank only helps the others to what is split, and has it not in its own.
+    Raises UnsupportedTrainingError with ``shard_optimizer_state`` (SMP_API.md 6).
     """
     masters = optimizer._masters
     if masters is not None and masters.parts is not None:
@@ -78,36 +87,19 @@ def state_dict(optimizer: DistributedOptimizer) -> dict[str, Any]:
         )
     part = _local(optimizer)
     del part[PARTIAL]
+    part.pop(SHARD, None)
     runtime = optimizer._session.runtime
     group = runtime.group(GroupKind.MP)
     if optimizer._sharding is not None:
-        part["state"] = _gathered(optimizer, optimizer._sharding, part["state"])
+        parameters = {index: each for each, index in _parameters(optimizer)}
+        whole = states.wholes(runtime, optimizer._sharding, part["state"], parameters, keep)
+        part["state"] = {index: whole[index] for index in sorted(whole, key=_place)}
     if optimizer._partitioned and len(group.ranks) > 1:
         for other in reversed(runtime.fabric.objects.allgather(unshared(part["state"]), group)):
             part["state"] = {**other, **part["state"]}
         # Ranks that have no parameter in common agree on the order of the keys.
         part["state"] = {index: part["state"][index] for index in sorted(part["state"], key=_place)}
     return part
-
-
-def _gathered(
-    optimizer: DistributedOptimizer, sharding: Sharding, state: Mapping[Any, Any]
-) -> dict[Any, Any]:
-    """State of shards, of whole parameters. The ranks of the sharding group have the same keys."""
-    of = {index: each for each, index in _parameters(optimizer)}
-    whole: dict[Any, Any] = {}
-    for index in sorted(state, key=_place):
-        shard = sharding.shard(of[index]) if index in of else None
-        if shard is None or not isinstance(state[index], Mapping):
-            whole[index] = state[index]
-            continue
-        whole[index] = {
-            key: next(iter(sharding.wholes([(of[index], value)])))
-            if isinstance(value, torch.Tensor) and value.shape == (shard.owned,)
-            else value
-            for key, value in state[index].items()
-        }
-    return whole
 
 
 def _place(index: Any) -> tuple[bool, Any]:
@@ -142,7 +134,8 @@ def load(optimizer: DistributedOptimizer, given: Any) -> None:
     """Load a whole state, this rank's part of one, or the list of all parts by rdp_rank. Parts are merged
     over the MP group, all of which must call. The model is partitioned.
 
-    Raises ValueError as torch's does if groups differ; ArgumentTypeError for a list of another length.
+    Raises ValueError as torch's does if groups differ; ArgumentTypeError for a list of another length;
+    CheckpointError for the shard of another rank.
     """
     runtime = optimizer._session.runtime
     if isinstance(given, list):
@@ -159,12 +152,7 @@ def load(optimizer: DistributedOptimizer, given: Any) -> None:
         parts = runtime.fabric.objects.allgather(unshared(state), group)
         merged = {index: value for part in parts for index, value in part.items()}
         state = {**merged, **state}
-    here, there = ([len(each) for each in optimizer._order], [len(e["params"]) for e in groups])
-    if here != there:
-        raise ValueError(
-            "loaded state dict has a different number of parameter groups, or a group of different "
-            f"size: {there} parameters, {here} here"
-        )
+    check_fits(optimizer, given)
     optimizer._take_masters()
     # torch's own load matches positions, so it is given the part that is here, renumbered.
     saved = [index for each in groups for index in each["params"]]
@@ -189,6 +177,30 @@ def load(optimizer: DistributedOptimizer, given: Any) -> None:
             "param_groups": narrowed,
         }
     )
+
+
+def check_fits(optimizer: DistributedOptimizer, given: Mapping[str, Any]) -> None:
+    """Raise ValueError if groups differ, CheckpointError for another rank's shard. Changes nothing."""
+    here = [len(each) for each in optimizer._order]
+    there = [len(each["params"]) for each in given["param_groups"]]
+    if here != there:
+        raise ValueError(
+            "loaded state dict has a different number of parameter groups, or a group of different "
+            f"size: {there} parameters, {here} here"
+        )
+    if SHARD in given and given.get(PARTIAL, False):
+        sharding, (rank, degree) = optimizer._sharding, given[SHARD]
+        mine = None if sharding is None else _shard(sharding)
+        if mine != (rank, degree):
+            have = (
+                "nothing is split"
+                if mine is None
+                else f"this rank has shard {mine[0]} of {mine[1]}"
+            )
+            raise CheckpointError(
+                f"optimizer.load_state_dict: the state is of shard {rank} of {degree}, and here {have}. Load the "
+                "part of this rank, or a whole state (optimizer.state_dict())"
+            )
 
 
 def _indices(optimizer: DistributedOptimizer) -> dict[int, int]:

@@ -220,6 +220,44 @@ def _load(
     return result
 
 
+def check(
+    model: DistributedModel, state: Mapping[str, Any], strict: bool, same_partition: bool
+) -> None:
+    """Raise what :func:`load_state_dict` would of keys and shapes, and change nothing: for a partitioned
+    model, and a state that needs no communication (full, or with ``same_partition``).
+
+    Modules load it as they do, with their hooks, into tensors without memory. Extra state, which a module
+    takes as it likes, is left out.
+    """
+    partial = bool(state.get(PARTIAL, False))
+    plain = {
+        key: value for key, value in state.items() if key != PARTIAL and not key.endswith(_EXTRA)
+    }
+    if getattr(state, "_metadata", None) is not None and not partial:
+        plain = _with_metadata(plain, state)
+    with _meta(model, shards=partial) as away:
+        try:
+            result = model.module.load_state_dict(plain, strict=False)
+        except RuntimeError as error:
+            if str(error).startswith("Error(s) in loading state_dict"):
+                raise
+            return  # of a module that looks at values: the load itself will tell
+        except Exception:
+            return
+    missing = [
+        key
+        for key in result.missing_keys
+        if not key.endswith(_EXTRA)
+        and not (partial and (key in away or not owns(model, _module_of(model, key))))
+    ]
+    if strict and (missing or result.unexpected_keys):
+        raise RuntimeError(_complaint(model, missing, result.unexpected_keys))
+
+
+#: How torch's keys of extra state end.
+_EXTRA = "_extra_state"
+
+
 def _load_values(
     model: DistributedModel, state: Mapping[str, Any], strict: bool, same_partition: bool
 ) -> Any:
@@ -236,7 +274,7 @@ def _load_values(
         plain = _with_metadata(plain, state)
     shards = partial and model.sharding is not None  # as they are kept
     whole = contextlib.nullcontext() if shards else _whole(model, values=False)
-    with whole, _meta_elsewhere(model) as away:
+    with whole, _meta(model, elsewhere=True) as away:
         if not (partial and same_partition):
             return model.module.load_state_dict(plain, strict=strict)
         result = model.module.load_state_dict(plain, strict=False)
@@ -286,37 +324,48 @@ def _complaint(model: DistributedModel, missing: list[str], unexpected: list[str
 
 
 @contextlib.contextmanager
-def _meta_elsewhere(model: DistributedModel) -> Iterator[set[str]]:
-    """While entered, other ranks' parameters and buffers stand in the tree as meta tensors of their
-    true shapes: a load checks them and copies nothing. Yields their names.
+def _meta(
+    model: DistributedModel, shards: bool = False, elsewhere: bool = False
+) -> Iterator[set[str]]:
+    """While entered, parameters and buffers, or only other ranks', stand in the tree as meta tensors
+    of their true shapes: a load checks them and copies nothing. Yields the names of other ranks'.
+
+    ``shards``: sharded parameters have the shapes of their shards.
     """
     before: list[tuple[dict[str, Any], str, Any]] = []
     names: set[str] = set()
     first_name = {id(entry.tensor): entry.name for entry in placement.unique(model.module)}
     shapes = vars(model).get(placement.SHAPES, {})
     for entry in list(sharing.entries(model.module)):
-        if owns(model, entry.module):
+        mine = owns(model, entry.module)
+        if mine and elsewhere:
             continue
         own = entry.name.rpartition(".")[2]
         registry: dict[str, Any] = (
             entry.owner._parameters if entry.kind == "parameter" else entry.owner._buffers
         )
-        shape = shapes[first_name[id(entry.tensor)]]
+        shard = None if shards or model.sharding is None else model.sharding.shard(entry.tensor)
+        if not mine:
+            shape = shapes[first_name[id(entry.tensor)]]
+            names.add(entry.name)
+        else:
+            shape = entry.tensor.shape if shard is None else shard.shape
         stand_in = torch.empty(shape, dtype=entry.tensor.dtype, device="meta")
         before.append((registry, own, registry[own]))
-        registry[own] = (
+        dict.__setitem__(
+            registry,
+            own,
             nn.Parameter(stand_in, requires_grad=entry.tensor.requires_grad)
             if entry.kind == "parameter"
-            else stand_in
+            else stand_in,
         )
-        names.add(entry.name)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
             yield names
     finally:
         for registry, own, tensor in before:
-            registry[own] = tensor
+            dict.__setitem__(registry, own, tensor)
 
 
 def cpu(model: DistributedModel) -> None:

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for split parameters: whole, as for the whole model, and cut again.
+"""What an optimizer keeps for split parameters: whole, as for the whole model.
 
 An elementwise optimizer keeps for a parameter tensors of its shape, here of the shard's, and others, as
 Adam's ``step``, which are the same on all ranks. The former are gathered; the latter are kept.
@@ -18,10 +18,6 @@ from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import ShardingError
 from smp_core.torch.sharding.shards import Shard
 from smp_core.torch.sharding.state import Sharding
-
-#: What torch's optimizers keep as a tensor without dimensions for every parameter, so that it is told from an
-#: element of a parameter without dimensions.
-_SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,22 +79,6 @@ def wholes(
         else:
             del whole[index][key]
     return whole
-
-
-def own(shard: Shard, state: Any) -> Any:
-    """This rank's elements of what has the whole parameter's shape; the rest as it is, so that a state which
-    is cut already stays so.
-    """
-    if not isinstance(state, Mapping):
-        return state
-    return {
-        key: shard.slice_of(value.detach().reshape(-1)).clone()
-        if isinstance(value, torch.Tensor)
-        and tuple(value.shape) == shard.shape
-        and (value.dim() or key not in _SCALARS)
-        else value
-        for key, value in state.items()
-    }
 
 
 def _said(shard: Shard, value: Any) -> Any:

@@ -178,7 +178,7 @@ def _full(path):
 def _load_full(path, owners, after, partial=False, **arguments):
     run = Run(owners, seed=99)
     run.steps(*range(50, 50 + after))
-    content = smp.resume_from_checkpoint(path, partial=partial, **arguments)
+    content = smp.resume_from_checkpoint(path, partial=partial, load_optimizer=False, **arguments)
     if not run.model.partitioned:
         run.optimizer.param_groups[0]["lr"] = 0.0
         run.steps(1)  # loads; nothing is learnt
@@ -215,6 +215,17 @@ def test_a_full_checkpoint_loads_into_any_partition(smp_world, path):
         ):
             assert _equal(weights(found), weights(saved)), (ranks, owners)
             assert str(user) == str(CONTENT)
+
+
+def test_a_full_checkpoint_brings_the_optimizer_to_other_degrees(smp_world, path):
+    before = smp_world.run(_saving, path, False, ranks=2, config=PIPELINE)
+    for ranks, config, owners in ((2, PIPELINE, (1, 0, 1)), (1, {"microbatches": 2}, (0, 0, 0))):
+        for losses, *_ in smp_world.run(
+            lambda: _resuming(path, owners, partial=False),  # noqa: B023  run in the loop
+            ranks=ranks,
+            config=config,
+        ):
+            assert losses == before[0][0][2:]
 
 
 class _PlainNet(nn.Module):
