@@ -4,7 +4,9 @@ Two groups. The training state is split over the one (the sharding group); the o
 ranks that hold the same shard (the replication group). No sum is left to the backend: values are
 exchanged, and folded along the tree of ``smp_core.reduction`` over the order of the group, so that the
 bits are the same on every backend. Nothing is divided here. Everything travels as bytes, because not
-every backend moves every dtype.
+every backend moves every dtype. A part goes to each other member on its own: that is one hop, where a
+ring has as many as there are members. A ring is left to gathers that would otherwise send a part
+between the same two nodes more than once.
 
 All members of a group begin the same operations in the same order, and so all of :meth:`all_reduce`
 and their results. What is given must not change until the result is there. Only the rank's own thread
@@ -200,8 +202,7 @@ class Collectives:
         for distance in range(1, size):
             works.append(group.send([from_], (members.rank + distance) % size, 0))
         rows[members.rank].copy_(from_)
-        for work in works:
-            yield work
+        yield from works
         return whole
 
     def _exchange_rows(

@@ -1,8 +1,8 @@
 """What the collectives of sharded data parallelism sent: counters, and on request every call.
 
-Bytes are those that leave this rank, counted from the exchanges themselves: an all-gather goes round
-a ring, in which every rank hands on all parts but one; in an all-to-all every rank sends each other one
-its row. Counting changes nothing, and takes memory only for as many counters as there are kinds of call.
+Bytes are those that leave this rank, counted from the exchanges themselves: a part goes to every other
+rank, or all but one go on to the next on a ring; of rows each other rank is sent its own. Counting
+changes nothing, and takes memory only for as many counters as there are kinds of call.
 """
 
 from __future__ import annotations
