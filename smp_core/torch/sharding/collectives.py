@@ -56,13 +56,23 @@ class _Members:
         if self.size > 1:
             self.process_group = runtime.fabric.process_group(Group(f"smp {name}", ranks))
         here, all_ = nodes[runtime.rank], {nodes[rank] for rank in ranks}
-        #: Whether a ring is to carry a gather: where some share a node, and some do not, it crosses
-        #: between nodes less often than every part on its own.
-        self.ring = 1 < len(all_) < self.size
+        #: Whether the backend's own gather is used. Gloo's goes around a ring, one hop after the other: on
+        #: one machine every part by itself takes half the time (benchmarks/sharding.py). Where some members
+        #: share a node, and some do not, a ring crosses between nodes less often.
+        self.ring = not _is_gloo(self.process_group) or 1 < len(all_) < self.size
         #: How many of the others are on other nodes.
         self.elsewhere = sum(nodes[rank] != here for rank in ranks)
         #: Whether the next one on the ring is.
         self.next_elsewhere = nodes[ranks[(self.rank + 1) % self.size]] != here
+
+
+def _is_gloo(process_group: Any) -> bool:
+    """Whether a group's tensors on the CPU go through torch's Gloo."""
+    try:
+        name = process_group._get_backend(torch.device("cpu")).name()
+    except (AttributeError, RuntimeError):  # no group, or one that is no collection of backends
+        return False
+    return bool(name == "gloo")
 
 
 class Collectives:
@@ -180,8 +190,7 @@ class Collectives:
         self, part: Tensor, members: _Members, operation: str, kind: GroupKind
     ) -> Generator[Any, None, Tensor]:
         size, each = members.size, part.numel() * part.element_size()
-        # Elsewhere than on a CPU the backend knows best.
-        ring = members.ring or part.device.type != "cpu"
+        ring = members.ring
         crossing = (size - 1 if members.next_elsewhere else 0) if ring else members.elsewhere
         sent = each * (size - 1)
         self.traffic.add(
