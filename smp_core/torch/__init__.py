@@ -50,6 +50,7 @@ from smp_core.torch.partitioning import (
     partition,
     set_partition,
 )
+from smp_core.torch.sharding.registration import register_parameter
 from smp_core.torch.state_mod import core, state
 from smp_core.torch.step import StepOutput, step
 
@@ -110,6 +111,7 @@ __all__ = [
     "rdp_rank",
     "rdp_size",
     "recv_from",
+    "register_parameter",
     "resume_from_checkpoint",
     "save",
     "save_checkpoint",

@@ -27,6 +27,7 @@ class Report:
         late: the buckets among them that a gradient came for afterwards.
         joined: the replica has no more input (joining.py).
         microbatches: how many its gradients are sums of; 0 if it has no input.
+        route: a digest of what it has gathered (sharding/gathered.py).
     """
 
     failure: Any = None
@@ -35,6 +36,7 @@ class Report:
     late: tuple[int, ...] = ()
     joined: bool = False
     microbatches: int = 0
+    route: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

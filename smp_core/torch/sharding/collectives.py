@@ -99,6 +99,9 @@ class Collectives:
         self.traffic = Traffic()
         self._kind, self._across_kind = group, across or group
         self._group = _Members(runtime, group.value, ranks, nodes)
+        # Sums of their own: they set out when gradients are complete, which may be earlier on one rank than on
+        # another, between other gathers.
+        self._sums = _Members(runtime, f"{group.value} sums", ranks, nodes)
         self._across = _Members(runtime, (across or group).value, others, nodes)
         self._flat = (("all_gather", self._group),)
         #: The hops of the route, each with its operation's name for the counters.
@@ -174,7 +177,7 @@ class Collectives:
         return rows.index_select(0, order.to(rows.device)).view(-1).view(part.dtype)
 
     def _reduce(self, parts: Tensor) -> _Exchanges:
-        rows = yield from self._exchange_rows(parts, self._group, "reduce_scatter", self._kind)
+        rows = yield from self._exchange_rows(parts, self._sums, "reduce_scatter", self._kind)
         return _fold(rows)
 
     def _reduce_all(self, flat: Tensor) -> _Exchanges:

@@ -19,6 +19,7 @@ which make the same calls, gather in the same order. No value depends on any of 
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -77,6 +78,8 @@ class Gathered:
         self._order: list[int] = []  # of demands in this step
         self._expected: list[int] = []  # that of the last step
         self._at: int | None = 0
+        #: A digest of the units that were gathered since the step began, in order.
+        self.route = 0
         self.live = self.peak = 0
         self.prefetch = True
 
@@ -161,6 +164,7 @@ class Gathered:
         for unit in self.units:
             unit.check()
         self._expected, self._order, self._at = self._order or self._expected, [], 0
+        self.route = 0
 
     def end_step(self) -> None:
         """It went well: give back everything, also what is on its way."""
@@ -222,6 +226,7 @@ class Gathered:
             self._prefetch()
 
     def _begin(self, unit: Unit) -> _State:
+        self.route = zlib.crc32(unit.number.to_bytes(4), self.route)
         self.live += unit.numel
         self.peak = max(self.peak, self.live)
         with torch.inference_mode(False):

@@ -27,9 +27,10 @@ import torch
 from torch import nn
 
 from smp_core.runtime import Runtime
-from smp_core.torch.exceptions import UnsupportedTrainingError
+from smp_core.topology import GroupKind
+from smp_core.torch.exceptions import ShardingError, UnsupportedTrainingError
 from smp_core.torch.pipeline import agreement
-from smp_core.torch.pipeline.agreement import DENSE, NONE, Report
+from smp_core.torch.pipeline.agreement import DENSE, NONE, Agreement, Report
 from smp_core.torch.pipeline.gradients import Gradients, Options
 from smp_core.torch.sharding.collectives import Collectives, Pending
 from smp_core.torch.sharding.layout import Layout, bins
@@ -261,12 +262,14 @@ class ShardedGradients(Gradients):
                 launched=round_.launched,
                 late=round_.late_buckets,
                 microbatches=count,
+                route=self._gathered.route,
             ),
         )
         round_.catch_up(agreed.launched)
         if agreed.failure is not None:
             round_.discard()
             return agreed.failure
+        self._check_route(agreed, round_)
         if not self._passes:
             self._unit = agreed.microbatches
         for parameter, part in round_.results(agreed.late).items():
@@ -284,6 +287,24 @@ class ShardedGradients(Gradients):
                 if parameter in has:
                     self._deposit(parameter, gradient)
         return None
+
+    def _check_route(self, agreed: Agreement, round_: Round) -> None:
+        """Raise ShardingError, on every rank, if those of a sharding group gathered different units: what one
+        sent was not what the other took it for.
+        """
+        topology = self._runtime.topology
+        routes = dict(zip(self._runtime.group(GroupKind.DP).ranks, agreed.reports, strict=True))
+        for group in topology.groups(GroupKind.SHARDING):
+            told = {rank: routes[rank].route for rank in group if rank in routes}
+            other = next((rank for rank in told if told[rank] != told[group[0]]), None)
+            if other is not None:
+                round_.discard()
+                raise ShardingError(
+                    f"sharded data parallelism: in this step rank {other} used other parameters than rank {group[0]}, "
+                    "or in another order: each took the other's parts of one for those of another, and what they "
+                    "computed is worth nothing. No gradient was changed. Call the same modules in the same order on all "
+                    "ranks of a sharding group"
+                )
 
     def _reduced(self, divisor: int) -> dict[nn.Parameter, torch.Tensor]:
         """The end of a window: this rank's gradients, of each parameter what this rank keeps of it."""
