@@ -438,8 +438,8 @@ def _of_file(where: Path, kind: str) -> Iterator[None]:
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
         remedy = ", or pass load_optimizer=False" if kind == "optimizer" else ""
         raise CheckpointError(
-            f"{where}: does not fit the {kind} of this run, which is unchanged: {error}. Build what was saved, or "
-            f"resume from another checkpoint{remedy}"
+            f"{where}: does not fit the {kind} of this run, which is unchanged: {str(error).rstrip('.')}. Build "
+            f"what was saved, or resume from another checkpoint{remedy}"
         ) from error
 
 

@@ -1,0 +1,396 @@
+"""Checkpoints of sharded training: whole states are plain torch's, training goes on bit for bit at any degree,
+and what is not this rank's is refused on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+
+import smp_core.torch as smp
+from smp_core.torch.exceptions import CheckpointError, ShardingError
+from tests.smp_core.torch.sharding.checkpoint_models import (
+    OPTIMIZERS,
+    Plain,
+    Run,
+    config,
+    equal,
+    snapshot,
+)
+
+HUGE = 10**9
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "checkpoints"
+
+
+def expected(optimizer, *replicas):
+    """Plain training over so many replicas in each step: losses, and the states after each."""
+    plain, losses, states = Plain(optimizer), [], []
+    for number, count in enumerate(replicas):
+        losses.append(plain.step(count, number))
+        states.append((snapshot(plain.model.state_dict()), snapshot(plain.optimizer.state_dict())))
+    return losses, states
+
+
+# ---- States in memory ----------------------------------------------------------------------------
+
+
+def states(optimizer):
+    run = Run(optimizer)
+    run.steps(0, 1)
+    return run.state()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("degree", "threshold"), [(2, 0), (4, 0), (4, 8), (2, HUGE)])
+def test_whole_states_are_those_of_plain_torch(smp_world, optimizer, degree, threshold):
+    _, wanted = expected(optimizer, 4, 4)
+    for model, state in smp_world.run(states, optimizer, ranks=4, config=config(degree, threshold)):
+        equal(dict(model), dict(wanted[1][0]))
+        equal(state, wanted[1][1])
+
+
+def local_states():
+    """A part is saved and loaded by another run; then a whole state is."""
+    run = Run("adamw")
+    run.steps(0, 1)
+    part = snapshot(run.optimizer.local_state_dict(gather_if_shard=False))
+    whole = snapshot(run.optimizer.state_dict())
+    run.steps(2)
+    found = []
+    for state in (part, whole):
+        run.optimizer.load_state_dict(state)
+        found.append(snapshot(run.optimizer.state_dict()))
+    return part, whole, found
+
+
+def test_parts_are_shards_and_load_back(smp_world):
+    for rank, (part, whole, found) in enumerate(
+        smp_world.run(local_states, ranks=2, config=config(2))
+    ):
+        assert part["_smp_is_partial"]
+        assert tuple(part["_smp_shard"]) == (rank, 2)
+        # The gain is on the first rank alone; of the embedding each has half.
+        assert part["state"][0]["exp_avg"].shape == ((1,) if rank == 0 else (0,))
+        assert part["state"][0]["step"].shape == ()
+        assert part["state"][3]["exp_avg"].shape == (21,)
+        for each in found:
+            equal(each, whole)
+
+
+def test_the_shard_of_another_rank_is_refused(smp_world):
+    def body():
+        run = Run("momentum")
+        run.steps(0)
+        parts = smp.allgather(run.optimizer.local_state_dict(gather_if_shard=False), smp.WORLD)
+        before = run.state()
+        with pytest.raises(CheckpointError, match=r"state is of shard \d of 2, and here this rank"):
+            run.optimizer.load_state_dict(parts[1 - smp.rank()])
+        equal(run.state(), before)
+        return parts[0]
+
+    part = smp_world.run(body, ranks=2, config=config(2))[0]
+
+    def unsharded():
+        with pytest.raises(CheckpointError, match="of shard 0 of 2, and here nothing is split"):
+            Run("momentum").optimizer.load_state_dict(part)
+
+    smp_world.run(unsharded, ranks=1)
+
+
+def test_a_rank_without_elements_needs_no_state_and_others_do(smp_world):
+    def body():
+        run = Run("adamw")
+        run.steps(0)
+        state = run.optimizer.optimizer.state
+        before = snapshot(run.optimizer.state_dict())
+        if smp.rank() == 1:
+            del state[run.model.module.gain]
+        equal(snapshot(run.optimizer.state_dict()), before)
+        if smp.rank() == 1:
+            del state[run.model.module.embed.weight]
+        with pytest.raises(
+            ShardingError, match=r"rank 0 .* has a state 'exp_avg' .*rank 1 has none"
+        ):
+            run.optimizer.state_dict()
+        smp.barrier()
+
+    smp_world.run(body, ranks=2, config=config(2))
+
+
+def test_a_state_from_before_the_model_is_wrapped_is_cut(smp_world):
+    _, wanted = expected("adamw", 4, 4, 4)
+
+    def body():
+        plain = Plain("adamw")
+        for number in range(2):
+            plain.step(4, number)
+        model = smp.DistributedModel(plain.model)
+        optimizer = smp.DistributedOptimizer(plain.optimizer)
+        run = Run.__new__(Run)
+        run.model, run.optimizer = model, optimizer
+        equal(run.state(), wanted[1])
+
+    smp_world.run(body, ranks=4, config=config(4, 2))
+
+
+# ---- Files ---------------------------------------------------------------------------------------
+
+
+def saving(path, optimizer, partial, tag="a"):
+    run = Run(optimizer)
+    losses = run.steps(0, 1)
+    smp.save_checkpoint(
+        path, tag, partial, model=run.model, optimizer=run.optimizer, user_content={"at": 2}
+    )
+    return losses + run.steps(2)
+
+
+def resuming(path, optimizer, partial, tag=None, **model):
+    run = Run(optimizer, seed=99, **model)
+    run.step(7)  # so that there is state, which has to go
+    content = smp.resume_from_checkpoint(path, tag, partial)
+    assert content == {"at": 2}
+    return run.steps(2, 3), run.state()
+
+
+#: From which degree, ranks and threshold to which.
+MOVES = [
+    ((4, 4, 0), (2, 4, 0)),
+    ((2, 4, 0), (4, 4, 8)),
+    ((2, 2, 8), (4, 4, 0)),
+    ((4, 4, 8), (1, 4, 0)),
+    ((1, 2, 0), (2, 2, HUGE)),
+    ((2, 4, HUGE), (1, 1, 0)),
+    ((1, 1, 0), (4, 4, 2)),
+]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("before", "after"), MOVES)
+def test_a_full_checkpoint_goes_on_at_any_degree_and_size(
+    smp_world, path, optimizer, before, after
+):
+    degree, ranks, threshold = before
+    wanted, states = expected(optimizer, ranks, ranks, after[1], after[1])
+    seen = smp_world.run(
+        saving, path, optimizer, False, ranks=ranks, config=config(degree, threshold)
+    )
+    for rank, losses in enumerate(seen):
+        equal(losses[:2], [each[rank] for each in wanted[:2]])
+    degree, ranks, threshold = after
+    seen = smp_world.run(
+        resuming, path, optimizer, False, ranks=ranks, config=config(degree, threshold)
+    )
+    for rank, (losses, state) in enumerate(seen):
+        equal(losses, [each[rank] for each in wanted[2:]])
+        equal(state, states[-1])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("threshold", [0, 8, HUGE])
+def test_a_partial_checkpoint_goes_on_at_its_degree(smp_world, path, optimizer, threshold):
+    """Also with another number of replicas."""
+    wanted, states = expected(optimizer, 2, 2, 4, 4)
+    smp_world.run(saving, path, optimizer, True, ranks=2, config=config(2, threshold))
+    seen = smp_world.run(resuming, path, optimizer, True, ranks=4, config=config(2, threshold))
+    for rank, (losses, state) in enumerate(seen):
+        equal(losses, [each[rank] for each in wanted[2:]])
+        equal(state, states[-1])
+
+
+def test_a_full_checkpoint_is_plain_torchs(smp_world, path):
+    _, states = expected("adamw", 4, 4)
+    smp_world.run(saving, path, "adamw", False, ranks=4, config=config(4))
+    content = torch.load(path / "a")
+    plain = Plain("adamw")
+    plain.model.load_state_dict(content["model"])
+    plain.optimizer.load_state_dict(content["optimizer"])
+    equal((dict(plain.model.state_dict()), plain.optimizer.state_dict()), states[-1])
+
+
+def test_what_is_on_the_disk(smp_world, path):
+    smp_world.run(saving, path, "adamw", True, ranks=4, config=config(2))
+    names = [f"{kind}_{shard}.pt" for kind in ("model", "optimizer") for shard in (0, 1)]
+    assert sorted(os.listdir(path / "a_partial")) == ["manifest.json", *names, "user_content.pt"]
+    manifest = json.loads((path / "a_partial" / "manifest.json").read_text())
+    assert manifest["degrees"]["sharded_data_parallel_degree"] == 2
+    sizes = set()
+    for shard in (0, 1):
+        for kind in ("model", "optimizer"):
+            content = torch.load(path / "a_partial" / f"{kind}_{shard}.pt")
+            assert content["_smp_is_partial"]
+            assert (content["shard"]["rank"], content["shard"]["degree"]) == (shard, 2)
+            assert content["shard"]["split"]["embed.weight"] == [7, 6]
+            sizes.add(os.path.getsize(path / "a_partial" / f"{kind}_{shard}.pt"))
+    smp_world.run(saving, path, "adamw", False, "full", ranks=4, config=config(2))
+    assert max(sizes) < os.path.getsize(path / "full")
+
+
+# ---- Refused on every rank, in the same words, with nothing changed ------------------------------
+
+
+def refused(smp_world, pattern, path, partial, degree=2, ranks=2, threshold=0, **arguments):
+    """Resuming raises this on every rank, nothing has changed, and the ranks can still train."""
+
+    def body():
+        run = Run("adamw", seed=99, **arguments)
+        run.step(7)
+        before = run.state()
+        with pytest.raises(CheckpointError, match=pattern) as error:
+            smp.resume_from_checkpoint(path, partial=partial)
+        equal(run.state(), before)
+        run.step(8)
+        return str(error.value)
+
+    said = smp_world.run(body, ranks=ranks, config=config(degree, threshold))
+    assert len(set(said)) == 1, said
+
+
+def test_another_degree_is_named_by_both_numbers(smp_world, path):
+    smp_world.run(saving, path, "adamw", True, ranks=4, config=config(2))
+    said = (
+        "saved with sharded_data_parallel_degree=2, and this run has sharded_data_parallel_degree="
+    )
+    for degree in (1, 4):
+        refused(smp_world, f"{said}{degree}", path, True, degree, 4)
+
+
+def copy(folder, kind, one, other):
+    """Also in the list of files: of most models shards have the same sizes."""
+    shutil.copy(folder / f"{kind}_{one}.pt", folder / f"{kind}_{other}.pt")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][f"{kind}_{other}.pt"] = manifest["files"][f"{kind}_{one}.pt"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    at = content.index(torch.load(file)["model"]["embed.weight"].numpy().tobytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "pattern"),
+    [
+        (lambda at: (at / "model_1.pt").unlink(), r"model_1\.pt: missing"),
+        (lambda at: os.truncate(at / "optimizer_1.pt", 100), r"optimizer_1\.pt: torn"),
+        (lambda at: flip(at / "model_0.pt"), r"model_0\.pt: expected .* torn or damaged"),
+        (
+            lambda at: copy(at, "model", 0, 1),
+            r"model_1\.pt: expected shard 1 of 2, found shard 0: the file has another one's name",
+        ),
+        (lambda at: copy(at, "optimizer", 1, 0), r"optimizer_0\.pt: expected shard 0 of 2, found"),
+    ],
+)
+def test_damaged_and_mixed_up_shards(smp_world, path, damage, pattern):
+    smp_world.run(saving, path, "adamw", True, ranks=2, config=config(2))
+    damage(path / "a_partial")
+    refused(smp_world, pattern, path, True)
+
+
+def test_a_shard_of_another_save(smp_world, path):
+    smp_world.run(saving, path, "adamw", True, "b", ranks=2, config=config(2))
+    smp_world.run(saving, path, "adamw", True, "a", ranks=2, config=config(2))
+    shutil.copy(path / "b_partial" / "model_1.pt", path / "a_partial" / "model_1.pt")
+    refused(smp_world, r"model_1\.pt: is not of the save", path, True)
+
+
+def test_another_threshold_is_told(smp_world, path):
+    smp_world.run(saving, path, "adamw", True, ranks=2, config=config(2, 8))
+    pattern = (
+        r"has parameter 'blocks\.0\.0\.bias' whole, and this run has it split.*another sdp_param"
+    )
+    refused(smp_world, pattern, path, True, threshold=0)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_checkpoint_of_another_model(smp_world, path, degree):
+    smp_world.run(saving, path, "adamw", True, ranks=2, config=config(degree))
+    smp_world.run(saving, path, "adamw", False, "full", ranks=2, config=config(degree))
+    refused(
+        smp_world,
+        r"does not fit the model of this run, which is unchanged: Error[\s\S]* mismatch for embed",
+        path,
+        False,
+        degree,
+        features=8,
+    )
+    (path / "newest").write_text("a")
+    pattern = (
+        "embed" if degree == 1 else r"of another model: parameter 'blocks\.0\.0\.weight' is of"
+    )
+    refused(smp_world, pattern, path, True, degree, features=8)
+
+
+# ---- Trouble while saving ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("partial", [True, False])
+@pytest.mark.parametrize(("rank", "room"), [(0, 0), (1, 4000), (0, 4000)])
+def test_a_full_disk_leaves_the_checkpoint_from_before(
+    smp_world, smp_faults, path, partial, rank, room
+):
+    if rank == 1 and not partial:
+        pytest.skip("rank 0 alone writes a full checkpoint")
+    how = {"ranks": 2, "config": config(2)}
+    wanted, states = expected("adamw", 2, 2, 2, 2)
+
+    def again():
+        run = Run("adamw", seed=3)
+        run.step(5)
+        with pytest.raises(CheckpointError, match="No space left on device") as error:
+            smp.save_checkpoint(
+                path, "a", partial, model=run.model, optimizer=run.optimizer, user_content={}
+            )
+        run.step(6)
+        return str(error.value)
+
+    smp_world.run(saving, path, "adamw", partial, **how)
+    with smp_faults.full_disk(rank=rank, below=path, after=room):
+        said = smp_world.run(again, **how)
+    assert said[0] == said[1]
+    for rank, (losses, state) in enumerate(smp_world.run(resuming, path, "adamw", partial, **how)):
+        equal(losses, [each[rank] for each in wanted[2:]])
+        equal(state, states[-1])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_lost_while_saving_leaves_the_old_checkpoint_or_the_new(
+    smp_world, smp_faults, path, rank
+):
+    """The rank is lost at each of the moments at which a save meets the others."""
+    how = {"ranks": 2, "config": config(2)}
+
+    def save(seed):
+        run = Run("adamw", seed=seed)
+        smp.save_checkpoint(path, "a", model=run.model, optimizer=run.optimizer, user_content=seed)
+
+    def content():
+        run = Run("adamw", seed=99)
+        found = smp.resume_from_checkpoint(path, "a")
+        return found, run.state()[0]
+
+    smp_world.run(save, 1, **how)
+    old = smp_world.run(content, **how)[0]
+    found = []
+    for nth in range(1, 25):
+        smp_faults.kill(rank=rank, at="allgather", nth=nth, required=False)
+        report = smp_world.report(save, 2, **how)
+        smp_faults.clear()
+        seed, state = smp_world.run(content, **how)[0]
+        if seed == 1:
+            equal(state, old[1])
+        found.append(seed)
+        if report.error is None:
+            break
+    assert found == sorted(found)
+    assert set(found) == {1, 2}
