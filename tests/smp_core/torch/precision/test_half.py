@@ -1,0 +1,119 @@
+"""Operators without a 16-bit kernel: one rounding of what float32 gives, forward and backward."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from smp_core.torch.precision import half
+
+SQUARE = torch.eye(4) * 2 + torch.arange(16.0).view(4, 4) / 32
+IMAGE = torch.arange(64.0).view(1, 1, 8, 8) / 8
+VOLUME = torch.arange(64.0).view(1, 1, 4, 4, 4) / 8
+ROWS = torch.arange(24.0).view(4, 6).cos()
+CLASSES = torch.arange(4)
+
+#: What the operators of the table are called by, and the operators that this calls.
+CALLS = {
+    "_cdist_forward _cdist_backward": (lambda x: torch.cdist(x, x.detach() + 1), ROWS),
+    "_pdist_forward _pdist_backward": (F.pdist, ROWS),
+    "avg_pool3d avg_pool3d_backward": (lambda x: F.avg_pool3d(x, 2), VOLUME),
+    "_upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward": (
+        lambda x: F.interpolate(x, scale_factor=0.5, mode="bilinear", antialias=True),
+        IMAGE,
+    ),
+    "multi_margin_loss multi_margin_loss_backward": (
+        lambda x: F.multi_margin_loss(x, CLASSES),
+        ROWS,
+    ),
+    "multilabel_margin_loss_forward multilabel_margin_loss_backward": (
+        lambda x: F.multilabel_margin_loss(x, torch.zeros(4, 6, dtype=torch.int64)),
+        ROWS,
+    ),
+    "linalg_qr linalg_solve_triangular": (lambda x: torch.linalg.qr(x).R, SQUARE),
+    "linalg_inv_ex": (torch.linalg.inv, SQUARE),
+    "linalg_cholesky_ex": (lambda x: torch.linalg.cholesky(x @ x.T), SQUARE),
+    "linalg_lu": (lambda x: torch.linalg.lu(x).U, SQUARE),
+    "_linalg_det": (lambda x: torch.linalg.det(x.detach()), SQUARE),
+    "_linalg_slogdet": (lambda x: torch.linalg.slogdet(x)[1], SQUARE),
+    "_linalg_svd": (torch.linalg.svdvals, SQUARE),
+    "_linalg_eigh": (lambda x: torch.linalg.eigvalsh(x @ x.T), SQUARE),
+    "_linalg_solve_ex linalg_lu_solve": (
+        lambda x: torch.linalg.solve(x, x.detach()[:, :2] + 1),
+        SQUARE,
+    ),
+}  # fmt: skip
+#: Where the call is this one operator, so that nothing else rounds.
+ONE = {"avg_pool3d", "multi_margin_loss", "linalg_inv_ex", "_linalg_svd", "linalg_qr"}
+
+
+def test_every_operator_of_the_table_is_tried():
+    tried = {name for names in CALLS for name in names.split()}
+    assert set(half.OPERATORS) == tried | {"rrelu_with_noise"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("names", list(CALLS))
+def test_it_is_computed_in_float32_and_rounded(names, dtype):
+    half.install()
+    call, given = CALLS[names]
+    x = given.to(dtype).requires_grad_()
+    out = call(x)
+    assert out.dtype is dtype
+    if out.requires_grad:
+        out.backward(torch.ones_like(out))
+        assert x.grad.dtype is dtype
+        assert x.grad.isfinite().all()
+    if names.split()[0] in ONE:
+        assert torch.equal(out, call(given.to(dtype).float()).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_one_rounding_and_not_two(dtype):
+    half.install()
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0001, 1e-3, 7.0, 9.0, 3.3]).to(dtype).view(1, 1, 2, 2, 2)
+    assert torch.equal(F.avg_pool3d(x, 2), F.avg_pool3d(x.float(), 2).to(dtype))
+
+
+def test_rrelu_draws_as_in_float32():
+    half.install()
+    x = torch.linspace(-2, 2, 9)
+    torch.manual_seed(5)
+    expected = F.rrelu(x, training=True)
+    torch.manual_seed(5)
+    assert torch.equal(F.rrelu(x.half(), training=True), expected.half())
+
+
+LACKING = """
+import torch, torch.nn.functional as F
+for dtype in (torch.float16, torch.bfloat16):
+    for call in (
+        lambda: torch.cdist(torch.ones(2, 2, dtype=dtype), torch.ones(2, 2, dtype=dtype)),
+        lambda: F.avg_pool3d(torch.ones(1, 2, 2, 2, dtype=dtype), 2),
+        lambda: torch.linalg.qr(torch.eye(2, dtype=dtype)),
+        lambda: torch.linalg.inv(torch.eye(2, dtype=dtype)),
+    ):
+        try:
+            call()
+        except RuntimeError:
+            print("lacks")
+"""
+
+
+def test_torch_by_itself_still_lacks_them_and_other_dtypes_are_as_before():
+    told = subprocess.run(
+        [sys.executable, "-c", LACKING], capture_output=True, text=True, check=True
+    )
+    assert told.stdout.split() == ["lacks"] * 8
+    half.install()
+    for dtype in (torch.float32, torch.float64):
+        x = torch.tensor([[2.0, 0.0], [0.0, 4.0]], dtype=dtype, requires_grad=True)
+        out = torch.linalg.inv(x)
+        out.sum().backward()
+        assert out.dtype is dtype
+        assert out.tolist() == [[0.5, 0.0], [0.0, 0.25]]
+        assert x.grad.tolist() == [[-0.25, -0.125], [-0.125, -0.0625]]
