@@ -3,6 +3,7 @@
     python train.py                                   # alone
     mpiexec -n 4 python train.py --pipeline 4         # four stages of one pipeline
     torchrun --nproc-per-node 4 train.py --pipeline 2 # two pipelines of two stages
+    torchrun --nproc-per-node 4 train.py --sharding 4 # each rank keeps a quarter of parameters and state
     python train.py --plain                           # plain PyTorch
 
 A plain script of the SMP API. Embedding and output share one weight, so they share a rank: the first
@@ -37,6 +38,11 @@ class Options:
     auto: bool = False  # partition automatically, not by hand
     recompute: bool = False  # activations, in the backward pass, rather than keep them
     dropout: float = 0.0  # plain PyTorch draws other masks
+    sharding: int = 1  # ranks that parameters, gradients and optimizer state are split over
+    whole: int = 1000  # with sharding, parameters of fewer elements stay whole on every rank
+    clip: float = 1e30  # with sharding, the largest norm of gradients; this one is never met
+    accumulate: int = 1  # steps for each update
+    dtype: str = "float32"  # or float16; or, with sharding, bfloat16
     width: int = 48
     heads: int = 4
     blocks: int = 4
@@ -153,6 +159,11 @@ def train(options: Options) -> list[float]:
             "auto_partition": options.auto,
             "default_partition": 0,
             "ddp": True,
+            "sharded_data_parallel_degree": options.sharding,
+            "sdp_param_persistence_threshold": options.whole,
+            "sdp_gradient_clipping": options.clip,
+            "fp16": options.dtype == "float16",
+            "bf16": options.dtype == "bfloat16",
         }
     )
     corpus = Corpus(options)
@@ -163,8 +174,11 @@ def train(options: Options) -> list[float]:
     if options.recompute:
         for block in module.blocks:
             smp.set_activation_checkpointing(block)
-    model = smp.DistributedModel(module)
-    optimizer = smp.DistributedOptimizer(optimizer_of(model))
+    model = smp.DistributedModel(module, backward_passes_per_step=options.accumulate)
+    # The scale is for float16: it begins where these losses do not overflow.
+    optimizer = smp.DistributedOptimizer(
+        optimizer_of(model), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2.0**10}
+    )
     curve: list[float] = []
     # Rank 0 looks; the others are told.
     if options.save and smp.allgather((Path(options.save) / "newest").exists(), smp.WORLD)[0]:
@@ -174,13 +188,15 @@ def train(options: Options) -> list[float]:
     for step, lines in enumerate(corpus.batches()):
         if step < len(curve):
             continue
-        optimizer.zero_grad()
+        if step % options.accumulate == 0:
+            optimizer.zero_grad()
         # Each replica has its own part of the batch.
         losses = train_step(model, lines[smp.dp_rank() * share :][:share])
-        optimizer.step()
+        if (step + 1) % options.accumulate == 0:
+            optimizer.step()
         # Results are on every rank of the pipeline; those of the other replicas are asked for.
         curve.append(mean(smp.allgather(losses.reduce_mean().item(), smp.DP_GROUP)))
-        if options.save and (step + 1) % 10 == 0:
+        if options.save and (step + 1) % (10 * options.accumulate) == 0:
             smp.save_checkpoint(
                 options.save,
                 tag=f"step{step + 1}",
@@ -268,6 +284,8 @@ def main() -> None:
         kind = {"action": "store_true"} if field.type == "bool" else {"type": type(field.default)}
         parser.add_argument(f"--{field.name}", default=field.default, **kind)
     options = Options(**vars(parser.parse_args()))
+    if options.plain and (options.accumulate > 1 or options.dtype != "float32"):
+        parser.error("--plain makes an update at each step, in float32")
     curve = (plain if options.plain else train)(options)
     if options.curve and (options.plain or smp.rank() == 0):
         Path(options.curve).write_text(json.dumps(curve))
