@@ -151,11 +151,11 @@ class Reference:
         self.module = make(case)
         self.masters = parameters(self.module)
         if self.dtype is not torch.float32:
-            self.masters = {
-                name: nn.Parameter(each.detach().clone(), each.requires_grad)
-                for name, each in self.masters.items()
-            }
             self.module.to(self.dtype)
+            self.masters = {  # of what is rounded: SMP_API.md 1.8
+                name: nn.Parameter(each.detach().float(), each.requires_grad)
+                for name, each in parameters(self.module).items()
+            }
         self.optimizer = optimizer_of(case, self.masters.values())
         self.found = Results([[] for _ in range(case.dp)], [[] for _ in range(case.dp)])
 

@@ -27,7 +27,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from smp_core.torch.exceptions import CheckpointError
 from smp_core.torch.precision.scaler import LossScaler
 
 Deposit = Callable[[nn.Parameter, torch.Tensor], None]
@@ -168,7 +167,9 @@ class Masters:
                 if each.grad is not None and set_to_none:
                     each.grad = None
                 elif each.grad is not None:
-                    each.grad.detach_().zero_()
+                    if each.grad.grad_fn is not None:  # as torch's own; a view cannot be detached
+                        each.grad.detach_()
+                    each.grad.zero_()
 
     # Values.
 
@@ -222,25 +223,19 @@ class Masters:
         return {name: master.detach() for name, _, master in self.known()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take the values of masters from a :meth:`state_dict`, and publish them (collective, as that is).
+        """Take the values of masters from a :meth:`state_dict`, in the shapes that they have here, and publish
+        them. What it does not name keeps its value.
 
-        Parameters that it does not name keep theirs. Raises CheckpointError for one of another shape.
+        Masters that are split are not published: ranks may load at different times. Parameters are then
+        expected to have been loaded, too; the next update makes them what their masters are in any case.
         """
-        for parameter, name in self._names.items():
-            value = state.get(name)
-            master = self.of(parameter)
-            if value is None or master is parameter:
-                continue
-            if value.shape != master.shape and value.shape == parameter.shape:
-                value = self._own(value)
-            if value.shape != master.shape:
-                raise CheckpointError(
-                    f"the master of {name!r} is of shape {list(value.shape)} in the checkpoint, and here of "
-                    f"{list(master.shape)}"
-                )
-            with torch.no_grad():
-                master.copy_(value)
-        self.publish()
+        self.sync()
+        with torch.no_grad():
+            for name, _, master in self.known():
+                if name in state:
+                    master.copy_(state[name])
+        if self.parts is None:
+            self.publish()
 
     def moved(self, parameter: nn.Parameter, state: Any) -> Any:
         """An optimizer's state of a parameter as that of its master: what has the parameter's shape is cut

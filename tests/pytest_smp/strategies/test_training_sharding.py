@@ -184,3 +184,10 @@ def test_what_one_rank_lacks_counts_as_zeros() -> None:
 def test_the_norm_is_added_up_by_parts() -> None:
     gradients = {"a": torch.tensor([[3.0, 0.0, 4.0]]), "b": None, "c": torch.tensor(12.0)}
     assert [replay.norm(gradients, sharding) for sharding in (1, 2, 5)] == [13.0] * 3
+
+
+def test_masters_start_as_what_16_bits_hold() -> None:
+    reference = oracle.Reference(ShardedTraining(dp=2, sharding=2, dtype="bfloat16", real=True))
+    for name, held in reference.module.named_parameters():
+        assert held.dtype is torch.bfloat16
+        assert torch.equal(reference.masters[name], held.float())

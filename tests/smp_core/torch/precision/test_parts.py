@@ -145,6 +145,8 @@ def test_gradients_are_whole_for_the_script_to_clip_and_parts_see_that(smp):
     inner.step()
     for name, parameter in model.local_named_parameters():
         assert torch.equal(parameter, plain.get_parameter(name))
+    optimizer.zero_grad(set_to_none=False)
+    assert all(not each.grad.any() for each in model.parameters() if each.grad is not None)
     optimizer.zero_grad()
     assert all(each.grad is None for each in model.parameters())
     assert optimizer._targets() == []
