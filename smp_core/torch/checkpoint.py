@@ -12,6 +12,8 @@ Decided here, because the sources are silent (SMP_API.md 9.5):
 - With sharded data parallelism the ``*`` of a partial checkpoint is the number of the shard in the sharding
   group, after ``pp_rank`` and ``tp_rank`` with tensor parallelism; parameters that are not split, and
   buffers, are in every file. Each says which shard it is, and which save it is of.
+- With ``shard_optimizer_state`` every rdp rank writes an optimizer file, called as by ``v3``. In 16 bits each
+  optimizer file has a ``fp16_states_*.pt`` beside it, with the masters and the loss scaler.
 - A partial file is written by the first of the replicas that hold the same, everything else by world rank 0. The
   path is one folder for all ranks; where it is not, the save is refused.
 - A partial folder also holds ``manifest.json`` (folders.py), and each model file the partition.
@@ -50,6 +52,8 @@ T = TypeVar("T")
 _SAVE, _RESUME = "smp.save_checkpoint", "smp.resume_from_checkpoint"
 _IS_PARTIAL = "_smp_is_partial"
 _SAVED = "save"  #: in a partial file, and its manifest: which save it is of
+_FP16 = optimizer_state.FP16  # and a kind of file
+_PART = "part"  #: in an optimizer's file: which part of a split state it is, or None
 _SHARD = "shard"  #: in a partial file: which shard it is (sharding/records.py), or None
 
 
@@ -204,19 +208,17 @@ def _save_partial(
         folder = folders.to_fill(path, tag, nonce)
         name = naming.of_part(runtime)
         said = {_IS_PARTIAL: True, _SAVED: nonce, _SHARD: _record_of(session)}
-        if runtime.position(GroupKind.REPLICATION) == 0:
-            if model is not None:
-                state = {
-                    "model": weights.local_state_dict(model),
-                    "partition": _partition_of(session),
-                    **said,
-                }
-                plain.check(state, _SAVE, "model.local_state_dict()")
-                files.save(folder / f"model_{name}.pt", state)
-            if optimizer is not None:
-                state = {"optimizer": optimizer.local_state_dict(False), **said}
-                plain.check(state, _SAVE, "optimizer.local_state_dict()")
-                files.save(folder / f"optimizer_{name}.pt", state)
+        if runtime.position(GroupKind.REPLICATION) == 0 and model is not None:
+            state = {
+                "model": weights.local_state_dict(model),
+                "partition": _partition_of(session),
+                **said,
+            }
+            plain.check(state, _SAVE, "model.local_state_dict()")
+            files.save(folder / f"model_{name}.pt", state)
+        split = _part_of(session) is not None
+        if optimizer is not None and (split or runtime.position(GroupKind.REPLICATION) == 0):
+            _save_optimizer(session, folder, optimizer, said)
         if runtime.rank == 0:
             files.save(folder / folders.USER_CONTENT, user_content)
 
@@ -231,6 +233,16 @@ def _save_partial(
         _SAVE,
         on_first(runtime, lambda: folders.finish(path, tag, naming.degrees(runtime), nonce)),
     )
+
+
+def _save_optimizer(session: Session, folder: Path, optimizer: Any, said: dict[str, Any]) -> None:
+    """The files of this rank's state; what only a 16-bit run has is in one of its own."""
+    state, name = optimizer.local_state_dict(False), naming.of_state(session.runtime)
+    plain.check(state, _SAVE, "optimizer.local_state_dict()")
+    precise, said = state.pop(_FP16, None), {**said, _PART: _part_of(session)}
+    files.save(folder / f"optimizer_{name}.pt", {"optimizer": state, **said})
+    if precise is not None:
+        files.save(folder / f"{_FP16}_{name}.pt", {_FP16: precise, **said})
 
 
 def _save_full(
@@ -355,6 +367,8 @@ def _read_partial(session: Session, path: Path, tag: str, load_optimizer: bool) 
         state.model, state.partition = content["model"], content["partition"]
     if load_optimizer and manifest.holds("optimizer"):
         state.optimizer = _part(session, folder, manifest, "optimizer")["optimizer"]
+        if manifest.holds(_FP16):
+            state.optimizer[_FP16] = _part(session, folder, manifest, _FP16)[_FP16]
     elif load_optimizer and session.optimizer is not None:
         raise CheckpointError(
             f"{folder}: holds no state of an optimizer, and this run has one. Pass load_optimizer=False to "
@@ -366,14 +380,21 @@ def _read_partial(session: Session, path: Path, tag: str, load_optimizer: bool) 
 
 def _part(session: Session, folder: Path, manifest: folders.Manifest, kind: str, *keys: str) -> Any:
     """What the folder has of a kind for this rank, a dict with that and these keys."""
-    _expect_own(session, folder, kind)
-    name = f"{kind}_{naming.of_part(session.runtime)}.pt"
+    _expect_own(session, folder, "model" if kind == "model" else "optimizer")
+    of_rank = naming.of_part if kind == "model" else naming.of_state
+    name = f"{kind}_{of_rank(session.runtime)}.pt"
     _listed(folder, manifest, name)
     content = _dict(folder / name, f"the {kind}'s part of this rank", kind, *keys)
     if content.get(_SAVED) != manifest.save:
         raise CheckpointError(
             f"{folder / name}: is not of the save that this checkpoint is of: it was put there afterwards. "
             "Remove this checkpoint and resume from an older one"
+        )
+    mine, found = _part_of(session), content.get(_PART)
+    if kind != "model" and found != mine:
+        raise CheckpointError(
+            f"{folder / name}: expected {_say_part(mine)} of the optimizer's state, found {_say_part(found)}. Resume "
+            "with the ranks and the shard_optimizer_state that it was saved with, or pass load_optimizer=False"
         )
     sharding = None if session.model is None else session.model.sharding
     records.check(folder / name, content.get(_SHARD), sharding)
@@ -472,6 +493,18 @@ def _partition_of(session: Session) -> dict[str, Any]:
         "parameters": dict(placed.parameters),
         "buffers": dict(placed.buffers),
     }
+
+
+def _part_of(session: Session) -> list[int] | None:
+    """Which part of an optimizer's state that shard_optimizer_state splits is this rank's, and of how many."""
+    runtime = session.runtime
+    if naming.of_state(runtime) == naming.of_part(runtime):
+        return None
+    return [runtime.position(GroupKind.RDP), len(runtime.group(GroupKind.RDP).ranks)]
+
+
+def _say_part(part: Any) -> str:
+    return "all" if part is None else f"part {part[0]} of {part[1]}"
 
 
 def _record_of(session: Session) -> Any:

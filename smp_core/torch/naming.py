@@ -77,6 +77,14 @@ def of_part(runtime: Runtime) -> str:
     return f"{of_rank(runtime)}_{shard}" if runtime.topology.tensor > 1 else shard
 
 
+def of_state(runtime: Runtime) -> str:
+    """As :func:`of_part`, for the optimizer's state: with ``shard_optimizer_state`` each rdp rank has its own,
+    which is called as by ``v3``.
+    """
+    split = runtime.config.shard_optimizer_state and len(runtime.group(GroupKind.RDP).ranks) > 1
+    return of_rank(runtime, v3=True) if split else of_part(runtime)
+
+
 def candidates(runtime: Runtime, back_compat: bool) -> list[str]:
     """All that :func:`of_rank` may have given when a file was saved, the likeliest first."""
     pp, tp, mp = (runtime.position(each) for each in (GroupKind.PP, GroupKind.TP, GroupKind.MP))

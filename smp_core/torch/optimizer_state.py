@@ -7,6 +7,9 @@ What the wrapped optimizer keeps for a parameter has the shape of what stands in
 there: the parameter, a master, this rank's part of it, or its shard. What has the shape of the whole
 parameter is cut to that when it is loaded (``moved``), so states of unsharded runs, and of runs of
 other degrees, load anywhere.
+
+In a 16-bit run a state also has ``fp16_states``: the masters by name, and the state of the loss scaler.
+Loading a model's state makes masters of its 16-bit values: load that first, and the optimizer's then.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from smp_core.torch.sharding.state import Sharding
 
 PARTIAL = "_smp_is_partial"
+FP16 = "fp16_states"
 #: In a part of sharded data parallelism: which shard it is, of how many.
 SHARD = "_smp_shard"
 
@@ -65,6 +69,12 @@ def _local(optimizer: DistributedOptimizer) -> dict[str, Any]:
             whole["param_names"] = list(names)
         groups.append({**whole, "params": [indices[id(optimizer._face(each))] for each in order]})
     part = {"state": state, "param_groups": groups, PARTIAL: optimizer._partitioned}
+    masters, scaler = optimizer._masters, optimizer.loss_scaler
+    if masters is not None and masters.dtype is not None:
+        part[FP16] = {
+            "masters": masters.state_dict(),
+            "loss_scaler": None if scaler is None else scaler.state_dict(),
+        }
     return part if optimizer._sharding is None else {**part, SHARD: _shard(optimizer._sharding)}
 
 
@@ -94,12 +104,34 @@ def state_dict(optimizer: DistributedOptimizer, keep: bool = True) -> dict[str, 
         parameters = {index: each for each, index in _parameters(optimizer)}
         whole = states.wholes(runtime, optimizer._sharding, part["state"], parameters, keep)
         part["state"] = {index: whole[index] for index in sorted(whole, key=_place)}
+        if FP16 in part:
+            part[FP16]["masters"] = _whole_masters(optimizer, optimizer._sharding, keep)
     if optimizer._partitioned and len(group.ranks) > 1:
         for other in reversed(runtime.fabric.objects.allgather(unshared(part["state"]), group)):
             part["state"] = {**other, **part["state"]}
         # Ranks that have no parameter in common agree on the order of the keys.
         part["state"] = {index: part["state"][index] for index in sorted(part["state"], key=_place)}
+        if FP16 in part:
+            told = runtime.fabric.objects.allgather(unshared(part[FP16]["masters"]), group)
+            part[FP16]["masters"] = {
+                name: value for each in told for name, value in each.items()
+            } | part[FP16]["masters"]
     return part
+
+
+def _whole_masters(
+    optimizer: DistributedOptimizer, sharding: Sharding, keep: bool
+) -> dict[str, torch.Tensor]:
+    """The masters of shards, of whole parameters. Collective over the sharding group."""
+    assert optimizer._masters is not None
+    whole = {}
+    for name, parameter, master in optimizer._masters.known():
+        value = master.detach()
+        if sharding.shard(parameter) is not None:
+            (value,) = sharding.wholes([(parameter, value)])
+        if keep:
+            whole[name] = value
+    return whole
 
 
 def _place(index: Any) -> tuple[bool, Any]:
@@ -147,11 +179,16 @@ def load(optimizer: DistributedOptimizer, given: Any) -> None:
             )
         given = given[runtime.position(GroupKind.RDP)]
     state, groups = given["state"], given["param_groups"]
+    precise: dict[str, Any] | None = given.get(FP16)
     group = runtime.group(GroupKind.MP)
     if given.get(PARTIAL, False) and len(group.ranks) > 1:
-        parts = runtime.fabric.objects.allgather(unshared(state), group)
-        merged = {index: value for part in parts for index, value in part.items()}
+        named = {} if precise is None else precise["masters"]
+        parts = runtime.fabric.objects.allgather(unshared((state, named)), group)
+        merged = {index: value for part, _ in parts for index, value in part.items()}
         state = {**merged, **state}
+        if precise is not None:
+            masters = {name: value for _, part in parts for name, value in part.items()}
+            precise = {**precise, "masters": {**masters, **named}}
     check_fits(optimizer, given)
     optimizer._take_masters()
     # torch's own load matches positions, so it is given the part that is here, renumbered.
@@ -177,6 +214,42 @@ def load(optimizer: DistributedOptimizer, given: Any) -> None:
             "param_groups": narrowed,
         }
     )
+    if precise is not None:
+        _load_precise(optimizer, precise)
+
+
+def _load_precise(optimizer: DistributedOptimizer, precise: Mapping[str, Any]) -> None:
+    """Masters and loss scaler, as far as this run has such."""
+    if optimizer._masters is not None:
+        optimizer._masters.load_state_dict(_own_masters(optimizer, precise))
+    if optimizer.loss_scaler is not None and precise.get("loss_scaler") is not None:
+        optimizer.loss_scaler.load_state_dict(precise["loss_scaler"])
+
+
+def _own_masters(
+    optimizer: DistributedOptimizer, precise: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """What was saved of this rank's masters, cut as they are. Raises CheckpointError for another shape."""
+    masters, sharding = optimizer._masters, optimizer._sharding
+    if masters is None or masters.dtype is None:
+        return {}
+    own: dict[str, torch.Tensor] = {}
+    for name, parameter, master in masters.known():
+        value = precise["masters"].get(name)
+        if value is None:
+            continue
+        shard = None if sharding is None else sharding.shard(parameter)
+        if shard is not None and tuple(value.shape) == shard.shape:
+            value = shard.slice_of(value.reshape(-1))
+        elif masters.parts is not None and value.shape == parameter.shape:
+            value = masters.parts.own(value)
+        if value.shape != master.shape:
+            raise CheckpointError(
+                f"the master of {name!r} is of shape {list(value.shape)} in the state, and here of "
+                f"{list(master.shape)}"
+            )
+        own[name] = value
+    return own
 
 
 def check_fits(optimizer: DistributedOptimizer, given: Mapping[str, Any]) -> None:
@@ -188,6 +261,8 @@ def check_fits(optimizer: DistributedOptimizer, given: Mapping[str, Any]) -> Non
             "loaded state dict has a different number of parameter groups, or a group of different "
             f"size: {there} parameters, {here} here"
         )
+    if FP16 in given:
+        _own_masters(optimizer, given[FP16])
     if SHARD in given and given.get(PARTIAL, False):
         sharding, (rank, degree) = optimizer._sharding, given[SHARD]
         mine = None if sharding is None else _shard(sharding)
