@@ -162,6 +162,7 @@ class Masters:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all masters, and of their parameters."""
+        self._unscaled.clear()
         for _, parameter, master in self.known():
             for each in (parameter, master):
                 if each.grad is not None and set_to_none:
