@@ -89,7 +89,10 @@ class Unit:
         does. Raises ShardingError for what is not this rank's shard.
         """
         for shard in self.shards:
-            data = shard.parameter.data
+            data, gradient = shard.parameter.data, shard.parameter.grad
+            if gradient is not None and gradient.shape == shard.shape != (shard.owned,):
+                # Whole, from before the model was wrapped, or from a script.
+                shard.parameter.grad = shard.slice_of(gradient.to_dense().reshape(-1)).clone()
             fits = data.shape == (shard.owned,) and data.dtype == shard.part.dtype
             if fits and data.data_ptr() == shard.part.data_ptr():
                 continue
