@@ -392,7 +392,7 @@ def _write_back(frame: _Frame, gathered: Gathered | None) -> None:
                 replaced.append(parameter)
             # The graph keeps the use, which is to keep no memory. If somebody else has it, as a function
             # that keeps it for its own backward pass, it stays as it is, memory and all.
-            if sys.getrefcount(use) <= _ALONE:
+            if sys.getrefcount(use) <= (_ALONE_IN_GRAPH if use._use_count() > 1 else _ALONE):  # type: ignore[attr-defined]
                 use.data = use.new_zeros(()).expand(use.shape)
         elif use.data_ptr() != parameter.data_ptr() or use.shape != parameter.shape:
             parameter.data = use.data
@@ -407,14 +407,28 @@ def _write_back(frame: _Frame, gathered: Gathered | None) -> None:
         )
 
 
-def _alone(uses: dict[int, tuple[object, object]]) -> int:
+def _alone(value: object) -> int:
     """How many references there are to what only a frame's dict has, seen as _write_back sees it."""
+    uses = {0: (None, value)}
+    del value
     for _, (_, use) in uses.items():
         return sys.getrefcount(use)
     raise AssertionError
 
 
-_ALONE = _alone({0: (None, object())})
+def _alone_in_graph() -> int:
+    """The same of a parameter that a graph has, too: some versions of torch let it count as one."""
+    use = nn.Parameter(torch.zeros(1))
+    graph = use * 1
+    uses = {0: (None, use)}
+    del use
+    for _, (_, use) in uses.items():
+        count = sys.getrefcount(use)
+    del graph
+    return count
+
+
+_ALONE, _ALONE_IN_GRAPH = _alone(object()), _alone_in_graph()
 
 
 def _leave(frame: _Frame, gathered: Gathered) -> None:
