@@ -57,7 +57,7 @@ def loss_of(out):
 class Plain:
     """Training in one process."""
 
-    def __init__(self, optimizer, dtype=None):
+    def __init__(self, optimizer):
         self.model = Net(1)
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
 
@@ -84,10 +84,11 @@ class Plain:
 class Run:
     """The same on this rank."""
 
-    def __init__(self, optimizer, seed=1, **model):
-        module = Net(seed, **model)
+    def __init__(self, optimizer, seed=1, features=6, **arguments):
+        module = Net(seed, features)
         self.model = smp.DistributedModel(module)
-        self.optimizer = smp.DistributedOptimizer(OPTIMIZERS[optimizer](module.parameters()))
+        inner = OPTIMIZERS[optimizer](module.parameters())
+        self.optimizer = smp.DistributedOptimizer(inner, **arguments)
 
         @smp.step
         def run(model, x):
@@ -102,6 +103,11 @@ class Run:
         loss = self._step(self.model, batch(smp.dp_rank(), number)).reduce_mean()
         self.optimizer.step()
         return loss.detach()
+
+    def overflowed(self, number):
+        """Whether the step was skipped."""
+        self.step(number)
+        return self.optimizer.overflow
 
     def steps(self, *numbers):
         return [self.step(number) for number in numbers]

@@ -394,3 +394,63 @@ def test_a_rank_that_is_lost_while_saving_leaves_the_old_checkpoint_or_the_new(
             break
     assert found == sorted(found)
     assert set(found) == {1, 2}
+
+
+# ---- 16 bits -------------------------------------------------------------------------------------
+
+#: The first scale overflows, so that the scaler has something to remember.
+SCALES = {
+    "dynamic_loss_scale": True,
+    "dynamic_loss_args": {"init_scale": 2.0**18, "scale_factor": 2.0**8, "scale_window": 3},
+}
+
+
+def precise(run):
+    """All that training depends on: parameters, masters, the optimizer's state, the scaler's."""
+    state = run.state()
+    assert state[1]["fp16_states"]["masters"]["embed.weight"].dtype is torch.float32
+    assert state[0]["embed.weight"].dtype is not torch.float32
+    return state
+
+
+def saving_precisely(path, partial):
+    run = Run("adamw", **SCALES)
+    overflows = [run.overflowed(number) for number in range(3)]
+    saved = precise(run)
+    smp.save_checkpoint(path, "a", partial, model=run.model, optimizer=run.optimizer)
+    return overflows, saved, run.steps(3, 4), precise(run)
+
+
+def resuming_precisely(path, partial):
+    run = Run("adamw", seed=99, **SCALES)
+    run.step(7)
+    smp.resume_from_checkpoint(path, partial=partial)
+    return precise(run), run.steps(3, 4), precise(run)
+
+
+@pytest.mark.parametrize(
+    ("half", "partial", "before", "after"),
+    [
+        ("bf16", True, (2, 0), (2, 0)),
+        ("bf16", False, (4, 0), (2, 8)),
+        ("fp16", True, (4, 8), (4, 8)),
+        ("fp16", False, (2, 0), (4, 0)),
+        ("fp16", False, (1, 0), (4, 0)),
+        ("fp16", False, (4, 8), (1, 0)),
+    ],
+)
+def test_training_in_16_bits_goes_on_with_masters_and_scaler(
+    smp_world, path, half, partial, before, after
+):
+    how = {"ranks": 4, "config": config(*before, **{half: True})}
+    seen = smp_world.run(saving_precisely, path, partial, **how)
+    how["config"] = config(*after, **{half: True})
+    resumed = smp_world.run(resuming_precisely, path, partial, **how)
+    for (overflows, saved, *went_on), (loaded, *goes_on) in zip(seen, resumed, strict=True):
+        equal(loaded, saved)
+        equal(goes_on, went_on)
+        assert any(overflows) == (half == "fp16")
+        masters = saved[1]["fp16_states"]["masters"]
+        rounded = {name: each.to(saved[0][name].dtype) for name, each in masters.items()}
+        equal(rounded, {name: saved[0][name] for name in masters})
+        assert any(bool((rounded[name].float() != masters[name]).any()) for name in masters)
