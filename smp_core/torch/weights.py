@@ -94,9 +94,10 @@ def state_dict(model: DistributedModel, gather_to_rank0: bool = False) -> dict[s
     with the model. With ``gather_to_rank0`` only world rank 0 gets it, the others an
     empty dict.
     """
-    with _whole(model, values=True):
-        entries = _entries(model)
     runtime = model._session.runtime
+    keep = not gather_to_rank0 or runtime.rank == 0
+    with _whole(model, values=True, keep=keep):
+        entries = _entries(model)
     group = runtime.group(GroupKind.PP)
     if model.placement is not None and len(group.ranks) > 1:
         objects = runtime.fabric.objects
@@ -288,11 +289,13 @@ def _load_values(
         return type(result)(missing, result.unexpected_keys)
 
 
-def _whole(model: DistributedModel, values: bool) -> contextlib.AbstractContextManager[None]:
+def _whole(
+    model: DistributedModel, values: bool, keep: bool = True
+) -> contextlib.AbstractContextManager[None]:
     """While entered, sharded parameters are whole in the tree."""
     if model.sharding is None:
         return contextlib.nullcontext()
-    return model.sharding.whole_tree(model.module, values)
+    return model.sharding.whole_tree(model.module, values, keep)
 
 
 def _with_metadata(plain: dict[str, Any], state: Any) -> Any:

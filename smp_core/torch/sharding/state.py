@@ -110,11 +110,12 @@ class Sharding:
             yield shard.shaped(shard.layout.whole(gathered))
 
     @contextlib.contextmanager
-    def whole_tree(self, module: nn.Module, values: bool) -> Iterator[None]:
+    def whole_tree(self, module: nn.Module, values: bool, keep: bool = True) -> Iterator[None]:
         """While entered, parameters of their true shapes stand in the tree, for torch's ``state_dict`` and
         ``load_state_dict``; afterwards each shard takes its elements of those that were changed.
 
         ``values``: they have the true values, too; then every rank of the sharding group calls it alike.
+        Without ``keep`` this rank only helps the others to them, and has zeros that take no memory.
         """
         stand_ins: dict[int, tuple[Shard, nn.Parameter, int]] = {}
         registries: list[tuple[Any, str, nn.Parameter]] = []
@@ -126,6 +127,7 @@ class Sharding:
                 if id(parameter) not in stand_ins:
                     if values:
                         (value,) = self.wholes([(parameter, parameter.data)])
+                        value = value if keep else value.new_zeros(()).expand(shard.shape)
                     else:
                         value = torch.empty_strided(
                             shard.shape, shard.stride, dtype=parameter.dtype

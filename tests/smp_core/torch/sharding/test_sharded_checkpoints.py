@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import smp_core.torch as smp
+from smp_core.torch import optimizer_state
 from smp_core.torch.exceptions import CheckpointError, ShardingError
 from tests.smp_core.torch.sharding.checkpoint_models import (
     OPTIMIZERS,
@@ -139,6 +140,33 @@ def test_a_state_from_before_the_model_is_wrapped_is_cut(smp_world):
         equal(run.state(), wanted[1])
 
     smp_world.run(body, ranks=4, config=config(4, 2))
+
+
+def test_only_rank_0_holds_what_is_gathered_for_it(smp_world):
+    """Counted in bytes of memory, while all are gathered."""
+
+    def body():
+        run = Run("adamw")
+        run.steps(0)
+        weights_of = run.model.state_dict
+        held = []
+
+        def hook(module, state, prefix, metadata):
+            held.append(sum(each.untyped_storage().nbytes() for each in state.values()))
+
+        run.model.module.register_state_dict_post_hook(hook)
+        whole = weights_of(gather_to_rank0=True)
+        state = optimizer_state.state_dict(run.optimizer, keep=smp.rank() == 0)["state"]
+        sizes = [each.numel() for values in state.values() for each in values.values()]
+        return held[0], len(whole), sum(sizes)
+
+    (here, names, elements), (there, none, others) = smp_world.run(body, ranks=2, config=config(2))
+    parameters = sum(each.numel() for each in Plain("adamw").model.parameters())
+    assert here > 4 * parameters
+    assert names
+    assert there < 200  # the buffer, and a number for each parameter
+    assert not none
+    assert others * 10 < elements
 
 
 # ---- Files ---------------------------------------------------------------------------------------
