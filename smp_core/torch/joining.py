@@ -5,7 +5,7 @@ the others: it takes their buffers and reduces zeros with them (and, at the firs
 accumulation, the sums of steps that it took itself), until nobody has input. Gradients are divided by
 the number of all replicas, joined or not (torch's ``divide_by_initial_world_size=True``). Its own
 ``p.grad`` stays; its optimizer takes no steps. In the end all replicas get the parameters and buffers
-of one that took the most steps; optimizer states are not exchanged.
+(and masters) of one that took the most steps; optimizer states are not exchanged.
 
 While the context is entered, a step begins with a message to the other replicas: whether there is one.
 """
@@ -29,9 +29,10 @@ class Join:
     """What ``model.join()`` returns: ``with model.join(): ...`` around the loop over batches, on every
     rank. The ranks of one pipeline have equally many batches.
 
-    Entering raises UnsupportedTrainingError if ``ddp`` is not on, or inside of another join. Leaving
-    raises what a step of another replica raised. If a replica has no batch at all, the model must
-    have been partitioned before (by a step, or pipeline degree 1); else every replica raises
+    Entering raises UnsupportedTrainingError if ``ddp`` is not on, inside of another join, and with
+    sharded data parallelism, ``shard_optimizer_state`` or ``dynamic_loss_scale``. Leaving raises what a
+    step of another replica raised. If a replica has no batch at all, the model must have been
+    partitioned before (by a step, or pipeline degree 1); else every replica raises
     UnsupportedTrainingError.
     """
 
@@ -49,6 +50,14 @@ class Join:
             raise UnsupportedTrainingError(
                 "model.join: not with sharded data parallelism: a replica without a batch has a part of the parameters "
                 "that the others need. Give every rank as many batches, or set sharded_data_parallel_degree to 1"
+            )
+        scaler = None if self._session.optimizer is None else self._session.optimizer.loss_scaler
+        parts = None if model.masters is None else model.masters.parts
+        if parts is not None or (scaler is not None and scaler.dynamic):
+            what = "shard_optimizer_state" if parts is not None else "dynamic_loss_scale"
+            raise UnsupportedTrainingError(
+                f"model.join: not with {what}: all ranks exchange something in optimizer.step(), which a replica "
+                f"without a batch does not call. Give every rank as many batches, or leave {what} out"
             )
         if current(self._session) is not None:
             raise UnsupportedTrainingError("model.join was entered inside of model.join")

@@ -289,3 +289,43 @@ def test_state_from_before_wrapping_moves_to_masters(smp):
     reference.update()
     for (_, _, master), expected in zip(model.masters.known(), reference.masters, strict=True):
         assert torch.equal(master, expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        pytest.param(
+            {"dynamic_loss_scale": True},
+            "dynamic_loss_scale",
+            marks=pytest.mark.smp(ranks=2, fp16=True, ddp=True),
+        ),
+        pytest.param(
+            {},
+            "shard_optimizer_state",
+            marks=pytest.mark.smp(ranks=2, ddp=True, shard_optimizer_state=True),
+        ),
+    ],
+)
+def test_join_is_refused_where_all_ranks_take_part_in_updates(smp, arguments, says):
+    model = smp.DistributedModel(line())
+    smp.DistributedOptimizer(sgd(model.parameters()), **arguments)
+    with pytest.raises(UnsupportedTrainingError, match=f"not with {says}"), model.join():
+        pass
+
+
+@pytest.mark.smp(
+    ranks=2, ddp=True, sharded_data_parallel_degree=2, sdp_param_persistence_threshold=2
+)
+def test_the_scaler_over_shards_skips_on_all_ranks(smp):
+    """float32, sharded: rank 0 alone has the element whose gradient is infinite."""
+    model = smp.DistributedModel(line(size=4))
+    optimizer = smp.DistributedOptimizer(sgd(model.parameters()))
+    scaler = smp.amp.GradScaler(init_scale=8.0)
+    run = smp.step(lambda model, scaler, x: model.backward(scaler.scale(model(x).sum())))
+    for first in (float("inf"), 0.25):
+        optimizer.zero_grad()
+        run(model, scaler, torch.tensor([[first, 0.25, 0.25, 0.25]]))
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 4
+    assert model.state_dict()["weight"].tolist() == [[0.75] * 4]
