@@ -1,0 +1,176 @@
+"""Bugs of checkpoints of sharded training: states, files, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import smp_core.torch as smp
+from conformance.mutants.protocol import ASSERTION, Bugs, Patch
+from smp_core.errors import SmpError
+from smp_core.torch import checkpoint, naming, optimizer_state, weights
+from smp_core.torch.precision.masters import is_elementwise
+from smp_core.torch.sharding import records, states
+from smp_core.torch.sharding.shards import Shard
+from smp_core.torch.sharding.state import Sharding
+
+BUGS = Bugs("checkpoints of sharded training")
+
+
+# ---- States --------------------------------------------------------------------------------------
+
+
+@BUGS.enter("SHARD-CKPT-STATE", origin="B124")
+@BUGS.enter("SHARD-CKPT-FULL", origin="B124")
+def the_last_part_is_zeros(patch: Patch) -> None:
+    """of what is gathered for a state the last rank's part is zeros"""
+    wholes = Sharding.wholes
+
+    def partly(self: Sharding, given: Sequence[Any]) -> Iterator[torch.Tensor]:
+        for (parameter, _), whole in zip(given, wholes(self, given), strict=True):
+            shard = self.shard(parameter)
+            assert shard is not None
+            whole.reshape(-1)[shard.layout.own(shard.layout.ranks - 1)[0] :] = 0
+            yield whole
+
+    patch.setattr(Sharding, "wholes", partly)
+
+
+@BUGS.enter("SHARD-CKPT-STATE", origin="B125")
+def the_first_part_for_all(patch: Patch) -> None:
+    """the optimizer's whole state has rank 0's part of each parameter, and nothing of the others'"""
+
+    def local(runtime: Any, sharding: Any, state: Any, *others: Any) -> dict[Any, Any]:
+        return dict(state)
+
+    patch.setattr(states, "wholes", local)
+
+
+@BUGS.enter("SHARD-CKPT-STATE", origin="B116")
+def small_parameters_have_no_state(patch: Patch) -> None:
+    """a parameter that some rank has no element of has no state in the whole one"""
+    wholes = states.wholes
+
+    def some(
+        runtime: Any, sharding: Sharding, state: Mapping[Any, Any], parameters: Any, keep: bool
+    ) -> dict[Any, Any]:
+        found = wholes(runtime, sharding, state, parameters, keep)
+        tiny = {
+            index
+            for index, each in parameters.items()
+            if (shard := sharding.shard(each)) is not None
+            and shard.layout.own(shard.layout.ranks - 1)[0] == shard.numel
+        }
+        return {index: value for index, value in found.items() if index not in tiny}
+
+    patch.setattr(states, "wholes", some)
+
+
+@BUGS.enter("SHARD-CKPT-STATE", origin="B128")
+@BUGS.enter("SHARD-CKPT-FULL", origin="B128")
+def every_rank_takes_the_first_part(patch: Patch) -> None:
+    """of a whole optimizer state every rank takes the elements of rank 0"""
+    moved = optimizer_state.moved
+
+    def first(optimizer: Any, parameter: Any, state: Any) -> Any:
+        sharding = optimizer._sharding
+        shard = None if sharding is None else sharding.shard(parameter)
+        if shard is None or not isinstance(state, Mapping):
+            return moved(optimizer, parameter, state)
+        return {
+            key: value.reshape(-1)[: shard.owned].clone()
+            if is_elementwise(key, value, shard.shape)
+            else value
+            for key, value in state.items()
+        }
+
+    patch.setattr(optimizer_state, "moved", first)
+
+
+@BUGS.enter("SHARD-CKPT-STATE")
+def loaded_weights_are_taken_from_the_front(patch: Patch) -> None:
+    """of a whole model every rank takes the first elements of each parameter"""
+    take = Shard.take
+
+    def first(self: Shard, value: torch.Tensor) -> torch.Tensor:
+        return take(self, value.reshape(-1).roll(self.own[0]))
+
+    patch.setattr(Shard, "take", first)
+
+
+# ---- Files ---------------------------------------------------------------------------------------
+
+
+@BUGS.enter("SHARD-CKPT-PARTIAL", origin="B125")
+@BUGS.enter("SHARD-CKPT-FULL")
+def the_optimizer_starts_anew(patch: Patch) -> None:
+    """the optimizer's state is saved, and not loaded"""
+    patch.setattr(checkpoint, "_apply_optimizer", lambda session, state: None)
+
+
+@BUGS.enter("SHARD-CKPT-PARTIAL", *ASSERTION, SmpError, origin="B125")
+def the_first_shard_is_everybodys(patch: Patch) -> None:
+    """all ranks save to, and load from, the files of the first shard"""
+    patch.setattr(naming, "of_part", lambda runtime: "0")
+    patch.setattr(records, "check", lambda *args: None)
+
+
+@BUGS.enter("SHARD-CKPT-PARTIAL", *ASSERTION, SmpError)
+def files_by_rank(patch: Patch) -> None:
+    """files are named by rdp_rank, so that more replicas than were saved find none"""
+    patch.setattr(naming, "of_part", lambda runtime: str(runtime.rank))
+
+
+@BUGS.enter("SHARD-CKPT-FILES")
+def every_file_has_all(patch: Patch) -> None:
+    """each shard's file has the whole model"""
+    patch.setattr(weights, "local_state_dict", lambda model: weights.state_dict(model))
+
+
+@BUGS.enter("SHARD-CKPT-FILES")
+def one_file_for_all(patch: Patch) -> None:
+    """the shards of a partial checkpoint are gathered into one file"""
+    patch.setattr(naming, "of_part", lambda runtime: "0")
+
+
+# ---- What is refused -----------------------------------------------------------------------------
+
+
+@BUGS.enter("SHARD-CKPT-DEGREE")
+def another_degree_is_nothing(patch: Patch) -> None:
+    """a checkpoint of another degree counts as none"""
+    resume = smp.resume_from_checkpoint
+
+    def lenient(*args: Any, **how: Any) -> Any:
+        try:
+            return resume(*args, **how)
+        except SmpError:
+            return None
+
+    patch.setattr(smp, "resume_from_checkpoint", lenient)
+
+
+@BUGS.enter("SHARD-CKPT-DEGREE")
+def the_degree_is_found_out_late(patch: Patch) -> None:
+    """another degree is refused when the weights that fit have been loaded"""
+    refuse = checkpoint._read_partial
+
+    def late(session: Any, path: Path, tag: str, load_optimizer: bool) -> Any:
+        try:
+            return refuse(session, path, tag, load_optimizer)
+        except SmpError:
+            with torch.no_grad():
+                for parameter in session.model.parameters():
+                    parameter.zero_()
+            raise
+
+    patch.setattr(checkpoint, "_read_partial", late)
+
+
+@BUGS.enter("SHARD-CKPT-DAMAGED")
+def shards_do_not_say_which_they_are(patch: Patch) -> None:
+    """a file with another one's name is loaded as what it is called"""
+    patch.setattr(records, "check", lambda *args: None)
