@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from smp_core.errors import SmpError
+from smp_core.torch.sharding import counted
 
 
 class Listener(Protocol):
@@ -80,7 +81,9 @@ class Ledger:
             gradient = gradient.to(torch.float32)
         sums = self._sums.setdefault(microbatch, {})
         known = sums.get(parameter)
-        sums[parameter] = gradient if known is None else _add(known, gradient)
+        sums[parameter] = total = gradient if known is None else _add(known, gradient)
+        counted.holds(counted.GRADIENTS, total)
+        counted.happened("gradient")
         if self._listener is not None:
             self._expected.setdefault(microbatch, Counter())[parameter] -= 1
             self._tell(self._listener, parameter)
@@ -104,6 +107,7 @@ class Ledger:
         total = parts[0].clone()
         for part in parts[1:]:
             total = _add(total, part)
+        counted.holds(counted.GRADIENTS, total)
         return total
 
     def _moved(self, parameter: nn.Parameter) -> torch.Tensor:

@@ -20,6 +20,7 @@ from smp_core.torch.pipeline import activity as activities
 from smp_core.torch.pipeline import boundary, uses
 from smp_core.torch.pipeline.activity import Activity
 from smp_core.torch.pipeline.uses import CallKey
+from smp_core.torch.sharding import counted
 
 Owner = Callable[[str], int | None]
 Alone = Callable[[], AbstractContextManager[None]]
@@ -138,7 +139,9 @@ class Site:
         before, activity.entered = activity.entered, self if hooked else None
         try:
             run = self.module._call_impl if hooked else self._own
-            return uses.run(key, self.module, run, args, kwargs)
+            output = uses.run(key, self.module, run, args, kwargs)
+            counted.happened("call", self.path)
+            return output
         finally:
             activity.entered = before
 

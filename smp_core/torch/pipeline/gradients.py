@@ -40,6 +40,7 @@ from smp_core.torch.pipeline.replicas import (
     flatten,
     unflatten,
 )
+from smp_core.torch.sharding import counted
 
 if TYPE_CHECKING:
     from smp_core.torch.precision.masters import Masters
@@ -200,7 +201,12 @@ class Gradients:
             if not joined:
                 for parameter, gradient in reduced.items():
                     self._deposit(parameter, gradient)
+        counted.happened("reduced" if boundary else "accumulated")
         return None
+
+    def pending(self) -> list[torch.Tensor]:
+        """The sums that wait for the end of the window."""
+        return list(self._pending.values())
 
     def _deposit(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         if self._masters is None:

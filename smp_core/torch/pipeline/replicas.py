@@ -24,6 +24,7 @@ from smp_core import reduction
 from smp_core.backends.base import Group
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
+from smp_core.torch.sharding import counted
 
 _c10d: Any = distributed_c10d  # its stubs lack some options
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -216,6 +217,9 @@ class Exchange:
         sent = self._flat.new_zeros(slice_ * self._size)
         sent[: self._flat.numel()] = self._flat
         self._received = torch.empty_like(sent)
+        for each in (self._flat, sent, self._received):
+            counted.holds(counted.EXCHANGED, each)
+        counted.happened("sent")
         # As bytes: not every backend moves every dtype.
         to, from_ = self._received.view(torch.uint8), sent.view(torch.uint8)
         work = self._group.alltoall_base(to, from_, [], [], _c10d.AllToAllOptions())
@@ -229,6 +233,7 @@ class Exchange:
         self._wait()
         mine = self._divided(list(self._received.chunk(self._size)))
         self._folded = torch.empty_like(self._received)
+        counted.holds(counted.EXCHANGED, self._folded)
         to, from_ = self._folded.view(torch.uint8), mine.contiguous().view(torch.uint8)
         work = self._group._allgather_base(to, from_, _c10d.AllgatherOptions())
         self._works, self._received = [(work, to, from_)], None

@@ -19,6 +19,7 @@ from smp_core.torch.pipeline.messages import Backward, End, Failed, Forward, Ret
 from smp_core.torch.pipeline.packets import NOTHING, Frozen, Parcel, freeze
 from smp_core.torch.pipeline.schedule import Kind, Phase, Progress, Ready
 from smp_core.torch.pipeline.workers import Unwound, Worker
+from smp_core.torch.sharding import saving
 
 if TYPE_CHECKING:
     from smp_core.torch.pipeline.engine import Step
@@ -160,7 +161,10 @@ class Server:
             activities.set_current(activity)
             try:
                 enter = uses.body if activity.path is None else uses.activity
-                with enter(step.ledger, activity.microbatch, step.seed, step.gathered):
+                with (
+                    enter(step.ledger, activity.microbatch, step.seed, step.gathered),
+                    saving.counting(),
+                ):
                     activity.value = function(activity)
             except Unwound:
                 activity.unwound = True

@@ -26,7 +26,7 @@ from smp_core import reduction
 from smp_core.backends.base import Group
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
-from smp_core.torch.sharding import gathering
+from smp_core.torch.sharding import counted, gathering
 from smp_core.torch.sharding.layout import Layout
 from smp_core.torch.sharding.traffic import Sent, Traffic
 
@@ -202,6 +202,7 @@ class Collectives:
         if size == 1 or not part.numel():
             return part
         whole = part.new_empty(part.numel() * size)
+        counted.holds(counted.EXCHANGED, whole)
         to, from_ = whole.view(torch.uint8), part.view(torch.uint8)
         group = members.process_group
         if ring:
@@ -234,6 +235,8 @@ class Collectives:
         if members.size == 1 or not rows.numel():
             return rows.clone()
         received = torch.empty_like(rows)
+        counted.holds(counted.EXCHANGED, rows)
+        counted.holds(counted.EXCHANGED, received)
         to, from_ = received.view(-1).view(torch.uint8), rows.view(-1).view(torch.uint8)
         options = _c10d.AllToAllOptions()
         yield members.process_group.alltoall_base(to, from_, [], [], options)

@@ -29,6 +29,7 @@ from torch import nn
 
 from smp_core.torch.exceptions import ShardingError
 from smp_core.torch.pipeline import activity as activities
+from smp_core.torch.sharding import counted
 from smp_core.torch.sharding.shards import Shard, Unit
 
 
@@ -222,6 +223,8 @@ class Gathered:
                 state.tensors[index] = whole
                 state.versions.append(whole._version)
                 self._storages[whole.untyped_storage()._cdata] = unit, index
+                counted.holds(counted.GATHERED, whole)
+            counted.happened("gathered", unit.shards[0].name)
             state.pending = None
             self._prefetch()
 
@@ -271,6 +274,9 @@ class Gathered:
                     "module call, and each rank keeps its own part only, so the change would be lost on the "
                     "others. Change parameters between steps"
                 )
+        state.tensors.clear()
+        del whole
+        counted.happened("released", unit.shards[0].name)
 
 
 def vars_of(frame: Any) -> set[int]:

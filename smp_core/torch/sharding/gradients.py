@@ -32,6 +32,7 @@ from smp_core.torch.exceptions import ShardingError, UnsupportedTrainingError
 from smp_core.torch.pipeline import agreement
 from smp_core.torch.pipeline.agreement import DENSE, NONE, Agreement, Report
 from smp_core.torch.pipeline.gradients import Gradients, Options
+from smp_core.torch.sharding import counted
 from smp_core.torch.sharding.collectives import Collectives, Pending
 from smp_core.torch.sharding.layout import Layout, bins
 from smp_core.torch.sharding.state import Sharding
@@ -139,6 +140,7 @@ class Round:
             if self._ready.pop(parameter, None) is not None:
                 self.taken.add(parameter)
         self._sent.append(self._collectives.reduce_scatter(rows))
+        counted.happened("sent")
 
     def rest(self, totals: Totals) -> None:
         """The step is over, and these are the sums that nobody was told of."""
@@ -286,6 +288,7 @@ class ShardedGradients(Gradients):
             for parameter, gradient in reduced.items():
                 if parameter in has:
                     self._deposit(parameter, gradient)
+        counted.happened("accumulated" if self._passes else "reduced")
         return None
 
     def _check_route(self, agreed: Agreement, round_: Round) -> None:

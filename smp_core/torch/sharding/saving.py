@@ -12,10 +12,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from smp_core.torch.sharding import counted
 from smp_core.torch.sharding.gathered import Gathered
 from smp_core.torch.sharding.shards import Unit
 
@@ -52,11 +54,12 @@ class _Reference:
 class _Value:
     """Any other tensor."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("__weakref__", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # Detached: an output that holds itself would never be freed.
         self.tensor, self.version = tensor.detach(), tensor._version
+        counted.saved(self)
 
     def open(self) -> torch.Tensor:
         if self.tensor._version != self.version:
@@ -88,11 +91,18 @@ def entered(gathered: Gathered, microbatch: Any) -> Iterator[None]:
         _thread.gathered, _thread.microbatch = before
 
 
+def counting() -> AbstractContextManager[Any]:
+    """While entered, a recorder of memory, if there is one, sees what autograd saves in this thread."""
+    if counted.current.get() is None or _thread.gathered is not None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(keep, opened)
+
+
 def keep(tensor: torch.Tensor) -> Any:
     """The tensor in the form in which it is to be kept until backward."""
     gathered = _thread.gathered
     if gathered is None:
-        return tensor
+        return tensor if counted.current.get() is None else _Value(tensor)
     place = gathered.place(tensor)
     if place is None:
         return _Value(tensor)

@@ -1,0 +1,211 @@
+"""The bytes that one rank holds for training, by kind, counted at each event of a step.
+
+::
+
+    with memory.Recorder() as recorder:  # on any rank, at any degree; no communication
+        train_step(model, batch)
+        optimizer.step()
+    recorder.samples[-1].bytes["gradients"]
+    recorder.peak()
+
+Counted are storages: each once, whole, padding and all, from when somebody has it until it is freed,
+which a weak reference tells. Nothing is estimated, and what the engine believes it has freed but has not
+is seen. A storage that is of several kinds counts as the first of them:
+
+=============== ==============================================================================
+parameters      what ``p.data`` has, of a split parameter the part with its padding; buffers
+masters         the float32 values of 16-bit parameters, or the parts of shard_optimizer_state
+optimizer       the tensors of the optimizer's state
+gradients       ``p.grad``, that of masters, sums of microbatches and of steps of accumulation
+gathered        parameters that are whole for a while
+activations     what autograd, or an activation checkpoint, has saved for backward
+exchanged       what collectives send from and receive into
+=============== ==============================================================================
+
+Not counted: temporaries inside an operator or a module, inputs and outputs that autograd does not need,
+what a backend copies for itself, Python's objects.
+
+Events, with what they are about: ``begin`` (the recorder), ``call`` (of a module is over), ``gathered`` and
+``released`` (the first parameter of a unit), ``gradient`` (one has come, of a call), ``sent`` (a bucket of
+gradients), ``reduced`` or, before a window's end, ``accumulated`` (at the end of a step), ``update`` (by the
+optimizer), ``end``. A sample is taken right after its event.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from smp_core.torch import session as sessions
+from smp_core.torch.pipeline import activity as activities
+from smp_core.torch.pipeline import foreign
+from smp_core.torch.sharding import counted, saving
+from smp_core.torch.sharding.counted import (
+    ACTIVATIONS,
+    GRADIENTS,
+    KINDS,
+    MASTERS,
+    OPTIMIZER,
+    PARAMETERS,
+)
+
+#: What sharded data parallelism splits (seed 004: "model parameters, gradients, and optimizer states").
+STATE = (PARAMETERS, MASTERS, OPTIMIZER, GRADIENTS)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sample:
+    """What was held after an event.
+
+    Attributes:
+        event, what: see above.
+        phase: ``F`` or ``B`` in a step, else empty.
+        step: how many steps had begun on the rank.
+        bytes: by kind, all of ``counted.KINDS``.
+    """
+
+    event: str
+    what: str
+    phase: str
+    step: int
+    bytes: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """The bytes of all kinds."""
+        return sum(self.bytes.values())
+
+    @property
+    def state(self) -> int:
+        """The bytes of parameters, masters, gradients and optimizer state."""
+        return sum(self.bytes[kind] for kind in STATE)
+
+
+class Recorder:
+    """Counts while it is entered, on the rank that enters it; of several the innermost one.
+
+    ``samples`` are in the order of events. Raises NotInitializedError before ``smp.init``.
+    """
+
+    def __init__(self) -> None:
+        self._session = sessions.current("memory.Recorder")
+        self.samples: list[Sample] = []
+        self._held: dict[int, tuple[Any, int, str]] = {}  # weak reference, bytes, kind
+        self._saved: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        token = counted.current.set(self)
+        self._stack.callback(counted.current.reset, token)
+        # For calls outside of steps; bodies of steps enter it where they run (pipeline/server.py).
+        self._stack.enter_context(saving.counting())
+        optimizer = self._session.optimizer
+        if optimizer is not None:
+            hook = optimizer.optimizer.register_step_post_hook(self._updated)
+            self._stack.callback(hook.remove)
+        self.sample("begin")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sample("end")
+        self._stack.close()
+
+    def _updated(self, *_: object) -> None:
+        self.sample("update")
+
+    def peak(self, *kinds: str) -> int:
+        """The most bytes of these kinds together, or of all, in any sample."""
+        chosen = kinds or KINDS
+        return max(sum(each.bytes[kind] for kind in chosen) for each in self.samples)
+
+    def sample(self, event: str, what: str = "") -> Sample:
+        """Count now, and keep it."""
+        activity = activities.current()
+        phase = "" if activity is None else activity.phase.value
+        taken = Sample(event, what, phase, self._session.steps, self._count())
+        self.samples.append(taken)
+        return taken
+
+    def holds(self, kind: str, tensor: torch.Tensor) -> None:
+        """This tensor's memory is of a kind, for as long as it lives."""
+        for storage in _storages(tensor):
+            known = self._held.get(storage._cdata)
+            if known is None or known[0].expired() or KINDS.index(kind) < KINDS.index(known[2]):
+                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self._held[storage._cdata] = reference, storage.nbytes(), kind
+
+    def saved(self, value: Any) -> None:
+        """Autograd keeps ``value``, and by that ``value.tensor``."""
+        self._saved.add(value)
+
+    def _count(self) -> dict[str, int]:
+        found = dict.fromkeys(KINDS, 0)
+        seen: set[int] = set()
+        self._held = {key: each for key, each in self._held.items() if not each[0].expired()}
+        owned = dict(_state(self._session))
+        owned[ACTIVATIONS] = [value.tensor for value in list(self._saved)]
+        for kind in KINDS:
+            for tensor in owned.get(kind, ()):
+                for storage in _storages(tensor):
+                    if storage._cdata not in seen:
+                        seen.add(storage._cdata)
+                        found[kind] += storage.nbytes()
+            for key, (_, size, of) in self._held.items():
+                if of == kind and key not in seen:
+                    seen.add(key)
+                    found[kind] += size
+        return found
+
+
+def _state(session: sessions.Session) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """What the rank keeps between steps, by kind, and may be asked for at any time."""
+    model, optimizer = session.model, session.optimizer
+    grads: list[Any] = []
+    if model is not None:
+        own: list[torch.Tensor] = []
+        for module in model.module.modules():
+            # The dicts themselves: within a call, reading a parameter would gather it.
+            for registry in (module._parameters, module._buffers):
+                tensors: Iterable[Any] = dict.values(registry)
+                for tensor in tensors:
+                    if tensor is not None and not foreign.is_foreign(tensor):
+                        own.append(tensor)
+                        grads.append(tensor.grad if isinstance(tensor, nn.Parameter) else None)
+        yield PARAMETERS, own
+        masters = [] if model.masters is None else [each for _, _, each in model.masters.known()]
+        yield MASTERS, list(masters)
+        grads += [each.grad for each in masters]
+        if model.gradients is not None:
+            grads += model.gradients.pending()
+    yield GRADIENTS, [each for each in grads if each is not None]
+    if optimizer is not None:
+        yield OPTIMIZER, list(_tensors(optimizer.optimizer.state.values()))
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """All that are in a state, at any depth."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _tensors(value.values())
+        elif isinstance(value, list | tuple | set):
+            yield from _tensors(value)
+
+
+def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """The memory that a tensor lies in."""
+    if tensor.device.type == "meta":
+        return
+    if tensor.layout is torch.strided:
+        yield tensor.untyped_storage()
+    elif tensor.layout is torch.sparse_coo:
+        for part in (tensor._indices(), tensor._values()):
+            yield part.untyped_storage()
