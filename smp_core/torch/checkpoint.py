@@ -298,7 +298,8 @@ def resume_from_checkpoint(
         tag: None for the one that the file ``newest`` names.
         strict: as of `torch.nn.Module.load_state_dict`.
         load_optimizer: False leaves the optimizer as it is.
-        load_sharded_optimizer_state: has an effect with sharded optimizer state only.
+        load_sharded_optimizer_state: False, with sharded data parallelism, loads no more of the optimizer's
+            state than masters and the loss scaler of a 16-bit run (INF).
         translate_function: applied to the model's state of a full checkpoint before it is loaded.
 
     Raises CheckpointError on every rank, before anything is changed: the checkpoint is missing,
@@ -330,6 +331,8 @@ def resume_from_checkpoint(
         runtime, _RESUME, lambda: loaded.append(read(session, folder, str(tag), load_optimizer))
     )
     state = loaded[0]
+    sharded = session.model is not None and session.model.sharding is not None
+    state.precise_only = sharded and not load_sharded_optimizer_state
     if state.model is not None and translate_function is not None and not partial:
         together(runtime, _RESUME, lambda: _translate(state, translate_function))
     together(runtime, _RESUME, lambda: _check(session, state, strict))
@@ -347,6 +350,7 @@ class _Loaded:
         self.partition: Any = None
         self.placement: placement.Placement | None = None  # to be that of this run
         self.optimizer: Any = None
+        self.precise_only = False  # of the optimizer's state no more than fp16_states
         self.user_content: Any = None
 
 
@@ -475,7 +479,11 @@ def _apply_model(session: Session, state: _Loaded, strict: bool) -> None:
 
 
 def _apply_optimizer(session: Session, state: _Loaded) -> None:
-    if state.optimizer is not None and session.optimizer is not None:
+    if state.optimizer is None or session.optimizer is None:
+        return
+    if state.precise_only:
+        optimizer_state.load_precise(session.optimizer, state.optimizer.get(_FP16))
+    else:
         # No part to be merged with those of other ranks: it is all that this rank needs.
         session.optimizer.load_state_dict({**state.optimizer, _IS_PARTIAL: False})
 

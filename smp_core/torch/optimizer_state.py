@@ -214,12 +214,14 @@ def load(optimizer: DistributedOptimizer, given: Any) -> None:
             "param_groups": narrowed,
         }
     )
-    if precise is not None:
-        _load_precise(optimizer, precise)
+    load_precise(optimizer, precise)
 
 
-def _load_precise(optimizer: DistributedOptimizer, precise: Mapping[str, Any]) -> None:
-    """Masters and loss scaler, as far as this run has such."""
+def load_precise(optimizer: DistributedOptimizer, precise: Mapping[str, Any] | None) -> None:
+    """Masters and loss scaler of a state's ``fp16_states``, as far as there are any, and this run has such."""
+    if precise is None:
+        return
+    optimizer._take_masters()
     if optimizer._masters is not None:
         optimizer._masters.load_state_dict(_own_masters(optimizer, precise))
     if optimizer.loss_scaler is not None and precise.get("loss_scaler") is not None:

@@ -482,3 +482,23 @@ def test_training_in_16_bits_goes_on_with_masters_and_scaler(
         rounded = {name: each.to(saved[0][name].dtype) for name, each in masters.items()}
         equal(rounded, {name: saved[0][name] for name in masters})
         assert any(bool((rounded[name].float() != masters[name]).any()) for name in masters)
+
+
+def test_the_sharded_optimizer_state_can_be_left_out(smp_world, path):
+    """Masters and the loss scaler come all the same."""
+
+    def resuming():
+        run = Run("adamw", seed=99, **SCALES)
+        before = snapshot(run.optimizer.state_dict())
+        smp.resume_from_checkpoint(path, load_sharded_optimizer_state=False)
+        return before, precise(run)
+
+    how = {"ranks": 2, "config": config(2, fp16=True)}
+    seen = smp_world.run(saving_precisely, path, True, **how)
+    for (_, saved, *_), (before, (model, state)) in zip(
+        seen, smp_world.run(resuming, **how), strict=True
+    ):
+        equal(model, saved[0])
+        equal(state.pop("fp16_states"), saved[1]["fp16_states"])
+        before.pop("fp16_states")
+        equal(state, before)
