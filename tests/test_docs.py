@@ -44,7 +44,8 @@ def test_the_failure_of_the_readme_is_one_of_them(failures):
 
 
 def test_the_tests_of_readme_and_pages_pass(tmp_path):
-    pages = {"README.md": 3, "docs/steps.md": 1, "docs/pipelines.md": 1, "docs/precision.md": 1}
+    pages = {"README.md": 3}
+    pages |= {f"docs/{page}.md": 1 for page in ("steps", "pipelines", "precision", "checkpoints")}
     for page, count in pages.items():
         examples = blocks(page, "python")
         assert len(examples) == count
