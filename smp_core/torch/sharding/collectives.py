@@ -46,6 +46,9 @@ class Pending(Protocol):
     def result(self) -> Tensor:
         """Wait for it. The memory is new, and the same however often this is called."""
 
+    def look(self) -> None:
+        """If what is under way has come, go on with it, and give its memory back; without waiting."""
+
 
 class _Members:
     """The ranks of one exchange, as this one sees them."""
@@ -269,6 +272,11 @@ class _Operation:
         self._finish()
         assert self._result is not None
         return self._result
+
+    def look(self) -> None:
+        if self._queue is None and self._result is None and self._work.is_completed():
+            self._work.wait()
+            self._advance()
 
     def _finish(self) -> None:
         while self._result is None:

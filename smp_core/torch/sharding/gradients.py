@@ -134,6 +134,10 @@ class Round:
             self._send()
 
     def _send(self) -> None:
+        # What has come is folded, and its memory given back. Nobody waits: another rank may begin a
+        # bucket at the end of the step only.
+        for pending in self._sent:
+            pending.look()
         bucket = self._buckets[self.launched]
         rows = bucket.rows(self._ready)
         for parameter in bucket.parameters:

@@ -149,3 +149,16 @@ def test_checkpointed_activations_are_the_inputs_alone(smp_world, degree):
     for earlier, later in ((first, second), (second, third)):
         grown = later.bytes["activations"] - earlier.bytes["activations"]
         assert grown == 4 * 4 * LENGTH * WIDTH
+
+
+def test_a_bucket_that_has_been_exchanged_is_given_back_before_the_step_is_over(smp_world):
+    """Whole gradients of a bucket, and what the others sent, wait at most until the next one sets out."""
+    bucket = 4000  # elements: less than a block has
+    config = config_of(8, sdp_reduce_bucket_size=bucket)
+    for samples in smp_world.run(train, config, ranks=RANKS):
+        sent = [each for each in samples if each.event == "sent"]
+        assert len(sent) >= 4
+        largest = max(bucket, max(sizes()))
+        gathered = 2 * sum(parameter.numel() for parameter in Block().parameters())
+        for each in sent:
+            assert each.bytes["exchanged"] <= 4 * (2 * 2 * largest + gathered) * 1.02
