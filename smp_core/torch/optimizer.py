@@ -243,6 +243,13 @@ class DistributedOptimizer(Optimizer):
             )
         self.loss_scaler.loss_scale = scale
 
+    @property
+    def _global_grad_norm(self) -> float:
+        """The norm of the last step's gradients before sharded data parallelism clipped them, which scripts
+        log (SMP_API.md 1.8); 0 without it.
+        """
+        return 0.0 if self._sharding is None else self._sharding.norm
+
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Clip the masters' gradients by the norm of the whole model's, the loss scale taken out, as torch's
         ``clip_grad_norm_`` does. Returns that norm; -1 if any rank's gradients overflowed, which are then

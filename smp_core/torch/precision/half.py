@@ -16,6 +16,7 @@ belongs outside of the model, whose outputs are float32.
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from typing import Any
 
@@ -37,9 +38,18 @@ OPERATORS = (
 )  # fmt: skip
 
 
+_installing = threading.Lock()
+
+
+def install() -> None:
+    """Put the kernels in place: once in a process, whose ranks may be threads."""
+    with _installing:
+        _library()
+
+
 @functools.cache
-def install() -> Any:
-    """Put the kernels in place: once in a process. Returns what keeps them there."""
+def _library() -> Any:
+    """What keeps the kernels in place."""
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name in OPERATORS:
         kernel = torch.library.get_kernel(f"aten::{name}", "CPU")

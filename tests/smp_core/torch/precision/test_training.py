@@ -69,8 +69,7 @@ def step_of(smp):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("optimizer_of", [adam, sgd])
-@pytest.mark.parametrize("made", ["before", "after"])
+@pytest.mark.parametrize(("optimizer_of", "made"), [(adam, "before"), (sgd, "after")])
 def test_training_is_the_plain_loops_bit_for_bit(smp, layout, optimizer_of, made):
     count = layout.get("microbatches", 1)
     module = net(smp)
