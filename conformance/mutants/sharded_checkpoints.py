@@ -136,6 +136,32 @@ def one_file_for_all(patch: Patch) -> None:
     patch.setattr(naming, "of_part", lambda runtime: "0")
 
 
+# ---- 16 bits -------------------------------------------------------------------------------------
+
+
+@BUGS.enter("SHARD-CKPT-BF16", origin="B130")
+@BUGS.enter("SHARD-CKPT-FP16")
+def masters_are_made_of_16_bits(patch: Patch) -> None:
+    """masters are not loaded: those of the rounded parameters remain"""
+    own = optimizer_state._own_masters
+
+    def none(optimizer: Any, precise: Any) -> dict[str, torch.Tensor]:
+        return {
+            name: value.to(optimizer._masters.dtype).float()
+            for name, value in own(optimizer, precise).items()
+        }
+
+    patch.setattr(optimizer_state, "_own_masters", none)
+
+
+@BUGS.enter("SHARD-CKPT-FP16")
+def the_scale_starts_anew(patch: Patch) -> None:
+    """the loss scaler's state is saved, and not loaded"""
+    from smp_core.torch.precision.scaler import LossScaler
+
+    patch.setattr(LossScaler, "load_state_dict", lambda self, state: None)
+
+
 # ---- What is refused -----------------------------------------------------------------------------
 
 
