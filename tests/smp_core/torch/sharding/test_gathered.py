@@ -156,34 +156,27 @@ def test_in_backward_what_is_frozen_makes_room():
 
 
 class Living:
-    """The elements of gathered parameters that this rank's memory has."""
+    """The elements of gathered parameters that this rank's memory has, and the most that it ever had."""
 
-    def __init__(self):
-        self._tensors, self.most = [], 0
+    def __init__(self, model):
+        self._tensors, self.most, living = [], 0, self
 
-    def __enter__(self):
-        self._before, mine = Unit.wholes, smp.rank()
-        before = self._before
+        class Watched(Unit):
+            __slots__ = ()
 
-        def wholes(unit, gathered):
-            for whole in before(unit, gathered):
-                if smp.rank() == mine:
-                    self._tensors.append(
-                        (weakref.ref(whole.untyped_storage()), weakref.ref(whole), whole.numel())
-                    )
-                    self.most = max(self.most, self.elements)
-                yield whole
+            def wholes(self, gathered):
+                for whole in Unit.wholes(self, gathered):
+                    living._tensors.append((weakref.ref(whole), whole.numel()))
+                    living.most = max(living.most, living.elements)
+                    yield whole
 
-        Unit.wholes = wholes
-        return self
-
-    def __exit__(self, *raised):
-        Unit.wholes = self._before
+        for unit in model.sharding.gathered.units:
+            unit.__class__ = Watched
 
     @property
     def elements(self):
-        self._tensors = [each for each in self._tensors if each[1]() is not None]
-        return sum(size for _, _, size in self._tensors)
+        self._tensors = [each for each in self._tensors if each[0]() is not None]
+        return sum(size for _, size in self._tensors)
 
 
 def lives(checkpointed):
@@ -193,29 +186,28 @@ def lives(checkpointed):
         smp.set_activation_checkpointing(module.layers[0])
         smp.set_activation_checkpointing(module.layers[1])
     model, optimizer = wrapped(module)
-    found = []
+    found, living = [], Living(model)
+
+    @smp.step
+    def observed(model, x):
+        y = model(x)
+        found.append(living.elements)
+        model.backward(y.pow(2).mean())
+        found.append(living.elements)
+
     gc.disable()
     try:
-        with Living() as living:
-
-            @smp.step
-            def observed(model, x):
-                y = model(x)
-                found.append(living.elements)
-                model.backward(y.pow(2).mean())
-                found.append(living.elements)
-
-            for number in range(3):
-                observed(model, batch(number))
-                optimizer.step()
-                found.append(living.elements)
-            y = model(batch())
+        for number in range(3):
+            observed(model, batch(number))
+            optimizer.step()
             found.append(living.elements)
-            model.backward(y.mean())
-            found.append(living.elements)
-            with torch.no_grad():
-                model(batch())
-            found.append(living.elements)
+        y = model(batch())
+        found.append(living.elements)
+        model.backward(y.mean())
+        found.append(living.elements)
+        with torch.no_grad():
+            model(batch())
+        found.append(living.elements)
     finally:
         gc.enable()
     return found, living.most
@@ -237,14 +229,13 @@ def limited():
     """The most that is whole at once, counted here and by the engine; gathers a step."""
     model, optimizer = wrapped(Layers())
     gathered, traffic = model.sharding.gathered, model.sharding.collectives.traffic
-    counts = []
-    with Living() as living:
-        for number in range(3):
-            mark = traffic.mark()
-            gathered.mark()
-            step(model, batch(number))
-            counts.append(traffic.calls(mark, "all_gather"))
-            optimizer.step()
+    counts, living = [], Living(model)
+    for number in range(3):
+        mark = traffic.mark()
+        gathered.mark()
+        step(model, batch(number))
+        counts.append(traffic.calls(mark, "all_gather"))
+        optimizer.step()
     return living.most, gathered.peak, counts, [unit.numel for unit in gathered.units]
 
 
@@ -340,8 +331,9 @@ def flat():
     return counts
 
 
-def test_steps_leave_nothing_to_the_garbage_collector(smp_world):
-    before, after = smp_world.run(flat, ranks=2, config=config(2))[0]
+@pytest.mark.parametrize("degree", [1, 2])
+def test_steps_leave_no_tensor_to_the_garbage_collector(smp_world, degree):
+    before, after = smp_world.run(flat, ranks=2, config=config(degree))[0]
     assert after == before
 
 
