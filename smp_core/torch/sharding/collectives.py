@@ -122,6 +122,7 @@ class Collectives:
             self._order = torch.tensor(route.order, device="cpu")
         self.size, self.rank, self.replicas = len(ranks), self._group.rank, len(others)
         self._queue: deque[_Operation] = deque()
+        self._reductions: deque[_Operation] = deque()
         self._open: dict[_Operation, None] = {}  # in the order in which they began
         #: How many operations have begun: the same on all members that have done the same.
         self.begun = 0
@@ -132,9 +133,8 @@ class Collectives:
         ``part`` is ``(n,)``, contiguous, of any dtype and the same size on all, 0 included; the result
         is ``(size * n,)``.
         """
-        return self._begin(
-            self._gather(part.detach(), self._hops, self._order), len(self._hops) > 1
-        )
+        exchanges = self._gather(part.detach(), self._hops, self._order)
+        return self._begin(exchanges, self._queue if len(self._hops) > 1 else None)
 
     def reduce_scatter(self, parts: Tensor) -> Pending:
         """The sum over the members of what each has for this rank: of its row with this one's number.
@@ -143,7 +143,7 @@ class Collectives:
         Raises TypeError for another dtype.
         """
         _check("reduce_scatter", parts)
-        return self._begin(self._reduce(parts.detach()), False)
+        return self._begin(self._reduce(parts.detach()))
 
     def all_reduce(self, flat: Tensor) -> Pending:
         """The sum over the ranks that hold the same shard; ``(n,)`` to ``(n,)``, with the same bits on all.
@@ -151,12 +151,12 @@ class Collectives:
         ``flat`` is contiguous, float32, float64 or complex. Raises TypeError for another dtype.
         """
         _check("all_reduce", flat)
-        return self._begin(self._reduce_all(flat.detach()), True)
+        return self._begin(self._reduce_all(flat.detach()), self._reductions, together=True)
 
     def all_gather_values(self, values: Sequence[float]) -> list[list[float]]:
         """The values of each member, as many of all, in the order of the group; exactly."""
         mine = torch.tensor(list(values), dtype=torch.float64, device="cpu")
-        told = self._begin(self._gather(mine, self._flat, None), False).result()
+        told = self._begin(self._gather(mine, self._flat, None)).result()
         return told.view(self.size, -1).tolist() if len(mine) else [[] for _ in range(self.size)]
 
     def settle(self) -> None:
@@ -164,9 +164,14 @@ class Collectives:
         for operation in list(self._open):
             operation.result()
 
-    def _begin(self, exchanges: _Exchanges, queued: bool) -> Pending:
+    def _begin(
+        self,
+        exchanges: _Exchanges,
+        queue: deque[_Operation] | None = None,
+        together: bool = False,
+    ) -> Pending:
         self.begun += 1
-        return _Operation(exchanges, self._queue if queued else None, self._open)
+        return _Operation(exchanges, queue, self._open, together)
 
     def _gather(
         self, part: Tensor, hops: Sequence[tuple[str, _Members]], order: Tensor | None
@@ -250,7 +255,8 @@ class _Operation:
     """See Pending. The first exchange begins at once, the next ones when the result is asked for.
 
     Those of several exchanges go through a queue: the later exchanges begin in the order in which the
-    operations did, whatever is asked for first, and so in the same order on all ranks.
+    operations did, whatever is asked for first, and so in the same order on all ranks. Where they go on
+    ``together``, the first result that is asked for begins the second exchange of all that have begun.
     """
 
     def __init__(
@@ -258,8 +264,10 @@ class _Operation:
         exchanges: _Exchanges,
         queue: deque[_Operation] | None,
         open_: dict[_Operation, None],
+        together: bool = False,
     ) -> None:
         self._exchanges, self._queue, self._open = exchanges, queue, open_
+        self._together, self._gone_on = together, False
         self._work: Any = None
         self._result: Tensor | None = None
         open_[self] = None
@@ -268,6 +276,9 @@ class _Operation:
 
     def result(self) -> Tensor:
         while self._result is None and self._queue:
+            if self._together:
+                for each in self._queue:
+                    each._go_on()
             self._queue.popleft()._finish()
         self._finish()
         assert self._result is not None
@@ -275,6 +286,13 @@ class _Operation:
 
     def look(self) -> None:
         if self._queue is None and self._result is None and self._work.is_completed():
+            self._work.wait()
+            self._advance()
+
+    def _go_on(self) -> None:
+        """Wait for the first exchange and begin the second, if that has not been done."""
+        if not self._gone_on and self._result is None:
+            self._gone_on = True
             self._work.wait()
             self._advance()
 

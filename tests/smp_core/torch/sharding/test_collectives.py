@@ -144,6 +144,17 @@ def test_a_rank_may_ask_for_a_result_before_another_has_begun_the_next(
 
 
 @pytest.mark.smp(ranks=2)
+def test_reductions_that_have_begun_go_on_together(smp: Any) -> None:
+    both = Collectives(runtime.current("test"), GroupKind.SHARDING, GroupKind.RDP)
+    pending = [both.all_reduce(torch.full((2,), float(number))) for number in range(3)]
+    assert both.traffic.calls(None, "all_reduce, handed out") == 0
+    assert pending[0].result().tolist() == [0.0, 0.0]
+    assert both.traffic.calls(None, "all_reduce, handed out") == 3
+    pending.append(both.all_reduce(torch.full((2,), 3.0)))
+    assert [each.result().tolist() for each in pending[1:]] == [[2.0] * 2, [4.0] * 2, [6.0] * 2]
+
+
+@pytest.mark.smp(ranks=2)
 def test_reductions_are_handed_out_in_the_order_in_which_they_began(smp: Any) -> None:
     both = Collectives(runtime.current("test"), GroupKind.SHARDING, GroupKind.RDP)
     pending = [both.all_reduce(torch.full((2,), float(number))) for number in range(3)]
