@@ -33,7 +33,8 @@ import smp_core.torch as smp
 from benchmarks.figures import Figure, median, seconds
 
 RANKS = 4
-BLOCKS, WIDTH, HEADS, CHARACTERS = 4, 192, 4, 64
+BLOCKS, WIDTH, HEADS, CHARACTERS = 4, 256, 4, 64
+BLOCK = 12 * WIDTH**2 + 13 * WIDTH  # the elements of a block's parameters
 LINES, LENGTH = 4, 64  # the batch of each rank is (LINES, LENGTH)
 WARM, TIMED = 3, 15  # steps
 CLIPPING = 1.0
@@ -192,6 +193,7 @@ def job(path: str) -> None:
                 "ddp": True,
                 "sharded_data_parallel_degree": degree,
                 "sdp_param_persistence_threshold": 0,
+                "sdp_reduce_bucket_size": BLOCK,  # block by block, as FSDP2 does
                 "sdp_gradient_clipping": CLIPPING,
             }
         )
@@ -210,6 +212,7 @@ def measure_degree(names: Sequence[str]) -> dict[str, Any]:
     for name in names:
         engines[name] = torchs(name, model_of(), x, wanted)
     locals_ = local_gradients(x, wanted)
+    assert sum(each.numel() for each in model_of().blocks[0].parameters()) == BLOCK
     whole: dict[str, list[float]] = {name: [] for name in engines}
     backward: dict[str, list[float]] = {name: [] for name in engines}
     order = list(engines)
