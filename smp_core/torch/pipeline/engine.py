@@ -167,7 +167,9 @@ def run_step(
     finally:
         session.step, session.timeline = None, step.timeline.events
         step.crew.close()
-        del step.ledger  # its listener knows the step: gradients would wait for the garbage collector
+        del (
+            step.ledger
+        )  # its listener knows the step: gradients would wait for the garbage collector
     if model is not None:
         model.finished()
     return results
