@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import smp_core.torch as smp
 from smp_core.torch.sharding.gathered import Gathered
@@ -152,21 +152,23 @@ def test_in_backward_what_is_frozen_makes_room():
         assert gathered.live == 10
 
 
-# On ranks. Memory is looked at from outside: by weak references to all that was ever gathered.
+# On ranks. Memory is looked at from outside: by weak references to the storages of all that was ever gathered.
 
 
 class Living:
     """The elements of gathered parameters that this rank's memory has, and the most that it ever had."""
 
     def __init__(self, model):
-        self._tensors, self.most, living = [], 0, self
+        self._storages, self.most, living = [], 0, self
 
         class Watched(Unit):
             __slots__ = ()
 
             def wholes(self, gathered):
                 for whole in Unit.wholes(self, gathered):
-                    living._tensors.append((weakref.ref(whole), whole.numel()))
+                    living._storages.append(
+                        (StorageWeakRef(whole.untyped_storage()), whole.numel())
+                    )
                     living.most = max(living.most, living.elements)
                     yield whole
 
@@ -175,8 +177,8 @@ class Living:
 
     @property
     def elements(self):
-        self._tensors = [each for each in self._tensors if each[0]() is not None]
-        return sum(size for _, size in self._tensors)
+        self._storages = [each for each in self._storages if not each[0].expired()]
+        return sum(size for _, size in self._storages)
 
 
 def lives(checkpointed):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from smp_core.torch.sharding import saving
 from smp_core.torch.sharding.gathered import Gathered
@@ -83,10 +83,10 @@ def check_view(value, view):
     expected = view(value.clone())
     with saving.entered(model.gathered, 0):
         kept = saving.keep(view(whole))
-    memory = weakref.ref(whole)
+    memory = StorageWeakRef(whole.untyped_storage())
     del whole
     model.gathered.leave(call, False)
-    assert memory() is None
+    assert memory.expired()
     assert model.gathered.live == 0
     again = saving.opened(kept)
     assert torch.equal(again, expected)
@@ -177,11 +177,11 @@ def test_backward_gathers_again_and_leaves_no_memory():
             memory, y = [], x
             for number in range(2):
                 whole, call = model.read(number)
-                memory.append(weakref.ref(whole))
+                memory.append(StorageWeakRef(whole.untyped_storage()))
                 y = y @ whole if number == 0 else y @ whole.t()
                 del whole
                 model.gathered.leave(call, False)
-        assert [each() for each in memory] == [None, None]
+        assert all(each.expired() for each in memory)
         y.sum().backward()
         assert model.collectives.calls == 4
         model.gathered.over(0)
