@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import hypothesis
 import pytest
@@ -124,3 +125,42 @@ def test_engines_are_compared_round_by_round() -> None:
     assert rows[1].ratio == "1.00 (0.38 to 2.00) of A's"
     assert rows[1].budget == "at most 1.00 of A's"
     assert rows[-1].ratio == "1.000 of the formula"
+
+
+def test_what_a_rank_holds_is_drawn_to_scale() -> None:
+    from benchmarks import memory
+
+    def held(**kinds: int) -> dict[str, int]:
+        return dict.fromkeys(memory.KINDS, 0) | kinds
+
+    mib = 2**20
+    whole = [
+        ("begin", "", held(parameters=mib, optimizer=2 * mib)),
+        ("call", "F", held(parameters=mib, optimizer=2 * mib, activations=mib)),
+        ("gradient", "B", held(parameters=mib, optimizer=2 * mib, activations=3 * mib)),
+        ("update", "", held(parameters=mib, optimizer=2 * mib, gradients=mib)),
+    ]
+    halved = [
+        (*words, {kind: size // 2 for kind, size in counted.items()}) for *words, counted in whole
+    ]
+    found = {1: whole, 2: halved}
+    assert [(row.value, row.ratio) for row in memory.rows(found)] == [
+        (4 * 1024, ""),
+        (6 * 1024, ""),
+        (2 * 1024, "1.000 of 1/2"),
+        (3 * 1024, "0.50 of degree 1"),
+    ]
+    assert [(start, stop) for start, stop, _ in memory.places(whole)] == [
+        (0.0, 0.14),
+        (0.14, 0.28),
+        (0.28, 0.84),
+        (0.84, 1.0),
+    ]
+    picture = ElementTree.fromstring(memory.svg(found))
+    labels = [each.text for each in picture.iterfind(".//{*}text")]
+    assert {"degree 1", "degree 2", "state 2.00, peak 3.00 MiB", "6 MiB"} <= set(labels)
+    areas = [each.get("points").split() for each in picture.iterfind(".//{*}polygon")]
+    tops = [min(float(corner.split(",")[1]) for corner in area) for area in areas]
+    scale = (memory.BOTTOM - memory.TOP) / 6  # pixels for a MiB
+    heights = [round((memory.BOTTOM - top) / scale, 2) for top in tops]
+    assert heights == [1, 3, 4, 6, 0.5, 1.5, 2, 3]  # of the stack up to this kind, at its highest

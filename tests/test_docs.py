@@ -45,7 +45,8 @@ def test_the_failure_of_the_readme_is_one_of_them(failures):
 
 def test_the_tests_of_readme_and_pages_pass(tmp_path):
     pages = {"README.md": 3}
-    pages |= {f"docs/{page}.md": 1 for page in ("steps", "pipelines", "precision", "checkpoints")}
+    with_one = ("steps", "pipelines", "precision", "sharding", "checkpoints")
+    pages |= {f"docs/{page}.md": 1 for page in with_one}
     for page, count in pages.items():
         examples = blocks(page, "python")
         assert len(examples) == count
