@@ -81,13 +81,22 @@ class Plain:
         return losses
 
 
-class Run:
-    """The same on this rank."""
+def expected(optimizer, *replicas):
+    """Plain training over so many replicas in each step: losses, and the states after each."""
+    plain, losses, states = Plain(optimizer), [], []
+    for number, count in enumerate(replicas):
+        losses.append(plain.step(count, number))
+        states.append((snapshot(plain.model.state_dict()), snapshot(plain.optimizer.state_dict())))
+    return losses, states
 
-    def __init__(self, optimizer, seed=1, features=6, **arguments):
-        module = Net(seed, features)
+
+class Run:
+    """The same on this rank, from a seed or from where ``plain`` is."""
+
+    def __init__(self, optimizer, seed=1, features=6, plain=None, **arguments):
+        module = Net(seed, features) if plain is None else plain.model
         self.model = smp.DistributedModel(module)
-        inner = OPTIMIZERS[optimizer](module.parameters())
+        inner = OPTIMIZERS[optimizer](module.parameters()) if plain is None else plain.optimizer
         self.optimizer = smp.DistributedOptimizer(inner, **arguments)
 
         @smp.step
