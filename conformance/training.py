@@ -20,6 +20,11 @@ from pytest_smp.proxies import SmpWorld
 from pytest_smp.strategies import training_oracle as oracle
 from pytest_smp.strategies.training import Training, trainings
 from pytest_smp.strategies.training_script import Seen, compare, train
+from pytest_smp.strategies.training_sharding import (
+    NO_CLIPPING,
+    ShardedTraining,
+    sharded_trainings,
+)
 
 
 def trials(count: int) -> settings:
@@ -46,7 +51,40 @@ def cases(
     """Cases for the ranks of the session, and the pipeline degrees of the engine."""
     needs(smp_world, least)
     fixed.setdefault("pipeline", degrees(engine))
+    fixed.setdefault("without", without(engine))
     return trainings(min(most, MOST_RANKS, smp_world.ranks), **fixed)
+
+
+#: Kinds of blocks that only engines with a capability are given.
+KINDS = {
+    EngineCapability.UNUSED: ("unused", "route"),
+    EngineCapability.ANY_PARAMETER: ("gain", "empty", "transposed", "hold"),
+}
+
+
+def without(engine: str) -> tuple[str, ...]:
+    """The kinds of blocks that the engine does not claim."""
+    claims = find_engine(engine).capabilities
+    return tuple(kind for need, kinds in KINDS.items() if need not in claims for kind in kinds)
+
+
+def sharded_cases(
+    smp_world: SmpWorld, engine: str, *, least: int = 1, most: int = 4, **fixed: Any
+) -> st.SearchStrategy[ShardedTraining]:
+    """Cases of sharded training for the ranks of the session: with degrees, and kinds of parameters, that
+    the engine claims.
+    """
+    needs(smp_world, least)
+    claims = find_engine(engine).capabilities
+    if EngineCapability.SHARDING not in claims:
+        fixed["sharding"] = (1,)
+    elif EngineCapability.BLOCKS not in claims:
+        fixed["whole"] = True
+    fixed.setdefault("without", without(engine))
+    # Norms in another order are others.
+    if not {EngineCapability.CLIPPING, EngineCapability.REPLAYED} <= claims:
+        fixed.setdefault("clip", NO_CLIPPING)
+    return sharded_trainings(min(most, MOST_RANKS, smp_world.ranks), **fixed)
 
 
 def train_on_rank(engine: str, case: Training, salted: bool = False) -> Seen:

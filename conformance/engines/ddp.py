@@ -20,7 +20,9 @@ class DdpEngine:
 
     name: str = "ddp"
     api: str = ""
-    capabilities: frozenset[EngineCapability] = frozenset({EngineCapability.TRAINING})
+    capabilities: frozenset[EngineCapability] = frozenset(
+        {EngineCapability.TRAINING, EngineCapability.UNUSED, EngineCapability.ANY_PARAMETER}
+    )
     conventions: Conventions = CONVENTIONS
 
     def replica(self, case: Training) -> int:

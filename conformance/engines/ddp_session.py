@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 
-import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,7 +13,7 @@ from pytest_smp.strategies.training_script import Batch
 
 
 class DdpSession:
-    """One rank: the wrapped model, and torch's SGD."""
+    """One rank: the wrapped model, and the case's optimizer."""
 
     def __init__(self, case: Training, salt: str) -> None:
         self.case = case
@@ -22,7 +21,7 @@ class DdpSession:
         self.model = DistributedDataParallel(
             self.module, find_unused_parameters=True, bucket_cap_mb=case.bucket
         )
-        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=oracle.LEARNING_RATE)
+        self.optimizer = oracle.optimizer_of(case, self.module.parameters())
 
     def backward(self, batch: Batch, *, boundary: bool) -> tuple[list[Tensor], list[Tensor]]:
         """All microbatches; gradients are reduced in the last backward of the last pass."""
@@ -57,7 +56,7 @@ class DdpSession:
         self.optimizer.zero_grad(set_to_none=self.case.set_to_none)
 
     def step(self) -> None:
-        """SGD's."""
+        """The optimizer's."""
         self.optimizer.step()
 
     def close(self) -> None:

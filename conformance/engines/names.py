@@ -7,7 +7,12 @@ import importlib
 from conformance.engines.protocol import Engine, EngineError, check
 
 #: Engines by the name that ``--smp-engine`` takes; any other is ``module:attribute``.
-BUILT_IN = {"smp": "conformance.engines.smp:ENGINE", "ddp": "conformance.engines.ddp:ENGINE"}
+BUILT_IN = {
+    "smp": "conformance.engines.smp:ENGINE",
+    "ddp": "conformance.engines.ddp:ENGINE",
+    "fsdp2": "conformance.engines.fsdp2:FSDP2",
+    "hsdp": "conformance.engines.fsdp2:HSDP",
+}
 
 
 def find_engine(name: str) -> Engine:

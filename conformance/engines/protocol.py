@@ -10,12 +10,12 @@ and neither should the module that has the engine: :meth:`Engine.build` can.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from conformance.engines.capabilities import EngineCapability
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from pytest_smp.strategies.training import Training
     from pytest_smp.strategies.training_script import Batch
@@ -29,11 +29,13 @@ class EngineError(Exception):
 class Conventions:
     """How an engine reduces gradients; sums over accumulated passes.
 
-    ``"as asked"`` follows the case's ``average``.
+    ``"as asked"`` follows the case's ``average``. ``shards``: how a parameter is split, for those that
+    split it: in equal parts of its flat elements, or of its rows.
     """
 
     dp: Literal["mean", "sum"] = "mean"
     microbatch: Literal["mean", "sum", "as asked"] = "as asked"
+    shards: Literal["flat", "rows"] = "flat"
 
     def divisor(self, case: Training) -> int:
         """What the sum over replicas, passes and microbatches is divided by."""
@@ -65,11 +67,42 @@ class Session(Protocol):
         ...
 
     def step(self) -> None:
-        """One step of plain SGD with the learning rate of the oracle."""
+        """One step of the case's optimizer."""
         ...
 
     def close(self) -> None:
         """Give up what the session holds."""
+        ...
+
+
+class Exchange(NamedTuple):
+    """One exchange of tensors, as one of its ranks sees it."""
+
+    operation: str  #: what is asked for: all_gather, reduce_scatter, all_reduce, or another word
+    ranks: tuple[int, ...]  #: of the world
+    elements: int  #: of the larger side
+
+
+class ShardedSession(Session, Protocol):
+    """What is also asked of engines that claim sharding; ``gradients`` and ``parameters`` are whole.
+
+    ``module`` is the model's, as it is called: hooks of its submodules run where they are used.
+    """
+
+    module: nn.Module
+
+    def state(self) -> dict[str, list[Tensor]]:
+        """This rank's part of the training state: tensors by ``parameters``, ``gradients``, ``optimizer``."""
+        ...
+
+    def traffic(self) -> list[Exchange]:
+        """What ``backward`` exchanged since it was asked last; for engines that claim it."""
+        ...
+
+    def live(self) -> int | None:
+        """The most elements that were whole at a time, or on their way, if the engine counts them; for
+        engines of the SMP API.
+        """
         ...
 
 

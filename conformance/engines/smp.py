@@ -39,9 +39,9 @@ class SmpEngine:
 
     def build(self, case: Training, *, salt: str = "") -> Session:
         """As a script would."""
-        from pytest_smp.strategies.training_script import Script
+        from conformance.engines.smp_session import SmpSession
 
-        return Script(self.namespace(), case, salt=salt)
+        return SmpSession(self.namespace(), case, salt=salt)
 
 
 ENGINE = SmpEngine()

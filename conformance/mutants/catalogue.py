@@ -16,6 +16,7 @@ from conformance.mutants import (
     pipelines,
     programs,
     send_recv,
+    sharding,
     steps,
     traffic,
     training,
@@ -76,4 +77,5 @@ MUTANTS: tuple[Mutant, ...] = checked(
     pipelines.BUGS,
     training.BUGS,
     steps.BUGS,
+    sharding.BUGS,
 )

@@ -43,14 +43,6 @@ PIPELINES = (
             "SMP_API.md 1.7; ENGINES.md 1.6",
         ),
         (
-            "GRAD-UNUSED",
-            (
-                "A parameter that a replica did not use counts as zero there; one that none used keeps no "
-                "gradient."
-            ),
-            "SMP_API.md 1.7 (find_unused_parameters, REL 1.2.0); ENGINES.md 5.19",
-        ),
-        (
             "GRAD-FROZEN",
             "Parameters that need no gradient get none and do not change.",
             "SMP_API.md 1.7; torch's docs (requires_grad)",
@@ -72,6 +64,17 @@ PIPELINES = (
             "MODEL-BROADCAST",
             "Training starts from the weights and buffers of rank 0, whatever the other ranks made.",
             "SMP_API.md 1.3.8, 1.7",
+        ),
+    ),
+    *_needing(
+        _ANY | {EngineCapability.UNUSED},
+        (
+            "GRAD-UNUSED",
+            (
+                "A parameter that a replica did not use counts as zero there; one that none used keeps no "
+                "gradient."
+            ),
+            "SMP_API.md 1.7 (find_unused_parameters, REL 1.2.0); ENGINES.md 5.19",
         ),
     ),
     *_needing(

@@ -8,7 +8,7 @@ of :func:`~pytest_smp.strategies.training_oracle.certified`: no sum in them can 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from hypothesis import reject
@@ -309,6 +309,7 @@ def _cases(
     pipeline: tuple[int, ...],
     real: bool,
     automatic: bool,
+    kinds: tuple[str, ...],
     fixed: tuple[tuple[str, Any], ...],
 ) -> Training:
     from pytest_smp.strategies.training_oracle import certified
@@ -318,7 +319,7 @@ def _cases(
     pp = draw(st.sampled_from([degree for degree in pipeline if degree <= most]))
     replicas = (said["dp"],) if "dp" in said else (1, 2, 3, 4) if real else (1, 2, 4)
     dp = draw(st.sampled_from([number for number in replicas if number * pp <= ranks]))
-    model = said.get("model") or draw(drawn_models(kinds_of(real)))
+    model = said.get("model") or draw(drawn_models(kinds))
     manual = pp == 1 or not automatic or draw(st.integers(0, 3)) > 0
     average = draw(st.booleans())
     counts = (1, 2, 3, 4, 5) if real or not average else (1, 2, 4)
@@ -364,6 +365,7 @@ def trainings(
     pipeline: tuple[int, ...] = (2, 1, 3, 4),
     real: bool = False,
     automatic: bool = True,
+    without: Collection[str] = (),
     **fixed: Any,
 ) -> SearchStrategy[Training]:
     """Draw training cases for at most ``ranks`` ranks.
@@ -373,6 +375,7 @@ def trainings(
         pipeline: the pipeline degrees to draw from.
         real: whether values are real numbers; else each case has the certificate of exactness.
         automatic: whether the library may be left to partition the model.
+        without: kinds of blocks that models have not.
         fixed: fields of Training that are not drawn.
 
     Raises:
@@ -390,4 +393,5 @@ def trainings(
     fields = {field.name for field in dataclasses.fields(Training)}
     if unknown := sorted(set(fixed) - fields):
         raise InvalidArgument(f"{', '.join(unknown)}: Training has no such field")
-    return _cases(ranks, pipeline, real, automatic, tuple(fixed.items()))
+    kinds = tuple(kind for kind in kinds_of(real) if kind not in without)
+    return _cases(ranks, pipeline, real, automatic, kinds, tuple(fixed.items()))

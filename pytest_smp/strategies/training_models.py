@@ -277,29 +277,33 @@ class Transposed(nn.Module):
 
 
 class Borrower(nn.Module):
-    """A linear map with the weight of another module, which is none of its children."""
+    """A linear map with the weight of another module, which is none of its children.
 
-    def __init__(self, lender: nn.Linear) -> None:
+    ``held``: it has the parameter itself, and not the module that it belongs to.
+    """
+
+    def __init__(self, lender: nn.Linear, held: bool) -> None:
         super().__init__()
-        self.lender = [lender]
+        self.lenders = [] if held else [lender]  # not registered: no children
+        self.weights = [lender.weight] if held else []
 
     @property
     def borrowed(self) -> nn.Parameter:
         """What it uses."""
-        weight: nn.Parameter = self.lender[0].weight  # type: ignore[assignment]  # torch says Tensor
-        return weight
+        weight = self.weights[0] if self.weights else self.lenders[0].weight
+        return weight  # type: ignore[return-value]  # torch says Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.borrowed)
 
 
 class Borrow(nn.Module):
-    """A linear map, and one that uses its weight from outside."""
+    """A linear map, and a module that uses its weight, too."""
 
     def __init__(self, making: _Making, block: Block) -> None:
         super().__init__()
         self.lender = making.linear(making.width, making.width, block)
-        self.borrower = Borrower(self.lender)
+        self.borrower = Borrower(self.lender, held=block.kind == "hold")
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.borrower(self.lender(x))
@@ -412,6 +416,7 @@ KINDS: dict[str, Callable[[_Making, Block], nn.Module]] = {
     "empty": Empty,
     "transposed": Transposed,
     "borrow": Borrow,
+    "hold": Borrow,
     "norm": Norm,
     "dropout": lambda making, block: nn.Dropout(0.5),
     "shared": _shared,

@@ -15,6 +15,7 @@ import dataclasses
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import hypothesis
@@ -56,8 +57,13 @@ class _Arguments:
 
 @dataclasses.dataclass
 class Profile:
-    """What was drawn, and what failed: the case as code, and why."""
+    """What was drawn, and what failed: the case as code, and why.
 
+    ``features`` are the rows that a case counts in, ``wanted`` those that must be well covered.
+    """
+
+    features: Callable[[Any], set[str]] = features
+    wanted: Sequence[str] = WANTED
     rows: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
     failures: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     cases: int = 0
@@ -65,7 +71,7 @@ class Profile:
     def run(self, host: Host, case: Training) -> None:
         """Run one case, compare, and count it."""
         self.cases += 1
-        self.rows.update((name, case.tier) for name in features(case) | {"all"})
+        self.rows.update((name, case.tier) for name in self.features(case) | {"all"})
         job = Job(
             body=run_script,
             arguments=_Arguments(case),
@@ -84,7 +90,7 @@ class Profile:
     def lines(self) -> list[str]:
         """The table."""
         names = {name for name, _ in self.rows}
-        order = ["all", *WANTED, *sorted(names - {"all", *WANTED})]
+        order = ["all", *self.wanted, *sorted(names - {"all", *self.wanted})]
         lines = [f"{'cases':32} {'together':>9} {'exact':>9} {'replayed':>9}"]
         for name in order:
             counts = [self.rows[name, tier] for tier in _TIERS]
@@ -94,8 +100,22 @@ class Profile:
     def missing(self) -> list[str]:
         """The rows that are covered too little."""
         least = self.cases // _SHARE
-        counts = {name: sum(self.rows[name, tier] for tier in _TIERS) for name in WANTED}
+        counts = {name: sum(self.rows[name, tier] for tier in _TIERS) for name in self.wanted}
         return [f"{name}: {count} of {least}" for name, count in counts.items() if count < least]
+
+    def told(self, seconds: float) -> int:
+        """Print the table, what failed and what is missing; the exit status."""
+        for line in self.lines():
+            print(line)
+        for code, why in self.failures[:10]:
+            print(f"FAILED {code}\n   {why}")
+        for text in self.missing():
+            print(f"too few: {text}")
+        print(
+            f"{self.cases} cases in {seconds:.0f} s, {len(self.failures)} failed; "
+            "the others equal plain PyTorch, bit for bit"
+        )
+        return 1 if self.failures or self.missing() else 0
 
 
 @st.composite
@@ -104,9 +124,10 @@ def _mixed(draw: st.DrawFn, ranks: int) -> Training:
     return draw(trainings(ranks, real=real))
 
 
-def profile(cases: int, ranks: int = 4, start: int = 0, backend: str = "sim") -> Profile:
-    """Draw so many cases from the seed ``start``, and run them."""
-    found = Profile()
+def run_profile(
+    found: Profile, drawn: st.SearchStrategy[Any], cases: int, ranks: int, start: int, backend: str
+) -> Profile:
+    """Draw so many cases from the seed ``start``, and run them on worlds of the backend."""
     host = open_backend(backend, HostOptions(ranks=ranks))
 
     @hypothesis.seed(start)
@@ -117,7 +138,7 @@ def profile(cases: int, ranks: int = 4, start: int = 0, backend: str = "sim") ->
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(_mixed(ranks))
+    @given(drawn)
     def run(case: Training) -> None:
         if found.cases < cases:
             found.run(host, case)
@@ -129,6 +150,11 @@ def profile(cases: int, ranks: int = 4, start: int = 0, backend: str = "sim") ->
     finally:
         host.close()
     return found
+
+
+def profile(cases: int, ranks: int = 4, start: int = 0, backend: str = "sim") -> Profile:
+    """Draw so many cases from the seed ``start``, and run them."""
+    return run_profile(Profile(), _mixed(ranks), cases, ranks, start, backend)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -143,17 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
     given_ = parser.parse_args(arguments)
     begun = time.monotonic()
     found = profile(given_.cases, given_.ranks, given_.seed, given_.backend)
-    for line in found.lines():
-        print(line)
-    for code, why in found.failures[:10]:
-        print(f"FAILED {code}\n   {why}")
-    for text in found.missing():
-        print(f"too few: {text}")
-    print(
-        f"{found.cases} cases in {time.monotonic() - begun:.0f} s, {len(found.failures)} failed; "
-        "the others equal plain PyTorch, bit for bit"
-    )
-    return 1 if found.failures or found.missing() else 0
+    return found.told(time.monotonic() - begun)
 
 
 if __name__ == "__main__":

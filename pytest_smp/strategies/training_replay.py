@@ -38,7 +38,7 @@ def replayed(case: Training) -> Results:
             steps = []
             for step in range(window * case.passes, (window + 1) * case.passes):
                 batches = list(oracle.microbatches(case, replica, step))
-                done = replay.gradients(module, body, batches, seed=seeds[replica][step])
+                done = replay.gradients(module, body, batches, seed=seeds[replica][step], wide=True)
                 steps.append(done.gradients)
                 found.losses[replica].append([loss for loss, _ in done.results])
                 found.outputs[replica].append([out for _, out in done.results])

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from pytest_smp.strategies import training_oracle as oracle
 from pytest_smp.strategies.training import Training, owners
+from pytest_smp.strategies.training_models import Borrower, build
 from pytest_smp.strategies.training_oracle import Results
+from pytest_smp.strategies.training_sharding import ShardedTraining
 
 Batch = tuple[Tensor, Tensor]
 
@@ -51,7 +53,7 @@ class Script:
         api: the namespace.
         case: what to train.
         salt: other weights than the case's, on this rank.
-        optimizer: makes the optimizer of the model's parameters; SGD if not given.
+        optimizer: makes the optimizer of the model's parameters; the case's if not given.
     """
 
     def __init__(
@@ -69,7 +71,12 @@ class Script:
         if case.pp > 1 and case.partition is not None:
             for path, owner in owners(case).items():
                 api.set_partition(self.module.get_submodule(path), owner)
-        make = optimizer or (lambda given: torch.optim.SGD(given, lr=oracle.LEARNING_RATE))
+        if isinstance(case, ShardedTraining):
+            for borrower in _borrowers(self.module) if case.registered else ():
+                api.register_parameter(borrower, borrower.borrowed)
+        for layer in _layers(self.module) if case.checkpointing else ():
+            api.set_activation_checkpointing(layer)
+        make = optimizer or (lambda given: oracle.optimizer_of(case, given))
         self.optimizer = api.DistributedOptimizer(make(self.model.parameters()))
         axes = dict(zip(("x", "y"), case.axes, strict=True))
         how = {"input_split_axes": axes} if any(case.axes) else {}
@@ -90,15 +97,42 @@ class Script:
         return list(loss.outputs), list(out.outputs)
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Of the parameters that this rank holds."""
-        return {
+        """Of the parameters that this rank holds; whole, of those that it has a shard of."""
+        own = {
             name: None if each.grad is None else each.grad.detach().clone()
-            for name, each in self._local()
+            for name, each in self.trained().items()
+        }
+        case = self.case
+        if not isinstance(case, ShardedTraining) or case.sharding == 1:
+            return own
+        everyone = self.api.allgather(own, self.api.CommGroup.DP_GROUP)
+        first = self.api.dp_rank() // case.sharding * case.sharding
+        block = everyone[first : first + case.sharding]
+        shapes = {name: each.shape for name, each in oracle.parameters(build(case.model)).items()}
+        return {
+            name: whole([each[name] for each in block], shapes[name])
+            if case.splits(shapes[name].numel())
+            else gradient
+            for name, gradient in own.items()
         }
 
     def parameters(self) -> dict[str, Tensor]:
-        """That this rank holds."""
+        """That this rank holds; whole."""
+        if isinstance(self.case, ShardedTraining) and self.case.sharding > 1:
+            held = self.model.state_dict()
+            return {name: held[name].detach().clone() for name, _ in self._local()}
         return {name: each.detach().clone() for name, each in self._local()}
+
+    def trained(self) -> dict[str, Tensor]:
+        """What the optimizer works on, by the parameters' names: float32 masters, where there are some."""
+        if self.case.dtype == "float32":
+            return dict(self._local())
+        held, masters = (
+            [each for group in groups for each in group]
+            for groups in (self.optimizer.fp16_groups, self.optimizer.fp32_from_fp16_groups)
+        )
+        of = dict(zip(map(id, held), masters, strict=True))
+        return {name: of.get(id(each), each) for name, each in self._local()}
 
     def _local(self) -> list[tuple[str, nn.Parameter]]:
         return [
@@ -117,6 +151,27 @@ class Script:
 
     def close(self) -> None:
         """A model lives as long as the world."""
+
+
+def whole(parts: Sequence[Tensor | None], shape: torch.Size) -> Tensor | None:
+    """The tensor of this shape whose elements the ranks of a sharding group have in parts, flat."""
+    given = [each for each in parts if each is not None]
+    if len(given) != len(parts):
+        _expect(
+            not given, f"{len(given)} of {len(parts)} ranks of a sharding group have a gradient"
+        )
+        return None
+    return torch.cat([each.reshape(-1) for each in given])[: shape.numel()].reshape(shape)
+
+
+def _borrowers(module: nn.Module) -> list[Any]:
+    return [each for each in module.modules() if isinstance(each, Borrower)]
+
+
+def _layers(module: Any) -> list[nn.Module]:
+    """The parts of the body, each once."""
+    body = module.body
+    return list(dict.fromkeys(body)) if isinstance(body, nn.Sequential) else [body]
 
 
 def train(session: Trained, case: Training, replica: int) -> Seen:

@@ -25,7 +25,7 @@ HUGE = 10**9
 NO_CLIPPING = 1e30
 
 #: Kinds of blocks that only these cases have: no dimension, no element, not contiguous, used elsewhere.
-ONLY_HERE = ("gain", "empty", "transposed", "borrow")
+ONLY_HERE = ("gain", "empty", "transposed", "borrow", "hold")
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -43,7 +43,7 @@ class ShardedTraining(Training):
         per_node: ``ranks_per_node``; None: as the launcher says.
         clip: ``sdp_gradient_clipping``; :data:`NO_CLIPPING` lets any norm be.
         registered: whether ``smp.register_parameter`` tells of parameters that are used outside of
-            their modules.
+            their modules; they are found without where they are attributes of a module.
     """
 
     sharding: int = 1
@@ -103,13 +103,16 @@ def sharded_features(case: ShardedTraining) -> set[str]:
         "zero-size parameters": "empty" in case.model.kinds(),
         "0-dim parameters": "gain" in case.model.kinds(),
         "non-contiguous parameters": "transposed" in case.model.kinds(),
-        "used outside, registered": "borrow" in case.model.kinds() and case.registered,
+        "used outside, registered": bool(case.model.kinds() & {"borrow", "hold"})
+        and case.registered,
         "used outside, not registered": "borrow" in case.model.kinds() and not case.registered,
         "buffers": bool(case.model.kinds() & {"scale", "norm"}),
         "clipping": case.most is not None,
         "small buckets": case.reduce_bucket < sum(found_sizes),
         "few live parameters": case.live < sum(found_sizes),
-        "hierarchical": case.hierarchical and case.per_node is not None,
+        "several nodes": case.hierarchical
+        and case.per_node is not None
+        and 1 < case.sharding > case.per_node,
         "checkpointing": case.checkpointing,
         "several windows": case.windows > 1,
         case.dtype: True,
@@ -123,7 +126,8 @@ def sharded_features(case: ShardedTraining) -> set[str]:
 # ---- Strategies ----------------------------------------------------------------------------------
 
 
-def _divisors(number: int) -> Iterator[int]:
+def divisors(number: int) -> Iterator[int]:
+    """Its divisors, ascending."""
     return (each for each in range(1, number + 1) if number % each == 0)
 
 
@@ -136,7 +140,7 @@ def _worlds(
         (dp, degree)
         for dp in range(1, ranks + 1)
         if real or dp & (dp - 1) == 0
-        for degree in ([dp] if whole else _divisors(dp))
+        for degree in ([dp] if whole else divisors(dp))
         if degrees is None or degree in degrees
     ]
     degree = draw(st.sampled_from(sorted({degree for _, degree in fits})))
@@ -162,7 +166,7 @@ def _fields(draw: DrawFn, model: Model, dp: int, real: bool) -> dict[str, Any]:
         "reduce_bucket": draw(st.sampled_from(tiny)),
         "live": draw(st.sampled_from(tiny)),
         "hierarchical": draw(st.booleans()),
-        "per_node": draw(st.none() | st.sampled_from(list(_divisors(dp)))),
+        "per_node": draw(st.sampled_from([None, 2, *divisors(dp)])),
         "clip": draw(st.sampled_from([NO_CLIPPING, 0.5, 8.0])),
         "registered": draw(st.booleans()),
         "microbatches": draw(st.sampled_from(counts)),
@@ -201,6 +205,10 @@ def _cases(
     if narrow:  # 16 bits hold few whole numbers
         model = dataclasses.replace(model, width=min(model.width, 2))
     drawn = draw(_fields(model, dp, real))
+    drawn["registered"] |= "hold" in model.kinds()
+    if "route" in model.kinds() and degree > 1:
+        # Ranks of a sharding group have to gather alike: what they choose between is not split.
+        drawn["threshold"] = HUGE
     case = ShardedTraining(model, dp=dp, sharding=degree, dtype=dtype, real=real, **drawn | said)
     if real:
         return case

@@ -69,7 +69,8 @@ def test_a_third_partys_engine_is_tested_and_a_wrong_promise_fails(
         plugin=PROFILE,
     )
     assert (
-        "conformance: engine theirs claims all but pipeline, the SMP API, replayed order" in right
+        "conformance: engine theirs claims all but pipeline, the SMP API, sharding, sharding blocks, "
+        "clipping, bf16, fp16, counted exchanges, replayed order" in right
     )
     assert "=== exit 0" in right
     found = verdicts(tmp_path / "right.json")
@@ -81,8 +82,18 @@ def test_a_third_partys_engine_is_tested_and_a_wrong_promise_fails(
     assert said == {
         "name": "theirs",
         "option": "mine:RIGHT",
-        "claims": ["training"],
-        "not_claimed": ["pipeline", "the SMP API", "replayed order"],
+        "claims": ["training", "unused parameters", "any parameter"],
+        "not_claimed": [
+            "pipeline",
+            "the SMP API",
+            "sharding",
+            "sharding blocks",
+            "clipping",
+            "bf16",
+            "fp16",
+            "counted exchanges",
+            "replayed order",
+        ],
     }
     assert "conformance: engine boasting claims" in wrong  # the ini key
     assert "=== exit 1" in wrong
@@ -97,8 +108,8 @@ def test_what_is_no_engine_ends_the_session_before_it_runs(
 ) -> None:
     (tmp_path / "mine.py").write_text(ENGINES)
     wrong = {
-        "nobody": "there is smp, ddp; or give module:attribute",
-        "mine:": "there is smp, ddp; or give module:attribute",
+        "nobody": "there is smp, ddp, fsdp2, hsdp; or give module:attribute",
+        "mine:": "there is smp, ddp, fsdp2, hsdp; or give module:attribute",
         "not.there:ENGINE": "cannot import not.there: ModuleNotFoundError: No module named 'not'",
         "mine:NOTHING": "module mine has no attribute 'NOTHING'",
         "mine:HALF": " has no capabilities, api, replica, build",
@@ -119,9 +130,13 @@ def test_a_module_that_breaks_is_named() -> None:
 
 
 def test_those_of_this_project() -> None:
-    assert {name: find_engine(name).name for name in BUILT_IN} == {"smp": "smp", "ddp": "ddp"}
+    names = ["smp", "ddp", "fsdp2", "hsdp"]
+    assert {name: find_engine(name).name for name in BUILT_IN} == {name: name for name in names}
     assert find_engine("smp").capabilities == frozenset(EngineCapability)
-    assert find_engine("ddp").capabilities == {EngineCapability.TRAINING}
+    claims = {name: find_engine(name).capabilities for name in names}
+    assert EngineCapability.SHARDING not in claims["ddp"]
+    assert claims["hsdp"] - claims["fsdp2"] == {EngineCapability.BLOCKS}
+    assert not any(claims[name] & {EngineCapability.REPLAYED} for name in names[1:])
 
 
 def test_conventions_say_what_sums_are_divided_by() -> None:

@@ -49,18 +49,20 @@ def gradients(
     *,
     seed: int = 0,
     divisor: int = 1,
+    wide: bool = False,
 ) -> Replayed:
     """Run ``body(*arguments)`` for each microbatch, in order; ``p.grad`` is left alone.
 
     ``seed`` is that of the step (``streams.draw_seed``), ``divisor`` what the sums are divided by in
-    the end: the number of microbatches, if gradients are averaged over them (SMP_API.md 1.7).
+    the end: the number of microbatches, if gradients are averaged over them (SMP_API.md 1.7). ``wide``:
+    16-bit gradients are summed in float32, as they are where there are masters.
     """
     sums: list[dict[nn.Parameter, torch.Tensor]] = []
     results = []
     with patched(module):
         for number, arguments in enumerate(microbatches):
             sums.append({})
-            with uses.body(_Sums(sums), number, seed):
+            with uses.body(_Sums(sums, wide), number, seed):
                 results.append(body(*arguments))
     named = dict(module.named_parameters())
     return Replayed(
@@ -159,13 +161,15 @@ def norm(gradients: Mapping[str, torch.Tensor | None], sharding: int) -> float:
 class _Sums:
     """Takes gradients as backward gives them: the sum within each microbatch."""
 
-    def __init__(self, sums: list[dict[nn.Parameter, torch.Tensor]]) -> None:
-        self._sums = sums
+    def __init__(self, sums: list[dict[nn.Parameter, torch.Tensor]], wide: bool) -> None:
+        self._sums, self._wide = sums, wide
 
     def expect(self, microbatch: int, parameter: nn.Parameter) -> None:
         """Nothing is done before the end."""
 
     def add(self, microbatch: int, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        if self._wide and gradient.dtype in (torch.float16, torch.bfloat16):
+            gradient = gradient.float()
         known = self._sums[microbatch].get(parameter)
         self._sums[microbatch][parameter] = gradient if known is None else known + gradient
 

@@ -167,6 +167,7 @@ def test_certified_sums_do_not_depend_on_their_order() -> None:
         assert whole is not None
         given_ = [part[name] for part in parts]
         backwards = sum(each for each in reversed(given_) if each is not None)
+        assert isinstance(backwards, torch.Tensor)
         assert torch.equal(whole, backwards / case.divisor), name
 
 

@@ -158,7 +158,7 @@ def test_16_bit_parameters_are_masters_rounded_once(dtype: str) -> None:
         assert parameter.grad is not None
         gradient = parameter.grad.float()
         assert torch.equal(gradient, once.gradients[0][name]), name  # type: ignore[arg-type]
-        master = oracle.state(case)[name] - 0.125 * gradient
+        master = oracle.state(case)[name].to(kind).float() - 0.125 * gradient
         assert torch.equal(once.parameters[name], master.to(kind)), name
 
 

@@ -1,0 +1,55 @@
+"""The engines ``fsdp2`` and ``hsdp``: torch's ``fully_shard`` on a mesh of one and of two dimensions."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from conformance.engines.capabilities import EngineCapability
+from conformance.engines.protocol import Conventions, Session
+
+if TYPE_CHECKING:
+    from pytest_smp.strategies.training import Training
+
+CONVENTIONS = Conventions(dp="mean", microbatch="sum", shards="rows")
+
+_CLAIMS = frozenset(
+    {
+        EngineCapability.TRAINING,
+        EngineCapability.SHARDING,
+        EngineCapability.CLIPPING,
+        EngineCapability.BF16,
+        EngineCapability.TRAFFIC,
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fsdp2Engine:
+    """Parameters are sharded by rows; what a unit's backward gives is reduced at once."""
+
+    name: str
+    capabilities: frozenset[EngineCapability] = _CLAIMS
+    api: str = ""
+    conventions: Conventions = CONVENTIONS
+
+    def replica(self, case: Training) -> int:
+        """The rank."""
+        import torch.distributed as dist
+
+        import smp_core.torch as smp
+
+        smp.rank()  # initialises, as the first call of the API on a rank does
+        return dist.get_rank()
+
+    def build(self, case: Training, *, salt: str = "") -> Session:
+        """Shard the model over the world."""
+        import smp_core.torch as smp
+        from conformance.engines.fsdp2_session import Fsdp2Session
+
+        smp.rank()
+        return Fsdp2Session(case, salt)
+
+
+FSDP2 = Fsdp2Engine("fsdp2")
+HSDP = Fsdp2Engine("hsdp", _CLAIMS | {EngineCapability.BLOCKS})

@@ -1,0 +1,61 @@
+"""One rank's training with the SMP API, as a script does it; and what it holds and exchanges."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from conformance.engines.protocol import Exchange
+from pytest_smp.strategies.training_script import Batch, Script
+
+
+class SmpSession(Script):
+    """A script that can also be asked what sharding is asked for."""
+
+    _found: tuple[Exchange, ...] = ()
+
+    def backward(self, batch: Batch, *, boundary: bool = True) -> tuple[list[Tensor], list[Tensor]]:
+        """As the script's, with all that the engine's own ledger sees, if it has one."""
+        sharding = getattr(self.model, "sharding", None)
+        if sharding is None:
+            return super().backward(batch, boundary=boundary)
+        with sharding.collectives.traffic.recorded() as log:
+            made = super().backward(batch, boundary=boundary)
+        self._found += tuple(Exchange(s.operation, self._ranks(s.group), s.elements) for s in log)
+        return made
+
+    def live(self) -> int | None:
+        """By the engine's own count, if it has one."""
+        sharding = getattr(self.model, "sharding", None)
+        return None if sharding is None else sharding.gathered.peak
+
+    def _ranks(self, kind: Any) -> tuple[int, ...]:
+        """The ranks of this rank's group of a kind (SMP_API.md 4.3)."""
+        case: Any = self.case
+        at, degree = self.api.dp_rank(), case.sharding
+        groups = {
+            "sharding": range(at // degree * degree, (at // degree + 1) * degree),
+            "replication": range(at % degree, case.dp, degree),
+        }
+        return tuple(groups.get(kind.value, range(case.dp)))
+
+    def state(self) -> dict[str, list[Tensor]]:
+        """This rank's parts."""
+        trained = list(self.trained().values())
+        kept = [
+            each
+            for values in self.optimizer.state.values()
+            for name, each in values.items()
+            if isinstance(each, Tensor) and name != "step"  # which counts
+        ]
+        return {
+            "parameters": [each.detach() for each in self.module.parameters()],
+            "gradients": [each.grad for each in trained if each.grad is not None],
+            "optimizer": kept,
+        }
+
+    def traffic(self) -> list[Exchange]:
+        """What was exchanged since it was asked last."""
+        found, self._found = list(self._found), ()
+        return found

@@ -1,0 +1,356 @@
+"""Bugs of sharded data parallelism: parts in the wrong place, reduced too often, kept too long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from conformance.mutants.protocol import Bugs, Patch
+from smp_core.torch import recompute
+from smp_core.torch.pipeline import placement
+from smp_core.torch.precision.masters import Masters
+from smp_core.torch.sharding import collectives, gathering, registration, shards, state
+from smp_core.torch.sharding.collectives import Collectives
+from smp_core.torch.sharding.gathered import Gathered
+from smp_core.torch.sharding.gradients import Bucket, Round, ShardedGradients
+from smp_core.torch.sharding.shards import Shard
+from smp_core.torch.sharding.state import Sharding
+
+BUGS = Bugs("sharded state, gathered and reduced")
+
+
+# ---- Parts ---------------------------------------------------------------------------------------
+
+
+@BUGS.enter("SHARD-EQUALS-PLAIN")
+@BUGS.enter("SHARD-DEGREE")
+def divided_by_the_group_only(patch: Patch) -> None:
+    """gradients are divided by the ranks of a sharding group, not by all replicas"""
+    divisor = ShardedGradients._divisor
+
+    def short(self: ShardedGradients, microbatches: int) -> int:
+        return divisor(self, microbatches) // self._collectives.replicas
+
+    patch.setattr(ShardedGradients, "_divisor", short)
+
+
+@BUGS.enter("SHARD-EQUALS-PLAIN")
+def replicas_left_out(patch: Patch) -> None:
+    """gradients are never reduced over sharding groups"""
+
+    class Done:
+        def __init__(self, value: Tensor) -> None:
+            self.result = lambda: value.clone()
+
+    patch.setattr(Collectives, "all_reduce", lambda self, flat: Done(flat))
+
+
+@BUGS.enter("SHARD-ANY-PARAMETER")
+def columns_for_rows(patch: Patch) -> None:
+    """the elements of a parameter are split as they lie in memory, and put together row by row"""
+
+    def take(self: Shard, value: Tensor) -> Tensor:
+        own = self.part[: self.owned]
+        flat = value.detach().t().reshape(-1) if value.dim() == 2 else value.detach().reshape(-1)
+        own.copy_(flat[slice(*self.own)])
+        return own
+
+    patch.setattr(Shard, "take", take)
+
+
+@BUGS.enter("SHARD-MEMORY")
+def padded_to_the_whole(patch: Patch) -> None:
+    """each rank keeps memory of the size of the whole parameters"""
+    make = shards.make_unit
+
+    def large(number: int, module: nn.Module, named: Any, ranks: int, rank: int) -> Any:
+        unit = make(number, module, named, ranks, rank)
+        memory = unit.flat.new_zeros(unit.numel + unit.flat.numel())
+        flat = memory[: unit.flat.numel()]
+        at = 0
+        for shard in unit.shards:
+            shard.part = flat[at : at + shard.layout.part]
+            at += shard.layout.part
+        unit.flat = flat
+        return unit
+
+    patch.setattr(state, "make_unit", large)
+
+
+@BUGS.enter("SHARD-THRESHOLD")
+def not_split_at_the_threshold(patch: Patch) -> None:
+    """a parameter of exactly as many elements as the threshold is not split"""
+    init = Sharding.__init__
+
+    def more(self: Sharding, runtime: Any, model: Any) -> None:
+        threshold = runtime.config.sdp_param_persistence_threshold + 1
+        config = _Instead(runtime.config, sdp_param_persistence_threshold=threshold)
+        init(self, _as_any(_Instead(runtime, config=config)), model)
+
+    patch.setattr(Sharding, "__init__", more)
+
+
+def _as_any(value: Any) -> Any:
+    return value
+
+
+class _Instead:
+    """An object, with other values of some attributes."""
+
+    def __init__(self, of: Any, **values: Any) -> None:
+        self.__dict__.update(values, of=of)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.of, name)
+
+
+@BUGS.enter("SHARD-INIT")
+@BUGS.enter("SHARD-DELAYED", kind="initialization")
+def each_part_of_ones_own(patch: Patch) -> None:
+    """parts hold twice the values that they are given, on all ranks but the first of a group"""
+    take = Shard.take
+
+    def other(self: Shard, value: Tensor) -> Tensor:
+        return take(self, value if self.own[0] == 0 else value * 2)
+
+    patch.setattr(Shard, "take", other)
+
+
+# ---- Gradients -----------------------------------------------------------------------------------
+
+
+@BUGS.enter("SHARD-ACCUMULATION")
+def last_pass_only(patch: Patch) -> None:
+    """the gradients of a pass replace those of the passes before"""
+    results = Round.results
+
+    def forgetting(self: Round, late: Any) -> Any:
+        found = results(self, late)
+        _of_round[id(self)]._pending.clear()
+        return found
+
+    end = ShardedGradients.end_step
+    _of_round: dict[int, ShardedGradients] = {}
+
+    def ending(self: ShardedGradients, *args: Any, **kwargs: Any) -> Any:
+        _of_round[id(self._round)] = self
+        return end(self, *args, **kwargs)
+
+    patch.setattr(Round, "results", forgetting)
+    patch.setattr(ShardedGradients, "end_step", ending)
+
+
+@BUGS.enter("SHARD-ALLREDUCE-BOUNDARY")
+def reduced_in_every_pass(patch: Patch) -> None:
+    """each pass sends its gradients to the other sharding groups, too"""
+    results = Round.results
+
+    def eager(self: Round, late: Any) -> Any:
+        found = results(self, late)
+        for part in found.values():
+            self._collectives.all_reduce(part).result()
+        return found
+
+    patch.setattr(Round, "results", eager)
+
+
+@BUGS.enter("SHARD-REPLAYED")
+@BUGS.enter("SHARD-BUCKET")
+def folded_from_the_left(patch: Patch) -> None:
+    """sums over more than two ranks are taken from the left, or where buckets are small from the right"""
+
+    def fold(rows: Tensor) -> Tensor:
+        ordered = list(rows) if rows.shape[-1] > 2 else list(rows)[::-1]
+        total: Tensor = ordered[0] / 3 * 3
+        for each in ordered[1:]:
+            total = total + each
+        return total
+
+    patch.setattr(collectives, "_fold", fold)
+
+
+@BUGS.enter("SHARD-UNUSED")
+def unused_are_zeros(patch: Patch) -> None:
+    """a parameter that no rank used gets a gradient of zeros"""
+    reduced = ShardedGradients._reduced
+
+    def filled(self: ShardedGradients, divisor: int) -> Any:
+        self._has = set(self._parameters) & set(self._pending)
+        return reduced(self, divisor)
+
+    patch.setattr(ShardedGradients, "_reduced", filled)
+
+
+@BUGS.enter("SHARD-FROZEN")
+def frozen_get_gradients(patch: Patch) -> None:
+    """parameters that need no gradient are given zeros"""
+    end = ShardedGradients.end_step
+
+    def ending(self: ShardedGradients, *args: Any, **kwargs: Any) -> Any:
+        failure = end(self, *args, **kwargs)
+        for shard in self._gathered.shards():
+            if not shard.parameter.requires_grad:
+                shard.parameter.grad = torch.zeros_like(shard.parameter)
+        return failure
+
+    patch.setattr(ShardedGradients, "end_step", ending)
+
+
+@BUGS.enter("SHARD-SHARED")
+def last_use_counts(patch: Patch) -> None:
+    """of a parameter with several uses in a microbatch only the last contribution is kept"""
+    from smp_core.torch.pipeline.accumulation import Ledger
+
+    add = Ledger.add
+
+    def replacing(self: Ledger, microbatch: int, parameter: nn.Parameter, gradient: Tensor) -> None:
+        self._sums.setdefault(microbatch, {}).pop(parameter, None)
+        add(self, microbatch, parameter, gradient)
+
+    patch.setattr(Ledger, "add", replacing)
+
+
+@BUGS.enter("SHARD-REPLICAS")
+def persistent_by_part(patch: Patch) -> None:
+    """of a parameter that is not split, each rank has the gradient of its own part only"""
+    wholes = Bucket.wholes
+
+    def own(self: Bucket, gathered: Tensor) -> Any:
+        for parameter, whole in wholes(self, gathered):
+            yield parameter, whole * _factor.get()
+
+    patch.setattr(Bucket, "wholes", own)
+
+
+class _Factor:
+    """A number that is another one on each rank."""
+
+    def get(self) -> int:
+        import torch.distributed as dist
+
+        return 1 + dist.get_rank()
+
+
+_factor = _Factor()
+
+
+# ---- Clipping ------------------------------------------------------------------------------------
+
+
+@BUGS.enter("SHARD-CLIP-ONE-PROCESS")
+def own_norm_only(patch: Patch) -> None:
+    """each rank clips by the norm of its own parts"""
+    values = Collectives.all_gather_values
+
+    def own(self: Collectives, given: Any) -> Any:
+        values(self, given)
+        return [list(given)]
+
+    patch.setattr(Collectives, "all_gather_values", own)
+
+
+@BUGS.enter("SHARD-CLIP-EQUAL")
+def persistent_by_own_norm(patch: Patch) -> None:
+    """ranks of a sharding group clip by norms of their own, so what they all hold drifts apart"""
+    own_norm_only(patch)
+
+
+@BUGS.enter("SHARD-CLIP-ONE-PROCESS")
+def persistent_counted_often(patch: Patch) -> None:
+    """what is not split counts in the norm once for each rank"""
+    patch.setattr(Sharding, "_own", lambda self, parameter, gradient: gradient)
+
+
+# ---- Whole, and for how long ---------------------------------------------------------------------
+
+
+@BUGS.enter("SHARD-FREED")
+@BUGS.enter("SHARD-LIVE-BOUND")
+def never_released(patch: Patch) -> None:
+    """what is gathered for a layer stays until the step is over, and longer"""
+    kept: list[Any] = []
+    read = Gathered.read
+
+    def keeping(self: Gathered, parameter: nn.Parameter, frame: Any) -> Tensor:
+        whole = read(self, parameter, frame)
+        kept.append(whole)
+        return whole
+
+    patch.setattr(Gathered, "read", keeping)
+
+
+@BUGS.enter("SHARD-LIVE")
+def prefetched_is_stale(patch: Patch) -> None:
+    """what is fetched ahead is a little off"""
+    prefetch, fetch = Gathered._prefetch, Gathered._fetch
+
+    def ahead(self: Gathered) -> None:
+        before = set(self._states)
+        prefetch(self)
+        for number in set(self._states) - before:
+            self._states[number].users.add(-1)
+
+    def fetched(self: Gathered, unit: Any) -> None:
+        guessed = self._states.get(unit.number)
+        stale = guessed is not None and -1 in guessed.users
+        if guessed is not None:
+            guessed.users.discard(-1)
+        fetch(self, unit)
+        if stale:
+            for tensor in self._states[unit.number].tensors.values():
+                tensor.data.mul_(1.5)
+
+    patch.setattr(Gathered, "_prefetch", ahead)
+    patch.setattr(Gathered, "_fetch", fetched)
+
+
+@BUGS.enter("SHARD-HIERARCHICAL")
+def nodes_not_reordered(patch: Patch) -> None:
+    """after two hops the parts lie in the order of places on nodes"""
+    strategies = dict(gathering.STRATEGIES)
+    right = strategies["hierarchical"]
+
+    def wrong(*args: Any) -> Any:
+        route = right(*args)
+        return route._replace(order=None if route.order is None else tuple(range(len(route.order))))
+
+    patch.setattr(gathering, "STRATEGIES", {**strategies, "hierarchical": wrong})
+
+
+@BUGS.enter("SHARD-CHECKPOINTING")
+def repeated_twice(patch: Patch) -> None:
+    """what is computed again in backward is a little off"""
+    run = recompute.run
+
+    def off(*args: Any, **kwargs: Any) -> Any:
+        made = run(*args, **kwargs)
+        return made * 1.0000001 if isinstance(made, Tensor) else made
+
+    patch.setattr(recompute, "run", off)
+
+
+# ---- Models --------------------------------------------------------------------------------------
+
+
+@BUGS.enter("SHARD-OUTSIDE", RuntimeError, AssertionError)
+def registered_in_vain(patch: Patch) -> None:
+    """smp.register_parameter has no effect"""
+    patch.setattr(registration, "entered", lambda module, gathered, read: registration._NOTHING)
+
+
+@BUGS.enter("SHARD-SAME-MODEL")
+def models_not_compared(patch: Patch) -> None:
+    """ranks may have different models"""
+    patch.setattr(placement, "_check_same", lambda *args: None)
+
+
+# ---- 16 bits -------------------------------------------------------------------------------------
+
+
+@BUGS.enter("SHARD-BF16")
+@BUGS.enter("SHARD-FP16")
+def masters_not_published(patch: Patch) -> None:
+    """parameters are not given the values of their masters"""
+    patch.setattr(Masters, "publish", Masters.agreed)
