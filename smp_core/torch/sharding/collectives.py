@@ -202,7 +202,8 @@ class Collectives:
     ) -> Generator[Any, None, Tensor]:
         size, each = members.size, part.numel() * part.element_size()
         ring = members.ring
-        crossing = (size - 1 if members.next_elsewhere else 0) if ring else members.elsewhere
+        # Alone as on a ring: parts go alone where all members are on one node, or each on its own.
+        crossing = size - 1 if members.next_elsewhere else 0
         sent = each * (size - 1)
         self.traffic.add(
             Sent(operation, kind, part.numel() * size, part.dtype, sent, each * crossing)
