@@ -15,6 +15,10 @@ Prefetch. The order in which units were demanded in the last step is expected ag
 demanded, the next sets out. If another one is demanded instead, nothing is expected until the end of
 the step. All of it depends on nothing but the calls that were made, so the ranks of a sharding group,
 which make the same calls, gather in the same order. No value depends on any of it.
+
+Ranks that make other calls would take each other's parts for those of something else, or wait for ever.
+``route`` is a digest of the order; ranks compare theirs at the end of a step, before a gradient changes
+(gradients.py).
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import smp_core.torch as smp
+from smp_core.torch.exceptions import ShardingError
 from smp_core.torch.sharding.gathered import Gathered
 from smp_core.torch.sharding.shards import Unit, make_unit
 from tests.smp_core.torch.sharding.degrees import (
@@ -150,6 +151,18 @@ def test_in_backward_what_is_frozen_makes_room():
     for unit in gathered.units:
         gathered.again(unit, 0, "microbatch")
         assert gathered.live == 10
+
+
+def test_a_parameter_that_was_modified_holds_nobody_else_up():
+    gathered, _, _, _ = of_sizes(10, 10, most=100)
+    for unit in gathered.units:
+        gathered.expect(None, unit.shards[0].parameter)
+    whole = [gathered.again(unit, 0, None) for unit in reversed(gathered.units)]
+    whole[0].add_(1)
+    assert gathered.live == 20
+    with pytest.raises(ShardingError, match="'p1' was modified in place"):
+        gathered.rest()
+    assert (gathered.live, gathered._states, gathered._storages) == (0, {}, {})
 
 
 # On ranks. Memory is looked at from outside: by weak references to the storages of all that was ever gathered.

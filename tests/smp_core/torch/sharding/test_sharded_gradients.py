@@ -179,17 +179,16 @@ def test_frozen_between_steps(smp_world, what):
 
 
 class OnSomeRanks(nn.Module):
-    """Two layers that are called on every rank, and have a gradient on odd ones only."""
+    """Its last module, whose bucket is the first, is called on every rank, and has a gradient on odd ones only."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(2)
-        self.first, self.last = Bias(), Bias()
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        self.last = Bias()
 
     def forward(self, x):
-        first = self.first(x)
-        y = first
+        y = x
         for layer in self.layers:
             y = layer(y)
         return y + (self.last(x) if smp.rank() % 2 else self.last(x).detach())
@@ -198,7 +197,7 @@ class OnSomeRanks(nn.Module):
 class Bias(nn.Module):
     def __init__(self):
         super().__init__()
-        self.bias, self.unused = nn.Parameter(torch.randn(4)), nn.Linear(1, 1)
+        self.bias = nn.Parameter(torch.randn(4))
 
     def forward(self, x):
         return x + self.bias
