@@ -5,10 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import smp_core.torch as smp
 from smp_core.torch.exceptions import OutsideStepError
-from tests.smp_core.torch.sharding.degrees import Layers, batch, outcome, same, step, wrapped
+from tests.smp_core.torch.sharding.degrees import (
+    Layers,
+    batch,
+    outcome,
+    same,
+    step,
+    train,
+    wrapped,
+)
 from tests.smp_core.torch.sharding.test_sharded_trouble import Troubled
 
 
@@ -102,3 +111,105 @@ def fails_outside():
 
 def test_calls_outside_of_steps_that_fail(smp_world):
     same(smp_world, fails_outside)
+
+
+def penalty():
+    """A gradient of a gradient: the body asks torch for one, to be differentiated again."""
+    model, optimizer = wrapped(Layers())
+
+    @smp.step
+    def penalized(model, x):
+        x = x.clone().requires_grad_()
+        y = model(x)
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        loss = y.pow(2).mean() + gradient.norm(2, 1).pow(2).mean()
+        model.backward(loss)
+        return loss
+
+    losses = []
+    for number in range(2):
+        optimizer.zero_grad()
+        losses.append(penalized(model, batch(number)).stack())
+        optimizer.step()
+    return losses, outcome(model)
+
+
+def test_gradients_of_gradients(smp_world):
+    same(smp_world, penalty)
+
+
+def parts_called():
+    """The body calls the model's modules, not the model."""
+    model, optimizer = wrapped(Layers())
+
+    @smp.step
+    def by_parts(model, x):
+        module = model.module
+        x = module.embed(x)
+        for layer in module.layers:
+            x = layer.forward(x)
+        loss = module.head(x).pow(2).mean()
+        model.backward(loss)
+        return loss
+
+    loss = by_parts(model, batch()).stack()
+    optimizer.step()
+    return loss, outcome(model)
+
+
+def test_modules_that_the_body_calls(smp_world):
+    same(smp_world, parts_called)
+
+
+class Hooked(Layers):
+    """Hooks of modules, which read parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[0].register_forward_hook(lambda module, x, y: y * module[0].weight.sum())
+        self.layers[1].register_forward_pre_hook(lambda module, x: (x[0] + module[2].bias,))
+        self.layers[1].register_full_backward_hook(lambda module, x, y: (x[0] * 2,))
+        self.head.register_full_backward_pre_hook(
+            lambda module, y: (y[0] * module.weight.detach().sum(),)
+        )
+
+
+class Keeps(nn.Module):
+    """A parameter that a call leaves on the module, for whoever comes after it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.linear, self.scale, self.kept = nn.Linear(4, 4), nn.Parameter(torch.randn(4)), [None]
+
+    def forward(self, x):
+        self.kept[0] = self.scale
+        return self.linear(x * self.scale)
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.keeps, self.more = Keeps(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.more(self.keeps(x))
+        return y * self.keeps.kept[0].sin()
+
+
+class Mapped(nn.Module):
+    """Under ``vmap``."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        linear = self.linear
+        return torch.func.vmap(lambda row: F.linear(row, linear.weight, linear.bias))(x)
+
+
+@pytest.mark.parametrize("make", [Hooked, Around, Mapped])
+def test_modules_with_ways_of_their_own(smp_world, make):
+    same(smp_world, train, make, 2)
