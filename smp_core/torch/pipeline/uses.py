@@ -519,23 +519,23 @@ class Watch:
     def refresh(self) -> None:
         """Bring all modules and parameters under watch that are not."""
         self._members.clear()
-        for module in self._module.modules():
-            given = module._parameters
-            if not isinstance(given, _Parameters) or given._members is not self._members:
-                module.__dict__["_parameters"] = _Parameters(given, self._members)
-            for parameter in dict.values(module._parameters):
-                if parameter is not None:
-                    self._members[id(parameter)] = parameter
-                    if parameter.requires_grad and parameter.is_leaf:
-                        self._catch(parameter)
+        # A parameter of another rank (foreign.py) refuses whatever looks like a computation.
+        with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+            for module in self._module.modules():
+                given = module._parameters
+                if not isinstance(given, _Parameters) or given._members is not self._members:
+                    module.__dict__["_parameters"] = _Parameters(given, self._members)
+                for parameter in dict.values(module._parameters):
+                    if parameter is not None:
+                        self._members[id(parameter)] = parameter
+                        if parameter.requires_grad and parameter.is_leaf:
+                            self._catch(parameter)
 
     def _catch(self, parameter: nn.Parameter) -> None:
         lazy: bool = is_lazy(parameter)  # not made yet
         if lazy:
             return
-        # A parameter of another rank (foreign.py) refuses whatever looks like a computation.
-        with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-            node = torch.autograd.graph.get_gradient_edge(parameter).node
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
         known = self._caught.get(id(parameter))
         if known is not None:
             if known[1] is node:

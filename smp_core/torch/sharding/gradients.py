@@ -316,9 +316,7 @@ class ShardedGradients(Gradients):
     def _reduced(self, divisor: int) -> dict[nn.Parameter, torch.Tensor]:
         """The end of a window: this rank's gradients, of each parameter what this rank keeps of it."""
         buckets = self._buckets_of(self._pending)
-        rows = [
-            torch.cat([self._pending[each] for each in bucket.parameters]) for bucket in buckets
-        ]
+        rows = [joined([self._pending[each] for each in bucket.parameters]) for bucket in buckets]
         sums = [self._collectives.all_reduce(row) for row in rows]
         reduced: dict[nn.Parameter, torch.Tensor] = {}
         whole: list[tuple[Bucket, Pending]] = []
@@ -360,6 +358,18 @@ class ShardedGradients(Gradients):
     def _layout(self, parameter: nn.Parameter) -> Layout:
         shard = self._gathered.shard(parameter)
         return Layout(parameter.numel(), self._collectives.size) if shard is None else shard.layout
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Parts, 1-D, one after the other: a view of what they are parts of, if that is how they lie there."""
+    first, end = parts[0], parts[0].storage_offset()
+    storage = first.untyped_storage()._cdata
+    for part in parts:
+        if part.untyped_storage()._cdata != storage or part.storage_offset() != end:
+            return torch.cat(list(parts))
+        end += part.numel()
+    start = first.storage_offset()
+    return first.as_strided((end - start,), (1,), start)
 
 
 def divided(total: torch.Tensor, divisor: int) -> torch.Tensor:

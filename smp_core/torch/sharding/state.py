@@ -7,6 +7,7 @@ part of a parameter and never holds the rest (seed 004: "initialized immediately
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -163,12 +164,14 @@ class Sharding:
         clips nothing.
         """
         masters = self._model.masters
-        with_gradient, own = set(targets), 0.0
+        with_gradient, squares = set(targets), []
         for parameter in self._model.module.parameters():
             target = parameter if masters is None else masters.of(parameter)
             if target in with_gradient and target.grad is not None:
-                own += _square(self._own(parameter, target.grad))
-        told = [values[0] for values in self.collectives.all_gather_values([own])]
+                squares.append(_square(self._own(parameter, target.grad)))
+        values = torch.stack(squares).tolist() if squares else []
+        own = functools.reduce(operator.add, values, 0.0)  # later Pythons' sum() compensates
+        told = [each for (each,) in self.collectives.all_gather_values([own])]
         self.norm = math.sqrt(reduction.fold(told, operator.add)) / scale
         coefficient = self._clipping / (self.norm + 1e-6)
         if not math.isfinite(self.norm) or coefficient > 1:
@@ -194,7 +197,7 @@ def _check_memory(module: nn.Module) -> None:
             )
 
 
-def _square(gradient: torch.Tensor) -> float:
+def _square(gradient: torch.Tensor) -> torch.Tensor:
     """The sum of squares in float64."""
     real: Any = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-    return float(real.double().square().sum())
+    return real.double().square().sum()  # type: ignore[no-any-return]
