@@ -16,6 +16,7 @@ from conformance.mutants import (
     pipelines,
     programs,
     send_recv,
+    sharded_checkpoints,
     sharding,
     steps,
     traffic,
@@ -78,4 +79,5 @@ MUTANTS: tuple[Mutant, ...] = checked(
     training.BUGS,
     steps.BUGS,
     sharding.BUGS,
+    sharded_checkpoints.BUGS,
 )
