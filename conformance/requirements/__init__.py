@@ -12,14 +12,21 @@ from conformance.registry import Registry
 from conformance.requirements.api import API
 from conformance.requirements.collectives import COLLECTIVES
 from conformance.requirements.pipelines import PIPELINES
+from conformance.requirements.precision import PRECISION
 from conformance.requirements.programs import PROGRAMS
-from conformance.requirements.sharded_checkpoints import SHARDED_CHECKPOINTS
 from conformance.requirements.sharding import SHARDING
 from conformance.requirements.steps import STEPS
 from conformance.requirements.traffic import TRAFFIC
 
 REQUIREMENTS = Registry(
-    *API, *COLLECTIVES, *TRAFFIC, *PROGRAMS, *STEPS, *PIPELINES, *SHARDING, *SHARDED_CHECKPOINTS
+    *API,
+    *COLLECTIVES,
+    *TRAFFIC,
+    *PROGRAMS,
+    *STEPS,
+    *PIPELINES,
+    *SHARDING,
+    *PRECISION,
 )
 
 
