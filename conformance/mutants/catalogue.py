@@ -18,6 +18,7 @@ from conformance.mutants import (
     programs,
     rounding,
     send_recv,
+    sharded_checkpoints,
     sharding,
     steps,
     traffic,
@@ -82,4 +83,5 @@ MUTANTS: tuple[Mutant, ...] = checked(
     precision.BUGS,
     rounding.BUGS,
     sharding.BUGS,
+    sharded_checkpoints.BUGS,
 )

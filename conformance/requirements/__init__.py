@@ -14,6 +14,7 @@ from conformance.requirements.collectives import COLLECTIVES
 from conformance.requirements.pipelines import PIPELINES
 from conformance.requirements.precision import PRECISION
 from conformance.requirements.programs import PROGRAMS
+from conformance.requirements.sharded_checkpoints import SHARDED_CHECKPOINTS
 from conformance.requirements.sharding import SHARDING
 from conformance.requirements.steps import STEPS
 from conformance.requirements.traffic import TRAFFIC
@@ -26,6 +27,7 @@ REQUIREMENTS = Registry(
     *STEPS,
     *PIPELINES,
     *SHARDING,
+    *SHARDED_CHECKPOINTS,
     *PRECISION,
 )
 
