@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import smp_core.torch as smp
+from smp_core.backends.base import VerdictKind
 from smp_core.errors import ArgumentTypeError, SmpError
 from smp_core.torch.exceptions import (
     ShardingError,
@@ -135,14 +136,33 @@ def test_ranks_that_call_modules_in_different_orders(smp_world):
     assert kept
 
 
-def not_called():
+def no_step():
     model, _ = wrapped(Layers())
     if smp.rank():
         step(model, batch())
 
 
-def test_a_rank_that_takes_no_step(smp_world):
-    assert smp_world.report(not_called, ranks=2, config=TWO).verdict != "passed"
+class BackwardOnRank1(Layers):
+    """Called on every rank; the backward pass of the layers, which takes their weights, is rank 1's alone."""
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + (layer(x) if smp.rank() else layer(x).detach())
+        return self.head(x)
+
+
+def backward_on_rank_1():
+    model, _ = wrapped(BackwardOnRank1())
+    step(model, batch())
+
+
+@pytest.mark.parametrize("body", [no_step, backward_on_rank_1])
+def test_a_rank_that_does_not_gather_what_another_needs(smp_world, body):
+    # The parts are what the other waits for: nothing can be computed without them. Only a limit of time ends
+    # that on a backend that sees no deadlock.
+    report = smp_world.report(body, ranks=2, config=TWO, timeout=10)
+    assert report.verdict in (VerdictKind.DEADLOCK, VerdictKind.TIMED_OUT)
 
 
 def not_a_number():
