@@ -82,5 +82,8 @@ _IN_16_BITS = (
 
 SHARDED_CHECKPOINTS = (
     *(Requirement(*promise, Level.L7, _NEEDS) for promise in _PROMISES),
-    *(Requirement(*promise, Level.L7, _NEEDS | {need}) for *promise, need in _IN_16_BITS),
+    *(
+        Requirement(id, sentence, source, Level.L7, _NEEDS | {need})
+        for id, sentence, source, need in _IN_16_BITS
+    ),
 )
