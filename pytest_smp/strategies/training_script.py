@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pytest_smp.strategies import training_oracle as oracle
 from pytest_smp.strategies.training import Training, owners
-from pytest_smp.strategies.training_models import Borrower, build
+from pytest_smp.strategies.training_models import Borrower
 from pytest_smp.strategies.training_oracle import Results
 from pytest_smp.strategies.training_sharding import ShardedTraining
 
@@ -61,6 +61,7 @@ class Script:
     ) -> None:
         self.api, self.case = api, case
         self.module = oracle.make(case, salt=salt) if model is None else model
+        self._shapes = {n: each.shape for n, each in oracle.parameters(self.module).items()}
         self.model = api.DistributedModel(
             self.module,
             overlapping_allreduce=case.overlapping,
@@ -108,10 +109,9 @@ class Script:
         everyone = self.api.allgather(own, self.api.CommGroup.DP_GROUP)
         first = self.api.dp_rank() // case.sharding * case.sharding
         block = everyone[first : first + case.sharding]
-        shapes = {name: each.shape for name, each in oracle.parameters(build(case.model)).items()}
         return {
-            name: whole([each[name] for each in block], shapes[name])
-            if case.splits(shapes[name].numel())
+            name: whole([each[name] for each in block], self._shapes[name])
+            if case.splits(self._shapes[name].numel())
             else gradient
             for name, gradient in own.items()
         }

@@ -19,6 +19,7 @@ from pytest_smp.strategies import (
     sharding_configurations,
 )
 from pytest_smp.strategies import training_oracle as oracle
+from pytest_smp.strategies.sharding_profile import WANTED
 from pytest_smp.strategies.training_models import KINDS, build
 from pytest_smp.strategies.training_replay import replayed
 from pytest_smp.strategies.training_script import Seen, compare
@@ -67,10 +68,7 @@ def test_every_kind_of_parameter_and_limit_is_drawn(drawn: Drawn) -> None:
         kinds |= case.model.kinds()
     assert kinds == set(KINDS)
     assert {f"degree {number}" for number in range(1, 9)} <= rows
-    assert {"threshold size - 1", "threshold size", "threshold size + 1"} <= rows
-    assert {"used outside, registered", "used outside, not registered", "dropout"} <= rows
-    assert set(DTYPES) <= rows
-    assert set(oracle.OPTIMIZERS) <= rows
+    assert set(WANTED) | {"dropout"} <= rows
 
 
 def test_what_is_asked_for_is_drawn(drawn: Drawn) -> None:
