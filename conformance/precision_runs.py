@@ -215,10 +215,11 @@ def runs(
         fixed["scaling"] = tuple(given.items())
     # Ranks with shards of the same parameters must use the same ones.
     odd = [kind for kind in kinds if kind != "absent" or layout["sharding"] == 1]
+    ranks = layout["pp"] * layout["dp"]
+    most = min(most, max(2, 24 // ranks))  # many ranks take long
+    steps = {"min_steps": min(least, most), "max_steps": most}
     drawn = {
-        "history": draw(
-            overflows(layout["pp"] * layout["dp"], min_steps=least, max_steps=most, kinds=odd)
-        ),
+        "history": draw(overflows(ranks, kinds=odd, **steps)),
         "threshold": draw(st.sampled_from([4, 0, 6])),  # some are split, all, none
         "microbatches": draw(st.sampled_from([1, 2])),
         "passes": draw(st.sampled_from([1, 1, 2])),
