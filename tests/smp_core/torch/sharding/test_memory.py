@@ -158,3 +158,15 @@ def test_a_bucket_that_has_been_exchanged_is_given_back_before_the_step_is_over(
         gathered = 2 * sum(parameter.numel() for parameter in Block().parameters())
         for each in sent:
             assert each.bytes["exchanged"] <= 4 * (2 * 2 * largest + gathered) * 1.02
+
+
+def test_between_the_steps_of_a_window_a_rank_keeps_parts_of_sums(smp_world):
+    def run():
+        return train(config_of(4), 1, backward_passes_per_step=2)
+
+    parts = sum(
+        -(-size // 4) for size in sizes()
+    )  # of persistent ones, too, until the window's end
+    for samples in smp_world.run(run, ranks=4):
+        assert last(samples, "end").bytes["gradients"] == 4 * parts
+        assert "reduced" not in {each.event for each in samples}
