@@ -28,9 +28,14 @@ def test_microbatches(smp_world, microbatches, pipeline):
     same(smp_world, train, microbatches=microbatches, pipeline=pipeline)
 
 
-@pytest.mark.parametrize("degree", [2, 4])
-def test_replicas(smp_world, degree):
-    same(smp_world, train, degrees=(1, degree), ranks=4)
+HIERARCHICAL = {"sdp_hierarchical_allgather": True, "ranks_per_node": 2}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degree", "more"), [(4, 2, {}), (4, 4, {}), (3, 3, {}), (4, 4, HIERARCHICAL)]
+)
+def test_replicas(smp_world, ranks, degree, more):
+    same(smp_world, train, degrees=(1, degree), ranks=ranks, **more)
 
 
 def without_overlap():
