@@ -261,7 +261,9 @@ def sharded_trainings(
     ):
         if unknown := sorted(set(names) - set(known)):
             raise InvalidArgument(f"{', '.join(unknown)}: {what}")
-    kinds = tuple(kind for kind in (*kinds_of(real), *ONLY_HERE) if kind not in without)
+    # Some more often, so that all are well covered.
+    often = ("borrow", "borrow", "repeat", "shared")
+    kinds = tuple(k for k in (*kinds_of(real), *ONLY_HERE, *often) if k not in without)
     return _cases(ranks, real, sharding, whole, kinds, dtypes, tuple(fixed.items()))
 
 
