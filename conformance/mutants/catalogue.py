@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Iterable
 
 from conformance.mutants import (
+    clipping,
     collectives,
     configuration,
     errors,
@@ -19,6 +20,8 @@ from conformance.mutants import (
     rounding,
     send_recv,
     sharded_checkpoints,
+    sharded_gradients,
+    sharded_parameters,
     sharding,
     steps,
     traffic,
@@ -83,5 +86,8 @@ MUTANTS: tuple[Mutant, ...] = checked(
     precision.BUGS,
     rounding.BUGS,
     sharding.BUGS,
+    sharded_parameters.BUGS,
+    sharded_gradients.BUGS,
+    clipping.BUGS,
     sharded_checkpoints.BUGS,
 )

@@ -1,0 +1,240 @@
+"""Bugs of sharded parameters: what is split, what a rank keeps, how it becomes whole, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+import smp_core.torch as smp
+from conformance.mutants.protocol import ASSERTION, Bugs, Patch
+from smp_core.errors import VerdictError
+from smp_core.torch import creation
+from smp_core.torch import session as sessions
+from smp_core.torch.pipeline import placement
+from smp_core.torch.sharding import gathering, registration, state, units
+from smp_core.torch.sharding.gathered import Gathered
+from smp_core.torch.sharding.gathering import Route
+from smp_core.torch.sharding.shards import Shard, Unit
+
+BUGS = Bugs("sharded parameters")
+
+
+def splits(patch: Patch, rule: Callable[[nn.Parameter, int], bool]) -> None:
+    """Split only those of the parameters of at least the threshold that ``rule(parameter, threshold)`` takes."""
+
+    def some(root: nn.Module, sharded: Sequence[tuple[str, nn.Parameter]], most: int) -> Any:
+        least = sessions.current("the mutant").runtime.config.sdp_param_persistence_threshold
+        return units.groups(root, [(name, p) for name, p in sharded if rule(p, least)], most)
+
+    patch.setattr(state, "groups", some)
+
+
+# ---- What is split -------------------------------------------------------------------------------
+
+
+@BUGS.enter("SHARD-MEMORY", origin="B113")
+def few_elements_are_whole(patch: Patch) -> None:
+    """a parameter with fewer elements than there are ranks is not split"""
+    splits(patch, lambda parameter, least: parameter.numel() >= smp.rdp_size())
+
+
+@BUGS.enter("SHARD-MEMORY")
+def frozen_are_whole(patch: Patch) -> None:
+    """parameters that need no gradient are not split"""
+    splits(patch, lambda parameter, least: parameter.requires_grad)
+
+
+@BUGS.enter("SHARD-MEMORY", origin="B130")
+def optimizer_state_is_whole(patch: Patch) -> None:
+    """the optimizer's state is made for the whole parameter, of which a rank uses a part"""
+    step = smp.DistributedOptimizer.step
+
+    def wasting(self: Any, closure: Any = None) -> Any:
+        result = step(self, closure)
+        for values in self.state.values():
+            for key, value in values.items():
+                if isinstance(value, Tensor) and value.dim():
+                    whole = value.new_zeros(value.numel() * smp.rdp_size())
+                    values[key] = whole[: value.numel()].view(value.shape).copy_(value)
+        return result
+
+    patch.setattr(smp.DistributedOptimizer, "step", wasting)
+
+
+# ---- What a rank keeps ---------------------------------------------------------------------------
+
+
+@BUGS.enter("SHARD-INIT")
+def every_rank_keeps_its_own_weights(patch: Patch) -> None:
+    """what a rank keeps are elements of the weights that it made, not of those of rank 0"""
+    take = Shard.take
+
+    def own(self: Shard, value: Tensor) -> Tensor:
+        here = self.parameter.data
+        made = here.shape == self.shape and not here.is_meta
+        return take(self, here if made else value)
+
+    patch.setattr(Shard, "take", own)
+
+
+@BUGS.enter("SHARD-INIT")
+def small_weights_are_not_sent(patch: Patch) -> None:
+    """parameters that are not split keep the values that each rank made"""
+    assign = placement.assign
+
+    def some(tensor: Tensor, value: Tensor) -> None:
+        if not isinstance(tensor, nn.Parameter):
+            assign(tensor, value)
+
+    patch.setattr(placement, "assign", some)
+
+
+@BUGS.enter("SHARD-DELAYED")
+def parts_are_drawn_one_by_one(patch: Patch) -> None:
+    """under delayed initialization a parameter is made as if it were flat"""
+    value = creation.value
+
+    def flat(session: Any, tensor: Tensor, name: str) -> Tensor:
+        made = value(session, tensor, name)
+        return made.t().reshape(made.shape) if made.dim() == 2 else made
+
+    patch.setattr(creation, "value", flat)
+
+
+@BUGS.enter("SHARD-EQUALS-PLAIN", origin="B013")
+def last_part_is_lost(patch: Patch) -> None:
+    """the last rank of several keeps zeros where its part is filled up with padding"""
+    take = Shard.take
+
+    def losing(self: Shard, value: Tensor) -> Tensor:
+        kept = take(self, value)
+        return kept.zero_() if self.owned < self.layout.part else kept
+
+    patch.setattr(Shard, "take", losing)
+
+
+@BUGS.enter("SHARD-ANY-PARAMETER", origin="B004")
+def parts_in_the_order_of_memory(patch: Patch) -> None:
+    """the elements of a parameter that lies column by column are taken for rows"""
+    patch.setattr(Shard, "shaped", lambda self, flat: flat.as_strided(self.shape, self.stride))
+
+
+# ---- How it becomes whole ------------------------------------------------------------------------
+
+
+@BUGS.enter("SHARD-EQUALS-PLAIN", origin="B124")
+def offsets_without_padding(patch: Patch) -> None:
+    """the second parameter of a unit is looked for where it would begin without padding"""
+    wholes = Unit.wholes
+
+    def shifted(self: Unit, gathered: Tensor) -> Iterator[Tensor]:
+        first, rows = self.shards[0].layout, gathered.view(-1, self.flat.numel())
+        padding = first.padded - first.numel
+        moved = rows.clone()
+        moved[:, first.part :] = rows[:, first.part :].roll(padding, 1)
+        return wholes(self, moved.view(-1))
+
+    patch.setattr(Unit, "wholes", shifted)
+
+
+@BUGS.enter("SHARD-HIERARCHICAL")
+def places_for_nodes(patch: Patch) -> None:
+    """what comes from between nodes and then within them is put in order the other way"""
+    original = gathering.hierarchical
+
+    def inverted(*args: Any) -> Route:
+        route = original(*args)
+        if route.order is None:
+            return route
+        order = tuple(route.order.index(row) for row in range(len(route.order)))
+        return route._replace(order=order)
+
+    patch.setitem(gathering.STRATEGIES, "hierarchical", inverted)
+
+
+@BUGS.enter("SHARD-LIVE")
+def any_guess_is_right(patch: Patch) -> None:
+    """what was fetched ahead is of the unit after the next, and taken for the next, if the sizes agree"""
+    prefetch = Gathered._prefetch
+
+    def wrong(self: Gathered) -> None:
+        before = set(self._states)
+        prefetch(self)
+        for number in set(self._states) - before:
+            at = self._at or 0
+            next_ = self.units[(self._expected[at + 1 :] or [number])[0]]
+            if [each.shape for each in next_.shards] == [
+                each.shape for each in self.units[number].shards
+            ]:
+                self._states[number].pending.result()
+                self._states[number].pending = self._collectives.all_gather(next_.flat)
+
+    patch.setattr(Gathered, "_prefetch", wrong)
+
+
+# ---- For how long --------------------------------------------------------------------------------
+
+
+@BUGS.enter("SHARD-REPLAYED", origin="B118")
+def kept_over_the_update(patch: Patch) -> None:
+    """what was gathered in one step is used in the next one, after the update"""
+    patch.setattr(Gathered, "_release", lambda self, number: None)
+
+
+@BUGS.enter("SHARD-FREED")
+def freed_after_backward_only(patch: Patch) -> None:
+    """what a layer has used stays whole until the step is over"""
+    patch.setattr(Gathered, "leave", lambda self, frame, backward: None)
+
+
+@BUGS.enter("SHARD-LIVE-BOUND")
+def nothing_makes_room(patch: Patch) -> None:
+    """what nobody uses any more is not given back before the next is gathered"""
+    leave = Gathered.leave
+    patch.setattr(Gathered, "leave", lambda self, frame, backward: leave(self, frame, True))
+    patch.setattr(Gathered, "_make_room", lambda self, wanted: None)
+
+
+@BUGS.enter("SHARD-LIVE-BOUND")
+def fetched_ahead_without_limit(patch: Patch) -> None:
+    """what is fetched ahead does not count as live"""
+    prefetch = Gathered._prefetch
+
+    def unbounded(self: Gathered) -> None:
+        most, self._most = self._most, 10**9
+        prefetch(self)
+        self._most = most
+
+    patch.setattr(Gathered, "_prefetch", unbounded)
+
+
+# ---- Parameters of other modules -----------------------------------------------------------------
+
+
+@BUGS.enter("SHARD-OUTSIDE", origin="B095")
+def registered_without_gradient(patch: Patch) -> None:
+    """a registered parameter gets the gradients of its own module only"""
+    whole = registration._Replacing._whole
+
+    def detached(self: Any, value: Any) -> Any:
+        found = whole(self, value)
+        return found if found is value else found.detach()
+
+    patch.setattr(registration._Replacing, "_whole", detached)
+
+
+@BUGS.enter("SHARD-SAME-MODEL", *ASSERTION, VerdictError, origin="B139")
+def models_are_not_compared(patch: Patch) -> None:
+    """a rank that has built another model than rank 0 is refused, the others are not"""
+    check = placement._check_same
+
+    def alone(session: Any, module: nn.Module) -> None:
+        try:
+            check(session, module)
+        except Exception:
+            if session.runtime.rank:
+                raise
+
+    patch.setattr(placement, "_check_same", alone)
