@@ -113,7 +113,7 @@ def averaged_over_blocks_in_every_pass(patch: Patch) -> None:
     passes(patch, after=again)
 
 
-@BUGS.enter("SHARD-ACCUMULATION", origin="Fast-LLM 550")
+@BUGS.enter("SHARD-ACCUMULATION", origin="https://github.com/ServiceNow/Fast-LLM/issues/550")
 def single_block_does_not_accumulate(patch: Patch) -> None:
     """where there is one sharding group, only the last pass counts"""
 
@@ -124,7 +124,7 @@ def single_block_does_not_accumulate(patch: Patch) -> None:
     passes(patch, forgetting)
 
 
-@BUGS.enter("SHARD-ACCUMULATION", origin="Megatron-LM 6660")
+@BUGS.enter("SHARD-ACCUMULATION", origin="https://github.com/NVIDIA/Megatron-LM/issues/6660")
 def single_block_doubles(patch: Patch) -> None:
     """where there is one sharding group, what was accumulated doubles in each pass"""
 
@@ -233,7 +233,7 @@ def neighbours_are_replicas(patch: Patch) -> None:
     groups_by(patch, GroupKind.REPLICATION, lambda rank, degree, blocks: rank // blocks)
 
 
-@BUGS.enter("SHARD-REPLICAS", origin="DeepSpeed mics_utils")
+@BUGS.enter("SHARD-REPLICAS")
 def groups_are_strided(patch: Patch) -> None:
     """a sharding group has one rank of each block, and is no block"""
     groups_by(patch, GroupKind.REPLICATION, lambda rank, degree, blocks: rank // blocks)
