@@ -9,7 +9,7 @@ Decided here, because the sources are silent (SMP_API.md 9.5):
 
 - ``*`` in ``model_*.pt`` and ``optimizer_*.pt`` is what `smp.save` appends: ``mp_rank`` without
   tensor parallelism, ``pp_rank`` and ``tp_rank`` with it.
-- With sharded data parallelism the ``*`` of a partial checkpoint is the number of the shard in the sharding
+- With sharded data parallelism the ``*``, also of `smp.save`, is the number of the shard in the sharding
   group, after ``pp_rank`` and ``tp_rank`` with tensor parallelism; parameters that are not split, and
   buffers, are in every file. Each says which shard it is, and which save it is of.
 - With ``shard_optimizer_state`` every rdp rank writes an optimizer file, called as by ``v3``. In 16 bits each
@@ -68,8 +68,9 @@ def save(
     """Save ``obj`` to a file of this rank, or, if not ``partial``, to ``f`` itself.
 
     The partial file is called ``{f}_{mp_rank}``; with tensor parallelism ``{f}_{pp_rank}_{tp_rank}``;
-    with ``v3`` ``{f}_{pp_rank}_{tp_rank}_{rdp_rank}``. Every rank that calls writes; of several that
-    write one name, each leaves a whole file, and the last one's stays.
+    with sharded data parallelism ``{f}_{shard}``, as the files of partial checkpoints, or
+    ``{f}_{pp_rank}_{tp_rank}_{shard}``; with ``v3`` ``{f}_{pp_rank}_{tp_rank}_{rdp_rank}``. Every rank that
+    calls writes; of several that write one name, each leaves a whole file, and the last one's stays.
 
     Raises CheckpointError if ``obj`` holds what cannot be loaded without running code, naming its
     path, or if the file cannot be written; what was there before is then still there. ArgumentError
@@ -85,7 +86,10 @@ def save(
         )
     plain.check(obj, call, "obj")
     path = naming.checked_path(call, "f", f)
-    files.save(path if not partial else naming.suffixed(path, naming.of_rank(runtime, v3)), obj)
+    if partial:
+        name = naming.of_rank(runtime, v3=True) if v3 else naming.of_part(runtime)
+        path = naming.suffixed(path, name)
+    files.save(path, obj)
 
 
 def load(

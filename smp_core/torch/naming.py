@@ -68,7 +68,7 @@ def of_rank(runtime: Runtime, v3: bool = False) -> str:
 
 
 def of_part(runtime: Runtime) -> str:
-    """What says in the name of a partial checkpoint's file which part it is: the partition and, where
+    """What says in the name of a partial file which part it is: the partition and, where
     parameters are split, the number of the shard (SMP_API.md 1.11: ``optimizer_{i}.pt`` per shard).
     """
     if runtime.topology.sharding == 1:
@@ -86,11 +86,14 @@ def of_state(runtime: Runtime) -> str:
 
 
 def candidates(runtime: Runtime, back_compat: bool) -> list[str]:
-    """All that :func:`of_rank` may have given when a file was saved, the likeliest first."""
+    """All that `smp.save` may have called a file of this rank when it was saved, the likeliest first: with
+    ``shard_optimizer_state`` and sharded data parallelism ``v3``, of which each rank has its own.
+    """
     pp, tp, mp = (runtime.position(each) for each in (GroupKind.PP, GroupKind.TP, GroupKind.MP))
     each = {  # a dict keeps the order, and each name once
         "v3": of_rank(runtime, v3=True),
-        "plain": of_rank(runtime),
+        "plain": of_part(runtime),
+        "unsharded": of_rank(runtime),
         "tensor": f"{pp}_{tp}",
         "model": str(mp),
     }
@@ -100,5 +103,5 @@ def candidates(runtime: Runtime, back_compat: bool) -> list[str]:
 
 
 def suffixed(path: Path, name: str) -> Path:
-    """The path with what :func:`of_rank` gives at its end."""
+    """The path with what :func:`of_rank` or :func:`of_part` gives at its end."""
     return path.with_name(f"{path.name}_{name}")

@@ -18,11 +18,14 @@ from torch import nn
 from smp_core.errors import ArgumentTypeError
 from smp_core.topology import GroupKind
 from smp_core.torch.pipeline import foreign, placement, sharing
+from smp_core.torch.sharding import records
 
 if TYPE_CHECKING:
     from smp_core.torch.model import DistributedModel
 
 PARTIAL = "_smp_is_partial"
+#: In a part of a sharded model's state: which shards it has (sharding/records.py).
+SHARD = "_smp_shard"
 
 
 def owns(model: DistributedModel, path: str) -> bool:
@@ -77,11 +80,13 @@ def local_buffers(model: DistributedModel) -> Iterator[torch.Tensor]:
 
 def local_state_dict(model: DistributedModel) -> dict[str, Any]:
     """This rank's part of the state, and ``_smp_is_partial``, which is False as long as the part is
-    the whole (before partitioning). No communication. Tensors share memory with the model, as those
-    of torch's ``state_dict`` do.
+    the whole (before partitioning); of shards ``_smp_shard``, too, which says whose they are. No
+    communication. Tensors share memory with the model, as those of torch's ``state_dict`` do.
     """
     state = {key: value for key, value in _entries(model).items() if value is not _ELSEWHERE}
     state[PARTIAL] = model.placement is not None
+    if model.sharding is not None:
+        state[SHARD] = records.record(model.sharding)
     return state
 
 
@@ -181,7 +186,7 @@ def load_state_dict(
 
     Returns torch's (missing_keys, unexpected_keys). Raises as torch's ``load_state_dict`` does, in its
     words: RuntimeError naming missing and unexpected keys if ``strict``, and sizes that differ, on
-    every rank that loads the state.
+    every rank that loads the state. CheckpointError for the shards of another rank, or degree.
     """
     if not isinstance(state, Mapping):
         raise ArgumentTypeError(
@@ -232,7 +237,7 @@ def check(
     """
     partial = bool(state.get(PARTIAL, False))
     plain = {
-        key: value for key, value in state.items() if key != PARTIAL and not key.endswith(_EXTRA)
+        key: value for key, value in state.items() if key not in _SAID and not key.endswith(_EXTRA)
     }
     if getattr(state, "_metadata", None) is not None and not partial:
         plain = _with_metadata(plain, state)
@@ -257,13 +262,17 @@ def check(
 
 #: How torch's keys of extra state end.
 _EXTRA = "_extra_state"
+#: What a part says of itself.
+_SAID = {PARTIAL, SHARD}
 
 
 def _load_values(
     model: DistributedModel, state: Mapping[str, Any], strict: bool, same_partition: bool
 ) -> Any:
     partial = bool(state.get(PARTIAL, False))
-    plain = {key: value for key, value in state.items() if key != PARTIAL}
+    if partial:
+        records.check("model.load_state_dict: the state", state.get(SHARD), model.sharding)
+    plain = {key: value for key, value in state.items() if key not in _SAID}
     runtime = model._session.runtime
     group = runtime.group(GroupKind.PP)
     if partial and not same_partition and len(group.ranks) > 1:

@@ -1,6 +1,7 @@
-"""What a file of a partial checkpoint says of the shards in it, and whether they are this rank's.
+"""What a file of a partial checkpoint, or a part of a state, says of the shards in it, and whether they are
+this rank's.
 
-Shards of different ranks have the same sizes and names, so nothing else in a file tells them apart.
+Shards of different ranks have the same sizes and names, so nothing else tells them apart.
 """
 
 from __future__ import annotations
@@ -24,30 +25,41 @@ def record(sharding: Sharding) -> dict[str, Any]:
     return {"rank": rank, "degree": size, "split": split}
 
 
-def check(path: Path, found: Any, sharding: Sharding | None) -> None:
-    """Raise CheckpointError unless a file that says ``found`` of itself holds this rank's shards.
+def check(where: Path | str, found: Any, sharding: Sharding | None) -> None:
+    """Raise CheckpointError unless what says ``found`` of itself, a file or a part of a state that
+    ``where`` names, holds this rank's shards.
 
-    ``found`` is None for a file that says nothing, as of an unsharded run.
+    ``found`` is None for what says nothing, as of an unsharded run.
     """
     mine = None if sharding is None else record(sharding)
     if found == mine:
         return
     if mine is None or not _is_record(found):
+        a_file = "a file of " if isinstance(where, Path) else ""
         here, there = ("whole", "split") if mine is None else ("split", "whole")
         raise CheckpointError(
-            f"{path}: expected parameters that are {here}, as in this run, found a file of {there} ones. {_OTHER}"
+            f"{where}: expected parameters that are {here}, as in this run, found {a_file}{there} ones. {_OTHER}"
         )
     if found["degree"] != mine["degree"]:
         raise CheckpointError(
-            f"{path}: holds a shard of sharded_data_parallel_degree={found['degree']}, and this run has "
+            f"{where}: holds a shard of sharded_data_parallel_degree={found['degree']}, and this run has "
             f"{mine['degree']}. {_OTHER}"
         )
     if found["rank"] != mine["rank"]:
         raise CheckpointError(
-            f"{path}: expected shard {mine['rank']} of {mine['degree']}, found shard {found['rank']}: the file has "
-            f"another one's name. Give the files their names again, or resume from another checkpoint"
+            f"{where}: expected shard {mine['rank']} of {mine['degree']}, found shard {found['rank']}: {_wrong(where)}"
         )
-    raise CheckpointError(f"{path}: {_difference(found['split'], mine['split'])}")
+    raise CheckpointError(f"{where}: {_difference(found['split'], mine['split'])}")
+
+
+def _wrong(where: Path | str) -> str:
+    """Why it may be another rank's, and the remedy."""
+    if isinstance(where, Path):
+        return "the file has another one's name. Give the files their names again, or resume from another checkpoint"
+    return (
+        "it is another rank's. Load what model.local_state_dict() gave on this rank, or a whole state "
+        "(model.state_dict())"
+    )
 
 
 def _is_record(found: Any) -> bool:
