@@ -321,12 +321,12 @@ class DistributedModel(nn.Module):
         return weights.local_buffers(self)
 
     def local_state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state, with the key ``_smp_is_partial``."""
+        """This rank's part of the state, with the key ``_smp_is_partial``; of shards with ``_smp_shard``, too."""
         return weights.local_state_dict(self)
 
     def state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:  # type: ignore[override]
-        """The state of the whole model, gathered: every rank of the PP group calls it. With
-        ``gather_to_rank0`` all ranks but 0 get an empty dict.
+        """The state of the whole model, gathered: every rank of the PP group calls it and, with sharded data
+        parallelism, every rank of the sharding group. With ``gather_to_rank0`` all ranks but 0 get an empty dict.
         """
         return weights.state_dict(self, gather_to_rank0)
 

@@ -216,14 +216,13 @@ class DistributedOptimizer(Optimizer):
                 shown.append(each if each.grad is not None else face)
         return shown
 
+    def _all(self) -> list[nn.Parameter]:
+        """What the wrapped optimizer holds: this rank's parameters, or masters."""
+        return [each for group in self.optimizer.param_groups for each in group["params"]]
+
     def _targets(self) -> list[nn.Parameter]:
-        """What the wrapped optimizer will update: this rank's parameters or masters with a gradient."""
-        return [
-            each
-            for group in self.optimizer.param_groups
-            for each in group["params"]
-            if each.grad is not None
-        ]
+        """What it will update: those with a gradient."""
+        return [each for each in self._all() if each.grad is not None]
 
     # 16 bits.
 
@@ -287,7 +286,7 @@ class DistributedOptimizer(Optimizer):
         if masters is None or masters.dtype is None:
             return [[] for _ in self.optimizer.param_groups]
         self._take_masters()
-        of = {master: parameter for _, parameter, master in masters.known()}
+        of = {master: parameter for parameter, master in masters.pairs()}
         return [
             [(of[each], each) for each in group["params"] if each in of]
             for group in self.optimizer.param_groups
@@ -364,7 +363,7 @@ class DistributedOptimizer(Optimizer):
                 state[parameter] = optimizer_state.moved(self, parameter, state[parameter])
         if model.masters is not None:
             self._masters = model.masters
-            model.masters.scaler = self.loss_scaler
+            model.masters.scaler, model.masters.optimized = self.loss_scaler, self._all
             self._update = Update(self._session, model.masters)
             self._take_masters()
 

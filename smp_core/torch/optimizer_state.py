@@ -40,16 +40,19 @@ def local_state_dict(optimizer: DistributedOptimizer, gather_if_shard: bool = Tr
     """This rank's part of the state, with ``_smp_is_partial``: False until the model is partitioned.
 
     Where the state is split over the RDP group (``shard_optimizer_state``, sharded data parallelism) and
-    ``gather_if_shard``, rdp_rank 0 gets the list of all parts, by rdp_rank, and the other ranks their own;
-    collective over the RDP group. Otherwise there is no communication.
+    ``gather_if_shard``, rdp_rank 0 gets the list of all parts, by rdp_rank, and the other ranks their own, and
+    hold no other; collective over the RDP group. Otherwise there is no communication.
     """
     part = _local(optimizer)
     if not gather_if_shard or not _split(optimizer):
         return part
     runtime = optimizer._session.runtime
     group = runtime.group(GroupKind.RDP)
-    parts = runtime.fabric.objects.allgather(unshared(part), group)
-    return [part, *parts[1:]] if runtime.position(GroupKind.RDP) == 0 else part
+    objects, (first, *others) = runtime.fabric.objects, group.ranks
+    if runtime.rank == first:
+        return [part, *(objects.recv_from(rank) for rank in others)]
+    objects.send(unshared(part), first)
+    return part
 
 
 def _local(optimizer: DistributedOptimizer) -> dict[str, Any]:
@@ -125,7 +128,7 @@ def _whole_masters(
     """The masters of shards, of whole parameters. Collective over the sharding group."""
     assert optimizer._masters is not None
     whole = {}
-    for name, parameter, master in optimizer._masters.known():
+    for name, parameter, master in optimizer._masters.named():
         value = master.detach()
         if sharding.shard(parameter) is not None:
             (value,) = sharding.wholes([(parameter, value)])
@@ -236,7 +239,7 @@ def _own_masters(
     if masters is None or masters.dtype is None:
         return {}
     own: dict[str, torch.Tensor] = {}
-    for name, parameter, master in masters.known():
+    for name, parameter, master in masters.named():
         value = precise["masters"].get(name)
         if value is None:
             continue

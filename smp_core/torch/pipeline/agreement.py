@@ -27,6 +27,8 @@ class Report:
         late: the buckets among them that a gradient came for afterwards.
         joined: the replica has no more input (joining.py).
         microbatches: how many its gradients are sums of; 0 if it has no input.
+        fresh: whether the step has brought a gradient.
+        again: whether a gradient came for a parameter whose sum had seemed to be complete.
         route: a digest of what it has gathered (sharding/gathered.py).
     """
 
@@ -36,6 +38,8 @@ class Report:
     late: tuple[int, ...] = ()
     joined: bool = False
     microbatches: int = 0
+    fresh: bool = True
+    again: bool = False
     route: int = 0
 
 

@@ -73,7 +73,8 @@ class Step:
         self.crew = Crew()
         self.modes = modes.current()  # of the caller of the step: those of the bodies
         self.gradients = None if model is None else model.gradients
-        listener = None if self.gradients is None else _Departures(self, self.gradients)
+        listens = self.gradients is not None and self.gradients.listens
+        listener = _Departures(self, self.gradients) if listens and self.gradients else None
         sharding = None if model is None else model.sharding
         self.gathered = None if sharding is None else sharding.gathered
         self.ledger = Ledger(self.microbatches, listener, moves=sharding is not None)

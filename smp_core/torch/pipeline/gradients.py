@@ -130,6 +130,11 @@ class Gradients:
                 self.replicas, self._buckets(self._trainable()), self._divisor(count)
             )
 
+    @property
+    def listens(self) -> bool:
+        """Whether ``ready`` and ``late`` are to be told what the step that has begun brings."""
+        return True
+
     def ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
         """The step's total of this parameter seems to be complete; callable from any thread."""
         if self._overlap is not None:

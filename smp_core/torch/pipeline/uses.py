@@ -387,9 +387,15 @@ def _write_back(frame: _Frame, gathered: Gathered | None) -> None:
     """What a module did to a use rather than into its memory: new data, or freezing."""
     replaced: list[nn.Parameter] = []
     for (_, recorded), (parameter, use) in frame.uses.items():
-        if gathered is not None and gathered.shard(parameter) is not None:
+        shard = None if gathered is None else gathered.shard(parameter)
+        if gathered is not None and shard is not None:
             if gathered.place(use) is None:
                 replaced.append(parameter)
+            if use.requires_grad and not recorded:
+                raise ShardingError(
+                    f"parameter {shard.name!r} was set to require a gradient in a step, where what a module gives is a "
+                    "whole copy of it. Set it between steps, or keep the parameter from before the step"
+                )
             # The graph keeps the use, which is to keep no memory. If somebody else has it, as a function
             # that keeps it for its own backward pass, it stays as it is, memory and all.
             if sys.getrefcount(use) <= (_ALONE_IN_GRAPH if use._use_count() > 1 else _ALONE):  # type: ignore[attr-defined]

@@ -55,14 +55,19 @@ class Masters:
         dtype: the 16-bit dtype of the run, or None.
         parts: how masters are split, or None: each is of all that ``p.data`` has.
 
-    ``scaler`` is the loss scaler of an fp16 run once there is an optimizer.
+    ``scaler`` is the loss scaler of an fp16 run once there is an optimizer, and ``optimized`` says what
+    that one's groups hold. Those masters change, have state, and are published; a master that was
+    only asked for, on some of the ranks perhaps, is a copy, and no rank waits for it.
     """
 
     def __init__(self, dtype: torch.dtype | None, parts: Parts | None = None) -> None:
         self.dtype, self.parts = dtype, parts
         self.scaler: LossScaler | None = None
+        self.optimized: Callable[[], Iterable[torch.Tensor]] = tuple
         self._names: dict[nn.Parameter, str] = {}
         self._entries: dict[nn.Parameter, _Entry] = {}
+        # No longer in the model, but in the optimizer still, with their state.
+        self._replaced: list[nn.Parameter] = []
         self._unscaled: set[nn.Parameter] = (
             set()
         )  # masters whose gradients are divided by the scale
@@ -73,10 +78,21 @@ class Masters:
         return 1.0 if self.scaler is None else self.scaler.loss_scale
 
     def follow(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """From now on these are the rank's own parameters, by name, each once, in the model's order."""
+        """From now on these are the rank's own parameters, by name, each once, in the model's order.
+
+        A parameter that has left the model, as one that was replaced, keeps its master for as long as the
+        optimizer holds that: as in plain torch it is not trained any more, and keeps its index and state.
+        """
+        before = [*self._names, *self._replaced]
         self._names = {parameter: name for name, parameter in parameters.items()}
-        for parameter in [each for each in self._entries if each not in self._names]:
-            self._unscaled.discard(self._entries.pop(parameter).master)
+        held, self._replaced = self._held(), []
+        for parameter in before:
+            if parameter in self._names or parameter not in self._entries:
+                continue
+            if self._entries[parameter].master in held:
+                self._replaced.append(parameter)
+            else:
+                self._unscaled.discard(self._entries.pop(parameter).master)
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
         """The parameter's master; itself, if it needs none: float32, frozen, or none of the model's."""
@@ -86,6 +102,11 @@ class Masters:
                 return parameter
             entry = self._entries[parameter] = _Entry(self._made(parameter), parameter._version)
         return entry.master
+
+    def made(self, parameter: nn.Parameter) -> nn.Parameter:
+        """As :meth:`of`, but makes none: itself, if it has no master yet."""
+        entry = self._entries.get(parameter)
+        return parameter if entry is None else entry.master
 
     def _needed(self, parameter: nn.Parameter) -> bool:
         return (
@@ -116,6 +137,24 @@ class Masters:
         for parameter, name in self._names.items():
             if parameter in self._entries:
                 yield name, parameter, self._entries[parameter].master
+
+    def pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """(parameter, master) of those that the optimizer holds, in the order of the parameters; those that
+        have left the model come last. The same ones on all ranks, as far as their optimizers are.
+        """
+        held = self._held()
+        for parameter in (*self._names, *self._replaced):
+            if parameter in self._entries and self._entries[parameter].master in held:
+                yield parameter, self._entries[parameter].master
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+        """(name, parameter, master) of :meth:`pairs` in the model: what a state is of."""
+        for parameter, master in self.pairs():
+            if parameter in self._names:
+                yield self._names[parameter], parameter, master
+
+    def _held(self) -> set[torch.Tensor]:
+        return set(self.optimized())
 
     # Gradients.
 
@@ -163,8 +202,8 @@ class Masters:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all masters, and of their parameters."""
         self._unscaled.clear()
-        for _, parameter, master in self.known():
-            for each in (parameter, master):
+        for parameter, entry in self._entries.items():
+            for each in (parameter, entry.master):
                 if each.grad is not None and set_to_none:
                     each.grad = None
                 elif each.grad is not None:
@@ -203,25 +242,27 @@ class Masters:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """After an update: give parameters the values of their masters, rounded to nearest even.
-        Collective over the ranks that masters are split over.
+        """After an update: give parameters the values of the masters that the optimizer holds, rounded to
+        nearest even. Collective over the ranks that masters are split over.
         """
-        entries = [(each, self._entries[each]) for each in self._names if each in self._entries]
+        pairs = list(self.pairs())
         if self.parts is None:
-            for parameter, entry in entries:
-                parameter.copy_(entry.master)
+            for parameter, master in pairs:
+                parameter.copy_(master)
         else:
             # Rounded first: half the bytes are sent, and the bits are the same.
-            rounded = [entry.master.detach().to(each.dtype) for each, entry in entries]
-            self.parts.gather([each for each, _ in entries], rounded)
+            rounded = [master.detach().to(each.dtype) for each, master in pairs]
+            self.parts.gather([each for each, _ in pairs], rounded)
         self.agreed()
 
     # State.
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The masters by name of the parameter; they share memory with what is returned."""
+        """The masters that the optimizer holds, by name of the parameter; they share memory with what is
+        returned.
+        """
         self.sync()
-        return {name: master.detach() for name, _, master in self.known()}
+        return {name: master.detach() for name, _, master in self.named()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take the values of masters from a :meth:`state_dict`, in the shapes that they have here, and publish
@@ -232,7 +273,7 @@ class Masters:
         """
         self.sync()
         with torch.no_grad():
-            for name, _, master in self.known():
+            for name, _, master in self.named():
                 if name in state:
                     master.copy_(state[name])
         if self.parts is None:

@@ -91,17 +91,15 @@ class Update:
         assert model is not None
         scale = masters.take_scale(targets, masters.loss_scale)
         places = {
-            masters.of(parameter): place
+            masters.made(parameter): place
             for place, parameter in enumerate(model.module.parameters())
         }
-        given = [
-            (places[each], each.grad)
-            for each in sorted(targets, key=lambda each: places.get(each, -1))
-            if each in places and each.grad is not None
-        ]
+        counted = sorted((each for each in targets if each in places), key=places.__getitem__)
+        given = [(places[each], each.grad) for each in counted if each.grad is not None]
         split = None if masters.parts is None else GroupKind.RDP
         total = norm(self._session.runtime, given, float(norm_type), scale, split)
-        multiply(targets, coefficient(total, max_norm) / scale)
+        multiply(counted, coefficient(total, max_norm) / scale)
+        multiply(set(targets).difference(counted), 1 / scale)  # none of the model's
         return total
 
 

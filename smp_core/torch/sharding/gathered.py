@@ -164,8 +164,10 @@ class Gathered:
 
     # Steps.
 
-    def begin_step(self) -> None:
-        """Before a step, or a call outside of one."""
+    def begin_step(self, outside: bool = False) -> None:
+        """Before a step, or a call outside of one, whose gradients other calls are not to wait for."""
+        if not outside:
+            self._due.clear()
         for unit in self.units:
             unit.check()
         self._expected, self._order, self._at = self._order or self._expected, [], 0

@@ -12,8 +12,11 @@ are one, so that without accumulation the degree makes no difference.
 Buckets. The parameters that are trained, in reverse order, are reduced in buckets of
 ``sdp_reduce_bucket_size`` elements: the first sets out as soon as all that it waits for has come, and takes
 the whole gradients along. What comes for a parameter after that, as where a function runs backward twice, is
-reduced by itself at the end of the step, and added: what was late is the second summand. Gradients that
-nobody has count as zeros, and parameters that no rank has a gradient for keep their ``p.grad``, also None.
+reduced by itself at the end of the step, and added: what was late is the second summand, so that bits depend
+on what had set out. After a step in which something was late nothing sets out early any more, and nothing does
+with ``overlapping_allreduce=False``: then all is reduced at the end, in one order whatever the function does.
+Gradients that nobody has count as zeros, and parameters that no rank has a gradient for keep their
+``p.grad``, also None. A step that brings no gradient to any rank, as in evaluation, reduces nothing.
 
 How the engine calls it is said in pipeline/gradients.py.
 """
@@ -98,6 +101,12 @@ class Round:
         self._complete: set[nn.Parameter] = set()
         self._sent: list[Pending] = []
         self.taken: set[nn.Parameter] = set()  # that have set out with a gradient
+        self.was_late = False  # something came for a sum that seemed to be complete
+
+    @property
+    def planned(self) -> set[nn.Parameter]:
+        """The parameters of the buckets: what was trained when the step began."""
+        return set(self._of)
 
     @property
     def launched(self) -> int:
@@ -106,14 +115,14 @@ class Round:
 
     def ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
         """This is all of the parameter's gradient, it seems, or all of what came late."""
-        known = self._ready.get(parameter)
-        self._ready[parameter] = total if known is None else known + total
+        self._add(parameter, total)
         if parameter in self._of and parameter not in self._complete:
             self._complete.add(parameter)
             self._lacking[self._of[parameter]] -= 1
 
     def late(self, parameter: nn.Parameter) -> None:
         """It was not."""
+        self.was_late = True
         if parameter in self._complete:
             self._complete.remove(parameter)
             self._lacking[self._of[parameter]] += 1
@@ -149,8 +158,12 @@ class Round:
     def rest(self, totals: Totals) -> None:
         """The step is over, and these are the sums that nobody was told of."""
         for parameter, total in totals.items():
-            known = self._ready.get(parameter)
-            self._ready[parameter] = total if known is None else known + total
+            self._add(parameter, total)
+
+    def _add(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
+        total = total.to_dense() if total.is_sparse else total
+        known = self._ready.get(parameter)
+        self._ready[parameter] = total if known is None else known + total
 
     def scale(self, factor: float) -> None:
         """Multiply what has not set out, which is all where steps of different sizes are accumulated."""
@@ -167,10 +180,13 @@ class Round:
         """The parameters that have a gradient of this step."""
         return self.taken | set(self._ready)
 
-    def results(self, late: Iterable[int]) -> dict[nn.Parameter, torch.Tensor]:
+    def results(
+        self, late: Iterable[int], more: Sequence[Bucket]
+    ) -> dict[nn.Parameter, torch.Tensor]:
         """This rank's parts, once all buckets have been sent; those that a rank has something late
-        for are sent again, with that.
+        for are sent again, with that. ``more`` are buckets of what was frozen when the step began.
         """
+        self._buckets = [*self._buckets, *more]
         # What is late first becomes complete when all buckets are on their way.
         again = {
             number: self._collectives.reduce_scatter(self._buckets[number].rows(self._ready))
@@ -206,6 +222,7 @@ class ShardedGradients(Gradients):
         self._collectives, self._gathered = sharding.collectives, sharding.gathered
         self._round: Round | None = None
         self._has: set[nn.Parameter] = set()  # of a gradient in this window
+        self._early = self._was_late = False
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
         """Refused: a hook would reduce whole gradients, which there are none of."""
@@ -224,7 +241,13 @@ class ShardedGradients(Gradients):
             overlaps
             and self._options.overlapping_allreduce
             and self._unit in (0, self._runtime.config.microbatches)
+            and not self._was_late
         )
+
+    @property
+    def listens(self) -> bool:
+        """Only what may set out early: the ledger then gives the sums away."""
+        return self._early
 
     def ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
         assert self._round is not None
@@ -268,6 +291,8 @@ class ShardedGradients(Gradients):
                 launched=round_.launched,
                 late=round_.late_buckets,
                 microbatches=count,
+                fresh=bool(round_.present),
+                again=round_.was_late,
                 route=self._gathered.route,
             ),
         )
@@ -278,11 +303,14 @@ class ShardedGradients(Gradients):
         self._check_route(agreed, round_)
         if not self._passes:
             self._unit = agreed.microbatches
-        for parameter, part in round_.results(agreed.late).items():
-            known = self._pending.get(parameter)
-            self._pending[parameter] = part if known is None else known + part
+        self._was_late = self._was_late or any(report.again for report in agreed.reports)
         kinds = zip(self._parameters, agreed.present, strict=True)
         self._has = {parameter for parameter, kind in kinds if kind != NONE}
+        if any(report.fresh for report in agreed.reports):
+            unfrozen = self._has - round_.planned
+            for parameter, part in round_.results(agreed.late, self._buckets_of(unfrozen)).items():
+                known = self._pending.get(parameter)
+                self._pending[parameter] = part if known is None else known + part
         self._passes += 1
         if self._passes == self._options.backward_passes_per_step:
             reduced = self._reduced(self._divisor(self._unit))
@@ -291,7 +319,8 @@ class ShardedGradients(Gradients):
             self.reductions += 1
             for parameter, gradient in reduced.items():
                 if parameter in has:
-                    self._deposit(parameter, gradient)
+                    target = parameter if self._masters is None else self._masters.of(parameter)
+                    self._deposit(parameter, gradient.to(target.dtype))
         counted.happened("accumulated" if self._passes else "reduced")
         return None
 

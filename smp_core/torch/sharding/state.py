@@ -61,15 +61,22 @@ class Sharding:
 
     # Steps.
 
-    def begin_step(self) -> None:
+    def begin_step(self, *, outside: bool = False) -> None:
         """Before a step, or a call outside of one.
+
+        Raises ShardingError as :meth:`resume` does, or if a parameter is not what it was left as.
+        """
+        self.resume()
+        self.gathered.begin_step(outside)
+
+    def resume(self) -> None:
+        """Before anything that ranks exchange: after a failure, see whether they still fit together.
 
         Ranks wait for each other in the midst of a step, so one on which it fails raises at once, and the
         others may wait for what it will not send. If all have failed, after the same collectives, as for
         the same bad input, they go on; each finds that out here.
 
-        Raises ShardingError, on the ranks that have failed, if that is not so, or if a parameter is not
-        what it was left as.
+        Raises ShardingError, on the ranks that have failed, if that is not so.
         """
         if self._interrupted:
             told = self._runtime.fabric.objects.allgather(
@@ -83,7 +90,6 @@ class Sharding:
                 )
             self.collectives.settle()
             self._interrupted = False
-        self.gathered.begin_step()
 
     def interrupt(self) -> None:
         """A step, or a call outside of one, has failed on this rank."""
@@ -100,8 +106,10 @@ class Sharding:
         """What ranks keep for their own elements of a split parameter (values, a gradient, a state), whole
         and in the parameter's shape; of each pair the second is this rank's, 1-D.
 
-        Every rank of the sharding group calls it alike. One is gathered at a time.
+        Every rank of the sharding group calls it alike. One is gathered at a time. Raises ShardingError as
+        :meth:`resume` does.
         """
+        self.resume()
         for parameter, own in given:
             shard = self.shard(parameter)
             assert shard is not None
@@ -152,7 +160,8 @@ class Sharding:
         """Multiply gradients so that their norm over the whole model is at most ``sdp_gradient_clipping``:
         inside ``optimizer.step()`` (seed 004).
 
-        ``targets`` are this rank's parameters, or masters, that have a gradient; it is changed in place.
+        ``targets`` are this rank's parameters, or masters, that have a gradient; it is changed in place. One that
+        is none of the model's neither counts nor is clipped.
         Gradients are given multiplied by ``scale``, a loss scale, and come out without it. Every rank of the
         sharding group calls it.
 
@@ -163,11 +172,13 @@ class Sharding:
         is multiplied once, by it divided by the scale, in its own dtype. A norm that is infinite or no number
         clips nothing.
         """
+        self.resume()
         masters = self._model.masters
-        with_gradient, squares = set(targets), []
+        with_gradient, counted, squares = set(targets), [], []
         for parameter in self._model.module.parameters():
-            target = parameter if masters is None else masters.of(parameter)
+            target = parameter if masters is None else masters.made(parameter)
             if target in with_gradient and target.grad is not None:
+                counted.append(target)
                 squares.append(_square(self._own(parameter, target.grad)))
         values = torch.stack(squares).tolist() if squares else []
         own = functools.reduce(operator.add, values, 0.0)  # later Pythons' sum() compensates
@@ -176,7 +187,8 @@ class Sharding:
         coefficient = self._clipping / (self.norm + 1e-6)
         if not math.isfinite(self.norm) or coefficient > 1:
             coefficient = 1.0
-        multiply(targets, coefficient / scale)
+        multiply(counted, coefficient / scale)
+        multiply(with_gradient.difference(counted), 1 / scale)
 
     def _own(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
         if self.shard(parameter) is not None:
