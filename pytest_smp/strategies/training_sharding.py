@@ -262,8 +262,10 @@ def sharded_trainings(
         if unknown := sorted(set(names) - set(known)):
             raise InvalidArgument(f"{', '.join(unknown)}: {what}")
     # Some more often, so that all are well covered.
-    often = ("borrow", "borrow", "repeat", "shared")
-    kinds = tuple(k for k in (*kinds_of(real), *ONLY_HERE, *often) if k not in without)
+    often = ("borrow", "borrow", "repeat", "shared", "empty", "gain", "transposed", "unused")
+    # What is read past the modules has no published order within a microbatch.
+    left_out = {*without, "hold"} if real else set(without)
+    kinds = tuple(k for k in (*kinds_of(real), *ONLY_HERE, *often) if k not in left_out)
     return _cases(ranks, real, sharding, whole, kinds, dtypes, tuple(fixed.items()))
 
 
