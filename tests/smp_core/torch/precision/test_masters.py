@@ -146,6 +146,106 @@ def test_a_parameter_of_the_scripts_own_is_unscaled_each_time(smp):
         assert own.item() == expected
 
 
+@pytest.mark.smp(ranks=1, fp16=True)
+def test_a_parameter_of_the_scripts_own_does_not_count_and_is_not_clipped(smp):
+    own = nn.Parameter(torch.ones(1))
+    model = smp.DistributedModel(line())
+    optimizer = smp.DistributedOptimizer(sgd([*model.parameters(), own]), static_loss_scale=8.0)
+    step_of(smp)(model, torch.tensor([[3.0, 4.0]]))
+    own.grad = torch.full((1,), 2 * 8.0)
+    assert optimizer.clip_master_grads(1.0) == 5
+    assert own.grad.item() == 2
+
+
+SPLIT = {"ranks": 2, "ddp": True}
+SHARDED = {**SPLIT, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 1}
+MASTERED = [
+    pytest.param(marks=pytest.mark.smp(**more), id=name)
+    for name, more in (
+        ("fp16", {"ranks": 1, "fp16": True}),
+        ("split", {**SPLIT, "shard_optimizer_state": True}),
+        ("sharded", {**SHARDED, "bf16": True, "sdp_gradient_clipping": 1e30}),
+    )
+]
+
+
+@pytest.mark.parametrize((), MASTERED)
+def test_a_parameter_that_was_replaced_keeps_its_index_and_state(smp):
+    """As in plain torch, where the optimizer does not know; and it can be put back."""
+
+    def optimizer_of(parameters):
+        return torch.optim.SGD(parameters, lr=1.0, momentum=0.5)
+
+    def states():
+        part = optimizer.local_state_dict(gather_if_shard=False)
+        assert part["param_groups"][0]["params"] == [0]
+        assert list(part["state"]) == [0]
+        told = smp.allgather(part["state"][0]["momentum_buffer"].reshape(-1), smp.WORLD)
+        return part, torch.cat(told).tolist()
+
+    module, plain = line(size=4), line(size=4)
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(optimizer_of(model.parameters()))
+    inner = optimizer_of(plain.parameters())
+    weights = [module.weight, plain.weight]
+    x, run = torch.tensor([[1.0, 2.0, 3.0, 4.0]]), step_of(smp)
+
+    def train():
+        optimizer.zero_grad()
+        inner.zero_grad()
+        run(model, x)
+        plain(x).sum().backward()
+        optimizer.step()
+        inner.step()
+
+    train()
+    for owner, weight in ((module, weights[0]), (plain, weights[1])):
+        owner.weight = nn.Parameter(torch.zeros(1, 4, dtype=weight.dtype))
+    train()
+    part, momentum = states()
+    assert momentum == inner.state[weights[1]]["momentum_buffer"].flatten().tolist()
+    assert module.weight.tolist() == plain.weight.tolist()  # not trained
+    optimizer.load_state_dict(part)
+    assert states()[1] == momentum
+    module.weight, plain.weight = weights
+    train()
+    assert states()[1] == inner.state[weights[1]]["momentum_buffer"].flatten().tolist()
+    assert model.state_dict()["weight"].tolist() == plain.weight.tolist()
+
+
+@pytest.mark.smp(ranks=1, fp16=True)
+def test_a_parameter_that_was_replaced_and_no_optimizer_holds_is_forgotten(smp):
+    model = smp.DistributedModel(nn.Sequential(line(), line(size=1)))
+    optimizer = smp.DistributedOptimizer(sgd(model.module[0].parameters()))
+    run = step_of(smp)
+    for _ in range(2):
+        run(model, torch.ones(1, 2))
+        optimizer.step()
+        model.module[1].weight = nn.Parameter(torch.ones(1, 1, dtype=torch.float16))
+    run(model, torch.ones(1, 2))
+    assert len(model.masters._entries) == 2
+    assert [len(each) for each in optimizer.fp16_groups] == [1]
+
+
+@pytest.mark.parametrize((), MASTERED[1:])
+def test_one_rank_alone_may_look_at_what_the_optimizer_does_not_hold(smp):
+    """It makes masters there; nothing that ranks do together depends on that."""
+    module = nn.Sequential(line(size=4), line(size=1))
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(sgd(module[1].parameters()))
+    if smp.rank() == 0:
+        assert len(list(model.virtual_named_parameters())) == 2
+    optimizer.step()
+    step_of(smp)(model, torch.ones(1, 4))
+    optimizer.step()
+    told = smp.allgather(
+        {name: each.tolist() for name, each in model.state_dict().items()}, smp.WORLD
+    )
+    assert told == [{"0.weight": [[1.0] * 4], "1.weight": [[1.0 - 4]]}] * 2
+    if model.sharding is not None:
+        assert list(optimizer.state_dict()["fp16_states"]["masters"]) == ["1.weight"]
+
+
 @pytest.mark.smp(ranks=2, fp16=True, ddp=True)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_static_scale_never_skips_and_one_ranks_overflow_is_everyones(smp, rank):
