@@ -31,7 +31,14 @@ BUGS = Bugs("16 bits, clipping, split state")
 @BUGS.enter("PREC-MASTERS")
 def masters_begin_anew(patch: Patch) -> None:
     """masters are made of the rounded parameters before each update"""
-    patch.setattr(Masters, "sync", Masters.adopt)
+
+    def anew(self: Masters) -> None:
+        for _, parameter, master in self.known():
+            with torch.no_grad():
+                master.copy_(self._wide(self._own(parameter.detach()), parameter))
+        self.agreed()
+
+    patch.setattr(Masters, "sync", anew)
 
 
 @BUGS.enter("PREC-MASTERS", origin="B130")

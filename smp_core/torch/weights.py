@@ -101,7 +101,8 @@ def state_dict(model: DistributedModel, gather_to_rank0: bool = False) -> dict[s
     """
     runtime = model._session.runtime
     keep = not gather_to_rank0 or runtime.rank == 0
-    with _whole(model, values=True, keep=keep):
+    sharding = model.sharding
+    with sharding.whole_tree(model.module, keep) if sharding else contextlib.nullcontext():
         entries = _entries(model)
     group = runtime.group(GroupKind.PP)
     if model.placement is not None and len(group.ranks) > 1:
@@ -182,7 +183,8 @@ def load_state_dict(
     Before the model is partitioned the load waits until it is, and the result is None; what it raises,
     it raises then. Partial states are merged over the PP group, which all of it must load, so they may
     be of another partition; with ``same_partition_load`` each rank takes its own, unmerged. A full
-    state needs no communication.
+    state needs no communication; but with sharded data parallelism every rank of the sharding group must load it
+    alike, since a module that loads in a way of its own, or has hooks that see it, finds its parameters whole.
 
     Returns torch's (missing_keys, unexpected_keys). Raises as torch's ``load_state_dict`` does, in its
     words: RuntimeError naming missing and unexpected keys if ``strict``, and sizes that differ, on
@@ -282,8 +284,8 @@ def _load_values(
         plain = {**merged, **plain}
     if getattr(state, "_metadata", None) is not None and not partial:
         plain = _with_metadata(plain, state)
-    shards = partial and model.sharding is not None  # as they are kept
-    whole = contextlib.nullcontext() if shards else _whole(model, values=False)
+    sharding = None if partial else model.sharding  # parts are as they are kept
+    whole = sharding.loading_tree(model.module) if sharding else contextlib.nullcontext()
     with whole, _meta(model, elsewhere=True) as away:
         if not (partial and same_partition):
             return model.module.load_state_dict(plain, strict=strict)
@@ -296,15 +298,6 @@ def _load_values(
         if strict and (missing or result.unexpected_keys):
             raise RuntimeError(_complaint(model, missing, result.unexpected_keys))
         return type(result)(missing, result.unexpected_keys)
-
-
-def _whole(
-    model: DistributedModel, values: bool, keep: bool = True
-) -> contextlib.AbstractContextManager[None]:
-    """While entered, sharded parameters are whole in the tree."""
-    if model.sharding is None:
-        return contextlib.nullcontext()
-    return model.sharding.whole_tree(model.module, values, keep)
 
 
 def _with_metadata(plain: dict[str, Any], state: Any) -> Any:

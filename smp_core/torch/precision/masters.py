@@ -122,7 +122,7 @@ class Masters:
         vars(master).update(
             (name, value)
             for name, value in vars(parameter).items()
-            if not name.startswith(("_smp", "ds_"))
+            if not name.startswith("_smp") and name != "ds_tensor"
         )
         return master
 
@@ -222,9 +222,17 @@ class Masters:
                 self._view(parameter, entry.master)
 
     def adopt(self) -> None:
-        """Take over the values of all parameters, as after a load of the model's state."""
+        """Take over what a load of the model's state gave to parameters. The others' masters keep the bits
+        that their parameters have not. What was written past torch's version counter is found by its values.
+        """
         for parameter, entry in self._entries.items():
-            self._adopt(parameter, entry)
+            if parameter._version != entry.version or not self._agree(parameter, entry.master):
+                self._adopt(parameter, entry)
+
+    def _agree(self, parameter: nn.Parameter, master: nn.Parameter) -> bool:
+        """Whether the parameter is its master, rounded."""
+        rounded, own = master.detach().to(parameter.dtype), self._own(parameter.detach())
+        return rounded.shape == own.shape and torch.equal(rounded, own)
 
     def agreed(self) -> None:
         """Parameters and masters were both given their values: neither is to be taken over."""

@@ -22,6 +22,7 @@ from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import ShardingError, UnsupportedTrainingError
 from smp_core.torch.pipeline import sharing
 from smp_core.torch.precision.masters import multiply
+from smp_core.torch.sharding import loading
 from smp_core.torch.sharding.collectives import Collectives
 from smp_core.torch.sharding.gathered import Gathered
 from smp_core.torch.sharding.layout import Layout
@@ -50,6 +51,8 @@ class Sharding:
         least = max(1, config.sdp_param_persistence_threshold)
         named = list(module.named_parameters())
         split = [(name, each) for name, each in named if each.numel() >= least]
+        for _, each in named:  # persistent ones, too: scripts ask it of any
+            vars(each).update(ds_shape=each.shape, ds_numel=each.numel())
         size, rank = self.collectives.size, self.collectives.rank
         units = [
             make_unit(number, owner, members, size, rank)
@@ -119,40 +122,41 @@ class Sharding:
             yield shard.shaped(shard.layout.whole(gathered))
 
     @contextlib.contextmanager
-    def whole_tree(self, module: nn.Module, values: bool, keep: bool = True) -> Iterator[None]:
-        """While entered, parameters of their true shapes stand in the tree, for torch's ``state_dict`` and
-        ``load_state_dict``; afterwards each shard takes its elements of those that were changed.
+    def whole_tree(self, module: nn.Module, keep: bool = True) -> Iterator[None]:
+        """While entered, whole parameters with their values stand in the tree, for torch's ``state_dict``.
+        Every rank of the sharding group calls it alike.
 
-        ``values``: they have the true values, too; then every rank of the sharding group calls it alike.
         Without ``keep`` this rank only helps the others to them, and has zeros that take no memory.
         """
-        stand_ins: dict[int, tuple[Shard, nn.Parameter, int]] = {}
-        registries: list[tuple[Any, str, nn.Parameter]] = []
-        for child in module.modules():
-            for name, parameter in dict.items(child._parameters):
-                shard = None if parameter is None else self.shard(parameter)
-                if parameter is None or shard is None:
-                    continue
-                if id(parameter) not in stand_ins:
-                    if values:
-                        (value,) = self.wholes([(parameter, parameter.data)])
-                        value = value if keep else value.new_zeros(()).expand(shard.shape)
-                    else:
-                        value = torch.empty_strided(
-                            shard.shape, shard.stride, dtype=parameter.dtype
-                        )
-                    stand_in = nn.Parameter(value, requires_grad=parameter.requires_grad)
-                    stand_ins[id(parameter)] = shard, stand_in, stand_in._version
-                registries.append((child._parameters, name, parameter))
-                dict.__setitem__(child._parameters, name, stand_ins[id(parameter)][1])
-        try:
+
+        def value(parameter: nn.Parameter, shard: Shard) -> torch.Tensor:
+            (whole,) = self.wholes([(parameter, parameter.data)])
+            return whole if keep else whole.new_zeros(()).expand(shard.shape)
+
+        with loading.standing(module, self.shard, value) as stand_ins:
             yield
-        finally:
-            for registry, name, parameter in registries:
-                dict.__setitem__(registry, name, parameter)
-        for shard, stand_in, version in stand_ins.values():
-            if stand_in._version != version:
-                shard.take(stand_in)
+        for each in stand_ins:
+            each.take(look=False)
+
+    @contextlib.contextmanager
+    def loading_tree(self, module: nn.Module) -> Iterator[None]:
+        """The same for ``load_state_dict``: afterwards each shard takes its elements of what was loaded.
+
+        If modules load in ways of their own, whole parameters have their true values, since such a module may
+        look at them, or change a part of them only: then every rank of the sharding group calls it alike.
+        Otherwise values are unspecified, and nothing is exchanged.
+        """
+        special = loading.is_special(module)
+
+        def value(parameter: nn.Parameter, shard: Shard) -> torch.Tensor:
+            if special:
+                return next(self.wholes([(parameter, parameter.data)]))
+            return torch.empty_strided(shard.shape, shard.stride, dtype=parameter.dtype)
+
+        with loading.standing(module, self.shard, value) as stand_ins:
+            yield
+        for each in stand_ins:
+            each.take(look=special)
 
     # Clipping.
 

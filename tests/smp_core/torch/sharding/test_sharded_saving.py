@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 import smp_core.torch as smp
 from smp_core.torch.exceptions import CheckpointError
@@ -77,3 +79,147 @@ def test_the_shards_of_another_rank_or_degree_are_refused(smp_world):
     said = "holds a shard of sharded_data_parallel_degree=2, and this run has 4"
     smp_world.run(elsewhere, said, ranks=4, config=config(4))
     smp_world.run(elsewhere, "expected parameters that are whole, as in this run, found", ranks=1)
+
+
+class Counting:
+    """Objects that come from other ranks, as they come."""
+
+    def __init__(self, objects, came):
+        self._objects, self._came = objects, came
+
+    def __getattr__(self, name):
+        return getattr(self._objects, name)
+
+    def recv_from(self, *args):
+        self._came.append(self._objects.recv_from(*args))
+        return self._came[-1]
+
+    def allgather(self, *args):
+        self._came.append(self._objects.allgather(*args))
+        return self._came[-1]
+
+
+def test_only_the_first_rank_is_sent_the_parts_of_others(smp_world):
+    def body():
+        run = Run("adamw")
+        run.steps(0)
+        fabric = run.optimizer._session.runtime.fabric
+        objects, came = fabric.objects, []
+        fabric.objects = Counting(objects, came)
+        parts = run.optimizer.local_state_dict()
+        fabric.objects = objects
+        own = run.optimizer.local_state_dict(gather_if_shard=False)
+        told = smp.allgather(snapshot(own), smp.WORLD)
+        if smp.rank():
+            equal(snapshot(parts), snapshot(own))
+            assert not came
+        else:
+            equal(snapshot(parts), told)
+            assert len(came) == 3
+
+    smp_world.run(body, ranks=4, config=config(2))
+
+
+# ---- Modules that load in ways of their own ------------------------------------------------------
+
+
+class Special(nn.Embedding):
+    """Past the version counter, in part, in another parameter's place, through a hook."""
+
+    def __init__(self, how):
+        super().__init__(5, 3)
+        nn.init.constant_(self.weight, 5.0)
+        self.how, self.seen = how, []
+        if how == "post hook":
+            self.register_load_state_dict_post_hook(
+                lambda module, keys: self.seen.append(self.weight.sum().item())
+            )
+        if how == "pre hook":
+            self.register_load_state_dict_pre_hook(
+                lambda module, *rest: self.seen.append(self.weight.sum().item())
+            )
+
+    def _load_from_state_dict(self, state, prefix, *rest):
+        value = state[prefix + "weight"]
+        if self.how == "data":
+            self.weight.data.copy_(value)
+        elif self.how == "rows":
+            with torch.no_grad():
+                self.weight[:2].copy_(value[:2])
+        elif self.how == "assigned":
+            self.weight = nn.Parameter(value.clone())
+        elif self.how == "new data":
+            self.weight.data = value.clone()
+        else:
+            super()._load_from_state_dict(state, prefix, *rest)
+
+
+class Hooked(Special):
+    _load_from_state_dict = nn.Module._load_from_state_dict
+
+
+def special(how):
+    module = nn.Sequential((Hooked if "hook" in how else Special)(how), nn.Linear(3, 3))
+    model = smp.DistributedModel(module)
+    state = snapshot(model.state_dict())
+    state["0.weight"] = torch.arange(15.0).view(5, 3)
+    state["1.bias"] = torch.arange(3.0)
+    model.load_state_dict(state)
+    return module[0].seen, model.state_dict()["0.weight"], model.state_dict()["1.bias"]
+
+
+@pytest.mark.parametrize("how", ["data", "rows", "assigned", "new data", "pre hook", "post hook"])
+def test_modules_load_in_their_own_ways(smp_world, how):
+    expected = torch.arange(15.0).view(5, 3)
+    if how == "rows":
+        expected[2:] = 5.0
+    seen = {"pre hook": [75.0], "post hook": [105.0]}.get(how, [])
+    for found, weight, bias in smp_world.run(special, how, ranks=2, config=config(2)):
+        assert found == seen
+        equal(weight, expected)
+        equal(bias, torch.arange(3.0))
+
+
+def partly(how):
+    """Masters by name before and after a load, in the midst of training; of shards this rank's."""
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    for _ in range(3):
+        step(model, torch.ones(2, 3))
+        optimizer.step()
+        optimizer.zero_grad()
+    if how == "data":
+        module[1]._load_from_state_dict = lambda state, prefix, *rest: module[1].bias.data.copy_(
+            state[prefix + "bias"]
+        )
+    before = snapshot(model.masters.state_dict())
+    value = torch.full((3,), 7.0) if how == "data" else model.state_dict()["1.bias"]
+    model.load_state_dict({"1.bias": value}, strict=False)
+    after = snapshot(model.masters.state_dict())
+    whole = model.state_dict()["1.bias"]
+    own = module[1].bias.detach().float()
+    return before, after, own, whole.float()
+
+
+@pytest.mark.parametrize("how", ["same", "data"])
+@pytest.mark.parametrize(
+    "given",
+    [{"ddp": True, "fp16": True}, config(2, fp16=True), config(2, bf16=True)],
+    ids=["fp16", "sharded fp16", "sharded bf16"],
+)
+def test_only_what_is_loaded_changes_its_master(smp_world, given, how):
+    for before, after, own, whole in smp_world.run(partly, how, ranks=2, config=given):
+        assert [name for name in before if name != "1.bias"] == ["0.weight", "0.bias", "1.weight"]
+        for name in before:
+            equal(after[name], own if name == "1.bias" else before[name])
+        if how == "data":
+            equal(whole, torch.full((3,), 7.0))
