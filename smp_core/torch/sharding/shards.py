@@ -4,6 +4,7 @@ A sharded ``nn.Parameter`` stays the object that it was. Its ``data`` is what th
 without padding, maybe empty: a view of the part that the rank contributes when its unit is gathered.
 So an optimizer made before or after works on shards, and its state has their size. It says with
 attributes what it is a part of: ``ds_shape``, ``ds_numel`` and ``ds_tensor``, the part (SMP_API.md 1.11).
+Persistent parameters, which are whole, have the first two (state.py).
 """
 
 from __future__ import annotations
