@@ -258,8 +258,8 @@ def padding_is_looked_at(patch: Patch) -> None:
         made.reshape(-1)[self.numel :] = math.nan
         return made
 
-    def noticing(self: Round, late: Any) -> Any:
-        got = results(self, late)
+    def noticing(self: Round, *given: Any) -> Any:
+        got = results(self, *given)
         rank = sessions.current("the mutant").runtime.rank
         found[rank] = not all(bool(each.isfinite().all()) for each in got.values())
         return got

@@ -126,8 +126,8 @@ def last_pass_only(patch: Patch) -> None:
     """the gradients of a pass replace those of the passes before"""
     results = Round.results
 
-    def forgetting(self: Round, late: Any) -> Any:
-        found = results(self, late)
+    def forgetting(self: Round, *given: Any) -> Any:
+        found = results(self, *given)
         _of_round[id(self)]._pending.clear()
         return found
 
@@ -147,8 +147,8 @@ def reduced_in_every_pass(patch: Patch) -> None:
     """each pass sends its gradients to the other sharding groups, too"""
     results = Round.results
 
-    def eager(self: Round, late: Any) -> Any:
-        found = results(self, late)
+    def eager(self: Round, *given: Any) -> Any:
+        found = results(self, *given)
         for part in found.values():
             self._collectives.all_reduce(part).result()
         return found

@@ -11,7 +11,9 @@ from torch import Tensor
 from pytest_smp.strategies import training_oracle as oracle
 from pytest_smp.strategies.training import Training
 from pytest_smp.strategies.training_oracle import Grads, Results
+from pytest_smp.strategies.training_script import borrowers
 from smp_core.torch.pipeline import replay, streams
+from smp_core.torch.sharding.registration import REGISTERED
 
 
 def replayed(case: Training) -> Results:
@@ -19,6 +21,11 @@ def replayed(case: Training) -> Results:
     sharding = getattr(case, "sharding", 1)
     reference = oracle.Reference(case)
     module, found = reference.module, reference.found
+    if getattr(case, "registered", False):
+        for borrower in borrowers(
+            module
+        ):  # counts as read where it is used (smp.register_parameter)
+            vars(borrower)[REGISTERED] = [borrower.borrowed]
     seeds = []
     for replica in range(case.dp):
         oracle.seed(case, replica)

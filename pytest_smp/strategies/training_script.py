@@ -73,7 +73,7 @@ class Script:
             for path, owner in owners(case).items():
                 api.set_partition(self.module.get_submodule(path), owner)
         if isinstance(case, ShardedTraining):
-            for borrower in _borrowers(self.module) if case.registered else ():
+            for borrower in borrowers(self.module) if case.registered else ():
                 api.register_parameter(borrower, borrower.borrowed)
         for layer in _layers(self.module) if case.checkpointing else ():
             api.set_activation_checkpointing(layer)
@@ -164,7 +164,7 @@ def whole(parts: Sequence[Tensor | None], shape: torch.Size) -> Tensor | None:
     return torch.cat([each.reshape(-1) for each in given])[: shape.numel()].reshape(shape)
 
 
-def _borrowers(module: nn.Module) -> list[Any]:
+def borrowers(module: nn.Module) -> list[Any]:
     return [each for each in module.modules() if isinstance(each, Borrower)]
 
 

@@ -263,9 +263,7 @@ def sharded_trainings(
             raise InvalidArgument(f"{', '.join(unknown)}: {what}")
     # Some more often, so that all are well covered.
     often = ("borrow", "borrow", "repeat", "shared", "empty", "gain", "transposed", "unused")
-    # What is read past the modules has no published order within a microbatch.
-    left_out = {*without, "hold"} if real else set(without)
-    kinds = tuple(k for k in (*kinds_of(real), *ONLY_HERE, *often) if k not in left_out)
+    kinds = tuple(k for k in (*kinds_of(real), *ONLY_HERE, *often) if k not in without)
     return _cases(ranks, real, sharding, whole, kinds, dtypes, tuple(fixed.items()))
 
 

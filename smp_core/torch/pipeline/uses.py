@@ -191,7 +191,7 @@ def run(
     frame = _Frame(key.stream, before or (None if work is None else work.frame), module)
     _local.call = frame
     try:
-        with streams.entered(key.stream), registration.entered(module, gathered, _read):
+        with streams.entered(key.stream), registration.entered(module, _read):
             if torch.is_grad_enabled():
                 if not kwargs and len(args) == 1 and type(args[0]) is torch.Tensor:
                     args = (_identity(args[0]),)  # most calls; nests take 10 times as long
@@ -227,7 +227,7 @@ def hold(
     assert gathered is not None
     frame = _local.call = _Frame(0, before or work.frame, module)
     try:
-        with registration.entered(module, gathered, _read):
+        with registration.entered(module, _read):
             if isinstance(module, nn.RNNBase):
                 return _run_recurrent(module, forward, args, kwargs)
             return _released(forward(*args, **kwargs))

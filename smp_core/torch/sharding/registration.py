@@ -26,7 +26,7 @@ _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 def register_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Declare that ``module`` uses ``parameter``, which another module of the model owns; before or after
-    the model is wrapped. It has an effect with sharded data parallelism only.
+    the model is wrapped. It is needed with sharded data parallelism only.
 
     Raises ArgumentTypeError for what is no module, or no parameter.
     """
@@ -46,12 +46,14 @@ def register_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
 
 
 def entered(
-    module: nn.Module, gathered: Any, read: Callable[[nn.Parameter], nn.Parameter]
+    module: nn.Module, read: Callable[[nn.Parameter], nn.Parameter]
 ) -> AbstractContextManager[Any]:
     """While entered, a call of ``module`` finds the parameters that are registered with it whole, as
     ``read`` gives them.
+
+    At degree 1, too: what is registered counts as read in the call, in one order of sums at every degree.
     """
-    registered = vars(module).get(REGISTERED) if gathered is not None else None
+    registered = vars(module).get(REGISTERED)
     return _Replacing(registered, read) if registered else _NOTHING
 
 

@@ -66,7 +66,7 @@ def test_every_kind_of_parameter_and_limit_is_drawn(drawn: Drawn) -> None:
     for case in drawn(sharded_trainings(8, real=True, dtypes=DTYPES), 400):
         rows |= sharded_features(case)
         kinds |= case.model.kinds()
-    assert kinds == set(KINDS) - {"hold"}
+    assert kinds == set(KINDS)
     assert {f"degree {number}" for number in range(1, 9)} <= rows
     assert set(WANTED) | {"dropout"} <= rows
 
