@@ -250,7 +250,8 @@ class DistributedModel(nn.Module):
         """Refused, and so are copies of it: a script has one model, which belongs to its ranks."""
         raise UnsupportedTrainingError(
             f"{_CALL} cannot be copied, pickled or saved whole: there is one, and it belongs to the ranks. "
-            "Save model.state_dict(), or use smp.save_checkpoint; at pipeline degree 1 model.module can be copied"
+            "Save model.state_dict(), or use smp.save_checkpoint; at pipeline degree 1 model.module can be "
+            "copied, with sharded data parallelism after model.cpu()"
         )
 
     # Hooks.
@@ -339,7 +340,9 @@ class DistributedModel(nn.Module):
         return weights.load_state_dict(self, state_dict, strict, same_partition_load)
 
     def cpu(self) -> Self:
-        """Gather the whole model on every rank of the PP group, on the CPU."""
+        """Gather the whole model on every rank of the PP group, and of the sharding group, on the CPU: all of
+        them call it. It is for reading, until the next step.
+        """
         weights.cpu(self)
         return self
 

@@ -167,6 +167,8 @@ class DistributedOptimizer(Optimizer):
         sharding = self._sharding
         if self._masters is None and sharding is None:
             return self._step(closure)
+        if sharding is not None:
+            sharding.part_again()
         result = None
         if closure is not None:
             with torch.enable_grad():

@@ -56,6 +56,8 @@ def local_state_dict(optimizer: DistributedOptimizer, gather_if_shard: bool = Tr
 
 
 def _local(optimizer: DistributedOptimizer) -> dict[str, Any]:
+    if optimizer._sharding is not None:
+        optimizer._sharding.part_again()
     optimizer._take_masters()
     indices = _indices(optimizer)
     state = {
@@ -173,6 +175,8 @@ def load(optimizer: DistributedOptimizer, given: Any) -> None:
     CheckpointError for the shard of another rank.
     """
     runtime = optimizer._session.runtime
+    if optimizer._sharding is not None:
+        optimizer._sharding.part_again()
     if isinstance(given, list):
         ranks = len(runtime.group(GroupKind.RDP).ranks)
         if len(given) != ranks:

@@ -83,6 +83,8 @@ def local_state_dict(model: DistributedModel) -> dict[str, Any]:
     the whole (before partitioning); of shards ``_smp_shard``, too, which says whose they are. No
     communication. Tensors share memory with the model, as those of torch's ``state_dict`` do.
     """
+    if model.sharding is not None:
+        model.sharding.part_again()
     state = {key: value for key, value in _entries(model).items() if value is not _ELSEWHERE}
     state[PARTIAL] = model.placement is not None
     if model.sharding is not None:
@@ -271,6 +273,8 @@ _SAID = {PARTIAL, SHARD}
 def _load_values(
     model: DistributedModel, state: Mapping[str, Any], strict: bool, same_partition: bool
 ) -> Any:
+    if model.sharding is not None:
+        model.sharding.part_again()
     partial = bool(state.get(PARTIAL, False))
     if partial:
         records.check("model.load_state_dict: the state", state.get(SHARD), model.sharding)
@@ -375,11 +379,13 @@ def _meta(
 
 def cpu(model: DistributedModel) -> None:
     """Make the wrapped module whole on every rank of the PP group, on the CPU: parameters and all
-    buffers are gathered (SMP_API.md 1.7). Collective over the PP group.
+    buffers are gathered (SMP_API.md 1.7). Collective over the PP group and the sharding group.
 
     The copies of what others own are for reading, as after training; the next step empties them again
-    (``part_again``).
+    (``part_again``). Shards are themselves again at the next step, call, update, or state, too.
     """
+    if model.sharding is not None:
+        model.sharding.make_whole()
     model.module.cpu()
     if model.placement is None or model.placement.degree == 1:
         return
@@ -401,7 +407,7 @@ def cpu(model: DistributedModel) -> None:
 
 
 def part_again(model: DistributedModel) -> None:
-    """Before a step: give up what ``cpu`` gathered."""
+    """Before a step: give up what ``cpu`` gathered of other pp ranks."""
     if vars(model).pop("_smp_whole", False):
         assert model.placement is not None
         placement.release(model.module, model.placement, _here(model))

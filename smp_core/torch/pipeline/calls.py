@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from smp_core.torch import activations
-from smp_core.torch.exceptions import OutsideStepError
+from smp_core.torch.exceptions import OutsideStepError, UnsupportedTrainingError
 from smp_core.torch.pipeline import activity as activities
 from smp_core.torch.pipeline import boundary, uses
 from smp_core.torch.pipeline.activity import Activity
@@ -45,6 +45,14 @@ class Site:
         self._copied = False
 
     def __getstate__(self) -> dict[str, Any]:
+        for name, parameter in dict.items(self.module._parameters):
+            shape = getattr(parameter, "ds_shape", None)
+            if parameter is not None and shape is not None and parameter.shape != shape:
+                raise UnsupportedTrainingError(
+                    f"{boundary.module_text(self.path)}, of a sharded model, cannot be copied or pickled: of its "
+                    f"parameter {name!r} there is only this rank's part. Call model.cpu() on every rank first, which "
+                    "gathers the model until its next step; or load model.state_dict() into a new module"
+                )
         return {name: getattr(self, name) for name in ("away", "module", "path", "plain")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -43,6 +43,7 @@ class Sharding:
     def __init__(self, runtime: Runtime, model: DistributedModel) -> None:
         config, module = runtime.config, model.module
         self._model, self._runtime, self._interrupted = model, runtime, False
+        self._whole = False  # for reading, between steps
         self.collectives = Collectives(runtime)
         self._clipping = config.sdp_gradient_clipping
         #: The norm of the last step's gradients before they were clipped.
@@ -73,7 +74,8 @@ class Sharding:
         self.gathered.begin_step(outside)
 
     def resume(self) -> None:
-        """Before anything that ranks exchange: after a failure, see whether they still fit together.
+        """Before anything that ranks exchange: after a failure, see whether they still fit together. Parameters
+        that ``make_whole`` gathered are shards again.
 
         Ranks wait for each other in the midst of a step, so one on which it fails raises at once, and the
         others may wait for what it will not send. If all have failed, after the same collectives, as for
@@ -81,6 +83,7 @@ class Sharding:
 
         Raises ShardingError, on the ranks that have failed, if that is not so.
         """
+        self.part_again()
         if self._interrupted:
             told = self._runtime.fabric.objects.allgather(
                 self.collectives.begun, self._runtime.group(GroupKind.RDP)
@@ -121,6 +124,25 @@ class Sharding:
             gathered = self.collectives.all_gather(part).result()
             yield shard.shaped(shard.layout.whole(gathered))
 
+    def make_whole(self) -> None:
+        """Give every split parameter its whole ``data``, for reading, until ranks exchange or update anything
+        (``part_again``). Every rank of the sharding group calls it alike.
+        """
+        self.resume()
+        own = [(shard.parameter, shard.parameter.data) for shard in self.gathered.shards()]
+        for (parameter, _), whole in zip(own, self.wholes(own), strict=True):
+            parameter.data = whole
+        self._whole = True
+
+    def part_again(self) -> None:
+        """Give up what ``make_whole`` gathered, if it did; of values that were changed each rank keeps its own."""
+        if not self._whole:
+            return
+        self._whole = False
+        for shard in self.gathered.shards():
+            if shard.parameter.shape == shard.shape:
+                shard.parameter.data = shard.take(shard.parameter)
+
     @contextlib.contextmanager
     def whole_tree(self, module: nn.Module, keep: bool = True) -> Iterator[None]:
         """While entered, whole parameters with their values stand in the tree, for torch's ``state_dict``.
@@ -133,6 +155,7 @@ class Sharding:
             (whole,) = self.wholes([(parameter, parameter.data)])
             return whole if keep else whole.new_zeros(()).expand(shard.shape)
 
+        self.part_again()
         with loading.standing(module, self.shard, value) as stand_ins:
             yield
         for each in stand_ins:
@@ -147,6 +170,7 @@ class Sharding:
         Otherwise values are unspecified, and nothing is exchanged.
         """
         special = loading.is_special(module)
+        self.part_again()
 
         def value(parameter: nn.Parameter, shard: Shard) -> torch.Tensor:
             if special:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
 
 import smp_core.torch as smp
-from smp_core.torch.exceptions import CheckpointError
-from tests.smp_core.torch.sharding.checkpoint_models import Run, config, equal, snapshot
+from smp_core.torch.exceptions import CheckpointError, UnsupportedTrainingError
+from tests.smp_core.torch.sharding.checkpoint_models import Run, batch, config, equal, snapshot
 
 
 @pytest.mark.parametrize("v3", [False, True])
@@ -223,3 +226,59 @@ def test_only_what_is_loaded_changes_its_master(smp_world, given, how):
             equal(after[name], own if name == "1.bias" else before[name])
         if how == "data":
             equal(whole, torch.full((3,), 7.0))
+
+
+# ---- Whole for a while, and copies ---------------------------------------------------------------
+
+
+def read_whole(reads):
+    """Losses and states of training, in the midst of which the module is made whole or not."""
+    run = Run("adamw")
+    losses = run.steps(0)
+    whole = snapshot(run.model.state_dict())
+    run.optimizer.zero_grad()
+    step = run._step(run.model, batch(smp.dp_rank(), 1)).reduce_mean()
+    if reads:  # before an update, and before a step
+        assert run.model.cpu() is run.model
+        equal(snapshot(dict(run.model.module.state_dict())), whole)
+    run.optimizer.step()
+    parts = []
+    for take in (run.model.local_state_dict, lambda: run.optimizer.local_state_dict(False)):
+        if reads:
+            run.model.cpu()
+        parts.append(snapshot(take()))
+    for load, part in zip((run.model, run.optimizer), parts, strict=True):
+        if reads:
+            run.model.cpu()
+        load.load_state_dict(part)
+    if reads:
+        run.model.cpu()
+        run.model.cpu()
+    states = run.state()
+    if reads:
+        run.model.cpu()
+        copied = copy.deepcopy(run.model.module)
+        equal(snapshot(dict(copied.state_dict())), states[0])
+        equal(copied(batch(0, 0)).float(), run.model(batch(0, 0)), "a copy's output")
+        run.model.cpu()
+    return losses, step, parts, run.steps(2), run.state()
+
+
+@pytest.mark.parametrize("more", [{}, {"bf16": True}], ids=["float32", "bf16"])
+def test_cpu_makes_the_module_whole_until_it_is_used(smp_world, more):
+    given = config(2, **more)
+    wanted = smp_world.run(read_whole, False, ranks=2, config=given)
+    found = smp_world.run(read_whole, True, ranks=2, config=given)
+    equal(found, wanted)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps])
+def test_shards_are_not_copied_for_modules(smp_world, how):
+    def body():
+        model = Run("momentum").model
+        with pytest.raises(UnsupportedTrainingError, match=r"cannot be copied.*model\.cpu\(\)"):
+            how(model.module)
+        with pytest.raises(UnsupportedTrainingError, match=r"parallelism after model\.cpu\(\)"):
+            how(model)
+
+    smp_world.run(body, ranks=2, config=config(2))
