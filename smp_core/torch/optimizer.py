@@ -19,6 +19,7 @@ from smp_core.topology import GroupKind
 from smp_core.torch import optimizer_state
 from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import SecondModelError, UnsupportedTrainingError
+from smp_core.torch.optimizer_internals import Internals
 from smp_core.torch.pipeline import foreign
 from smp_core.torch.precision import scaler
 from smp_core.torch.precision.masters import Masters, multiply
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from smp_core.torch.sharding.state import Sharding
 
 
-class DistributedOptimizer(Optimizer):
+class DistributedOptimizer(Internals, Optimizer):
     """Wraps the optimizer of a script; there is one.
 
     ``optimizer`` was made over the model's parameters before or after the model was wrapped, before
@@ -43,6 +44,8 @@ class DistributedOptimizer(Optimizer):
         optimizer: any ``torch.optim.Optimizer``.
         static_loss_scale, dynamic_loss_scale, dynamic_loss_args: scripts pass them in FP32 runs too, the
             last as one dict under that name or as keywords of its keys. Ignored without ``fp16``.
+
+    Members of SMP's that are not documented: optimizer_internals.py.
 
     With ``fp16``: ``optimizer`` is the wrapped optimizer, which learning-rate schedulers are given;
     ``overflow``: whether the last step was skipped; ``loss_scaler``: precision/scaler.py's, else None.
@@ -244,13 +247,6 @@ class DistributedOptimizer(Optimizer):
             )
         self.loss_scaler.loss_scale = scale
 
-    @property
-    def _global_grad_norm(self) -> float:
-        """The norm of the last step's gradients before sharded data parallelism clipped them, which scripts
-        log (SMP_API.md 1.8); 0 without it.
-        """
-        return 0.0 if self._sharding is None else self._sharding.norm
-
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Clip the masters' gradients by the norm of the whole model's, the loss scale taken out, as torch's
         ``clip_grad_norm_`` does. Returns that norm; -1 if any rank's gradients overflowed, which are then
@@ -272,27 +268,6 @@ class DistributedOptimizer(Optimizer):
             )
         self._take_masters()
         return self._update.clip(self._targets(), max_norm, norm_type)
-
-    @property
-    def fp16_groups(self) -> list[list[nn.Parameter]]:
-        """By group, this rank's 16-bit parameters that have masters."""
-        return [[parameter for parameter, _ in pairs] for pairs in self._pairs()]
-
-    @property
-    def fp32_from_fp16_groups(self) -> list[list[nn.Parameter]]:
-        """By group, their masters, in the same order."""
-        return [[master for _, master in pairs] for pairs in self._pairs()]
-
-    def _pairs(self) -> list[list[tuple[nn.Parameter, nn.Parameter]]]:
-        masters = self._masters
-        if masters is None or masters.dtype is None:
-            return [[] for _ in self.optimizer.param_groups]
-        self._take_masters()
-        of = {master: parameter for parameter, master in masters.pairs()}
-        return [
-            [(of[each], each) for each in group["params"] if each in of]
-            for group in self.optimizer.param_groups
-        ]
 
     # State (optimizer_state.py).
 

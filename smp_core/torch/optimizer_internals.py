@@ -1,0 +1,175 @@
+"""Members of SMP's optimizer that helpers of scripts read, past what is documented (SMP_API.md 1.8, source EX).
+
+Of most only the name and a use are known. What can mean one thing is here, as far as there is such a thing;
+otherwise UnsupportedTrainingError says what to use instead, and not the wrapped optimizer that
+it has no such attribute.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from smp_core.topology import GroupKind
+from smp_core.torch.exceptions import UnsupportedTrainingError
+from smp_core.torch.sharding.layout import Layout
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from smp_core.torch.optimizer import DistributedOptimizer
+
+
+class Internals:
+    """A base of DistributedOptimizer, which it reads."""
+
+    @property
+    def _whole(self) -> DistributedOptimizer:
+        return cast("DistributedOptimizer", self)
+
+    # 16 bits.
+
+    @property
+    def fp16_groups(self) -> list[list[nn.Parameter]]:
+        """By group, this rank's 16-bit parameters that have masters."""
+        return [[parameter for parameter, _ in pairs] for pairs in _pairs(self._whole)]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[nn.Parameter]]:
+        """By group, their masters, in the same order."""
+        return [[master for _, master in pairs] for pairs in _pairs(self._whole)]
+
+    @property
+    def master_is_distributed(self) -> dict[nn.Parameter, bool]:
+        """Of each master of ``fp32_from_fp16_groups``, whether its parameter is split over tp ranks."""
+        return {
+            master: self._whole._model is not None
+            and self._whole._model.is_distributed_parameter(parameter)
+            for pairs in _pairs(self._whole)
+            for parameter, master in pairs
+        }
+
+    @property
+    def master_distribution_axis(self) -> dict[nn.Parameter, int | None]:
+        """Of each master, along which axis: None, since no parameter is split."""
+        return dict.fromkeys(self.master_is_distributed)
+
+    # Sharded data parallelism.
+
+    @property
+    def _global_grad_norm(self) -> float:
+        """The norm of the last step's gradients before sharded data parallelism clipped them, which scripts
+        log; 0 without it.
+        """
+        sharding = self._whole._sharding
+        return 0.0 if sharding is None else sharding.norm
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
+        """By group, this rank's part of the values that the optimizer updates, as to log their norm: float32,
+        1-D, of each parameter ``ceil(numel / degree)`` elements with zeros at the end, in the group's
+        order (SMP_API.md 1.11). Of parameters that are whole on every rank it has a part as well, so that over the
+        sharding group each element counts once. Copies, without gradients.
+
+        Raises UnsupportedTrainingError without sharded data parallelism, and before the model is wrapped.
+        """
+        optimizer = self._whole
+        sharding, masters = optimizer._sharding, optimizer._masters
+        if sharding is None:
+            raise _not_sharded(
+                "fp32_partitioned_groups_flat",
+                "there are no parts: read optimizer.param_groups, after the model is wrapped",
+            )
+        optimizer._take_masters()
+        of: dict[nn.Parameter, nn.Parameter] = {}
+        if masters is not None:
+            masters.sync()
+            of = {master: parameter for parameter, master in masters.pairs()}
+        size, rank = sharding.collectives.size, sharding.collectives.rank
+        groups = []
+        for group in optimizer.optimizer.param_groups:
+            flat = [torch.zeros(0)]
+            for each in group["params"]:
+                values, shard = each.detach().reshape(-1), sharding.shard(of.get(each, each))
+                layout = Layout(values.numel(), size) if shard is None else shard.layout
+                own = values[slice(*layout.own(rank))] if shard is None else values
+                flat += [own.float(), torch.zeros(layout.part - own.numel())]
+            groups.append(torch.cat(flat))
+        return groups
+
+    @property
+    def ds_param_shard_group(self) -> ProcessGroup:
+        """The ``torch.distributed`` process group of the sharding group, all ranks of which ask for it. Raises
+        UnsupportedTrainingError without sharded data parallelism.
+        """
+        runtime = self._whole._session.runtime
+        if runtime.topology.sharding == 1:
+            raise _not_sharded(
+                "ds_param_shard_group", "parameters are whole on each rank, and need no group"
+            )
+        return runtime.fabric.process_group(runtime.group(GroupKind.SHARDING))
+
+    # Indices and states.
+
+    @property
+    def redefined_params(self) -> Any:
+        """Raises UnsupportedTrainingError: what it holds is not known."""
+        raise UnsupportedTrainingError(
+            "optimizer.redefined_params: an undocumented member of SMP's. What the optimizer works on is in "
+            "optimizer.param_groups, and by name in model.virtual_named_parameters(); use one of those"
+        )
+
+    def orig_state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's own ``state_dict()``: of this rank's parameters, or masters, numbered among
+        themselves.
+        """
+        self._whole._take_masters()
+        return self._whole.optimizer.state_dict()
+
+    def _param_id_to_index(self) -> dict[int, int]:
+        """The index in states (optimizer_state.py) of each parameter, and of its master, by ``id``."""
+        self._whole._take_masters()
+        numbers: dict[int, int] = {}
+        for order in self._whole._order:
+            for each in order:
+                number = numbers.setdefault(id(self._whole._face(each)), len(set(numbers.values())))
+                numbers[id(each)] = number
+        return numbers
+
+    def param_name_to_index(self) -> dict[str, int]:
+        """The index in states of each of the model's parameters that the optimizer was given, by each of its
+        names in ``model.state_dict()``; those of all partitions.
+
+        Raises UnsupportedTrainingError before ``smp.DistributedModel``.
+        """
+        model = self._whole._session.model
+        if model is None:
+            raise UnsupportedTrainingError(
+                "optimizer.param_name_to_index: there is no model whose names could be told. Call it after "
+                "smp.DistributedModel(module)"
+            )
+        numbers = self._param_id_to_index()
+        return {
+            name: numbers[id(each)]
+            for name, each in model.module.named_parameters(remove_duplicate=False)
+            if id(each) in numbers
+        }
+
+
+def _pairs(optimizer: DistributedOptimizer) -> list[list[tuple[nn.Parameter, nn.Parameter]]]:
+    """By group, (parameter, master)."""
+    masters, groups = optimizer._masters, optimizer.optimizer.param_groups
+    if masters is None or masters.dtype is None:
+        return [[] for _ in groups]
+    optimizer._take_masters()
+    of = {master: parameter for parameter, master in masters.pairs()}
+    return [[(of[each], each) for each in group["params"] if each in of] for group in groups]
+
+
+def _not_sharded(member: str, instead: str) -> UnsupportedTrainingError:
+    return UnsupportedTrainingError(
+        f"optimizer.{member}: belongs to sharded data parallelism (sharded_data_parallel_degree above 1), and "
+        f"{instead}"
+    )
