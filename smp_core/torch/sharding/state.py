@@ -130,6 +130,9 @@ class Sharding:
         """
         self.resume()
         own = [(shard.parameter, shard.parameter.data) for shard in self.gathered.shards()]
+        if self._model.masters is not None:
+            for parameter, _ in own:
+                self._model.masters.of(parameter)  # of the shard, while it is one
         for (parameter, _), whole in zip(own, self.wholes(own), strict=True):
             parameter.data = whole
         self._whole = True

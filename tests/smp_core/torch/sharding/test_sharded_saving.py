@@ -282,3 +282,28 @@ def test_shards_are_not_copied_for_modules(smp_world, how):
             how(model)
 
     smp_world.run(body, ranks=2, config=config(2))
+
+
+@pytest.mark.parametrize("more", [{}, {"bf16": True}], ids=["float32", "bf16"])
+def test_an_optimizer_made_of_a_whole_module_works_on_shards(smp_world, more):
+    def body(reads):
+        torch.manual_seed(1)
+        module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+        model = smp.DistributedModel(module)
+        if reads:
+            model.cpu()
+        optimizer = smp.DistributedOptimizer(torch.optim.Adagrad(model.parameters(), lr=0.1))
+
+        @smp.step
+        def step(model, x):
+            loss = model(x).square().mean()
+            model.backward(loss)
+            return loss
+
+        for _ in range(2):
+            step(model, torch.ones(2, 3))
+            optimizer.step()
+        return snapshot(dict(model.state_dict())), snapshot(optimizer.state_dict())
+
+    given = config(2, **more)
+    equal(*(smp_world.run(body, reads, ranks=2, config=given) for reads in (True, False)))
