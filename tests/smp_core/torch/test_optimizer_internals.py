@@ -69,6 +69,9 @@ def test_the_flat_parts_of_a_group_hold_each_element_once(smp):
     assert squares == sum(number**2 for number in range(1, 9))
     train(smp, model, optimizer)
     assert optimizer.fp32_partitioned_groups_flat[0].tolist() == [[5, 6], [7, 0]][smp.rank()]
+    with torch.no_grad():
+        model.module.second.weight.fill_(2)
+    assert optimizer.fp32_partitioned_groups_flat[0].tolist() == [[2, 2], [2, 0]][smp.rank()]
 
 
 @pytest.mark.smp(ranks=4, ddp=True, sharded_data_parallel_degree=2)

@@ -171,7 +171,9 @@ MASTERED = [
 
 @pytest.mark.parametrize((), MASTERED)
 def test_a_parameter_that_was_replaced_keeps_its_index_and_state(smp):
-    """As in plain torch, where the optimizer does not know; and it can be put back."""
+    """As in plain torch, where the optimizer does not know: it goes on with the gradients that there are, and
+    the parameter can be put back.
+    """
 
     def optimizer_of(parameters):
         return torch.optim.SGD(parameters, lr=1.0, momentum=0.5)
@@ -191,8 +193,6 @@ def test_a_parameter_that_was_replaced_keeps_its_index_and_state(smp):
     x, run = torch.tensor([[1.0, 2.0, 3.0, 4.0]]), step_of(smp)
 
     def train():
-        optimizer.zero_grad()
-        inner.zero_grad()
         run(model, x)
         plain(x).sum().backward()
         optimizer.step()
@@ -201,13 +201,20 @@ def test_a_parameter_that_was_replaced_keeps_its_index_and_state(smp):
     train()
     for owner, weight in ((module, weights[0]), (plain, weights[1])):
         owner.weight = nn.Parameter(torch.zeros(1, 4, dtype=weight.dtype))
-    train()
+    for _ in range(2):
+        train()
+        values = smp.allgather(weights[0].flatten().tolist(), smp.WORLD)
+        assert (values[0] if model.sharding is None else [*values[0], *values[1]]) == weights[
+            1
+        ].flatten().tolist()
     part, momentum = states()
     assert momentum == inner.state[weights[1]]["momentum_buffer"].flatten().tolist()
     assert module.weight.tolist() == plain.weight.tolist()  # not trained
     optimizer.load_state_dict(part)
     assert states()[1] == momentum
     module.weight, plain.weight = weights
+    optimizer.zero_grad()
+    inner.zero_grad()
     train()
     assert states()[1] == inner.state[weights[1]]["momentum_buffer"].flatten().tolist()
     assert model.state_dict()["weight"].tolist() == plain.weight.tolist()
