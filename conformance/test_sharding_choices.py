@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import hypothesis.strategies as st
@@ -14,17 +15,26 @@ from torch import nn
 from conformance.requirements import requirement
 from conformance.training import raised, results, sharded_cases, smp, trials, with_engine
 from pytest_smp.proxies import SmpWorld
+from pytest_smp.strategies.training_models import Block, Model
 from pytest_smp.strategies.training_script import compare, merged
 from pytest_smp.strategies.training_sharding import HUGE, divisors, sizes
 
 Data = st.DataObject
 
 
-def agrees(smp_world: SmpWorld, smp_engine: str, data: Data, **other: Any) -> None:
-    """Two runs on real values, the second with other choices, give the same bits."""
+def agrees(
+    smp_world: SmpWorld,
+    smp_engine: str,
+    data: Data,
+    more: Mapping[str, Any] | None = None,
+    **other: Any,
+) -> None:
+    """Two runs on real values, the second with other choices, give the same bits. ``more`` are fields
+    of the case that are not drawn.
+    """
     __tracebackhide__ = True
     # The second step knows what comes, and may fetch it ahead.
-    fixed: dict[str, Any] = {"sharding": (2, 4), "real": True, "windows": 2}
+    fixed: dict[str, Any] = {"sharding": (2, 4), "real": True, "windows": 2, **(more or {})}
     case = data.draw(sharded_cases(smp_world, smp_engine, least=2, **fixed), "case")
     fields = {name: data.draw(each(case), name) for name, each in other.items()}
     first = results(smp_world, smp_engine, case)
@@ -53,7 +63,9 @@ def test_buckets_change_no_bit(smp_world: SmpWorld, smp_engine: str, data: Data)
 @given(data=st.data())
 @trials(4)
 def test_what_may_be_whole_changes_no_bit(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
-    agrees(smp_world, smp_engine, data, live=limits)
+    layers = (Block("linear"), Block("relu"), Block("linear"), Block("linear"))
+    model = Model(Block("chain", layers), inputs=2, width=3)
+    agrees(smp_world, smp_engine, data, {"model": model, "threshold": 0}, live=limits)
 
 
 @requirement("SHARD-CHECKPOINTING")

@@ -11,11 +11,10 @@ import torch
 from hypothesis import given
 from torch import Tensor, nn
 
-from conformance.engines.capabilities import EngineCapability
 from conformance.engines.names import find_engine
 from conformance.engines.protocol import Exchange, ShardedSession
 from conformance.requirements import requirement
-from conformance.training import sharded_cases, trials, without
+from conformance.training import blocks_of_two, sharded_cases, trials, without
 from pytest_smp.proxies import SmpWorld
 from pytest_smp.strategies import training_oracle as oracle
 from pytest_smp.strategies.training_models import Block, Model, build
@@ -150,12 +149,7 @@ def agree(case: ShardedTraining, held: list[State]) -> None:
 @trials(4)
 def test_replicas_stay_equal(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
     fixed: dict[str, Any] = {"real": True, "windows": 2}
-    if EngineCapability.BLOCKS in find_engine(smp_engine).capabilities:
-        drawn = sharded_cases(smp_world, smp_engine, least=4, sharding=(2,), **fixed)
-        case = data.draw(drawn.filter(lambda case: case.dp == 4), "case")
-    else:
-        drawn = sharded_cases(smp_world, smp_engine, least=2, sharding=(2, 4), **fixed)
-        case = data.draw(drawn, "case")
+    case = data.draw(blocks_of_two(smp_world, smp_engine, **fixed), "case")
     agree(case, states(smp_world, smp_engine, case))
 
 

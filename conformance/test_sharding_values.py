@@ -11,13 +11,13 @@ from hypothesis import given
 from conformance.engines.capabilities import EngineCapability
 from conformance.engines.names import find_engine
 from conformance.requirements import requirement
-from conformance.training import check, results, sharded_cases, trials
+from conformance.training import blocks_of_two, check, results, sharded_cases, trials
 from pytest_smp.proxies import SmpWorld
 from pytest_smp.strategies import training_oracle as oracle
 from pytest_smp.strategies.training_models import Block, Model
 from pytest_smp.strategies.training_replay import replayed
 from pytest_smp.strategies.training_script import Seen, compare
-from pytest_smp.strategies.training_sharding import ShardedTraining, divisors
+from pytest_smp.strategies.training_sharding import HUGE, ShardedTraining, divisors
 
 Data = st.DataObject
 
@@ -28,6 +28,10 @@ def holds(smp_world: SmpWorld, smp_engine: str, data: Data, **fixed: Any) -> lis
     told = {name: fixed.pop(name) for name in ("none", "salted") if name in fixed}
     case = data.draw(sharded_cases(smp_world, smp_engine, **fixed), "case")
     return check(smp_world, smp_engine, case, **told)
+
+
+#: Two layers, each gathered by itself.
+TWO = Model(Block("chain", (Block("linear"), Block("linear"))), inputs=2, width=2)
 
 
 @requirement("SHARD-EQUALS-PLAIN")
@@ -61,7 +65,8 @@ def test_degrees_agree(smp_world: SmpWorld, smp_engine: str, data: Data) -> None
 @given(data=st.data(), passes=st.integers(2, 3))
 @trials(4)
 def test_passes_are_summed(smp_world: SmpWorld, smp_engine: str, data: Data, passes: int) -> None:
-    holds(smp_world, smp_engine, data, least=2, sharding=(2, 4), passes=passes, windows=2)
+    fixed: dict[str, Any] = {"passes": passes, "windows": 2, "model": TWO}
+    check(smp_world, smp_engine, data.draw(blocks_of_two(smp_world, smp_engine, **fixed), "case"))
 
 
 @requirement("SHARD-FROZEN")
@@ -162,7 +167,10 @@ def test_a_module_may_use_what_another_one_has(
 @given(data=st.data())
 @trials(3)
 def test_rank_0_has_the_weights(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
-    holds(smp_world, smp_engine, data, least=2, sharding=(2, 4), salted=True)
+    drawn = sharded_cases(smp_world, smp_engine, least=2, sharding=(2, 4), model=TWO)
+    case = data.draw(drawn, "case")
+    for threshold in (0, HUGE):  # all split, and nothing
+        check(smp_world, smp_engine, dataclasses.replace(case, threshold=threshold), salted=True)
 
 
 @requirement("SHARD-REPLAYED")

@@ -87,6 +87,16 @@ def sharded_cases(
     return sharded_trainings(min(most, MOST_RANKS, smp_world.ranks), **fixed)
 
 
+def blocks_of_two(
+    smp_world: SmpWorld, engine: str, **fixed: Any
+) -> st.SearchStrategy[ShardedTraining]:
+    """Cases of four ranks in two sharding groups, where the engine has several."""
+    if EngineCapability.BLOCKS not in find_engine(engine).capabilities:
+        return sharded_cases(smp_world, engine, least=2, sharding=(2, 4), **fixed)
+    drawn = sharded_cases(smp_world, engine, least=4, sharding=(2,), **fixed)
+    return drawn.filter(lambda case: case.dp == 4)
+
+
 def train_on_rank(engine: str, case: Training, salted: bool = False) -> Seen:
     """Train the case with the engine; called on every rank.
 

@@ -337,7 +337,7 @@ def repeated_twice(patch: Patch) -> None:
 @BUGS.enter("SHARD-OUTSIDE", RuntimeError, AssertionError)
 def registered_in_vain(patch: Patch) -> None:
     """smp.register_parameter has no effect"""
-    patch.setattr(registration, "entered", lambda module, gathered, read: registration._NOTHING)
+    patch.setattr(registration, "entered", lambda module, read: registration._NOTHING)
 
 
 @BUGS.enter("SHARD-SAME-MODEL")
