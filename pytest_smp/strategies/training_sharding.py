@@ -204,6 +204,8 @@ def _cases(
     model = said.pop("model", None) or draw(drawn_models(kinds, 1 if narrow else 3))
     if narrow:  # 16 bits hold few whole numbers
         model = dataclasses.replace(model, width=min(model.width, 2))
+    if "model" not in dict(fixed) and draw(st.integers(0, 7)) == 7:
+        model = dataclasses.replace(model, inputs=0, outputs=max(2, model.outputs), tied=True)
     drawn = draw(_fields(model, dp, real))
     drawn["registered"] |= "hold" in model.kinds()
     if "route" in model.kinds() and degree > 1:
