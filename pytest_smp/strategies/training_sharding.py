@@ -22,7 +22,7 @@ from pytest_smp.strategies.training_models import KINDS, Model, build
 
 #: So many elements, or as large a norm, that nothing reaches it.
 HUGE = 10**9
-NO_CLIPPING = 1e30
+NO_CLIPPING = 1e300  # gradients of models that diverge reach 1e38
 
 #: Kinds of blocks that only these cases have: no dimension, no element, not contiguous, used elsewhere.
 ONLY_HERE = ("gain", "empty", "transposed", "borrow", "hold")

@@ -402,7 +402,7 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def divided(total: torch.Tensor, divisor: int) -> torch.Tensor:
-    """The total, divided once, in its memory; complex values part by part, as smp_core.reduction does."""
+    """The total, divided once; complex values part by part, as smp_core.reduction does."""
     if total.is_complex():
         return torch.view_as_complex(torch.view_as_real(total) / divisor)
-    return total.div_(divisor)
+    return total / divisor
