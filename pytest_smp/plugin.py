@@ -141,7 +141,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         request = request_of_item(pyfuncitem, chosen, _RANKS)
     controller = controller_of(pyfuncitem.config)
     controller.take_last()
-    controller.new_test()
     error: BaseException | None = None
     try:
         MarkedTest(pyfuncitem, request.ranks[0], request.config).run(controller)
@@ -162,10 +161,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     controller = item.config.stash.get(_CONTROLLER, None)
-    if controller is not None and controller.tmp_path is not None:
-        controller.tmp_path.renew()
     if controller is not None:
-        controller.faults = ()
+        controller.new_test()
     if item.get_closest_marker("smp_faults") is not None:
         from pytest_smp import faults
 

@@ -27,6 +27,7 @@ from pytest_smp.faults import among as faults_among
 from pytest_smp.proxies import TmpPath
 from pytest_smp.settings import Settings
 from pytest_smp.strategies.schedules import schedules
+from pytest_smp.time_limits import TimeLimits
 from smp_core import runtime
 from smp_core.backends import open_backend, parcels
 from smp_core.backends.base import (
@@ -54,7 +55,6 @@ from smp_core.errors import (
 # pytest leaves these frames out below an error that we raise on purpose; a bug of ours shows them.
 __tracebackhide__ = operator.methodcaller("errisinstance", SmpError)
 
-_HANGS, _TIMES_SLOWEST = 1.0, 10  # seconds after which a run hangs, where one has before
 _SKIPS = (pytest.skip.Exception, pytest.xfail.Exception, unittest.SkipTest)
 
 
@@ -127,8 +127,7 @@ class Controller:
         self._prelude = prelude
         self.debugging = False  # a debugger is open: time stands still
         self.timed_out = 0  # runs that did not end
-        self._slowest = 0.0  # seconds, of this test's runs that passed
-        self._stuck = False  # one of this test's runs did not end
+        self._limits = TimeLimits()
         self.decisions = 0  # of the last run
         self.faults: tuple[Fault, ...] = ()  # of the test that runs
         self.tmp_path: TmpPath | None = None
@@ -181,7 +180,7 @@ class Controller:
             arguments=Arguments(args, kwargs, _leading_names(body, args)),
             parameters=config,
             automatic_init=automatic_init,
-            timeout=self._limit(timeout or self.settings.timeout),
+            timeout=self._limits.of(body, timeout or self.settings.timeout),
             patience=lambda: self.debugging,
             seed=self.settings.seed,
             strict=self.settings.strict,
@@ -194,7 +193,7 @@ class Controller:
         started = time.monotonic()
         report = host.open(ranks).run(job)
         if report.verdict is VerdictKind.PASSED:
-            self._slowest = max(self._slowest, time.monotonic() - started)
+            self._limits.passed(body, time.monotonic() - started)
         self._last, self.decisions = report, report.decisions
         if show_output:
             _show_output(report)
@@ -205,14 +204,11 @@ class Controller:
         return report
 
     def new_test(self) -> None:
-        """What was learnt of one test's runs says nothing of the next one's."""
-        self._slowest, self._stuck = 0.0, False
-
-    def _limit(self, timeout: float) -> float:
-        """The time limit; a shorter one once an example has hung, or shrinking would take for ever."""
-        if not self._stuck:
-            return timeout
-        return min(timeout, max(_HANGS, _TIMES_SLOWEST * self._slowest))
+        """Called before every test, before its fixtures: nothing of the last test's is in force."""
+        self._limits.new_test()
+        self.faults = ()
+        if self.tmp_path is not None:
+            self.tmp_path.renew()
 
     @property
     def abandons(self) -> bool:
@@ -247,7 +243,8 @@ class Controller:
             report = self.report(body, args, kwargs, **how)
             if report.verdict is VerdictKind.TIMED_OUT:
                 if not self.abandons:
-                    self._stuck, report.error = True, StuckError(str(report.error))
+                    self._limits.hung(body)
+                    report.error = StuckError(str(report.error))
                     results.conclude(report, self.settings.backend)
                 self.timed_out += 1
                 if example_of is not None and report.error is not None:
