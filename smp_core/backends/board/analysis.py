@@ -52,11 +52,14 @@ class Finding:
         error: CollectiveMismatchError or DeadlockError.
         root: the rank that it is raised on.
         waits: for each rank that waits, in what and for whom, in words.
+        follows: some rank had caught the error of an earlier call, so what it did then may follow
+            from another rank's death.
     """
 
     error: VerdictError
     root: int
     waits: dict[int, str]
+    follows: bool = False
 
 
 class Board:
@@ -241,7 +244,8 @@ class Board:
             found = self._verdict(suspect, calls)
             if found is not None:
                 error, root = found
-                return Finding(error, root, self._all_waits())
+                follows = any(self._ranks[call.rank].raised for call in calls)
+                return Finding(error, root, self._all_waits(), follows)
         return None
 
     def _verdict(

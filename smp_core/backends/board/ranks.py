@@ -32,6 +32,7 @@ class RankState:
         waits: the calls that its main thread waits for.
         inside: the call that its main thread makes and has not come back from, unless it waits.
         failed: the call that it has just raised out of.
+        raised: whether any call of this run has raised.
         place: where it waits.
         accompanied: whether other threads of the body may go on meanwhile.
         unsure: whether other threads have communicated, or have outlived the body.
@@ -50,7 +51,7 @@ class RankState:
         self.inside: Issued | None = None
         self.failed: Issued | None = None
         self.place: Place | None = None
-        self.unsure = self.accompanied = self.ended = False
+        self.unsure = self.accompanied = self.ended = self.raised = False
         self.calls: dict[int, Issued] = {}  # those that somebody may still ask for
         self._groups: dict[int, tuple[GroupKey, str]] = {}
         self._places: dict[int, Place] = {}
@@ -205,7 +206,7 @@ class RankState:
         if call is not None:
             self.inside = None if call is self.inside else self.inside
             self.waits = [each for each in self.waits if each is not call]
-            self.failed = call
+            self.failed, self.raised = call, True
             self._calls_of_all.withdrawn(call)
 
     def _wait(self, numbers: list[Any], place: int, thread: int) -> None:
@@ -234,7 +235,7 @@ class RankState:
             if number in self.calls:
                 self.calls[number].raised = True
         self._done(numbers)
-        self.failed = failed
+        self.failed, self.raised = failed, True
 
 
 _READ: dict[str, Callable[..., None]] = {

@@ -14,6 +14,7 @@ from typing import Any
 
 from smp_core.backends.hosts import wire
 from smp_core.backends.hosts.output import read_output
+from smp_core.backends.hosts.process_state import ProcessState
 from smp_core.backends.hosts.stacks import STACKS, read_stacks
 
 
@@ -82,6 +83,10 @@ class Crew(ABC):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.pid, STACKS)
         return {rank.slot: read_stacks(rank.folder, rank.pid) for rank in ranks}
+
+    def state(self, rank: RankProcess) -> ProcessState | None:
+        """The state of a rank's process; None if nobody can tell (another machine's)."""
+        return ProcessState.of(rank.pid)
 
     def written(self, rank: RankProcess) -> tuple[str, str]:
         """What a rank has written in this run, to standard output and to standard error."""

@@ -34,6 +34,7 @@ from smp_core.backends.hosts.crew import Ended, RankProcess, describe_exit
 from smp_core.backends.hosts.launchers import LAUNCHERS, Launch
 from smp_core.backends.hosts.nursery import Nursery, die_with_parent
 from smp_core.backends.hosts.pool import PRELOAD, NurseryCrew, Ward, private_folder
+from smp_core.backends.hosts.process_state import ProcessState
 from smp_core.backends.hosts.rank import Berth
 from smp_core.backends.hosts.rank import main as rank_main
 from smp_core.errors import BackendError
@@ -428,6 +429,10 @@ class ExternalCrew(NurseryCrew):
             if rank.host != self._host:
                 found[rank.slot] = self._look(rank).get("stacks", [])
         return found
+
+    def state(self, rank: RankProcess) -> ProcessState | None:
+        """See Crew."""
+        return super().state(rank) if rank.host == self._host else None
 
     def written(self, rank: RankProcess) -> tuple[str, str]:
         """See Crew."""

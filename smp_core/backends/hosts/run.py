@@ -37,6 +37,8 @@ _CHUNKS = 4  # at most, at a look: a rank may write faster than we read
 _LATE = 1.0  # seconds that a record may take that was sent before a rank came back
 TICK = 0.02  # seconds between two looks at the board
 _GRACE = 0.5  # seconds that the others get after a rank has failed, to end by themselves
+_TOLD = 1.0  # seconds for the end to be told of a rank whose connection closed
+_TOLD_OF_ENDS = 20.0  # of one whose process ends for certain: a large one takes its time
 _CANCEL = 2.0  # seconds that a cooperative fabric gets to unwind
 
 
@@ -123,6 +125,8 @@ class Run:
                     leaving = any(self._board.body_is_over(slot) for slot in self._running)
                     if not leaving or now - found_at > _GRACE:
                         self._finding = finding
+            if self._failed() or now - start > limit:
+                self._notice_deaths()
             if self._failed():
                 failed_at = min(failed_at, now)
                 if self._finding is not None or now - failed_at > _GRACE or self._all_wait():
@@ -138,7 +142,20 @@ class Run:
         return bool(self._crashed or self._gone or self._errors or self._finding)
 
     def _all_wait(self) -> bool:
-        return self._checks and all(self._board.blocked(slot) for slot in self._running)
+        """Whether nobody who still runs can change the verdict: each waits for others, and lives."""
+        return self._checks and all(
+            self._board.blocked(slot) and (self._gone or self._crew.state(rank) is not None)
+            for slot, rank in self._running.items()
+        )
+
+    def _notice_deaths(self) -> None:
+        """Take ranks for gone whose processes end: what the others raise may follow from that, and
+        be heard before the dead rank's connections close.
+        """
+        for rank in list(self._running.values()):
+            state = self._crew.state(rank)
+            if state is not None and state.ends:
+                self._hear_last(rank)
 
     def _hear(self, timeout: float) -> None:
         for key, _ in self._host.selector.select(timeout):
@@ -230,20 +247,22 @@ class Run:
             if rank is None:  # another's, or one that its launcher took down with the job
                 self._host.unclaimed(ended)
                 continue
-            if rank.slot in self._running:
-                # What it sent before it ended still lies in its connection.
-                while rank.slot in self._running and rank.control.poll(0):
-                    try:
-                        self._came_back(rank, Done.of(rank.control.recv_bytes()))
-                    except Exception as error:  # as in _hear
-                        self._note_early(rank, error)
-                        break
-                if rank.slot in self._running:
-                    self._lost(rank)
+            self._hear_last(rank)
             self._gone.pop(rank.slot, None)
             if rank not in self.broken:
                 self.broken.append(rank)
             self._crashed[rank.slot] = str(ended)
+
+    def _hear_last(self, rank: RankProcess) -> None:
+        """What a rank sent before it ended, which still lies in its connection."""
+        while rank.slot in self._running and rank.control.poll(0):
+            try:
+                self._came_back(rank, Done.of(rank.control.recv_bytes()))
+            except Exception as error:  # as in _hear
+                self._note_early(rank, error)
+                break
+        if rank.slot in self._running:
+            self._lost(rank)
 
     def _read_lines(self) -> None:
         for rank in self.ranks:
@@ -296,8 +315,8 @@ class Run:
             self._read_line(rank, None if done is None else done.records)
 
     def _conclude(self) -> Report:
-        deadline = time.monotonic() + 1.0
-        while self._gone and time.monotonic() < deadline:  # how they ended is told in a moment
+        start = time.monotonic()
+        while self._gone and time.monotonic() - start < self._until_told():
             self._hear_of_ends()
             time.sleep(0.001)
         if not self._crashed:
@@ -316,11 +335,17 @@ class Run:
             self.whole = self._checks and self._board.settled()
         return Report(verdict, outcomes, root, error)
 
+    def _until_told(self) -> float:
+        """How many seconds to wait for how the ranks that are gone have ended."""
+        states = [self._crew.state(rank) for rank in self._gone.values()]
+        ends = any(state is not None and state.ends for state in states)
+        return _TOLD_OF_ENDS if ends else _TOLD
+
     def _cause(self) -> tuple[int | None, BaseException | None, VerdictKind]:
         """The root cause: a crash, a finding of the board, or the first that raised by itself."""
         finding = self._finding
         mismatch = finding is not None and isinstance(finding.error, CollectiveMismatchError)
-        if finding is not None and mismatch:
+        if finding is not None and mismatch and not (finding.follows and self._crashed):
             return finding.root, finding.error, VerdictKind.MISMATCH
         if self._crashed:
             self.whole = False
