@@ -10,7 +10,7 @@ from typing import Any
 
 from smp_core.backends.base import Group
 from smp_core.backends.fabrics.memory import Airspace
-from smp_core.backends.fabrics.sim import torch_private
+from smp_core.backends.fabrics.sim import profiling, torch_private
 from smp_core.backends.fabrics.sim.objects import ObjectRouter, SimObjects
 from smp_core.backends.fabrics.sim.process_group import SharedGroup, SimProcessGroup
 from smp_core.backends.fabrics.sim.store import SimStore, StoreData
@@ -64,6 +64,7 @@ class SimFabric:
             work.forget()
         if self._torch_world is not None:
             torch_private.unregister_all_process_groups()
+        profiling.end()
         prepare_thread()
 
     # torch.distributed.

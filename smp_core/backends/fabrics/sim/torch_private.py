@@ -17,6 +17,7 @@ import torch.distributed.nn.functional  # its default arguments capture the defa
 from torch.distributed import c10d_logger
 from torch.distributed import distributed_c10d as c10d
 
+from smp_core.backends.fabrics.sim import profiling
 from smp_core.backends.hosts import current
 from smp_core.errors import BackendError, ThreadError
 
@@ -128,8 +129,10 @@ class rank_worlds:
         set_thread_isolation_mode(True)
         _exception_log.addFilter(_not_on_ranks)
         c10d_logger._get_msg_dict = _message  # type: ignore[assignment]
+        profiling.enter()
 
     def leave(self) -> None:
+        profiling.leave()
         c10d_logger._get_msg_dict = _full_message
         _exception_log.removeFilter(_not_on_ranks)
         set_thread_isolation_mode(False)
