@@ -134,3 +134,7 @@ class JobLost(BaseException):
 
 class Cancelled(BaseException):
     """Raised in a rank whose world has ended, to unwind it. Passes through ``except Exception``."""
+
+
+class UnknownTorchWarning(UserWarning):
+    """Issued once by a process that opens ranks with a release of torch that was not tried."""

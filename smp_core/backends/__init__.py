@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from smp_core.backends import torch_parts
 from smp_core.backends.base import PROTOCOL_VERSION, Backend, Factory, Host, HostOptions
 from smp_core.backends.capabilities import Capabilities
 from smp_core.backends.fabrics.torch_claims import GLOO
@@ -28,6 +29,7 @@ EXTERNAL = "external"
 
 
 def _open_sim() -> Host:
+    torch_parts.require("the sim backend")  # first: what follows looks them up when imported
     from smp_core.backends.fabrics.sim import open_host
 
     return open_host()
@@ -197,9 +199,11 @@ def open_backend(name: str, options: HostOptions | None = None) -> Host:
     """Open the host of the backend of this name; one that has ``configure`` gets the options.
 
     Raises BackendError if there is none, it cannot be opened, what it opens is no host, or it was
-    written for another version of the protocol. A host that is refused is closed.
+    written for another version of the protocol. A host that is refused is closed. Warns with
+    UnknownTorchWarning, once, of a torch that was not tried.
     """
     backend = find_backend(name)
+    torch_parts.warn()
     with _blaming(f"backend {name!r} cannot be opened", BackendError):
         host = backend.open_host()
     with _blaming(f"backend {name!r}: what it opens is no host"):

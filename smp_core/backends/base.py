@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from smp_core.backends import torch_parts
 from smp_core.backends.capabilities import EVERYTHING, Capabilities
 from smp_core.backends.schedule import ROUND_ROBIN, Schedule
 
@@ -157,6 +158,9 @@ class Factory:
     loses_tensors: bool = False  # its messages of tensors can be lost and damaged (faults)
 
     def __call__(self, seat: Seat) -> RankFabric:
+        torch_parts.require(
+            "rank processes", "the board"
+        )  # before what looks them up when imported
         module, _, attribute = self.reference.partition(":")
         make = getattr(importlib.import_module(module), attribute)
         fabric: RankFabric = make(seat, *self.arguments)

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
+from smp_core.backends import torch_parts
 from smp_core.errors import ArgumentError, ArgumentTypeError, SmpError
 from smp_core.microbatch import Call
 from smp_core.runtime import Runtime
@@ -95,6 +96,7 @@ class DistributedModel(nn.Module):
         find_unused_parameters: bool = True,
     ) -> None:
         super().__init__()
+        torch_parts.require("training")
         session = sessions.current(_CALL)
         if session.model is not None:
             raise SecondModelError(

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from smp_core.backends import open_backend
 from smp_core.backends.base import Job, VerdictKind
 from smp_core.backends.fabrics.sim import torch_private
-from smp_core.errors import BackendError, DeadlockError, ThreadError
+from smp_core.errors import DeadlockError, ThreadError
 
 
 def total() -> float:
@@ -509,16 +509,3 @@ def test_trap_9_the_backend_exists_on_ranks_only(smp_world: Any) -> None:
     with pytest.raises(ThreadError, match="exists on the ranks of a sim world"):
         dist.init_process_group("sim", store=dist.HashStore(), rank=0, world_size=1)
     assert not dist.is_initialized()
-
-
-@pytest.mark.parametrize("version", ["2.99.0", "3.0.0", "2.1.0", "2.130.0", "1.13.1"])
-def test_trap_9_an_unknown_torch_is_refused(version: str) -> None:
-    with pytest.raises(BackendError) as caught:
-        torch_private.check_version(version)
-    assert f"this is torch {version}" in str(caught.value)
-    assert "pip install torch==2.13.0" in str(caught.value)
-
-
-@pytest.mark.parametrize("version", ["2.13.0", "2.13.0+cpu", "2.13.1+cu130"])
-def test_trap_9_a_checked_torch_is_accepted(version: str) -> None:
-    torch_private.check_version(version)

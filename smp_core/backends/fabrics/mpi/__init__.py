@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
+from smp_core.backends import torch_parts
 from smp_core.backends.base import RankFabric, Seat
 
 __all__ = ["load_mpi", "open_fabric"]
@@ -26,6 +27,7 @@ def open_fabric(seat: Seat) -> RankFabric:
     how to start the ranks, without mpi4py, an MPI library, its threads, or a job of that size.
     """
     load_mpi()  # first of all: what follows imports torch
+    torch_parts.require("the mpi backend")
     from smp_core.backends.fabrics.mpi.fabric import MpiFabric, register_backend
 
     register_backend()

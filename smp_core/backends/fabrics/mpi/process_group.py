@@ -114,6 +114,7 @@ class MpiProcessGroup(CheckedGroup):
         self,
         ranks: list[int],
         timeout: timedelta | None = None,
+        backend: str | None = None,
         pg_options: Any = None,
         group_name: str | None = None,
         group_desc: str | None = None,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from smp_core.backends.base import Group
+from smp_core.backends import torch_parts
+from smp_core.backends.base import Group, Job, VerdictKind
 from smp_core.backends.fabrics.memory import Airspace
 from smp_core.backends.fabrics.sim import profiling, torch_private
 from smp_core.backends.fabrics.sim.objects import ObjectRouter, SimObjects
@@ -19,7 +20,7 @@ from smp_core.backends.frames import Place, caller_place
 from smp_core.backends.hosts.diagnosis import ranks_text
 from smp_core.backends.hosts.isolation import prepare_thread
 from smp_core.backends.hosts.threads import RankContext, ThreadHost
-from smp_core.errors import CollectiveMismatchError, NotInitializedError, RankError
+from smp_core.errors import BackendError, CollectiveMismatchError, NotInitializedError, RankError
 
 _DEFAULT = "WORLD"
 _MOST_IN_FLIGHT = 4  # operations that a note lists
@@ -243,6 +244,26 @@ def _at(place: object) -> str:
 
 def open_host() -> ThreadHost:
     """The host of `sim`, ready to open worlds."""
-    torch_private.check_version()
     torch_private.register_backend()
+    torch_parts.require("the sim backend", self_check=_self_check)
     return ThreadHost(SimWorldFabric)
+
+
+def _self_check() -> None:
+    """Two ranks do what `sim` gives torch's own code a say in. Raises what they raise, or
+    BackendError if they stop in any other way.
+    """
+    from smp_core.backends.fabrics.sim import self_check
+
+    host = ThreadHost(SimWorldFabric)
+    try:
+        report = host.open(2).run(
+            Job(body=self_check.body, arguments=lambda rank: ((), {}), timeout=self_check.LIMIT)
+        )
+    finally:
+        host.close()
+    for outcome in report.outcomes:
+        if outcome.error is not None:
+            raise outcome.error
+    if report.verdict is not VerdictKind.PASSED:
+        raise BackendError(f"the self-check ends in {report.verdict}")

@@ -1,5 +1,4 @@
-"""Every private part of torch that `sim` needs, in one place, with the versions that it was checked
-against.
+"""What `sim` makes of torch's private parts (backends/torch_parts.py lists them).
 
 torch.distributed keeps its state once per process (``distributed_c10d._world`` and a C++ registry
 of group names). While a run lasts, rank threads get a state each; every other thread keeps the
@@ -19,23 +18,12 @@ from torch.distributed import distributed_c10d as c10d
 
 from smp_core.backends.fabrics.sim import profiling
 from smp_core.backends.hosts import current
-from smp_core.errors import BackendError, ThreadError
-
-CHECKED_VERSIONS = ("2.13",)
+from smp_core.errors import ThreadError
 
 set_thread_isolation_mode = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
 unregister_all_process_groups = c10d._unregister_all_process_groups  # type: ignore[attr-defined]
 GroupName = c10d.GroupName
 register_in_world = c10d._register_pg_in_world
-
-
-def check_version(version: str = torch.__version__) -> None:
-    """Raise BackendError for a torch whose private parts nobody has looked at."""
-    if not version.startswith(tuple(f"{checked}." for checked in CHECKED_VERSIONS)):
-        raise BackendError(
-            f"the sim backend uses private parts of torch, checked with {', '.join(CHECKED_VERSIONS)}; this is torch "
-            f"{version}. Install a checked version (pip install torch=={CHECKED_VERSIONS[-1]}.0)"
-        )
 
 
 class _OwnGroups(dict[Any, Any]):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
+from smp_core.backends import torch_parts
 from smp_core.backends.base import Group, ObjectTransport
 from smp_core.backends.fabrics.sim import torch_private
 from smp_core.backends.fabrics.threaded.objects import Exchange, ThreadObjects
@@ -128,5 +129,5 @@ class ThreadedWorldFabric:
 
 def open_host() -> FreeThreadHost:
     """The host of `torch:threaded`, ready to open worlds."""
-    torch_private.check_version()
+    torch_parts.require("the sim backend")
     return FreeThreadHost(ThreadedWorldFabric)
