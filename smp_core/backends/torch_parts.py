@@ -109,6 +109,17 @@ _GROUP = (
     *_parts("torch.distributed", "Backend._plugins"),
 )
 _WORK = _parts(_C, "Work", "Work.wait", "Work.get_future")
+_PROFILER = (
+    *_parts(
+        "torch.autograd",
+        "_disable_profiler_legacy",
+        "_enable_profiler_legacy",
+        "_profiler_enabled",
+        "_add_metadata_json",
+    ),
+    *_parts("torch.autograd.profiler", "_disable_profiler", "profile._parse_kineto_results"),
+    *_parts("torch.autograd.profiler_legacy", "_parse_legacy_records"),
+)
 _WAIT = _parts("torch", "ops._c10d_functional.wait_tensor.default")
 _OPTIONS = _parts(_C10D, "AllToAllOptions", "AllgatherOptions", "BroadcastOptions")
 
@@ -119,6 +130,7 @@ PARTS: dict[str, tuple[Part, ...]] = {
         *_WORK,
         *_GROUP,
         *_WAIT,
+        *_PROFILER,
         *_parts(_C, "Store", "_set_thread_isolation_mode"),
         Part("torch.distributed.c10d_logger", "_get_msg_dict", calls=1),
         *_parts("torch.distributed.c10d_logger", "_c10d_logger.name"),
