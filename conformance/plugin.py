@@ -7,11 +7,13 @@ A session that neither collects the suite nor uses its options pays for this fil
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from _pytest.pathlib import bestrelpath
 
 from conformance import options
 
@@ -100,6 +102,19 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 # Collection.
+
+
+def pytest_pycollect_makemodule(
+    module_path: Path, parent: pytest.Collector
+) -> pytest.Module | None:
+    # Of a file outside of the root folder pytest leaves the path out of the ids: they say too little
+    # to be an argument of the next command line.
+    root = parent.config.rootpath
+    if not module_path.is_relative_to(_HERE) or module_path.is_relative_to(root):
+        return None
+    nodeid = bestrelpath(root, module_path).replace(os.sep, "/")
+    module: pytest.Module = pytest.Module.from_parent(parent, path=module_path, nodeid=nodeid)
+    return module
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
@@ -210,6 +225,7 @@ class _Listener:
         if suite is not None:
             suite.finish(session)
 
+    @pytest.hookimpl(trylast=True)  # the verdicts stand at the very end
     def pytest_terminal_summary(
         self, terminalreporter: pytest.TerminalReporter, exitstatus: int
     ) -> None:

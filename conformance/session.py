@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shlex
 import sys
 import time
 from collections import defaultdict
@@ -80,6 +81,15 @@ def property_name(nodeid: str) -> str:
     """A property's name, wherever the session was started: ``conformance/test_x.py::test_y[z]``."""
     path, _, rest = nodeid.partition("::")
     return f"{HERE.name}/{path.rpartition('/')[2]}::{rest}"
+
+
+def argument(nodeid: str) -> str:
+    """A property as an argument of ``pytest --pyargs``, from any folder, in any shell:
+    ``'conformance.test_x::test_y[z]'``.
+    """
+    path, _, rest = nodeid.partition("::")
+    module = path.rpartition("/")[2].removesuffix(".py")
+    return shlex.quote(f"{HERE.name}.{module}::{rest}")
 
 
 class Session:
@@ -386,7 +396,7 @@ class Session:
             found["the session did not ask for the whole suite (--pyargs conformance)"] = []
         for outcome in (Outcome.DESELECTED, Outcome.SKIPPED, Outcome.NOT_RUN):
             names = [
-                property_name(nodeid)
+                argument(nodeid)
                 for nodeid, result in self.results.items()
                 if result.outcome is outcome and result.requirement not in self.lacks
             ]

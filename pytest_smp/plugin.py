@@ -6,7 +6,7 @@ A session without marked tests imports no torch, no Hypothesis and nothing else 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -169,10 +169,51 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         controller_of(item.config).faults = faults.of_markers(item)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[Any]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    made = yield
+    if call.excinfo is None or item.config.stash.get(_CONTROLLER, None) is None:
+        return made
+    from pytest_smp import results
+
+    error = call.excinfo.value
+    if not any(name == "smp" for name, _ in made.user_properties):  # it started its runs itself
+        summary = results.summary_of(error)
+        if summary is not None:
+            made.user_properties.append(("smp", summary))
+    results.shorten(made, error)
+    return made
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_exception_interact(call: pytest.CallInfo[Any]) -> Generator[None, object, object]:
+    from pytest_smp import failures
+
+    error = None if call.excinfo is None else call.excinfo.value
+    failure = None if error is None else failures.of(error)
+    if error is None or failure is None:
+        return (yield)
+    from pytest_smp import post_mortem
+
+    with post_mortem.of(failure, error):
+        return (yield)
+
+
 def pytest_enter_pdb(config: pytest.Config) -> None:
     controller = config.stash.get(_CONTROLLER, None)
-    if controller is not None:
-        controller.debugging = True
+    if controller is None:
+        return
+    controller.debugging = True
+    from smp_core.backends.hosts.current import current
+
+    rank = current()
+    if rank is not None:
+        from _pytest.config import create_terminal_writer
+
+        who = f"rank {rank.rank} of {rank.size} ({config.stash[_SETTINGS].backend})"
+        create_terminal_writer(config).sep(">", who)
 
 
 def pytest_leave_pdb(config: pytest.Config) -> None:

@@ -91,18 +91,21 @@ class SmpWorld:
         timeout: float | None = None,
         init: bool = True,
         schedule: Schedule | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Run ``body(*args)`` on every rank of a world; return its values in rank order.
+        """Run ``body(*args, **kwargs)`` on every rank of a world; return its values in rank order.
 
-        Each rank gets its own copy of the arguments. ``ranks`` is all that there are if not given;
+        Each rank gets its own copy of the arguments. ``kwargs`` is one mapping, so that a body may
+        have parameters of the names below. ``ranks`` is all that there are if not given;
         ``config`` is that of ``smp.init``, which the first API call of a rank runs by itself unless
         ``init`` is false; ``timeout`` is in seconds; ``schedule`` is the order of turns on `sim`
         (round-robin if not given). Raises the root cause of a failed run (with
-        the other ranks as notes), ConfigError or ArgumentError before any rank starts.
+        the other ranks as notes); before any rank starts ConfigError, and ArgumentError for an
+        argument of this call that cannot be.
         """
         __tracebackhide__ = True
         how = self._how(body, ranks, config, timeout, init, schedule)
-        return self._controller.run(body, args, {}, **how)
+        return self._controller.run(body, args, _keywords(kwargs), **how)
 
     def report(
         self,
@@ -113,11 +116,11 @@ class SmpWorld:
         timeout: float | None = None,
         init: bool = True,
         schedule: Schedule | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Report:
         """As ``run``, but return the verdict and every rank's outcome, and raise for none of them."""
-        return self._controller.report(
-            body, args, {}, **self._how(body, ranks, config, timeout, init, schedule)
-        )
+        how = self._how(body, ranks, config, timeout, init, schedule)
+        return self._controller.report(body, args, _keywords(kwargs), **how)
 
     def _how(
         self,
@@ -164,6 +167,16 @@ class SmpWorld:
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError("smp_world starts runs, and cannot be used inside one")
+
+
+def _keywords(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    if kwargs is None:
+        return {}
+    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
+        raise ArgumentError(
+            f"smp_world: kwargs={kwargs!r}: must map names of the body's parameters to values"
+        )
+    return dict(kwargs)
 
 
 class TmpPath(os.PathLike[str]):

@@ -7,25 +7,35 @@ from __future__ import annotations
 import json
 import sysconfig
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis.errors import UnsatisfiedAssumption
 
+from pytest_smp import failures
+from pytest_smp.failures import Failure
 from smp_core.backends.base import Outcome, OutcomeKind, Report, VerdictKind
 from smp_core.backends.frames import is_ours
 from smp_core.backends.hosts.diagnosis import ranks_text
-from smp_core.errors import LeakError, RankDisagreementError
+from smp_core.errors import (
+    LeakError,
+    RankDisagreementError,
+    RunTimeout,
+    SmpError,
+    VerdictError,
+)
 
 _ENDS_THE_SESSION = (KeyboardInterrupt, pytest.exit.Exception)
 
 
-def conclude(report: Report, backend: str) -> None:
+def conclude(report: Report, backend: str, config: Mapping[str, Any] | None = None) -> None:
     """Raise what a failed or skipped run is to raise; return for a run that passed.
 
     It is the root-cause rank's own exception object, with the other ranks as notes: Hypothesis
     tells failures apart by the exception, and a group of all ranks' would be as many failures.
+    ``config`` is what the run gave smp.init.
     """
     __tracebackhide__ = True
     _prefer_failure(report)
@@ -36,6 +46,8 @@ def conclude(report: Report, backend: str) -> None:
             for note in [*_notes(report, backend), *_replay(report)]:
                 if note not in known:
                     error.add_note(note)
+            ranks = len(report.outcomes)
+            failures.mark(error, Failure(str(report.verdict), report.root, ranks, backend, config))
         raise error
     skipped = [outcome for outcome in report.outcomes if outcome.kind is OutcomeKind.SKIPPED]
     if not skipped:
@@ -173,9 +185,50 @@ def add_to_item(
         "ranks": ranks,
     }
     if error is not None:
-        summary |= {
-            "error": f"{type(error).__name__}: {_text(error)}".rstrip(": "),
-            "line": _line_text(error),
-            "notes": list(getattr(error, "__notes__", ())),
-        }
+        summary |= _told(error)
     item.user_properties.append(("smp", json.dumps(summary)))
+
+
+def summary_of(error: BaseException) -> str | None:
+    """What the property ``smp`` says of a test that started its runs itself and let ``error``
+    through; None if no run raised it.
+    """
+    found = [failure for _, failure in failures.parts(error)]
+    if not found:
+        return None
+    last = found[-1]
+    return json.dumps(
+        {
+            "backend": last.backend,
+            "verdict": last.verdict,
+            "root": last.root,
+            "abandoned": False,  # the controller that started them counts those
+            "schedule": "",
+            "ranks": [],
+            **_told(error),
+        }
+    )
+
+
+def _told(error: BaseException) -> dict[str, Any]:
+    """What the section at the end shows of an exception, and of those that it groups."""
+    several = [each for each, _ in failures.parts(error) if each is not error]
+    return {
+        "error": f"{type(error).__name__}: {_text(error)}".rstrip(": "),
+        "line": _line_text(error),
+        "notes": list(getattr(error, "__notes__", ())),
+        **({"failures": [_told(each) for each in several]} if several else {}),
+    }
+
+
+def shorten(made: pytest.TestReport, error: BaseException) -> None:
+    """Let the line of pytest's short summary begin with the verdict: it is cut at the terminal's
+    width, and the module's name of an error of ours says nothing.
+    """
+    crash = getattr(made.longrepr, "reprcrash", None)
+    if crash is None or not isinstance(error, SmpError | RunTimeout):
+        return
+    prefix = f"{type(error).__module__}."
+    crash.message = crash.message.removeprefix(prefix)
+    if isinstance(error, VerdictError | RunTimeout):
+        crash.message = crash.message.removeprefix(f"{type(error).__name__}: ")

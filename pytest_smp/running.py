@@ -245,13 +245,13 @@ class Controller:
                 if not self.abandons:
                     self._limits.hung(body)
                     report.error = StuckError(str(report.error))
-                    results.conclude(report, self.settings.backend)
+                    results.conclude(report, self.settings.backend, how.get("config"))
                 self.timed_out += 1
                 if example_of is not None and report.error is not None:
                     # Not Hypothesis's to shrink, so not its to show.
                     example = ", ".join(f"{name}={value!r}" for name, value in kwargs.items())
                     report.error.add_note(f"in the example {example_of}({example})")
-            results.conclude(report, self.settings.backend)
+            results.conclude(report, self.settings.backend, how.get("config"))
             return report.values
 
     @property

@@ -6,6 +6,9 @@ Captured output of many ranks can push all of that off the screen; this stands b
 from __future__ import annotations
 
 import json
+import os
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,19 +20,34 @@ _MOST_LINES = 12  # of one error's message
 def write(reporter: pytest.TerminalReporter) -> None:
     """Write the section, if a test on ranks has failed."""
     failures = []
-    for report in reporter.getreports("failed"):
+    for report in [*reporter.getreports("failed"), *reporter.getreports("error")]:
         text = dict(getattr(report, "user_properties", ())).get("smp")
-        if report.when == "call" and text:
-            failures.append((report.nodeid, json.loads(text)))
+        told = json.loads(text) if text else {}
+        if "error" in told:
+            failures.append((pasteable(reporter.config, report), told))
+    failures = [each for at, each in enumerate(failures) if each not in failures[:at]]
     if not failures:
         return
     reporter.section("failures on ranks")
     for nodeid, failure in failures[:_MOST_TESTS]:
         reporter.write_line(nodeid, bold=True)
-        for line in _lines(failure):
-            reporter.write_line(f"  {line}")
+        for each in [failure, *failure.get("failures", ())]:
+            for line in _lines(each):
+                reporter.write_line(f"  {line}")
     if len(failures) > _MOST_TESTS:
         reporter.write_line(f"and {len(failures) - _MOST_TESTS} more")
+
+
+def pasteable(config: pytest.Config, report: pytest.TestReport) -> str:
+    """A test's id as an argument of the next command line, from the same folder, in any shell.
+
+    pytest leaves the folder, or the whole path, out of the id of a test outside of its root folder.
+    """
+    path, separator, name = report.nodeid.partition("::")
+    if not (config.rootpath / path).is_file():
+        path = report.location[0]
+    file = os.path.relpath(config.rootpath / path, config.invocation_params.dir)
+    return shlex.quote(f"{Path(file).as_posix()}{separator}{name}")
 
 
 def _lines(failure: dict[str, Any]) -> list[str]:

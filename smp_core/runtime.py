@@ -135,6 +135,14 @@ def _build(config: Mapping[str, Any] | None, fabric: Fabric) -> Runtime:
     return Runtime(parsed, _topology(parsed, fabric.size), fabric)
 
 
+def of_rank(config: Mapping[str, Any] | None, fabric: Fabric) -> Runtime:
+    """The runtime that ``init(config)`` makes on a rank with this fabric; nothing is initialised.
+
+    Raises ConfigError for a bad configuration.
+    """
+    return _build(config, fabric)
+
+
 def _launcher_parameters() -> str:
     return os.environ.get(_LAUNCHER_PARAMETERS, "")
 

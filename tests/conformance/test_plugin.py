@@ -338,9 +338,9 @@ def test_a_certificate_allows_nothing_left_out(small: Any, tmp_path: Path) -> No
     assert "   STALE WAIVER: COMM-ORDER\n" in stale
     for output in (deselected, workers):
         assert "reached: L1. What stands" in output
-        assert "   1 property deselected: small/test_small.py::test_rank_again\n" in output
+        assert "   1 property deselected: small.test_small::test_rank_again\n" in output
         assert "   SKIPPED: ERROR-RANK\n" in output
-    assert "   1 property skipped: small/test_small.py::test_rank\n" in skipped
+    assert "   1 property skipped: small.test_small::test_rank\n" in skipped
     assert "reached: no level. What stands" in part
     assert "   the session did not ask for the whole suite (--pyargs conformance)\n" in part
     assert "reached: L1. What stands" in failed

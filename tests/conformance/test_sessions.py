@@ -10,7 +10,7 @@ import pytest
 
 from conformance.registry import Level
 from conformance.requirements import REQUIREMENTS
-from conformance.session import claims_text, property_name, requirement_of
+from conformance.session import HERE, argument, claims_text, property_name, requirement_of
 from smp_core.backends.capabilities import DTYPES, EVERYTHING, Capabilities, Capability
 
 
@@ -112,6 +112,32 @@ BUG = """
 import smp_core.torch as smp
 smp.barrier = lambda group=smp.WORLD: None
 """
+
+
+@pytest.mark.parametrize(
+    ("nodeid", "pasted"),
+    [
+        ("test_x.py::test_y", "conformance.test_x::test_y"),
+        ("../lib/conformance/test_x.py::test_y[a b]", "'conformance.test_x::test_y[a b]'"),
+    ],
+)
+def test_a_property_as_an_argument(nodeid: str, pasted: str) -> None:
+    assert argument(nodeid) == pasted
+
+
+def test_ids_name_the_whole_path_and_can_be_asked_for(sessions: Any, tmp_path: Path) -> None:
+    """The suite lies outside of the root folder, as where it is installed."""
+    collect = ["--rootdir", str(tmp_path), "--collect-only", "-q"]
+    by_name, by_package = sessions(
+        ["--pyargs", "conformance.test_barriers", *collect],
+        ["--pyargs", "conformance", *collect],
+    )
+    ids = [line for line in by_name.splitlines() if "::" in line]
+    assert len(ids) > 3
+    for each in ids:
+        assert each in by_package.splitlines()
+        path, _, _ = each.partition("::")
+        assert (tmp_path / path).resolve() == HERE / "test_barriers.py"
 
 
 def test_a_failure_shows_the_requirement(sessions: Any) -> None:

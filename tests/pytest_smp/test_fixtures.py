@@ -421,3 +421,27 @@ def test_a_property_of_smp_world_takes_a_fresh_folder_for_each_example(session: 
         """,
     )
     assert ended.counts == {"passed": 1}
+
+
+def test_smp_world_passes_keywords_on(session: Session) -> None:
+    """A mapping of its own, so that a body's parameters may have the names of its options."""
+    ended = session(
+        """
+        def body(scale, *, ranks, config=None, kwargs="none"):
+            return scale, ranks, config, kwargs, api.rank()
+
+        def test_run(smp_world):
+            given = {"ranks": [7], "config": "mine", "kwargs": {}}
+            assert smp_world.run(body, 2, ranks=2, kwargs=given) == [
+                (2, [7], "mine", {}, 0), (2, [7], "mine", {}, 1)
+            ]
+            report = smp_world.report(body, ranks=1, kwargs={"scale": 3, "ranks": 4})
+            assert report.values == [(3, 4, None, "none", 0)]
+
+        @pytest.mark.parametrize("bad", [[("ranks", 1)], {1: 2}, "ranks"])
+        def test_refused(smp_world, bad):
+            with pytest.raises(errors.ArgumentError, match="kwargs=.*must map names"):
+                smp_world.run(body, 1, kwargs=bad)
+        """
+    )
+    assert ended.counts == {"passed": 4}

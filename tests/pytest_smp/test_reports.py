@@ -422,6 +422,47 @@ def test_pdb_opens_on_the_ranks_own_frame(session: Session) -> None:
     ended.hides_ours()
 
 
+@pytest.mark.parametrize("backend", ["sim", "gloo"])
+def test_pdb_says_which_rank_it_is_in_and_the_api_answers_as_that_rank(
+    session: Session, backend: str
+) -> None:
+    ended = session.apart(
+        """
+        @pytest.mark.smp(ranks=4, pipeline_parallel_degree=2)
+        def test_x(smp):
+            if smp.rank() == 2:
+                raise ValueError("broken")
+
+        def body():
+            if api.rank() == 1:
+                raise ValueError("broken")
+
+        def test_by_smp_world(smp_world):
+            smp_world.run(body, ranks=2)
+
+        @pytest.mark.smp
+        def test_next(smp):
+            smp.barrier()
+        """,
+        "--pdb",
+        f"--smp-backend={backend}",
+        stdin=(
+            b"p 'who', smp.rank(), api.size(), api.pp_rank(), api.get_pp_group()\n"
+            b"api.barrier()\nc\n"
+            b"p 'who', api.rank(), api.size()\napi.dp_rank()\nc\n"
+        ),
+    )
+    assert ended.counts == {"failed": 2, "passed": 1}
+    ended.shows(
+        "> rank 2 of 4",
+        "('who', 2, 4, 0, [2, 3])",  # `cluster`: ranks of one pipeline are neighbours
+        "ThreadError: post-mortem of rank 2: the run is over, and its ranks cannot communicate",
+        "> rank 1 of 2",
+        "('who', 1, 2)",
+        "ThreadError: post-mortem of rank 1: which configuration the body gave smp.init is not known",
+    )
+
+
 @pytest.mark.parametrize("capture", ["-s", "--capture=fd"])
 def test_breakpoint_on_a_rank_stops_the_clock(session: Session, capture: str) -> None:
     """The debugger stays open for longer than a run may take, and is left by its quit command."""
@@ -453,7 +494,9 @@ def test_breakpoint_on_a_rank_stops_the_clock(session: Session, capture: str) ->
         stdin=b"p 'mine', mine\nimport threading; threading.Event().wait(1.2)\np 7, smp.rank()\nc\nq\n",
     )
     assert ended.counts == {"passed": 2}
-    ended.shows("PDB set_trace", "('mine', 'weights of 2')", "(7, 2)", "PDB continue")
+    ended.shows(
+        "PDB set_trace", "> rank 2 of ", "('mine', 'weights of 2')", "(7, 2)", "PDB continue"
+    )
     ended.shows("after")
     ended.shows("Exit: Quitting debugger")
     ended.hides_ours("timeout: ")

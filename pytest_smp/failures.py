@@ -1,0 +1,59 @@
+"""What a failed run leaves on the exception that it raised: verdict, rank, world.
+
+Hypothesis raises an exception again, or several in a group, long after the run's report is gone;
+what was said of each travels with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_NAME = "_smp_failure"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failure:
+    """How the run ended that raised an exception.
+
+    Attributes:
+        verdict: the word for it (base.VerdictKind).
+        root: the rank that raised, None where the verdict is on the world.
+        ranks: how many there were.
+        backend: what they were made of.
+        config: what the run gave smp.init, if anything.
+    """
+
+    verdict: str
+    root: int | None
+    ranks: int
+    backend: str
+    config: Mapping[str, Any] | None
+
+    def __str__(self) -> str:
+        who = "the world" if self.root is None else f"rank {self.root}"
+        return f"{who} of {self.ranks} ({self.backend})"
+
+
+def mark(error: BaseException, failure: Failure) -> None:
+    """Say of which run an exception comes."""
+    with contextlib.suppress(AttributeError, TypeError):  # a class may refuse: no more is lost
+        object.__setattr__(error, _NAME, failure)
+
+
+def of(error: BaseException) -> Failure | None:
+    """Which run raised this exception, or None."""
+    failure = getattr(error, _NAME, None)
+    return failure if isinstance(failure, Failure) else None
+
+
+def parts(error: BaseException) -> Iterator[tuple[BaseException, Failure]]:
+    """The exceptions of runs: ``error`` itself, or those that it groups."""
+    failure = of(error)
+    if failure is not None:
+        yield error, failure
+    elif isinstance(error, BaseExceptionGroup):
+        for each in error.exceptions:
+            yield from parts(each)

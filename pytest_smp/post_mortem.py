@@ -1,0 +1,86 @@
+"""Who the failed rank was, while a debugger looks at it.
+
+The run is over: its rank answers what follows from its number, and cannot communicate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+from pytest_smp.failures import Failure
+from pytest_smp.proxies import the_smp
+from smp_core import runtime
+from smp_core.backends.hosts import current
+from smp_core.errors import ThreadError
+
+_ELSEWHERE = "external"  # its ranks may be spread over machines
+
+
+class _Gone:
+    """Stands for what ended with the run: whatever is asked of it raises ThreadError."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        self._rank, self._why = rank, why
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ThreadError(f"post-mortem of rank {self._rank}: {self._why} (`{name}` was asked for)")
+
+
+class _Runtime(_Gone):
+    """Of a rank whose configuration is not known: the body may have given its own to smp.init."""
+
+    def __init__(self, fabric: Any) -> None:
+        super().__init__(fabric.rank, "which configuration the body gave smp.init is not known")
+        self.rank, self.size, self.fabric, self.training = fabric.rank, fabric.size, fabric, None
+
+
+class _Fabric(_Gone):
+    """Of a run that is over."""
+
+    def __init__(self, failure: Failure) -> None:
+        assert failure.root is not None
+        super().__init__(failure.root, "the run is over, and its ranks cannot communicate")
+        self.rank, self.size = failure.root, failure.ranks
+        if failure.backend != _ELSEWHERE:
+            self.local_rank, self.local_size = failure.root, failure.ranks
+        self.objects = _Gone(failure.root, "the run is over, and its ranks cannot communicate")
+
+
+def _name_globals(entry: types.TracebackType | None) -> None:
+    """Give frames that came from a rank process, without their variables, the names of their
+    modules, and ``smp``.
+    """
+    while entry is not None:
+        names = entry.tb_frame.f_globals
+        module = sys.modules.get(str(names.get("__name__")))
+        if module is not None and vars(module) is not names:
+            for name, value in {"smp": the_smp(), **vars(module)}.items():
+                names.setdefault(name, value)
+        entry = entry.tb_next
+
+
+@contextlib.contextmanager
+def of(failure: Failure, error: BaseException) -> Iterator[None]:
+    """While entered, this thread is the rank that the failure is of, and ``error`` its exception."""
+    _name_globals(error.__traceback__)
+    if failure.root is None or current.current() is not None:
+        yield
+        return
+    fabric: Any = _Fabric(failure)
+    context: Any = SimpleNamespace(
+        rank=failure.root,
+        size=failure.ranks,
+        fabric=fabric,
+        job=SimpleNamespace(parameters=None, automatic_init=False),
+        runtime=runtime.of_rank(failure.config, fabric) if failure.config else _Runtime(fabric),
+    )
+    current.set_current(context)
+    try:
+        yield
+    finally:
+        current.set_current(None)
