@@ -45,7 +45,7 @@ def train(run: Run, parts: tuple[str, ...]) -> list[Told]:
             body(model, *batch(run, step, turn, smp.dp_rank()))
         norm = None
         if run.max_norm is not None:
-            norm = optimizer.clip_master_grads(run.max_norm, norm_type=run.norm_type)
+            norm = float(optimizer.clip_master_grads(run.max_norm, norm_type=run.norm_type))
         optimizer.step()
         flag, scale = (optimizer.overflow, optimizer.loss_scale) if run.narrow else (False, 1.0)
         now = Told(flag, scale, norm)

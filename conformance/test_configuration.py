@@ -67,6 +67,7 @@ def check_refused(
 
 
 @requirement("CONF-VALID")
+@pytest.mark.filterwarnings("ignore::smp_core.config.IgnoredKeyWarning")  # drawn as well
 @given(data=st.data())
 @on_ranks
 def test_what_is_valid_is_accepted(smp_world: SmpWorld, data: st.DataObject) -> None:

@@ -40,7 +40,9 @@ __tracebackhide__ = operator.methodcaller("errisinstance", SmpError)
 
 
 class IgnoredKeyWarning(UserWarning):
-    """Issued for a key that scripts use but whose meaning was never published: it has no effect."""
+    """Issued for a key that is accepted and has no effect: its meaning was never published, or it
+    belongs to a part of the API that is not here.
+    """
 
 
 # ---- Constraints on a single value ---------------------------------------------------------------
@@ -99,6 +101,7 @@ def key(
     means: str,
     source: str,
     since: str | None = None,
+    without_effect: str | None = None,
 ) -> Any:
     """One row of the table of keys.
 
@@ -107,8 +110,10 @@ def key(
         means: what the key says.
         source: where the key and its default come from; every error about the key ends with it.
         since: the first version of the library that has the key, where published.
+        without_effect: why no value of the key changes anything; ``smp.init`` warns of one that is
+            not the default.
     """
-    about: dict[str, Any] = {"source": source, "since": since}
+    about: dict[str, Any] = {"source": source, "since": since, "without_effect": without_effect}
     if callable(default):
         return Field(default_factory=default, description=means, json_schema_extra=about)
     return Field(default, description=means, json_schema_extra=about)
@@ -136,6 +141,10 @@ IGNORED_KEYS: tuple[str, ...] = (
     "_prescaled_batch",
     "overlapping_allreduce",  # means something as an argument of DistributedModel only
 )
+
+
+_TENSORFLOW = "it is a key of the TensorFlow API"
+_PARTITION_FILE = "the form of such a file was never published; smp.resume_from_checkpoint brings a partition along"
 
 
 class Config(BaseModel):
@@ -182,11 +191,20 @@ class Config(BaseModel):
     )
 
     # TensorFlow
-    contiguous: Flag = key(True, "each partition is a connected component", "SMP_API.md 3.2")
-    horovod: Flag = key(False, "data parallelism by Horovod", "SMP_API.md 3.2")
+    contiguous: Flag = key(
+        True,
+        "each partition is a connected component",
+        source="SMP_API.md 3.2",
+        without_effect=_TENSORFLOW,
+    )
+    horovod: Flag = key(
+        False, "data parallelism by Horovod", "SMP_API.md 3.2", without_effect=_TENSORFLOW
+    )
     # No default of the next two was published; both are opt-ins by their names.
-    xla: Flag = key(False, "compile by XLA", "SMP_API.md 3.2")
-    fork: Flag = key(False, "seen in container tests only", "SMP_API.md 3.2")
+    xla: Flag = key(False, "compile by XLA", "SMP_API.md 3.2", without_effect=_TENSORFLOW)
+    fork: Flag = key(
+        False, "seen in container tests only", "SMP_API.md 3.2", without_effect=_TENSORFLOW
+    )
 
     # PyTorch: pipeline
     memory_weight: Weight = key(
@@ -205,12 +223,19 @@ class Config(BaseModel):
     )
     skip_tracing: Flag = key(False, "cut without a tracing step", "SMP_API.md 3.3", since="1.6")
     # Known only from the client-side check, without defaults: absent means that no file is read.
-    load_partition: Flag = key(False, "take the partition from a file", "SMP_API.md 3.3")
-    partition_file: Name = key(None, "that file", "SMP_API.md 3.3")
+    load_partition: Flag = key(
+        False, "take the partition from a file", "SMP_API.md 3.3", without_effect=_PARTITION_FILE
+    )
+    partition_file: Name = key(None, "that file", "SMP_API.md 3.3", without_effect=_PARTITION_FILE)
 
     # PyTorch: data parallelism
     ddp: Flag = key(False, "data parallelism by torch.distributed", "SMP_API.md 3.3")
-    ddp_port: Port = key(None, "port where the ranks meet", "SMP_API.md 3.3")
+    ddp_port: Port = key(
+        None,
+        "port where the ranks meet",
+        source="SMP_API.md 3.3",
+        without_effect="ranks meet where their launcher says (MASTER_PORT)",
+    )
     ddp_dist_backend: DistBackend = key(
         "auto", "collectives to use", "SMP_API.md 3.3, seed 004", since="1.13"
     )
@@ -242,7 +267,11 @@ class Config(BaseModel):
     # PyTorch: 16 bits
     fp16: Flag = key(False, "train in float16", "SMP_API.md 3.3", since="1.10")
     fp16_params: Flag = key(
-        False, "distributed modules start in float16", "SMP_API.md 3.3", since="1.6"
+        False,
+        "distributed modules start in float16",
+        source="SMP_API.md 3.3",
+        since="1.6",
+        without_effect="it is about distributed modules, and there are none; fp16 trains in float16",
     )
     bf16: Flag = key(False, "train in bfloat16", "SMP_API.md 3.3, seed 004")
 
@@ -383,6 +412,16 @@ class Config(BaseModel):
                 f"tensor_parallel_degree) = {size} / ({pipeline} * {tensor}) = {reduced_data}. "
                 f"Use one of {_divisors(reduced_data)}. [SMP_API.md 8.1, 8.3; seed 004]"
             )
+
+    def without_effect(self) -> dict[str, str]:
+        """The keys whose values are not the defaults and change nothing, and why."""
+        reasons = {}
+        for name in self.to_parameters():
+            about = type(self).model_fields[name].json_schema_extra
+            assert isinstance(about, dict)  # `key` made it
+            if about["without_effect"] is not None:
+                reasons[name] = str(about["without_effect"])
+        return reasons
 
     def to_parameters(self) -> dict[str, Any]:
         """A dict that parses to an equal configuration: what differs from the defaults.

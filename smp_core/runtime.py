@@ -11,12 +11,13 @@ import functools
 import json
 import operator
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from smp_core.backends.base import Fabric, Group
 from smp_core.backends.hosts import current as rank_threads
-from smp_core.config import Config
+from smp_core.config import Config, IgnoredKeyWarning
 from smp_core.errors import (
     AlreadyInitializedError,
     ConfigError,
@@ -132,7 +133,18 @@ def current(call: str) -> Runtime:
 
 def _build(config: Mapping[str, Any] | None, fabric: Fabric) -> Runtime:
     parsed = _parse(config, _launcher_parameters())
-    return Runtime(parsed, _topology(parsed, fabric.size), fabric)
+    topology = _topology(parsed, fabric.size)
+    _warn_of_keys_without_effect(parsed)
+    return Runtime(parsed, topology, fabric)
+
+
+def _warn_of_keys_without_effect(config: Config) -> None:
+    for name, reason in config.without_effect().items():
+        warnings.warn(
+            f"smp.init: {name}={getattr(config, name)!r} has no effect: {reason}",
+            IgnoredKeyWarning,
+            stacklevel=4,  # whoever called `init`
+        )
 
 
 def of_rank(config: Mapping[str, Any] | None, fabric: Fabric) -> Runtime:
@@ -202,6 +214,7 @@ def _of_process(config: Mapping[str, Any] | None) -> Runtime:
 
     parsed, place = _parse(config, _launcher_parameters()), find_place()
     topology = _topology(parsed, place.size)
+    _warn_of_keys_without_effect(parsed)
     return Runtime(parsed, topology, place.join(parsed.ddp_dist_backend))
 
 

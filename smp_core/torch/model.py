@@ -9,6 +9,7 @@ parameters, and calls go to their owners.
 from __future__ import annotations
 
 import builtins
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Self
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from smp_core.backends import torch_parts
+from smp_core.config import IgnoredKeyWarning
 from smp_core.errors import ArgumentError, ArgumentTypeError, SmpError
 from smp_core.microbatch import Call
 from smp_core.runtime import Runtime
@@ -104,6 +106,7 @@ class DistributedModel(nn.Module):
                 "holds both; or call smp.shutdown() and smp.init() to start anew"
             )
         _check_module(module)
+        _warn_of_replicas(session.runtime.config.tensor_parallel_degree)
         tracing.check_options(trace_device, trace_execution_times)
         _check_number("backward_passes_per_step", backward_passes_per_step, int)
         _check_number("bucket_cap_mb", bucket_cap_mb, (int, float))
@@ -516,6 +519,16 @@ def _make_masters(runtime: Runtime, half: torch.dtype | None) -> Masters | None:
     split = runtime.config.shard_optimizer_state and replicas > 1
     parts = OwnParts(runtime) if split else None
     return None if half is None and parts is None else Masters(half, parts)
+
+
+def _warn_of_replicas(tensor: int) -> None:
+    if tensor > 1:
+        warnings.warn(
+            f"{_CALL}: tensor_parallel_degree={tensor} makes the groups, and no module is distributed: each "
+            "rank of a tensor-parallel group holds a replica",
+            IgnoredKeyWarning,
+            stacklevel=3,
+        )
 
 
 def _check_module(module: object) -> None:

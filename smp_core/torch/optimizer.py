@@ -247,10 +247,11 @@ class DistributedOptimizer(Internals, Optimizer):
             )
         self.loss_scaler.loss_scale = scale
 
-    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the masters' gradients by the norm of the whole model's, the loss scale taken out, as torch's
-        ``clip_grad_norm_`` does. Returns that norm; -1 if any rank's gradients overflowed, which are then
-        left as they are, for ``step`` to skip. Clipping and scale are one multiplication.
+        ``clip_grad_norm_`` does. Returns that norm, a float64 tensor of shape ``()``; -1 if any rank's
+        gradients overflowed, which are then left as they are, for ``step`` to skip. Clipping and scale
+        are one multiplication.
 
         Collective over the world. Raises UnsupportedTrainingError in a run without ``fp16`` or ``bf16``,
         before the model is partitioned, and where sharded data parallelism clips (SMP_API.md 6).
@@ -267,7 +268,8 @@ class DistributedOptimizer(Internals, Optimizer):
                 "configuration parameter sdp_gradient_clipping. Set that, and leave the call out"
             )
         self._take_masters()
-        return self._update.clip(self._targets(), max_norm, norm_type)
+        norm = self._update.clip(self._targets(), max_norm, norm_type)
+        return torch.tensor(norm, dtype=torch.float64)
 
     # State (optimizer_state.py).
 

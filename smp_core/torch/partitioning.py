@@ -11,12 +11,14 @@ import contextlib
 import functools
 import operator
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
 
+from smp_core.config import IgnoredKeyWarning
 from smp_core.errors import ArgumentTypeError
 from smp_core.torch import creation
 from smp_core.torch import session as sessions
@@ -176,7 +178,8 @@ def model_creation(
     (SMP_API.md 8.21: the key and the context mean the same).
 
     ``tensor_parallel_config`` is not looked at unless ``tensor_parallelism`` is true (1.9), which is
-    refused, with UnsupportedTrainingError, where ``tensor_parallel_degree`` is above 1. Raises
+    refused, with UnsupportedTrainingError, where ``tensor_parallel_degree`` is above 1, and warned of
+    (IgnoredKeyWarning) where it is 1. Raises
     ArgumentTypeError if ``dtype`` is no floating-point dtype.
     """
     config = sessions.current("smp.model_creation").runtime.config
@@ -184,6 +187,12 @@ def model_creation(
         raise UnsupportedTrainingError(
             "smp.model_creation: distributed modules (tensor_parallelism=True) are not available; each "
             "tensor-parallel rank holds a replica. Leave tensor_parallelism out"
+        )
+    if tensor_parallelism:
+        warnings.warn(
+            "smp.model_creation: tensor_parallelism=True has no effect: tensor_parallel_degree is 1",
+            IgnoredKeyWarning,
+            stacklevel=3,  # the with statement, above contextlib's frame
         )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ArgumentTypeError(

@@ -181,6 +181,18 @@ def test_clip_master_grads_is_one_multiplication_by_the_norm_of_the_whole_model(
     assert optimizer.overflow
 
 
+@pytest.mark.smp(ranks=1, fp16=True)
+def test_the_norm_that_clipping_returns_is_a_tensor_as_torch_s_is(smp):
+    """Scripts call ``.item()`` on it, format it, and compare it with -1."""
+    model = smp.DistributedModel(net())
+    optimizer = smp.DistributedOptimizer(sgd(model.module.parameters()))
+    step_of(smp)(model, *batches(1, 1)[0][0])
+    norm = optimizer.clip_master_grads(1e6)
+    assert (norm.shape, norm.dtype) == (torch.Size([]), torch.float64)
+    assert norm.item() == float(f"{norm:.17g}")
+    assert norm != -1
+
+
 @pytest.mark.smp(ranks=1)
 def test_without_16_bits_there_is_no_loss_scale_and_nothing_to_clip(smp):
     model = smp.DistributedModel(net())
