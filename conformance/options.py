@@ -1,6 +1,8 @@
-"""The suite's options: each a command-line flag and an ini key of the same name.
+"""The suite's options: each a command-line flag and an ini key of the same name, and the flags of the
+self-test.
 
-Nothing here imports more than pytest: every session of every user of the distribution reads it.
+Nothing here imports more than pytest: every session of every user of the distribution reads this
+file, and does not import the package that it belongs to (see pytest_smp/suite.py).
 """
 
 from __future__ import annotations
@@ -46,11 +48,30 @@ def add_options(parser: pytest.Parser) -> None:
             metavar = name.upper() if name in _DEFAULTS else "FILE"
             group.addoption(flag, dest=f"smp_{name}", default=None, metavar=metavar, help=told)
             parser.addini(f"smp_{name}", told, default=_DEFAULTS.get(name, ""))
+    group.addoption(
+        "--smp-selftest",
+        action="store_true",
+        help="plant bugs, and see whether the collected properties of `conformance` catch them",
+    )
+    group.addoption(
+        "--smp-mutants",
+        action="append",
+        default=[],
+        metavar="MODULE:ATTRIBUTE",
+        help="more mutants for --smp-selftest: an iterable of conformance.mutants.protocol.Mutant",
+    )
+    group.addoption(
+        "--smp-mutant",
+        metavar="GLOB",
+        help="try only the mutants of such a name, or none of them: !GLOB (--smp-selftest)",
+    )
 
 
-def given(config: pytest.Config) -> bool:
-    """Whether any of the options is on the command line."""
-    return any(_value(config, name, ini=False)[0] for name in _HELP)
+def given(config: pytest.Config) -> str:
+    """The first of the suite's options that is on the command line, or the empty text."""
+    names = (*_HELP, "selftest", "mutants", "mutant")
+    flags = (f"--smp-{name.replace('_', '-')}" for name in names if config.getoption(f"smp_{name}"))
+    return next(flags, "")
 
 
 def read(config: pytest.Config, *, ini: bool) -> Options:

@@ -1,7 +1,6 @@
 """The suite's pytest plugin: hooks only. What they do stands in the modules beside this one.
 
-A session that neither collects the suite nor uses its options pays for this file and its import of
-``conformance.options`` only.
+pytest_smp/suite.py loads this module in sessions that collect the suite or use its options.
 """
 
 from __future__ import annotations
@@ -9,36 +8,31 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Generator, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from _pytest.pathlib import bestrelpath
 
 from conformance import options
+from pytest_smp import suite as door
 
 if TYPE_CHECKING:
     from conformance.session import Session
 
-_HERE = Path(__file__).parent
 _SESSION: pytest.StashKey[Session] = pytest.StashKey()
 _STARTED: pytest.StashKey[bool] = pytest.StashKey()
-_OUTPUT = "smp_conformance"  # of xdist's workers
 
-# What they assert must not depend on how Python runs; installed in a folder of its own they are
-# rewritten anyway, from a working copy they are not.
-pytest.register_assert_rewrite("conformance.tensors", "conformance.traffic")
 
-pytest_addoption = options.add_options
-pytest_plugins = ["conformance.mutants.command"]  # --smp-selftest
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    if not pluginmanager.is_registered(
+        door
+    ):  # `-p conformance.plugin`, before or without entry points
+        pluginmanager.register(door, "smp-suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "requirement(id): the requirement that a property of `conformance` tests"
-    )
     main = not hasattr(config, "workerinput")
-    config.pluginmanager.register(_Listener(config) if main else _Worker(), "smp-conformance")
+    config.pluginmanager.register(_Listener(config) if main else _Worker(), door.LISTENER)
     if options.given(config):
         _session(config)
 
@@ -73,7 +67,7 @@ def _refusing(config: pytest.Config) -> Iterator[None]:
         yield
     except pytest.UsageError as error:
         if hasattr(config, "workeroutput"):
-            config.workeroutput[_OUTPUT] = {"refused": str(error)}
+            config.workeroutput[door.OUTPUT] = {"refused": str(error)}
         raise
 
 
@@ -82,19 +76,16 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return None if suite is None else suite.header()
 
 
-def _ours(config: pytest.Config, argument: str) -> bool:
-    name = argument.partition("::")[0]
-    if config.option.pyargs and name.partition(".")[0] == "conformance":
-        return True
-    return (config.invocation_params.dir / name).is_relative_to(_HERE)
-
-
 def pytest_sessionstart(session: pytest.Session) -> None:
-    config = session.config
-    if hasattr(config, "workerinput"):
+    if hasattr(session.config, "workerinput"):
         return
-    if any(_ours(config, argument) for argument in config.args):
-        _with_suite(config)
+    if any(door.leads_in(session.config, argument) for argument in session.config.args):
+        _with_suite(session.config)
+    started(session.config)
+
+
+def started(config: pytest.Config) -> None:
+    """The main process's session has started: what it is to write must be writable now."""
     config.stash[_STARTED] = True
     suite = _used(config)
     if suite is not None:
@@ -119,7 +110,7 @@ def pytest_pycollect_makemodule(
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
     path = getattr(collector, "path", None)
-    if path is not None and path.is_relative_to(_HERE):
+    if path is not None and path.is_relative_to(door.HERE):
         with _refusing(collector.config):
             # Requirements that cannot be used end the session here.
             _with_suite(collector.config).collects(path)
@@ -194,7 +185,7 @@ class _Listener:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         properties = getattr(report, "user_properties", ())
-        if any(name == "requirement" for name, _ in properties):
+        if any(name == door.REQUIREMENT for name, _ in properties):
             _with_suite(self._config).logged(report)
         elif (suite := _used(self._config)) is not None:
             suite.logged(report)
@@ -212,7 +203,7 @@ class _Listener:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        output = getattr(node, "workeroutput", {}).get(_OUTPUT)
+        output = getattr(node, "workeroutput", {}).get(door.OUTPUT)
         if output is not None:
             if "refused" in output:
                 raise pytest.UsageError(output["refused"])
@@ -245,4 +236,4 @@ class _Worker:
         suite = _used(session.config)
         if suite is not None:
             suite.close_backend()
-            session.config.workeroutput.setdefault(_OUTPUT, suite.worker_output())  # type: ignore[attr-defined]
+            session.config.workeroutput.setdefault(door.OUTPUT, suite.worker_output())  # type: ignore[attr-defined]

@@ -139,8 +139,8 @@ def test_the_wheel_holds_every_file_of_the_three_packages_and_nothing_else(
 def test_the_wheel_registers_the_plugins_and_carries_its_licence(wheel: zipfile.ZipFile) -> None:
     assert read_metadata(wheel, "entry_points.txt").split("\n")[:3] == [
         "[pytest11]",
-        "conformance = conformance.plugin",
         "smp = pytest_smp.plugin",
+        "smp-suite = pytest_smp.suite",
     ]
     metadata = email.message_from_string(read_metadata(wheel, "METADATA"))
     assert metadata["License-Expression"] == "Apache-2.0"
@@ -151,14 +151,14 @@ def test_a_session_without_marked_tests_imports_nothing_heavy(tmp_path: Path) ->
     (tmp_path / "test_plain.py").write_text(
         "import sys\n"
         "def test_plain():\n"
-        "    assert {'pytest_smp.plugin', 'conformance.plugin'} <= set(sys.modules)\n"
-        "    assert not {'conformance.registry', 'conformance.requirements'} & set(sys.modules)\n"
+        "    assert {'pytest_smp.plugin', 'pytest_smp.suite'} <= set(sys.modules)\n"
+        "    assert not {'conformance', 'smp_core.config'} & set(sys.modules)\n"
         "    assert not {'torch', 'numpy', 'pydantic', 'cloudpickle'} & set(sys.modules)\n"
     )
     # Other plugins may import what they like, so ours are loaded alone.
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}
     environment.pop("PYTEST_ADDOPTS", None)
-    ours = ["-p", "pytest_smp.plugin", "-p", "conformance.plugin"]
+    ours = ["-p", "pytest_smp.plugin", "-p", "pytest_smp.suite"]
     command = [sys.executable, "-m", "pytest", *ours, "-q", "test_plain.py"]
     run = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120

@@ -20,27 +20,6 @@ _MUTANTS: pytest.StashKey[Sequence[Mutant]] = pytest.StashKey()
 _TIMEOUT = "5"
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("smp", "tests on ranks (pytest-smp)")
-    group.addoption(
-        "--smp-selftest",
-        action="store_true",
-        help="plant bugs, and see whether the collected properties of `conformance` catch them",
-    )
-    group.addoption(
-        "--smp-mutants",
-        action="append",
-        default=[],
-        metavar="MODULE:ATTRIBUTE",
-        help="more mutants for --smp-selftest: an iterable of conformance.mutants.protocol.Mutant",
-    )
-    group.addoption(
-        "--smp-mutant",
-        metavar="GLOB",
-        help="try only the mutants of such a name, or none of them: !GLOB (--smp-selftest)",
-    )
-
-
 @pytest.hookimpl(tryfirst=True)  # before the options of the ranks are read
 def pytest_configure(config: pytest.Config) -> None:
     option = config.option

@@ -67,10 +67,11 @@ def sessions(tmp_path: Path) -> Sessions:
 #: A suite of five requirements in the place of ours: small, and it does what it is told to.
 PLANTED = """
 import pathlib
-from conformance import plugin, requirements, session
+from conformance import requirements, session
 from conformance.registry import Capability, Level, Registry, Requirement
+from pytest_smp import suite
 
-plugin._HERE = session.HERE = pathlib.Path(__file__).parent / "small"
+suite.HERE = session.HERE = pathlib.Path(__file__).parent / "small"
 requirements.REQUIREMENTS = Registry(*(
     Requirement(id, f"{id} holds.", "seed 000", level, frozenset(needs))
     for id, level, *needs in [

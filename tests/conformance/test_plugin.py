@@ -560,19 +560,11 @@ def test_a_requirement_declared_twice_ends_the_session(sessions: Any) -> None:
 
 def test_a_session_of_other_tests_does_not_load_the_suite(sessions: Any, tmp_path: Path) -> None:
     (tmp_path / "test_other.py").write_text(
-        "import importlib.util\n"
         "import sys\n"
         "def test_other(request):\n"
-        "    ours = {name for name in sys.modules if name.startswith('conformance')}\n"
-        "    assert ours == {\n"
-        "        'conformance', 'conformance.plugin', 'conformance.options', 'conformance.mutants',\n"
-        "        'conformance.mutants.command',\n"
-        "    }\n"
+        "    assert not [name for name in sys.modules if name.startswith('conformance')]\n"
         "    called = request.config.hook.pytest_runtest_call.get_hookimpls()\n"
         "    assert not [each for each in called if 'conformance' in each.function.__module__]\n"
-        "    for name in ('tensors', 'traffic'):\n"
-        "        loader = importlib.util.find_spec(f'conformance.{name}').loader\n"
-        "        assert type(loader).__name__ == 'AssertionRewritingHook'\n"
     )
     alone, workers = sessions(["test_other.py"], ["test_other.py", "-n1"])
     for output in (alone, workers):

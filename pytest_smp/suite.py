@@ -1,0 +1,143 @@
+"""The door of the conformance suite: its options, and its plugin once a session needs it.
+
+The suite's package has a plain name, `conformance`, and a project may have a package of that name.
+So no other session imports ours: pytest loads this module, and the suite's plugin follows when an
+option, an argument or a collected file asks for it. Where Python finds another package of the name,
+the suite stands back.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+_NAME = "conformance"
+_INSTALLED = Path(__file__).parents[1] / _NAME
+HERE = _INSTALLED  #: a test below it belongs to the suite
+LISTENER = "smp-conformance"  #: the name of what the suite's plugin registers to hear reports
+OUTPUT = "smp_conformance"  #: of xdist's workers, under this key
+REQUIREMENT = "requirement"  #: the property of a report that tells which requirement was tested
+
+
+def _options() -> ModuleType:
+    """The suite's module of options, by its file: its package must not be imported here."""
+    where = importlib.util.spec_from_file_location(
+        "pytest_smp._suite_options", _INSTALLED / "options.py"
+    )
+    assert where is not None
+    assert where.loader is not None
+    module = sys.modules[where.name] = importlib.util.module_from_spec(where)
+    where.loader.exec_module(module)
+    return module
+
+
+_OPTIONS = _options()
+pytest_addoption = _OPTIONS.add_options
+
+
+@pytest.hookimpl(tryfirst=True)  # --smp-selftest changes an option of the ranks before it is read
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "requirement(id): the requirement that a property of `conformance` tests"
+    )
+    door = _Door(config)
+    config.pluginmanager.register(door, "smp-conformance-door")
+    given = _OPTIONS.given(config)
+    if given or any(leads_in(config, argument) for argument in config.args):
+        door.open(given or _NAME)
+
+
+def leads_in(config: pytest.Config, argument: str) -> bool:
+    """Whether an argument of the command line names the suite, or what stands in it."""
+    name = argument.partition("::")[0]
+    if _by_name(config, argument):
+        return _other() is None
+    return (config.invocation_params.dir / name).is_relative_to(HERE)
+
+
+def _by_name(config: pytest.Config, argument: str) -> bool:
+    name = argument.partition("::")[0]
+    return bool(config.option.pyargs) and name.partition(".")[0] == _NAME
+
+
+class _Door:
+    """Loads the suite's plugin at the first sign that the session needs it."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._plugin: Any = None
+
+    def open(self, why: str) -> Any:
+        """The suite's plugin, loaded at the first call.
+
+        Raises pytest.UsageError if the package of its name is another.
+        """
+        if self._plugin is not None:
+            return self._plugin
+        other = _other()
+        if other is not None:
+            raise pytest.UsageError(
+                f"{why}: pytest-smp's suite is the package {_NAME!r}, and {other}: run the suite from "
+                f"another folder, by `pytest` and not by `python -m pytest`, without PYTHONPATH"
+            )
+        # What these assert must not depend on how Python runs; installed in a folder of its own they
+        # are rewritten anyway, from a working copy they are not.
+        pytest.register_assert_rewrite(f"{_NAME}.tensors", f"{_NAME}.traffic")
+        manager = self._config.pluginmanager
+        manager.register(importlib.import_module(f"{_NAME}.mutants.command"), "smp-selftest")
+        self._plugin = importlib.import_module(f"{_NAME}.plugin")
+        if not manager.is_registered(self._plugin):
+            manager.register(self._plugin, "smp-conformance-plugin")
+        return self._plugin
+
+    def pytest_report_header(self) -> str | None:
+        asked = any(_by_name(self._config, argument) for argument in self._config.args)
+        if self._plugin is not None or not asked:
+            return None
+        return f"{_NAME}: {_other()}; the suite of pytest-smp stands back"
+
+    # Signs that come late: pytest has a list of whom it calls, and the plugin is not on it yet.
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collectstart(self, collector: pytest.Collector) -> None:
+        path = getattr(collector, "path", None)
+        if self._plugin is None and path is not None and path.is_relative_to(HERE):
+            plugin = self.open(str(path))
+            plugin.pytest_sessionstart(collector.session)
+            plugin.pytest_collectstart(collector)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        properties = getattr(report, "user_properties", ())
+        if self._plugin is None and any(name == REQUIREMENT for name, _ in properties):
+            self._listener().pytest_runtest_logreport(report)
+
+    @pytest.hookimpl(tryfirst=True, optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        if self._plugin is None and OUTPUT in getattr(node, "workeroutput", {}):
+            self._listener().pytest_testnodedown(node)
+
+    def _listener(self) -> Any:
+        """What hears the reports of xdist's workers; this process did not collect the suite itself."""
+        self.open("a worker of xdist").started(self._config)
+        return self._config.pluginmanager.get_plugin(LISTENER)
+
+
+def _other() -> str | None:
+    """What Python finds under the suite's name, in words, if that is not the suite."""
+    try:
+        found = importlib.util.find_spec(_NAME)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        return f"Python finds no package {_NAME!r}"
+    places = [*(found.submodule_search_locations or ()), *([found.origin] if found.origin else ())]
+    if any(Path(place).resolve() == _INSTALLED.resolve() for place in places):
+        return None
+    return f"Python finds {found.origin or places[0]} under that name"
