@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -101,7 +102,7 @@ def pytest_pycollect_makemodule(
     # Of a file outside of the root folder pytest leaves the path out of the ids: they say too little
     # to be an argument of the next command line.
     root = parent.config.rootpath
-    if not module_path.is_relative_to(_HERE) or module_path.is_relative_to(root):
+    if not module_path.is_relative_to(door.HERE) or module_path.is_relative_to(root):
         return None
     nodeid = bestrelpath(root, module_path).replace(os.sep, "/")
     module: pytest.Module = pytest.Module.from_parent(parent, path=module_path, nodeid=nodeid)
