@@ -22,7 +22,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,9 +55,10 @@ class Policy:
     group: int | None = None
 
 
-class Site(Protocol):
-    """One module of the tree (pipeline/calls.py)."""
+class Site:
+    """One module of the tree; pipeline/calls.py has what is called."""
 
+    __slots__ = ()
     module: nn.Module
     path: str
     plain: Callable[..., Any]
@@ -149,7 +150,7 @@ def refuse_in_backward(activity: Activity, path: str) -> None:
         )
 
 
-def forward(site: Site, *args: Any, **kwargs: Any) -> Any:
+def forward(site: Site, /, *args: Any, **kwargs: Any) -> Any:
     """The module's own ``forward``; of a Sequential that is checkpointed, layer by layer as it says."""
     policy = _thread.policies.get(id(site.module))
     if policy is None or kwargs or len(args) != 1:
@@ -178,7 +179,7 @@ def site_of(module: nn.Module) -> Site | None:
     """Where the calls of a module are caught, or None if they are not."""
     caught = vars(module).get("_compiled_call_impl")
     owner = getattr(caught, "__self__", None)
-    return owner if hasattr(owner, "plain") else None
+    return owner if isinstance(owner, Site) else None
 
 
 # Regions.

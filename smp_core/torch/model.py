@@ -148,7 +148,7 @@ class DistributedModel(nn.Module):
 
     # In a step.
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the module: in a step only, unless the pipeline degree is 1.
 
         Raises OutsideStepError outside of one.

@@ -142,7 +142,7 @@ def _wrap(name: str) -> None:
     original = vars(nn.Module)[name]
 
     @functools.wraps(original)
-    def marked(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def marked(self: nn.Module, /, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if _inside.indices:
             vars(self)[MARK] = _inside.indices[-1]

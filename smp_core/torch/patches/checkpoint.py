@@ -13,17 +13,22 @@ from smp_core.torch import activations
 
 __all__ = ["checkpoint", "checkpoint_sequential"]
 
+_NOT_GIVEN: Any = object()
+
 
 def checkpoint(
-    module: nn.Module, *args: Any, preserve_rng_state: bool = True, **kwargs: Any
+    module: nn.Module = _NOT_GIVEN, /, *args: Any, preserve_rng_state: bool = True, **kwargs: Any
 ) -> Any:
     """``module(*args, **kwargs)``, keeping its inputs and none of its activations: backward computes
     them again, on the rank that owns the module. Gradients do not change.
 
-    ``module`` is a module, no function. Raises ArgumentTypeError if it is not; PartitionError if a
+    ``module`` is a module, no function. If nothing is given by position, it may be given by its name: else
+    ``module=`` is an argument of the module's own. Raises ArgumentTypeError if it is not; PartitionError if a
     manual partition splits it. With an automatic one it warns, and keeps the activations.
     """
     name = "checkpoint"
+    if module is _NOT_GIVEN and "module" in kwargs:
+        module = kwargs.pop("module")
     if isinstance(module, nn.Sequential):
         policy = activations.Policy(bool(preserve_rng_state))
     else:

@@ -26,7 +26,7 @@ Owner = Callable[[str], int | None]
 Alone = Callable[[], AbstractContextManager[None]]
 
 
-class Site:
+class Site(activations.Site):
     """One module of the tree.
 
     ``hooked`` calls it, hooks and all; ``plain`` is its own ``forward``. ``away``: another rank owns it.
@@ -102,11 +102,11 @@ class Site:
             if heard is None or heard[index] != flag:
                 each.training = bool(flag)
 
-    def called(self, *args: Any, **kwargs: Any) -> Any:
+    def called(self, /, *args: Any, **kwargs: Any) -> Any:
         """``module(...)``."""
         return self._call(True, args, kwargs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, /, *args: Any, **kwargs: Any) -> Any:
         """``module.forward(...)``, by the module's own call or by the user's."""
         if self._copied:
             return self._of_a_copy(args, kwargs)
@@ -141,7 +141,7 @@ class Site:
         """Run the module on this rank; again in backward, if its activations are not kept."""
         return activations.run(self, args, kwargs, functools.partial(self._once, key, hooked))
 
-    def _once(self, key: CallKey, hooked: bool, *args: Any, **kwargs: Any) -> Any:
+    def _once(self, key: CallKey, hooked: bool, /, *args: Any, **kwargs: Any) -> Any:
         activity = activities.current()
         assert activity is not None
         before, activity.entered = activity.entered, self if hooked else None
@@ -162,10 +162,10 @@ class Site:
             )
         return self.plain(*args, **kwargs)
 
-    def _own(self, *args: Any, **kwargs: Any) -> Any:
+    def _own(self, /, *args: Any, **kwargs: Any) -> Any:
         return activations.forward(self, *args, **kwargs)
 
-    def _hooked_outside(self, *args: Any, **kwargs: Any) -> Any:
+    def _hooked_outside(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._outside(self.module._call_impl, args, kwargs)
 
     def _outside(

@@ -61,7 +61,7 @@ def _library() -> Any:
 
 
 def _in_float32(kernel: Any) -> Any:
-    def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(keys: Any, /, *args: Any, **kwargs: Any) -> Any:
         dtype = next((each for each in map(_dtype, _leaves((args, kwargs))) if each in _HALF), None)
         if dtype is None:
             return kernel.call_boxed(keys, *args, **kwargs)
