@@ -29,10 +29,6 @@ class DetachedLossError(TrainingError, RuntimeError):
     """Raised when ``model.backward`` gets a tensor that does not depend on the model's parameters."""
 
 
-class UnusedInputError(TrainingError, RuntimeError):
-    """Raised when a tensor input of a module on another rank does not influence its output."""
-
-
 class StepAbortedError(TrainingError, RuntimeError):
     """Raised on the other ranks when the body of a step, a module in it, or a hook or load around it,
     raises on one rank.

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from smp_core.torch.exceptions import OutsideStepError, UnusedInputError
+from smp_core.torch.exceptions import OutsideStepError
 from smp_core.torch.pipeline import activity as activities
 from smp_core.torch.pipeline import modes
 from smp_core.torch.pipeline.activity import Activity
@@ -131,8 +131,6 @@ class Record:
         "crosses",
         "grads",
         "microbatch",
-        "names",
-        "node",
         "outputs",
         "path",
         "rest",
@@ -143,15 +141,13 @@ class Record:
         self.microbatch = -1
         self.crosses = False  # it called modules of other ranks, and so will its backward pass
         self.count = 0  # of the inputs that require a gradient
-        self.node: Any = None
-        self.names: list[str] = []
         self.outputs: list[Tensor] = []  # those that require a gradient
         self.rest: set[int] = set()  # of them, those that no backward pass has come from
         self.grads: Sequence[Tensor | None] | None = None
 
     def close(self) -> None:
         """Let the graph go: it leads to a node that knows the record, a cycle."""
-        self.outputs, self.node = [], None
+        self.outputs = []
 
 
 class _Arrival(torch.autograd.Function):
@@ -182,10 +178,8 @@ def run_forward(
             tied: Any = _Arrival.apply(record, _anchor(), received)  # type: ignore[no-untyped-call]
             for index, tensor in zip(wanted, tied, strict=True):
                 tensors[index] = tensor
-            record.count, record.node = len(wanted), tied[0].grad_fn
+            record.count = len(wanted)
         args, kwargs = parcel.thaw(tensors)
-        if wanted:
-            record.names = [_name(args, kwargs, tensors[index]) for index in wanted]
         value = run(args, kwargs)
         frozen = freeze(value, f"{module_text(message.key.path)}: an output", message.modes.grad)
     record.outputs = [
@@ -196,9 +190,8 @@ def run_forward(
 
 
 def run_backward(record: Record, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The backward pass of a call that this rank has run; gives the inputs' gradients.
-
-    Raises UnusedInputError if every output has brought a gradient and an input has got none.
+    """The backward pass of a call that this rank has run; gives the inputs' gradients, None for one that
+    the outputs do not depend on, as autograd does.
     """
     if not record.outputs:
         raise RuntimeError(
@@ -214,43 +207,4 @@ def run_backward(record: Record, grads: Sequence[Tensor | None]) -> list[Tensor 
     inputs: list[Tensor | None] = [None] * record.count if came is None else list(came)
     record.grads = None
     record.rest.difference_update(given)
-    if len(given) == len(grads):
-        for index, grad in enumerate(inputs):
-            if grad is None and not _reaches(record, index):
-                raise UnusedInputError(
-                    f"{module_text(record.path)}: {record.names[index]} requires a gradient "
-                    "and does not influence the output. Where a call crosses ranks every tensor must: "
-                    "do not pass it, or pass tensor.detach()"
-                )
     return inputs
-
-
-def _name(args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor) -> str:
-    for index, value in enumerate(args):
-        if value is tensor:
-            return f"argument {index}"
-    for name, value in kwargs.items():
-        if value is tensor:
-            return f"argument {name!r}"
-    return f"a tensor of shape {list(tensor.shape)} inside an argument"
-
-
-def _reaches(record: Record, index: int) -> bool:
-    """Whether the graph of the outputs leads to an input."""
-    stack = [output.grad_fn for output in record.outputs]
-    if any(
-        node is record.node and out.output_nr == index
-        for node, out in zip(stack, record.outputs, strict=True)
-    ):
-        return True
-    seen = set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        for following, number in node.next_functions:
-            if following is record.node and number == index:
-                return True
-            stack.append(following)
-    return False
