@@ -179,6 +179,9 @@ def run_step(
 def _run(
     step: Step, body: Callable[..., Any], split: Callable[[], list[Call]], detach_outputs: bool
 ) -> list[Any]:
+    # On every rank, though the driver's is the one that counts: generators that began alike stay alike, and a
+    # script may restore the state of any of them everywhere.
+    step.seed = streams.draw_seed()
     server = Server(step)
     results: list[Any] = []
     try:
@@ -215,7 +218,6 @@ def _drive(
     results: list[Any] = []
     sent = NOTHING
     try:
-        step.seed = streams.draw_seed()
         calls = split()
         bodies = [functools.partial(body, *call.args, **call.kwargs) for call in calls]
         del calls

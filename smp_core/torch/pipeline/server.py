@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from smp_core.torch.pipeline import activity as activities
-from smp_core.torch.pipeline import boundary, modes, schedule, uses
+from smp_core.torch.pipeline import boundary, modes, schedule, streams, uses
 from smp_core.torch.pipeline.activity import Activity
 from smp_core.torch.pipeline.messages import Backward, End, Failed, Forward, Returned
 from smp_core.torch.pipeline.packets import NOTHING, Frozen, Parcel, freeze
@@ -182,7 +182,10 @@ class Server:
                 return
             self._crew.begin(worker, task)
         else:
-            self._crew.context.copy().run(task, None)
+            with (
+                streams.suspended()
+            ):  # as where a worker runs: what backward passes draw is not missed here
+                self._crew.context.copy().run(task, None)
 
     def _look_after(self, activity: Activity) -> None:
         """An activity has paused, or is over."""

@@ -23,9 +23,9 @@ _MASK = 2**64 - 1
 def draw_seed() -> int:
     """A seed for one step, drawn from torch's default generator: 63 bits, so that it fits a tensor.
 
-    The driver of a pipeline draws it once per step and tells the others.
+    Every rank of a pipeline draws once per step. The driver's seed is the one of the step, which it tells the others.
     """
-    return int(torch.randint(2**63 - 1, ()).item())
+    return int(torch.randint(2**63 - 1, (), device="cpu").item())
 
 
 def root(seed: int, microbatch: int) -> int:

@@ -106,8 +106,43 @@ def test_an_argument_that_a_module_on_another_rank_does_not_use(host: Host) -> N
     module, patches = _vision()
     for part in patches.chunk(2):
         (module(part).square().sum() / 2).backward()  # type: ignore[no-untyped-call]
-    found = {name: each for part in run(host, vision_gradients, PIPELINE) for name, each in part.items()}
+    found = {
+        name: each for part in run(host, vision_gradients, PIPELINE) for name, each in part.items()
+    }
     expected = {name: each.grad for name, each in module.named_parameters()}
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, msg=name)
+
+
+class Drops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(RANKS)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = nn.functional.dropout(layer(x), 0.5)
+        return x
+
+
+def generators() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(3)
+    module = Drops()
+    for index, layer in enumerate(module.layers):
+        smp.set_partition(layer, index)
+    model = smp.DistributedModel(module)
+
+    @smp.step
+    def step(model: Any, x: torch.Tensor) -> None:
+        model.backward(model(x).sum())
+
+    before = torch.get_rng_state()
+    step(model, torch.ones(2, 4))
+    return before, torch.get_rng_state()
+
+
+def test_a_step_draws_alike_from_the_generators_of_all_ranks(host: Host) -> None:
+    (before, after), *others = run(host, generators, PIPELINE)
+    assert not torch.equal(before, after)
+    assert all(torch.equal(other, after) for _, other in others)
