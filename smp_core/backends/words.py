@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from smp_core.backends.frames import Place
 from smp_core.backends.hosts.diagnosis import ranks_text
@@ -49,9 +49,38 @@ def differing(descriptions: Sequence[tuple[str, Fields]]) -> str:
     )
 
 
-def mismatch(number: int, group: str, what: str, calls: Sequence[Made]) -> CollectiveMismatchError:
-    """The verdict on calls that meet and differ."""
+def by_what_they_say(said: Mapping[int, Hashable]) -> list[list[int]]:
+    """The ranks, in sets of those that say the same; the smallest set first, of equal ones the last
+    to come.
+    """
+    sets: dict[Hashable, list[int]] = {}
+    for rank, words in said.items():
+        sets.setdefault(words, []).append(rank)
+    last_first = reversed(list(sets.values()))
+    return sorted(last_first, key=len)
+
+
+def odd_ones_out(said: Mapping[int, Hashable]) -> list[str]:
+    """A line that names the ranks which differ from most others, if there are such."""
+    *few, most = by_what_they_say(said)
+    odd = [rank for ranks in few for rank in ranks]
+    if not odd or len(odd) >= len(most):
+        return []
+    return [
+        f"odd one out: {ranks_text(odd)}" if len(odd) == 1 else f"odd ones out: {ranks_text(odd)}"
+    ]
+
+
+def mismatch(
+    number: int,
+    group: str,
+    what: str,
+    calls: Sequence[Made],
+    said: Mapping[int, Hashable] | None = None,
+) -> CollectiveMismatchError:
+    """The verdict on calls that meet and differ. ``said``: by rank, what the others must say too."""
     lines = [f"mismatch: call {number} on group {group} differs in {what}", *merged(calls)]
+    lines += odd_ones_out(said or {rank: text for rank, text, _ in calls})
     return CollectiveMismatchError("\n".join(lines))
 
 
@@ -80,6 +109,7 @@ def group_mismatch(
     """The verdict on ranks that make different groups at one number of new_group."""
     lines = [f"mismatch: new_group number {name} differs in its ranks"]
     lines += merged((rank, f"ranks {ranks}", place) for rank, (ranks, place) in made.items())
+    lines += odd_ones_out({rank: str(ranks) for rank, (ranks, _) in made.items()})
     lines.append(
         "hint: every rank of the world must call new_group, for every group, in the same order"
     )

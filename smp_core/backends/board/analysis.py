@@ -89,7 +89,8 @@ class Board:
         self._counts: dict[tuple[GroupKey, int], int] = {}
         self._boxes: dict[tuple[GroupKey, int | None, int], Box] = {}
         self._objects = Objects()
-        self._suspects: dict[Meeting | tuple[Post, Post], int] = {}  # differ; how often looked at
+        #: Calls that differ, and when that was first seen.
+        self._suspects: dict[Meeting | tuple[Post, Post], float | None] = {}
         self._spoilt: set[GroupKey] = set()  # whose numbers no longer mean anything
         self._gone: set[int] = set()
         self._fed = 0
@@ -155,14 +156,14 @@ class Board:
             meeting = self._meetings[call.group, number] = Meeting(call.group, number)
         call.meeting = meeting
         if any(_differ(call, other) for other in meeting.calls.values()):
-            self._suspects.setdefault(meeting, 0)
+            self._suspects.setdefault(meeting, None)
         meeting.calls[call.rank] = call
         if meeting.complete:
             self._forget_old(call.group, number)
             # Of a group of one, the sums of its split sizes say as much, and the backend checks them.
             alone = len(call.group.ranks) == 1
             if call.description.sent and not alone and _pairs(meeting) is not None:
-                self._suspects.setdefault(meeting, 0)
+                self._suspects.setdefault(meeting, None)
 
     def _forget_old(self, group: GroupKey, number: int) -> None:
         # The last but one: of the last, a member may still withdraw its call.
@@ -193,7 +194,7 @@ class Board:
         if other is not None:
             pair = (post, other) if post.sends else (other, post)
             if _post_difference(*pair):
-                self._suspects[pair] = 0
+                self._suspects[pair] = None
 
     # Looking.
 
@@ -225,19 +226,18 @@ class Board:
 
     def _mismatch(self, now: float, pending: bool) -> Finding | None:
         for suspect in self._suspects:
-            whole = not isinstance(suspect, Meeting) or suspect.complete
             calls: list[Issued] = [
                 *(suspect.calls.values() if isinstance(suspect, Meeting) else suspect)
             ]
-            self._suspects[suspect] += 1
+            quiet = self._quiet("mismatch", now)
             # The others' calls may be on their way, and show who the odd one is.
-            early = pending and not whole and self._suspects[suspect] == 1
+            early = pending and self._may_learn(suspect, now)
             if early or calls[0].group in self._spoilt:
                 continue
             # A call that the backend never comes back from has not been refused either.
             inside = all(call.taken or self._ranks[call.rank].inside is call for call in calls)
             if inside and not all(call.taken for call in calls):
-                patient = not pending or self._quiet("mismatch", now) >= self._patience
+                patient = not pending or quiet >= self._patience
                 calls = calls if patient else [call for call in calls if call.taken]
             else:
                 calls = [call for call in calls if call.taken]
@@ -247,6 +247,27 @@ class Board:
                 follows = any(self._ranks[call.rank].raised for call in calls)
                 return Finding(error, root, self._all_waits(), follows)
         return None
+
+    def _may_learn(self, suspect: Meeting | tuple[Post, Post], now: float) -> bool:
+        """Whether to wait for the calls of those that have not come: at least until the next look,
+        and for ``patience`` as long as one of them is under way.
+        """
+        if not isinstance(suspect, Meeting):
+            return False
+        absent = [*suspect.missing()]
+        absent += [call.rank for call in suspect.calls.values() if not call.taken]
+        if not absent:
+            return False
+        since = self._suspects[suspect]
+        if since is None:
+            self._suspects[suspect] = now
+            return True
+        return now - since < self._patience and any(self._under_way(rank) for rank in absent)
+
+    def _under_way(self, rank: int) -> bool:
+        state = self._ranks[rank]
+        over = state.ended or state.failed is not None or rank in self._gone
+        return not over and not self.blocked(rank)
 
     def _verdict(
         self, suspect: Meeting | tuple[Post, Post], calls: Sequence[Issued]
@@ -267,14 +288,14 @@ class Board:
         if odd is None:
             return _pairs(suspect) if len(ordered) == len(suspect.group.ranks) else None
         if ordered[0].group.kind == _GROUPS:
-            made = {
+            groups = {
                 call.rank: (dict(call.description.fields or ()).get("ranks"), call.place)
                 for call in ordered
             }
-            return words.group_mismatch(str(suspect.number), made), odd
-        what = words.differing([*_comparable(ordered).values()])
-        mades = [call.made() for call in ordered]
-        return words.mismatch(suspect.number, ordered[0].shown, what, mades), odd
+            return words.group_mismatch(str(suspect.number), groups), odd
+        said = _comparable(ordered)
+        what, made = words.differing([*said.values()]), [call.made() for call in ordered]
+        return words.mismatch(suspect.number, ordered[0].shown, what, made, said), odd
 
     # Deadlocks.
 
@@ -447,12 +468,8 @@ def _comparable(calls: Sequence[Issued]) -> dict[int, tuple[str, words.Fields]]:
 
 def _odd_one_out(calls: list[Joined]) -> int | None:
     """A rank of the smallest set of equal calls, if they are not all equal."""
-    sets: dict[object, list[int]] = {}
-    for rank, said in _comparable(calls).items():
-        sets.setdefault(said, []).append(rank)
-    if len(sets) < 2:
-        return None
-    return min(reversed(sets.values()), key=len)[0]
+    sets = words.by_what_they_say(_comparable(calls))
+    return sets[0][0] if len(sets) > 1 else None
 
 
 def _post_difference(send: Post, receive: Post) -> str:

@@ -20,6 +20,7 @@ from smp_core.backends import frames
 from smp_core.backends.base import Group
 from smp_core.backends.board import records
 from smp_core.backends.board.records import ACCOMPANIED, FRAMES, MAIN, OTHER, encode
+from smp_core.errors import CollectiveMismatchError
 
 Fields = tuple[tuple[str, str | int], ...]
 
@@ -143,6 +144,9 @@ class Recorder:
         try:
             with self.quiet():
                 yield
+        except CollectiveMismatchError:  # it took part: the board knows what the others called
+            self.failed((number,))
+            raise
         except BaseException:
             self.withdrawn(number)
             raise

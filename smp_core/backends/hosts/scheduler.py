@@ -16,7 +16,7 @@ from __future__ import annotations
 import _thread
 import collections
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from smp_core.backends.frames import Place
 from smp_core.backends.hosts import diagnosis
@@ -41,6 +41,24 @@ class Operation(Protocol):
 
     def missing(self, rank: int) -> Sequence[int]:
         """The world ranks without which this rank's wait cannot end."""
+
+
+class Judgement(Operation, Protocol):
+    """A verdict that is certain, and that says more once other ranks have shown what they do.
+
+    Nobody's wait for it ends but with the run.
+    """
+
+    @property
+    def ripe(self) -> bool:
+        """Whether nothing more is to be learnt."""
+
+    def verdict(self) -> tuple[BaseException, int]:
+        """The error, and the rank to blame."""
+
+
+#: Turns that the other ranks get before a judgement, for each rank: one that polls gives way for ever.
+_TURNS = 1000
 
 
 class Seat:
@@ -79,6 +97,9 @@ class Scheduler:
         self.locate = locate
         self._given_up = False
         self._must_raise: Seat | None = None  # the root of a verdict, until its thread raises it
+        self.judgement: Judgement | None = None  # to be given when the others can go no further
+        self._judge: Seat | None = None  # who found it first
+        self._turns = _TURNS * len(seats)  # until it is given anyway
         self._deviations = dict(schedule)
         self.decisions = 0  # made so far
         self.deviated: list[tuple[int, int]] = []  # the deviations that took effect
@@ -150,8 +171,22 @@ class Scheduler:
 
     def fail(self, seat: Seat, failure: BaseException) -> None:
         """End the run because of ``failure``, which this rank is about to raise or has raised."""
-        if not self.ended:
+        if self.ended:
+            return
+        if self.judgement is not None:  # it came first
+            self._give_judgement()
+        else:
             self._end(failure, seat.rank)
+
+    def judge(self, seat: Seat, judgement: Judgement) -> NoReturn:
+        """End the run by a verdict, after the other ranks have had the time to show what they do."""
+        if self.judgement is None:
+            self.judgement, self._judge = judgement, seat
+        if not judgement.ripe:
+            self.wait(seat, judgement)
+        if not self.ended:
+            self._give_judgement()
+        self._unwind(seat)
 
     def finish(self, seat: Seat) -> None:
         """The rank's body is over; it does not run again."""
@@ -186,6 +221,10 @@ class Scheduler:
     # Inside.
 
     def _next(self, decided: bool = False) -> Seat | None:
+        if self.judgement is not None and not self.ended:
+            self._turns -= 1
+            if self._turns < 0 or not self._ready:
+                self._give_judgement()
         if not self._ready and self.ended:
             self._release_waiting()  # after `abandon`: nobody has done it yet
         elif not self._ready:
@@ -216,6 +255,16 @@ class Scheduler:
         self._end(failure, root)
         self._must_raise = self.seats[root]
 
+    def _give_judgement(self) -> None:
+        assert self.judgement is not None
+        assert self._judge is not None
+        failure, blamed = self.judgement.verdict()
+        seat = self.seats[blamed]
+        if seat.waiting is None and seat is not self.running:  # it would not raise it at its call
+            seat = self._judge
+        self._end(failure, seat.rank)
+        self._must_raise = seat
+
     def _waits(self) -> list[diagnosis.Wait]:
         places = self.locate(seat.rank for seat in self.seats if seat.waiting is not None)
         return [
@@ -244,7 +293,7 @@ class Scheduler:
             seat.waiting = None
         self._ready.extend(waiting)
 
-    def _unwind(self, seat: Seat) -> None:
+    def _unwind(self, seat: Seat) -> NoReturn:
         if self._must_raise is seat:
             self._must_raise = None
             assert self.failure is not None

@@ -39,13 +39,13 @@ class Call:
 class Meeting:
     """The calls that meet: one per member of the group. An Operation of the scheduler."""
 
-    __slots__ = ("arrived", "calls", "channel", "done", "number", "result")
+    __slots__ = ("arrived", "calls", "channel", "differs", "done", "number", "result")
 
     def __init__(self, channel: Channel, number: int) -> None:
         self.channel, self.number = channel, number
         self.calls: list[Call | None] = [None] * len(channel.group.ranks)
         self.arrived = 0
-        self.done = False
+        self.done = self.differs = False
         self.result: Any = None
 
     def describe(self, rank: int) -> str:
@@ -80,8 +80,8 @@ class Channel:
         """Take part in the next meeting. The last to come runs ``complete`` on all calls, in group
         order.
 
-        Raises CollectiveMismatchError, which ends the run, if the call differs from those that came
-        before.
+        Does not return if the call differs from those that came before: once the other members have
+        come as well, or will not, the run ends with a CollectiveMismatchError.
         """
         context.scheduler.check(context.seat)
         position, call.rank = self.position[context.rank], context.rank
@@ -89,13 +89,12 @@ class Channel:
         meeting = self._open.get(number)
         if meeting is None:
             meeting = self._open[number] = Meeting(self, number)
-        elif not self._agrees(meeting, call):
-            meeting.calls[position] = call
-            error = self._mismatch(meeting, context)
-            context.scheduler.fail(context.seat, error)
-            raise error
+        differs = meeting.differs or not self._agrees(meeting, call)
         meeting.calls[position] = call
         meeting.arrived += 1
+        if differs:
+            meeting.differs = True
+            context.scheduler.judge(context.seat, Mismatch(meeting, context))
         if meeting.arrived == len(meeting.calls):
             del self._open[number]
             calls: list[Call] = meeting.calls  # type: ignore[assignment]
@@ -112,31 +111,49 @@ class Channel:
         return meeting
 
     def _agrees(self, meeting: Meeting, call: Call) -> bool:
-        other = next(each for each in meeting.calls if each is not None)
+        other = next((each for each in meeting.calls if each is not None), call)
         return other.operation == call.operation and other.fields == call.fields
-
-    def _mismatch(self, meeting: Meeting, context: RankContext) -> CollectiveMismatchError:
-        unknown = {  # each waits in this call, or makes it now
-            rank: call
-            for rank, call in zip(self.group.ranks, meeting.calls, strict=True)
-            if call is not None and call.place is None
-        }
-        for rank, place in context.scheduler.locate(unknown).items():
-            unknown[rank].place = place
-        return mismatch(meeting)
 
     def unfinished(self) -> list[Meeting]:
         """The meetings that some members have not come to."""
         return list(self._open.values())
 
 
-def mismatch(meeting: Meeting) -> CollectiveMismatchError:
-    """The verdict on calls that meet and differ: what differs, and every call that was made."""
-    calls = [
-        (rank, call)
-        for rank, call in zip(meeting.channel.group.ranks, meeting.calls, strict=True)
-        if call is not None
-    ]
-    what = words.differing([(call.operation, call.fields) for _, call in calls])
-    made = [(rank, call.text(), call.place) for rank, call in calls]
-    return words.mismatch(meeting.number, meeting.channel.group.name, what, made)
+class Mismatch:
+    """The verdict on a meeting whose calls differ. A Judgement of the scheduler: whoever comes to
+    such a meeting waits, so that the verdict can tell which of the members are the odd ones.
+    """
+
+    def __init__(self, meeting: Meeting, context: RankContext) -> None:
+        self._meeting, self._context = meeting, context
+        self.done = False
+
+    def describe(self, rank: int) -> str:
+        """See Operation."""
+        return self._meeting.describe(rank)
+
+    def missing(self, rank: int) -> Sequence[int]:
+        """See Operation."""
+        return self._meeting.missing(rank)
+
+    @property
+    def ripe(self) -> bool:
+        """Whether every member has come."""
+        return self._meeting.arrived == len(self._meeting.calls)
+
+    def verdict(self) -> tuple[CollectiveMismatchError, int]:
+        """What differs, every call that was made, and the rank to blame."""
+        group, meeting = self._meeting.channel.group, self._meeting
+        calls = {
+            rank: call
+            for rank, call in zip(group.ranks, meeting.calls, strict=True)
+            if call is not None
+        }
+        unknown = [rank for rank, call in calls.items() if call.place is None]
+        for rank, place in self._context.scheduler.locate(unknown).items():
+            calls[rank].place = place  # each waits in this call, or makes it now
+        said = {rank: (call.operation, call.fields) for rank, call in calls.items()}
+        made = [(rank, call.text(), call.place) for rank, call in calls.items()]
+        what = words.differing([*said.values()])
+        error = words.mismatch(meeting.number, group.name, what, made, said)
+        return error, words.by_what_they_say(said)[0][0]
