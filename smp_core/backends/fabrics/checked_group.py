@@ -8,6 +8,7 @@ wait. How a call that is in order is issued is a subclass's affair.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -159,6 +160,14 @@ class CheckedGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._collective("barrier", (), opts)
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """A barrier: who does not come to it is named by the verdict, whatever the arguments."""
+        options = dist.BarrierOptions()
+        options.asyncOp = False
+        self._collective("monitored_barrier", (), options).wait()
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         check_tensors("broadcast", tensors)

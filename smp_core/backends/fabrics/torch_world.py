@@ -70,6 +70,14 @@ class TorchWorld:
             store = c10d.PrefixStore(f"run-{self._runs}", self._store)
             self._state.pg_map[self._default] = (self._backend, store)
 
+    def rename(self, group: Any, name: str) -> None:
+        """Give a group of the world's own a name that torch gives to none: it counts for nothing in
+        ``get_pg_count``, and in the numbers of the groups that a body makes.
+        """
+        group._set_group_name(c10d.GroupName(name))
+        self._state.pg_names[group] = c10d.GroupName(name)
+        self._state.group_count -= 1
+
     def keep(self) -> None:
         """The groups that exist now are the world's own: ``leave`` lets them be."""
         self._own = set(self._state.pg_map)

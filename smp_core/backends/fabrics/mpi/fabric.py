@@ -10,6 +10,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from smp_core.backends.base import Group, ObjectTransport, Seat
+from smp_core.backends.fabrics import native_calls
 from smp_core.backends.fabrics.mpi.library import messenger
 from smp_core.backends.fabrics.mpi.objects import MpiObjects
 from smp_core.backends.fabrics.mpi.process_group import BACKEND, MpiProcessGroup
@@ -148,5 +149,6 @@ def register_backend() -> None:
 
     Does not change which backend a device gets by default.
     """
+    native_calls.install()
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])

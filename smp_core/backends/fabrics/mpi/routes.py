@@ -126,6 +126,7 @@ _ALL_TO_ALL = Route(_its_own, _its_outputs, _interleaved)
 
 ROUTES: dict[str, Route] = {
     "barrier": Route(_all_brings, _all_brings, _nothing),
+    "monitored_barrier": Route(_all_brings, _all_brings, _nothing),
     "broadcast": Route(_brings_from_root, _outputs_from_root, _of_root),
     "all_reduce": _ALL_REDUCE,
     "all_reduce_coalesced": _ALL_REDUCE,

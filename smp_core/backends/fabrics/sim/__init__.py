@@ -88,18 +88,24 @@ class SimFabric:
             raise
 
     def _make_default(self, world: torch_private.RankWorld) -> None:
-        world.default_pg = self._registered(_DEFAULT, tuple(range(self.size)))
+        world.default_pg = self._registered(
+            _DEFAULT, tuple(range(self.size)), torch_private.DEFAULT_NAME
+        )
         world.default_pg._set_group_desc("default_pg")
+        world.group_count = 1  # torch numbers the groups that follow from here
 
-    def _registered(self, name: str, ranks: tuple[int, ...]) -> SimProcessGroup:
+    def _registered(
+        self, name: str, ranks: tuple[int, ...], torch_name: str | None = None
+    ) -> SimProcessGroup:
         """This rank's handle on a group, as torch.distributed knows it."""
         shared = self._shared_group(name, ranks)
-        handle = SimProcessGroup(self._context, shared, name)
+        known = name if torch_name is None else torch_name
+        handle = SimProcessGroup(self._context, shared, known)
         torch_private.register_in_world(
             handle,
             backend_name="sim",
             store=SimStore(self._context, self._shared.store),
-            group_name=torch_private.GroupName(name),
+            group_name=torch_private.GroupName(known),
             backend_config="cpu:sim",
             rank_mapping=shared.rank_map,  # one for all: N maps of N entries took 280 MB at 1,536
             add_to_default_tag=name == _DEFAULT,
@@ -115,7 +121,7 @@ class SimFabric:
                 f"init_process_group: rank={rank}, world_size={size}, but this is rank {self.rank} of {self.size}"
             )
         shared = self._shared_group(_DEFAULT, tuple(range(self.size)))
-        return SimProcessGroup(self._context, shared, _DEFAULT)
+        return SimProcessGroup(self._context, shared, torch_private.DEFAULT_NAME)
 
     def new_group(
         self, ranks: tuple[int, ...], name: str | None, desc: str | None

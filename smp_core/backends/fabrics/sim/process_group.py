@@ -36,6 +36,7 @@ class SharedGroup:
 # What completes a collective, by its reduce op and root. Looked up when the call is issued.
 _COMPLETE: dict[str, Callable[[str, int], Complete]] = {
     "barrier": lambda op, root: collectives.barrier,
+    "monitored_barrier": lambda op, root: collectives.barrier,
     "broadcast": lambda op, root: collectives.broadcast(root),
     "all_reduce": lambda op, root: collectives.all_reduce(op),
     "all_reduce_coalesced": lambda op, root: collectives.all_reduce(op),

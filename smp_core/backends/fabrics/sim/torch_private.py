@@ -16,9 +16,12 @@ import torch.distributed.nn.functional  # its default arguments capture the defa
 from torch.distributed import c10d_logger
 from torch.distributed import distributed_c10d as c10d
 
+from smp_core.backends.fabrics import native_calls
 from smp_core.backends.fabrics.sim import profiling
 from smp_core.backends.hosts import current
 from smp_core.errors import ThreadError
+
+DEFAULT_NAME = "0"  # torch's own for the default process group: names are numbers
 
 set_thread_isolation_mode = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
 unregister_all_process_groups = c10d._unregister_all_process_groups  # type: ignore[attr-defined]
@@ -143,5 +146,6 @@ def register_backend() -> None:
 
     Does not change which backend a device gets by default.
     """
+    native_calls.install()
     if "SIM" not in c10d.Backend._plugins:
         c10d.Backend.register_backend("sim", _create, extended_api=True, devices=["cpu"])

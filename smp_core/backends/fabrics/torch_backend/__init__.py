@@ -44,6 +44,7 @@ class TorchFabric:
                 backend, store=store, rank=seat.rank, world_size=seat.size, timeout=_LIMIT
             )
             private = dist.new_group(backend=backend, timeout=_LIMIT, group_desc="smp objects")
+            self._world.rename(private, "smp objects")
             self._world.keep()
         finally:
             self._world.leave()
