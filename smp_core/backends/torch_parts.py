@@ -120,6 +120,16 @@ _PROFILER = (
     *_parts("torch.autograd.profiler", "_disable_profiler", "profile._parse_kineto_results"),
     *_parts("torch.autograd.profiler_legacy", "_parse_legacy_records"),
 )
+_NATIVE = (
+    *_parts(_C10D, "_resolve_process_group", "monitored_barrier"),
+    *_parts(_C, "_register_work", "AllgatherOptions", "Reducer._set_forward_pass_work_handle"),
+    *_parts(
+        "torch",
+        "library.get_kernel",
+        "ops._c10d_functional.all_gather_into_tensor_out.default",
+        "ops._c10d_functional.batch_p2p_ops.default",
+    ),
+)
 _WAIT = _parts("torch", "ops._c10d_functional.wait_tensor.default")
 _OPTIONS = _parts(_C10D, "AllToAllOptions", "AllgatherOptions", "BroadcastOptions")
 
@@ -131,13 +141,21 @@ PARTS: dict[str, tuple[Part, ...]] = {
         *_GROUP,
         *_WAIT,
         *_PROFILER,
+        *_NATIVE,
         *_parts(_C, "Store", "_set_thread_isolation_mode"),
         Part("torch.distributed.c10d_logger", "_get_msg_dict", calls=1),
         *_parts("torch.distributed.c10d_logger", "_c10d_logger.name"),
         *_parts("torch.distributed._functional_collectives", "all_reduce"),
         *_parts("torch", "_foreach_copy_", "_GLOBAL_DEVICE_CONTEXT"),
     ),
-    "the mpi backend": (*_WORLD, *_WORK, *_GROUP, *_WAIT, *_parts("torch", "_foreach_copy_")),
+    "the mpi backend": (
+        *_WORLD,
+        *_WORK,
+        *_GROUP,
+        *_WAIT,
+        *_NATIVE,
+        *_parts("torch", "_foreach_copy_"),
+    ),
     "rank processes": (
         *_WORLD,
         *_parts("torch", "_GLOBAL_DEVICE_CONTEXT"),
