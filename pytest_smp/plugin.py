@@ -46,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.stash[_SETTINGS] = settings.read(config)
     config.pluginmanager.register(_TimedOut(config), "smp-timed-out")
+    config.pluginmanager.register(_Properties(), "smp-properties")
     from pytest_smp import launch
 
     if launch.job_size() is not None:  # the other ranks wait, whether a test uses them or not
@@ -220,6 +221,20 @@ def pytest_leave_pdb(config: pytest.Config) -> None:
     controller = config.stash.get(_CONTROLLER, None)
     if controller is not None:
         controller.debugging = False
+
+
+class _Properties:
+    """Gets ready what a property that uses ``smp_world`` needs, before its first example is drawn."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+        __tracebackhide__ = True
+        marked = pyfuncitem.get_closest_marker("smp") is not None
+        is_property = hasattr(pyfuncitem.obj, "hypothesis")
+        if marked or not is_property or "smp_world" not in pyfuncitem.fixturenames:
+            return (yield)
+        with controller_of(pyfuncitem.config).prepared(pyfuncitem.obj):
+            return (yield)
 
 
 class _TimedOut:

@@ -22,7 +22,7 @@ from hypothesis import control, reporting
 from hypothesis.internal.conjecture.data import ConjectureData
 from hypothesis.strategies import DataObject
 
-from pytest_smp import results
+from pytest_smp import readiness, results
 from pytest_smp.faults import among as faults_among
 from pytest_smp.proxies import TmpPath
 from pytest_smp.settings import Settings
@@ -215,6 +215,16 @@ class Controller:
         """Whether ranks that do not come back are left behind, and go on: threads are."""
         return bool(getattr(self._host, "steady", True))
 
+    @contextlib.contextmanager
+    def prepared(self, function: Any, ranks: int | None = None) -> Iterator[None]:
+        """Entered around a property whose examples run on ranks: all that there are, if not given."""
+        __tracebackhide__ = True
+        host = self.open()
+        ranks = self.settings.ranks if ranks is None else ranks
+        readiness.prepare(host, ranks, function, self.settings.timeout)
+        with readiness.deadline_in_force(host, function):
+            yield
+
     def _schedule(self, asked: Schedule | None) -> Schedule:
         """--smp-schedule, else what the test asks for, else drawn (--smp-explore), else round-robin."""
         if self.settings.schedule is not None:
@@ -399,7 +409,6 @@ class MarkedTest:
             else:
                 _explore(once, controller, item.name)
             return
-        host = controller.open()  # not in the first example, whose time Hypothesis takes
         inner = handle.inner_test
 
         @functools.wraps(inner)  # the database's key is a digest of source and signature
@@ -428,25 +437,10 @@ class MarkedTest:
 
         handle.inner_test = on_ranks
         try:
-            with _deadline_of(function, host):
+            with controller.prepared(function, self.ranks):
                 function(**arguments)
         finally:
             handle.inner_test = inner
-
-
-@contextlib.contextmanager
-def _deadline_of(function: Any, host: Host) -> Iterator[None]:
-    """Leave Hypothesis's deadline out where ranks are started and replaced within examples."""
-    name = "_hypothesis_internal_use_settings"
-    settings = getattr(function, name, None)
-    if getattr(host, "steady", True) or settings is None:
-        yield
-        return
-    setattr(function, name, hypothesis.settings(settings, deadline=None))
-    try:
-        yield
-    finally:
-        setattr(function, name, settings)
 
 
 def _no_value(item: pytest.Function, values: list[Any]) -> None:
