@@ -6,13 +6,14 @@ divisible; groups are unsorted and leave out rank 0; degree 1 comes often; value
 rank and per element; views have strides, offsets and guard elements. Every drawn value prints, in a
 failing example, as code that can be pasted below::
 
+    import signal
     import torch
     from collections import OrderedDict
     from math import inf
     from numpy import array, float32, int64
     from pytest_smp.strategies import Batch, Block, MicrobatchSplit, Model, Overflows, Pair, Record
     from pytest_smp.strategies import ShardedTraining, Sliceable, StepCall, TensorSpec, Training
-    from smp_core.topology import Topology
+    from pytest_smp.strategies import Exit, Kill, Raise, Schedule, Stall, Topology
 
 A communication program prints as a test file that runs alone.
 
@@ -31,6 +32,9 @@ from pytest_smp.strategies.mistakes import invalid_configs
 from pytest_smp.strategies.overflows import Overflows, overflows
 from pytest_smp.strategies.schedules import schedules
 from pytest_smp.strategies.worlds import degrees, groups, placements, topologies, world_sizes
+from smp_core.backends.faults import Exit, Kill, Raise, Stall
+from smp_core.backends.schedule import Schedule
+from smp_core.topology import Topology
 
 if TYPE_CHECKING:
     from pytest_smp.strategies.communication import (
@@ -63,17 +67,23 @@ if TYPE_CHECKING:
 __all__ = [
     "Batch",
     "Block",
+    "Exit",
     "InvalidProgram",
+    "Kill",
     "MicrobatchSplit",
     "Model",
     "Overflows",
     "Pair",
     "Program",
+    "Raise",
     "Record",
+    "Schedule",
     "ShardedTraining",
     "Sliceable",
+    "Stall",
     "StepCall",
     "TensorSpec",
+    "Topology",
     "Training",
     "WrongSlice",
     "batches",
@@ -146,3 +156,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(f"{__name__}.{_NEEDS_TORCH[name]}"), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

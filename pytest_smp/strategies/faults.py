@@ -73,15 +73,18 @@ def _of(kind: str, ranks: int, places: list[str], max_nth: int) -> SearchStrateg
         raise InvalidArgument(f"at={places!r}: no {kind} is possible there")
 
     def at_place(place: str) -> SearchStrategy[Fault]:
-        once = place in MOMENTS
-        return st.builds(
-            _CLASSES[kind],
-            rank=st.integers(0, ranks - 1),
-            required=st.just(False),
-            at=st.just(place),
-            nth=st.just(1) if once else st.integers(1, max_nth),
-            when=st.just("before") if once else st.sampled_from(("before", "after")),
-            **_KINDS[kind](),
+        once, make = place in MOMENTS, _CLASSES[kind]
+        values = st.fixed_dictionaries(
+            {
+                "rank": st.integers(0, ranks - 1),
+                "required": st.just(False),
+                "at": st.just(place),
+                "nth": st.just(1) if once else st.integers(1, max_nth),
+                "when": st.just("before") if once else st.sampled_from(("before", "after")),
+                **_KINDS[kind](),
+            }
         )
+        # Not `st.builds`: Hypothesis would show that call, and the repr of a signal is no code.
+        return values.map(lambda said: make(**said))
 
     return st.sampled_from(fitting).flatmap(at_place)

@@ -104,7 +104,52 @@ _ALL: dict[str, SearchStrategy[Any]] = {
     "lengths": strategies.lengths(8),
     "shapes": strategies.shapes(),
     "tensors": strategies.tensors(),
+    "blocks": strategies.blocks(),
+    "faults": strategies.faults(ranks=3, kinds=("kill", "exit", "stall", "delay", "raise_")),
+    "microbatch_splits": strategies.microbatch_splits(),
+    "models": strategies.models(),
+    "overflows": strategies.overflows(3),
+    "schedules": strategies.schedules(),
+    "sharded_trainings": strategies.sharded_trainings(4),
+    "sharding_configurations": strategies.sharding_configurations(4),
+    "trainings": strategies.trainings(4),
 }
+#: Of nests, where a tensor's repr is no code; Hypothesis prints one that is.
+_NESTS: dict[str, SearchStrategy[Any]] = {
+    "batches": strategies.batches(3),
+    "objects": strategies.objects(),
+    "sliceables": strategies.sliceables(2),
+    "step_calls": strategies.step_calls(),
+}
+
+#: These print as whole test files: tests/pytest_smp/strategies/communication.
+_FILES = {"programs", "invalid_programs"}
+
+
+def test_every_strategy_is_asked_whether_its_values_print_as_code() -> None:
+    functions = {name for name in strategies.__all__ if name.islower()} - {"same"}
+    assert functions == {*_ALL, *_NESTS, *_FILES}
+
+
+def test_dir_shows_every_public_name() -> None:
+    code = (
+        "from pytest_smp import strategies as s\n"
+        "assert set(s.__all__) <= set(dir(s)), set(s.__all__) - set(dir(s))\n"
+        "import sys; assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_documented_imports_are_names_of_the_package() -> None:
+    """What a user pastes below them needs no other module of the project."""
+    lines = [line.strip() for line in (strategies.__doc__ or "").splitlines()]
+    ours = [line for line in lines if line.startswith("from ") and "smp" in line]
+    assert ours
+    for line in ours:
+        module, _, names = line.removeprefix("from ").partition(" import ")
+        assert module == "pytest_smp.strategies"
+        assert set(names.split(", ")) <= set(strategies.__all__)
 
 
 @pytest.mark.parametrize("name", _ALL)
@@ -117,7 +162,7 @@ def test_repr_is_code_for_an_equal_value(
         assert type(pasted) is type(value)
 
 
-@pytest.mark.parametrize("name", [*_ALL, "objects"])
+@pytest.mark.parametrize("name", [*_ALL, *_NESTS])
 @pytest.mark.parametrize("after", [0, 7, 19, 38])
 def test_a_failing_example_is_code_for_the_same_value(
     name: str,
@@ -125,6 +170,6 @@ def test_a_failing_example_is_code_for_the_same_value(
     printed: Callable[[SearchStrategy[Any], int], tuple[Any, str]],
     paste: Callable[[str], Any],
 ) -> None:
-    value, code = printed(_ALL.get(name, strategies.objects()), after)
+    value, code = printed({**_ALL, **_NESTS}[name], after)
     pasted = paste(code)
     assert same(pasted, value), code
