@@ -10,6 +10,7 @@ import pytest
 from hypothesis import Phase, settings
 
 import smp_core.torch as smp
+from conformance import amounts
 from pytest_smp import strategies
 from pytest_smp.proxies import SmpWorld
 from smp_core.topology import Topology
@@ -25,6 +26,14 @@ on_ranks = settings(
     report_multiple_bugs=False,
     phases=[phase for phase in settings().phases if phase is not Phase.explain],
 )
+
+
+def share(part: float) -> settings:
+    """``on_ranks`` with this part of the examples of the profile that the user chose, and at least
+    those that every property gets (:mod:`conformance.amounts`).
+    """
+    return settings(on_ranks, max_examples=amounts.share(part, on_ranks.max_examples))
+
 
 comm_groups = st.sampled_from(smp.CommGroup)
 
@@ -77,6 +86,16 @@ def needs(smp_world: SmpWorld, ranks: int) -> None:
 def pairs(ranks: int) -> st.SearchStrategy[tuple[int, int]]:
     """Two different ranks of a world."""
     return st.permutations(range(ranks)).map(lambda order: (order[0], order[1]))
+
+
+#: Where a buffer, a page, a packet or a chunk of a large transfer may end.
+CHUNKS = (2**12, 2**14, 2**16, 2**20)
+
+
+def around(chunk: int) -> st.SearchStrategy[int]:
+    """Exact multiples of a chunk, and one more and one less than those."""
+    times = st.integers(1, 3 if chunk < 2**16 else 1)
+    return st.builds(lambda times, more: times * chunk + more, times, st.sampled_from([0, 1, -1]))
 
 
 @st.composite

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from conformance import expectations, options, report
+from conformance import amounts, expectations, options, report
 from conformance.certification import Certification, certification
 from conformance.engines.capabilities import EngineCapability
 from conformance.engines.names import find_engine
@@ -43,10 +43,6 @@ _SIBLINGS = "requirement_properties"  # how many there are, before any is desele
 _TOLD = "conformance"  # outcome, error and notes of a property that did not pass, in JSON
 _EXPECTED: pytest.StashKey[Expectation | None] = pytest.StashKey()
 _RANK = list(Outcome)
-
-#: Of a property's examples, on hosts whose ranks are processes: an example takes about ten times as
-#: long there as on `sim`. Not below so many.
-_SHARE, _FEWEST = 0.3, 5
 
 
 @dataclasses.dataclass(slots=True)
@@ -287,7 +283,7 @@ class Session:
             kept = None if base.database is None else ReadOnlyDatabase(base.database)
             changed = hypothesis_settings(base, phases=phases, database=kept)
         else:
-            few = max(min(base.max_examples, _FEWEST), round(_SHARE * base.max_examples))
+            few = amounts.on_processes(base.max_examples)
             changed = hypothesis_settings(base, max_examples=few)
         setattr(function, name, changed)
         try:

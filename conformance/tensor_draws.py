@@ -8,9 +8,8 @@ from typing import Any
 
 import hypothesis.strategies as st
 import torch
-from hypothesis import settings
 
-from conformance.draws import needs, on_ranks
+from conformance.draws import needs
 from conformance.registry import Capability
 from conformance.tensors import COLLECTIVES, Case, Shape
 from conformance.verdicts import not_supported
@@ -27,13 +26,7 @@ MOST = 8
 WRITABLE = tuple(name for name in LAYOUTS if name != "expanded")
 READABLE = tuple(LAYOUTS)
 
-
-def share(part: float) -> settings:
-    """``on_ranks`` with this part of the examples of the profile that the user chose.
-
-    An example here is many calls: in several dtypes, on every rank.
-    """
-    return settings(on_ranks, max_examples=max(1, round(part * on_ranks.max_examples)))
+Members = tuple[tuple[int, ...], bool]  #: ranks in a group's order; whether it is the default one
 
 
 def worlds(smp_world: SmpWorld, least: int = 1) -> st.SearchStrategy[int]:
@@ -50,10 +43,19 @@ def _many(least: int, most: int) -> st.SearchStrategy[int]:
     return st.sampled_from([*numbers, *(number for number in numbers if 2 < number < 6)])
 
 
+def op_of(operation: str) -> str:
+    """SUM for what reduces."""
+    return "SUM" if COLLECTIVES[operation].reduces else ""
+
+
 def claimed(smp_world: SmpWorld, among: Iterable[str] = COLLECTIVES) -> list[str]:
-    """The collectives that the backend claims; ends the property where there is none."""
+    """The collectives that the backend claims, and a dtype of; ends the property where there is none."""
     claims, among = smp_world.capabilities, list(among)
-    found = [name for name in among if COLLECTIVES[name].capability in claims]
+    found = [
+        name
+        for name in among
+        if COLLECTIVES[name].capability in claims and _dtypes(claims, op_of(name), name)
+    ]
     return found or not_supported(f"the backend claims none of {', '.join(among)}")
 
 
@@ -64,15 +66,19 @@ def dtypes(claims: Capabilities, op: str = "", operation: str = "") -> list[torc
 
     torch.distributed.ReduceOp docs: MAX, MIN and PRODUCT are not supported for complex tensors.
     """
+    return _dtypes(claims, op, operation) or not_supported(
+        f"the backend claims no dtype for {op or operation or 'any collective'}"
+    )
+
+
+def _dtypes(claims: Capabilities, op: str, operation: str) -> list[torch.dtype]:
     names = claims.moves(COLLECTIVES[operation].capability) if operation else claims.dtypes
     if op:
         names &= claims.reductions.get(op, frozenset())
     found = [dtype for dtype in ALL if str(dtype).removeprefix("torch.") in names]
     if op in ("MIN", "MAX", "PRODUCT"):
         found = [dtype for dtype in found if not dtype.is_complex]
-    return found or not_supported(
-        f"the backend claims no dtype for {op or operation or 'any collective'}"
-    )
+    return found
 
 
 def kept(claims: Capabilities, ops: Iterable[str]) -> list[str]:
@@ -128,6 +134,7 @@ def cases(
     operation: str,
     *,
     group: str = "any",
+    members: Members | None = None,
     shape: st.SearchStrategy[Shape] | None = None,
     uneven: bool = False,
     given: Sequence[str] = ("contiguous",),
@@ -142,6 +149,7 @@ def cases(
         operation: a name of COLLECTIVES.
         group: "default", "any" (the default one, or some ranks, ascending), "unsorted" (ranks in
             any other order), "alone" (one rank), "without 0".
+        members: the group itself, if it was drawn before.
         shape: of a piece; if not given any without a side of 0.
         uneven: whether the first sides of pieces differ, 0 among them.
         given: layouts to draw inputs' from.
@@ -158,7 +166,7 @@ def cases(
     )
     drawn = draw(sides(max(int(cut), named)) if shape is None else shape)
 
-    ranks, default = draw(_ranks(world, group if Capability.GROUPS in claims else "default"))
+    ranks, default = members or draw(groups(world, claims, group))
     rows = None
     if uneven:
         many = 1 if collective.given == "one" else len(ranks)
@@ -177,6 +185,42 @@ def cases(
     )
 
 
+@st.composite
+def every(
+    draw: st.DrawFn,
+    /,
+    world: int,
+    smp_world: SmpWorld,
+    among: Iterable[str] = COLLECTIVES,
+    *,
+    group: str = "any",
+    members: Members | None = None,
+    most: int = 1,
+    **how: Any,
+) -> list[Case]:
+    """A case of each of these collectives that the backend claims, all on one group.
+
+    Nothing is left to the draw that way: whatever the number of examples, each is called in each.
+
+    Args:
+        world: the number of ranks that run.
+        smp_world: the backend.
+        among: names of COLLECTIVES.
+        group: as for :func:`cases`.
+        members: as for :func:`cases`.
+        most: the number of dtypes of each, at most.
+        how: further arguments of :func:`cases`, and fields.
+    """
+    claims = smp_world.capabilities
+    members = members or draw(groups(world, claims, group))
+    found = []
+    for name in claimed(smp_world, among):
+        op = how.get("op", op_of(name))
+        case = draw(cases(world, claims, name, members=members, **{**how, "op": op}))
+        found += spread(case, draw(some(dtypes(claims, op_of(name), name), most)))
+    return found
+
+
 def _layouts(names: Sequence[str], shape: Shape) -> st.SearchStrategy[tuple[str, ...]]:
     """Two, so that neighbours differ, of those that suit the shape."""
     fitting = [name for name in names if LAYOUTS[name].min_dims <= len(shape)]
@@ -185,9 +229,13 @@ def _layouts(names: Sequence[str], shape: Shape) -> st.SearchStrategy[tuple[str,
     return st.lists(st.sampled_from(fitting), min_size=1, max_size=2).map(tuple)
 
 
+def groups(world: int, claims: Capabilities, kind: str) -> st.SearchStrategy[Members]:
+    """Groups of a kind that :func:`cases` knows; the default one, if the backend makes no others."""
+    return _groups(world, kind if Capability.GROUPS in claims else "default")
+
+
 @st.composite
-def _ranks(draw: st.DrawFn, world: int, kind: str) -> tuple[tuple[int, ...], bool]:
-    """The ranks of a group in its order, and whether it is the default group."""
+def _groups(draw: st.DrawFn, world: int, kind: str) -> Members:
     everyone = tuple(range(world))
     if kind == "default" or (kind == "any" and draw(st.booleans())):
         return everyone, True

@@ -155,9 +155,14 @@ class Buffer(NamedTuple):
 
     def damaged(self) -> tuple[int, ...]:
         """Where guards were written: indices of elements of the storage."""
-        if torch.equal(storage(self.tensor)[_guards(self.spec)], _intact(self.spec)):
-            return ()
-        return self.spec.damaged_guards(self.tensor)
+        there = storage(self.tensor)
+        if self.spec.layout == "contiguous":  # no mask as large as the tensor
+            start = self.spec.offset * self.spec.dtype.itemsize
+            end = start + self.spec.numel * self.spec.dtype.itemsize
+            intact = (there[:start] == GUARD_BYTE).all() and (there[end:] == GUARD_BYTE).all()
+        else:
+            intact = (there[_guards(self.spec)] == GUARD_BYTE).all()
+        return () if intact else self.spec.damaged_guards(self.tensor)
 
 
 # ---- The case ------------------------------------------------------------------------------------
@@ -272,7 +277,7 @@ class Case:
     def blanks(self, me: int, shapes: Sequence[Shape]) -> list[Buffer]:
         """A member's output tensors, not written yet."""
         specs = [self.spec(self.taken, me + at, shape) for at, shape in enumerate(shapes)]
-        return [Buffer(spec, _copy(_blank(spec))) for spec in specs]
+        return [Buffer(spec, _blank(spec)) for spec in specs]
 
     def spec(self, layouts: Sequence[str], index: int, shape: Shape) -> TensorSpec:
         """The recipe of a tensor. A layout that needs more dimensions gives way to a plain one."""
@@ -350,7 +355,8 @@ class Case:
         return [reduced(pieces, self.op or "SUM")] if self.collective.reduces else pieces
 
 
-# Each rank needs the values of all: where ranks are threads, they are made once. Not for large ones.
+# Each rank needs the values of all: where ranks are threads, they are made once. Of large ones only
+# those of the latest calls are kept.
 
 
 class Recipe(NamedTuple):
@@ -361,10 +367,40 @@ class Recipe(NamedTuple):
     special: bool
 
 
-@functools.lru_cache(maxsize=4096)
+_MANY = 2**16
+
+#: The numbers of a large tensor come again after so many: a prime, so that no two places that are a
+#: power of two apart hold the same.
+_PERIOD = 2**16 + 1
+
+
+def made(spec: TensorSpec, source: int, sources: int) -> Tensor:
+    """The tensor of a recipe; to make every number of a large one anew would take long."""
+    if spec.numel <= _PERIOD or spec.layout == "expanded":
+        return spec.make(source, sources)
+    some = dataclasses.replace(spec, shape=(_PERIOD,), layout="contiguous", offset=0)
+    again = some.make(source, sources).repeat(-(-spec.numel // _PERIOD))
+    return spec.blank().copy_(again[: spec.numel].view(spec.shape))
+
+
 def _kept(recipe: Recipe, source: int, sources: int) -> Tensor:
+    large = recipe.spec.numel >= _MANY
+    return (_kept_large if large else _kept_small)(recipe, source, sources)
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept_small(recipe: Recipe, source: int, sources: int) -> Tensor:
+    return _recipe_made(recipe, source, sources)
+
+
+@functools.lru_cache(maxsize=12)  # of one call of few ranks: they take up to 48 MB each
+def _kept_large(recipe: Recipe, source: int, sources: int) -> Tensor:
+    return _recipe_made(recipe, source, sources)
+
+
+def _recipe_made(recipe: Recipe, source: int, sources: int) -> Tensor:
     spec = recipe.spec
-    tensor = spec.make(source, sources)
+    tensor = made(spec, source, sources)
     once = tensor[:1] if spec.layout == "expanded" else tensor
     if recipe.special:
         some = specials(spec.dtype)
@@ -374,13 +410,28 @@ def _kept(recipe: Recipe, source: int, sources: int) -> Tensor:
     return tensor
 
 
-@functools.lru_cache(maxsize=1024)
 def _expected(case: Case, target: int) -> list[Tensor]:
+    large = math.prod(case.shape) >= _MANY
+    return (_expected_large if large else _expected_small)(case, target)
+
+
+@functools.lru_cache(maxsize=1024)
+def _expected_small(case: Case, target: int) -> list[Tensor]:
     return case.wanted(target)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=3)
+def _expected_large(case: Case, target: int) -> list[Tensor]:
+    return case.wanted(target)
+
+
 def _blank(spec: TensorSpec) -> Tensor:
+    """A tensor of its own, to write to."""
+    return spec.blank() if spec.numel >= _MANY else _copy(_blank_kept(spec))
+
+
+@functools.lru_cache(maxsize=4096)
+def _blank_kept(spec: TensorSpec) -> Tensor:
     return spec.blank()
 
 
@@ -391,12 +442,6 @@ def _guards(spec: TensorSpec) -> Tensor:
     once = tensor[:1] if spec.layout == "expanded" else tensor
     once.copy_(torch.zeros(once.shape).to(spec.dtype))
     return storage(tensor) == GUARD_BYTE
-
-
-@functools.lru_cache(maxsize=4096)
-def _intact(spec: TensorSpec) -> Tensor:
-    """The bytes of the guards, if nobody has written there."""
-    return storage(_blank(spec))[_guards(spec)]
 
 
 def storage(tensor: Tensor) -> Tensor:
@@ -507,7 +552,6 @@ _BOOL_FOLDS: Mapping[str, Callable[[Sequence[bool]], bool]] = {
     "SUM": any,
     "PRODUCT": all,
 }
-_MANY = 2**16
 
 
 def reduced(tensors: Sequence[Tensor], op: str) -> Tensor:
@@ -516,7 +560,7 @@ def reduced(tensors: Sequence[Tensor], op: str) -> Tensor:
     Exact if every partial result is: see :func:`exact_bound`.
     """
     dtype, shape = tensors[0].dtype, tensors[0].shape
-    if tensors[0].numel() >= _MANY and op == "SUM":  # numbers of Python would take seconds
+    if tensors[0].numel() >= 2**13 and op == "SUM":  # numbers of Python would take seconds
         return _sum_of_many(tensors)
     fold = (_BOOL_FOLDS if dtype is torch.bool else _FOLDS)[op]
     numbers = [fold(column) for column in zip(*map(_numbers, tensors), strict=True)]

@@ -7,10 +7,19 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 import smp_core.torch as smp
-from conformance.draws import UNPICKLABLE, comm_groups, needs, on_ranks, sizes, unpicklable, worlds
+from conformance.draws import (
+    UNPICKLABLE,
+    comm_groups,
+    needs,
+    on_ranks,
+    share,
+    sizes,
+    unpicklable,
+    worlds,
+)
 from conformance.layout import RANK_TYPES, members, parameters
 from conformance.requirements import requirement
 from pytest_smp.proxies import SmpWorld
@@ -94,7 +103,7 @@ def use_bad_type(call: str, wrong: Any, on: int) -> tuple[bool, list[int]]:
 @requirement("COMM-ERROR-TYPE")
 @pytest.mark.parametrize("call", MISTYPED)
 @given(data=st.data(), on=st.integers(0, 1))
-@settings(on_ranks, max_examples=15)
+@share(0.15)
 def test_a_wrong_type_is_refused(
     smp_world: SmpWorld, data: st.DataObject, call: str, on: int
 ) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import given
 
 from conformance import traffic
-from conformance.draws import needs, on_ranks, pairs, sizes
+from conformance.draws import CHUNKS, around, needs, on_ranks, pairs, sizes
 from conformance.requirements import requirement
 from conformance.traffic import (
     PLAIN,
@@ -129,14 +129,14 @@ def test_views(smp_world: SmpWorld, data: st.DataObject) -> None:
     smp_world.run(pass_view, spec, src, dest, sparse, ranks=ranks)
 
 
-#: One more than what a page, a socket's buffer and a chunk of a large transfer might hold.
 @requirement("P2P-LARGE")
-@pytest.mark.parametrize("numel", [2**12 + 1, 2**16 + 1, 2**20 + 1])
+@pytest.mark.parametrize("chunk", CHUNKS)
 @given(data=st.data())
 @traffic.once
-def test_large_messages(smp_world: SmpWorld, data: st.DataObject, numel: int) -> None:
+def test_large_messages(smp_world: SmpWorld, data: st.DataObject, chunk: int) -> None:
     needs(smp_world, 2)
-    messages = [Message(0, 1, numel=numel), Message(1, 0, numel=numel)]
+    there, back = data.draw(around(chunk), "there"), data.draw(around(chunk), "back")
+    messages = [Message(0, 1, numel=there), Message(1, 0, numel=back)]
     drawn = exchanges(2, st.just(messages), traffic.dtypes(smp_world))
     smp_world.run(take_part, data.draw(drawn, "exchange"), None, ranks=2)
 

@@ -465,7 +465,9 @@ def test_calls_after_splits_that_do_not_add_up(smp_world: SmpWorld, data: st.Dat
 # ---- Objects -------------------------------------------------------------------------------------
 
 #: What the members bring: of very different sizes, so that one's size is no other's.
-brought = st.sampled_from(["", "x" * 1000, None]) | objects(tensors=False, max_leaves=3)
+brought = st.sampled_from(["", "x" * 1000, None, b"y" * 2**16, b"z" * (2**17 + 1)]) | objects(
+    tensors=False, max_leaves=3
+)
 
 
 def carry(call: str, group: Ranks | None, root: int, own: list[Any]) -> list[Any] | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import hypothesis.strategies as st
-from hypothesis import given, settings
+from hypothesis import given
 
-from conformance.draws import MOST_RANKS, on_ranks
+from conformance.draws import MOST_RANKS, share
 from conformance.requirements import requirement
 from pytest_smp import strategies
 from pytest_smp.proxies import SmpWorld
@@ -26,7 +26,7 @@ def check(smp_world: SmpWorld, data: st.DataObject, capabilities: Capabilities) 
 
 @requirement("PROG-VALUES")
 @given(data=st.data())
-@settings(on_ranks, max_examples=round(0.6 * on_ranks.max_examples) or 1)
+@share(0.6)
 def test_every_rank_holds_what_the_model_says(smp_world: SmpWorld, data: st.DataObject) -> None:
     claims = smp_world.capabilities
     reductions = {**claims.reductions, "SUM": claims.reductions.get("SUM", frozenset()) - BOOL}
@@ -36,6 +36,6 @@ def test_every_rank_holds_what_the_model_says(smp_world: SmpWorld, data: st.Data
 
 @requirement("PROG-LAYOUTS")
 @given(data=st.data())
-@settings(on_ranks, max_examples=round(0.3 * on_ranks.max_examples) or 1)
+@share(0.3)
 def test_tensors_may_lie_anyhow(smp_world: SmpWorld, data: st.DataObject) -> None:
     check(smp_world, data, smp_world.capabilities)

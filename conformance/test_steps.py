@@ -14,9 +14,9 @@ from typing import Any
 
 import hypothesis.strategies as st
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 
-from conformance.draws import on_ranks
+from conformance.draws import share
 from conformance.requirements import requirement
 from conformance.training import smp, with_engine
 from pytest_smp.proxies import SmpWorld
@@ -34,7 +34,7 @@ from pytest_smp.strategies import (
 )
 from pytest_smp.strategies.recipes import TensorSpec
 
-few = settings(on_ranks, max_examples=max(1, round(0.3 * on_ranks.max_examples)))
+few = share(0.3)
 
 FORMS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "bare": lambda body, rules: smp.step(body),

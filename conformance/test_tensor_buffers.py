@@ -9,15 +9,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from conformance.draws import share
 from conformance.requirements import requirement
 from conformance.tensor_draws import (
     alternated,
-    cases,
-    claimed,
-    dtypes,
-    share,
-    some,
-    spread,
+    every,
     worlds,
 )
 from conformance.tensors import COLLECTIVES, play
@@ -42,15 +38,12 @@ from pytest_smp.proxies import SmpWorld
     ],
 )
 @given(data=st.data())
-@share(0.25)
+@share(0.1)
 def test_buffers(
     smp_world: SmpWorld, data: st.DataObject, among: Sequence[str], how: dict[str, Any]
 ) -> None:
-    claims = smp_world.capabilities
-    operation = data.draw(st.sampled_from(claimed(smp_world, among)), "operation")
-    op = "SUM" if COLLECTIVES[operation].reduces else ""
+    """Each example goes through every collective of these."""
     ranks = data.draw(worlds(smp_world), "ranks")
-    case = data.draw(cases(ranks, claims, operation, op=op, **how), "case")
-    chosen = data.draw(some(dtypes(claims, op, operation)), "dtypes")
+    played = data.draw(every(ranks, smp_world, among, most=2, **how), "cases")
     first = data.draw(st.booleans(), "the first is asynchronous")
-    smp_world.run(play, *alternated(spread(case, chosen), first), ranks=ranks)
+    smp_world.run(play, *alternated(played, first), ranks=ranks)

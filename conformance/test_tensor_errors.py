@@ -10,10 +10,19 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 
+from conformance.draws import share
 from conformance.requirements import requirement
-from conformance.tensor_draws import claimed, share, worlds
+from conformance.tensor_draws import claimed, op_of, worlds
 from conformance.tensors import COLLECTIVES, Case, play
 from pytest_smp.proxies import SmpWorld
+
+
+def call_all_badly(
+    calls: list[tuple[Case, dict[str, int]]], callers: list[int], lists: bool
+) -> None:
+    """``call_badly`` one after the other."""
+    for case, roots in calls:
+        call_badly(case, roots, callers, lists)
 
 
 def call_badly(case: Case, roots: dict[str, int], callers: list[int], lists: bool) -> None:
@@ -36,30 +45,35 @@ def call_badly(case: Case, roots: dict[str, int], callers: list[int], lists: boo
 
 @requirement("COLL-ERROR-ROOT")
 @given(data=st.data())
-@share(0.3)
+@share(0.1)
 def test_roots_named_twice_or_not_at_all(smp_world: SmpWorld, data: st.DataObject) -> None:
+    """Each example goes through every collective with a root, and through both mistakes."""
     rooted = [name for name, each in COLLECTIVES.items() if each.root]
-    operation = data.draw(st.sampled_from(claimed(smp_world, rooted)), "operation")
-    keyword = COLLECTIVES[operation].root
     ranks = data.draw(worlds(smp_world), "ranks")
-    root = data.draw(st.integers(0, ranks - 1), "root")
-    named = [{keyword: root, f"group_{keyword}": root}]
-    if operation in ("broadcast", "reduce"):
-        named.append({})
-    roots = data.draw(st.sampled_from(named), "roots")
-    op = "SUM" if operation == "reduce" else ""
-    case = Case(operation, tuple(range(ranks)), shape=(2,), op=op, root=root)
+    calls = []
+    for operation in claimed(smp_world, rooted):
+        keyword = COLLECTIVES[operation].root
+        root = data.draw(st.integers(0, ranks - 1), f"root of {operation}")
+        case = Case(operation, tuple(range(ranks)), shape=(2,), op=op_of(operation), root=root)
+        calls.append((case, {keyword: root, f"group_{keyword}": root}))
+        if operation in ("broadcast", "reduce"):
+            calls.append((case, {}))
     callers = data.draw(st.sets(st.integers(0, ranks - 1), min_size=1), "callers")
-    smp_world.run(call_badly, case, roots, sorted(callers), True, ranks=ranks)
+    smp_world.run(call_all_badly, calls, sorted(callers), True, ranks=ranks)
 
 
 @requirement("COLL-ERROR-LIST")
 @given(data=st.data())
-@share(0.2)
+@share(0.1)
 def test_no_list_on_the_root(smp_world: SmpWorld, data: st.DataObject) -> None:
-    operation = data.draw(st.sampled_from(claimed(smp_world, ["gather", "scatter"])), "operation")
+    """Each example goes through both collectives."""
     ranks = data.draw(worlds(smp_world), "ranks")
     root = data.draw(st.integers(0, ranks - 1), "root")
-    case = Case(operation, tuple(range(ranks)), shape=(2,), root=root)
-    roots = {COLLECTIVES[operation].root: root}
-    smp_world.run(call_badly, case, roots, [root], False, ranks=ranks)
+    calls = [
+        (
+            Case(operation, tuple(range(ranks)), shape=(2,), root=root),
+            {COLLECTIVES[operation].root: root},
+        )
+        for operation in claimed(smp_world, ["gather", "scatter"])
+    ]
+    smp_world.run(call_all_badly, calls, [root], False, ranks=ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -12,8 +13,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 
+from conformance.draws import share
 from conformance.requirements import requirement
-from conformance.tensor_draws import MOST, cases, claimed, dtypes, share, some, spread, worlds
+from conformance.tensor_draws import MOST, claimed, dtypes, every, groups, op_of, some, worlds
 from conformance.tensors import COLLECTIVES, Case, new_group, play
 from conformance.verdicts import not_supported
 from pytest_smp.proxies import SmpWorld, TmpPath
@@ -32,17 +34,14 @@ from pytest_smp.proxies import SmpWorld, TmpPath
     ],
 )
 @given(data=st.data())
-@share(0.25)
+@share(0.1)
 def test_groups(smp_world: SmpWorld, data: st.DataObject, group: str, least: int) -> None:
-    claims = smp_world.capabilities
-    operation = data.draw(st.sampled_from(claimed(smp_world)), "operation")
-    op = "SUM" if COLLECTIVES[operation].reduces else ""
+    """Each example goes through every collective on one group."""
     ranks = data.draw(worlds(smp_world, least), "ranks")
-    case = data.draw(cases(ranks, claims, operation, group=group, op=op), "case")
+    played = data.draw(every(ranks, smp_world, group=group), "cases")
     if group == "any":
-        case = dataclasses.replace(case, default=False, sort=True)
-    chosen = data.draw(some(dtypes(claims, op, operation)), "dtypes")
-    smp_world.run(play, *spread(case, chosen), ranks=ranks)
+        played = [dataclasses.replace(case, default=False, sort=True) for case in played]
+    smp_world.run(play, *played, ranks=ranks)
 
 
 @requirement("COLL-SIZES")
@@ -51,12 +50,12 @@ def test_groups(smp_world: SmpWorld, data: st.DataObject, group: str, least: int
 def test_every_size(smp_world: SmpWorld, data: st.DataObject) -> None:
     """Each example goes through all sizes: a bug at one of them is not left to the draw."""
     claims = smp_world.capabilities
-    chosen = data.draw(some(dtypes(claims), 2), "dtypes")
+    chosen = data.draw(some(dtypes(claims), 1), "dtypes")
     for ranks in range(1, min(MOST, smp_world.ranks) + 1):
         played = [
             Case(name, tuple(range(ranks)), dtype, (2,), op=op, root=ranks - 1)
             for name in claimed(smp_world)
-            for op in (["SUM"] if COLLECTIVES[name].reduces else [""])
+            for op in [op_of(name)]
             for dtype in chosen
             if dtype in dtypes(claims, op, name)
         ]
@@ -65,30 +64,39 @@ def test_every_size(smp_world: SmpWorld, data: st.DataObject) -> None:
 
 @requirement("COLL-GROUP-OVERLAP")
 @given(data=st.data())
-@share(0.3)
+@share(0.1)
 def test_groups_that_share_ranks(smp_world: SmpWorld, data: st.DataObject) -> None:
+    """Each example calls every collective, on one group after the other."""
     claims = smp_world.capabilities
-    operation = data.draw(st.sampled_from(claimed(smp_world)), "operation")
-    op = "SUM" if COLLECTIVES[operation].reduces else ""
     ranks = data.draw(worlds(smp_world, 2), "ranks")
-    dtype = data.draw(st.sampled_from(dtypes(claims, op, operation)), "dtype")
-    count = data.draw(st.integers(2, 4), "calls")
+    made = data.draw(st.lists(groups(ranks, claims, "any"), min_size=2, max_size=4), "groups")
     shape = st.just((2, 1))  # of one shape, so that a call could meet another group's
-    one = cases(ranks, claims, operation, shape=shape, op=op, dtype=dtype, of=count)
+    on_each = [
+        data.draw(every(ranks, smp_world, members=each, shape=shape, of=len(made)), "cases")
+        for each in made
+    ]
+    turns = zip(*on_each, strict=True)  # the same collective, on every group
     played = [
-        dataclasses.replace(data.draw(one, f"call {number}"), number=number)
-        for number in range(count)
+        dataclasses.replace(case, number=number, dtype=turn[0].dtype)
+        for turn in turns
+        for number, case in enumerate(turn)
     ]
     smp_world.run(play, *played, ranks=ranks)
 
 
-def call_from_outside(operation: str, ranks: list[int], dtype: torch.dtype) -> None:
-    """Call on a group; a rank that is not in it looks at its tensors."""
+def call_all_from_outside(called: list[tuple[str, torch.dtype]], ranks: list[int]) -> None:
+    """Call collectives on a group; a rank that is not in it looks at its tensors after each."""
     group, me = new_group(ranks), dist.get_rank()
     if me in ranks:
         dist.destroy_process_group(group)
         return
-    collective, size = COLLECTIVES[operation], len(ranks)
+    for operation, dtype in called:
+        call_from_outside(operation, dtype, group, len(ranks))
+
+
+def call_from_outside(operation: str, dtype: torch.dtype, group: Any, size: int) -> None:
+    """Call on a group that this rank is not in, and look at the tensors."""
+    collective, me = COLLECTIVES[operation], dist.get_rank()
     given = [torch.ones(size, dtype=dtype) for _ in range(size)]
     taken = [torch.ones(size, dtype=dtype) for _ in range(size)]
     how = {f"group_{collective.root}": 0} if collective.root else {}
@@ -102,16 +110,16 @@ def call_from_outside(operation: str, ranks: list[int], dtype: torch.dtype) -> N
 
 @requirement("COLL-GROUP-OUTSIDER")
 @given(data=st.data())
-@share(0.3)
+@share(0.1)
 def test_calls_from_outside(smp_world: SmpWorld, data: st.DataObject) -> None:
-    operation = data.draw(st.sampled_from(claimed(smp_world)), "operation")
+    """Each example calls every collective."""
     world = data.draw(worlds(smp_world, 2), "ranks")
     outsider = data.draw(st.integers(0, world - 1), "outsider")
     members = [rank for rank in range(world) if rank != outsider]
     real = [dtype for dtype in dtypes(smp_world.capabilities) if not dtype.is_complex]
     real = real or not_supported("no dtype that is not complex is claimed")
-    dtype = data.draw(st.sampled_from(real), "dtype")
-    smp_world.run(call_from_outside, operation, members, dtype, ranks=world)
+    called = [(name, data.draw(st.sampled_from(real), name)) for name in claimed(smp_world)]
+    smp_world.run(call_all_from_outside, called, members, ranks=world)
 
 
 # ---- Barriers ------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from conformance.draws import share
 from conformance.registry import Requirement
 from conformance.requirements import requirement
 from conformance.requirements.collectives import LAYOUTS, operation_of
@@ -18,7 +19,6 @@ from conformance.tensor_draws import (
     alternated,
     cases,
     dtypes,
-    share,
     sides,
     some,
     spread,

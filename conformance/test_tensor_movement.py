@@ -8,13 +8,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from conformance.draws import share
 from conformance.requirements import requirement
 from conformance.tensor_draws import (
     alternated,
     cases,
     claimed,
     dtypes,
-    share,
     spread,
     worlds,
 )

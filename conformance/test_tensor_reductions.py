@@ -10,16 +10,15 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, reject
 
+from conformance.draws import share
 from conformance.registry import Capability
 from conformance.requirements import requirement
 from conformance.tensor_draws import (
     cases,
-    claimed,
     dtypes,
+    every,
     kept,
-    share,
     sides,
-    some,
     spread,
     worlds,
 )
@@ -92,12 +91,13 @@ def test_every_op(smp_world: SmpWorld, data: st.DataObject, operation: str, stac
 
 @requirement("COLL-OP-DEFAULT")
 @given(data=st.data())
-@share(0.3)
+@share(0.1)
 def test_without_an_op_it_is_a_sum(smp_world: SmpWorld, data: st.DataObject) -> None:
+    """Each example goes through every collective that reduces."""
     reducing = [name for name, each in COLLECTIVES.items() if each.reduces]
-    operation = data.draw(st.sampled_from(claimed(smp_world, reducing)), "operation")
-    chosen = data.draw(some(dtypes(smp_world.capabilities, "SUM", operation)), "dtypes")
-    check(smp_world, data, operation, "", chosen)
+    ranks = data.draw(worlds(smp_world), "ranks")
+    played = data.draw(every(ranks, smp_world, reducing, most=3, op=""), "cases")
+    smp_world.run(play, *played, ranks=ranks)
 
 
 @requirement("COLL-ALL-REDUCE-WRAP")

@@ -9,8 +9,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from conformance.draws import share
 from conformance.requirements import requirement
-from conformance.tensor_draws import cases, dtypes, share, some, spread, worlds
+from conformance.tensor_draws import cases, dtypes, some, spread, worlds
 from conformance.tensors import play
 from pytest_smp.proxies import SmpWorld
 

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple, NoReturn
 import hypothesis.strategies as st
 import torch
 import torch.distributed as dist
-from hypothesis import reject, settings
+from hypothesis import reject
 
 import smp_core.torch as smp
-from conformance.draws import MOST_RANKS, on_ranks
+from conformance.draws import MOST_RANKS, share
 from conformance.registry import Capability
+from conformance.tensors import made
 from conformance.verdicts import not_supported
 from pytest_smp import strategies
 from pytest_smp.proxies import SmpWorld
@@ -28,10 +29,10 @@ from pytest_smp.strategies.numbers import ALL, NUMBERS
 Tensor = torch.Tensor
 
 #: For properties whose examples are programs of many calls: one example tells a lot.
-few = settings(on_ranks, max_examples=max(1, on_ranks.max_examples // 5))
+few = share(0.2)
 
 #: For properties whose examples differ in little beside the dtype, or take long.
-once = settings(on_ranks, max_examples=max(1, on_ranks.max_examples // 30))
+once = share(0)
 
 #: How a call refuses what cannot be. torch's documentation says RuntimeError where torch raises
 #: ValueError, and TypeError where the error is that an argument is missing.
@@ -171,7 +172,7 @@ class Message(NamedTuple):
 
 def content(message: Message, number: int, of: int, dtype: torch.dtype) -> Tensor:
     """What the ``number``-th of so many messages brings."""
-    return TensorSpec((message.numel,), dtype).make(number, of)
+    return made(TensorSpec((message.numel,), dtype), number, of)
 
 
 def in_order(numbers: Sequence[int], messages: Sequence[Message]) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 
-from conformance.draws import MOST_RANKS, needs, on_ranks
+from conformance.draws import MOST_RANKS, needs, share
 from conformance.engines.capabilities import EngineCapability
 from conformance.engines.names import find_engine
 from pytest_smp.proxies import SmpWorld
@@ -28,13 +28,13 @@ from pytest_smp.strategies.training_sharding import (
 
 
 def trials(count: int) -> settings:
-    """So many examples in the default profile of 100, and in proportion in others.
+    """So many examples in the default profile of 100, and in proportion in others; at least those of
+    :func:`~conformance.draws.share`.
 
     An example trains a model: drawing it takes longer than Hypothesis is used to.
     """
     return settings(
-        on_ranks,
-        max_examples=max(1, round(count / 100 * on_ranks.max_examples)),
+        share(count / 100),
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     )
 
