@@ -121,6 +121,13 @@ _PROFILER = (
     *_parts("torch.autograd.profiler_legacy", "_parse_legacy_records"),
 )
 _NATIVE = (
+    *_parts(
+        "torch._C",
+        "_len_torch_dispatch_stack",
+        "_len_torch_function_stack",
+        "_DisableTorchDispatch",
+        "DisableTorchFunction",
+    ),
     *_parts(_C10D, "_resolve_process_group", "monitored_barrier"),
     *_parts(_C, "_register_work", "AllgatherOptions", "Reducer._set_forward_pass_work_handle"),
     *_parts(

@@ -16,6 +16,7 @@ from torch import distributed as dist
 
 from smp_core.backends.fabrics.combined_work import CombinedWork
 from smp_core.backends.fabrics.memory import overlaps_itself
+from smp_core.backends.fabrics.unseen import hide
 from smp_core.errors import ArgumentError, RankError, UnsupportedError
 from smp_core.reduction import why_not
 
@@ -459,3 +460,33 @@ class CheckedGroup(dist.ProcessGroup):
     supports_splitting = False
     supports_coalescing = False
     supports_time_estimate = False
+
+
+_OPERATIONS = [
+    "barrier",
+    "monitored_barrier",
+    "broadcast",
+    "allreduce",
+    "allreduce_coalesced",
+    "reduce",
+    "allgather",
+    "allgather_coalesced",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "scatter",
+    "gather",
+    "alltoall",
+    "all_to_all_single",
+    "alltoall_base",
+    "_allgather_base",
+    "allgather_into_tensor_coalesced",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+    "send",
+    "recv",
+    "recv_anysource",
+]
+hide(CheckedGroup, _OPERATIONS)

@@ -14,6 +14,7 @@ from torch.futures import Future
 
 from smp_core.backends.fabrics.memory import Flight
 from smp_core.backends.fabrics.mpi.exchange import Operation, Received
+from smp_core.backends.fabrics.unseen import hide
 from smp_core.errors import CollectiveMismatchError
 
 if TYPE_CHECKING:
@@ -119,3 +120,6 @@ class MpiWork(Work):
         return self._operation.source if isinstance(self._operation, Received) else -1
 
     _source_rank = source_rank
+
+
+hide(MpiWork, ("wait", "is_completed"))

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from smp_core.backends.fabrics.memory import Flight
+from smp_core.backends.fabrics.unseen import hide
 from smp_core.backends.frames import Place
 from smp_core.backends.hosts.scheduler import Operation
 from smp_core.backends.hosts.threads import RankContext
@@ -147,3 +148,6 @@ class SimWork(Work):
         return int(getattr(self._operation, "source", -1))
 
     _source_rank = source_rank
+
+
+hide(SimWork, ("_wait", "is_completed"))
