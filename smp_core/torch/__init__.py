@@ -53,6 +53,7 @@ from smp_core.torch.partitioning import (
 from smp_core.torch.sharding.registration import register_parameter
 from smp_core.torch.state_mod import core, state
 from smp_core.torch.step import StepOutput, step
+from smp_core.torch.trust import trust_checkpoints
 
 WORLD = CommGroup.WORLD
 MP_GROUP = CommGroup.MP_GROUP
@@ -124,4 +125,5 @@ __all__ = [
     "step",
     "tp_rank",
     "tp_size",
+    "trust_checkpoints",
 ]

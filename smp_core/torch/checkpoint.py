@@ -12,15 +12,17 @@ Decided here, because the sources are silent (SMP_API.md 9.5):
 - With sharded data parallelism the ``*``, also of `smp.save`, is the number of the shard in the sharding
   group, after ``pp_rank`` and ``tp_rank`` with tensor parallelism; parameters that are not split, and
   buffers, are in every file. Each says which shard it is, and which save it is of.
+- With sharded data parallelism the optimizer's files also have ``partition_count`` and ``fp32_flat_groups``,
+  and the model's have their state under ``module``, too, as public readers of such files look for them.
 - With ``shard_optimizer_state`` every rdp rank writes an optimizer file, called as by ``v3``. In 16 bits each
   optimizer file has a ``fp16_states_*.pt`` beside it, with the masters and the loss scaler.
 - A partial file is written by the first of the replicas that hold the same, everything else by world rank 0. The
   path is one folder for all ranks; where it is not, the save is refused.
 - A partial folder also holds ``manifest.json`` (folders.py), and each model file the partition.
-- A full file ``{tag}`` is a dict: ``model`` and ``optimizer`` as of their ``state_dict()``, and ``user_content``, so
-  that one renaming replaces all of it; ``user_content_{tag}`` is a copy. What resumes takes a plain state dict, too,
-  such as `torch.save(module.state_dict(), ...)` makes.
-- ``newest`` holds the tag alone. It is written last.
+- A full file ``{tag}`` without an optimizer is the model's plain state dict, as `torch.save(module.state_dict(), ...)`
+  makes it; with one it is a dict: ``model`` and ``optimizer`` as of their ``state_dict()``. The user content is
+  ``user_content_{tag}``. Both files come into place together (full.py).
+- ``newest`` names the folder, or the file: ``{tag}_partial`` or ``{tag}``. It is written last.
 - A model that is not partitioned yet is refused by a partial save: which rank owns what is not
   known. A full save is allowed as far as ``model.state_dict()`` is.
 """
@@ -36,13 +38,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from smp_core.errors import ArgumentError, ArgumentTypeError, SmpError
 from smp_core.runtime import current as runtime_of
 from smp_core.topology import GroupKind
-from smp_core.torch import files, folders, naming, optimizer_state, plain, weights
+from smp_core.torch import files, folders, full, naming, optimizer_state, plain, weights
 from smp_core.torch.exceptions import CheckpointError
 from smp_core.torch.pipeline import placement
 from smp_core.torch.session import Session
 from smp_core.torch.session import current as session_of
 from smp_core.torch.sharding import records
 from smp_core.torch.together import on_first, same, together
+from smp_core.torch.trust import trusted
 
 if TYPE_CHECKING:
     import types
@@ -84,7 +87,7 @@ def save(
             f"{call}: pickle_protocol={pickle_protocol!r}: only protocol 2 can be loaded without running "
             "code. Leave it out"
         )
-    plain.check(obj, call, "obj")
+    obj = plain.plain(obj, call, "obj")
     path = naming.checked_path(call, "f", f)
     if partial:
         name = naming.of_rank(runtime, v3=True) if v3 else naming.of_part(runtime)
@@ -108,15 +111,16 @@ def load(
     ``map_location`` and ``pickle_load_args`` are those of `torch.load`.
 
     Raises CheckpointError, naming the path, if the file is missing, torn, foreign or would run code.
-    ArgumentError for ``weights_only=False`` and a ``pickle_module`` of your own. (SMP_API.md 1.11)
+    ArgumentError for ``weights_only=False``, outside of ``smp.trust_checkpoints``, and a ``pickle_module``
+    of your own. (SMP_API.md 1.11)
     """
     call = "smp.load"
     runtime = runtime_of(call)
     naming.refuse_module(call, pickle_module)
-    if not pickle_load_args.pop("weights_only", True):
+    if not pickle_load_args.pop("weights_only", True) and not trusted():
         raise ArgumentError(
             f"{call}: weights_only=False would run what the file says. Leave it out; for a file that you "
-            "trust call torch.load yourself"
+            "trust: with smp.trust_checkpoints()"
         )
     path = naming.checked_path(call, "f", f)
     if not partial:
@@ -150,7 +154,8 @@ def save_checkpoint(
         tag: the same on all ranks; no slash.
         model: the DistributedModel, or None to leave it out.
         optimizer: the DistributedOptimizer, or None.
-        user_content: tensors, numbers, strings, and nests of them. World rank 0's is saved.
+        user_content: tensors, numbers, strings, numpy's scalars and arrays, which come back as numbers
+            and tensors, and nests of them. World rank 0's is saved. See ``smp.trust_checkpoints``.
         translate_if_full: has an effect on models with a translate function only (SMP_API.md 1.10).
         num_kept_partial_checkpoints: how many partial checkpoints stay; the oldest go.
 
@@ -161,6 +166,7 @@ def save_checkpoint(
     """
     session = session_of(_SAVE)
     runtime = session.runtime
+    content: list[Any] = []
 
     def check() -> tuple[object, ...]:
         naming.check_tag(_SAVE, tag)
@@ -181,7 +187,7 @@ def save_checkpoint(
                 f"{_SAVE}: the model is not partitioned yet, so that no rank knows its part. Save after the "
                 "first step, or with partial=False"
             )
-        plain.check(user_content, _SAVE, "user_content")
+        content.append(plain.plain(user_content, _SAVE, "user_content"))
         naming.checked_path(_SAVE, "path", path)
         return tag, bool(partial), model is not None, optimizer is not None, keep
 
@@ -189,12 +195,13 @@ def save_checkpoint(
     same(_SAVE, "tag, partial, model, optimizer, number kept", said)
     folder = naming.checked_path(_SAVE, "path", path)
     if partial:
-        _save_partial(session, folder, tag, model, optimizer, user_content)
+        _save_partial(session, folder, tag, model, optimizer, content[0])
     else:
-        _save_full(session, folder, tag, model, optimizer, user_content)
+        _save_full(session, folder, tag, model, optimizer, content[0])
 
     def conclude() -> None:
-        files.save_text(folder / naming.NEWEST, tag + "\n")
+        name = tag + folders.SUFFIX if partial else tag  # scripts join it to the path
+        files.save_text(folder / naming.NEWEST, name + "\n")
         if partial and num_kept_partial_checkpoints is not None:
             folders.prune(folder, num_kept_partial_checkpoints)
 
@@ -218,7 +225,11 @@ def _save_partial(
                 "partition": _partition_of(session),
                 **said,
             }
-            plain.check(state, _SAVE, "model.local_state_dict()")
+            if model.sharding is not None:
+                state["module"] = state[
+                    "model"
+                ]  # its name in public readers of shards; stored once
+            state = plain.plain(state, _SAVE, "model.local_state_dict()")
             files.save(folder / f"model_{name}.pt", state)
         split = _part_of(session) is not None
         if optimizer is not None and (split or runtime.position(GroupKind.REPLICATION) == 0):
@@ -242,11 +253,25 @@ def _save_partial(
 def _save_optimizer(session: Session, folder: Path, optimizer: Any, said: dict[str, Any]) -> None:
     """The files of this rank's state; what only a 16-bit run has is in one of its own."""
     state, name = optimizer.local_state_dict(False), naming.of_state(session.runtime)
-    plain.check(state, _SAVE, "optimizer.local_state_dict()")
+    state = plain.plain(state, _SAVE, "optimizer.local_state_dict()")
     precise, said = state.pop(_FP16, None), {**said, _PART: _part_of(session)}
-    files.save(folder / f"optimizer_{name}.pt", {"optimizer": state, **said})
+    flat = _flat_groups(session, optimizer)
+    files.save(folder / f"optimizer_{name}.pt", {"optimizer": state, **flat, **said})
     if precise is not None:
         files.save(folder / f"{_FP16}_{name}.pt", {_FP16: precise, **said})
+
+
+def _flat_groups(session: Session, optimizer: Any) -> dict[str, Any]:
+    """What public readers of shards put parameters together from: this rank's part of each, by the
+    optimizer's groups (SMP_API.md 1.11). Nothing where parameters are whole.
+    """
+    sharding = None if session.model is None else session.model.sharding
+    if sharding is None:
+        return {}
+    return {
+        "partition_count": sharding.collectives.size,
+        "fp32_flat_groups": optimizer.fp32_partitioned_groups_flat,
+    }
 
 
 def _save_full(
@@ -256,7 +281,7 @@ def _save_full(
 
     def gather() -> dict[str, Any]:
         # Calls of all ranks. What one of them raises, it raises on all.
-        state: dict[str, Any] = {_IS_PARTIAL: False, "user_content": user_content}
+        state: dict[str, Any] = {_IS_PARTIAL: False}
         if model is not None:
             state["model"] = weights.state_dict(model, gather_to_rank0=True)
         if optimizer is not None:
@@ -272,10 +297,9 @@ def _save_full(
     together(runtime, _SAVE, lambda: mine.append(gather()))
 
     def write() -> None:
-        plain.check(mine[0], _SAVE, "the full state")
-        files.make_folder(path)
-        files.save(path / f"{naming.FULL_USER_CONTENT}{tag}", user_content)
-        files.save(path / tag, mine[0])
+        state = mine[0] if optimizer is not None or model is None else mine[0]["model"]
+        state = plain.plain(state, _SAVE, "the full state")
+        full.write(path, tag, state, user_content)
 
     together(runtime, _SAVE, on_first(runtime, write))
 
@@ -320,6 +344,7 @@ def resume_from_checkpoint(
             naming.check_tag(_RESUME, tag)
             return tag, bool(partial)
         said = files.load_text(folder / naming.NEWEST, "the tag of the newest checkpoint").strip()
+        said = said.removesuffix(folders.SUFFIX)
         try:
             naming.check_tag(_RESUME, said)
         except SmpError as error:
@@ -410,15 +435,14 @@ def _part(session: Session, folder: Path, manifest: folders.Manifest, kind: str,
 
 
 def _read_full(session: Session, path: Path, tag: str, load_optimizer: bool) -> _Loaded:
-    if (path / tag).is_dir() or (
-        (path / f"{tag}{folders.SUFFIX}").is_dir() and not (path / tag).exists()
-    ):
+    file, beside = full.find(path, tag)
+    if file.is_dir() or ((path / f"{tag}{folders.SUFFIX}").is_dir() and not file.exists()):
         raise CheckpointError(
             f"{path / tag}: expected the file of a full checkpoint; this tag is of a partial one. Resume with "
             "partial=True"
         )
     state = _Loaded(path / tag)
-    content = files.load(path / tag, "a full checkpoint")
+    content = files.load(file, "a full checkpoint")
     if not isinstance(content, Mapping):
         raise CheckpointError(
             f"{path / tag}: expected a full checkpoint, a dict, found a {type(content).__name__}"
@@ -427,13 +451,9 @@ def _read_full(session: Session, path: Path, tag: str, load_optimizer: bool) -> 
         raise CheckpointError(
             f"{path / tag}: expected a full checkpoint, found a partial one. Resume with partial=True"
         )
-    if _IS_PARTIAL in content:
-        state.model, state.user_content = content.get("model"), content.get("user_content")
-    else:
-        state.model = content
-        beside = path / f"{naming.FULL_USER_CONTENT}{tag}"
-        if beside.exists():
-            state.user_content = files.load(beside, "the user content")
+    state.model = content.get("model") if _IS_PARTIAL in content else content
+    if beside is not None:
+        state.user_content = files.load(beside, "the user content")
     if state.model is not None:
         _expect_own(session, path / tag, "model")
     if load_optimizer and _IS_PARTIAL in content and session.optimizer is not None:

@@ -7,9 +7,10 @@ Writing. A file gets its name when all of it is on the disk; until then it is ca
 ``.NAME.UNIQUE.smp-part``, and its writer holds a lock on it. A crash leaves such a file; the next
 save of the same name removes those whose lock nobody holds, which a save beside it does hold.
 
-Reading. ``weights_only=True`` always: a pickle that names anything but tensors and plain containers
-is refused, and nothing of it is called. Before that every entry's checksum is verified, which torch
-itself does not do, so that a damaged number is no silent change of a weight.
+Reading. ``weights_only=True``, unless the script trusts its files (trust.py): a pickle that names
+anything but tensors and plain containers is refused, and nothing of it is called. Before that every
+entry's checksum is verified, which torch itself does not do, so that a damaged number is no silent
+change of a weight.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import IO, Any
 import torch
 
 from smp_core.torch.exceptions import CheckpointError
+from smp_core.torch.trust import trusted
 
 _PART = ".smp-part"
 _ARCHIVE = b"PK\x03\x04"  # how a zip archive begins
@@ -41,9 +43,19 @@ def save(path: Path, obj: object) -> None:
     By pickle's protocol 2, the only one that can be read without running code.
 
     Raises CheckpointError, naming the path, if it cannot be written: a full disk, no such folder, no
-    permission. What was there before is then still there.
+    permission, an object that cannot be pickled. What was there before is then still there.
     """
-    _write(path, lambda file: torch.save(obj, file, pickle_protocol=2))
+
+    def fill(file: IO[bytes]) -> None:
+        try:
+            torch.save(obj, file, pickle_protocol=2)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise CheckpointError(
+                f"{path}: cannot be written: an object in it cannot be pickled ({error}). What was there "
+                "before is unchanged"
+            ) from error
+
+    _write(path, fill)
 
 
 def save_text(path: Path, text: str) -> None:
@@ -73,7 +85,7 @@ def load(path: Path, what: str, map_location: Any = None, **options: Any) -> Any
         try:
             with warnings.catch_warnings():  # of other protocols of pickle, which it then refuses
                 warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
-                return torch.load(file, map_location, weights_only=True, **options)
+                return torch.load(file, map_location, weights_only=not trusted(), **options)
         except OSError as error:
             raise _unreadable(path, what, error) from error
         except Exception as error:
@@ -84,10 +96,16 @@ def load(path: Path, what: str, map_location: Any = None, **options: Any) -> Any
             else:
                 reason = f"torch.load refuses it ({type(error).__name__}: {why_not(error)})"
             raise CheckpointError(
-                f"{path}: expected {what}, but {reason}. Nothing of it was run. Give the path of a "
-                "checkpoint of smp.save or smp.save_checkpoint; for a file that you trust call torch.load "
-                "yourself"
+                f"{path}: expected {what}, but {reason}. {_RUN[trusted()]}Give the path of a checkpoint of "
+                "smp.save or smp.save_checkpoint"
             ) from error
+
+
+#: What is said of a file that cannot be read, by whether files may run code.
+_RUN = {
+    False: "Nothing of it was run. For a file that you trust: with smp.trust_checkpoints(). ",
+    True: "",
+}
 
 
 def load_text(path: Path, what: str) -> str:
@@ -105,7 +123,7 @@ def load_text(path: Path, what: str) -> str:
 
 def make_folder(path: Path) -> None:
     """Make a folder and those above it; one that is there already is fine."""
-    with _named(path, "cannot be made"):
+    with named(path, "cannot be made"):
         path.mkdir(parents=True, exist_ok=True)
 
 
@@ -130,7 +148,7 @@ def clean(path: Path) -> None:
 
 def _write(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
     clean(path)
-    with _named(path, "cannot be written"):
+    with named(path, "cannot be written"):
         file, part = _new_part(path)
         try:
             with file:
@@ -171,7 +189,7 @@ def _remove_if_dead(part: Path) -> None:
 
 
 @contextlib.contextmanager
-def _named(path: Path, what: str) -> Any:
+def named(path: Path, what: str) -> Any:
     """Say of errors of the file system which file they are about."""
     try:
         yield

@@ -9,10 +9,9 @@ from pathlib import Path
 from smp_core.errors import ArgumentError, ArgumentTypeError
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
-from smp_core.torch import folders
+from smp_core.torch import folders, full
 
 NEWEST = "newest"
-FULL_USER_CONTENT = "user_content_"
 
 
 def check_tag(call: str, tag: object) -> None:
@@ -26,7 +25,7 @@ def check_tag(call: str, tag: object) -> None:
         reason = "has a slash: give folders in path"
     elif tag.startswith(".") or tag == NEWEST:
         reason = "is a name that checkpoints use themselves"
-    elif tag.endswith(folders.SUFFIX) or tag.startswith(FULL_USER_CONTENT):
+    elif tag.endswith(folders.SUFFIX) or tag.startswith(full.USER_CONTENT):
         reason = "would be taken for a file of another checkpoint"
     if reason:
         raise ArgumentError(f"{call}: tag={tag!r} {reason}. Give a name such as 'step_100'")

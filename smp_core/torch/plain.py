@@ -1,13 +1,14 @@
 """What a file may hold: tensors and plain containers, so that it is read again without running code.
 
 Looked at when something is saved, while the training that made it is still there, and not when it is
-needed back.
+needed back. Scalars and arrays of numpy are made plain: numbers and tensors of the same dtype.
 """
 
 from __future__ import annotations
 
 import collections
 import io
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from smp_core.torch.exceptions import CheckpointError
 from smp_core.torch.files import why_not
+from smp_core.torch.trust import trusted
 
 _LEAVES = (
     *(type(None), bool, int, float, complex, str, bytes),
@@ -26,25 +28,38 @@ _SEQUENCES = (list, tuple, set)
 #: What people try to save, and what to save instead.
 _INSTEAD = {
     "argparse.Namespace": "vars(it), a dict",
+    "types.SimpleNamespace": "vars(it), a dict",
     "collections.defaultdict": "dict(it)",
     "collections.deque": "list(it)",
     "builtins.frozenset": "set(it)",
     "builtins.range": "its start, stop and step",
-    "numpy.ndarray": "torch.from_numpy(it)",
+    "numpy.ndarray": "a list, or an array of numbers",
     "pathlib.PosixPath": "str(it)",
+    "pathlib.PurePosixPath": "str(it)",
 }
 
 
-def check(obj: object, call: str, name: str) -> None:
-    """Raise CheckpointError, with the path of the first bad leaf, if ``obj`` cannot be loaded again
-    without running code.
+def plain(obj: object, call: str, name: str) -> Any:
+    """``obj`` as it is to be written: itself, or a copy of the containers in which numpy's scalars and
+    arrays are numbers and tensors.
 
     Args:
-        call: the call that was to save it, as in ``smp.save``.
+        call: the call that is to save it, as in ``smp.save``.
         name: what ``obj`` is called there; leaves are named from it, as in ``obj['a'][3]``.
+
+    Raises CheckpointError, with the path of the first bad leaf, if it cannot be loaded again without
+    running code; not inside of ``smp.trust_checkpoints``, where ``obj`` is written as it is.
     """
+    if trusted():
+        return obj
+    return _made_plain(obj, {}) if _check(obj, call, name) else obj
+
+
+def _check(obj: object, call: str, name: str) -> bool:
+    """See :func:`plain`. Whether there is anything of numpy's in it."""
     todo: list[tuple[str, object]] = [(name, obj)]
     seen: set[int] = set()  # a list may hold itself
+    numpy = False
     while todo:
         where, value = todo.pop()
         kind = type(value)
@@ -54,17 +69,65 @@ def check(obj: object, call: str, name: str) -> None:
             if id(value) not in seen:
                 seen.add(id(value))
                 todo.extend(reversed(list(_items(where, value))))
+        elif _number_of(value) is not None:
+            numpy = True
         elif (reason := _refusal(value)) is not None:
             said = f"{kind.__module__}.{kind.__qualname__}"
             instead = _INSTEAD.get(
                 said, "tensors, numbers, strings, and dicts, lists, tuples and sets of them"
             )
-            if hasattr(value, "item") and said.startswith("numpy.") and kind.__name__ != "ndarray":
-                instead = "it.item()"
+            if callable(getattr(value, "to_dict", None)):
+                instead = "it.to_dict()"
+            if kind.__name__ == "ndarray":
+                said += f" of {getattr(value, 'dtype', '?')}"
             raise CheckpointError(
                 f"{call}: {where} is a {said}, which cannot be loaded without running code ({reason}). "
-                f"Nothing was written. Save {instead} instead"
+                f"Nothing was written. Save {instead} instead; or, if nobody else can write to the folder, "
+                "let files run code: with smp.trust_checkpoints()"
             )
+    return numpy
+
+
+def _number_of(value: object) -> Any:
+    """A scalar of numpy's as a number, an array of numbers as a tensor of its own; None of others."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.generic | numpy.ndarray):
+        return None
+    if isinstance(value, numpy.ndarray):
+        if type(value) is not numpy.ndarray or value.dtype.kind not in "biufc":
+            return None
+        native = numpy.array(value, dtype=value.dtype.newbyteorder("="), order="C", copy=True)
+        try:
+            return torch.from_numpy(native)
+        except TypeError:  # long doubles
+            return None
+    number = value.item()
+    return number if type(number) in (bool, int, float, complex, str, bytes) else None
+
+
+def _made_plain(value: Any, made: dict[int, Any]) -> Any:
+    """A copy of the containers; what is in several places, or in itself, stays so. ``made``: by id."""
+    kind = type(value)
+    if id(value) in made:
+        return made[id(value)]
+    if kind in _MAPPINGS:
+        copy = made[id(value)] = kind()
+        for key, item in value.items():
+            copy[_made_plain(key, made)] = _made_plain(item, made)
+        for name, item in getattr(value, "__dict__", {}).items():
+            setattr(copy, name, _made_plain(item, made))
+        return copy
+    if kind is list:
+        made[id(value)] = items = []
+        items.extend(_made_plain(item, made) for item in value)
+        return items
+    if kind in _SEQUENCES:
+        result = kind(_made_plain(item, made) for item in value)
+    else:
+        number = None if kind in _LEAVES else _number_of(value)
+        result = value if number is None else number
+    made[id(value)] = result
+    return result
 
 
 def _items(where: str, value: Any) -> Iterator[tuple[str, object]]:

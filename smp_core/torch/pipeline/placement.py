@@ -211,6 +211,8 @@ def distribute(session: Session, model: Any, placement: Placement) -> None:
         model.sharding = Sharding(runtime, model)
     for owner in range(placement.degree):
         _send_part(session, module, placement, owner, source, model.sharding)
+    if model.sharding is not None:
+        model.sharding.describe()
     release(module, placement, here)
     session.tape = None
     model.placement = placement

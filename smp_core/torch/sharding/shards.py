@@ -3,8 +3,7 @@
 A sharded ``nn.Parameter`` stays the object that it was. Its ``data`` is what this rank owns of it, 1-D,
 without padding, maybe empty: a view of the part that the rank contributes when its unit is gathered.
 So an optimizer made before or after works on shards, and its state has their size. It says with
-attributes what it is a part of: ``ds_shape``, ``ds_numel`` and ``ds_tensor``, the part (SMP_API.md 1.11).
-Persistent parameters, which are whole, have the first two (state.py).
+attributes what it is a part of (``describe``), as persistent parameters do, which are whole.
 """
 
 from __future__ import annotations
@@ -140,10 +139,24 @@ def make_unit(
     shards = []
     for (name, parameter), layout, part in zip(named, layouts, parts, strict=True):
         shape = tuple(parameter.shape)
-        vars(parameter).update(ds_shape=parameter.shape, ds_numel=layout.numel, ds_tensor=part)
+        describe(parameter, layout, rank, part)
         stride, own = dense_stride(parameter), layout.own(rank)
         shards.append(Shard(parameter, name, shape, stride, layout, own, part))
     return Unit(number, module, shards, flat)
+
+
+def describe(
+    parameter: nn.Parameter, layout: Layout, rank: int, part: torch.Tensor | None = None
+) -> None:
+    """Say on a parameter what scripts ask: ``ds_shape`` and ``ds_numel`` of the whole, and ``ds_tensor``,
+    this rank's ``part`` of it with its padding, whose own ``ds_numel`` is the size of a part
+    (SMP_API.md 1.11). Without ``part``, of a persistent parameter: a view of what the part would be,
+    not padded.
+    """
+    if part is None:
+        part = parameter.detach().reshape(-1)[slice(*layout.own(rank))]
+    vars(parameter).update(ds_shape=parameter.shape, ds_numel=layout.numel, ds_tensor=part)
+    vars(part).update(ds_numel=layout.part)
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from smp_core.torch.sharding import loading
 from smp_core.torch.sharding.collectives import Collectives
 from smp_core.torch.sharding.gathered import Gathered
 from smp_core.torch.sharding.layout import Layout
-from smp_core.torch.sharding.shards import Shard, make_unit
+from smp_core.torch.sharding.shards import Shard, describe, make_unit
 from smp_core.torch.sharding.units import groups
 
 if TYPE_CHECKING:
@@ -52,8 +52,6 @@ class Sharding:
         least = max(1, config.sdp_param_persistence_threshold)
         named = list(module.named_parameters())
         split = [(name, each) for name, each in named if each.numel() >= least]
-        for _, each in named:  # persistent ones, too: scripts ask it of any
-            vars(each).update(ds_shape=each.shape, ds_numel=each.numel())
         size, rank = self.collectives.size, self.collectives.rank
         units = [
             make_unit(number, owner, members, size, rank)
@@ -62,6 +60,16 @@ class Sharding:
             )
         ]
         self.gathered = Gathered(self.collectives, units, config.sdp_max_live_parameters)
+        self.describe()
+
+    def describe(self) -> None:
+        """Say on persistent parameters what scripts ask of any (shards.describe); again once they have
+        their values, which may lie elsewhere then.
+        """
+        for parameter in self._model.module.parameters():
+            if self.shard(parameter) is None:
+                layout = Layout(parameter.numel(), self.collectives.size)
+                describe(parameter, layout, self.collectives.rank)
 
     # Steps.
 

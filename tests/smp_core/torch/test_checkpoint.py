@@ -14,6 +14,7 @@ from torch import nn
 
 import smp_core.torch as smp
 from smp_core.errors import ArgumentError, ArgumentTypeError
+from smp_core.torch import full
 from smp_core.torch.exceptions import CheckpointError
 
 PIPELINE = {
@@ -147,7 +148,7 @@ def test_a_model_that_is_partitioned_already_takes_its_part_at_once(smp_world, p
 def test_what_is_on_the_disk(smp_world, path):
     smp_world.run(_saving, path, ranks=4, config={**PIPELINE, "ddp": True})
     assert sorted(os.listdir(path)) == ["a_partial", "newest"]
-    assert (path / "newest").read_text() == "a\n"
+    assert (path / (path / "newest").read_text().strip()).is_dir()  # as scripts join it
     assert sorted(os.listdir(path / "a_partial")) == [
         "manifest.json",
         "model_0.pt",
@@ -400,7 +401,62 @@ def test_the_oldest_partial_checkpoints_go(smp_world, path):
     (path / "other_partial").mkdir(parents=True)
     smp_world.run(body, ranks=2, config=PIPELINE)
     assert sorted(os.listdir(path)) == ["last_partial", "newest", "other_partial", "t1_partial"]
-    assert (path / "newest").read_text() == "last\n"
+    assert (path / "newest").read_text() == "last_partial\n"
+
+
+def _full_without_optimizer(path, tag, steps):
+    run = Run()
+    run.steps(*steps)
+    smp.save_checkpoint(path, tag, partial=False, model=run.model, user_content={"steps": steps})
+    return _state(run.model)
+
+
+def test_a_full_checkpoint_without_an_optimizer_is_the_model_s_plain_state(smp_world, path):
+    """Scripts and libraries read it by its name, with nothing of SMP's in it."""
+    world = {"ranks": 4, "config": {**PIPELINE, "ddp": True}}
+    saved = smp_world.run(_full_without_optimizer, path, "whole", (1, 2), **world)[0]
+    with torch.no_grad():
+        plain = _PlainNet()
+    plain.load_state_dict(torch.load(path / "whole"))
+    assert _equal(dict(plain.state_dict()), saved)
+    assert torch.load(path / "user_content_whole") == {"steps": (1, 2)}
+    assert (path / "newest").read_text() == "whole\n"
+    for _, user in smp_world.run(_load_full, path, (0, 0, 0), 0, ranks=1):
+        assert user == {"steps": (1, 2)}
+
+
+@pytest.mark.parametrize("moves", [0, 1])
+def test_a_full_save_that_is_cut_off_between_its_two_files_is_there_whole(
+    smp_world, path, monkeypatch, moves
+):
+    smp_world.run(_full_without_optimizer, path, "whole", (1,), ranks=1)
+    right, left = full.os.replace, [moves]
+
+    def replace(source, target):
+        if ".smp-ready" in str(source):
+            if not left[0]:
+                raise KeyboardInterrupt
+            left[0] -= 1
+        right(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(full.os, "replace", replace)
+        with pytest.raises(KeyboardInterrupt):
+            smp_world.run(_full_without_optimizer, path, "whole", (1, 2), ranks=1)
+    expected = smp_world.run(_full_without_optimizer, path.parent / "x", "whole", (1, 2), ranks=1)
+    (found, user), *_ = smp_world.run(_load_full, path, (0, 0, 0), 0, ranks=1)
+    assert user == {"steps": (1, 2)}
+    assert all(torch.equal(found[name], expected[0][name]) for name in expected[0])
+    smp_world.run(_full_without_optimizer, path, "whole", (3,), ranks=1)
+    assert sorted(os.listdir(path)) == ["newest", "user_content_whole", "whole"]
+    assert torch.load(path / "user_content_whole") == {"steps": (3,)}
+
+
+def test_a_pointer_without_the_folder_s_suffix_is_followed_too(smp_world, path):
+    smp_world.run(_saving, path, ranks=2, config=PIPELINE)
+    (path / "newest").write_text("a\n")
+    for _, content, _ in smp_world.run(_resuming, path, ranks=2, config=PIPELINE):
+        assert str(content) == str(CONTENT)
 
 
 # Trouble with the disk, and with ranks.
@@ -435,7 +491,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all(
         after = smp_world.run(_resuming, path, ranks=2, config=PIPELINE)
         assert [losses for losses, *_ in after] == [losses[2:] for losses, _ in before]
     else:
-        found = torch.load(path / "a")["user_content"]
+        found = torch.load(path / "user_content_a")
         assert str(found) == str(CONTENT)
 
 

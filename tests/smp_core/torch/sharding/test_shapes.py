@@ -30,5 +30,14 @@ def test_every_parameter_says_its_shape_and_its_master_too(smp, delayed):
     optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters()))
     for named in (model.named_parameters(), model.virtual_named_parameters()):
         assert {name.removeprefix("module."): each.ds_shape for name, each in named} == expected
+    for each in model.parameters():  # split or persistent
+        part = -(-each.ds_numel // 2)
+        assert each.ds_tensor.ds_numel == part
+        first = smp.dp_rank() * part
+        flat = dict(zip(map(id, model.parameters()), model.state_dict().values(), strict=True))[
+            id(each)
+        ].reshape(-1)
+        own = flat[first : first + part]
+        assert torch.equal(each.ds_tensor[: len(own)], own)
     numels = [each.ds_numel for group in optimizer.param_groups for each in group["params"]]
     assert numels == [shape.numel() for shape in expected.values()]

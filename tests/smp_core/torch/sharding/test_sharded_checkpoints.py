@@ -126,6 +126,34 @@ def test_what_is_on_the_disk(smp_world, path):
     assert max(sizes) < os.path.getsize(path / "full")
 
 
+@pytest.mark.parametrize("threshold", [0, 8, HUGE])
+def test_parameters_are_put_together_from_the_flat_groups_of_all_shards(smp_world, path, threshold):
+    """As a reader of such files does that knows shapes, the order of the optimizer's groups, and no more."""
+    _, states = expected("momentum", 4, 4)
+    smp_world.run(saving, path, "momentum", True, ranks=4, config=config(4, threshold))
+    files = [torch.load(path / "a_partial" / f"optimizer_{shard}.pt") for shard in range(4)]
+    assert [file["partition_count"] for file in files] == [4] * 4
+    (*groups,) = zip(*(file["fp32_flat_groups"] for file in files), strict=True)
+    assert len(groups) == 1
+    assert {(part.dtype, part.dim()) for part in groups[0]} == {(torch.float32, 1)}
+    wanted, start = states[-1][0], 0
+    for name, parameter in Plain("momentum").model.named_parameters():
+        part = -(-parameter.numel() // 4)
+        flat = torch.cat([rank[start : start + part] for rank in groups[0]])
+        start += part
+        assert torch.equal(flat[: parameter.numel()].view(parameter.shape), wanted[name]), name
+        assert not flat[parameter.numel() :].any()
+    assert {len(rank) for rank in groups[0]} == {start}
+
+
+def test_a_model_s_file_has_its_state_as_module_too_and_stores_it_once(smp_world, path):
+    smp_world.run(saving, path, "momentum", True, ranks=2, config=config(2))
+    content = torch.load(path / "a_partial" / "model_1.pt")
+    for name, value in content["model"].items():
+        if isinstance(value, torch.Tensor):
+            assert content["module"][name].data_ptr() == value.data_ptr()
+
+
 # ---- Refused on every rank, in the same words, with nothing changed ------------------------------
 
 
