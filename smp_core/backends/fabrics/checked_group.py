@@ -462,7 +462,7 @@ class CheckedGroup(dist.ProcessGroup):
     supports_time_estimate = False
 
 
-_OPERATIONS = [
+_OPERATIONS = (
     "barrier",
     "monitored_barrier",
     "broadcast",
@@ -488,5 +488,5 @@ _OPERATIONS = [
     "send",
     "recv",
     "recv_anysource",
-]
+)
 hide(CheckedGroup, _OPERATIONS)

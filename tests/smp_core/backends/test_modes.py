@@ -91,7 +91,7 @@ def test_a_mode_sees_no_operation_of_the_backend(run, mode):
 
     for seen, works in run(body):
         # A function mode sees the functions of torch.distributed that the user calls, and what they ask.
-        asked = ("__get__", "is_complex", "numel", "is_floating_point")
+        asked = ("__get__", "is_complex", "numel", "is_floating_point", "device")
         ours = [each for each in seen if each not in asked and not hasattr(dist, each)]
         assert ours == []
         assert works
