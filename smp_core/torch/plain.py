@@ -118,7 +118,8 @@ def _made_plain(value: Any, made: dict[int, Any]) -> Any:
             setattr(copy, name, _made_plain(item, made))
         return copy
     if kind is list:
-        made[id(value)] = items = []
+        items: list[Any] = []
+        made[id(value)] = items
         items.extend(_made_plain(item, made) for item in value)
         return items
     if kind in _SEQUENCES:
