@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_smp.soak import leaks, programs, verdicts
+from pytest_smp.soak.inside import Inside
 from pytest_smp.soak.leaks import Held
 from pytest_smp.soak.programs import Arguments
 from pytest_smp.soak.verdicts import Case
@@ -69,11 +72,13 @@ class Soak:
     def _fault(self, case: Case) -> list[str]:
         processes = Claim.PROCESSES in self.host.injects
         limit = {"timeout": self.timeout} if case.lasts else {}
-        report = self.run(programs.run, case.steps, case.folder, faults=(case.fault,), **limit)
+        report = self.run(programs.run, *case.arguments, faults=case.faults, **limit)
         wrong = verdicts.complaints(case, report, processes)
         if wrong:
             wrong.append(f"the error: {report.error!r}")
             wrong += [f"{each.rank}: {each.kind} {each.detail}" for each in report.outcomes]
+        if isinstance(case.fault, Inside):
+            case.fault.marker(case.folder).unlink(missing_ok=True)
         clean = self.run(programs.run, case.steps, case.folder)
         if clean.verdict is not VerdictKind.PASSED:
             wrong.append(f"the clean run after it: {clean.verdict}: {clean.error!r}")
@@ -142,6 +147,7 @@ def soak(
     seed: int = 0,
     first: int = 0,
     timeout: float = 2.0,
+    busy: int = 0,
     check: bool = True,
 ) -> list[str]:
     """Run it; what was wrong, in words.
@@ -151,8 +157,23 @@ def soak(
         faults: number of random faults, drawn from ``seed`` and their number, from ``first`` on.
         tests: number of short tests, after them.
         timeout: seconds that a run gets in which a rank stands still, or, without the board, waits.
+        busy: number of processes that keep the machine busy meanwhile.
         check: the board is on.
     """
+    with _busy(busy):
+        return _soak(backend, faults, tests, ranks, seed, first, timeout, check)
+
+
+def _soak(
+    backend: str,
+    faults: int,
+    tests: int,
+    ranks: int,
+    seed: int,
+    first: int,
+    timeout: float,
+    check: bool,
+) -> list[str]:
     processes = set(leaks.descendants())
     outside, kept = os.environ.get("TMPDIR"), tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix="soak-") as own, tempfile.TemporaryDirectory() as disk:
@@ -189,6 +210,22 @@ def soak(
     return wrong
 
 
+#: Ends by itself, should the soak be killed.
+_BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"
+
+
+@contextlib.contextmanager
+def _busy(count: int) -> Iterator[None]:
+    """So many processes that compute, while entered."""
+    started = [subprocess.Popen([sys.executable, "-I", "-S", "-c", _BUSY]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
 def _grown(run: Soak) -> list[str]:
     """The controller, from a third of the way on."""
     if len(run.held) < 2:
@@ -222,6 +259,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first fault")
     parser.add_argument("--timeout", type=float, default=2.0, help="of runs that last so long, s")
+    parser.add_argument("--busy", type=int, default=0, help="processes that load the machine")
     parser.add_argument("--no-check", action="store_true", help="without the board")
     given = vars(parser.parse_args(arguments))
     check = not given.pop("no_check")

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 import smp_core.torch as smp
+from pytest_smp.soak.collectives import TORCH, Names, expect
+from pytest_smp.soak.inside import Inside
 
 #: Bytes that each rank writes in a step that writes.
 SIZE = 1 << 16
@@ -42,11 +44,19 @@ def draw(rng: random.Random, most: int = 6) -> tuple[Step, ...]:
     return tuple(Step(kind, number) for number, kind in enumerate(kinds, 1))
 
 
-def run(steps: Iterable[Step], folder: str) -> int:
-    """The body. Returns how many calls the rank made; its steps raise AssertionError."""
+def run(steps: Iterable[Step], folder: str, inside: Inside | None = None) -> int:
+    """The body. Returns how many calls the rank made; its steps raise AssertionError.
+
+    ``inside``: a rank that is to die in one of the steps.
+    """
     calls = 0
-    for step in steps:
+    for index, step in enumerate(steps):
+        dies = inside if inside is not None and inside.step == index else None
+        if dies is not None:
+            dies.before(smp.rank(), folder)
         calls += len(STEPS[step.kind][0](step.number, folder))
+        if dies is not None:
+            dies.after(smp.rank())
     return calls
 
 
@@ -60,15 +70,9 @@ def calls(steps: Iterable[Step], rank: int, size: int) -> collections.Counter[st
 
 # ---- Steps: what a rank does, which calls it makes of these names. --------------------------------
 
-Names = tuple[str, ...]
-
-
-def _expect(got: object, expected: object) -> None:
-    assert got == expected, f"got {got!r}, expected {expected!r}"
-
 
 def _allgather(number: int, folder: str) -> Names:
-    _expect(
+    expect(
         smp.allgather((number, smp.rank()), smp.WORLD),
         [(number, rank) for rank in range(smp.size())],
     )
@@ -96,7 +100,7 @@ def _send(number: int, folder: str) -> Names:
     if "smp.send" in names:
         smp.send(("object", number), (source + 1) % smp.size(), smp.RankType.WORLD_RANK)
     elif names:
-        _expect(smp.recv_from(source, smp.RankType.WORLD_RANK), ("object", number))
+        expect(smp.recv_from(source, smp.RankType.WORLD_RANK), ("object", number))
     return names
 
 
@@ -111,24 +115,8 @@ def _broadcast(number: int, folder: str) -> Names:
     if "smp.broadcast" in names:
         smp.broadcast(("to all", number), smp.WORLD)
     elif names:
-        _expect(smp.recv_from(root, smp.RankType.WORLD_RANK), ("to all", number))
+        expect(smp.recv_from(root, smp.RankType.WORLD_RANK), ("to all", number))
     return names
-
-
-def _all_reduce(number: int, folder: str) -> Names:
-    tensor = torch.arange(5) * (smp.rank() + number)
-    dist.all_reduce(tensor)
-    factor = sum(range(smp.size())) + smp.size() * number
-    _expect(tensor.tolist(), [factor * element for element in range(5)])
-    return ("dist.all_reduce",)
-
-
-def _all_gather(number: int, folder: str) -> Names:
-    parts = [torch.zeros(2, dtype=torch.int64) for _ in range(smp.size())]
-    work = dist.all_gather(parts, torch.tensor([number, smp.rank()]), async_op=True)
-    work.wait()
-    _expect([part.tolist() for part in parts], [[number, rank] for rank in range(smp.size())])
-    return ("dist.all_gather",)
 
 
 def _rings(number: int, rank: int, size: int) -> Names:
@@ -142,7 +130,7 @@ def _ring(number: int, folder: str) -> Names:
         work: Any = dist.isend(torch.tensor([number, rank]), (rank + 1) % size)
         got = torch.zeros(2, dtype=torch.int64)
         dist.recv(got, (rank - 1) % size)
-        _expect(got.tolist(), [number, (rank - 1) % size])
+        expect(got.tolist(), [number, (rank - 1) % size])
         work.wait()
     return _rings(number, rank, size)
 
@@ -159,8 +147,7 @@ def _always(*names: str) -> Callable[[int, int, int], Names]:
 
 
 STEPS: dict[str, tuple[Callable[[int, str], Names], Callable[[int, int, int], Names]]] = {
-    "all_gather": (_all_gather, _always("dist.all_gather")),
-    "all_reduce": (_all_reduce, _always("dist.all_reduce")),
+    **TORCH,
     "allgather": (_allgather, _always("smp.allgather")),
     "barrier": (_barrier, _always("smp.barrier")),
     "broadcast": (_broadcast, _broadcasts),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from pytest_smp.soak import programs
+from pytest_smp.soak.inside import Inside
 from pytest_smp.soak.programs import Step
 from smp_core.backends.base import OutcomeKind, Report, VerdictKind
 from smp_core.backends.faults import (
@@ -32,15 +33,28 @@ from smp_core.errors import InjectedError, PayloadError
 class Case:
     """A program, a fault that it comes to, and where its ranks write.
 
+    A fault of the kind Inside is the program's own doing; the others are injected.
     ``checked``: there is a deadlock verdict, so that a run in which ranks only wait soon ends.
     """
 
     steps: tuple[Step, ...]
-    fault: Fault
+    fault: Fault | Inside
     kind: str
     size: int
     folder: str
     checked: bool = True
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What the body is called with."""
+        if isinstance(self.fault, Inside):
+            return self.steps, self.folder, self.fault
+        return self.steps, self.folder
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """What is injected."""
+        return () if isinstance(self.fault, Inside) else (self.fault,)
 
     @property
     def lasts(self) -> bool:
@@ -56,6 +70,11 @@ def draw(
     while True:
         steps, rank = programs.draw(rng), rng.randrange(size)
         kind = rng.choices([*_WEIGHTS], [*_WEIGHTS.values()])[0]
+        if kind == "inside":
+            if Claim.PROCESSES in claims:
+                inside = Inside.draw(rng, rank, size, len(steps), seed)
+                return Case(steps, inside, kind, size, folder, checked)
+            continue
         fault = _DRAW[kind](rng, rank, _Calls(programs.calls(steps, rank, size), steps, folder))
         if fault is not None and fault.needs <= set(claims):
             return Case(steps, fault, kind, size, folder, checked)
@@ -94,6 +113,7 @@ def _hit(cls: type[Drop | Corrupt]) -> Callable[[random.Random, int, _Calls], Fa
 
 _WEIGHTS = {
     "kill": 40,
+    "inside": 40,
     "exit": 16,
     "raise": 16,
     "delay": 8,
@@ -183,6 +203,17 @@ def _crash(case: Case, report: Report, processes: bool) -> Checks:
         _outcome(report, case.fault.rank, OutcomeKind.CRASHED),
         _says(report, f"rank {case.fault.rank} crashed: {how(case.fault)}"),
         _says(report, f"smp_faults: {case.fault.verb} {case.fault.moment()}"),
+        *_spared(case, report),
+    ]
+
+
+def _killed_inside(case: Case, report: Report, processes: bool) -> Checks:
+    rank = case.fault.rank
+    return [
+        _is(report, VerdictKind.CRASHED),
+        _root(case, report),
+        _outcome(report, rank, OutcomeKind.CRASHED),
+        _says(report, f"rank {rank} crashed: killed by SIGKILL (signal 9)"),
         *_spared(case, report),
     ]
 
@@ -279,6 +310,7 @@ def _damaged(case: Case, report: Report, processes: bool) -> Checks:
 
 _JUDGE: dict[str, Callable[[Case, Report, bool], Checks]] = {
     "kill": _crash,
+    "inside": _killed_inside,
     "exit": _crash,
     "raise": _raised(InjectedError, ""),
     "delay": _late,

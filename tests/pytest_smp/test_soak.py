@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 
 import pytest
@@ -21,10 +22,11 @@ def test_a_short_soak_misses_nothing(backend, faults, tests, capsys):
     assert f"{faults} faults and {tests} tests" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("first", "kind"), [(4, "drop"), (268, "stall")])
-def test_without_the_board_ranks_that_wait_use_up_their_time(first, kind, capsys):
+@pytest.mark.parametrize("kind", ["drop", "stall"])
+def test_without_the_board_ranks_that_wait_use_up_their_time(kind, capsys):
     claims = {Claim.STRIKES, Claim.PROCESSES}
-    assert verdicts.draw(f"0-{first}", 4, claims, "").kind == kind
+    numbers = itertools.count()
+    first = next(each for each in numbers if verdicts.draw(f"0-{each}", 4, claims, "").kind == kind)
     assert soak("gloo", faults=1, first=first, timeout=1.0, check=False) == []
 
 

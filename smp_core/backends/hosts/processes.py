@@ -412,7 +412,7 @@ class ProcessHost:
         deadline = time.monotonic() + timeout
         while waiting and not problems:
             if time.monotonic() > deadline:
-                return [f"rank {slot} did not answer within {timeout:g} s" for slot in waiting]
+                return self._late(waiting, timeout)
             for key, _ in self.selector.select(TICK):
                 rank = key.data
                 if rank is None:
@@ -427,6 +427,14 @@ class ProcessHost:
                 if answer is not None:
                     problems.append(f"rank {rank.slot}: {answer}")
         return problems
+
+    def _late(self, waiting: dict[int, RankProcess], timeout: float) -> list[str]:
+        """Which ranks have not answered, and where they are instead."""
+        stacks = self._crew.stacks(list(waiting.values()))
+        return [
+            "\n".join([f"rank {slot} did not answer within {timeout:g} s", *stacks.get(slot, ())])
+            for slot in waiting
+        ]
 
     def _dismiss(self, ranks: list[RankProcess]) -> None:
         if self._crew.restarts_together and not self._crew.final:
