@@ -38,7 +38,7 @@ class Case:
     """
 
     steps: tuple[Step, ...]
-    fault: Fault | Inside
+    fault: Any  # a Fault, or Inside
     kind: str
     size: int
     folder: str

@@ -19,9 +19,11 @@ from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
-from tblib import Traceback, pickling_support
+from tblib import Traceback
 
+from smp_core.backends import remote_errors
 from smp_core.backends.payload import tensor_reducers
+from smp_core.backends.remote_errors import RemoteError as RemoteError
 
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
@@ -215,35 +217,8 @@ class _Opening:
         return _open, self._state
 
 
-class RemoteError(Exception):
-    """Stands in for an exception that a rank raised and that cannot be pickled; has its text."""
-
-
 def dump_error(error: BaseException) -> bytes:
-    """Pickle an exception with its traceback, its notes, its cause and its context.
-
-    One that cannot be pickled becomes a RemoteError with its type and text.
+    """Pickle an exception with its traceback, its notes, its cause and its context; see
+    remote_errors. Does not raise.
     """
-    try:
-        pickling_support.install(error)
-        data = dumps(error)
-        pickle.loads(data)  # one that pickles and cannot be read back is as good as none
-    except Exception as reason:
-        stand_in = _stand_in(error, reason)
-        pickling_support.install(stand_in)
-        return dumps(stand_in)
-    return data
-
-
-def _stand_in(error: BaseException, reason: Exception) -> RemoteError:
-    try:
-        text = str(error)
-    except Exception as broken:
-        text = f"<its text cannot be made: {type(broken).__name__}>"
-    stand_in = RemoteError(f"{type(error).__qualname__}: {text}")
-    for note in getattr(error, "__notes__", ()):
-        stand_in.add_note(str(note))
-    stand_in.add_note(
-        f"the exception itself could not be pickled: {type(reason).__name__}: {reason}"
-    )
-    return stand_in.with_traceback(error.__traceback__)
+    return remote_errors.dump_error(error, dumps)

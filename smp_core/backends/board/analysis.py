@@ -382,6 +382,11 @@ class Board:
         )
         return ended and not calls and not odd
 
+    def unfinished(self, rank: int) -> bool:
+        """Whether a call of a rank may still be under way in its backend, though the body is over."""
+        state = self._ranks[rank]
+        return bool(self._damaged or state.calls or state.raised or state.unsure)
+
     def blocked(self, rank: int) -> bool:
         """Whether a rank is in a call that cannot end unless others come."""
         state = self._ranks[rank]

@@ -97,9 +97,9 @@ class Run:
                     self._before.add(rank.slot)
                     self._lost(rank)
             timed_out = self._wait()
-            if timed_out:
-                return self._timeout()
-            return self._conclude()
+            report = self._timeout() if timed_out else self._conclude()
+            self._replace_the_unfinished()
+            return report
         except BaseException:  # Ctrl-C, or a signal handler of another plugin
             self._stop(list(self._running.values()))
             raise
@@ -307,6 +307,20 @@ class Run:
                 self._read_lines()  # who writes a record does not look whether it is to end
         self.broken += self._running.values()
         self._running = {}
+
+    def _replace_the_unfinished(self) -> None:
+        """Where a call went wrong, its process group may be at work for ever, and whoever destroys
+        the group, the garbage collector of a later run among them, would wait for that.
+        """
+        if self.whole or self._crew.restarts_together or self._crew.final:
+            return
+        self.broken += [
+            rank
+            for rank in self.ranks
+            if rank not in self.broken
+            and rank.slot in self._done
+            and (not self._checks or self._board.unfinished(rank.slot))
+        ]
 
     def _finish_reading(self) -> None:
         """Read every record that the ranks sent before they came back."""

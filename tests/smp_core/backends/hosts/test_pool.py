@@ -373,6 +373,23 @@ def test_a_rank_that_is_not_clean_is_replaced(run, what):
         assert after[1] != left[1]
 
 
+def test_a_rank_whose_call_goes_on_without_it_is_replaced(run):
+    """Its process group waits for a partner for ever, and would keep whoever destroys it."""
+
+    def body():
+        if smp.rank() == 0:
+            tensor = torch.ones(2)
+            dist.all_reduce(tensor, async_op=True)
+            raise ValueError("planted")
+        return os.getpid()
+
+    before = run(_pids).values
+    assert type(run(body).error) is ValueError
+    after = run(_pids, timeout=60.0).values
+    assert after[0] != before[0]
+    assert after[1:] == before[1:]
+
+
 def test_a_process_group_left_is_destroyed(run):
     def body():
         return dist.new_group([0, 2]) is not None
