@@ -16,7 +16,7 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -190,6 +190,10 @@ class Flight:
         watched += [(f"the output of {name}", each) for each in self.outputs]
         self._stands = [(what, tensor, _bits(tensor)) for what, tensor in watched]
 
+    def unwatch(self) -> None:
+        """From here on nobody cares what happens to its tensors until it lands."""
+        self._stands = []
+
     def changed(self) -> str | None:
         """What happened to a tensor since it took off that must not, in words."""
         for what, tensor, bits in self._stands:
@@ -228,15 +232,21 @@ class Airspace(Generic[Owner]):
         self._longest = 0
         self._count = 0
 
-    def conflict(self, flight: Flight) -> Owner | None:
-        """Whose operation writes where this one reads or writes, or reads where it writes."""
+    def conflict(
+        self, flight: Flight, forgives: Callable[[Owner], bool] | None = None
+    ) -> Owner | None:
+        """Whose operation writes where this one reads or writes, or reads where it writes.
+
+        Those that ``forgives`` is true of are passed over.
+        """
         if not self._spans:
             return None
         for mine in flight.spans():
             at = bisect.bisect_left(self._spans, (mine.start - self._longest, -1))
             while at < len(self._spans) and self._spans[at][0] < mine.stop:
                 _, _, theirs, owner = self._spans[at]
-                if (mine.written or theirs.written) and mine.meets(theirs):
+                met = (mine.written or theirs.written) and mine.meets(theirs)
+                if met and not (forgives is not None and forgives(owner)):
                     return owner
                 at += 1
         return None

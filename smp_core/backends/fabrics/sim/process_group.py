@@ -15,7 +15,7 @@ from smp_core.backends.fabrics.sim import collectives
 from smp_core.backends.fabrics.sim.mailbox import Mailbox, Post
 from smp_core.backends.fabrics.sim.matching import Call, Channel, Complete
 from smp_core.backends.fabrics.sim.work import SimWork
-from smp_core.backends.frames import caller_place
+from smp_core.backends.frames import Place, caller_place
 from smp_core.backends.hosts.threads import RankContext
 from smp_core.errors import ArgumentError, NotInitializedError
 
@@ -53,6 +53,11 @@ _COMPLETE: dict[str, Callable[[str, int], Complete]] = {
     "all_to_all": lambda op, root: collectives.all_to_all,
     "all_to_all_single": lambda op, root: collectives.all_to_all,
 }
+
+
+def _users(place: Place | None) -> bool:
+    """Whether the user's own line issued a call, rather than torch's code on its own account."""
+    return place is None or place.direct
 
 
 class SimProcessGroup(CheckedGroup):
@@ -103,13 +108,22 @@ class SimProcessGroup(CheckedGroup):
         outputs = list(gets) if result is None else result
         return self._issued(SimWork(context, meeting, flight, outputs, operation, call.place))
 
-    def _take_off(self, flight: Flight, call: str, *, asynchronous: bool) -> None:
-        """The tensors of a call may not be those of another one in flight."""
+    def _take_off(
+        self,
+        flight: Flight,
+        call: str,
+        *,
+        asynchronous: bool,
+        forgives: Callable[[SimWork], bool] | None = None,
+    ) -> None:
+        """The tensors of a call may not be those of another one in flight, but for those that
+        ``forgives`` is true of.
+        """
         if flight.outputs_meet():
             raise ArgumentError(
                 f"{call}: two outputs share memory: one value would overwrite the other"
             )
-        work = self._context.fabric.airspace.conflict(flight)
+        work = self._context.fabric.airspace.conflict(flight, forgives)
         if work is not None:
             work.race(f"{call} uses memory of {work.name}, which is still in flight")
         if asynchronous:
@@ -130,7 +144,19 @@ class SimProcessGroup(CheckedGroup):
         post = Post(
             context, self._shared.group, verb, self._position, peer, tag, tensor, flight, place
         )
-        self._take_off(flight, post.text(), asynchronous=True)
+        dummies: list[SimWork] = []
+
+        def is_dummy(work: SimWork) -> bool:
+            """torch's pipelines receive what nobody reads into one buffer, several times at once."""
+            if sends or _users(place) or _users(work.place) or not work.receives:
+                return False
+            dummies.append(work)
+            return True
+
+        self._take_off(flight, post.text(), asynchronous=True, forgives=is_dummy)
+        if dummies:
+            for each in (flight, *(work.flight for work in dummies)):
+                each.unwatch()
         self._shared.mailbox.post(post)
         return self._issued(SimWork(context, post, flight, tensors, post.text(), place))
 

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from smp_core.backends.fabrics.memory import Flight
+from smp_core.backends.fabrics.sim.mailbox import Post
 from smp_core.backends.fabrics.unseen import hide
 from smp_core.backends.frames import Place
 from smp_core.backends.hosts.scheduler import Operation
@@ -46,6 +47,11 @@ class SimWork(Work):
         self._forgotten = False
         context.fabric.unwaited[id(self)] = self
         context.fabric.airspace.enter(flight, self)
+
+    @property
+    def receives(self) -> bool:
+        """Whether it is a receive of a message."""
+        return isinstance(self._operation, Post) and bool(self.flight.outputs)
 
     def _wait(self) -> None:
         if self._forgotten:
