@@ -139,12 +139,18 @@ def _build(config: Mapping[str, Any] | None, fabric: Fabric) -> Runtime:
 
 
 def _warn_of_keys_without_effect(config: Config) -> None:
-    for name, reason in config.without_effect().items():
+    for name, reason in _without_effect(config).items():
         warnings.warn(
             f"smp.init: {name}={getattr(config, name)!r} has no effect: {reason}",
             IgnoredKeyWarning,
             stacklevel=4,  # whoever called `init`
         )
+
+
+@functools.lru_cache(maxsize=256)
+def _without_effect(config: Config) -> Mapping[str, str]:
+    """Worked out once, not on each rank of each run: this looks at every key's default."""
+    return config.without_effect()
 
 
 def of_rank(config: Mapping[str, Any] | None, fabric: Fabric) -> Runtime:

@@ -9,6 +9,7 @@ import torch
 
 import smp_core.torch as smp
 from smp_core import runtime
+from smp_core.config import Config
 from smp_core.errors import (
     AlreadyInitializedError,
     BackendError,
@@ -210,3 +211,19 @@ def test_a_process_group_of_a_destroyed_world_is_an_error(smp_world):
             smp.get_world_process_group()
 
     smp_world.run(body, ranks=2, config={"ddp": True})
+
+
+def test_a_configuration_is_looked_at_once_not_on_every_rank_of_every_run(smp_world, monkeypatch):
+    """Looking at all keys takes longer than a rank's whole part in a run."""
+    seen = []
+    looked_at = Config.without_effect
+
+    def counting(config):
+        seen.append(config)
+        return looked_at(config)
+
+    monkeypatch.setattr(Config, "without_effect", counting)
+    config = {"pipeline_parallel_degree": 2, "microbatches": 31}  # in no other test
+    for _ in range(3):
+        assert smp_world.run(smp.pp_size, ranks=4, config=config) == [2] * 4
+    assert len(seen) == 1
