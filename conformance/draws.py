@@ -11,7 +11,7 @@ from hypothesis import Phase, settings
 
 import smp_core.torch as smp
 from conformance import amounts
-from pytest_smp import strategies
+from pytest_smp import launch, strategies
 from pytest_smp.proxies import SmpWorld
 from smp_core.topology import Topology
 
@@ -80,7 +80,7 @@ def worlds(smp_world: SmpWorld, least: int = 1) -> st.SearchStrategy[Topology]:
 def needs(smp_world: SmpWorld, ranks: int) -> None:
     """Skip the test where the session has fewer ranks."""
     if smp_world.ranks < ranks:
-        pytest.skip(f"this needs {ranks} ranks: run with --smp-ranks={ranks} or more")
+        pytest.skip(f"this {launch.shortage(ranks, smp_world.ranks)}")
 
 
 def pairs(ranks: int) -> st.SearchStrategy[tuple[int, int]]:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from smp_core.backends.hosts.launchers import Launch
 
 _NAME = "external"
 _AFTER_YOU = 2.0  # seconds
@@ -64,6 +68,20 @@ def is_external(backend: str) -> bool:
 
 def job_size() -> int | None:
     """The number of ranks of the job whose controller this process is."""
+    launch = _job()
+    return None if launch is None else int(launch.size)
+
+
+def shortage(ranks: int, there: int) -> str:
+    """That so many ranks are needed and fewer are there, and the command that gives them."""
+    launch = _job()
+    if launch is None or ranks <= launch.size:
+        return f"needs {ranks} ranks, and {there} are there: pytest --smp-ranks={ranks}"
+    started = f"{launch.launcher.name} started {launch.size}"
+    return f"needs {ranks} ranks, and {started}: {launch.command_for(ranks)} pytest"
+
+
+def _job() -> Launch | None:
     external = sys.modules.get("smp_core.backends.hosts.external")
     job = None if external is None else external.Job.current
-    return None if job is None else int(job.launch.size)
+    return None if job is None else job.launch

@@ -7,11 +7,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import unittest
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import pytest
 
+from pytest_smp import launch
 from pytest_smp.settings import Settings
 
 # Fixtures that act on the controller's process or test item: a copy on each rank would do nothing,
@@ -96,10 +97,10 @@ def _check_count(definition: Any, count: Any, settings: Settings) -> None:
         _refuse(
             definition, f"ranks={count!r}: must be a whole number of at least 1, or a list of them"
         )
-    if count > settings.ranks:
+    if count > settings.ranks and settings.require_ranks:
         _refuse(
             definition,
-            f"ranks={count}: at most {settings.ranks} ranks are there; run pytest --smp-ranks={count}",
+            f"ranks={count}: {launch.shortage(count, settings.ranks)} (--smp-require-ranks)",
         )
 
 
@@ -141,6 +142,33 @@ def _check_config(definition: Any, keywords: dict[str, Any], counts: tuple[int, 
             runtime.validate(keywords, count)
         except ConfigError as error:
             _refuse(definition, f"with {count} ranks: {error}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Problems:
+    """Items whose markers cannot work, and why: by file, a line for each test and reason."""
+
+    items: set[pytest.Item]
+    by_file: Mapping[str, list[str]]
+
+
+def problems(items: Iterable[pytest.Item], settings: Settings, ranks_parameter: str) -> Problems:
+    """What is wrong with the markers of these items."""
+    wrong: set[pytest.Item] = set()
+    found: dict[tuple[str, str], list[str]] = {}
+    for item in items:
+        try:
+            request_of_item(item, settings, ranks_parameter)
+        except pytest.Collector.CollectError as error:
+            wrong.add(item)
+            why = str(error).removeprefix(item.nodeid)
+            found.setdefault((item.nodeid.partition("[")[0], why), []).append(item.nodeid)
+    by_file: dict[str, list[str]] = {}
+    for (test, why), ids in found.items():
+        # A mistake that all parametrizations share is one of the test's.
+        text = (ids[0] if len(ids) == 1 else test) + why
+        by_file.setdefault(test.partition("::")[0], []).append(text)
+    return Problems(wrong, by_file)
 
 
 def _refuse(definition: Any, why: str) -> NoReturn:

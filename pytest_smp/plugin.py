@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_smp import settings
+from pytest_smp import launch, settings, summary
 
 if TYPE_CHECKING:
     from pytest_smp.faults import SmpFaults
@@ -31,8 +31,6 @@ pytest_addoption = settings.add_options
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    from pytest_smp import launch
-
     return launch.split(config)
 
 
@@ -47,8 +45,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_SETTINGS] = settings.read(config)
     config.pluginmanager.register(_TimedOut(config), "smp-timed-out")
     config.pluginmanager.register(_Properties(), "smp-properties")
-    from pytest_smp import launch
-
     if launch.job_size() is not None:  # the other ranks wait, whether a test uses them or not
         controller_of(config).open()
 
@@ -59,9 +55,8 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    from pytest_smp import summary
-
     summary.write(terminalreporter)
+    summary.write_idle(terminalreporter, terminalreporter.config.stash[_SETTINGS].ranks)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -93,7 +88,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     from pytest_smp.marker import request_of
 
-    request = request_of(metafunc.definition, metafunc.config.stash[_SETTINGS])
+    try:
+        request = request_of(metafunc.definition, metafunc.config.stash[_SETTINGS])
+    except pytest.Collector.CollectError:
+        return  # told below, with all others
     if request is not None and request.many:
         if _RANKS not in metafunc.fixturenames:
             metafunc.fixturenames.append(_RANKS)
@@ -104,24 +102,28 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # Markers that pytest_generate_tests does not see: on one set of parameters, on unittest methods.
     marked = [item for item in items if item.get_closest_marker("smp") is not None]
     if not marked:
         return
-    from pytest_smp.marker import request_of_item
+    from pytest_smp.marker import problems, request_of_item
 
-    problems = []
+    chosen = config.stash[_SETTINGS]
+    found = problems(marked, chosen, _RANKS)
+    # One error for each file, and all of them: not the first, and not only of files before it.
+    for file, texts in found.by_file.items():
+        report = pytest.CollectReport(file, "failed", "\n".join(texts), [])
+        config.hook.pytest_collectreport(report=report)
+    items[:] = [item for item in items if item not in found.items]
     for item in marked:
-        try:
-            request = request_of_item(item, config.stash[_SETTINGS], _RANKS)
-        except pytest.Collector.CollectError as error:
-            problems.append(str(error))
+        if item in found.items:
             continue
-        item.stash[_REQUEST] = request
+        request = item.stash[_REQUEST] = request_of_item(item, chosen, _RANKS)
         if request.many:  # tells Hypothesis that a method's instances differ for a reason
             item.add_marker(pytest.mark.parametrize(_RANKS, request.ranks))
-    if problems:
-        raise pytest.UsageError("\n".join(dict.fromkeys(problems)))
+        (count,) = request.ranks
+        item.user_properties.append((summary.RANKS, count))
+        if count > chosen.ranks:
+            item.add_marker(pytest.mark.skip(launch.shortage(count, chosen.ranks)))
 
 
 # Running.
@@ -140,6 +142,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     request = pyfuncitem.stash.get(_REQUEST, None)
     if request is None:  # marked after collection, by somebody's conftest
         request = request_of_item(pyfuncitem, chosen, _RANKS)
+        if request.ranks[0] > chosen.ranks:
+            pytest.skip(launch.shortage(request.ranks[0], chosen.ranks))
     controller = controller_of(pyfuncitem.config)
     controller.take_last()
     error: BaseException | None = None

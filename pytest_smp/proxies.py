@@ -139,9 +139,12 @@ class SmpWorld:
         most = self.ranks
         count = most if ranks is None else ranks
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= most:
-            raise ArgumentError(
-                f"smp_world: ranks={count!r}: must be from 1 to {most}; more with pytest --smp-ranks"
-            )
+            text = f"smp_world: ranks={count!r}: must be from 1 to {most}"
+            if isinstance(count, int) and count > most:
+                from pytest_smp import launch
+
+                text += f"; the test {launch.shortage(count, most)}"
+            raise ArgumentError(text)
         if timeout is not None:
             number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
             if not number or not 0 < timeout < math.inf:

@@ -30,6 +30,7 @@ class Settings:
     check: bool = True  # the board: mismatch and deadlock verdicts on rank processes
     explore: int = 0  # schedules that a marked test is run under; 0 is round-robin alone
     schedule: Schedule | None = None  # replayed in every run, or None: what the test says
+    require_ranks: bool = False  # a test for which there are too few ranks is an error, not a skip
 
 
 def _positive_int(text: str) -> int:
@@ -82,6 +83,12 @@ class _Option:
     convert: Callable[[str], Any]
     needs: str
     help: str
+    otherwise: str = ""  # what an empty default stands for, in words
+
+    @property
+    def flag(self) -> str:
+        """On the command line."""
+        return f"--smp-{self.name.replace('_', '-')}"
 
 
 _OPTIONS = (
@@ -120,6 +127,7 @@ _OPTIONS = (
         _schedule,
         "a token that a failure printed",
         "replay this order of the ranks' turns in every run (sim)",
+        otherwise="what the test says",
     ),
     _Option(
         "mpiexec",
@@ -127,7 +135,8 @@ _OPTIONS = (
         str,
         "a command",
         "the mpiexec that starts the ranks of the mpi backend; with arguments, if it needs others "
-        "than we give (default: the one beside this Python, or on the path)",
+        "than we give",
+        otherwise="the one beside this Python, or on the path",
     ),
     _Option(
         "check",
@@ -140,6 +149,13 @@ _OPTIONS = (
     _Option(
         "strict", "false", _flag, "true or false", "fail a run that leaves a process group behind"
     ),
+    _Option(
+        "require_ranks",
+        "false",
+        _flag,
+        "true or false",
+        "refuse a test that needs more ranks than there are, which is skipped otherwise",
+    ),
 )
 
 
@@ -147,13 +163,11 @@ def add_options(parser: pytest.Parser) -> None:
     """Declare flags and ini keys."""
     group = parser.getgroup("smp", "tests on ranks (pytest-smp)")
     for option in _OPTIONS:
-        text = f"{option.help} (default: {option.default or 'what the test says'})"
+        text = f"{option.help} (default: {option.default or option.otherwise})"
         extra: dict[str, Any] = {"metavar": option.name.upper()}
         if option.convert is _flag and option.default == "false":
             extra = {"action": "store_const", "const": "true"}
-        group.addoption(
-            f"--smp-{option.name}", dest=f"smp_{option.name}", default=None, help=text, **extra
-        )
+        group.addoption(option.flag, dest=f"smp_{option.name}", default=None, help=text, **extra)
         parser.addini(f"smp_{option.name}", text)
 
 
@@ -162,7 +176,7 @@ def read(config: pytest.Config) -> Settings:
     values = {}
     for option in _OPTIONS:
         given = config.getoption(f"smp_{option.name}")
-        source = f"--smp-{option.name}"
+        source = option.flag
         if given is None:
             given = str(config.getini(f"smp_{option.name}") or "")
             source = (

@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from pytest_smp import launch
+
+RANKS = "smp_ranks"  #: the property of a report that tells how many ranks the marked test is for
 _MOST_TESTS = 10
 _MOST_LINES = 12  # of one error's message
 
@@ -36,6 +39,21 @@ def write(reporter: pytest.TerminalReporter) -> None:
                 reporter.write_line(f"  {line}")
     if len(failures) > _MOST_TESTS:
         reporter.write_line(f"and {len(failures) - _MOST_TESTS} more")
+
+
+def write_idle(reporter: pytest.TerminalReporter, there: int) -> None:
+    """Say it where no test has run at all, and tests on ranks would have: the exit status is 0."""
+    stats = {name: reports for name, reports in reporter.stats.items() if reports}
+    ran = ("passed", "failed", "error", "xfailed", "xpassed")
+    skipped = stats.get("skipped", [])
+    properties = [dict(getattr(each, "user_properties", ())) for each in skipped]
+    if any(name in stats for name in ran) or not any(RANKS in each for each in properties):
+        return
+    counts = [each[RANKS] for each in properties if each.get(RANKS, 0) > there]
+    text = f"smp: NOTHING RAN: every test was skipped ({len(skipped)})"
+    if counts:
+        text += f", {len(counts)} for want of ranks: a test {launch.shortage(max(counts), there)}"
+    reporter.write_line(text, red=True, bold=True)
 
 
 def pasteable(config: pytest.Config, report: pytest.TestReport) -> str:

@@ -33,8 +33,6 @@ def refused(ended: Ended, *texts: str) -> None:
         ("ranks=[]", ["ranks=[] asks for no run at all"]),
         ("ranks=[2, 0]", ["ranks=0: must be a whole number of at least 1"]),
         ("ranks=[2, [4]]", ["ranks=[4]: must be a whole number of at least 1"]),
-        ("ranks=5", ["ranks=5: at most 4 ranks are there; run pytest --smp-ranks=5"]),
-        ("ranks=[1, 2, 8]", ["ranks=8: at most 4 ranks are there; run pytest --smp-ranks=8"]),
         ("rank=4", ["rank"]),
         ("pipeline_paralel_degree=2", ["pipeline_paralel_degree", "pipeline_parallel_degree"]),
         ("microbatches=0", ["microbatches", "0"]),
@@ -273,9 +271,11 @@ def test_a_marker_on_one_set_of_parameters_is_checked_too(session: Session) -> N
             pass
         """
     )
-    assert ended.code in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR)
-    ended.shows("ranks=9: at most 4 ranks are there; run pytest --smp-ranks=9")
-    ended.hides("INTERNALERROR", "Traceback", "pytest_smp/marker.py")
+    assert ended.counts == {"passed": 1, "skipped": 1}
+    refused(
+        session.run("--smp-require-ranks"),
+        "test_it.py::test_x[2]: marker smp: ranks=9: needs 9 ranks, and 4 are there: ",
+    )
 
 
 def test_a_marker_on_one_set_of_parameters_cannot_ask_for_several_runs(session: Session) -> None:
@@ -293,9 +293,125 @@ def test_a_marker_on_one_set_of_parameters_cannot_ask_for_several_runs(session: 
 
 def test_one_bad_marker_does_not_hide_the_next(session: Session) -> None:
     session.pytester.makepyfile(
-        test_bad="import pytest\n@pytest.mark.smp(ranks=0)\ndef test_x(): pass\n",
+        test_bad="import pytest\n@pytest.mark.smp(ranks=0)\ndef test_x(): pass\ndef test_y(): pass\n",
         test_good="import pytest\n@pytest.mark.smp(ranks=2)\ndef test_x(): pass\n",
     )
     ended = session.run("--continue-on-collection-errors")
-    assert ended.counts == {"errors": 1, "passed": 1}
+    assert ended.counts == {"errors": 1, "passed": 2}
     ended.shows("test_bad.py::test_x: marker smp: ranks=0")
+
+
+_FEWER = """
+    @pytest.mark.smp(ranks=[1, 2, 4, 8])
+    def test_many(smp):
+        assert smp.size() <= 4
+
+    @pytest.mark.smp(ranks=5, pipeline_parallel_degree=5)
+    def test_five(smp):
+        assert False
+
+    def test_plain():
+        pass
+"""
+
+
+def test_what_there_are_no_ranks_for_is_skipped_and_the_rest_runs(session: Session) -> None:
+    ended = session(_FEWER, "-rs")
+    assert ended.counts == {"passed": 4, "skipped": 2}
+    ended.shows("needs 8 ranks, and 4 are there: pytest --smp-ranks=8")
+    ended.shows("needs 5 ranks, and 4 are there: pytest --smp-ranks=5")
+    ended.hides("NOTHING RAN")
+
+
+@pytest.mark.parametrize("how", ["option", "ini"])
+def test_where_ranks_are_required_it_is_an_error(session: Session, how: str) -> None:
+    session.pytester.makeini(
+        f"[pytest]\nsmp_require_ranks = {'true' if how == 'ini' else 'false'}\n"
+    )
+    ended = session(_FEWER, *(["--smp-require-ranks"] if how == "option" else []))
+    refused(
+        ended,
+        "test_many: marker smp: ranks=8: needs 8 ranks, and 4 are there: pytest --smp-ranks=8",
+        "test_five: marker smp: ranks=5: needs 5 ranks, and 4 are there: pytest --smp-ranks=5",
+    )
+
+
+@pytest.mark.parametrize("workers", [[], ["-n1"]], ids=["alone", "workers"])
+def test_a_session_that_runs_nothing_for_want_of_ranks_says_so(
+    session: Session, workers: list[str]
+) -> None:
+    source = """
+        @pytest.mark.smp(ranks=[6, 7])
+        def test_many(smp):
+            assert False
+
+        @pytest.mark.skip
+        def test_other():
+            assert False
+        """
+    ended = session.apart(source, *workers)
+    assert ended.counts == {"skipped": 3}
+    ended.shows(
+        "smp: NOTHING RAN: every test was skipped (3), 2 for want of ranks: "
+        "a test needs 7 ranks, and 4 are there: pytest --smp-ranks=7"
+    )
+
+
+def test_a_marker_that_comes_after_collection_skips_as_well(session: Session) -> None:
+    session.pytester.makeconftest(
+        """
+        import pytest
+
+        def pytest_runtest_setup(item):
+            item.add_marker(pytest.mark.smp(ranks=9))
+        """
+    )
+    ended = session("def test_x(smp): assert False\n", "-rs")
+    assert ended.counts == {"skipped": 1}
+    ended.shows("needs 9 ranks, and 4 are there: pytest --smp-ranks=9")
+
+
+def test_all_mistakes_are_told_in_one_go(session: Session) -> None:
+    session.pytester.makepyfile(
+        test_other="import pytest\n@pytest.mark.smp(ranks=0)\ndef test_x(): pass\n"
+    )
+    ended = session(
+        """
+        @pytest.mark.smp(4)
+        def test_arguments(): pass
+
+        @pytest.mark.smp(pipeline_parallel_degree=3)
+        @pytest.mark.parametrize("number", [1, 2])
+        def test_degree(number): pass
+
+        @pytest.mark.smp(ranks=2)
+        def test_good(): pass
+
+        @pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.smp(ranks=-1))])
+        def test_parameters(number): pass
+
+        class TestIt:
+            @pytest.mark.smp(ddp=3)
+            def test_method(self): pass
+
+            @pytest.mark.smp
+            def test_fixture(self, capsys): pass
+
+        class TestUnit(unittest.TestCase):
+            @pytest.mark.smp
+            def test_unit(self): pass
+        """
+    )
+    assert ended.code == pytest.ExitCode.INTERRUPTED
+    assert ended.counts == {"errors": 2}  # one for each file
+    for text in (
+        "test_it.py::test_arguments: marker smp: takes keyword arguments only",
+        "test_it.py::test_degree: marker smp: with 4 ranks: ",
+        "test_it.py::test_parameters[2]: marker smp: ranks=-1: must be",
+        "test_it.py::TestIt::test_method: marker smp: with 4 ranks: ",
+        "test_it.py::TestIt::test_fixture: marker smp: fixture 'capsys' cannot",
+        "test_it.py::TestUnit::test_unit: marker smp: unittest.TestCase methods cannot",
+        "test_other.py::test_x: marker smp: ranks=0: must be",
+    ):
+        assert ended.text.partition("short test summary")[0].count(text) == 1
+    ended.hides("Traceback", "pytest_smp/", "test_good")

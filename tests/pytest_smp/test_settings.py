@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -140,3 +141,36 @@ def test_a_group_that_is_left_over_fails_a_strict_run(session: Session) -> None:
 def test_strict_has_an_ini_key_too(session: Session) -> None:
     session.pytester.makeini("[pytest]\nsmp_strict = true\n")
     assert session(_GROUP_LEFT).counts == {"failed": 1}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "command"),
+    [
+        ("torchrun", 8, "torchrun --nproc-per-node=4"),  # on each of two machines
+        ("torchrun", 7, "torchrun --nproc-per-node=4"),
+        ("mpiexec (Open MPI)", 8, "mpiexec -n 8"),
+        ("mpiexec (MPICH)", 8, "mpiexec -n 8"),
+        ("srun", 8, "srun -n 8"),
+    ],
+)
+def test_under_a_launcher_more_ranks_are_the_launchers_to_start(
+    monkeypatch: pytest.MonkeyPatch, launcher: str, ranks: int, command: str
+) -> None:
+    from pytest_smp import launch
+    from smp_core.backends.hosts.launchers import LAUNCHERS, Launch
+
+    (chosen,) = (each for each in LAUNCHERS if each.name == launcher)
+    monkeypatch.setattr(launch, "_job", lambda: Launch(chosen, 0, 4, 0, 2, True, True))
+    told = launch.shortage(ranks, 2)
+    assert told == f"needs {ranks} ranks, and {launcher} started 4: {command} pytest"
+    # These the job has; it was the session that asked for fewer.
+    assert launch.shortage(4, 2) == "needs 4 ranks, and 2 are there: pytest --smp-ranks=4"
+
+
+def test_help_gives_each_option_one_default(session: Session) -> None:
+    ended = session.apart("", "--help", head="", ranks=None)
+    text = " ".join(ended.text.split())
+    options = dict(re.findall(r"(--smp-[a-z-]+)(?:=\S+)? (.*?)(?= --| \[pytest\])", text))
+    for name in ("ranks", "mpiexec", "schedule", "require-ranks", "strict"):
+        assert options[f"--smp-{name}"].count("(default: ") == 1
+    assert "(default: the one beside this Python, or on the path)" in options["--smp-mpiexec"]

@@ -21,11 +21,24 @@ class Launcher:
     #: and otherwise.
     with_rendezvous: str
     without: str
+    #: How it is told the number of ranks: of all, or of each machine (``local``).
+    command: str
+    local: bool = False
 
 
 #: The first whose rank and size are there is the one: torchrun may run below srun.
 LAUNCHERS = (
-    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "gloo", "gloo"),
+    Launcher(
+        "torchrun",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "gloo",
+        "gloo",
+        "torchrun --nproc-per-node=",
+        local=True,
+    ),
     Launcher(
         "mpiexec (Open MPI)",
         "OMPI_COMM_WORLD_RANK",
@@ -34,6 +47,7 @@ LAUNCHERS = (
         "OMPI_COMM_WORLD_LOCAL_SIZE",
         "mpi",
         "mpi",
+        "mpiexec -n ",
     ),
     Launcher(
         "mpiexec (MPICH)",
@@ -43,6 +57,7 @@ LAUNCHERS = (
         "MPI_LOCALNRANKS",
         "mpi",
         "mpi",
+        "mpiexec -n ",
     ),
     # Alone it may or may not have started an MPI job; who sets a rendezvous means torch's.
     Launcher(
@@ -53,6 +68,7 @@ LAUNCHERS = (
         "SLURM_STEP_TASKS_PER_NODE",  # "4" on one machine, "4(x2)" or "4,3" on several
         "gloo",
         "mpi",
+        "srun -n ",
     ),
 )
 #: What torch's rendezvous needs (``env://``).
@@ -84,6 +100,11 @@ class Launch:
     def fabric(self) -> str:
         """What the ranks exchange data through, if nobody says."""
         return self.launcher.with_rendezvous if self.rendezvous else self.launcher.without
+
+    def command_for(self, ranks: int) -> str:
+        """The launcher's command for so many ranks on as many machines, without what it starts."""
+        machines = -(-self.size // (self.local_size or self.size)) if self.launcher.local else 1
+        return f"{self.launcher.command}{-(-ranks // machines)}"
 
     def refusal(self, fabric: str) -> str:
         """Why the ranks cannot exchange data through this, and what to do; empty if they can."""
