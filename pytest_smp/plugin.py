@@ -69,13 +69,18 @@ def controller_of(config: pytest.Config) -> Controller:
     """The session's one controller."""
     controller = config.stash.get(_CONTROLLER, None)
     if controller is None:
+        from pytest_smp.coverage import Coverage
         from pytest_smp.rank_side import Prelude
         from pytest_smp.running import Controller
 
         capture = config.getoption("capture", "fd") != "no"
         preloaded: tuple[str, ...] = config.stash.get(PRELOAD, ())
+        coverage = Coverage(str(config.invocation_params.dir))
         controller = config.stash[_CONTROLLER] = Controller(
-            config.stash[_SETTINGS], capture, Prelude.of(config, preloaded)
+            config.stash[_SETTINGS],
+            capture,
+            Prelude.of(config, preloaded, coverage.ranks),
+            coverage,
         )
     return controller
 
@@ -127,6 +132,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 # Running.
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)  # below pytest-cov's, which saves the data at its end
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    try:
+        return (yield)
+    finally:
+        controller = session.config.stash.get(_CONTROLLER, None)
+        if controller is not None and controller.coverage is not None:
+            controller.coverage.merge()
 
 
 @pytest.hookimpl(tryfirst=True)

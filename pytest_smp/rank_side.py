@@ -13,9 +13,12 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from pytest_smp.coverage import LinesOfRanks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +34,12 @@ class Prelude:
     path: tuple[str, ...]
     must_rewrite: frozenset[str]
     modules: tuple[str, ...] = ()  # imported last
+    lines: LinesOfRanks | None = None  # measures coverage, if the controller does
 
     @classmethod
-    def of(cls, config: pytest.Config, modules: Iterable[str] = ()) -> Prelude:
+    def of(
+        cls, config: pytest.Config, modules: Iterable[str] = (), lines: LinesOfRanks | None = None
+    ) -> Prelude:
         """The controller's configuration, as far as ranks need it."""
         from _pytest.assertion.rewrite import assertstate_key
 
@@ -74,7 +80,7 @@ class Prelude:
                 ),
             )
         )
-        return cls(tuple(args), os.getcwd(), tuple(sys.path), marked, tuple(modules))
+        return cls(tuple(args), os.getcwd(), tuple(sys.path), marked, tuple(modules), lines)
 
     def __call__(self) -> None:
         from _pytest.assertion import truncate, util
@@ -83,6 +89,7 @@ class Prelude:
         from _pytest.pathlib import import_path
 
         from smp_core.backends import parcels
+        from smp_core.backends.hosts import measuring
 
         os.chdir(self.directory)
         sys.path[:] = self.path
@@ -122,6 +129,9 @@ class Prelude:
 
         for module in self.modules:
             importlib.import_module(module)
+        if self.lines is not None:
+            self.lines.prepare()
+            measuring.install(self.lines)
 
 
 def _same(one: str, other: str) -> bool:

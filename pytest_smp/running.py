@@ -23,6 +23,7 @@ from hypothesis.internal.conjecture.data import ConjectureData
 from hypothesis.strategies import DataObject
 
 from pytest_smp import readiness, results
+from pytest_smp.coverage import Coverage
 from pytest_smp.faults import among as faults_among
 from pytest_smp.proxies import TmpPath
 from pytest_smp.settings import Settings
@@ -120,11 +121,16 @@ class Controller:
     """
 
     def __init__(
-        self, settings: Settings, capture: bool, prelude: Callable[[], Any] | None = None
+        self,
+        settings: Settings,
+        capture: bool,
+        prelude: Callable[[], Any] | None = None,
+        coverage: Coverage | None = None,
     ) -> None:
         self.settings = settings
         self.capture = capture
         self._prelude = prelude
+        self.coverage = coverage  # of lines on rank processes
         self.debugging = False  # a debugger is open: time stands still
         self.timed_out = 0  # runs that did not end
         self._limits = TimeLimits()
@@ -192,6 +198,8 @@ class Controller:
         )
         started = time.monotonic()
         report = host.open(ranks).run(job)
+        if self.coverage is not None:
+            self.coverage.add(report.outcomes)
         if report.verdict is VerdictKind.PASSED:
             self._limits.passed(body, time.monotonic() - started)
         self._last, self.decisions = report, report.decisions

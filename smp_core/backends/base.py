@@ -207,6 +207,7 @@ class Outcome:
     stdout: str = ""
     stderr: str = ""
     struck: tuple[int, ...] = ()  # which of the job's faults have; unknown of a rank that is gone
+    measured: bytes = b""  # what a prelude has measured on the rank (hosts/measuring.py)
 
 
 @dataclasses.dataclass(slots=True)

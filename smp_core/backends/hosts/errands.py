@@ -82,6 +82,7 @@ class Done:
                 self.number,
                 told,
                 outcome.struck,
+                outcome.measured,
                 self.error,
                 self.value,
                 self.groups,
@@ -95,7 +96,9 @@ class Done:
     def of(cls, packed: bytes) -> Done:
         """The reverse of ``packed``."""
         told: Any
-        number, told, struck, error, value, groups, unclean, records = pickle.loads(packed)
+        number, told, struck, measured, error, value, groups, unclean, records = pickle.loads(
+            packed
+        )
         rank, kind, detail, stdout, stderr = told
         outcome = Outcome(
             rank,
@@ -104,5 +107,6 @@ class Done:
             stdout=stdout,
             stderr=stderr,
             struck=struck,
+            measured=measured,
         )
         return cls(number, outcome, error, value, groups, unclean, records)

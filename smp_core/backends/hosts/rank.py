@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from smp_core.backends import frames, parcels
 from smp_core.backends.base import Job, Outcome, OutcomeKind, RankFabric, Seat
 from smp_core.backends.board.recorder import Recorder
-from smp_core.backends.hosts import current, wire
+from smp_core.backends.hosts import current, measuring, wire
 from smp_core.backends.hosts.errands import Done, Errand, Forming, Orders, Preparing
 from smp_core.backends.hosts.isolation import reset
 from smp_core.backends.hosts.output import Output
@@ -195,7 +195,10 @@ class _Server:
         self._stacks.renew()
         orders = self._take(errand)
         with self._surroundings.around(orders.directory):
+            measuring.begin()
             outcome = self._outcome(errand, orders, fabric)
+            if os.getpid() == self._process:
+                outcome.measured = measuring.end()
         value = packed = None
         if os.getpid() == self._process:
             value, packed = self._pack(outcome)

@@ -403,6 +403,7 @@ class Run:
             return done.outcome
         else:
             outcome = Outcome(slot, OutcomeKind.CANCELLED)
+            outcome.measured = b"" if done is None else done.outcome.measured
         outcome.stdout, outcome.stderr = self._crew.written(rank)
         finding = self._finding
         if outcome.kind is OutcomeKind.CANCELLED:
