@@ -15,10 +15,11 @@ from conformance.mutants.blocks import PerRun
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
 from smp_core.backends.fabrics.memory import Flight
 from smp_core.backends.fabrics.sim import mailbox
-from smp_core.backends.fabrics.sim.mailbox import ANY, Mailbox, Post
+from smp_core.backends.fabrics.sim.mailbox import Mailbox, Post
 from smp_core.backends.fabrics.sim.process_group import SharedGroup, SimProcessGroup
 from smp_core.backends.fabrics.sim.work import SimWork
 from smp_core.backends.hosts import current
+from smp_core.backends.peers import ANY, Source
 from smp_core.errors import RankError, UnsupportedError, VerdictError
 
 BUGS = Bugs("point-to-point")
@@ -48,13 +49,13 @@ def wrap_dist(patch: Patch, name: str, wrapper: Callable[..., Any]) -> None:
 
 def posted(
     patch: Patch,
-    change: Callable[[SimProcessGroup, str, Tensor, int, int], tuple[Tensor, int, int]],
+    change: Callable[[SimProcessGroup, str, Tensor, Any, int], tuple[Tensor, Source, int]],
 ) -> None:
     """Change tensor, peer and tag of every send and receive."""
     post = SimProcessGroup._post
 
     def changed(
-        self: SimProcessGroup, verb: str, tensors: list[Tensor], peer: int, tag: int
+        self: SimProcessGroup, verb: str, tensors: list[Tensor], peer: Source, tag: int
     ) -> Any:
         tensor, peer, tag = change(self, verb, tensors[0], peer, tag)
         return post(self, verb, [tensor], peer, tag)
@@ -240,7 +241,8 @@ def newest_first(patch: Patch, applies: Callable[[Post], bool]) -> None:
     post = Mailbox.post
 
     def turned(self: Mailbox, new: Post) -> None:
-        candidates = self._receives[new.peer] if new.verb == "send" else self._sends[new.me]
+        sends: Any = new.peer  # of a receive it may be ANY
+        candidates = self._receives[sends] if new.verb == "send" else self._sends[new.me]
         if not applies(new):
             return post(self, new)
         candidates.reverse()
@@ -259,7 +261,7 @@ def newest_message_first(patch: Patch) -> None:
 @BUGS.enter("P2P-ANY-SOURCE-ORDER", *EITHER)
 def newest_from_any_source(patch: Patch) -> None:
     """a receive without a source takes the newest message"""
-    newest_first(patch, lambda post: post.peer == ANY)
+    newest_first(patch, lambda post: post.peer is ANY)
 
 
 @BUGS.enter("P2P-TAG", origin="B052")
@@ -399,9 +401,9 @@ def world_rank_as_position(patch: Patch) -> None:
 def position_among_the_sorted(patch: Patch) -> None:
     """positions count in the ascending list of the group's ranks"""
 
-    def other(group: SimProcessGroup, verb: str, tensor: Tensor, peer: int, tag: int) -> Any:
+    def other(group: SimProcessGroup, verb: str, tensor: Tensor, peer: Any, tag: int) -> Any:
         ranks = group._shared.group.ranks
-        return tensor, peer if peer == ANY else ranks.index(sorted(ranks)[peer]), tag
+        return tensor, peer if peer is ANY else ranks.index(sorted(ranks)[peer]), tag
 
     posted(patch, other)
 
@@ -609,7 +611,7 @@ def partners_wrap_around(patch: Patch) -> None:
         patch,
         lambda group, verb, tensor, peer, tag: (
             tensor,
-            peer if peer == ANY else peer % group.size(),
+            peer if peer is ANY else peer % group.size(),
             tag,
         ),
     )

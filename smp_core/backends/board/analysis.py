@@ -24,6 +24,7 @@ import itertools
 from collections.abc import Collection, Iterator, Sequence
 
 from smp_core.backends import words
+from smp_core.backends.base import VerdictKind
 from smp_core.backends.board.calls import (
     Box,
     GroupKey,
@@ -33,12 +34,13 @@ from smp_core.backends.board.calls import (
     Meeting,
     Objects,
     Post,
+    Stray,
 )
 from smp_core.backends.board.ranks import RankState
 from smp_core.backends.board.recorder import UNKNOWN
 from smp_core.backends.hosts import diagnosis
 from smp_core.backends.hosts.diagnosis import Wait, ranks_text, wait_lines
-from smp_core.errors import BackendError, CollectiveMismatchError, VerdictError
+from smp_core.errors import BackendError, CollectiveMismatchError, RankError, SmpError
 
 #: Elements that a backend moves in a second at the very least.
 _SLOWEST = 10_000_000
@@ -49,17 +51,25 @@ class Finding:
     """A verdict.
 
     Attributes:
-        error: CollectiveMismatchError or DeadlockError.
+        error: CollectiveMismatchError, DeadlockError, or RankError where a rank has named one that
+            there is not and the backend took it.
         root: the rank that it is raised on.
         waits: for each rank that waits, in what and for whom, in words.
         follows: some rank had caught the error of an earlier call, so what it did then may follow
             from another rank's death.
     """
 
-    error: VerdictError
+    error: SmpError
     root: int
     waits: dict[int, str]
     follows: bool = False
+
+    @property
+    def verdict(self) -> VerdictKind:
+        """The verdict on the run that follows from it."""
+        if isinstance(self.error, CollectiveMismatchError):
+            return VerdictKind.MISMATCH
+        return VerdictKind.FAILED if isinstance(self.error, RankError) else VerdictKind.DEADLOCK
 
 
 class Board:
@@ -91,6 +101,7 @@ class Board:
         self._objects = Objects()
         #: Calls that differ, and when that was first seen.
         self._suspects: dict[Meeting | tuple[Post, Post], float | None] = {}
+        self._strays: list[Stray] = []  # that the backend has not refused
         self._spoilt: set[GroupKey] = set()  # whose numbers no longer mean anything
         self._gone: set[int] = set()
         self._fed = 0
@@ -125,6 +136,8 @@ class Board:
             self._join(call)
         elif isinstance(call, Post):
             self._post(call)
+        elif isinstance(call, Stray):
+            self._strays.append(call)
         elif isinstance(call, Handover):
             self._objects.add(call, partners)
 
@@ -138,6 +151,8 @@ class Board:
             ]:
                 del self._suspects[pair]
             call.box.withdraw(call)
+        elif isinstance(call, Stray):
+            self._strays.remove(call)
         elif isinstance(call, Handover):
             self._objects.withdraw(call)
 
@@ -212,7 +227,10 @@ class Board:
             for state in self._ranks
             if not state.ended and (state.rank in running or state.rank not in self._gone)
         ]
-        return self._mismatch(now, bool(pending)) or self._deadlock(pending, now)
+        mismatch = self._mismatch(now, bool(pending))
+        if mismatch is not None or pending:
+            return mismatch or self._deadlock(pending, now)
+        return self._astray()
 
     def _quiet(self, what: str, now: float) -> float:
         """For how many seconds nothing has happened; below 0 if it has just now."""
@@ -306,7 +324,7 @@ class Board:
         sure, elements = True, 0
         for state in pending:
             calls = state.current()
-            blocked = [call for call in calls if call.group not in self._spoilt and call.wants()]
+            blocked = [call for call in calls if call.group not in self._spoilt and call.blocked()]
             if not blocked or state.accompanied:
                 return None
             sure &= any(call.taken and call.needs() for call in blocked)
@@ -316,6 +334,9 @@ class Board:
         quiet = self._quiet("deadlock", now)
         if quiet < (0.0 if sure else self._patience + elements / _SLOWEST):
             return None
+        astray = self._astray()
+        if astray is not None:  # whoever waits may wait because of it
+            return astray
         finished = [state.rank for state in self._ranks if state not in pending]
         error, root = diagnosis.deadlock(waits, finished, self.size)
         return Finding(error, root, {wait.rank: _lines(wait) for wait in waits})
@@ -326,6 +347,13 @@ class Board:
         place = state.place if state.waits else first.place
         hint = self._hint(first) if isinstance(first, Handover) and first.sends else None
         return Wait(state.rank, first.described(), tuple(missing), place, hint)
+
+    def _astray(self) -> Finding | None:
+        """The first call that names a member which its group does not have, and that the backend
+        took without an error.
+        """
+        call = next((each for each in self._strays if not each.raised), None)
+        return None if call is None else Finding(call.error(), call.rank, self._all_waits())
 
     def _hint(self, call: Handover) -> str | None:
         others: dict[str, list[int]] = {}
@@ -352,11 +380,23 @@ class Board:
         calls = state.current()
         if not calls:
             return ""
-        call = next((each for each in calls if each.wants()), calls[0])
+        call = next((each for each in calls if each.blocked()), calls[0])
         missing = sorted({rank for each in calls for rank in each.wants()})
         why = f", waiting for {ranks_text(missing)}" if missing else ", which all have joined"
+        if isinstance(call, Stray):
+            why = f": {call.why()}"
         place = state.place if state.waits else call.place
         return f"in {call.described()}{why}{words.at(place)}"
+
+    def last(self, rank: int) -> str:
+        """The call that a rank made last, whether it is over or not, and its line, or nothing:
+        ``after barrier() [group WORLD, call 3]`` and the line.
+        """
+        call = self._ranks[rank].last
+        if call is None:
+            return ""
+        why = f": {call.why()}" if isinstance(call, Stray) else ""
+        return f"after {call.described()}{why}{words.at(call.place)}"
 
     def waits(self, rank: int) -> bool:
         """Whether a rank is in a communication call, or has left its body by one that raised."""
@@ -377,7 +417,7 @@ class Board:
         """
         ended = all(state.ended and not state.unsure for state in self._ranks)
         calls = any(state.calls for state in self._ranks)
-        odd = bool(self._damaged or self._suspects or self._spoilt) or any(
+        odd = bool(self._damaged or self._suspects or self._spoilt or self._strays) or any(
             True for _ in self._left()
         )
         return ended and not calls and not odd
@@ -390,7 +430,7 @@ class Board:
     def blocked(self, rank: int) -> bool:
         """Whether a rank is in a call that cannot end unless others come."""
         state = self._ranks[rank]
-        return any(call.wants() for call in state.current())
+        return any(call.blocked() for call in state.current())
 
     def missing(self) -> list[str]:
         """Which ranks never arrived where others wait, one line a call."""

@@ -20,9 +20,10 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
-from smp_core.backends import words
+from smp_core.backends import peers, words
 from smp_core.backends.board.recorder import UNKNOWN, Description
 from smp_core.backends.frames import Place
+from smp_core.errors import RankError
 
 _NOTHING = Description("", None)
 
@@ -67,6 +68,10 @@ class Issued:
     def needs(self) -> list[int]:
         """The world ranks without which it surely cannot end."""
         raise NotImplementedError
+
+    def blocked(self) -> bool:
+        """Whether on `sim` it could not end as things are."""
+        return bool(self.wants())
 
     @property
     def may_end(self) -> bool:
@@ -244,6 +249,57 @@ class Post(Issued):
         if self.peer is None:
             return [rank for rank in self.group.ranks if rank != self.rank]
         return [self.peer]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Stray(Issued):
+    """A send or a receive that names a member which the group does not have.
+
+    ``peer`` is the number that the caller gave, no world rank. Most backends refuse such a call; one
+    that takes it has nobody to carry it out with.
+    """
+
+    sends: bool = False
+    peer: int = 0
+    tag: int = 0
+
+    def text(self) -> str:
+        """See Issued."""
+        said = dict(self.description.fields or ())
+        return words.post_text(
+            self.sends, self.peer, said.get("dtype"), said.get("shape"), self.tag
+        )
+
+    def wants(self) -> list[int]:
+        """See Issued."""
+        return []
+
+    def needs(self) -> list[int]:
+        """See Issued. The backend may refuse it late."""
+        return []
+
+    def blocked(self) -> bool:
+        """See Issued."""
+        return True
+
+    @property
+    def may_end(self) -> bool:
+        """See Issued."""
+        return True
+
+    def why(self) -> str:
+        """What is wrong with it."""
+        return peers.absent("rank", self.peer, len(self.group.ranks))
+
+    def error(self) -> RankError:
+        """The error that its rank should have got."""
+        verb = "send" if self.sends else "recv"
+        lines = [peers.refusal(verb, "rank", self.peer, len(self.group.ranks))]
+        lines += words.merged([self.made()])
+        lines.append(
+            f"hint: the backend took the call on group {self.shown}, and no rank can ever meet it"
+        )
+        return RankError("\n".join(lines))
 
 
 class Box:

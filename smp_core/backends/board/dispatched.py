@@ -30,6 +30,7 @@ from smp_core.backends.board import fingerprint
 from smp_core.backends.board.fingerprint import Key, specs
 from smp_core.backends.board.groups import Known, Registry
 from smp_core.backends.board.recorder import UNKNOWN, Recorder
+from smp_core.backends.peers import ANY
 
 # Parts of torch that have no types.
 _Library: Any = torch.library.Library
@@ -184,7 +185,7 @@ class Dispatched:
         group = self._group(args[1])
         if group is None:
             return None
-        peer, tag = args[2:4] if named else (-1, args[2])
+        peer, tag = args[2:4] if named else (ANY, args[2])
         return fingerprint.record_post(self._recorder, group.number, sends, args[0], peer, tag)
 
     def _group(self, boxed: Any) -> Known | None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from smp_core.backends.board.recorder import Description, Fields, Recorder
+from smp_core.backends.peers import Source
 
 #: Of a tensor: its dtype and shape.
 Spec = tuple[torch.dtype, torch.Size]
@@ -194,9 +195,11 @@ def describe(key: Key, size: int) -> Description:
     sent: tuple[int, ...] = ()
     expected: tuple[int, ...] = ()
     if key.operation == "all_to_all_single":
-        sent, expected = (
-            _rows(*each, size) for each in zip(brings + key.gets, key.cuts, strict=True)
-        )
+        # Rows that do not add up are an error of this rank alone, and no size that others could meet.
+        if _rows_add_up(key, size):
+            sent, expected = (
+                _rows(*each, size) for each in zip(brings + key.gets, key.cuts, strict=True)
+            )
     elif key.operation in _BY_PAIRS:
         sent, expected = _counts(brings), _counts(key.gets)
     return Description(key.operation, tuple(fields), told, sent, expected, _elements(key, size))
@@ -207,8 +210,7 @@ def _elements(key: Key, size: int) -> int:
     counts = _counts(key.brings)
     if key.operation == "all_to_all_single":
         # Rows that do not add up: to be refused, so that nothing is sure to move.
-        sides = zip(key.brings + key.gets, key.cuts, strict=True)
-        return sum(counts) if all(_adds_up(spec, cuts, size) for spec, cuts in sides) else 0
+        return sum(counts) if _rows_add_up(key, size) else 0
     if key.operation == "all_to_all":
         return sum(counts)
     return (sum(counts) if all(counts) else 0) if counts else 1
@@ -222,7 +224,7 @@ def _describe_post(operation: str, of: Sequence[Spec]) -> Description:
 
 
 def record_post(
-    recorder: Recorder, group: int, sends: bool, tensors: Any, peer: int, tag: int
+    recorder: Recorder, group: int, sends: bool, tensors: Any, peer: Source, tag: int
 ) -> int:
     """Record a send or a receive; return its number."""
     verb, tensor = "send" if sends else "recv", specs(tensors)
@@ -239,6 +241,11 @@ def _rows(spec: Spec, cuts: Sequence[int], size: int) -> tuple[int, ...]:
     if not cuts:
         return (count // size,) * size
     return tuple(cut * (count // rows if rows else 0) for cut in cuts)
+
+
+def _rows_add_up(key: Key, size: int) -> bool:
+    sides = zip(key.brings + key.gets, key.cuts, strict=True)
+    return all(_adds_up(spec, cuts, size) for spec, cuts in sides)
 
 
 def _adds_up(spec: Spec, cuts: Sequence[int], size: int) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,8 +20,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from smp_core.backends.board import dispatched, fingerprint
 from smp_core.backends.board.groups import Known, Registry
+from smp_core.backends.board.native import NativeMethod, native_call
 from smp_core.backends.board.recorder import Recorder
 from smp_core.backends.board.works import Works
+from smp_core.backends.peers import ANY
 
 Method = Callable[..., Any]
 
@@ -71,11 +74,13 @@ class Instrument:
         self._seen.add(cls)
         for name, original in [*vars(cls).items()]:
             if callable(original):
-                wrapped = wrapper(name, original)
+                native = not isinstance(original, types.FunctionType)
+                wrapped = wrapper(name, native_call(original) if native else original)
                 if wrapped is not None:
-                    self._replace(cls, name, wrapped)
+                    method = NativeMethod(original, wrapped) if native else wrapped
+                    self._replace(cls, name, method)
 
-    def _replace(self, owner: Any, name: str, wrapped: Method) -> None:
+    def _replace(self, owner: Any, name: str, wrapped: object) -> None:
         self._undo.append((owner, name, vars(owner)[name]))
         setattr(owner, name, wrapped)
 
@@ -119,10 +124,13 @@ class Instrument:
                 return original(self, *args, **kwargs)
             try:
                 tensors, *numbers = _in_order(args, kwargs) if kwargs else args
-                peer, tag = map(int, (-1, *numbers) if anybody else numbers)
-            except (TypeError, ValueError):  # the backend will refuse it, in its own words
-                return original(self, *args, **kwargs)
-            if not -1 <= peer < len(group.ranks):
+                *named, tag = map(int, numbers)
+                peer = ANY if anybody else named[0]
+            except (
+                TypeError,
+                ValueError,
+                IndexError,
+            ):  # the backend will refuse it, in its own words
                 return original(self, *args, **kwargs)
             number = fingerprint.record_post(recorder, group.number, sends, tensors, peer, tag)
             return call(number, False, original, self, args, kwargs)

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from smp_core.backends.board import records
-from smp_core.backends.board.calls import GroupKey, Handover, Issued, Joined, Post
+from smp_core.backends.board.calls import GroupKey, Handover, Issued, Joined, Post, Stray
 from smp_core.backends.board.recorder import Description
 from smp_core.backends.frames import Place
+from smp_core.backends.peers import ANY, Source, is_member
 from smp_core.errors import BackendError
 
 
@@ -33,6 +34,7 @@ class RankState:
         inside: the call that its main thread makes and has not come back from, unless it waits.
         failed: the call that it has just raised out of.
         raised: whether any call of this run has raised.
+        last: the call that it made last, on any thread.
         place: where it waits.
         accompanied: whether other threads of the body may go on meanwhile.
         unsure: whether other threads have communicated, or have outlived the body.
@@ -50,6 +52,7 @@ class RankState:
         self.waits: list[Issued] = []
         self.inside: Issued | None = None
         self.failed: Issued | None = None
+        self.last: Issued | None = None
         self.place: Place | None = None
         self.unsure = self.accompanied = self.ended = self.raised = False
         self.calls: dict[int, Issued] = {}  # those that somebody may still ask for
@@ -141,6 +144,10 @@ class RankState:
     def _receive(self, *items: int) -> None:
         self._post(False, *items)
 
+    def _receive_any(self, *items: int) -> None:
+        *call, tag = items
+        self._post(False, *call, ANY, tag)  # type: ignore[call-arg]
+
     def _post(
         self,
         sends: bool,
@@ -149,14 +156,20 @@ class RankState:
         description: int,
         place: int,
         thread: int,
-        peer: int,
+        peer: Source,
         tag: int,
     ) -> None:
         key, shown = self._groups[group]
         where, said = self._places.get(place), self._descriptions[description]
-        whom = None if peer == -1 else key.ranks[peer]
-        post = Post(self.rank, number, key, shown, where, said, sends=sends, peer=whom, tag=tag)
-        self._issue(post, thread)
+        made = self.rank, number, key, shown, where, said
+        call: Issued
+        if peer is ANY:
+            call = Post(*made, sends=sends, peer=None, tag=tag)
+        elif is_member(peer, len(key.ranks)):
+            call = Post(*made, sends=sends, peer=key.ranks[peer], tag=tag)
+        else:
+            call = Stray(*made, sends=sends, peer=peer, tag=tag)
+        self._issue(call, thread)
 
     def _object(
         self,
@@ -188,7 +201,7 @@ class RankState:
             self._take(self.inside)
             self.inside, self.accompanied = call, thread == records.ACCOMPANIED
             self.waits = []
-        self.calls[call.number] = call
+        self.calls[call.number] = self.last = call
         self.failed = None
         self._calls_of_all.issued(call, partners or [])
 
@@ -246,6 +259,7 @@ _READ: dict[str, Callable[..., None]] = {
     records.COLLECTIVE: RankState._collective,
     records.SEND: RankState._send,
     records.RECEIVE: RankState._receive,
+    records.RECEIVE_ANY: RankState._receive_any,
     records.OBJECT: RankState._object,
     records.RETURNED: RankState._returned,
     records.WITHDRAWN: RankState._withdraw,

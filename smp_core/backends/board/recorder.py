@@ -20,12 +20,14 @@ from smp_core.backends import frames
 from smp_core.backends.base import Group
 from smp_core.backends.board import records
 from smp_core.backends.board.records import ACCOMPANIED, FRAMES, MAIN, OTHER, encode
+from smp_core.backends.peers import ANY, Source
 from smp_core.errors import CollectiveMismatchError
 
 Fields = tuple[tuple[str, str | int], ...]
 
-_COLLECTIVE, _SEND, _RECEIVE = (
-    FRAMES[kind] for kind in (records.COLLECTIVE, records.SEND, records.RECEIVE)
+_COLLECTIVE, _SEND, _RECEIVE, _RECEIVE_ANY = (
+    FRAMES[kind]
+    for kind in (records.COLLECTIVE, records.SEND, records.RECEIVE, records.RECEIVE_ANY)
 )
 _RETURNED, _WITHDRAWN = FRAMES[records.RETURNED], FRAMES[records.WITHDRAWN]
 _WAITS = f'["{records.WAITS}",[%b],%d,%d]\n'.encode()
@@ -169,17 +171,23 @@ class Recorder:
         self,
         sends: bool,
         group: int,
-        peer: int,
+        peer: Source,
         tag: int,
         key: object,
         describe: Callable[[], Description],
     ) -> int:
-        """A send to, or a receive from, the group's member number ``peer``; -1 is anybody."""
+        """A send to, or a receive from, the group's member number ``peer``, or a receive from ANY.
+
+        The number is recorded as the caller gave it: the group may have no such member.
+        """
         with self._lock:
             number, description = self._next(), self._description(key, describe)
             where, thread = self._place(sys._getframe(1)), self._thread()
-            frame = _SEND if sends else _RECEIVE
-            self._tell(frame % (number, group, description, where, thread, peer, tag))
+            if peer is ANY:
+                self._tell(_RECEIVE_ANY % (number, group, description, where, thread, tag))
+            else:
+                frame = _SEND if sends else _RECEIVE
+                self._tell(frame % (number, group, description, where, thread, peer, tag))
         return number
 
     def returned(self, number: int) -> None:

@@ -21,7 +21,8 @@ PLACE = "p"  # id, file, line, function, direct
 DESCRIPTION = "d"  # id, operation, fields or null, told, sent, expected, elements
 COLLECTIVE = "c"  # number, group, description, place, thread
 SEND = "s"  # number, group, description, place, thread, peer's group rank, tag
-RECEIVE = "r"  # the same; peer -1: from anybody
+RECEIVE = "r"  # the same
+RECEIVE_ANY = "a"  # number, group, description, place, thread, tag: from any source
 OBJECT = "o"  # number, group, call, place, thread, receivers, source or -1: issued and waited for
 RETURNED = "k"  # number: the backend has taken the call
 WITHDRAWN = "x"  # number: the backend has refused the call
@@ -43,6 +44,7 @@ SHAPES: dict[str, tuple[type, ...]] = {
     COLLECTIVE: (int, int, int, int, int),
     SEND: (int, int, int, int, int, int, int),
     RECEIVE: (int, int, int, int, int, int, int),
+    RECEIVE_ANY: (int, int, int, int, int, int),
     OBJECT: (int, int, str, int, int, list, int),
     RETURNED: (int,),
     WITHDRAWN: (int,),

@@ -17,13 +17,12 @@ from torch import distributed as dist
 from smp_core.backends.fabrics.combined_work import CombinedWork
 from smp_core.backends.fabrics.memory import overlaps_itself
 from smp_core.backends.fabrics.unseen import hide
-from smp_core.errors import ArgumentError, RankError, UnsupportedError
+from smp_core.backends.peers import ANY, Source, member
+from smp_core.errors import ArgumentError, UnsupportedError
 from smp_core.reduction import why_not
 
 Tensor = torch.Tensor
 Fields = tuple[tuple[str, Any], ...]
-
-ANY = -1  # of a receive: from whichever member sends first
 
 
 def shape_text(tensors: Sequence[Tensor]) -> str:
@@ -100,7 +99,7 @@ class CheckedGroup(dist.ProcessGroup):
         opts: Any,
         *,
         op: str = "",
-        root: int = ANY,
+        root: int | None = None,
         brings: Sequence[Tensor] = (),
         gets: Sequence[Tensor] = (),
         counts: Sequence[int] | None = None,
@@ -114,7 +113,7 @@ class CheckedGroup(dist.ProcessGroup):
             fields: what all members must say alike.
             opts: torch's options of this call, or None.
             op: the name of the reduce op, if it has one.
-            root: a position in the group, if it has one.
+            root: a position in the group, or None.
             brings: of this member; the number per member depends on the operation.
             gets: what is written, in the order of the values that this member gets.
             counts: where sizes may differ, the elements that are expected for each of ``gets``.
@@ -123,23 +122,23 @@ class CheckedGroup(dist.ProcessGroup):
         """
         raise NotImplementedError
 
-    def _post(self, verb: str, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
+    def _post(self, verb: str, tensors: list[Tensor], peer: Source, tag: int) -> dist.Work:
         """Issue a ``send`` or a ``recv``, whose tensors and peer are to be checked by
-        ``_check_message``. A peer is a position in the group; ANY of a receive.
+        ``_check_message``. A peer is a position in the group, as the caller gave it, or ANY.
         """
         raise NotImplementedError
 
     # What is checked.
 
-    def _check_message(self, verb: str, tensors: Sequence[Tensor], peer: int) -> None:
-        """Of a send or a receive. Raises UnsupportedError, ArgumentError or RankError."""
+    def _check_message(self, verb: str, tensors: Sequence[Tensor], peer: Source) -> Source:
+        """Check a send or a receive, and return its peer.
+
+        Raises UnsupportedError, ArgumentError, or RankError for a peer that is no member.
+        """
         check_tensors(verb, tensors)
         if verb == "recv":
             check_outputs(verb, tensors)
-        if peer != ANY and not 0 <= peer < self._size:
-            raise RankError(
-                f"{verb}: rank {peer} is not in the group; group ranks are 0 to {self._size - 1}"
-            )
+        return peer if peer is ANY else member(verb, "rank", peer, self._size)
 
     def _reduce_op(self, call: str, opts: Any, tensors: Sequence[Tensor]) -> str:
         op = str(opts.reduceOp.op.name)  # the object itself has no stable text
@@ -150,12 +149,7 @@ class CheckedGroup(dist.ProcessGroup):
         return op
 
     def _root(self, call: str, opts: Any) -> int:
-        root = int(opts.rootRank)
-        if not 0 <= root < self._size:
-            raise RankError(
-                f"{call}: root {root} is not in the group; group ranks are 0 to {self._size - 1}"
-            )
-        return root
+        return member(call, "root", opts.rootRank, self._size)
 
     # Collectives. Names and arguments are those of torch's ProcessGroup.
 

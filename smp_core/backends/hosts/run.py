@@ -22,7 +22,6 @@ from smp_core.backends.hosts.crew import Crew, Ended, RankProcess, describe_exit
 from smp_core.backends.hosts.errands import Done
 from smp_core.errors import (
     BackendError,
-    CollectiveMismatchError,
     CrashError,
     JobLost,
     LeakError,
@@ -358,9 +357,9 @@ class Run:
     def _cause(self) -> tuple[int | None, BaseException | None, VerdictKind]:
         """The root cause: a crash, a finding of the board, or the first that raised by itself."""
         finding = self._finding
-        mismatch = finding is not None and isinstance(finding.error, CollectiveMismatchError)
+        mismatch = finding is not None and finding.verdict is VerdictKind.MISMATCH
         if finding is not None and mismatch and not (finding.follows and self._crashed):
-            return finding.root, finding.error, VerdictKind.MISMATCH
+            return finding.root, finding.error, finding.verdict
         if self._crashed:
             self.whole = False
             slot = next(iter(self._crashed))  # the first that was told: others may follow from it
@@ -369,7 +368,7 @@ class Run:
             slot = min(self._errors, key=self._rank_of_cause)
             return slot, self._errors[slot], VerdictKind.FAILED
         if finding is not None:
-            return finding.root, finding.error, VerdictKind.DEADLOCK
+            return finding.root, finding.error, finding.verdict
         return None, None, VerdictKind.PASSED
 
     def _rank_of_cause(self, slot: int) -> tuple[bool, int]:
@@ -379,7 +378,8 @@ class Run:
         return self._waits(slot), slot
 
     def _crash(self, slot: int) -> CrashError:
-        how, where = self._crashed[slot], self._where(slot)
+        how = self._crashed[slot]
+        where = self._where(slot) or (self._board.last(slot) if self._checks else "")
         if where and how == wire.silence(self.ranks[slot].host):
             how += "; it was last seen"
         if slot in self._before:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smp_core.backends.base import Group
-from smp_core.backends.fabrics.checked_group import ANY, CheckedGroup, Fields
+from smp_core.backends.fabrics.checked_group import CheckedGroup, Fields
 from smp_core.backends.fabrics.memory import Flight
 from smp_core.backends.fabrics.mpi.exchange import (
     LARGE,
@@ -25,6 +25,7 @@ from smp_core.backends.fabrics.mpi.exchange import (
 from smp_core.backends.fabrics.mpi.routes import ROUTES, Part
 from smp_core.backends.fabrics.mpi.sorting import Mailbox, Meetings
 from smp_core.backends.fabrics.mpi.work import MpiWork
+from smp_core.backends.peers import ANY, Source
 from smp_core.errors import ArgumentError, NotInitializedError
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class MpiProcessGroup(CheckedGroup):
         opts: Any,
         *,
         op: str = "",
-        root: int = ANY,
+        root: int | None = None,
         brings: Sequence[Tensor] = (),
         gets: Sequence[Tensor] = (),
         counts: Sequence[int] | None = None,
@@ -89,12 +90,13 @@ class MpiProcessGroup(CheckedGroup):
             return large
         return Exchange(group, self._meetings, number, ROUTES[operation], part, note)
 
-    def _post(self, verb: str, tensors: list[Tensor], peer: int, tag: int) -> MpiWork:
+    def _post(self, verb: str, tensors: list[Tensor], peer: Source, tag: int) -> MpiWork:
         self._check(verb)
         (tensor,) = tensors
-        self._check_message(verb, tensors, peer)
-        rank = ANY if peer == ANY else self._group.ranks[peer]
+        peer = self._check_message(verb, tensors, peer)
+        rank = peer if peer is ANY else self._group.ranks[peer]
         if verb == "send":
+            assert rank is not ANY
             payload = to_bytes(flat_copies(tensors))
             outgoing = self._mailbox.send(rank, tag, payload, tensor_note(tensor))
             return self._handle(Sent(outgoing, payload), Flight(tensors, ()), tensors, verb)

@@ -28,7 +28,7 @@ class Part:
     brings: Tensors  # copies: flat, nobody else's
     gets: Tensors  # the outputs; only their shapes and dtypes are looked at
     op: str  # of a reduction
-    root: int  # of a collective that has one
+    root: int | None  # of a collective that has one
 
 
 Goes = Callable[[Part, int], Tensors | None]  # to a member; None: no message at all
@@ -99,7 +99,10 @@ def _joined(part: Part, came: Sequence[Tensors]) -> list[Tensor]:
 
 
 def _of_root(part: Part, came: Sequence[Tensors]) -> list[Tensor]:
-    return list(came[part.root]) if part.gets else []
+    if not part.gets:
+        return []
+    assert part.root is not None
+    return list(came[part.root])
 
 
 def _nothing(part: Part, came: Sequence[Tensors]) -> list[Tensor]:

@@ -14,8 +14,7 @@ from smp_core.backends.fabrics.mpi.messenger import (
     channel_key,
     note_bytes,
 )
-
-ANY = -1
+from smp_core.backends.peers import ANY, Source
 
 
 class Receive:
@@ -23,7 +22,7 @@ class Receive:
 
     __slots__ = ("message", "number", "source")
 
-    def __init__(self, source: int, number: int) -> None:
+    def __init__(self, source: Source, number: int) -> None:
         self.source, self.number = source, number
         self.message: Message | None = None
 
@@ -54,7 +53,7 @@ class Mailbox:
         """Send to a world rank."""
         return self._messenger.send(dest, self._key, number, payload, note, receipt=True)
 
-    def receive(self, source: int, number: int) -> Receive:
+    def receive(self, source: Source, number: int) -> Receive:
         """Post a receive from a world rank, or from ANY."""
         receive = Receive(source, number)
         with self._messenger.lock:

@@ -15,8 +15,7 @@ from smp_core.backends.base import Group
 from smp_core.backends.fabrics.memory import Flight
 from smp_core.backends.frames import Place
 from smp_core.backends.hosts.threads import RankContext
-
-ANY = -1
+from smp_core.backends.peers import ANY, Source
 
 
 class Post:
@@ -46,7 +45,7 @@ class Post:
         group: Group,
         verb: str,
         me: int,
-        peer: int,
+        peer: Source,
         tag: int,
         tensor: torch.Tensor,
         flight: Flight,
@@ -56,12 +55,12 @@ class Post:
         self.me, self.peer, self.tag, self.tensor, self.place = me, peer, tag, tensor, place
         self.flight = flight
         self.value: torch.Tensor | None = None  # of a receive: what came
-        self.source = peer
+        self.source: Source = peer  # of a receive that is done: who sent
         self.done = False
 
     def text(self) -> str:
         """The call in words."""
-        peer = None if self.peer == ANY else self.group.ranks[self.peer]
+        peer = None if self.peer is ANY else self.group.ranks[self.peer]
         dtype = str(self.tensor.dtype).removeprefix("torch.")
         shape = list(self.tensor.shape)
         return words.post_text(self.verb == "send", peer, dtype, shape, self.tag)
@@ -72,7 +71,7 @@ class Post:
 
     def missing(self, rank: int) -> Sequence[int]:
         """See Operation."""
-        if self.peer == ANY:
+        if self.peer is ANY:
             return [each for each in self.group.ranks if each != rank]
         return (self.group.ranks[self.peer],)
 
@@ -99,6 +98,7 @@ class Mailbox:
         Raises CollectiveMismatchError, which ends the run, if dtype or number of elements differ.
         """
         if new.verb == "send":
+            assert new.peer is not ANY
             candidates, own = self._receives[new.peer], self._sends[new.peer]
         else:
             candidates, own = self._sends[new.me], self._receives[new.me]
@@ -107,7 +107,7 @@ class Mailbox:
             own.append(new)
             return
         other = fitting[0]
-        if new.peer == ANY:  # whichever sender's came first; in the order of each sender
+        if new.peer is ANY:  # whichever sender's came first; in the order of each sender
             first = {each.me: each for each in reversed(fitting)}
             senders = sorted(first, key=lambda me: fitting.index(first[me]))
             other = first[senders[new.context.scheduler.decide(len(senders))]]

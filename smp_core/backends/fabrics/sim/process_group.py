@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from smp_core.backends.base import Group
-from smp_core.backends.fabrics.checked_group import ANY, CheckedGroup, Fields
+from smp_core.backends.fabrics.checked_group import CheckedGroup, Fields
 from smp_core.backends.fabrics.memory import Flight
 from smp_core.backends.fabrics.sim import collectives
 from smp_core.backends.fabrics.sim.mailbox import Mailbox, Post
@@ -17,6 +17,7 @@ from smp_core.backends.fabrics.sim.matching import Call, Channel, Complete
 from smp_core.backends.fabrics.sim.work import SimWork
 from smp_core.backends.frames import Place, caller_place
 from smp_core.backends.hosts.threads import RankContext
+from smp_core.backends.peers import Source
 from smp_core.errors import ArgumentError, NotInitializedError
 
 Tensor = torch.Tensor
@@ -34,7 +35,7 @@ class SharedGroup:
 
 
 # What completes a collective, by its reduce op and root. Looked up when the call is issued.
-_COMPLETE: dict[str, Callable[[str, int], Complete]] = {
+_COMPLETE: dict[str, Callable[[str, Any], Complete]] = {
     "barrier": lambda op, root: collectives.barrier,
     "monitored_barrier": lambda op, root: collectives.barrier,
     "broadcast": lambda op, root: collectives.broadcast(root),
@@ -85,7 +86,7 @@ class SimProcessGroup(CheckedGroup):
         opts: Any,
         *,
         op: str = "",
-        root: int = ANY,
+        root: int | None = None,
         brings: Sequence[Tensor] = (),
         gets: Sequence[Tensor] = (),
         counts: Sequence[int] | None = None,
@@ -134,10 +135,10 @@ class SimProcessGroup(CheckedGroup):
             self._coalesced.append(work)
         return work
 
-    def _post(self, verb: str, tensors: list[Tensor], peer: int, tag: int) -> SimWork:
+    def _post(self, verb: str, tensors: list[Tensor], peer: Source, tag: int) -> SimWork:
         context = self._enter(verb)
         (tensor,) = tensors
-        self._check_message(verb, tensors, peer)
+        peer = self._check_message(verb, tensors, peer)
         # torch issues its synchronous send and recv in the same way, so each is in flight.
         sends, place = verb == "send", caller_place()
         flight = Flight(tensors if sends else (), () if sends else tensors)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from smp_core.backends.base import Group
 from smp_core.backends.board import Board, Recorder
 from smp_core.backends.board.recorder import Description
+from smp_core.backends.peers import Source
 
 FLOAT4 = ("dtype", "float32"), ("shape", "[4]")
 SUM, MAX = (("reduce op", op) for op in ("SUM", "MAX"))
@@ -55,8 +56,8 @@ class Rank:
         """Go through a synchronous collective."""
         self.recorder.done([self.joins(what, group)])
 
-    def posts(self, verb: str, peer: int, tag: int = 0, what: Description = TENSOR) -> int:
-        """``isend`` or ``irecv``; peer -1 is anybody."""
+    def posts(self, verb: str, peer: Source, tag: int = 0, what: Description = TENSOR) -> int:
+        """``isend`` or ``irecv``; the peer is what the caller gives, or ANY."""
         number = self.recorder.post(
             verb == "isend", self.world, peer, tag, (verb, what), lambda: what
         )

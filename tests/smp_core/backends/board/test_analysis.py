@@ -10,6 +10,7 @@ import torch
 from smp_core.backends.board import Board, Finding
 from smp_core.backends.board.fingerprint import Key, describe
 from smp_core.backends.board.recorder import Description
+from smp_core.backends.peers import ANY
 from smp_core.errors import BackendError, CollectiveMismatchError, DeadlockError
 
 from .streams import (
@@ -197,8 +198,8 @@ def test_a_send_and_its_receive(what: Description, said: str) -> None:
 
 def test_receives_from_anybody_are_not_compared() -> None:
     board, ranks = world(3)
-    ranks[2].posts("irecv", -1)
-    ranks[2].posts("irecv", -1)
+    ranks[2].posts("irecv", ANY)
+    ranks[2].posts("irecv", ANY)
     ranks[0].posts("isend", 2)
     ranks[1].posts("isend", 2, what=TENSOR._replace(sent=(5,)))
     assert later(board) is None
@@ -458,14 +459,14 @@ def test_threads_of_the_body_keep_a_deadlock_away(when: str) -> None:
 
 def test_receives_from_anybody() -> None:
     board, ranks = world(3)
-    ranks[0].waits(ranks[0].posts("irecv", -1))
+    ranks[0].waits(ranks[0].posts("irecv", ANY))
     ranks[1].returns()
     assert later(board) is None
     ranks[2].posts("isend", 0)
     ranks[2].returns()
     assert later(board) is None  # it meets that send
     ranks[0].done(1)
-    ranks[0].waits(ranks[0].posts("irecv", -1))
+    ranks[0].waits(ranks[0].posts("irecv", ANY))
     assert "recv from any rank" in deadlock(at_once(board))
 
 
@@ -473,7 +474,7 @@ def test_a_named_receive_after_receives_from_anybody() -> None:
     board, ranks = world(3)
     for sender in (1, 2, 1):
         ranks[sender].posts("isend", 0)
-    numbers = [ranks[0].posts("irecv", peer) for peer in (-1, -1, 1)]
+    numbers = [ranks[0].posts("irecv", peer) for peer in (ANY, ANY, 1)]
     for number in numbers:
         ranks[0].waits(number)
         assert later(board) is None

@@ -246,8 +246,35 @@ def test_a_rank_that_dies_is_named_with_its_end(run, ending, where):
     assert report.verdict is VerdictKind.CRASHED, report.error
     assert report.root == 1
     assert isinstance(report.error, CrashError)
-    assert re.search(f"rank 1 crashed: {ENDINGS[ending][1]}", str(report.error))
+    last = ("" if where == "at the end" else "smp.") + "barrier() [group WORLD, call 1]"
+    where_text = (
+        "" if where == "first" else f" after {re.escape(last)}\n +.*test_pool.py:[0-9]+ in body"
+    )
+    assert re.search(f"rank 1 crashed: {ENDINGS[ending][1]}{where_text}", str(report.error))
     assert report.outcomes[1].kind is OutcomeKind.CRASHED
+
+
+@pytest.mark.parametrize("call", ["send", "isend", "irecv", "recv"])
+def test_a_peer_that_ends_the_process_is_named_with_the_call(run, call):
+    """Gloo looks the pair up in its table without a check."""
+
+    def body():
+        if smp.rank() == 1:
+            work = getattr(dist, call)(torch.zeros(2), 2**31 - 1)
+            if isinstance(work, dist.Work):
+                work.wait()
+        smp.barrier()
+
+    report = run(body)
+    assert report.verdict is VerdictKind.CRASHED, report.error
+    assert report.root == 1
+    way = "send to" if call.endswith("send") else "recv from"
+    assert re.search(
+        rf"rank 1 crashed: killed by SIG\w+ .* (in|after) {way} rank 2147483647 \(float32, shape \[2\], "
+        r"tag 0\) \[group WORLD\]: rank 2147483647 is not in the group; group ranks are 0 to 2\n"
+        r" +.*test_pool.py:[0-9]+ in body: +work = getattr",
+        str(report.error),
+    ), report.error
 
 
 def test_sys_exit_is_an_exception_of_the_body(run):
