@@ -43,5 +43,11 @@ class CheckpointError(TrainingError, ValueError):
     """Raised when a checkpoint is torn, foreign, or does not fit the model or the partition."""
 
 
+class ReplicaDriftError(TrainingError, RuntimeError):
+    """Raised when ranks that hold the same parameters no longer do: an update, a clipping or a load was not the same
+    on all of them.
+    """
+
+
 class ShardingError(TrainingError, RuntimeError):
     """Raised when a sharded parameter is not what sharded data parallelism left it as."""

@@ -30,6 +30,8 @@ class Report:
         fresh: whether the step has brought a gradient.
         again: whether a gradient came for a parameter whose sum had seemed to be complete.
         route: a digest of what it has gathered (sharding/gathered.py).
+        held: a checksum of the parameters that all replicas hold (drift.py); None where nobody compares.
+        parts: one of its parts of sharded parameters.
     """
 
     failure: Any = None
@@ -41,6 +43,8 @@ class Report:
     fresh: bool = True
     again: bool = False
     route: int = 0
+    held: int | None = None
+    parts: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -28,8 +28,9 @@ import torch
 from torch import nn
 
 from smp_core.runtime import Runtime
+from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import UnsupportedTrainingError
-from smp_core.torch.pipeline import agreement
+from smp_core.torch.pipeline import agreement, drift
 from smp_core.torch.pipeline.agreement import DENSE, NONE, SPARSE, Agreement, Report
 from smp_core.torch.pipeline.overlap import Overlap
 from smp_core.torch.pipeline.replicas import (
@@ -179,6 +180,7 @@ class Gradients:
             totals = {each: total * (self._unit / count) for each, total in totals.items()}
         after = self._pending if failure is not None else _sum(self._pending, totals)
         boundary = self.boundary
+        held = {} if failure is not None or joined else self._held()
         agreed = agreement.agree(
             self._runtime,
             Report(
@@ -188,6 +190,7 @@ class Gradients:
                 late=() if overlap is None else overlap.outdated,
                 joined=joined,
                 microbatches=count,
+                held=drift.checksum(held.values()) if held else None,
             ),
         )
         if overlap is not None:
@@ -196,6 +199,17 @@ class Gradients:
             if overlap is not None:
                 overlap.discard()
             return agreed.failure
+        ranks = self._runtime.group(GroupKind.DP).ranks
+        told = {rank: each.held for rank, each in zip(ranks, agreed.reports, strict=True)}
+        if drift.differ(told, [ranks]):
+            compared = [rank for rank in ranks if told[rank] is not None]
+            drifted = drift.found(
+                self._runtime, GroupKind.DP, "parameter", self._by_name(held), [compared]
+            )
+            if drifted is not None:
+                if overlap is not None:
+                    overlap.discard()
+                raise drifted
         if not self._passes:
             self._unit = agreed.microbatches
         self._pending, self._passes = after, self._passes + 1
@@ -208,6 +222,19 @@ class Gradients:
                     self._deposit(parameter, gradient)
         counted.happened("reduced" if boundary else "accumulated")
         return None
+
+    def _held(self) -> dict[nn.Parameter, int]:
+        """The digest of each trained parameter that other replicas hold, too."""
+        if len(self._runtime.group(GroupKind.DP).ranks) == 1 or self._hook is not None:
+            return {}
+        return {each: drift.digest(each) for each in self._trainable()}
+
+    def _by_name(self, digests: Mapping[nn.Parameter, int]) -> dict[str, int]:
+        session = self._runtime.training
+        model = None if session is None else session.model
+        local = {} if model is None else model.local_named_parameters()
+        names = {parameter: name for name, parameter in dict(local).items()}
+        return {names.get(each, f"number {n}"): d for n, (each, d) in enumerate(digests.items())}
 
     def pending(self) -> list[torch.Tensor]:
         """The sums that wait for the end of the window."""

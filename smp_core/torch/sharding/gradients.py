@@ -32,7 +32,7 @@ from torch import nn
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import ShardingError, UnsupportedTrainingError
-from smp_core.torch.pipeline import agreement
+from smp_core.torch.pipeline import agreement, drift
 from smp_core.torch.pipeline.agreement import DENSE, NONE, Agreement, Report
 from smp_core.torch.pipeline.gradients import Gradients, Options
 from smp_core.torch.sharding import counted
@@ -283,6 +283,7 @@ class ShardedGradients(Gradients):
         if self._options.average_grads_across_microbatches and self._passes and count != self._unit:
             round_.scale(self._unit / count)
         has = self._has | round_.present
+        held, parts = ({}, {}) if failure is not None else self._digests()
         agreed = agreement.agree(
             self._runtime,
             Report(
@@ -294,6 +295,8 @@ class ShardedGradients(Gradients):
                 fresh=bool(round_.present),
                 again=round_.was_late,
                 route=self._gathered.route,
+                held=drift.checksum(held.values()),
+                parts=drift.checksum(parts.values()),
             ),
         )
         round_.catch_up(agreed.launched)
@@ -301,6 +304,7 @@ class ShardedGradients(Gradients):
             round_.discard()
             return agreed.failure
         self._check_route(agreed, round_)
+        self._check_drift(agreed, round_, held, parts)
         if not self._passes:
             self._unit = agreed.microbatches
         self._was_late = self._was_late or any(report.again for report in agreed.reports)
@@ -341,6 +345,46 @@ class ShardedGradients(Gradients):
                     "computed is worth nothing. No gradient was changed. Call the same modules in the same order on "
                     "all ranks of a sharding group"
                 )
+
+    def _digests(self) -> tuple[dict[nn.Parameter, int], dict[nn.Parameter, int]]:
+        """Of the trained parameters that every rank holds, and of this rank's parts of the others."""
+        held: dict[nn.Parameter, int] = {}
+        parts: dict[nn.Parameter, int] = {}
+        alone = self._collectives.replicas == 1
+        for parameter in self._trainable():
+            shard = self._gathered.shard(parameter)
+            if shard is None:
+                held[parameter] = drift.digest(parameter)
+            elif not alone:
+                parts[parameter] = drift.digest(shard.part[: shard.owned])
+        return held, parts
+
+    def _check_drift(
+        self,
+        agreed: Agreement,
+        round_: Round,
+        held: Mapping[nn.Parameter, int],
+        parts: Mapping[nn.Parameter, int],
+    ) -> None:
+        """Raise ReplicaDriftError, on every rank, if ranks differ in what they should hold alike."""
+        topology = self._runtime.topology
+        reports = dict(zip(self._runtime.group(GroupKind.DP).ranks, agreed.reports, strict=True))
+        for own, what, kind, told in (
+            (held, "parameter", GroupKind.RDP, {n: each.held for n, each in reports.items()}),
+            (
+                parts,
+                "the part of parameter",
+                GroupKind.REPLICATION,
+                {n: each.parts for n, each in reports.items()},
+            ),
+        ):
+            groups = [group for group in topology.groups(kind) if group[0] in reports]
+            if drift.differ(told, groups):
+                names = self._by_name(own)
+                drifted = drift.found(self._runtime, GroupKind.DP, what, names, groups)
+                if drifted is not None:
+                    round_.discard()
+                    raise drifted
 
     def _reduced(self, divisor: int) -> dict[nn.Parameter, torch.Tensor]:
         """The end of a window: this rank's gradients, of each parameter what this rank keeps of it."""

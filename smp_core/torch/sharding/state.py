@@ -20,9 +20,9 @@ from smp_core import reduction
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import ShardingError, UnsupportedTrainingError
-from smp_core.torch.pipeline import sharing
+from smp_core.torch.pipeline import drift, sharing
 from smp_core.torch.precision.masters import multiply
-from smp_core.torch.sharding import loading
+from smp_core.torch.sharding import clipping, loading
 from smp_core.torch.sharding.collectives import Collectives
 from smp_core.torch.sharding.gathered import Gathered
 from smp_core.torch.sharding.layout import Layout
@@ -61,6 +61,7 @@ class Sharding:
         ]
         self.gathered = Gathered(self.collectives, units, config.sdp_max_live_parameters)
         self.describe()
+        clipping.install(self)
 
     def describe(self) -> None:
         """Say on persistent parameters what scripts ask of any (shards.describe); again once they have
@@ -214,14 +215,32 @@ class Sharding:
         self.resume()
         masters = self._model.masters
         with_gradient, counted, squares = set(targets), [], []
-        for parameter in self._model.module.parameters():
+        held: dict[str, int] = {}  # digests of the gradients that all ranks have
+        for name, parameter in self._model.module.named_parameters():
             target = parameter if masters is None else masters.made(parameter)
             if target in with_gradient and target.grad is not None:
                 counted.append(target)
                 squares.append(_square(self._own(parameter, target.grad)))
+                if self.shard(parameter) is None:
+                    held[name] = drift.digest(target.grad)
         values = torch.stack(squares).tolist() if squares else []
         own = functools.reduce(operator.add, values, 0.0)  # later Pythons' sum() compensates
-        told = [each for (each,) in self.collectives.all_gather_values([own])]
+        # Halves of the checksum: a float64 has 53 bits.
+        halves = divmod(drift.checksum([*held.values(), len(held)]), 2**32)
+        answers = self.collectives.all_gather_values([own, *map(float, halves)])
+        if len({(high, low) for _, high, low in answers}) > 1:
+            ranks = self._runtime.group(GroupKind.SHARDING).ranks
+            drifted = drift.found(
+                self._runtime,
+                GroupKind.SHARDING,
+                "the gradient of parameter",
+                held,
+                [ranks],
+                missing=True,
+            )
+            assert drifted is not None
+            raise drifted
+        told = [each for each, _, _ in answers]
         self.norm = math.sqrt(reduction.fold(told, operator.add)) / scale
         coefficient = self._clipping / (self.norm + 1e-6)
         if not math.isfinite(self.norm) or coefficient > 1:
@@ -229,9 +248,36 @@ class Sharding:
         multiply(counted, coefficient / scale)
         multiply(with_gradient.difference(counted), 1 / scale)
 
+    def has_parts(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """Whether one of these is what this rank keeps of a gradient (clipping.py)."""
+        given = {id(each) for each in gradients}
+        return any(id(each) in given for each in self._gradients_of_parts())
+
+    def total_norm(self, gradients: Sequence[torch.Tensor], order: float) -> float:
+        """The norm of the whole gradients of which these are what this rank has; the same bits on all ranks of the
+        sharding group, which all call. What every rank has counts once. Raises ShardingError as :meth:`resume` does.
+        """
+        self.resume()
+        parts = {id(each) for each in self._gradients_of_parts()}
+        own = [each if id(each) in parts else self._slice(each) for each in gradients]
+        told = self.collectives.all_gather_values([clipping.norm_of(own, order)])
+        return clipping.norm_of(
+            [torch.tensor([each for (each,) in told], dtype=torch.float64)], order
+        )
+
+    def _gradients_of_parts(self) -> Iterator[torch.Tensor]:
+        masters = self._model.masters
+        for shard in self.gathered.shards():
+            target = shard.parameter if masters is None else masters.made(shard.parameter)
+            for each in {shard.parameter, target}:
+                if each.grad is not None:
+                    yield each.grad
+
     def _own(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-        if self.shard(parameter) is not None:
-            return gradient
+        return gradient if self.shard(parameter) is not None else self._slice(gradient)
+
+    def _slice(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Of what every rank has the part that would be this rank's own."""
         layout = Layout(gradient.numel(), self.collectives.size)
         return gradient.reshape(-1)[slice(*layout.own(self.collectives.rank))]
 

@@ -1,0 +1,97 @@
+"""Ranks that hold the same parameters, and no longer do, are found at the end of the step.
+
+Each rank adds up the bits of the trained parameters that others hold, too: one pass over their memory, as cheap as
+multiplying them by a number. One checksum of all of them travels with the message that ends every step
+(agreement.py); only if checksums differ do ranks exchange those of each parameter, to name it.
+
+Compared are trained parameters, because replicas start from one set of values and apply one gradient. A frozen
+parameter or a buffer may be a rank's own, as running statistics are; so may be the state of a random generator.
+The state of an optimizer shows in the parameters at its next update. Replicas whose gradients a communication hook
+of the user's reduces may differ as the hook wants it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from smp_core.runtime import Runtime
+from smp_core.topology import GroupKind
+from smp_core.torch.exceptions import ReplicaDriftError
+
+_BITS = 2**64
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """The sum of the tensor's bits, as integers of 64 of them: NaNs and signs of zeros count, too."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        if tensor.layout is not torch.strided:
+            return 0
+        plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        if plain.storage_offset() * plain.element_size() % 8:
+            plain = plain.clone()
+        flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+        even = len(flat) // 8 * 8
+        total = int(flat[:even].view(torch.int64).sum()) if even else 0
+        rest = flat[even:].tolist() if even < len(flat) else []
+    return (total + int.from_bytes(bytes(rest), "little")) % _BITS
+
+
+def checksum(digests: Iterable[int]) -> int:
+    """One number for many: of 64 bits."""
+    packed = b"".join(struct.pack("<Q", each) for each in digests)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+
+
+def differ(checksums: Mapping[int, int | None], groups: Iterable[Sequence[int]]) -> bool:
+    """Whether two ranks of one of the groups said different things. Ranks that said nothing do not count."""
+    return any(
+        len({checksums[rank] for rank in group if checksums.get(rank) is not None}) > 1
+        for group in groups
+    )
+
+
+def found(
+    runtime: Runtime,
+    kind: GroupKind,
+    what: str,
+    own: Mapping[str, int],
+    groups: Iterable[Sequence[int]],
+    *,
+    missing: bool = False,
+) -> ReplicaDriftError | None:
+    """Which of these differs, and on which rank, as an error to be raised; None if nothing that ranks both have does,
+    or with ``missing`` that one has. All ranks of the group ``kind`` call it, and get the same answer; ``own`` are the
+    digests of what this rank has, by name.
+    """
+    members = runtime.group(kind)
+    answers = runtime.fabric.objects.allgather(dict(own), members)
+    told: dict[int, dict[str, int]] = dict(zip(members.ranks, answers, strict=True))
+    different: list[tuple[str, list[int], list[int]]] = []
+    for group in groups:
+        ranks = [rank for rank in group if rank in told]
+        for name in dict.fromkeys(name for rank in ranks for name in told[rank]):
+            values = {rank: told[rank].get(name) for rank in ranks if missing or name in told[rank]}
+            if len(set(values.values())) > 1:
+                # That of most ranks is what it should be; of the lowest rank, where there is no majority.
+                usual, _ = Counter(values.values()).most_common(1)[0]
+                odd = [rank for rank, value in values.items() if value != usual]
+                different.append((name, odd, [rank for rank in values if rank not in odd]))
+    if not different:
+        return None
+    name, odd, others = different[0]
+    more = f" (and {len(different) - 1} more differ)" if len(different) > 1 else ""
+    return ReplicaDriftError(
+        f"step {runtime.training.steps}: replicas have drifted apart: {what} {name!r} of {_ranks(odd)} is not that "
+        f"of {_ranks(others)}{more}. Since the last step something has treated ranks differently: an update, a "
+        "clipping or a load on some of them only, or with other numbers. Do the same on all ranks, and start "
+        "again from a checkpoint"
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
