@@ -19,9 +19,11 @@ import contextlib
 import dataclasses
 import itertools
 import re
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -137,17 +139,44 @@ def run(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], once: Callabl
     return _region(site.module, site.path, policy, once, args, kwargs)
 
 
-def refuse_in_backward(activity: Activity, path: str) -> None:
-    """Raise UnsupportedTrainingError for a module call in backward that is no repetition of ours.
+def refuse_torchs(path: str, activity: Activity | None) -> None:
+    """Raise UnsupportedTrainingError for a call of the module at ``path`` under ``torch.utils.checkpoint``.
 
-    So torch's own checkpoint would call it, and the call would get another random stream.
+    Such a call would be made again in backward, with another random stream, and only if its module is on this rank:
+    so it is refused in forward, whatever the partition. In backward a call is one that is repeated; ours are known.
     """
-    if activity.phase is Phase.BACKWARD and not _thread.repeating:
+    if activity is not None and activity.phase is Phase.BACKWARD:
+        refused = not _thread.repeating
+    else:
+        refused = _under_torchs(activity)
+    if refused:
         raise UnsupportedTrainingError(
-            f"module {path or '(the whole)'!r} was called during the backward pass, as "
-            "torch.utils.checkpoint does, which is not supported (SMP_API.md 6). Use "
-            "smp.set_activation_checkpointing(module), or checkpoint of smp_core.torch.patches.checkpoint"
+            f"module {path or '(the whole)'!r} was called under torch.utils.checkpoint, which is not supported "
+            "(SMP_API.md 6). Use smp.set_activation_checkpointing(module), or checkpoint of "
+            "smp_core.torch.patches.checkpoint"
         )
+
+
+def _under_torchs(activity: Activity | None) -> bool:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and getattr(hooks[0], "__module__", None) == _TORCHS:
+        return True
+    if torch.is_grad_enabled() or (activity is not None and not activity.step.modes.grad):
+        return False
+    # Its older variant runs the first time without recording, as a script's evaluation does, too.
+    module = sys.modules.get(_TORCHS)
+    if module is None:
+        return False
+    code = module.CheckpointFunction.forward.__code__
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_TORCHS = "torch.utils.checkpoint"
 
 
 def forward(site: Site, /, *args: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ parameters, and calls go to their owners.
 from __future__ import annotations
 
 import builtins
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Self
@@ -115,6 +116,7 @@ class DistributedModel(nn.Module):
             casting.convert(session, module, self._half)
         self.masters = _make_masters(session.runtime, self._half)
         self.module = module
+        calls.keep_forwards(module)
         self.partitioned = False
         self.placement: Placement | None = None
         self.sites: dict[str, Site] = {}
@@ -408,6 +410,8 @@ class DistributedModel(nn.Module):
             self.sharding.begin_step()
         if not self.partitioned:
             self._partition(lambda: self._decide(body, split))
+        else:
+            self._check_calls()
         weights.part_again(self)
         self.settle()
         assert self._watch is not None
@@ -415,6 +419,18 @@ class DistributedModel(nn.Module):
         assert self.gradients is not None
         self._follow()
         self.gradients.begin_step(list(self.local_buffers()), source)
+
+    def _check_calls(self) -> None:
+        """Raise UnsupportedTrainingError if calls of a module do not go where it is any more."""
+        for site in self.sites.values():
+            if vars(site.module).get("_compiled_call_impl") != site.called:
+                _check_compiled(self.module)
+
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: the calls of its modules have to be seen. Raises UnsupportedTrainingError."""
+        raise UnsupportedTrainingError(
+            f"{_CALL}.compile: torch.compile is not supported (SMP_API.md 6). Leave the call out"
+        )
 
     def _follow(self) -> None:
         """A script may have replaced or added parameters since the last step."""
@@ -477,6 +493,7 @@ class DistributedModel(nn.Module):
 
         def decide_or_tell() -> Placement:
             try:
+                _check_compiled(self.module)  # since it was wrapped
                 return decide()
             except SmpError:
                 raise
@@ -536,6 +553,7 @@ def _check_module(module: object) -> None:
         raise ArgumentTypeError(
             f"{_CALL}: module is a {type(module).__name__}, not a torch.nn.Module"
         )
+    _check_compiled(module)
     for path, child in module.named_modules():
         kind = type(child)
         if isinstance(child, nn.parallel.DistributedDataParallel | torch.jit.ScriptModule):
@@ -543,6 +561,31 @@ def _check_module(module: object) -> None:
                 f"{_CALL}: module {path!r} is a {kind.__name__}, which cannot be partitioned "
                 "(SMP_API.md 6). Pass the plain module; replicas are reduced without a wrapper"
             )
+
+
+def _check_compiled(module: nn.Module) -> None:
+    """Raise UnsupportedTrainingError for a module that torch.compile, or its own ``compile``, was applied to."""
+    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
+    for path, child in module.named_modules():
+        call = vars(child).get("_compiled_call_impl")
+        forward: Any = getattr(child, "forward", None)
+        if (
+            (compiler is not None and isinstance(child, compiler.OptimizedModule))
+            or (call is not None and not isinstance(getattr(call, "__self__", None), Site))
+            or _is_compiled(forward)
+        ):
+            what = f"module {path!r}" if path else "the module"
+            raise UnsupportedTrainingError(
+                f"{_CALL}: {what} ({type(child).__name__}) is compiled (torch.compile), and calls of its modules "
+                "could not be sent to the ranks that own them (SMP_API.md 6). Pass the module as it was before"
+            )
+
+
+def _is_compiled(function: Any) -> bool:
+    """Whether it is what torch.compile gives, and not torch.compiler.disable."""
+    return hasattr(function, "_torchdynamo_orig_callable") and not hasattr(
+        function, "_torchdynamo_disable"
+    )
 
 
 def _check_number(name: str, value: Any, kinds: Any) -> None:

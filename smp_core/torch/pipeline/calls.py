@@ -2,11 +2,13 @@
 
 ``module(...)`` is caught by the attribute that torch looks at first, ``_compiled_call_impl``, so that
 the module's forward hooks run once, where it runs; ``module.forward(...)`` by an attribute of the
-instance. The class's own ``forward`` stays in reach as ``_orig_forward`` (SMP_API.md 1.7).
+instance. The class's own ``forward`` stays in reach as ``_orig_forward`` (SMP_API.md 1.7), of modules and, by
+:func:`keep_forwards`, of their classes: ``super()._orig_forward(x)``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -123,7 +125,7 @@ class Site(activations.Site):
         if activity is None:
             return activations.run(self, args, kwargs, self._hooked_outside)
         activity.check()
-        activations.refuse_in_backward(activity, self.path)
+        activations.refuse_torchs(self.path, activity)
         key = uses.next_key(self.path)
         owner = activity.step.owner(self.path)
         if owner is None or owner == activity.step.rank:
@@ -189,6 +191,43 @@ def _all_of_torch(module: nn.Module) -> list[nn.Module] | None:
     return tree if own else None
 
 
+_ORIGINAL = "_orig_forward"
+
+
+class _OrigForward:
+    """As an attribute of a class: the ``forward`` that this class defines."""
+
+    __slots__ = ("_owner",)
+
+    def __init__(self, owner: type) -> None:
+        self._owner = owner
+
+    def __get__(self, module: Any, kind: Any = None) -> Any:
+        forward = vars(self._owner)["forward"]
+        return forward.__get__(module, kind) if hasattr(forward, "__get__") else forward
+
+
+def keep_forwards(module: nn.Module) -> None:
+    """Give each class that defines a forward of a module of the tree an ``_orig_forward``, unless the module has
+    something of that name. It stays: the class is the same for models to come.
+    """
+    for child in module.modules():
+        if _has_member(child, _ORIGINAL):
+            continue
+        for kind in type(child).__mro__:
+            own = vars(kind)
+            if kind is not nn.Module and "forward" in own and _ORIGINAL not in own:
+                with contextlib.suppress(TypeError):  # a class that takes no attributes
+                    setattr(kind, _ORIGINAL, _OrigForward(kind))
+
+
+def _has_member(module: nn.Module, name: str) -> bool:
+    """Whether the module has a child, a parameter or a buffer of this name."""
+    return any(
+        name in members for members in (module._modules, module._parameters, module._buffers)
+    )
+
+
 def install(
     module: nn.Module, owner: Owner, rank: int, alone: Alone | None = None
 ) -> dict[str, Site]:
@@ -203,7 +242,8 @@ def install(
         below = [other for other in elsewhere if other.startswith(f"{path}." if path else "")]
         if any(elsewhere[other] for other in below):
             site.opens()
-        child.__dict__["_orig_forward"] = site.plain
+        if not _has_member(child, _ORIGINAL):
+            child.__dict__[_ORIGINAL] = site.plain
         child.__dict__["forward"] = site.forward
         child.__dict__["_compiled_call_impl"] = site.called
     return sites

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from smp_core.errors import ArgumentError
-from smp_core.torch import nests
+from smp_core.torch import activations, nests
 from smp_core.torch.session import Session
 
 
@@ -122,6 +122,7 @@ class Tracer(contextlib.ExitStack):
         return self
 
     def _call(self, path: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        activations.refuse_torchs(path, None)
         caller = self._stack[-1][0] if self._stack else None
         nth = self._counts[path] = self._counts.get(path, -1) + 1
         place = len(self.trace.calls)

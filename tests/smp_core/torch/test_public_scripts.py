@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils import checkpoint as torchs
 
 import smp_core.torch as smp
 from smp_core.backends import open_backend
 from smp_core.backends.base import Host, HostOptions, Job
+from smp_core.torch.exceptions import ReplicaDriftError, UnsupportedTrainingError
 
 RANKS = 4
 PIPELINE = {
@@ -146,3 +148,144 @@ def test_a_step_draws_alike_from_the_generators_of_all_ranks(host: Host) -> None
     (before, after), *others = run(host, generators, PIPELINE)
     assert not torch.equal(before, after)
     assert all(torch.equal(other, after) for _, other in others)
+
+
+SHARDED = {
+    "ddp": True,
+    "sharded_data_parallel_degree": 2,
+    "sdp_param_persistence_threshold": 5,
+    "sdp_gradient_clipping": 1e300,
+}
+
+
+def _network() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def clipped() -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    model = smp.DistributedModel(_network())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+
+    @smp.step
+    def step(model: Any, x: torch.Tensor) -> None:
+        model.backward(model(x).square().sum())
+
+    norms = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        step(model, torch.arange(8.0).view(2, 4))
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25))
+        optimizer.step()
+    return norms, model.state_dict()
+
+
+def test_clipping_as_hugging_face_does_it(host: Host) -> None:
+    module, norms = _network(), []
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        module(torch.arange(8.0).view(2, 4)).square().sum().backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(module.parameters(), 0.25))
+        optimizer.step()
+    for found, state in run(host, clipped, SHARDED):
+        torch.testing.assert_close(found, norms)
+        torch.testing.assert_close(dict(state), dict(module.state_dict()))
+
+
+def drifts() -> str:
+    model = smp.DistributedModel(_network())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+
+    @smp.step
+    def step(model: Any, x: torch.Tensor) -> None:
+        model.backward(model(x).square().sum())
+
+    step(model, torch.ones(2, 4))
+    if smp.rank() != 1:
+        optimizer.step()
+    try:
+        step(model, torch.ones(2, 4))
+    except ReplicaDriftError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_replicas_that_drift_apart(host: Host) -> None:
+    for told in run(host, drifts, {"ddp": True}):
+        assert "step 2: replicas have drifted apart: parameter '0.weight' of rank 1" in told
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), Second(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torchs.checkpoint(self.second, self.first(x), use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class Second(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super()._orig_forward(x) * 2  # type: ignore[misc, no-any-return]
+
+
+def refused() -> str:
+    module = Checkpointed()
+    smp.set_partition(module.second, 1)
+    model = smp.DistributedModel(module)
+
+    @smp.step
+    def step(model: Any, x: torch.Tensor) -> None:
+        model.backward(model(x).sum())
+
+    try:
+        step(model, torch.ones(2, 4))
+    except UnsupportedTrainingError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_torchs_checkpoint_around_a_module_is_refused_on_all_ranks(host: Host) -> None:
+    for told in run(host, refused, PIPELINE):
+        assert "module 'second' was called under torch.utils.checkpoint" in told
+
+
+def compiled() -> str:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module[1].forward = torch.compile(module[1].forward, backend="eager")
+    try:
+        smp.DistributedModel(module)
+    except UnsupportedTrainingError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_compiled_module_is_refused_on_all_ranks(host: Host) -> None:
+    for told in run(host, compiled, PIPELINE):
+        assert "module '1' (Linear) is compiled" in told
+
+
+def original() -> torch.Tensor:
+    torch.manual_seed(3)
+    module = nn.Sequential(*[Second(4, 4) for _ in range(RANKS)])
+    for index, layer in enumerate(module):
+        smp.set_partition(layer, index)
+    model = smp.DistributedModel(module)
+
+    @smp.step
+    def step(model: Any, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = model(x)
+        model.backward(y.sum())
+        return y
+
+    return step(model, torch.ones(2, 4)).concat()  # type: ignore[no-any-return]
+
+
+def test_the_forward_of_a_base_class(host: Host) -> None:
+    torch.manual_seed(3)
+    expected = torch.ones(2, 4)
+    for layer in [nn.Linear(4, 4) for _ in range(RANKS)]:
+        expected = layer(expected) * 2
+    for found in run(host, original, PIPELINE):
+        torch.testing.assert_close(found, expected.detach())
