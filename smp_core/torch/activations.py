@@ -145,16 +145,17 @@ def refuse_torchs(path: str, activity: Activity | None) -> None:
     Such a call would be made again in backward, with another random stream, and only if its module is on this rank:
     so it is refused in forward, whatever the partition. In backward a call is one that is repeated; ours are known.
     """
-    if activity is not None and activity.phase is Phase.BACKWARD:
-        refused = not _thread.repeating
+    backward = activity is not None and activity.phase is Phase.BACKWARD
+    if backward and not _thread.repeating:
+        how = "during the backward pass, as torch.utils.checkpoint does"
+    elif not backward and _under_torchs(activity):
+        how = "under torch.utils.checkpoint"
     else:
-        refused = _under_torchs(activity)
-    if refused:
-        raise UnsupportedTrainingError(
-            f"module {path or '(the whole)'!r} was called under torch.utils.checkpoint, which is not supported "
-            "(SMP_API.md 6). Use smp.set_activation_checkpointing(module), or checkpoint of "
-            "smp_core.torch.patches.checkpoint"
-        )
+        return
+    raise UnsupportedTrainingError(
+        f"module {path or '(the whole)'!r} was called {how}, which is not supported (SMP_API.md 6). "
+        "Use smp.set_activation_checkpointing(module), or checkpoint of smp_core.torch.patches.checkpoint"
+    )
 
 
 def _under_torchs(activity: Activity | None) -> bool:
