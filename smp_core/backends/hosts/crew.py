@@ -20,7 +20,8 @@ from smp_core.backends.hosts.stacks import STACKS, read_stacks
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ended:
-    """A rank process that has ended. ``code`` is its exit code; negative is a signal.
+    """A rank process that has ended. ``code`` is its exit code; negative is a signal. ``past``: it
+    was one of a job that has been replaced since.
 
     Only slot and pid together say which process it was: machines give out the same numbers.
     """
@@ -29,6 +30,7 @@ class Ended:
     pid: int | None
     code: int | None
     words: str = ""  # how, where there is no code
+    past: bool = False
 
     def __str__(self) -> str:
         return self.words or describe_exit(self.code)

@@ -110,7 +110,7 @@ class MpiexecCrew(Crew):
 
     def start(self, slots: Collection[int]) -> Collection[int]:
         """See Crew. All ranks of the job start together."""
-        self._end_job()
+        self._end_job(0.0)
         shutil.rmtree(self._told, ignore_errors=True)
         self._jobs += 1
         self._told.mkdir(0o700)
@@ -128,7 +128,8 @@ class MpiexecCrew(Crew):
             output = log if self._capture else None
             self._job = subprocess.Popen(
                 [
-                    *[*python, "--exec", str(os.getpid()), *self._command, "-n", str(self._size)],
+                    *[*python, "--job", str(os.getpid()), self.folder],
+                    *[*self._command, "-n", str(self._size)],
                     *[*python, told, *rank],
                 ],
                 stdin=subprocess.DEVNULL,
@@ -171,17 +172,18 @@ class MpiexecCrew(Crew):
                 continue
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(each.pid, signal.SIGKILL)
-        self._end_job()
+        self._end_job(_QUIT if len(ranks) == self._size else 0.0)
 
-    def _end_job(self) -> None:
+    def _end_job(self, patience: float = _QUIT) -> None:
+        """Nothing of the job is left afterwards; it has so long to end by itself."""
         job, self._job = self._job, None
         if job is None:
             return
-        for end in (None, job.terminate, job.kill):
+        for end, timeout in ((None, patience), (job.terminate, _QUIT), (job.kill, _QUIT)):
             if end is not None:
                 end()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                job.wait(timeout=_QUIT)
+                job.wait(timeout=timeout)
                 return
 
     def close(self) -> None:

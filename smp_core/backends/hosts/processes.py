@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import itertools
 import logging
@@ -48,7 +49,13 @@ log = logging.getLogger("smp_core.hosts")
 
 _START = 60.0  # seconds for rank processes to start and connect
 _FORM = 60.0  # seconds for a world to form
+_ATTEMPTS = 3  # to have a world, if its processes are lost meanwhile
+_ENDED = "its process has ended"
 _SETTLE = 2.0  # seconds that a rank which has sent its result gets to wait for the next errand
+
+
+class _ProcessLost(BackendError):
+    """A rank process has ended before its world was there, for no reason of its own."""
 
 
 class _Lobby:
@@ -187,13 +194,7 @@ class ProcessHost:
             raise BackendError(self.lost)
         self._running = True
         try:
-            try:
-                news = self._muster(size)
-                self._form(size)
-            except BaseException:  # a signal handler's too: answers may be on their way
-                if not self._crew.final:
-                    self._dismiss(list(self._ranks.values()))
-                raise
+            news = self._gather(size)
             ranks = [self._ranks[slot] for slot in range(size)]
             number = next(self._numbers)
             board = None
@@ -236,6 +237,22 @@ class ProcessHost:
         self._killed.update((rank.slot, rank.pid) for rank in ranks if not rank.over)
         self._crew.kill(ranks)
 
+    def _gather(self, size: int) -> list[str]:
+        """Have a world. What happened to its ranks since the last run, in words."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                news = self._muster(size)
+                self._form(size)
+            except BaseException as error:  # a signal handler's too: answers may be on their way
+                if not self._crew.final:
+                    self._dismiss(list(self._ranks.values()))
+                if not isinstance(error, _ProcessLost) or self._crew.final or attempt == _ATTEMPTS:
+                    raise
+                log.warning("%s; they are started again", error)
+            else:
+                return news
+        raise AssertionError("unreachable")
+
     def _muster(self, size: int) -> list[str]:
         """Have a rank process for each rank. What happened to some since the last run, in words."""
         ranks = [self._ranks.get(slot) for slot in range(size)]
@@ -247,9 +264,11 @@ class ProcessHost:
         self._settle()
         for ended in self.ends():
             rank = None if ended.slot is None else self._ranks.get(ended.slot)
-            if rank is not None and ended.pid in (rank.pid, None):
+            now = rank is not None and ended.pid in (rank.pid, None) and not ended.past
+            if rank is not None and now:
                 self._forget(rank)
-                text = f"the process of rank {rank.slot} ended after its last run ({ended})"
+            if now or ended.past:
+                text = f"the process of rank {ended.slot} ended after its last run ({ended})"
                 news.append(
                     text if self._crew.final else f"{text}; another one has taken its place"
                 )
@@ -309,6 +328,8 @@ class ProcessHost:
     def _start(self, slots: list[int]) -> None:
         if self._crew.restarts_together and not self._crew.final:
             self._killed.clear()  # of the last job
+            # So is what nobody has asked for: the new ranks have the same numbers.
+            self._unclaimed = [dataclasses.replace(ended, past=True) for ended in self._unclaimed]
             for rank in self._lobby.leftover():  # of the last job too: no run had needed them
                 self._forget(rank)
             self._renew_book()  # the new job begins with what is set now
@@ -318,7 +339,13 @@ class ProcessHost:
         while True:
             left = deadline - time.monotonic()
             rank = self._lobby.take(slot, max(0.0, min(left, 0.2)))
-            if rank is not None:
+            state = None if rank is None else self._crew.state(rank)
+            if rank is not None and state is not None and state.ends:
+                # Of the last job: it ended while its connections were being made. (A new one that
+                # has ended is told by `ends`.)
+                rank.control.close()
+                rank.line.close()
+            elif rank is not None:
                 return rank
             for ended in self.ends():
                 if ended.slot not in self._starting:
@@ -332,7 +359,9 @@ class ProcessHost:
                         self.lost = f"the job has lost rank {ended.slot} before it was ready"
                     text = self._crew.last_words()
                     text += "".join(read_output(self._crew.folder, ended.pid or 0))[-2000:]
-                    raise BackendError(
+                    # What exits by itself has a reason, and would do so again.
+                    kind = BackendError if (ended.code or 0) > 0 else _ProcessLost
+                    raise kind(
                         f"the process of rank {ended.slot} ended before it was ready: "
                         f"{ended}\n{text}".rstrip()
                     )
@@ -396,7 +425,8 @@ class ProcessHost:
         problems = self._ask(ranks, requests, _FORM)
         if problems:
             self._dismiss(ranks)
-            raise BackendError(f"the world of {size} ranks cannot form: " + "; ".join(problems))
+            kind = _ProcessLost if any(_ENDED in each for each in problems) else BackendError
+            raise kind(f"the world of {size} ranks cannot form: " + "; ".join(problems))
 
     def _ask(self, ranks: list[RankProcess], requests: Any, timeout: float) -> list[str]:
         """Send each rank a request (one for all, or a list) and take the answers: what went wrong."""
@@ -407,7 +437,7 @@ class ProcessHost:
             try:
                 rank.control.send_bytes(pickle.dumps(request))
             except OSError:
-                problems.append(f"rank {rank.slot}: its process has ended")
+                problems.append(f"rank {rank.slot}: {_ENDED}")
         waiting = {rank.slot: rank for rank in ranks}
         deadline = time.monotonic() + timeout
         while waiting and not problems:
@@ -423,7 +453,7 @@ class ProcessHost:
                 try:
                     answer = pickle.loads(rank.control.recv_bytes())
                 except (EOFError, OSError):
-                    answer = "its process has ended"
+                    answer = _ENDED
                 if answer is not None:
                     problems.append(f"rank {rank.slot}: {answer}")
         return problems

@@ -1,7 +1,8 @@
 """A small process above each rank of an MPI job, and above the job itself.
 
-    warden.py --exec PID COMMAND...    becomes the command, which the kernel ends with that parent
-    warden.py TOLD COMMAND...          runs a rank; writes how it ended to the folder TOLD
+    warden.py --job PID FOLDER COMMAND...   runs a job; when the process PID, its controller, is gone,
+                                            ends all of the job and removes FOLDER
+    warden.py TOLD COMMAND...               runs a rank; writes how it ended to the folder TOLD
 
 Runs by itself, without this project or anything else imported: it must cost next to nothing.
 """
@@ -10,6 +11,7 @@ import contextlib
 import ctypes
 import json
 import os
+import select
 import signal
 import sys
 
@@ -40,8 +42,7 @@ def rank_of_launcher() -> str:
 def _ward(told: str, command: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     slot, warden = rank_of_launcher(), os.getpid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _adopt_orphans()
     pid = os.fork()
     if pid == 0:
         try:
@@ -56,14 +57,64 @@ def _ward(told: str, command: list[str]) -> int:
         os.killpg(pid, signal.SIGKILL)
     _kill_orphans()
     path = os.path.join(told, slot)
-    with open(path + ".new", "w") as file:
-        json.dump({"pid": pid, "code": code}, file)
-    os.rename(path + ".new", path)
+    with contextlib.suppress(FileNotFoundError):  # the controller is gone, and its folder
+        with open(path + ".new", "w") as file:
+            json.dump({"pid": pid, "code": code}, file)
+        os.rename(path + ".new", path)
+    return _exit_code(code)
+
+
+def _keep(controller: int, folder: str, command: list[str]) -> int:
+    """Run a job. Nothing of it, and of what its ranks have started, outlives this call."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _adopt_orphans()
+    keeper = os.getpid()
+    job = os.fork()
+    if job == 0:
+        try:
+            die_with(keeper)
+            os.execvp(command[0], command)
+        finally:
+            os._exit(127)
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(job, signal.SIGTERM))
+    orphaned = _outlives(controller, job)
+    if orphaned:
+        os.kill(job, signal.SIGKILL)
+    _, status = os.waitpid(job, 0)
+    _kill_orphans()
+    if orphaned:
+        import shutil
+
+        shutil.rmtree(folder, ignore_errors=True)
+    return _exit_code(os.waitstatus_to_exitcode(status))
+
+
+def _outlives(controller: int, job: int) -> bool:
+    """Wait until one of the two has ended. Whether that was the controller."""
+    try:
+        watched = os.pidfd_open(controller)
+    except ProcessLookupError:
+        return True
+    if os.getppid() != controller:  # it died in between, and its number may be another's
+        return True
+    poll = select.poll()
+    poll.register(watched, select.POLLIN)
+    poll.register(os.pidfd_open(job), select.POLLIN)
+    return any(descriptor == watched for descriptor, _ in poll.poll())
+
+
+def _exit_code(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
+def _adopt_orphans() -> None:
+    """Become the parent of what this process's descendants leave behind when they die (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
 def _kill_orphans() -> None:
-    """What the rank's bodies put into groups of their own; again for what that leaves behind."""
+    """End every child; again for the children that they leave behind."""
     for _ in range(_GENERATIONS):
         try:
             with open(f"/proc/self/task/{os.getpid()}/children") as file:
@@ -82,9 +133,10 @@ def _kill_orphans() -> None:
 
 def main(arguments: list[str]) -> None:
     """See the module."""
-    if arguments[0] == "--exec":
-        die_with(int(arguments[1]))
-        os.execvp(arguments[2], arguments[2:])
+    if arguments[0] == "--job":
+        if not hasattr(os, "pidfd_open"):  # no Linux: the controller ends the job, or nobody does
+            os.execvp(arguments[3], arguments[3:])
+        sys.exit(_keep(int(arguments[1]), arguments[2], arguments[3:]))
     sys.exit(_ward(arguments[0], arguments[1:]))
 
 

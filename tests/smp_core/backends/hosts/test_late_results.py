@@ -5,7 +5,10 @@ right rank, and of the right run.
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import time
+from multiprocessing import Pipe
 
 import pytest
 
@@ -14,6 +17,8 @@ from pytest_smp.soak import leaks
 from smp_core.backends import open_backend
 from smp_core.backends.base import HostOptions, Job, VerdictKind
 from smp_core.backends.faults import Kill
+from smp_core.backends.hosts import processes
+from smp_core.backends.hosts.crew import Ended
 
 RANKS = 3
 
@@ -77,3 +82,49 @@ def test_a_death_after_the_result_is_not_the_next_runs(host):
         assert report.values == [list(range(RANKS))] * RANKS, report.error
         assert any(told in text for text in report.warnings) is late
         assert not [path for path in shared if os.path.exists(path)]
+
+
+def _crash(host):
+    report = _run(host, lambda: None, Kill(rank=1, at="start"))
+    assert report.verdict is VerdictKind.CRASHED
+
+
+def test_an_end_of_the_last_processes_is_none_of_the_next_ones(host, monkeypatch):
+    """Of an MPI job all end, and are started again, with the same numbers; who ended how is told of
+    some only.
+    """
+    monkeypatch.setattr(processes, "_SETTLE", 0.5)
+    pids = _run(host, lambda: os.getpid()).values
+    ended, told = host._crew.ended, [Ended(0, pids[0], -signal.SIGKILL)]
+
+    def only_of_rank_0():
+        ended()
+        return [told.pop()] if told else []
+
+    jobs = getattr(host._crew, "_jobs", 0)
+    for pid in pids[:2]:
+        os.kill(pid, signal.SIGKILL)
+    monkeypatch.setattr(host._crew, "ended", only_of_rank_0)
+    host.selector.select(10.0)
+    report = _run(host, _ranks)
+    assert report.values == [list(range(RANKS))] * RANKS, report.error
+    assert getattr(host._crew, "_jobs", 0) <= jobs + 1
+    assert any("the process of rank 0 ended after its last run" in text for text in report.warnings)
+
+
+def test_a_connection_of_a_dead_process_is_no_rank(host):
+    """It was being made while the process ended."""
+    _crash(host)
+    ends = [Pipe() for _ in range(2)]
+    hello = {"slot": 1, "pid": _dead_process(), "host": "here", "folder": "/nowhere"}
+    for (ours, theirs), wire in zip(ends, ("control", "line"), strict=True):
+        theirs.close()
+        host._lobby.welcome(ours, {**hello, "wire": wire})
+    report = _run(host, _ranks)
+    assert report.values == [list(range(RANKS))] * RANKS, report.error
+
+
+def _dead_process() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
