@@ -13,6 +13,7 @@ import json
 import os
 import select
 import signal
+import struct
 import sys
 
 #: Where the launchers that we know say which rank a process is.
@@ -68,7 +69,7 @@ def _keep(controller: int, folder: str, command: list[str]) -> int:
     """Run a job. Nothing of it, and of what its ranks have started, outlives this call."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _adopt_orphans()
-    keeper = os.getpid()
+    keeper, memory = os.getpid(), _SharedMemory()
     job = os.fork()
     if job == 0:
         try:
@@ -77,11 +78,12 @@ def _keep(controller: int, folder: str, command: list[str]) -> int:
         finally:
             os._exit(127)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(job, signal.SIGTERM))
-    orphaned = _outlives(controller, job)
+    orphaned = _outlives(controller, job, memory)
     if orphaned:
         os.kill(job, signal.SIGKILL)
     _, status = os.waitpid(job, 0)
     _kill_orphans()
+    memory.remove()
     if orphaned:
         import shutil
 
@@ -89,7 +91,66 @@ def _keep(controller: int, folder: str, command: list[str]) -> int:
     return _exit_code(os.waitstatus_to_exitcode(status))
 
 
-def _outlives(controller: int, job: int) -> bool:
+class _SharedMemory:
+    """The files in shared memory that an MPI makes for a job, and leaves if the job is killed.
+
+    Their names say nothing of the job, so the kernel tells when one is made, and the job's processes
+    show whether it is theirs. Another user's or another job's is not touched.
+    """
+
+    _FOLDER = "/dev/shm"
+    _NAMES = "mpich_shm_", "sm_segment."  # of MPICH, of Open MPI
+    _IN_CREATE = 0x100
+
+    def __init__(self) -> None:
+        self._found: set[str] = set()
+        libc = ctypes.CDLL(None)
+        self.descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        if self.descriptor >= 0:  # else a limit of the machine: files may stay
+            libc.inotify_add_watch(self.descriptor, self._FOLDER.encode(), self._IN_CREATE)
+
+    def look(self) -> None:
+        """Read which files were made since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(self.descriptor, 1 << 16)
+            while data:
+                (length,) = struct.unpack_from("I", data, 12)
+                name = os.fsdecode(data[16 : 16 + length].rstrip(b"\0"))
+                data = data[16 + length :]
+                path = os.path.join(self._FOLDER, name)
+                if name.startswith(self._NAMES) and any(_uses(pid, path) for pid in _descendants()):
+                    self._found.add(path)
+
+    def remove(self) -> None:
+        """The job is over: nobody uses them."""
+        for path in self._found:
+            with contextlib.suppress(OSError):  # the MPI has removed it
+                os.unlink(path)
+
+
+def _uses(pid: int, path: str) -> bool:
+    """Whether a process has a file open, or mapped. A file is opened, mapped and then closed."""
+    with contextlib.suppress(OSError):
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/{pid}/fd/{descriptor}") == path:
+                    return True
+        with open(f"/proc/{pid}/maps") as maps:
+            return any(line.rstrip().endswith(path) for line in maps)
+    return False
+
+
+def _descendants(pid: int | None = None) -> list[int]:
+    found = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid or 'self'}/task"):
+            with open(f"/proc/{pid or 'self'}/task/{task}/children") as file:
+                children = [int(child) for child in file.read().split()]
+            found += [each for child in children for each in (child, *_descendants(child))]
+    return found
+
+
+def _outlives(controller: int, job: int, memory: _SharedMemory) -> bool:
     """Wait until one of the two has ended. Whether that was the controller."""
     try:
         watched = os.pidfd_open(controller)
@@ -99,8 +160,16 @@ def _outlives(controller: int, job: int) -> bool:
         return True
     poll = select.poll()
     poll.register(watched, select.POLLIN)
-    poll.register(os.pidfd_open(job), select.POLLIN)
-    return any(descriptor == watched for descriptor, _ in poll.poll())
+    ended = os.pidfd_open(job)
+    poll.register(ended, select.POLLIN)
+    if memory.descriptor >= 0:
+        poll.register(memory.descriptor, select.POLLIN)
+    while True:
+        ready = {descriptor for descriptor, _ in poll.poll()}
+        if memory.descriptor in ready:
+            memory.look()
+        if ready & {watched, ended}:
+            return watched in ready
 
 
 def _exit_code(code: int) -> int:

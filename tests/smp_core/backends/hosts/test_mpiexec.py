@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import time
+import uuid
+from pathlib import Path
 
 import pytest
 
@@ -60,3 +63,38 @@ def test_a_job_below_an_outer_launcher(command, pytester, name):
     words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--smp-backend=mpi"]
     code, text = command([*words, "--smp-ranks=2", str(pytester.path)], **{name: "0"}).end(60)
     assert code == 0, text
+
+
+MAKES_MEMORY = """
+import mmap, os, sys, time
+path = "/dev/shm/mpich_shm_{name}"
+descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+os.ftruncate(descriptor, 4096)
+kept = mmap.mmap(descriptor, 4096)
+os.close(descriptor)
+open({note!r}, "w").write("made")
+time.sleep(600)
+"""
+
+
+def test_shared_memory_of_a_killed_job_is_removed_and_no_other(tmp_path):
+    """As MPICH makes it: it unlinks it when the job finalises, which a killed one does not."""
+    name, note, script = uuid.uuid4().hex, tmp_path / "note", tmp_path / "mpiexec.py"
+    script.write_text(MAKES_MEMORY.format(name=name, note=str(note)))
+    ours, others = (Path(f"/dev/shm/mpich_shm_{each}") for each in (name, f"other-{name}"))
+    crew = MpiexecCrew(HostOptions(ranks=2, mpiexec=shlex.join([sys.executable, str(script)])))
+    try:
+        crew.start(range(2))
+        deadline = time.monotonic() + 60
+        while not note.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        others.touch()
+        assert ours.exists()
+        crew.kill([])
+        assert not ours.exists()
+        assert others.exists()
+    finally:
+        crew.close()
+        for path in (ours, others):
+            path.unlink(missing_ok=True)
