@@ -843,6 +843,24 @@ def test_a_partner_out_of_range_is_refused(
     assert smp_world.run(call_with, call, on, {name: partner}, None, ranks=ranks)[on]
 
 
+@requirement("P2P-ERROR-NEGATIVE")
+@given(
+    data=st.data(),
+    call=st.sampled_from(["recv", "send", "irecv", "isend"]),
+    by_position=st.booleans(),
+)
+@few
+def test_a_negative_partner_is_refused(
+    smp_world: SmpWorld, data: st.DataObject, call: str, by_position: bool
+) -> None:
+    ranks = data.draw(sizes(smp_world), "ranks")
+    on = data.draw(st.integers(0, ranks - 1), "on")
+    partner = data.draw(st.sampled_from([-1, -ranks, -ranks - 1]) | st.integers(-99, -1), "partner")
+    name = "dst" if call.endswith("send") else "src"
+    arguments = {f"group_{name}" if by_position else name: partner}
+    assert smp_world.run(call_with, call, on, arguments, None, ranks=ranks)[on]
+
+
 @requirement("P2P-ERROR-MEMBER")
 @given(data=st.data(), call=st.sampled_from(["send", "recv", "isend", "irecv"]))
 @few

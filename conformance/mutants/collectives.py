@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 from conformance.mutants.blocks import PerRun
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
 from smp_core import reduction
+from smp_core.backends.fabrics.checked_group import CheckedGroup
 from smp_core.backends.fabrics.memory import Flight, copy, poison
 from smp_core.backends.fabrics.sim import collectives
 from smp_core.errors import ArgumentError, VerdictError
@@ -1143,6 +1144,18 @@ def root_guessed(patch: Patch) -> None:
         return int(c10d.get_group_rank(group, world_rank or 0))
 
     patch.setattr(c10d, "_canonicalize_group_rank", canonical)
+
+
+@BUGS.enter(
+    "COLL-ERROR-RANGE", *ASSERTION, VerdictError, kind="errors, hangs, pickling and resources"
+)
+def roots_count_from_the_last(patch: Patch) -> None:
+    """a root counts from the first again beyond the last, and from the last below 0"""
+
+    def wrapped(self: CheckedGroup, call: str, opts: Any) -> int:
+        return int(opts.rootRank) % self.size()
+
+    patch.setattr(CheckedGroup, "_root", wrapped)
 
 
 @BUGS.enter(

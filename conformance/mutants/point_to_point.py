@@ -617,6 +617,26 @@ def partners_wrap_around(patch: Patch) -> None:
     )
 
 
+@BUGS.enter("P2P-ERROR-NEGATIVE", *EITHER, kind="errors, hangs, pickling and resources")
+def partners_count_from_the_last(patch: Patch) -> None:
+    """a negative partner counts from the last rank, as an index does"""
+
+    def index(group: SimProcessGroup, verb: str, tensor: Tensor, peer: Any, tag: int) -> Any:
+        return tensor, peer if peer is ANY or peer >= 0 else peer % group.size(), tag
+
+    posted(patch, index)
+
+
+@BUGS.enter("P2P-ERROR-NEGATIVE", *EITHER, kind="errors, hangs, pickling and resources")
+def minus_one_is_any_source(patch: Patch) -> None:
+    """a receive from rank -1 takes a message of any rank"""
+
+    def anybody(group: SimProcessGroup, verb: str, tensor: Tensor, peer: Any, tag: int) -> Any:
+        return tensor, ANY if verb == "recv" and peer == -1 else peer, tag
+
+    posted(patch, anybody)
+
+
 @BUGS.enter(
     "P2P-ERROR-MEMBER", *EITHER, origin="B034", kind="errors, hangs, pickling and resources"
 )

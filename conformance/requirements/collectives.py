@@ -385,6 +385,13 @@ ERRORS = (
         level=Level.L2,
     ),
     _all(
+        "ERROR-RANGE",
+        f"A root that the group does not have, beyond its last rank or negative, {_REFUSED}",
+        "torch.distributed.broadcast, reduce, gather and scatter docs (src, dst: a rank); INF: torch "
+        "names no error; accepted in silence it would be another rank's value, or nobody's",
+        level=Level.L2,
+    ),
+    _all(
         "ERROR-LIST",
         f"A gather (scatter) without the list of tensors on its root {_REFUSED}",
         "torch.distributed.gather and scatter docs (gather_list, scatter_list); INF: that it is a "

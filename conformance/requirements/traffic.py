@@ -245,6 +245,14 @@ POINT_TO_POINT = (
         _MESSAGES,
     ),
     Requirement(
+        "P2P-ERROR-NEGATIVE",
+        "A negative partner is an error in the calling rank, which can go on: it does not count from "
+        "the last rank, and does not stand for any source.",
+        f"torch.distributed docs: send (dst), recv (src: any process if unspecified); {_WRONG_RANK}",
+        Level.L2,
+        _MESSAGES,
+    ),
+    Requirement(
         "P2P-ERROR-MEMBER",
         "A partner outside the group is an error in the calling rank, which can go on.",
         "torch.distributed docs: get_group_rank (must be part of group, otherwise this raises)",
