@@ -33,6 +33,7 @@ from smp_core.backends.faults import Claim
 from smp_core.backends.hosts import current
 from smp_core.backends.hosts.diagnosis import ranks_text, wait_lines
 from smp_core.backends.hosts.isolation import Isolation
+from smp_core.backends.hosts.one_core import OneCore
 from smp_core.backends.hosts.scheduler import Scheduler, Seat
 from smp_core.backends.schedule import Schedule
 from smp_core.errors import (
@@ -280,18 +281,19 @@ class ThreadHost:
             stack.callback(_set_streams, sys.stdout, sys.stderr)  # a rank may leave others there
             if job.capture:
                 streams = stack.enter_context(_captured(size))
+            one_core = stack.enter_context(OneCore([thread.thread for thread in threads]))
             try:
                 scheduler.start()
-                came_back = _await(scheduler, job)
+                came_back = _await(scheduler, job, one_core.follow)
             except BaseException as interruption:  # Ctrl-C, or a signal handler of another plugin
-                self._give_up(scheduler, contexts, interruption)
+                self._give_up(scheduler, contexts, interruption, one_core)
                 raise
             if came_back:
                 report = _report(job, scheduler, contexts, fabric)
             else:
                 unfinished = _unfinished(scheduler, contexts)
                 timeout = _timeout(job, scheduler, contexts, unfinished)
-                self._give_up(scheduler, contexts, timeout)
+                self._give_up(scheduler, contexts, timeout, one_core)
                 outcomes = [
                     unfinished.get(each.rank) or each.finished_outcome() for each in contexts
                 ]
@@ -304,10 +306,15 @@ class ThreadHost:
         return report
 
     def _give_up(
-        self, scheduler: Scheduler, contexts: list[RankContext], reason: BaseException
+        self,
+        scheduler: Scheduler,
+        contexts: list[RankContext],
+        reason: BaseException,
+        one_core: OneCore,
     ) -> None:
         """Leave the ranks of a run that does not end behind; the next run gets new threads."""
         scheduler.abandon(reason)
+        one_core.release(context.thread.thread.native_id for context in contexts)
         for context in contexts:
             context.thread.abandoned = True
         running = scheduler.running
@@ -326,8 +333,8 @@ class ThreadHost:
             self.abandoned += sum(not context.seat.finished for context in contexts)
 
 
-def _await(scheduler: Scheduler, job: Job) -> bool:
-    """Wait for the ranks; whether they came back in time.
+def _await(scheduler: Scheduler, job: Job, meanwhile: Callable[[], None]) -> bool:
+    """Wait for the ranks; whether they came back in time. ``meanwhile`` is called between slices.
 
     In slices: an interruption that no real signal delivers does not wake a sleeping main thread.
     """
@@ -341,6 +348,7 @@ def _await(scheduler: Scheduler, job: Job) -> bool:
             if not job.patience():
                 return False
             start = time.monotonic()
+        meanwhile()
 
 
 class _Part:

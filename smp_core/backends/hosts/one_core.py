@@ -1,0 +1,146 @@
+"""One core for all threads of a run.
+
+One rank thread runs at a time, so a second core computes nothing; but a turn that is handed to a
+thread on another core costs the wake-up of that core, up to several times what a short body costs.
+So while a run lasts, the controller and the rank threads, and the threads that they start, share the core
+that the controller was on. Afterwards the controller has the cores again that it had. A process
+that a body starts has them from the beginning, and a body that asks is told them: it is the
+turn that needs one core, not what a body does beside it.
+"""
+
+from __future__ import annotations
+
+import _posixsubprocess
+import contextlib
+import ctypes
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+#: What Python says (sys.audit) in the thread that is about to start a process.
+_STARTS = frozenset(
+    {"os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system", "subprocess.Popen"}
+)
+
+_get = getattr(os, "sched_getaffinity", None)
+_set = getattr(os, "sched_setaffinity", None)
+
+
+class OneCore:
+    """While entered, ``threads`` and the calling thread share one core.
+
+    Where the operating system has no such thing, refuses it, or gives the process one core anyway, nothing
+    is changed.
+    """
+
+    _entered: OneCore | None = None  # a process runs one world of threads at a time
+
+    def __init__(self, threads: Sequence[threading.Thread]) -> None:
+        self._threads = [0, *(thread.native_id or 0 for thread in threads)]
+        self._cores: set[int] = set()  # that the calling thread had
+        self._core: set[int] = set()  # that it has; empty: nothing is changed
+
+    def __enter__(self) -> OneCore:
+        if _get is None or _set is None:
+            return self
+        self._cores = _get(0)
+        if len(self._cores) < 2:
+            return self
+        core = _current_core()
+        self._core = {core if core in self._cores else min(self._cores)}
+        try:
+            _set(0, self._core)
+        except OSError:  # a sandbox that forbids it
+            self._core = set()
+            return self
+        self._move(self._threads[1:])
+        _watch_processes()
+        OneCore._entered = self
+        self._told_before = os.sched_getaffinity
+        os.sched_getaffinity = self._told
+        self._fork_exec = _posixsubprocess.fork_exec
+        _posixsubprocess.fork_exec = self._releasing(self._fork_exec)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._core:
+            return
+        OneCore._entered = None
+        os.sched_getaffinity = self._told_before
+        _posixsubprocess.fork_exec = self._fork_exec
+        self.release([0])
+
+    def follow(self) -> None:
+        """Move to the core that the calling thread is on now: called while a long run lasts.
+
+        The operating system wakes this thread on a core that is idle, if there is one. Without this, two
+        long runs that share a core by chance would share it to their ends.
+        """
+        if not self._core:
+            return
+        self.release([0])  # from now on it goes where there is room
+        core = _current_core()
+        if core in self._cores and core not in self._core:
+            self._core = {core}
+            self._move(self._threads[1:])
+
+    def release(self, threads: Iterable[int | None]) -> None:
+        """Give threads, by their native ids (0: the calling one), all cores again."""
+        if self._core:
+            for thread in threads:
+                with contextlib.suppress(OSError):  # it has ended
+                    _set(thread, self._cores)  # type: ignore[misc]
+
+    def _move(self, threads: Iterable[int]) -> None:
+        for thread in threads:
+            with contextlib.suppress(OSError):
+                _set(thread, self._core)  # type: ignore[misc]
+
+    def _release_caller(self) -> None:
+        """Whoever starts a process passes on the cores that it has itself."""
+        if _get(0) == self._core:  # type: ignore[misc]
+            self.release([0])
+
+    def _told(self, thread: int) -> set[int]:
+        """Stands in for os.sched_getaffinity: what is asked for is how many workers are worth while."""
+        cores: set[int] = _get(thread)  # type: ignore[misc]
+        return set(self._cores) if cores == self._core else cores
+
+    def _releasing(self, fork_exec: Callable[..., Any]) -> Callable[..., Any]:
+        """multiprocessing starts its servers by this, and says nothing to sys.audit."""
+
+        @functools.wraps(fork_exec)
+        def released(*arguments: Any) -> Any:
+            self._release_caller()
+            return fork_exec(*arguments)
+
+        return released
+
+
+@functools.cache
+def _sched_getcpu() -> Callable[[], int] | None:
+    try:
+        found: Callable[[], int] = ctypes.CDLL(None).sched_getcpu
+    except (OSError, AttributeError):
+        return None
+    return found
+
+
+def _current_core() -> int:
+    """The core that the calling thread is on; -1 where nobody can say."""
+    ask = _sched_getcpu()
+    return -1 if ask is None else ask()
+
+
+def _heard(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in _STARTS and OneCore._entered is not None:
+        OneCore._entered._release_caller()
+
+
+@functools.cache
+def _watch_processes() -> None:
+    """Once in a process, for there is no way to take it back."""
+    sys.addaudithook(_heard)
