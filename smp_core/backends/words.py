@@ -17,11 +17,51 @@ def call_text(operation: str, fields: Fields) -> str:
     return f"{operation}({', '.join(f'{name}={value}' for name, value in fields)})"
 
 
+def object_call_text(call: str, group: str, to: Sequence[int], source: int | None) -> str:
+    """``smp.send(world rank 1)``, ``smp.broadcast(group WORLD)``, ``smp.recv_from(world rank 0)``; a
+    call that all members join is its name alone.
+    """
+    if source is not None:
+        return f"{call}(world rank {source})"
+    if call == "smp.send":
+        return f"{call}(world rank {to[0]})"
+    return f"{call}(group {group})" if to or call == "smp.broadcast" else call
+
+
 def post_text(sends: bool, peer: int | None, dtype: object, shape: object, tag: int) -> str:
     """``recv from rank 0 (float32, shape [2], tag 0)``; None is any rank."""
     verb = "send to" if sends else "recv from"
     whom = "any rank" if peer is None else f"rank {peer}"
     return f"{verb} {whom} ({dtype}, shape {shape}, tag {tag})"
+
+
+def group_text(name: str, ranks: Sequence[int]) -> str:
+    """A group in messages: its name, and for one that is not the world its ranks, in its order."""
+    if name == "WORLD":
+        return name
+    if name.startswith("smp:"):  # what torch.distributed calls a group of the API: smp:DP_GROUP:0
+        name = name.split(":")[1]
+    in_order = f"ranks {', '.join(map(str, ranks))} in this order"
+    members = ranks_text(ranks) if list(ranks) == sorted(ranks) else in_order
+    return f"{name} ({members})"
+
+
+def never_destroyed(name: str, ranks: Sequence[int], place: Place | None) -> str:
+    """What is said of a process group that a rank has left."""
+    return f"process group {name} of ranks {[*ranks]} was never destroyed{at(place)}"
+
+
+def never_joined(call: str, absent: str) -> str:
+    """What is said of a collective call that some members of its group have not made."""
+    return f"{call} was never joined by {absent}"
+
+
+def left(items: Iterable[tuple[int, str]]) -> list[str]:
+    """What ranks have left behind: one text for all ranks that left the same at the same line."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in items:
+        ranks.setdefault(text, []).append(rank)
+    return [f"{ranks_text(sorted(set(each)))}: {text}" for text, each in ranks.items()]
 
 
 def at(place: Place | None) -> str:

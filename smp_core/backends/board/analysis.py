@@ -455,21 +455,14 @@ class Board:
         # Of a call that raised, the body was told.
         kept = [call for call in self._left() if not call.raised]
         left = sorted(kept, key=lambda call: (call.rank, call.number))
-        fatal = [
-            f"rank {call.rank}: {call.described() if isinstance(call, Joined) else call.text()} "
-            f"{'was never joined by all' if isinstance(call, Joined) else 'was never matched'}"
-            f"{words.at(call.place)}"
-            for call in left
-        ]
+        found = [(call.rank, f"{_never(call)}{words.at(call.place)}") for call in left]
         for state in self._ranks:
             for call in state.calls.values():
                 direct = call.place is None or call.place.direct
                 if call not in left and direct and not isinstance(call, Handover):
                     name = call.description.operation if isinstance(call, Joined) else call.text()
-                    fatal.append(
-                        f"rank {call.rank}: {name} was never waited for{words.at(call.place)}"
-                    )
-        return fatal, []
+                    found.append((call.rank, f"{name} was never waited for{words.at(call.place)}"))
+        return words.left(found), []
 
     def _left(self) -> Iterator[Issued]:
         for box in self._boxes.values():
@@ -480,6 +473,12 @@ class Board:
 
 
 _GROUPS = "new_group"  # the kind of group whose meetings are calls of new_group
+
+
+def _never(call: Issued) -> str:
+    if isinstance(call, Joined) and call.meeting is not None:
+        return words.never_joined(call.described(), ranks_text(call.meeting.missing()))
+    return f"{call.text()} was never matched"
 
 
 def _lines(wait: Wait) -> str:

@@ -8,7 +8,12 @@ from typing import Any, NamedTuple
 
 from torch.distributed import distributed_c10d as c10d
 
+from smp_core.backends import words
 from smp_core.backends.board.recorder import Recorder
+from smp_core.topology import GroupKind
+
+#: What the API's own process groups say of themselves (torch's group_desc).
+_OF_THE_API = frozenset(f"{kind.name}_GROUP" for kind in GroupKind)
 
 
 class Known(NamedTuple):
@@ -72,7 +77,9 @@ class Registry:
         name = str(world.pg_names[group])
         made = self._generations.get(id(group))
         generation = made[1] if made is not None and made[0]() is group else 0
-        shown = "WORLD" if group is world.default_pg else name
+        desc = str(getattr(group, "group_desc", ""))
+        known = desc if desc in _OF_THE_API and not name.isdecimal() else name
+        shown = words.group_text("WORLD" if group is world.default_pg else known, in_order)
         number = self._recorder.group("torch", name, shown, generation, in_order)
         return Known(number, in_order, name, generation)
 

@@ -16,7 +16,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from smp_core.backends import frames
+from smp_core.backends import frames, words
 from smp_core.backends.base import Group
 from smp_core.backends.board import records
 from smp_core.backends.board.records import ACCOMPANIED, FRAMES, MAIN, OTHER, encode
@@ -138,11 +138,13 @@ class Recorder:
             return
         with self._lock:
             number = self._next()
-            own = self._group("smp", group.name, group.name, 0, group.ranks)
+            shown = words.group_text(group.name, group.ranks)
+            own = self._group("smp", group.name, shown, 0, group.ranks)
             place = self._place(sys._getframe(1))
             from_ = -1 if source is None else source
             thread = self._thread()
-            self._tell(encode(records.OBJECT, number, own, call, place, thread, [*to], from_))
+            text = words.object_call_text(call, shown, to, source)
+            self._tell(encode(records.OBJECT, number, own, text, place, thread, [*to], from_))
         try:
             with self.quiet():
                 yield

@@ -8,13 +8,29 @@ place of the process's own while a body runs.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Collection
 from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
+from smp_core.backends import words
+from smp_core.backends.frames import Place, caller_place
+
 _unregister_all: Any = c10d._unregister_all_process_groups  # type: ignore[attr-defined]
 _register: Any = c10d._register_process_group  # type: ignore[attr-defined]
+
+
+class _Names(dict[Any, Any]):
+    """The names of groups, and the user's lines that made them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: weakref.WeakKeyDictionary[Any, Place | None] = weakref.WeakKeyDictionary()
+
+    def __setitem__(self, group: Any, name: Any) -> None:
+        super().__setitem__(group, name)
+        self.places[group] = caller_place()
 
 
 class RankWorld(c10d._World):
@@ -32,7 +48,7 @@ class RankWorld(c10d._World):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pg_map, self.pg_names = {}, {}
+        self.pg_map, self.pg_names = {}, _Names()
         self.pg_group_ranks, self.pg_backend_config = {}, {}
         self.tags_to_pg, self.pg_to_tag = {}, {}
 
@@ -101,9 +117,12 @@ class TorchWorld:
         self._held = [each for each in self._state.pg_map if each not in self._own]
         for group in self._held:
             if group not in ours:
-                ranks = sorted(self._state.pg_group_ranks.get(group, ()))
-                name = self._state.pg_names.get(group, "?")
-                left.append(f"process group {name} of ranks {ranks} was never destroyed")
+                positions = self._state.pg_group_ranks.get(group, {})
+                ranks = sorted(positions, key=positions.__getitem__)
+                name = str(self._state.pg_names.get(group, "?"))
+                left.append(
+                    words.never_destroyed(name, ranks, self._state.pg_names.places.get(group))
+                )
         self._state.pg_coalesce_state.clear()
         self._state.group_count = self._count
         self._put_back()

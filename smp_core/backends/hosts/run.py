@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from smp_core.backends import parcels
+from smp_core.backends import parcels, words
 from smp_core.backends.base import Job, Outcome, OutcomeKind, Report, VerdictKind
 from smp_core.backends.board.analysis import Board, Finding
 from smp_core.backends.hosts import wire
@@ -417,9 +417,8 @@ class Run:
     def _leaks(self, outcomes: list[Outcome]) -> Report:
         strict = self._job.strict
         fatal, minor = self._board.leaks(strict) if self._checks else ([], [])
-        for slot, done in sorted(self._done.items()):
-            for text in done.groups:
-                (fatal if strict else minor).append(f"rank {slot}: {text}")
+        groups = [(slot, text) for slot, done in sorted(self._done.items()) for text in done.groups]
+        (fatal if strict else minor).extend(words.left(groups))
         if fatal:
             self.whole = False
             error = LeakError(

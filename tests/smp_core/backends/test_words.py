@@ -150,3 +150,84 @@ def test_what_fails_while_a_mismatch_waits_to_be_told_is_no_cause(smp_world: Any
     assert report.root == 1
     assert report.outcomes[3].kind is OutcomeKind.RAISED
     assert smp_world.report(absent, ranks=3).root == 1  # here it came first
+
+
+# ---- Leaks ---------------------------------------------------------------------------------------
+
+
+def groups_left() -> None:
+    dist.new_group([0, 1])  # left by both
+    kept = dist.new_group([2, 0, 1], sort_ranks=False)  # left by one
+    if dist.get_rank() != 1:
+        dist.destroy_process_group(kept)
+    dist.barrier()
+
+
+def test_a_group_left_is_told_by_the_members_that_left_it(run: Callable[..., Report]) -> None:
+    report = run(groups_left)
+    assert report.verdict is VerdictKind.PASSED, report.error
+    warnings = [text.splitlines() for text in report.warnings]
+    assert [[line.strip() for line in lines] for lines in warnings] == [
+        [
+            "ranks 0-1: process group 1 of ranks [0, 1] was never destroyed",
+            f"tests/smp_core/backends/{line_of(groups_left, 'left by both')}",
+        ],
+        [
+            "rank 1: process group 2 of ranks [2, 0, 1] was never destroyed",
+            f"tests/smp_core/backends/{line_of(groups_left, 'left by one')}",
+        ],
+    ]
+
+
+def works_left() -> None:
+    group = dist.new_group([0, 2])
+    dist.barrier()
+    if dist.get_rank() != 1:
+        dist.all_reduce(torch.ones(2), async_op=True)
+    elif dist.get_rank() == 1:
+        dist.isend(torch.ones(2), 0)
+    if dist.get_rank() == 2:
+        dist.all_reduce(torch.ones(3), group=group, async_op=True)
+
+
+def test_what_is_left_is_told_by_line_and_rank(run: Callable[..., Report]) -> None:
+    report = run(works_left)
+    assert report.verdict is VerdictKind.LEAK, report.error
+    _head, *lines = str(report.error).splitlines()
+    left = {
+        line.strip(): place.strip() for line, place in zip(lines[::2], lines[1::2], strict=True)
+    }
+    here = "tests/smp_core/backends/"
+    reduced = "all_reduce(reduce op=SUM, dtype=float32, shape="
+    assert left == {
+        "rank 1: send to rank 0 (float32, shape [2], tag 0) was never matched": (
+            f"{here}{line_of(works_left, 'isend')}"
+        ),
+        f"ranks 0, 2: {reduced}[2]) [group WORLD, call 2] was never joined by rank 1": (
+            f"{here}{line_of(works_left, 'ones(2), async_op')}"
+        ),
+        f"rank 2: {reduced}[3]) [group 1 (ranks 0, 2), call 1] was never joined by rank 0": (
+            f"{here}{line_of(works_left, 'ones(3), group')}"
+        ),
+    }
+
+
+# ---- Groups --------------------------------------------------------------------------------------
+
+
+def waits_in_groups() -> None:
+    turned = dist.new_group([2, 0], sort_ranks=False)
+    if dist.get_rank() == 2:
+        dist.barrier(group=turned)  # the wait in a group
+    elif dist.get_rank() == 1:
+        smp.broadcast("x", smp.DP_GROUP)
+
+
+def test_a_group_is_shown_with_its_ranks(run: Callable[..., Report]) -> None:
+    report = run(waits_in_groups, parameters={"pipeline_parallel_degree": 1})
+    assert report.verdict is VerdictKind.DEADLOCK, report.error
+    text = str(report.error)
+    assert (
+        "rank 2 waits in barrier() [group 1 (ranks 2, 0 in this order), call 1] for rank 0" in text
+    )
+    assert "rank 1 waits in smp.broadcast(group DP_GROUP (ranks 0-2)) for ranks 0, 2" in text

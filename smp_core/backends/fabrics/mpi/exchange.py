@@ -15,6 +15,7 @@ from smp_core.backends.base import Group
 from smp_core.backends.fabrics.mpi.messenger import Buffer, Outgoing
 from smp_core.backends.fabrics.mpi.routes import Part, Route, Tensors
 from smp_core.backends.fabrics.mpi.sorting import Meetings, Receive
+from smp_core.backends.words import group_text
 from smp_core.errors import CollectiveMismatchError
 from smp_core.reduction import reduce_tensors
 
@@ -129,7 +130,7 @@ class Exchange:
 
     def _mismatch(self, what: str, rank: int, theirs: str, ours: str) -> CollectiveMismatchError:
         return CollectiveMismatchError(
-            f"mismatch: call {self._number} on group {self._group.name} differs{what}\n"
+            f"mismatch: call {self._number} on group {group_text(self._group.name, self._group.ranks)} differs{what}\n"
             f"  rank {self._group.ranks[self._part.me]}: {ours}\n"
             f"  rank {rank}: {theirs}"
         )
@@ -238,7 +239,7 @@ class Received:
         theirs, ours = message.note.decode(), tensor_note(self._like)
         if theirs != ours:
             raise CollectiveMismatchError(
-                f"mismatch: a send and its receive on group {self._group.name} differ\n"
+                f"mismatch: a send and its receive on group {group_text(self._group.name, self._group.ranks)} differ\n"
                 f"  rank {message.source}: send of {theirs}\n"
                 f"  rank {self._group.ranks[self._me]}: recv of {ours}"
             )

@@ -15,6 +15,7 @@ from smp_core.backends.base import Group, Seat
 from smp_core.backends.fabrics.mpi.messenger import Messenger, Outgoing
 from smp_core.backends.fabrics.mpi.sorting import Gathering, Mailbox, Meetings
 from smp_core.backends.payload import Payload, plain_dumps
+from smp_core.backends.words import group_text
 from smp_core.errors import CollectiveMismatchError
 
 _BRANCHES = 8  # of the tree: so many members come and go by one hop
@@ -142,7 +143,8 @@ class _Tree:
         if gathering.strange is not None:
             rank, theirs = gathering.strange
             raise CollectiveMismatchError(
-                f"mismatch: call {abs(number)} on group {self._group.name} differs in operation\n"
+                f"mismatch: call {abs(number)} on group {group_text(self._group.name, self._group.ranks)} "
+                "differs in operation\n"
                 f"  rank {self._group.ranks[self._me]}: {call}\n"
                 f"  rank {rank}: {theirs}"
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from smp_core.backends import torch_parts
+from smp_core.backends import torch_parts, words
 from smp_core.backends.base import Group, Job, VerdictKind
 from smp_core.backends.fabrics.memory import Airspace
 from smp_core.backends.fabrics.sim import profiling, torch_private
@@ -131,8 +131,8 @@ class SimFabric:
         self._shared.called_new_group.setdefault(str(name), set()).add(self.rank)
         if self.rank not in ranks:
             return None
-        self._shared.made_by_user.append(shared)
         group = SimProcessGroup(self._context, shared, str(name))
+        self._shared.made_by_user.append((self.rank, group, caller_place()))
         if desc is not None:
             group._set_group_desc(desc)
         return group
@@ -160,7 +160,7 @@ class SimWorldFabric:
         self.size = size
         self.router = ObjectRouter()
         self.store = StoreData()
-        self.made_by_user: list[SharedGroup] = []
+        self.made_by_user: list[tuple[int, SimProcessGroup, Place | None]] = []
         self.called_new_group: dict[str, set[int]] = {}
         self._names: dict[Group, str] = {}
         self._groups: dict[str, tuple[SharedGroup, int, Place | None]] = {}
@@ -203,26 +203,26 @@ class SimWorldFabric:
 
     def leaks(self, strict: bool) -> tuple[list[str], list[str]]:
         """See WorldFabric."""
-        fatal: list[str] = []
+        found: list[tuple[int, str]] = []
         for shared, _, _ in self._groups.values():
             for post in shared.mailbox.unmatched():
-                fatal.append(
-                    f"rank {post.context.rank}: {post.text()} was never matched" + _at(post.place)
+                found.append(
+                    (post.context.rank, f"{post.text()} was never matched{_at(post.place)}")
                 )
             for meeting in shared.channel.unfinished():
+                absent = ranks_text(meeting.missing(-1))
                 for rank, call in zip(shared.group.ranks, meeting.calls, strict=True):
                     if call is not None:
-                        fatal.append(
-                            f"rank {rank}: {meeting.describe(rank)} was never joined by all"
-                            + _at(call.place)
-                        )
+                        text = words.never_joined(meeting.describe(rank), absent)
+                        found.append((rank, f"{text}{_at(call.place)}"))
         for fabric in sorted(self._fabrics, key=lambda each: each.rank):
             for work in fabric.unwaited.values():
                 # Those not done stand in the list already; what torch's own code leaves is torch's.
                 if work.done and (work.place is None or work.place.direct):
-                    fatal.append(
-                        f"rank {fabric.rank}: {work.name} was never waited for" + _at(work.place)
+                    found.append(
+                        (fabric.rank, f"{work.name} was never waited for{_at(work.place)}")
                     )
+        fatal = words.left(found)
         everybody = set(range(self.size))
         for name, callers in self.called_new_group.items():
             absent = everybody - callers
@@ -232,11 +232,11 @@ class SimWorldFabric:
                     f"rank {maker}: new_group number {name} of ranks {list(shared.group.ranks)} was "
                     f"never called by {ranks_text(absent)}; every rank of the world must{_at(place)}"
                 )
-        groups = [
-            f"process group {shared.group.name} of ranks {list(shared.group.ranks)} was never destroyed"
-            for shared in dict.fromkeys(self.made_by_user)
-            if shared.alive
-        ]
+        groups = words.left(
+            (rank, words.never_destroyed(group.group_name, group.members, place))
+            for rank, group, place in sorted(self.made_by_user, key=lambda each: each[0])
+            if group.alive
+        )
         return (fatal + groups, []) if strict else (fatal, groups)
 
     def close(self) -> None:

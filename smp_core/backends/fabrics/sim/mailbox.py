@@ -67,7 +67,7 @@ class Post:
 
     def describe(self, rank: int) -> str:
         """See Operation."""
-        return f"{self.text()} [group {self.group.name}]"
+        return f"{self.text()} [group {words.group_text(self.group.name, self.group.ranks)}]"
 
     def missing(self, rank: int) -> Sequence[int]:
         """See Operation."""
@@ -121,7 +121,9 @@ class Mailbox:
         ):
             what = "dtype" if send.tensor.dtype != receive.tensor.dtype else "element count"
             made = [(post.context.rank, post.text(), post.place) for post in (send, receive)]
-            error = words.post_mismatch(new.group.name, what, *made)
+            error = words.post_mismatch(
+                words.group_text(new.group.name, new.group.ranks), what, *made
+            )
             new.context.scheduler.fail(new.context.seat, error)
             raise error
         (receive.value,) = send.flight.inputs

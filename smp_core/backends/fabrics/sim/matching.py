@@ -52,7 +52,7 @@ class Meeting:
         """See Operation."""
         call = self.calls[self.channel.position[rank]]
         assert call is not None
-        return f"{call.text()} [group {self.channel.group.name}, call {self.number}]"
+        return f"{call.text()} [group {self.channel.shown}, call {self.number}]"
 
     def missing(self, rank: int) -> Sequence[int]:
         """See Operation."""
@@ -72,6 +72,7 @@ class Channel:
 
     def __init__(self, group: Group) -> None:
         self.group = group
+        self.shown = words.group_text(group.name, group.ranks)
         self.position = {rank: index for index, rank in enumerate(group.ranks)}
         self._counts = [0] * len(group.ranks)
         self._open: dict[int, Meeting] = {}
@@ -155,5 +156,5 @@ class Mismatch:
         said = {rank: (call.operation, call.fields) for rank, call in calls.items()}
         made = [(rank, call.text(), call.place) for rank, call in calls.items()]
         what = words.differing([*said.values()])
-        error = words.mismatch(meeting.number, group.name, what, made, said)
+        error = words.mismatch(meeting.number, meeting.channel.shown, what, made, said)
         return error, words.by_what_they_say(said)[0][0]

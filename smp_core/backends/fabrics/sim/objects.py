@@ -104,7 +104,7 @@ class SimObjects:
 
     def broadcast(self, obj: object, group: Group) -> None:
         """See ObjectTransport."""
-        call = f"smp.broadcast(group {group.name})"
+        call = f"smp.broadcast(group {words.group_text(group.name, group.ranks)})"
         self._context.check(call)
         self._post(call, Payload(obj, call), set(group.ranks) - {self._context.rank})
 

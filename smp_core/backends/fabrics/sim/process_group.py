@@ -31,7 +31,6 @@ class SharedGroup:
         self.channel = Channel(group)
         self.mailbox = Mailbox(len(group.ranks))
         self.rank_map = {rank: index for index, rank in enumerate(group.ranks)}
-        self.alive = 0  # handles not yet destroyed
 
 
 # What completes a collective, by its reduce op and root. Looked up when the call is issued.
@@ -68,7 +67,6 @@ class SimProcessGroup(CheckedGroup):
         group = shared.group
         super().__init__(shared.rank_map[context.rank], len(group.ranks), name)
         self._context, self._shared = context, shared
-        shared.alive += 1
 
     # Issuing.
 
@@ -184,9 +182,18 @@ class SimProcessGroup(CheckedGroup):
     def shutdown(self) -> None:
         if not self._destroyed:
             self._destroyed = True
-            self._shared.alive -= 1
 
     abort = shutdown
+
+    @property
+    def alive(self) -> bool:
+        """Whether nobody has destroyed it."""
+        return not self._destroyed
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The world ranks, in the group's order."""
+        return self._shared.group.ranks
 
     def name(self) -> str:
         return "sim"
