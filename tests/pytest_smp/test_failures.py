@@ -288,7 +288,7 @@ _LEAKS = {
         if dist.get_rank() == 1:
             dist.isend(torch.ones(2), 0)
     """,
-    "was never joined by all": """
+    "was never joined by rank": """
         if dist.get_rank() == 1:
             dist.all_reduce(torch.ones(2), async_op=True)
     """,

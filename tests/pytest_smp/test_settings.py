@@ -129,7 +129,7 @@ _GROUP_LEFT = """
 def test_a_group_that_is_left_over_is_a_warning(session: Session) -> None:
     ended = session(_GROUP_LEFT)
     assert ended.counts == {"passed": 1, "warnings": 1}
-    ended.shows("GroupLeftWarning: process group", "of ranks [0, 1] was never destroyed")
+    ended.shows("GroupLeftWarning: rank", "process group", "of ranks [0, 1] was never destroyed")
 
 
 def test_a_group_that_is_left_over_fails_a_strict_run(session: Session) -> None:

@@ -210,10 +210,10 @@ class SimWorldFabric:
                     (post.context.rank, f"{post.text()} was never matched{_at(post.place)}")
                 )
             for meeting in shared.channel.unfinished():
-                absent = ranks_text(meeting.missing(-1))
+                without = ranks_text(meeting.missing(-1))
                 for rank, call in zip(shared.group.ranks, meeting.calls, strict=True):
                     if call is not None:
-                        text = words.never_joined(meeting.describe(rank), absent)
+                        text = words.never_joined(meeting.describe(rank), without)
                         found.append((rank, f"{text}{_at(call.place)}"))
         for fabric in sorted(self._fabrics, key=lambda each: each.rank):
             for work in fabric.unwaited.values():
