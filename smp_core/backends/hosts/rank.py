@@ -31,6 +31,7 @@ from smp_core.backends.hosts import current, measuring, wire
 from smp_core.backends.hosts.errands import Done, Errand, Forming, Orders, Preparing
 from smp_core.backends.hosts.isolation import reset
 from smp_core.backends.hosts.output import Output
+from smp_core.backends.hosts.process_table import ProcessTable
 from smp_core.backends.hosts.stacks import Stacks
 from smp_core.backends.hosts.surroundings import Belongings, Surroundings, adopt_orphans
 from smp_core.errors import Cancelled, PayloadError, SmpError
@@ -126,6 +127,7 @@ class _Server:
         self._strikes: ProcessStrikes | None = None  # from the run's start until its result is sent
         self._surroundings = Surroundings()
         self._belongings = Belongings()
+        self._table = ProcessTable()
         self._process = os.getpid()
         self._stacks = Stacks(berth.folder)
 
@@ -197,6 +199,7 @@ class _Server:
         with self._surroundings.around(orders.directory):
             measuring.begin()
             outcome = self._outcome(errand, orders, fabric)
+            changed = self._table.put_back()
             if os.getpid() == self._process:
                 outcome.measured = measuring.end()
         value = packed = None
@@ -218,7 +221,9 @@ class _Server:
         if self._output is not None:
             outcome.stdout, outcome.stderr = self._output.written()
         records = self._line.sent - start
-        return Done(errand.number, outcome, packed, value, groups, unclean + broken, records)
+        return Done(
+            errand.number, outcome, packed, value, groups, changed + unclean + broken, records
+        )
 
     def _take(self, errand: Errand) -> Orders:
         if errand.orders is not None:
@@ -238,6 +243,7 @@ class _Server:
             reset(job.seed)
             current.set_process(ProcessContext(rank, errand.size, job, fabric))
             args, kwargs = job.arguments(rank)
+            self._table.note((len(sys.modules), orders.key))
             mine = any(fault.rank == rank for fault in job.faults)
             body = self._struck(job, fabric, orders) if mine else job.body
             if orders.check or (self._strikes is not None and self._strikes.of_tensors):
