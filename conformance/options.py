@@ -22,6 +22,8 @@ class Options:
     write_expectations: Path | None  # where to write that file, from what failed
     report: Path | None  # where to write the verdicts as JSON
     engine: str  # what trains: the name of an engine, or module:attribute
+    level: str  # the highest level whose requirements are run: "L2", or "" for all
+    smoke: bool  # a rehearsal: few examples of each property
 
 
 _HELP = {
@@ -30,9 +32,11 @@ _HELP = {
     "write_expectations": "run everything and write the file of expected failures from what failed",
     "report": "write the verdicts to this file (JSON)",
     "engine": "what trains in the requirements of training: smp, ddp or module:attribute",
+    "level": "run the requirements up to this level alone: L0, L1, ...",
+    "smoke": "rehearse: at most three examples of each property; certifies nothing",
 }
-_FLAGS = {"certify"}
-_DEFAULTS = {"engine": "smp"}  # of what is no file
+_FLAGS = {"certify", "smoke"}
+_DEFAULTS = {"engine": "smp", "level": ""}  # of what is no file
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -86,12 +90,20 @@ def read(config: pytest.Config, *, ini: bool) -> Options:
         write_expectations=_path(config, "write_expectations", ini),
         report=_path(config, "report", ini),
         engine=str(_value(config, "engine", ini)[0] or _DEFAULTS["engine"]),
+        level=str(_value(config, "level", ini)[0] or ""),
+        smoke=bool(_value(config, "smoke", ini)[0]),
     )
     if options.certify and options.write_expectations:
         raise pytest.UsageError(
             "--smp-certify and --smp-write-expectations: the first judges by the file of expected "
             "failures, the second changes it; use one of them"
         )
+    for part in ("level", "smoke"):
+        if getattr(options, part) and options.write_expectations:
+            raise pytest.UsageError(
+                f"--smp-{part} and --smp-write-expectations: what was not run, or hardly, would lose "
+                "its entry; use one of them"
+            )
     return options
 
 

@@ -158,6 +158,8 @@ def _options(session: Session) -> dict[str, Any]:
         "strict": chosen.strict,
         "schedule": None if chosen.schedule is None else str(chosen.schedule),
         "certify": session.options.certify,
+        "level": session.options.level or None,
+        "smoke": session.options.smoke,
         "expectations": None if path is None else path.name,
     }
 

@@ -26,7 +26,7 @@ from conformance.engines.capabilities import EngineCapability
 from conformance.engines.names import find_engine
 from conformance.engines.protocol import Engine, EngineError
 from conformance.expectations import Expectation, ExpectationError
-from conformance.registry import Need, Registry, RequirementError
+from conformance.registry import Level, Need, Registry, RequirementError
 from conformance.verdicts import NotSupported, Outcome, Verdict, counted, judge_all, lacking, table
 from pytest_smp import settings
 from smp_core.backends import find_backend
@@ -35,6 +35,8 @@ from smp_core.errors import BackendError, RunTimeout
 
 if TYPE_CHECKING:
     from pytest_smp.running import Controller
+
+_SMOKE = 3  # examples of a property in a rehearsal
 
 HERE = Path(__file__).parent  #: a test below it is a property
 
@@ -106,7 +108,8 @@ class Session:
             raise pytest.UsageError("conformance: the plugin smp is needed, and is not loaded")
         self.settings = settings.read(config)
         self.backend = find_backend(self.settings.backend)
-        self.registry = _registry()
+        self.all = _registry()
+        self.registry = self._asked_for()  # up to --smp-level
         self.engine, self.lacks = self._claims()
         self.expectations: Path | None = None  # the file of expected failures that is in force
         self.entries, self.expected = self._expectations()
@@ -133,11 +136,22 @@ class Session:
             return
         self._here = True
         before, self.options = self.options, options.read(self.config, ini=True)
+        self.registry = self._asked_for()
         self.engine, self.lacks = self._claims()
         if self.options != before:
             self.entries, self.expected = self._expectations()
             if self._started:
                 self.start()
+
+    def _asked_for(self) -> Registry:
+        """The requirements up to --smp-level. Raises pytest.UsageError if there is no such level."""
+        if not self.options.level:
+            return self.all
+        names = [level.name for level in Level]
+        if self.options.level not in names:
+            raise pytest.UsageError(f"--smp-level={self.options.level}: one of {', '.join(names)}")
+        highest = Level[self.options.level]
+        return Registry(*(each for each in self.all.values() if each.level <= highest))
 
     def _claims(self) -> tuple[Engine, dict[str, list[Need]]]:
         """The engine, and what requirements need beside what backend and engine claim.
@@ -159,7 +173,8 @@ class Session:
         try:
             entries = expectations.read(path)
             if target is None:
-                return entries, expectations.check(entries, self.registry)
+                found = expectations.check(entries, self.all)
+                return entries, {id: entry for id, entry in found.items() if id in self.registry}
         except ExpectationError as error:
             raise pytest.UsageError(f"expected failures: {error}") from None
         # The file is about to be written: what it says too much goes, what it lacks stays a failure.
@@ -174,7 +189,9 @@ class Session:
         if target is not None and target.exists():
             return target
         try:
-            return expectations.file_of(self.backend.expectations)
+            own = expectations.file_of(self.backend.expectations)
+            # It may name the file that is about to be written for the first time.
+            return None if target is not None and own is not None and not own.exists() else own
         except ExpectationError as error:
             raise pytest.UsageError(f"backend {self.backend.name}: {error}") from None
 
@@ -187,9 +204,14 @@ class Session:
     def collected(self, session: pytest.Session, items: list[pytest.Item]) -> None:
         """Look at all items, before any is deselected: what they test, and whether they can."""
         found: dict[str, list[pytest.Item]] = defaultdict(list)
+        above: list[pytest.Item] = []
         for item in items:
             if item.path.is_relative_to(HERE):
-                found[requirement_of(item, self.registry)].append(item)
+                id = requirement_of(item, self.all)
+                (found[id] if id in self.registry else above).append(item)
+        if above:
+            items[:] = [item for item in items if item not in set(above)]
+            session.config.hook.pytest_deselected(items=above)
         self.whole = self._is_whole(session)
         untested = [id for id in self.registry if id not in found]
         if untested and self.whole:
@@ -262,12 +284,14 @@ class Session:
     @contextlib.contextmanager
     def adjusted(self, item: pytest.Item) -> Iterator[None]:
         """Do not make a failure smaller that is expected, or that is only to be listed; and try fewer
-        examples where ranks are slow, but of what is expected to fail, which ends at the first.
+        examples where ranks are slow, but of what is expected to fail, which ends at the first, and
+        in a rehearsal.
         """
         function = getattr(item, "obj", None)
         function = getattr(function, "__func__", function)
         listed = item.stash.get(_EXPECTED, None) or self.options.write_expectations
-        if not hasattr(function, "hypothesis") or not (listed or self._replaces_ranks):
+        changes = listed or self._replaces_ranks or self.options.smoke
+        if not hasattr(function, "hypothesis") or not changes:
             yield
             return
         from hypothesis import Phase
@@ -283,7 +307,8 @@ class Session:
             kept = None if base.database is None else ReadOnlyDatabase(base.database)
             changed = hypothesis_settings(base, phases=phases, database=kept)
         else:
-            few = amounts.on_processes(base.max_examples)
+            few = amounts.on_processes(base.max_examples) if self._replaces_ranks else 10**9
+            few = min(few, _SMOKE if self.options.smoke else few, base.max_examples)
             changed = hypothesis_settings(base, max_examples=few)
         setattr(function, name, changed)
         try:
@@ -328,10 +353,11 @@ class Session:
         smp = _property(made, "smp")
         if smp is not None:
             result.smp = json.loads(smp)
-        if made.when != "call" and made.passed:
-            return
-        if result.add(_told_outcome(made, told)) and told:
+        counts = made.when == "call" or not made.passed
+        if counts and result.add(_told_outcome(made, told)) and told:
             result.error, result.notes = told["error"], told["notes"]
+        if made.when == "teardown" and self._started:
+            self._write_so_far()
 
     # Workers of xdist.
 
@@ -388,6 +414,8 @@ class Session:
         found: dict[str, list[str]] = {}
         if self.interrupted is not None:
             found[f"the session was interrupted ({self.interrupted})"] = []
+        if self.options.smoke:
+            found["a rehearsal, with few examples (--smp-smoke)"] = []
         if not self.whole:
             found["the session did not ask for the whole suite (--pyargs conformance)"] = []
         for outcome in (Outcome.DESELECTED, Outcome.SKIPPED, Outcome.NOT_RUN):
@@ -454,6 +482,10 @@ class Session:
                 except OSError as error:
                     option = f"--smp-{name.replace('_', '-')}"
                     raise pytest.UsageError(f"{option}={path.name}: {error.strerror}") from None
+        self._write_so_far()
+
+    def _write_so_far(self) -> None:
+        """Write what is known: a session of hours that is killed keeps it."""
         if self.options.report is not None and not report.is_stream(self.options.report):
             self._write_report(None)
 

@@ -66,6 +66,40 @@ def test_the_tests_of_readme_and_pages_pass(tmp_path):
     assert f"{sum(pages.values())} passed" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("backend", ["sim", "gloo"])
+def test_the_examples_of_faults_pass(tmp_path, backend):
+    examples = blocks("docs/faults.md", "python")
+    for number, example in enumerate(examples):
+        (tmp_path / f"test_faults_{number}.py").write_text(example, encoding="utf-8")
+    done = run_pytest(f"--smp-backend={backend}", "--smp-ranks=4", "-q", cwd=tmp_path)
+    count = sum(len(re.findall(r"^def test_", example, re.MULTILINE)) for example in examples)
+    assert f"{count} passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_page_of_faults_names_every_method():
+    from pytest_smp.faults import SmpFaults
+
+    page = (ROOT / "docs/faults.md").read_text(encoding="utf-8")
+    methods = {name for name in vars(SmpFaults) if not name.startswith("_")}
+    assert methods
+    shown = {name for name in methods if f"smp_faults.{name}(" in page or f"| `{name}(" in page}
+    assert methods - shown == set()
+
+
+def test_the_number_of_requirements_is_the_one_that_pages_show():
+    """A line that a session ends with tells the verdicts on all requirements."""
+    from conformance.requirements import REQUIREMENTS
+
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    shown = {
+        (page.name, line): sum(map(int, re.findall(r"(\d+) [A-Z]", line)))
+        for page in pages
+        for line in re.findall(r"= requirements: (.*?) \(", page.read_text(encoding="utf-8"))
+    }
+    assert {"README.md", "third_party.md"} <= {page for page, _ in shown}
+    assert {place: count for place, count in shown.items() if count != len(REQUIREMENTS)} == {}
+
+
 def test_the_first_example_of_the_readme_is_the_one_in_examples():
     example = (ROOT / "examples/test_order.py").read_text(encoding="utf-8")
     assert blocks("README.md", "python")[0] in example

@@ -105,3 +105,40 @@ def test_the_page_and_the_package_give_one_command_for_ci():
     command = "pytest --pyargs conformance --smp-backend=inorder --smp-ranks=8 --smp-certify"
     assert command in PAGE
     assert command in (EXAMPLE / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_page_shows_the_file_for_ci_and_it_runs(installed, tmp_path):
+    file = EXAMPLE / "ci" / "certify"
+    assert re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL) == [file.read_text()]
+    (tmp_path / "bin").mkdir()
+    pip = tmp_path / "bin" / "pip"  # `installed` has done that, beside this environment
+    pip.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/pip.txt\n')
+    pip.chmod(0o755)
+    path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    rest = ["-p", "no:cacheprovider", f"--smp-report={tmp_path / 'report.json'}", "--smp-smoke"]
+    done = subprocess.run(
+        [file, *rest, "--smp-level=L0", "--smp-ranks=2"],
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    output = done.stdout + done.stderr
+    assert (tmp_path / "pip.txt").read_text() == "install ../.. .\n"
+    assert "   a rehearsal, with few examples (--smp-smoke)\n" in output
+    assert done.returncode == 1, output
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["backend"]["name"] == "inorder"
+    assert report["verdicts"]["FAIL"] == 0
+
+
+def test_the_commands_of_the_page_install_what_is_there():
+    """There is no distribution of this project's name to be had: pages install the clone."""
+    assert (EXAMPLE / "../.." / "pyproject.toml").resolve() == ROOT / "pyproject.toml"
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", EXAMPLE / "README.md"]
+    for page in pages:
+        for line in re.findall(
+            r"^ +pip install (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE
+        ):
+            assert "pytest-smp" not in line, f"{page.name}: pip install {line}"
+            assert ".[test]" not in line, f"{page.name}: pip install {line}"

@@ -293,6 +293,15 @@ def test_the_file_is_written_from_what_failed(small: Any, tmp_path: Path) -> Non
     assert exit_code(used) == 4
 
 
+def test_a_backend_may_name_the_file_before_it_is_written(small: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    mine = ("small", "--smp-backend=mine:own", "FAIL=COMM-ORDER")
+    missing, written = small([*mine], [*mine, "--smp-write-expectations=own.toml"])
+    assert exit_code(missing) == 4
+    assert "own.toml: 1 expected failures written" in written
+    assert 'id = "COMM-ORDER"' in (tmp_path / "own.toml").read_text()
+
+
 def test_the_file_is_not_written_from_half_a_session(small: Any, tmp_path: Path) -> None:
     (tmp_path / "e.toml").write_text(WAIVERS)
     half, hopeless = small(
@@ -371,9 +380,53 @@ def test_certifying_other_tests_certifies_nothing(small: Any, tmp_path: Path) ->
 
 
 def test_options_that_contradict_each_other_are_refused(small: Any) -> None:
-    (output,) = small(["small", "--smp-certify", "--smp-write-expectations=e.toml"])
-    assert "ERROR: --smp-certify and --smp-write-expectations: " in output
-    assert exit_code(output) == 4
+    others = ("--smp-certify", "--smp-smoke", "--smp-level=L1")
+    outputs = small(*(["small", other, "--smp-write-expectations=e.toml"] for other in others))
+    for output, other in zip(outputs, others, strict=True):
+        assert f"ERROR: {other.partition('=')[0]} and --smp-write-expectations: " in output
+        assert exit_code(output) == 4
+
+
+def test_a_session_that_is_killed_keeps_what_it_has_found(small: Any, tmp_path: Path) -> None:
+    target = tmp_path / "report.json"
+    small(["small", "STOP=die", f"--smp-report={target}"], code=9)
+    report = json.loads(target.read_text())
+    assert not report["complete"]
+    assert report["exit_status"] is None
+    assert "killed" in report["interrupted"]
+    verdicts = {each["id"]: each["verdict"] for each in report["requirements"]}
+    assert verdicts == {
+        **dict.fromkeys(("LIFE-START", "COMM-ORDER", "COMM-REDUCE", "COMM-DTYPES"), "PASS"),
+        "ERROR-RANK": "SKIPPED",
+    }
+    assert list(tmp_path.glob(".report.json*")) == []
+
+
+def test_a_level_leaves_out_what_is_above(small: Any, tmp_path: Path) -> None:
+    (tmp_path / "e.toml").write_text(WAIVERS.replace("COMM-ORDER", "ERROR-RANK"))
+    low, failed, workers, unknown = small(
+        ["small", "--smp-level=L1", "--smp-certify", "--smp-expectations=e.toml", "STOP=setup"],
+        ["small", "--smp-level=L1", "--smp-certify", "FAIL=LIFE-START"],
+        ["small", "--smp-level=L0", "--smp-certify", "-n1"],
+        ["small", "--smp-level=L9"],
+    )
+    assert "\ncertified: L1\n" in low
+    assert "2 deselected" in low
+    assert verdict_lines(low) == {
+        "PASS": ["LIFE-START", "COMM-ORDER", "COMM-REDUCE", "COMM-DTYPES"]
+    }
+    assert "reached: no level" in failed
+    assert "\ncertified: L0\n" in workers
+    assert [exit_code(each) for each in (low, failed, workers, unknown)] == [0, 1, 0, 4]
+    assert "ERROR: --smp-level=L9: one of L0, L1, L2" in unknown
+
+
+def test_a_rehearsal_is_short_and_certifies_nothing(small: Any, tmp_path: Path) -> None:
+    (output,) = small(["small", "--smp-smoke", "--smp-certify"])
+    assert 1 <= len((tmp_path / "numbers.txt").read_text().split()) <= 3
+    assert "   a rehearsal, with few examples (--smp-smoke)\n" in output
+    assert "\nnot certified; " in output
+    assert exit_code(output) == 1
 
 
 # ---- Trouble -------------------------------------------------------------------------------------
