@@ -155,6 +155,84 @@ def test_forward_hooks_are_called_once_a_call(
         assert sum(rank.forwards[name] for rank in seen) == calls * times, name
 
 
+class Base(nn.Module):
+    """A linear map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.map(x)
+        return out
+
+
+class Inherits(Base):
+    """Has no forward of its own."""
+
+
+class Derived(Inherits):
+    """Its base's map, times two."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super()._orig_forward(x) * 2  # type: ignore[misc, operator]
+        return out
+
+
+class Most(Derived):
+    """Its base's result and three."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super()._orig_forward(x) + 3  # type: ignore[misc, operator]
+        return out
+
+
+def call_bases(engine: str, microbatches: int, rows: int) -> Tensor:
+    """What a step gives whose modules call the forwards of their bases."""
+    smp = namespace(engine)
+    module = nn.Sequential(Derived(), Most())
+    values(module)
+    model = smp.DistributedModel(module)
+    if smp.pp_size() > 1:
+        smp.set_partition(module[1], smp.pp_size() - 1)
+
+    @smp.step  # type: ignore[untyped-decorator]  # anybody's
+    def body(model: Any, x: Tensor) -> Tensor:
+        output: Tensor = model(x)
+        model.backward(output.sum())
+        return output
+
+    together: Tensor = body(model, lines(microbatches * rows)).concat()
+    return together
+
+
+def lines(rows: int) -> Tensor:
+    """A batch of different whole numbers."""
+    return torch.arange(2.0 * rows).view(rows, 2)
+
+
+@requirement("MODEL-ORIG-FORWARD")
+@given(data=st.data(), rows=st.integers(1, 3))
+@trials(4)
+def test_the_forward_of_a_base_class_is_called_by_its_other_name(
+    smp_world: SmpWorld, smp_engine: str, data: st.DataObject, rows: int
+) -> None:
+    world = data.draw(worlds(smp_world, smp_engine), "world")
+    module = nn.Sequential(Derived(), Most())
+    values(module)
+    first, second = module[0].map, module[1].map
+    expected = second(first(lines(world.microbatches * rows)) * 2) * 2 + 3
+    for found in smp_world.run(
+        call_bases,
+        smp_engine,
+        world.microbatches,
+        rows,
+        ranks=world.ranks,
+        config=world.config,
+    ):
+        assert torch.equal(found, expected)
+
+
 @requirement("MODEL-ATTRIBUTES")
 @given(data=st.data())
 @trials(4)

@@ -95,9 +95,22 @@ def detached_is_skipped(patch: Patch) -> None:
 
 
 @BUGS.enter("MODEL-UNUSED-INPUT")
-def unused_input_is_accepted(patch: Patch) -> None:
-    """an input without influence gets no gradient, and nobody says so"""
-    patch.setattr(boundary, "_reaches", lambda record, index: True)
+def unused_input_gets_a_gradient(patch: Patch) -> None:
+    """an input without influence gets the gradient of another one"""
+    backward = boundary.run_backward
+
+    def filled(*args: Any) -> Any:
+        inputs = backward(*args)
+        known = next((each for each in inputs if each is not None), None)
+        return [known if each is None else each for each in inputs]
+
+    patch.setattr(boundary, "run_backward", filled)
+
+
+@BUGS.enter("MODEL-ORIG-FORWARD")
+def original_forward_does_nothing(patch: Patch) -> None:
+    """_orig_forward of a base class gives its input back"""
+    patch.setattr(calls._OrigForward, "__get__", lambda self, module, kind=None: lambda x: x)
 
 
 @BUGS.enter("MODEL-OUTSIDE-STEP")

@@ -213,6 +213,11 @@ PIPELINES = (
             "SMP_API.md 1.7; that it is once is INF: 9.9",
         ),
         (
+            "MODEL-ORIG-FORWARD",
+            "In a module's forward super()._orig_forward(...) runs the forward of its base class.",
+            "SMP_API.md 1.7 (super()._orig_forward)",
+        ),
+        (
             "HOOK-FORWARD",
             "Forward hooks of a module run once for each of its calls.",
             "torch's docs (register_forward_hook)",
@@ -271,8 +276,11 @@ PIPELINES = (
         ),
         (
             "MODEL-UNUSED-INPUT",
-            "A tensor argument of a module that does not influence its output is refused on every rank.",
-            "SMP_API.md 1.7 (raises since 1.3.0)",
+            (
+                "A tensor argument of a module that does not influence its output gets no gradient, as in "
+                "autograd, or is refused on every rank; nobody waits for one."
+            ),
+            "SMP_API.md 1.7 (raises since 1.3.0, instead of hanging); INF: that it may be as in autograd",
         ),
     ),
 )
