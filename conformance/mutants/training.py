@@ -108,9 +108,14 @@ def unused_input_gets_a_gradient(patch: Patch) -> None:
 
 
 @BUGS.enter("MODEL-ORIG-FORWARD")
-def original_forward_does_nothing(patch: Patch) -> None:
-    """_orig_forward of a base class gives its input back"""
-    patch.setattr(calls._OrigForward, "__get__", lambda self, module, kind=None: lambda x: x)
+def original_forward_twice(patch: Patch) -> None:
+    """_orig_forward of a base class gives twice what its forward does"""
+    get = calls._OrigForward.__get__
+    patch.setattr(
+        calls._OrigForward,
+        "__get__",
+        lambda self, module, kind=None: lambda x: get(self, module, kind)(x) * 2,
+    )
 
 
 @BUGS.enter("MODEL-OUTSIDE-STEP")
