@@ -47,8 +47,13 @@ def save(path: Path, obj: object) -> None:
     """
 
     def fill(file: IO[bytes]) -> None:
+        noting = _Noting(file)
         try:
-            torch.save(obj, file, pickle_protocol=2)
+            torch.save(obj, noting, pickle_protocol=2)
+        except RuntimeError:
+            if noting.error is not None:
+                raise noting.error from None
+            raise
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise CheckpointError(
                 f"{path}: cannot be written: an object in it cannot be pickled ({error}). What was there "
@@ -163,6 +168,26 @@ def _write(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
         sync_folder(path.parent)
 
 
+class _Noting:
+    """A file that remembers its error: torch's writer in C++ goes on after one, and then raises
+    another, of a wrong position, which names neither file nor cause.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
 def _new_part(path: Path) -> tuple[IO[bytes], Path]:
     """A new file beside ``path``, locked for as long as it is open."""
     while True:
@@ -236,14 +261,30 @@ def _opened(path: Path, what: str) -> Any:
         yield file
 
 
+class _Foreign(Exception):
+    """An archive that torch.save would not have written."""
+
+
 def _verify(file: IO[bytes], path: Path, what: str, size: int) -> None:
     """Raise CheckpointError unless every entry of the archive is what was written."""
     file.seek(0)
     try:
         with zipfile.ZipFile(file) as archive:
-            damaged = archive.testzip()
+            entries = archive.infolist()
+            packed = next((each for each in entries if each.compress_type), None)
+            # Before anything is read: a small file may unpack to any size.
+            if packed is None and sum(each.file_size for each in entries) <= size:
+                damaged = archive.testzip()
+            else:
+                raise _Foreign
     except OSError as error:
         raise _unreadable(path, what, error) from error
+    except _Foreign:
+        raise CheckpointError(
+            f"{path}: expected {what}, but the archive is compressed, or claims more than its {size} "
+            "bytes: torch.save writes no such files. Give the path of a checkpoint of smp.save or "
+            "smp.save_checkpoint"
+        ) from None
     except Exception as error:
         # zipfile lets errors of many kinds through for an archive with damaged tables.
         raise _torn(path, what, f"after {size} bytes it is not whole ({error})") from error

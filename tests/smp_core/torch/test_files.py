@@ -8,14 +8,18 @@ import fcntl
 import json
 import os
 import pickle
+import resource
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from smp_core.backends import open_backend
 from smp_core.backends.base import HostOptions, Job
@@ -132,6 +136,15 @@ def test_a_foreign_file_is_refused(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"but it is no file that torch\.save wrote"):
         files.load(path, "the model")
+
+
+def test_a_compressed_archive_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
+    path = tmp_path / "model_0.pt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("model_0/data.pkl", bytes(10_000_000))
+    monkeypatch.setattr(zipfile.ZipFile, "open", None)  # unpacks
+    with pytest.raises(CheckpointError, match="the archive is compressed"):
+        files.load(path, "old")
 
 
 def test_a_foreign_archive_is_refused(tmp_path):
@@ -388,6 +401,26 @@ class _Arguments:
 
     def __call__(self, rank):
         return self.args, {}
+
+
+@given(st.integers(0, 362_000))
+@settings(deadline=None)
+def test_a_write_that_fails_anywhere_is_named_with_its_cause(room):
+    """The kernel refuses it: so a full disk shows below Python's files, and in torch's own writer."""
+    obj = {"a": torch.arange(50_000.0), "b": [torch.ones(3), torch.zeros(40_000)]}
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model_0.pt")
+        files.save(path, OLD)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limit[1]))
+        try:
+            with pytest.raises(CheckpointError) as caught:
+                files.save(path, obj)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        assert f"{path}: cannot be written: File too large. What was there" in str(caught.value)
+        assert os.listdir(folder) == [path.name]
+        assert files.load(path, "old").keys() == OLD.keys()
 
 
 @pytest.mark.parametrize("room", [0, 1, 100, 1000, 2999])
