@@ -22,11 +22,12 @@ from smp_core.backends.fabrics.checked_group import CheckedGroup
 
 Tensor = torch.Tensor
 _c10d: Any = torch._C._distributed_c10d
+_resolve: Any = c10d._resolve_process_group  # type: ignore[attr-defined]
 _NAMESPACE = "_c10d_functional"
 
 
 def _group(name: str) -> Any:
-    return c10d._resolve_process_group(c10d.GroupName(name))
+    return _resolve(c10d.GroupName(name))
 
 
 def _all_gather_into_tensor_out(
@@ -66,7 +67,7 @@ _OPERATIONS: dict[str, tuple[Callable[..., Any], int]] = {
 def _operation(name: str, ours: Callable[..., Any], at: int) -> Callable[..., Any]:
     """Ours for our groups, torch's own kernel for all others."""
     packet = getattr(getattr(torch.ops, _NAMESPACE), name).default
-    kernel = torch.library.get_kernel(f"{_NAMESPACE}::{name}", "CPU")  # type: ignore[attr-defined]
+    kernel = torch.library.get_kernel(f"{_NAMESPACE}::{name}", "CPU")
 
     def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(_group(args[at]), CheckedGroup):
@@ -113,7 +114,7 @@ def _allow_monitored_barrier() -> None:
 @functools.cache
 def install() -> Any:
     """From now on these work for our process groups; once per process."""
-    library = torch.library.Library(_NAMESPACE, "IMPL")
+    library: Any = torch.library.Library(_NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]
     for name, (ours, at) in _OPERATIONS.items():
         library.impl(name, _operation(name, ours, at), "CPU", with_keyset=True)
     _hold_forward_work()

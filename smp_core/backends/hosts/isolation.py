@@ -1,13 +1,12 @@
-"""What a process has once and every rank must have for itself: random generators and torch's
-default dtype.
+"""What a process has once and every rank must have for itself: random generators, torch's default
+dtype, and the list in rank_state.py.
 
 Rank threads share a process. At each hand-over the outgoing rank's state is put away and the
 incoming rank's is loaded. Reading a generator's whole state costs as much as several hand-overs
 (numpy 34 us, Python 9 us), so it is read only when its memory shows that somebody drew from it, and
 loaded only when it is not what is loaded already.
 
-What stays shared is listed in docs/sim.md: environment, working folder, module globals, warning
-filters.
+What stays shared is listed in docs/sim.md.
 """
 
 from __future__ import annotations
@@ -15,7 +14,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import random
+from collections.abc import Callable
 from typing import Any, Protocol
+
+from smp_core.backends.hosts.rank_state import RankStates, clear_thread
 
 
 class Part(Protocol):
@@ -189,6 +191,7 @@ def prepare_thread() -> None:
     """
     import torch
 
+    clear_thread()  # first: a mode that was left would see what follows
     torch.set_grad_enabled(True)
     if torch.is_autocast_enabled("cpu"):
         torch.set_autocast_enabled("cpu", False)
@@ -210,8 +213,12 @@ class Isolation:
 
     _last_outside: dict[Part, Any] = {}  # noqa: RUF012  what the last run's controller had: often the same again
 
-    def __init__(self, size: int, seed: int) -> None:
+    def __init__(
+        self, size: int, seed: int, variables: Callable[[int], dict[str, str]] | None = None
+    ) -> None:
+        """``variables(rank)`` are environment variables that a rank has of its own."""
         self._parts = _parts()
+        self.process = RankStates(size, variables)
         fresh = [_fresh(part, seed) for part in self._parts]
         self._states: list[list[Any]] = [list(fresh) for _ in range(size)]
         self._outside = [self._current(part) for part in self._parts]
@@ -235,3 +242,4 @@ class Isolation:
             if wanted is not loaded[index]:
                 part.set(wanted, loaded[index])
                 loaded[index] = wanted
+        self.process.switch(leaving, entering)

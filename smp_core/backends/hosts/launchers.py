@@ -167,3 +167,28 @@ def half_set(environment: Mapping[str, str]) -> str:
 def _number(environment: Mapping[str, str], name: str) -> int | None:
     text = environment.get(name, "")
     return int(text) if text.isascii() and text.isdecimal() else None
+
+
+_PORT = 29500  # torchrun's own
+
+
+def launch_variables(
+    rank: int, *, size: int, local: tuple[int, int] | None = None, port: int = _PORT
+) -> dict[str, str]:
+    """What torchrun tells a rank by its environment: scripts and libraries read it.
+
+    Args:
+        rank: which one.
+        size: of the world.
+        local: its rank on its machine, and how many there are; one machine if left out.
+        port: where ``env://`` meets. Nothing listens there until somebody makes a store.
+    """
+    local_rank, local_size = local or (rank, size)
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }

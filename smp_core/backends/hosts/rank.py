@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import warnings
+import zlib
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,6 +31,7 @@ from smp_core.backends.board.recorder import Recorder
 from smp_core.backends.hosts import current, measuring, wire
 from smp_core.backends.hosts.errands import Done, Errand, Forming, Orders, Preparing
 from smp_core.backends.hosts.isolation import reset
+from smp_core.backends.hosts.launchers import RENDEZVOUS, launch_variables
 from smp_core.backends.hosts.output import Output
 from smp_core.backends.hosts.process_table import ProcessTable
 from smp_core.backends.hosts.stacks import Stacks
@@ -122,6 +124,7 @@ class _Server:
         self._instrument: Any = None
         self._covered: tuple[int, int] | None = None
         self._worlds: dict[int, RankFabric] = {}
+        self._launch: dict[int, dict[str, str]] = {}  # by the size of the world
         self._orders: Orders | None = None
         self._standing: _Standing | None = None
         self._strikes: ProcessStrikes | None = None  # from the run's start until its result is sent
@@ -178,6 +181,7 @@ class _Server:
                 board=self._recorder,
             )
             self._worlds[forming.size] = forming.factory(seat)
+            self._launch[forming.size] = _launch_variables(seat)
         except BaseException as error:
             return f"{type(error).__name__}: {error}"
         finally:
@@ -198,6 +202,7 @@ class _Server:
         orders = self._take(errand)
         with self._surroundings.around(orders.directory):
             measuring.begin()
+            os.environ.update(self._launch[errand.size])
             outcome = self._outcome(errand, orders, fabric)
             changed = self._table.put_back()
             if os.getpid() == self._process:
@@ -317,6 +322,17 @@ class _Server:
                     f"{type(reason).__name__}: {reason}. A rank is a process here: return what can"
                 )
         return None, None if outcome.error is None else parcels.dump_error(outcome.error)
+
+
+def _launch_variables(seat: Seat) -> dict[str, str]:
+    """Those of a rank of this world. Where ranks of several machines meet, their launcher has said."""
+    port = 20_000 + zlib.crc32(seat.folder.name.encode()) % 9_000  # one for all, of few worlds
+    local = seat.local_rank, seat.local_size
+    variables = launch_variables(seat.rank, size=seat.size, local=local, port=port)
+    return {
+        name: os.environ.get(name, value) if name in RENDEZVOUS else value
+        for name, value in variables.items()
+    }
 
 
 def _prepare(preparing: Preparing) -> str | None:

@@ -11,6 +11,7 @@ import _thread
 import contextlib
 import contextvars
 import ctypes
+import functools
 import io
 import math
 import sys
@@ -33,6 +34,7 @@ from smp_core.backends.faults import Claim
 from smp_core.backends.hosts import current
 from smp_core.backends.hosts.diagnosis import ranks_text, wait_lines
 from smp_core.backends.hosts.isolation import Isolation
+from smp_core.backends.hosts.launchers import launch_variables
 from smp_core.backends.hosts.one_core import OneCore
 from smp_core.backends.hosts.scheduler import Scheduler, Seat
 from smp_core.backends.schedule import Schedule
@@ -258,7 +260,7 @@ class ThreadHost:
         self._threads += [_RankThread(rank) for rank in new]
         threads = self._threads[:size]
         seats = [Seat(rank, thread.turn) for rank, thread in enumerate(threads)]
-        isolation = Isolation(size, job.seed)
+        isolation = Isolation(size, job.seed, functools.partial(launch_variables, size=size))
         scheduler = Scheduler(seats, isolation, lambda ranks: _places(threads, ranks), job.schedule)
         fabric = self._make_fabric(size)
         make: Callable[..., RankContext] = RankContext
@@ -274,6 +276,7 @@ class ThreadHost:
         streams = None
         with contextlib.ExitStack() as stack:
             stack.enter_context(current.child_threads())
+            stack.enter_context(isolation.process.entered())
             stack.callback(fabric.close)
             stack.enter_context(faults)
             if new:
