@@ -103,6 +103,7 @@ OPERATIONS = sorted(
         schema.name.partition("::")[2]
         for schema in torch._C._jit_get_all_schemas()
         if schema.name.startswith("_c10d_functional::")
+        and "::_" not in schema.name  # what torch's Python adds for itself
     }
     - {"wait_tensor"}
 )
