@@ -77,6 +77,7 @@ class Run:
         scales: what ``loss_scale`` is set to before each step, in turn; None: it is left.
         max_norm, norm_type: what ``clip_master_grads`` is called with; None: it is not called.
         clip: ``sdp_gradient_clipping``.
+        after_skip: whether the script sets gradients to zero after a skipped step, too, as before any other.
         span: gradients are whole numbers from ``-span`` to ``span``.
         seed: of values.
     """
@@ -96,6 +97,7 @@ class Run:
     max_norm: float | None = None
     norm_type: float = 2.0
     clip: float = 1e30
+    after_skip: bool = True
     span: int = 4
     seed: int = 0
 

@@ -40,7 +40,8 @@ def train(run: Run, parts: tuple[str, ...]) -> list[Told]:
         scale = run.scales[step % len(run.scales)]
         if scale is not None:
             optimizer.loss_scale = scale
-        optimizer.zero_grad()
+        if run.after_skip or not optimizer.overflow:
+            optimizer.zero_grad()
         for turn in range(run.passes):
             body(model, *batch(run, step, turn, smp.dp_rank()))
         norm = None

@@ -11,7 +11,15 @@ from hypothesis import assume, given
 
 from conformance.engines.names import find_engine
 from conformance.requirements import requirement
-from conformance.training import cases, check, degrees, results, trials
+from conformance.training import (
+    STEPS,
+    cases,
+    check,
+    degrees,
+    results,
+    several_steps,
+    trials,
+)
 from pytest_smp.proxies import SmpWorld
 from pytest_smp.strategies import training_oracle as oracle
 from pytest_smp.strategies.training import features, trainings
@@ -36,6 +44,17 @@ def holds(smp_world: SmpWorld, smp_engine: str, data: Data, **fixed: Any) -> lis
 @trials(10)
 def test_replicas_equal_a_plain_loop(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
     holds(smp_world, smp_engine, data, pipeline=(1,))
+
+
+@requirement("GRAD-STEPS")
+@given(data=st.data(), steps=st.sampled_from(STEPS))
+@trials(12)
+def test_each_of_several_steps_follows_the_one_before(
+    smp_world: SmpWorld, smp_engine: str, data: Data, steps: tuple[Model, str, int]
+) -> None:
+    pipeline = tuple(each for each in degrees(smp_engine) if each <= 2)
+    fixed = {"pipeline": pipeline, "automatic": False, **several_steps(*steps)}
+    holds(smp_world, smp_engine, data, **fixed)
 
 
 @requirement("PIPE-EQUALS-PLAIN")

@@ -73,9 +73,11 @@ def test_an_overflow_in_one_part_is_one_on_all_parts(
 @given(data=st.data())
 @trials(5)
 def test_a_skipped_step_touches_nothing(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
-    optimizer = data.draw(st.sampled_from(["momentum", "adam"]), "optimizer")
+    optimizer = data.draw(st.sampled_from(["decayed", "adamw", "momentum", "adam"]), "optimizer")
     layout = layouts(smp_world, smp_engine, split=False)
-    drawn = runs(layout, kinds=CERTAIN, least=4, optimizer=optimizer)
+    after_skip = data.draw(st.booleans(), "after skip")
+    fixed = {"optimizer": optimizer, "after_skip": after_skip}
+    drawn = runs(layout, kinds=CERTAIN, least=4, **fixed)
     check(smp_world, smp_engine, data.draw(drawn, "run"), "state", "masters", "parameters")
 
 

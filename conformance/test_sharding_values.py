@@ -11,13 +11,26 @@ from hypothesis import given
 from conformance.engines.capabilities import EngineCapability
 from conformance.engines.names import find_engine
 from conformance.requirements import requirement
-from conformance.training import blocks_of_two, check, results, sharded_cases, trials
+from conformance.training import (
+    STEPS,
+    blocks_of_two,
+    check,
+    results,
+    several_steps,
+    sharded_cases,
+    trials,
+)
 from pytest_smp.proxies import SmpWorld
 from pytest_smp.strategies import training_oracle as oracle
 from pytest_smp.strategies.training_models import Block, Model
 from pytest_smp.strategies.training_replay import replayed
 from pytest_smp.strategies.training_script import Seen, compare
-from pytest_smp.strategies.training_sharding import HUGE, ShardedTraining, divisors
+from pytest_smp.strategies.training_sharding import (
+    HUGE,
+    NO_CLIPPING,
+    ShardedTraining,
+    divisors,
+)
 
 Data = st.DataObject
 
@@ -45,9 +58,24 @@ def test_any_degree_equals_one_process(smp_world: SmpWorld, smp_engine: str, dat
 @given(data=st.data())
 @trials(3)
 def test_many_ranks_equal_one_process(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
-    sharded = EngineCapability.SHARDING in find_engine(smp_engine).capabilities
-    degrees = (4, 8) if sharded else (1,)
-    holds(smp_world, smp_engine, data, least=8, most=8, sharding=degrees)
+    claims = find_engine(smp_engine).capabilities
+    degrees = (
+        (2, 4, 8) if EngineCapability.BLOCKS in claims else (8,)
+    )  # four sharding groups, to one
+    if EngineCapability.SHARDING not in claims:
+        degrees = (1,)
+    drawn = sharded_cases(smp_world, smp_engine, least=8, most=8, sharding=degrees)
+    check(smp_world, smp_engine, data.draw(drawn.filter(lambda case: case.dp == 8), "case"))
+
+
+@requirement("SHARD-STEPS")
+@given(data=st.data(), steps=st.sampled_from(STEPS))
+@trials(12)
+def test_each_of_several_steps_follows_the_one_before(
+    smp_world: SmpWorld, smp_engine: str, data: Data, steps: tuple[Model, str, int]
+) -> None:
+    fixed = {"clip": NO_CLIPPING, "checkpointing": False, **several_steps(*steps)}
+    holds(smp_world, smp_engine, data, least=2, sharding=(2, 4), **fixed)
 
 
 @requirement("SHARD-DEGREE")
@@ -130,15 +158,19 @@ def test_what_is_not_used_is_zero(
 
 
 @requirement("SHARD-UNUSED")
-@given(data=st.data(), seed=st.integers(0, 99))
-@trials(6)
+@given(data=st.data(), seed=st.integers(0, 99), groups=st.integers(1, 2))
+@trials(8)
 def test_what_an_earlier_pass_used_counts(
-    smp_world: SmpWorld, smp_engine: str, data: Data, seed: int
+    smp_world: SmpWorld, smp_engine: str, data: Data, seed: int, groups: int
 ) -> None:
     model = Model(SPARSE[-1], inputs=2, width=2)
     # Few ranks and microbatches, so that passes differ in what they use.
     fixed = {"model": model, "microbatches": 1, "rows": 1, "passes": 3, "windows": 1, "seed": seed}
-    holds(smp_world, smp_engine, data, least=2, most=2, sharding=(2,), none=True, **fixed)
+    if groups == 1 or smp_world.ranks < 4:
+        drawn = sharded_cases(smp_world, smp_engine, least=2, most=2, sharding=(2,), **fixed)
+    else:
+        drawn = blocks_of_two(smp_world, smp_engine, **fixed)
+    check(smp_world, smp_engine, data.draw(drawn, "case"), none=True)
 
 
 @requirement("SHARD-ANY-PARAMETER")

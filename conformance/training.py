@@ -19,6 +19,7 @@ from conformance.engines.names import find_engine
 from pytest_smp.proxies import SmpWorld
 from pytest_smp.strategies import training_oracle as oracle
 from pytest_smp.strategies.training import Training, trainings
+from pytest_smp.strategies.training_models import Block, Model
 from pytest_smp.strategies.training_script import Seen, compare, train
 from pytest_smp.strategies.training_sharding import (
     NO_CLIPPING,
@@ -95,6 +96,38 @@ def blocks_of_two(
         return sharded_cases(smp_world, engine, least=2, sharding=(2, 4), **fixed)
     drawn = sharded_cases(smp_world, engine, least=4, sharding=(2,), **fixed)
     return drawn.filter(lambda case: case.dp == 4)
+
+
+#: Models, optimizers and windows whose every step is exact (strategies/training_lattice.py): where only
+#: the head is trained and the loss is a product, gradients are whole numbers for any weights, also
+#: after steps of Adam's; elsewhere every step adds bits.
+HEAD = Model(Block("chain", (Block("relu"),)), inputs=2, width=3, frozen=True)
+ONE_LAYER = Model(Block("chain"), inputs=2, width=2)
+TWO_LAYERS = Model(Block("chain", (Block("linear"), Block("linear"))), inputs=2, width=2)
+STEPS: tuple[tuple[Model, str, int], ...] = (
+    (HEAD, "decayed", 3),
+    (HEAD, "adam", 3),
+    (HEAD, "adamw", 3),
+    (ONE_LAYER, "momentum", 3),
+    (ONE_LAYER, "decayed", 2),
+    (TWO_LAYERS, "momentum", 2),
+)
+
+
+def several_steps(model: Model, optimizer: str, windows: int) -> dict[str, Any]:
+    """Fields of a case whose optimizer steps after each of several windows."""
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "windows": windows,
+        "every": True,
+        "loss": "product",
+        "span": 1,
+        "rows": 1,
+        "length": 1,
+        "microbatches": 1,
+        "passes": 1,
+    }
 
 
 def train_on_rank(engine: str, case: Training, salted: bool = False) -> Seen:

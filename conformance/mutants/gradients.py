@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from conformance.mutants.protocol import Bugs, Patch
+from smp_core.torch.optimizer import DistributedOptimizer
 from smp_core.torch.pipeline import gradients, replicas
 from smp_core.torch.pipeline.accumulation import Ledger
 from smp_core.torch.pipeline.agreement import DENSE
@@ -311,3 +312,32 @@ def microbatches_from_the_right(patch: Patch) -> None:
             close(self, number)
 
     patch.setattr(Ledger, "close", reversed_)
+
+
+# ---- From step to step ---------------------------------------------------------------------------
+
+
+@BUGS.enter("GRAD-STEPS")
+def the_optimizer_forgets(patch: Patch) -> None:
+    """the optimizer's state is made anew in every step"""
+    step = DistributedOptimizer.step
+
+    def forgetting(self: DistributedOptimizer, closure: Any = None) -> Any:
+        self.state.clear()
+        return step(self, closure)
+
+    patch.setattr(DistributedOptimizer, "step", forgetting)
+
+
+@BUGS.enter("GRAD-STEPS")
+def decay_comes_with_the_first_step_only(patch: Patch) -> None:
+    """weight decay is left out of every step but the first"""
+    step = DistributedOptimizer.step
+
+    def once(self: DistributedOptimizer, closure: Any = None) -> Any:
+        result = step(self, closure)
+        for group in self.param_groups:
+            group["weight_decay"] = 0.0
+        return result
+
+    patch.setattr(DistributedOptimizer, "step", once)

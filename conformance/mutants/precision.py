@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -306,6 +307,35 @@ def skipped_step_is_one_with_zeros(patch: Patch) -> None:
         return done
 
     patch.setattr(DistributedOptimizer, "step", stepping)
+
+
+@BUGS.enter("PREC-SKIP")
+def skipped_gradients_stay(patch: Patch) -> None:
+    """the gradients of a skipped step are added to those of the next, if the script does not drop them"""
+    right = DistributedOptimizer.step
+
+    def keeping(self: DistributedOptimizer, *args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inside:
+            inside.setattr(self, "zero_grad", lambda *_: None)
+            return right(self, *args)
+
+    patch.setattr(DistributedOptimizer, "step", keeping)
+
+
+@BUGS.enter("PREC-SKIP")
+def decay_goes_on_in_a_skipped_step(patch: Patch) -> None:
+    """a skipped step decays the masters all the same"""
+    right = DistributedOptimizer.step
+
+    def decaying(self: DistributedOptimizer, *args: Any) -> Any:
+        done = right(self, *args)
+        if self.overflow:
+            for group in self.optimizer.param_groups:
+                for each in group["params"]:
+                    each.data.mul_(1 - group["lr"] * group.get("weight_decay", 0.0))
+        return done
+
+    patch.setattr(DistributedOptimizer, "step", decaying)
 
 
 @BUGS.enter("PREC-SKIP")

@@ -14,6 +14,7 @@ from smp_core.torch import creation
 from smp_core.torch import session as sessions
 from smp_core.torch.pipeline import placement
 from smp_core.torch.sharding import gathering, registration, state, units
+from smp_core.torch.sharding.collectives import Collectives
 from smp_core.torch.sharding.gathered import Gathered
 from smp_core.torch.sharding.gathering import Route
 from smp_core.torch.sharding.shards import Shard, Unit
@@ -238,3 +239,42 @@ def models_are_not_compared(patch: Patch) -> None:
                 raise
 
     patch.setattr(placement, "_check_same", alone)
+
+
+# ---- From step to step ---------------------------------------------------------------------------
+
+
+@BUGS.enter("SHARD-STEPS")
+def gathers_bring_the_parameters_of_the_step_before(patch: Patch) -> None:
+    """what a step gathers is what the step before it began with"""
+    begin = Gathered.begin_step
+    all_gather = Collectives.all_gather
+    kept: dict[Unit, tuple[Tensor, Tensor]] = {}  # mutants live for one session
+
+    def keeping(self: Gathered, outside: bool = False) -> None:
+        begin(self, outside)
+        for unit in self.units:
+            now = unit.flat.clone()
+            kept[unit] = kept.get(unit, (now, now))[1], now
+
+    def late(self: Collectives, flat: Tensor) -> Any:
+        for unit, (before, _) in kept.items():
+            if unit.flat is flat:
+                return all_gather(self, before)
+        return all_gather(self, flat)
+
+    patch.setattr(Gathered, "begin_step", keeping)
+    patch.setattr(Collectives, "all_gather", late)
+
+
+@BUGS.enter("SHARD-STEPS")
+def optimizer_forgets_shards(patch: Patch) -> None:
+    """the optimizer's state of split parameters is made anew in every step"""
+    step = smp.DistributedOptimizer.step
+
+    def forgetting(self: Any, closure: Any = None) -> Any:
+        if smp.state.cfg.sharded_data_parallel_degree > 1:
+            self.state.clear()
+        return step(self, closure)
+
+    patch.setattr(smp.DistributedOptimizer, "step", forgetting)

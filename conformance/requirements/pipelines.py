@@ -43,6 +43,14 @@ PIPELINES = (
             "SMP_API.md 1.7; ENGINES.md 1.6",
         ),
         (
+            "GRAD-STEPS",
+            (
+                "Each of several steps computes with the parameters that the optimizer's step before it has "
+                "made, and the optimizer goes on from the state that it had then."
+            ),
+            "SMP_API.md 1.7, 1.8; torch's docs (torch.optim)",
+        ),
+        (
             "GRAD-FROZEN",
             "Parameters that need no gradient get none and do not change.",
             "SMP_API.md 1.7; torch's docs (requires_grad)",

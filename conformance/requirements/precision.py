@@ -42,7 +42,7 @@ PRECISION = (
             "PREC-SKIP",
             (
                 "A step with an overflow leaves the parameters, the masters and the optimizer's state as they "
-                "were on all ranks; one without changes them on all."
+                "were on all ranks, and drops the gradients; one without changes them on all."
             ),
             f"{_PREDECESSOR}; ENGINES.md 1.8",
         ),

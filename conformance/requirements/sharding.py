@@ -38,6 +38,14 @@ SHARDING = (
             "seed 004 (gradient accumulation); SMP_API.md 1.7; INF: that they are summed, ENGINES.md 1.6",
         ),
         (
+            "SHARD-STEPS",
+            (
+                "Each of several steps gathers the parameters that the optimizer's step before it has made, "
+                "and the optimizer goes on from the state that it had then."
+            ),
+            "seed 004 (the life of a parameter); SMP_API.md 1.8; torch's docs (torch.optim)",
+        ),
+        (
             "SHARD-REPLICAS",
             (
                 "After any number of steps ranks that hold the same part of the state hold the same bits, and "

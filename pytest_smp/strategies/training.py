@@ -50,11 +50,14 @@ class Training:
         tracing: whether the first step is traced (not ``skip_tracing``).
         placement: ``placement_strategy``.
         loss: ``square``, the squared distance to the targets, or ``product``, the scalar product.
-        optimizer: ``sgd``, ``momentum``, ``adam`` or ``adamw``, all elementwise.
+        optimizer: ``sgd``, ``momentum``, ``decayed`` (momentum and weight decay), ``adam`` or ``adamw``,
+            all elementwise.
         dtype: of the module; where it has 16 bits, float32 masters are trained.
         checkpointing: whether the parts of the body are run again in backward.
         span: whole numbers are drawn from ``-span`` to ``span``.
         real: whether values are real numbers; else they are whole numbers, with a certificate.
+        every: whether the optimizer steps after each window also where values are whole numbers, and not
+            after the last one only.
         seed: of values.
     """
 
@@ -84,6 +87,7 @@ class Training:
     checkpointing: bool = False
     span: int = 2
     real: bool = False
+    every: bool = False
     seed: int = 0
 
     def __repr__(self) -> str:
@@ -101,6 +105,10 @@ class Training:
     def steps(self) -> int:
         """Steps of the whole run."""
         return self.passes * self.windows
+
+    def steps_after(self, window: int) -> bool:
+        """Whether the optimizer makes a step after this window."""
+        return self.real or self.every or window == self.windows - 1
 
     @property
     def tier(self) -> str:

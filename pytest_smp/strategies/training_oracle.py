@@ -34,7 +34,7 @@ class Results:
         losses: by replica and step, one for each microbatch, in order.
         outputs: the same of what the model returned.
         gradients: by window, each parameter's, by name; None if it was never used.
-        parameters: at the end, after one optimizer step or, with real values, one for each window.
+        parameters: at the end, after one optimizer step or, if the case says so, one for each window.
     """
 
     losses: list[list[list[Tensor]]] = dataclasses.field(default_factory=list)
@@ -128,6 +128,9 @@ def parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
     "sgd": lambda given: torch.optim.SGD(given, lr=LEARNING_RATE),
     "momentum": lambda given: torch.optim.SGD(given, lr=LEARNING_RATE, momentum=0.5),
+    "decayed": lambda given: torch.optim.SGD(
+        given, lr=LEARNING_RATE, momentum=0.5, weight_decay=0.25
+    ),
     "adam": lambda given: torch.optim.Adam(given, lr=LEARNING_RATE),
     "adamw": lambda given: torch.optim.AdamW(given, lr=LEARNING_RATE, weight_decay=0.25),
 }
@@ -183,7 +186,7 @@ class Reference:
                 each.grad = gradient.clone() if each.grad is None else each.grad + gradient
         now = {n: None if p.grad is None else p.grad.clone() for n, p in self.masters.items()}
         self.found.gradients.append(now)
-        if case.real or window == case.windows - 1:
+        if case.steps_after(window):
             if case.most is not None:
                 coefficient = min(1.0, case.most / (norm(now) + 1e-6))
                 for each in self.masters.values():
@@ -284,8 +287,13 @@ def certified(case: Training) -> bool:
     place of every value, and with each operation replaced by a bound of its magnitude: all terms are
     positive, so results bound every partial sum. Gradients are then added up over all microbatches,
     steps and replicas. If nothing exceeds 2**24, float32 holds everything exactly, and so does a 16-bit
-    dtype inside of the module (:data:`LARGEST`); dividing by powers of two keeps it so.
+    dtype inside of the module (:data:`LARGEST`); dividing by powers of two keeps it so. For cases that
+    step after each window see :mod:`training_lattice`.
     """
+    if case.every:
+        from pytest_smp.strategies import training_lattice
+
+        return training_lattice.certified(case)
     if case.divisor & (case.divisor - 1):
         return False
     module = build(case.model, magnitudes=True).double()

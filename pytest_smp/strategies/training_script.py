@@ -187,7 +187,7 @@ def train(session: Trained, case: Training, replica: int) -> Seen:
             seen.losses.append(losses)
             seen.outputs.append(outputs)
         seen.gradients.append(session.gradients())
-        if case.real or window == case.windows - 1:
+        if case.steps_after(window):
             session.step()
     seen.parameters = session.parameters()
     session.close()
