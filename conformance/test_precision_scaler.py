@@ -76,7 +76,7 @@ def test_a_skipped_step_touches_nothing(smp_world: SmpWorld, smp_engine: str, da
     optimizer = data.draw(st.sampled_from(["decayed", "adamw", "momentum", "adam"]), "optimizer")
     layout = layouts(smp_world, smp_engine, split=False)
     after_skip = data.draw(st.booleans(), "after skip")
-    fixed = {"optimizer": optimizer, "after_skip": after_skip}
+    fixed: dict[str, Any] = {"optimizer": optimizer, "after_skip": after_skip}
     drawn = runs(layout, kinds=CERTAIN, least=4, **fixed)
     check(smp_world, smp_engine, data.draw(drawn, "run"), "state", "masters", "parameters")
 

@@ -57,7 +57,7 @@ def certified(case: Training) -> bool:
     degree = _degree(case) * (2 if case.loss == "square" else 1)  # of the loss
     if degree == 1:  # gradients are whole numbers, whatever the weights are
         inside = _magnitudes(case, case.span)
-        return inside.gradients * _runs(case) <= 2**_BITS
+        return inside.gradients * _runs(case) <= float(2**_BITS)
     update = _DYADIC.get(case.optimizer)
     if update is None:
         return False
@@ -152,7 +152,8 @@ class _Weights:
             for step in range(window * case.passes, (window + 1) * case.passes):
                 for x, y in oracle.microbatches(case, replica, step):
                     wide = x.double() if x.is_floating_point() else x
-                    oracle.loss_of(case, self._module(wide), y.double()).backward()  # type: ignore[no-untyped-call]
+                    loss = oracle.loss_of(case, self._module(wide), y.double())
+                    loss.backward()  # type: ignore[no-untyped-call]
         given = [each for each in self._held.values() if each.grad is not None]
         for each in given:
             assert each.grad is not None
