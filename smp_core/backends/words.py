@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from smp_core.backends.frames import Place
@@ -9,6 +10,7 @@ from smp_core.backends.hosts.diagnosis import ranks_text
 from smp_core.errors import CollectiveMismatchError
 
 Fields = Sequence[tuple[str, object]]
+Size = int | tuple[int, ...]  # of a tensor: how many elements, or its shape
 Made = tuple[int, str, Place | None]  # a call: by which rank, in words, where
 
 
@@ -125,15 +127,28 @@ def mismatch(
 
 
 def pair_mismatch(
-    operation: str, source: Made, sent: int, target: Made, expected: int
+    operation: str, source: Made, sent: Size, target: Made, expected: Size
 ) -> CollectiveMismatchError:
-    """The verdict on a member that sends more or fewer elements than another expects."""
+    """The verdict on a member that sends a tensor of another size than its receiver expects."""
     sender, receiver = source[0], target[0]
+    counts = elements(sent), elements(expected)
+    what, texts = "element count", [f"{count} elements" for count in counts]
+    if counts[0] == counts[1]:
+        what, texts = "shape", [f"shape {_shape(size)}" for size in (sent, expected)]
     return CollectiveMismatchError(
-        f"mismatch: {operation} differs in element count\n"
-        f"  rank {sender} sends {sent} elements to rank {receiver}{at(source[2])}\n"
-        f"  rank {receiver} expects {expected} elements from rank {sender}{at(target[2])}"
+        f"mismatch: {operation} differs in {what}\n"
+        f"  rank {sender} sends {texts[0]} to rank {receiver}{at(source[2])}\n"
+        f"  rank {receiver} expects {texts[1]} from rank {sender}{at(target[2])}"
     )
+
+
+def elements(size: Size) -> int:
+    """How many elements a tensor of this size has."""
+    return size if isinstance(size, int) else math.prod(size)
+
+
+def _shape(size: Size) -> str:
+    return str([size] if isinstance(size, int) else [*size])
 
 
 def post_mismatch(group: str, what: str, send: Made, receive: Made) -> CollectiveMismatchError:

@@ -209,7 +209,7 @@ class Joined(Issued):
         if len(expected) != len(self.group.ranks):
             return []
         sources = zip(self.group.ranks, expected, strict=True)
-        return [rank for rank, count in sources if count and rank in missing]
+        return [rank for rank, size in sources if words.elements(size) and rank in missing]
 
 
 # ---- Point-to-point ------------------------------------------------------------------------------

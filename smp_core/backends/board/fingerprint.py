@@ -14,6 +14,7 @@ import torch
 
 from smp_core.backends.board.recorder import Description, Fields, Recorder
 from smp_core.backends.peers import Source
+from smp_core.backends.words import Size
 
 #: Of a tensor: its dtype and shape.
 Spec = tuple[torch.dtype, torch.Size]
@@ -192,8 +193,8 @@ def describe(key: Key, size: int) -> Description:
             fields.append(shape)
         elif key.operation.startswith("all_gather"):
             told = (shape,)
-    sent: tuple[int, ...] = ()
-    expected: tuple[int, ...] = ()
+    sent: tuple[Size, ...] = ()
+    expected: tuple[Size, ...] = ()
     if key.operation == "all_to_all_single":
         # Rows that do not add up are an error of this rank alone, and no size that others could meet.
         if _rows_add_up(key, size):
@@ -201,7 +202,7 @@ def describe(key: Key, size: int) -> Description:
                 _rows(*each, size) for each in zip(brings + key.gets, key.cuts, strict=True)
             )
     elif key.operation in _BY_PAIRS:
-        sent, expected = _counts(brings), _counts(key.gets)
+        sent, expected = (tuple(tuple(shape) for _, shape in of) for of in (brings, key.gets))
     return Description(key.operation, tuple(fields), told, sent, expected, _elements(key, size))
 
 

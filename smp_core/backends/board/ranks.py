@@ -10,6 +10,7 @@ from smp_core.backends.board.calls import GroupKey, Handover, Issued, Joined, Po
 from smp_core.backends.board.recorder import Description
 from smp_core.backends.frames import Place
 from smp_core.backends.peers import ANY, Source, is_member
+from smp_core.backends.words import Size
 from smp_core.errors import BackendError
 
 
@@ -120,14 +121,12 @@ class RankState:
         expected: list[Any],
         elements: int,
     ) -> None:
-        if not all(type(count) is int for count in (*sent, *expected)):
-            raise ValueError("counts must be integers")
         self._descriptions[known] = Description(
             operation,
             None if fields is None else tuple((str(name), value) for name, value in fields),
             tuple((str(name), value) for name, value in told),
-            tuple(sent),
-            tuple(expected),
+            tuple(map(_size, sent)),
+            tuple(map(_size, expected)),
             elements,
         )
 
@@ -249,6 +248,13 @@ class RankState:
                 self.calls[number].raised = True
         self._done(numbers)
         self.failed, self.raised = failed, True
+
+
+def _size(item: Any) -> Size:
+    lengths = item if isinstance(item, list) else [item]
+    if not all(type(length) is int for length in lengths):
+        raise ValueError("sizes must be integers")
+    return tuple(item) if isinstance(item, list) else int(item)
 
 
 _READ: dict[str, Callable[..., None]] = {

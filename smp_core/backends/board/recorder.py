@@ -21,6 +21,7 @@ from smp_core.backends.base import Group
 from smp_core.backends.board import records
 from smp_core.backends.board.records import ACCOMPANIED, FRAMES, MAIN, OTHER, encode
 from smp_core.backends.peers import ANY, Source
+from smp_core.backends.words import Size
 from smp_core.errors import CollectiveMismatchError
 
 Fields = tuple[tuple[str, str | int], ...]
@@ -46,16 +47,16 @@ class Description(NamedTuple):
     """What a call says.
 
     ``fields`` are what all members of the group must agree on, None where nobody knows; ``told`` is
-    of interest all the same. ``sent`` and ``expected`` are numbers of elements, where they are
-    compared by pairs of members; ``elements`` is how many the call moves, 0 if some of its tensors
-    are empty.
+    of interest all the same. ``sent`` and ``expected`` are sizes, where they are compared by pairs of
+    members: shapes of whole tensors, numbers of elements of parts; ``elements`` is how many the
+    call moves, 0 if some of its tensors are empty.
     """
 
     operation: str
     fields: Fields | None
     told: Fields = ()
-    sent: tuple[int, ...] = ()
-    expected: tuple[int, ...] = ()
+    sent: tuple[Size, ...] = ()
+    expected: tuple[Size, ...] = ()
     elements: int = 1
 
 

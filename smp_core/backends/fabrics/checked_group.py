@@ -18,6 +18,7 @@ from smp_core.backends.fabrics.combined_work import CombinedWork
 from smp_core.backends.fabrics.memory import overlaps_itself
 from smp_core.backends.fabrics.unseen import hide
 from smp_core.backends.peers import ANY, Source, member
+from smp_core.backends.words import Size
 from smp_core.errors import ArgumentError, UnsupportedError
 from smp_core.reduction import why_not
 
@@ -63,6 +64,15 @@ def _check_count(call: str, what: str, tensor: Tensor, expected: int, why: str) 
         )
 
 
+def _check_alike(call: str, what: str, tensor: Tensor, other: Tensor, whose: str) -> None:
+    """Collectives of lists move whole tensors: what is written has the shape of what is read."""
+    _check_count(call, what, tensor, other.numel(), f"the elements of {whose}")
+    if tensor.shape != other.shape:
+        raise ArgumentError(
+            f"{call}: the {what} has shape {list(tensor.shape)}, {whose} {list(other.shape)}"
+        )
+
+
 def _check_list(call: str, what: str, tensors: Sequence[Tensor], size: int) -> None:
     if len(tensors) != size:
         raise ArgumentError(f"{call}: {len(tensors)} {what} tensors for a group of {size} ranks")
@@ -102,7 +112,7 @@ class CheckedGroup(dist.ProcessGroup):
         root: int | None = None,
         brings: Sequence[Tensor] = (),
         gets: Sequence[Tensor] = (),
-        counts: Sequence[int] | None = None,
+        sizes: Sequence[Size] | None = None,
         told: Fields = (),
         result: Any = None,
     ) -> dist.Work:
@@ -116,7 +126,8 @@ class CheckedGroup(dist.ProcessGroup):
             root: a position in the group, or None.
             brings: of this member; the number per member depends on the operation.
             gets: what is written, in the order of the values that this member gets.
-            counts: where sizes may differ, the elements that are expected for each of ``gets``.
+            sizes: where they may differ between members, that expected for each of ``gets``: its
+                shape, or the number of its elements if it is a part of a larger tensor.
             told: what may differ, and is of interest all the same.
             result: what torch's callers expect of the work, if it is not ``gets``.
         """
@@ -232,15 +243,15 @@ class CheckedGroup(dist.ProcessGroup):
             check_tensors(name, [value, *targets])
             check_outputs(name, targets)
             mine = targets[self._position]
-            _check_count(name, "output", mine, value.numel(), "the elements of this rank's input")
+            _check_alike(name, "output", mine, value, "this rank's input")
         flat = [target for targets in outputs for target in targets]
         return self._collective(
             name,
-            (("dtype", dtype_text(inputs)),),  # sizes may differ: counts are compared by pairs
+            (("dtype", dtype_text(inputs)),),  # sizes may differ: they are compared by pairs
             opts,
             brings=inputs,
             gets=flat,
-            counts=[target.numel() for target in flat],
+            sizes=[tuple(target.shape) for target in flat],
             told=(("shape", shape_text(inputs)),),
             result=outputs,
         )
@@ -272,7 +283,7 @@ class CheckedGroup(dist.ProcessGroup):
             check_tensors(name, [output, *inputs])
             check_outputs(name, [output])
             own = inputs[self._position]
-            _check_count(name, "output", output, own.numel(), "the elements of this rank's input")
+            _check_alike(name, "output", output, own, "this rank's input")
         op = self._reduce_op(name, opts, output_tensors)
         brought = [tensor for inputs in input_tensors for tensor in inputs]
         fields = fields_of(brought, op=op)
@@ -307,7 +318,7 @@ class CheckedGroup(dist.ProcessGroup):
         if root == self._position:
             _check_list(name, "input", inputs, self._size)
             for value in inputs:
-                _check_count(name, "output", output, value.numel(), "the elements of each input")
+                _check_alike(name, "output", output, value, "each input")
         check_tensors(name, [output, *inputs])
         check_outputs(name, [output])
         fields = fields_of([output], root=root)
@@ -322,7 +333,7 @@ class CheckedGroup(dist.ProcessGroup):
         if root == self._position:
             _check_list(name, "output", outputs, self._size)
             for output in outputs:
-                _check_count(name, "output", output, value.numel(), "the input's elements")
+                _check_alike(name, "output", output, value, "the input")
         check_tensors(name, [value, *outputs])
         check_outputs(name, outputs)
         fields = fields_of([value], root=root)
@@ -336,13 +347,15 @@ class CheckedGroup(dist.ProcessGroup):
         _check_list(name, "input", input_tensors, self._size)
         check_tensors(name, [*output_tensors, *input_tensors])
         check_outputs(name, output_tensors)
-        return self._all_to_all(name, input_tensors, output_tensors, opts)
+        sizes = [tuple(output.shape) for output in output_tensors]
+        return self._all_to_all(name, input_tensors, output_tensors, sizes, opts)
 
     def _all_to_all(
         self,
         name: str,
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
+        sizes: Sequence[Size],
         opts: Any,
         result: Any = None,
     ) -> dist.Work:
@@ -352,7 +365,7 @@ class CheckedGroup(dist.ProcessGroup):
             opts,
             brings=inputs,
             gets=outputs,
-            counts=[output.numel() for output in outputs],
+            sizes=sizes,
             result=result,
         )
 
@@ -369,7 +382,8 @@ class CheckedGroup(dist.ProcessGroup):
         check_outputs(name, [output_tensor])
         outputs = self._split(name, "output", output_tensor, output_split_sizes)
         inputs = self._split(name, "input", input_tensor, input_split_sizes)
-        return self._all_to_all(name, inputs, outputs, opts, result=[output_tensor])
+        counts = [output.numel() for output in outputs]
+        return self._all_to_all(name, inputs, outputs, counts, opts, result=[output_tensor])
 
     alltoall_base = all_to_all_single
 

@@ -447,7 +447,7 @@ def test_the_same_threads_serve_after_a_mismatch(smp_world: Any) -> None:
         ),
         (
             lambda: dist.gather(f32(4), [f32(4), f32(3), f32(4)], dst=1),
-            "gather: the output has 3 elements, the input's elements need 4",
+            "gather: the output has 3 elements, the elements of the input need 4",
         ),
     ],
 )

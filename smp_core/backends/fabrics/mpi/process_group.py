@@ -26,6 +26,7 @@ from smp_core.backends.fabrics.mpi.routes import ROUTES, Part
 from smp_core.backends.fabrics.mpi.sorting import Mailbox, Meetings
 from smp_core.backends.fabrics.mpi.work import MpiWork
 from smp_core.backends.peers import ANY, Source
+from smp_core.backends.words import Size
 from smp_core.errors import ArgumentError, NotInitializedError
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class MpiProcessGroup(CheckedGroup):
         root: int | None = None,
         brings: Sequence[Tensor] = (),
         gets: Sequence[Tensor] = (),
-        counts: Sequence[int] | None = None,
+        sizes: Sequence[Size] | None = None,
         told: Fields = (),
         result: Any = None,
     ) -> MpiWork:

@@ -69,16 +69,16 @@ def broadcast(root: int) -> Complete:
 
 
 def all_gather(calls: list[Call]) -> Values:
-    """Brought: (tensors, counts): for each tensor, a member gets those of all; ``counts`` are the
-    elements that it expects of them, tensor by tensor. Sizes may differ between members.
+    """Brought: (tensors, sizes): for each tensor, a member gets those of all; ``sizes`` are those
+    that it expects of them, tensor by tensor. Sizes may differ between members.
 
-    Raises CollectiveMismatchError if a member brings more or fewer than another expects.
+    Raises CollectiveMismatchError if a member brings another size than another member expects.
     """
     columns = [*zip(*(call.data[0] for call in calls), strict=True)]
-    sent = [tensor.numel() for column in columns for tensor in column]
+    sent = [tensor for column in columns for tensor in column]
     for target in calls:
-        for index, (count, expected) in enumerate(zip(sent, target.data[1], strict=True)):
-            _check_pair(calls[index % len(calls)], target, count, expected)
+        for index, (tensor, expected) in enumerate(zip(sent, target.data[1], strict=True)):
+            _check_pair(calls[index % len(calls)], target, tensor, expected)
     values = [value for column in columns for value in _snapshot(column)]
     return [values for _ in calls]
 
@@ -138,18 +138,19 @@ def gather(root: int) -> Complete:
 
 
 def all_to_all(calls: list[Call]) -> Values:
-    """Brought: (tensors, counts): one tensor per member, who gets it, and the number of elements
-    that each member is to bring for this one.
+    """Brought: (tensors, sizes): one tensor per member, who gets it, and the size of what each
+    member is to bring for this one.
 
-    Raises CollectiveMismatchError if a pair of members disagrees on that number.
+    Raises CollectiveMismatchError if a pair of members disagrees on that size.
     """
     for (sender, source), (receiver, target) in itertools.product(enumerate(calls), repeat=2):
-        _check_pair(source, target, source.data[0][receiver].numel(), target.data[1][sender])
+        _check_pair(source, target, source.data[0][receiver], target.data[1][sender])
     values = [_snapshot(call.data[0]) for call in calls]
     return [[value[index] for value in values] for index in range(len(calls))]
 
 
-def _check_pair(source: Call, target: Call, sent: int, expected: int) -> None:
+def _check_pair(source: Call, target: Call, tensor: Tensor, expected: words.Size) -> None:
+    sent = tensor.numel() if isinstance(expected, int) else tuple(tensor.shape)
     if sent != expected:
         sender, receiver = ((call.rank, call.text(), call.place) for call in (source, target))
         raise words.pair_mismatch(source.operation, sender, sent, receiver, expected)

@@ -18,6 +18,7 @@ from smp_core.backends.fabrics.sim.work import SimWork
 from smp_core.backends.frames import Place, caller_place
 from smp_core.backends.hosts.threads import RankContext
 from smp_core.backends.peers import Source
+from smp_core.backends.words import Size
 from smp_core.errors import ArgumentError, NotInitializedError
 
 Tensor = torch.Tensor
@@ -87,7 +88,7 @@ class SimProcessGroup(CheckedGroup):
         root: int | None = None,
         brings: Sequence[Tensor] = (),
         gets: Sequence[Tensor] = (),
-        counts: Sequence[int] | None = None,
+        sizes: Sequence[Size] | None = None,
         told: Fields = (),
         result: Any = None,
     ) -> SimWork:
@@ -96,7 +97,7 @@ class SimProcessGroup(CheckedGroup):
         call = Call(operation, fields, None, caller_place(), told=told)
         flight = Flight(brings, gets)
         self._take_off(flight, operation, asynchronous=getattr(opts, "asyncOp", True))
-        call.data = flight.inputs if counts is None else (flight.inputs, counts)
+        call.data = flight.inputs if sizes is None else (flight.inputs, sizes)
         complete = _COMPLETE[operation](op, root)
 
         def completed(calls: list[Call]) -> Any:
