@@ -26,7 +26,7 @@ import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 
@@ -49,7 +49,7 @@ def save(path: Path, obj: object) -> None:
     def fill(file: IO[bytes]) -> None:
         noting = _Noting(file)
         try:
-            torch.save(obj, noting, pickle_protocol=2)
+            torch.save(obj, cast("IO[bytes]", noting), pickle_protocol=2)
         except RuntimeError:
             if noting.error is not None:
                 raise noting.error from None
