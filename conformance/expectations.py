@@ -114,7 +114,7 @@ def parse(text: str, name: str) -> list[Expectation]:
     """The entries of a text in TOML; ``name`` is what messages call the file. Raises as ``read``."""
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # of a number, a date, or a nest beyond Python's
         raise ExpectationError(f"{name}: not TOML: {error}") from None
     _refuse_unknown(document, ("version", "expected"), name)
     version = document.get("version")

@@ -14,7 +14,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,8 +28,10 @@ from _pytest.runner import runtestprotocol  # private; plugins that run a test a
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.errors import HypothesisException
 
+from conformance.mutants.folder import temporary_folder
 from conformance.mutants.protocol import Mutant
 from smp_core import runtime, topology
+from smp_core.backends.hosts.nursery import die_with_parent
 
 #: Numbers of examples: few are enough for most mutants, so every property gets a few first. (A
 #: property that asks for fewer by itself gets those.)
@@ -303,21 +304,21 @@ def in_processes(jobs: Sequence[Job], config: pytest.Config) -> Iterator[tuple[i
     that ended, or had to be ended, before it answered.
     """
     config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # made once, not by each
-    with tempfile.TemporaryDirectory(prefix="smp-mutants-") as folder:
+    with temporary_folder("smp-mutants-") as folder:
         running: dict[int, _Child] = {}
         waiting = list(enumerate(jobs))[::-1]
         try:
             while waiting or running:
                 while waiting and len(running) < len(os.sched_getaffinity(0)):
                     index, job = waiting.pop()
-                    running[index] = _start(job, config, Path(folder) / str(index))
+                    running[index] = _start(job, config, folder / str(index))
                 wait([child.answers for child in running.values()], timeout=1.0)
                 for index, child in list(running.items()):
                     answer = child.heard()
                     if answer is not None:
                         child.end()
                         del running[index]
-                        shutil.rmtree(Path(folder) / str(index), ignore_errors=True)
+                        shutil.rmtree(folder / str(index), ignore_errors=True)
                         yield index, answer
         finally:
             for child in running.values():
@@ -327,7 +328,8 @@ def in_processes(jobs: Sequence[Job], config: pytest.Config) -> Iterator[tuple[i
 def _start(job: Job, config: pytest.Config, folder: Path) -> _Child:
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(job, config, folder, sending), daemon=True)
+    args = job, config, folder, sending, os.getpid()
+    process = context.Process(target=_work, args=args, daemon=True)
     with warnings.catch_warnings():
         # From 3.12 on Python warns of a fork beside other threads; none of them runs in the child.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -336,7 +338,8 @@ def _start(job: Job, config: pytest.Config, folder: Path) -> _Child:
     return _Child(process, receiving, _now() + START_LIMIT)
 
 
-def _work(job: Job, config: pytest.Config, folder: Path, answer: Connection) -> None:
+def _work(job: Job, config: pytest.Config, folder: Path, answer: Connection, parent: int) -> None:
+    die_with_parent(parent)
     # The parent's capture, terminal and temporary folder are the parent's.
     capture = config.pluginmanager.get_plugin("capturemanager")
     config.pluginmanager.unregister(capture)

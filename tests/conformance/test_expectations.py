@@ -112,6 +112,14 @@ def test_what_is_not_toml_is_refused_with_the_line() -> None:
     refused(GOOD + "reason =\n", "e.toml: not TOML: Invalid value (at line 7, column 9)")
 
 
+@pytest.mark.parametrize(
+    "value", ["[" * 5000 + "]" * 5000, "9" * 5000, "1979-13-32", "{a=" * 5000], ids=len
+)
+def test_what_python_cannot_read_is_refused_too(value: str) -> None:
+    with pytest.raises(ExpectationError, match="not TOML: "):
+        parse(f"{GOOD}more = {value}\n", "e.toml")
+
+
 @pytest.mark.parametrize("second", ["COMM-ORDER", "COMM-*", "*"])
 def test_a_requirement_has_one_entry(second: str) -> None:
     refused(
