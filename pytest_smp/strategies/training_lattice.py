@@ -125,7 +125,7 @@ def _magnitudes(case: Training, largest: float) -> _Magnitudes:
     loss = ((out + y) ** 2 if case.loss == "square" else out * y).sum()
     (upstream,) = torch.autograd.grad(loss, out)
     with seen:
-        out.backward(upstream)
+        out.backward(upstream)  # type: ignore[no-untyped-call]
     grads = [p.grad for p in module.parameters() if p.grad is not None and p.grad.numel()]
     values = max(seen.found, float(upstream.max()), float(loss.detach()), largest)
     return _Magnitudes(values, max(float(grad.max()) for grad in grads))
