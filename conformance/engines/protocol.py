@@ -29,13 +29,14 @@ class EngineError(Exception):
 class Conventions:
     """How an engine reduces gradients; sums over accumulated passes.
 
-    ``"as asked"`` follows the case's ``average``. ``shards``: how a parameter is split, for those that
-    split it: in equal parts of its flat elements, or of its rows.
+    ``"as asked"`` follows the case's ``average``. ``shards``: what is split in equal parts, for those
+    that split: the flat elements of a parameter, its rows, or all elements of a unit of parameters, one
+    after the other (FSDP1's flat parameter).
     """
 
     dp: Literal["mean", "sum"] = "mean"
     microbatch: Literal["mean", "sum", "as asked"] = "as asked"
-    shards: Literal["flat", "rows"] = "flat"
+    shards: Literal["flat", "rows", "unit"] = "flat"
 
     def divisor(self, case: Training) -> int:
         """What the sum over replicas, passes and microbatches is divided by."""
@@ -44,7 +45,12 @@ class Conventions:
 
 
 class Session(Protocol):
-    """One rank's training of one case."""
+    """One rank's training of one case.
+
+    A case is trained so: for each of ``case.windows``, ``zero_grad``, ``case.passes`` times ``backward``,
+    ``gradients``, and ``step`` where ``case.steps_after(window)``; then ``parameters`` and ``close``. So
+    ``zero_grad`` may come again without a ``step`` in between, and drops the gradients of that window.
+    """
 
     def backward(self, batch: Batch, *, boundary: bool) -> tuple[list[Tensor], list[Tensor]]:
         """Forward and backward of one step: losses and outputs by microbatch, in order, detached.
@@ -71,7 +77,9 @@ class Session(Protocol):
         ...
 
     def close(self) -> None:
-        """Give up what the session holds."""
+        """Give up what the session holds, and what its engine keeps in modules: groups, counters, the model
+        that it knows. The next case is trained by the same processes.
+        """
         ...
 
 

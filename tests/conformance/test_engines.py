@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import conformance
 from conformance.engines.capabilities import EngineCapability
 from conformance.engines.names import BUILT_IN, find_engine
 from conformance.engines.protocol import Conventions, EngineError
@@ -147,3 +148,15 @@ def test_conventions_say_what_sums_are_divided_by() -> None:
     assert [summed.divisor(case), summed.divisor(other)] == [1, 1]
     assert Conventions(microbatch="mean").divisor(other) == 8
     assert Conventions(microbatch="sum").divisor(case) == 2
+
+
+def test_the_page_names_the_modules_that_ask_an_engine() -> None:
+    root = Path(conformance.__file__).parents[1]
+    page = (root / "docs" / "conformance.md").read_text()
+    sentence = page.partition("An engine is asked by the modules ")[2].partition(";")[0]
+    modules = {
+        path.stem
+        for path in (root / "conformance").glob("test_*.py")
+        if "smp_engine" in path.read_text()
+    }
+    assert set(re.findall(r"`(\w+)`", sentence)) == modules
