@@ -52,6 +52,16 @@ def test_a_tensor_keeps_values_and_strides(name):
     assert not came._is_view() or not came.is_contiguous()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.uint8])
+def test_a_tensor_keeps_its_place_within_64_bytes(dtype):
+    row = torch.arange(60).to(dtype)
+    given = [row[start : start + 3] for start in (0, 1, 7, 16, 31, 50)]
+    came = crossed(given).thaw()
+    for one, other in zip(given, came, strict=True):
+        assert torch.equal(one, other)
+        assert one.data_ptr() % 64 == other.data_ptr() % 64
+
+
 def test_a_nest_keeps_its_identities():
     a, b = torch.ones(2), torch.zeros(3, requires_grad=True)
     nest = {"a": a, "list": [b, a, (None, 3, "text")], "again": b}
