@@ -30,7 +30,7 @@ _HELP = {
     "certify": "allow nothing skipped, deselected or stale; say which level is certified",
     "expectations": "the file of failures that are expected (TOML)",
     "write_expectations": "run everything and write the file of expected failures from what failed",
-    "report": "write the verdicts to this file (JSON)",
+    "report": "write the verdicts to this file (JSON); in other sessions, those on tests on ranks",
     "engine": "what trains in the requirements of training: smp, ddp or module:attribute",
     "level": "run the requirements up to this level alone: L0, L1, ...",
     "smoke": "rehearse: at most three examples of each property; certifies nothing",
@@ -72,8 +72,8 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def given(config: pytest.Config) -> str:
-    """The first of the suite's options that is on the command line, or the empty text."""
-    names = (*_HELP, "selftest", "mutants", "mutant")
+    """The first option on the command line that is about the suite alone, or the empty text."""
+    names = (*(name for name in _HELP if name != "report"), "selftest", "mutants", "mutant")
     flags = (f"--smp-{name.replace('_', '-')}" for name in names if config.getoption(f"smp_{name}"))
     return next(flags, "")
 

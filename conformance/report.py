@@ -4,15 +4,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import errno
 import json
-import os
 import platform
-import stat
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from importlib import metadata
@@ -22,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from conformance.engines.capabilities import EngineCapability
 from conformance.registry import NEEDS, Level, Requirement
 from conformance.verdicts import Outcome, Verdict
+from pytest_smp.written import write_text
 from smp_core.backends.capabilities import Capabilities, Capability
 
 if TYPE_CHECKING:
@@ -201,84 +196,3 @@ def shortened(text: str) -> str:
 def write(path: Path, document: dict[str, Any]) -> None:
     """Write the document; whoever reads the file meanwhile sees the old one or the new one, whole."""
     write_text(path, json.dumps(document, indent=2) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file at once, or not at all. A link stays: what it points to is written.
-
-    What is no regular file (a pipe, a device, the standard output) is not replaced: the text goes
-    into it.
-    """
-    descriptor = _descriptor(path)
-    if descriptor is not None:
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        return
-    path = Path(os.path.realpath(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        os.chmod(name, _mode(path))
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-
-
-def check_writable(path: Path) -> None:
-    """Raise OSError if ``write_text`` could not write the file."""
-    if is_stream(path):
-        if not os.access(path, os.W_OK):  # to open a pipe is to wait for its reader
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        return
-    with contextlib.suppress(FileNotFoundError):
-        path.stat()  # raises for links that go in circles
-    path = Path(os.path.realpath(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    with tempfile.TemporaryFile(dir=path.parent):
-        pass
-
-
-def is_stream(path: Path) -> bool:
-    """Whether what is written stays written: no regular file, or one that is our output."""
-    try:
-        found = path.stat()
-    except OSError:
-        return False
-    ordinary = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)
-    return not ordinary or _standard(found) is not None
-
-
-def _descriptor(path: Path) -> int | None:
-    """A file descriptor to write into, for a stream."""
-    if not is_stream(path):
-        return None
-    standard = _standard(path.stat())
-    if standard is None:
-        return os.open(path, os.O_WRONLY)
-    # Opened anew by its name, a regular file would be written from its start, and a socket not be
-    # opened at all.
-    sys.stdout.flush()
-    return os.dup(standard)
-
-
-def _standard(found: os.stat_result) -> int | None:
-    """Which of this process's standard output and error a file is."""
-    for descriptor in (1, 2):
-        with contextlib.suppress(OSError):  # closed
-            if os.path.samestat(found, os.fstat(descriptor)):
-                return descriptor
-    return None
-
-
-def _mode(path: Path) -> int:
-    """What an ordinary write would give the file: mkstemp makes it private."""
-    if path.exists():
-        return path.stat().st_mode & 0o777
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask

@@ -28,7 +28,7 @@ from conformance.engines.protocol import Engine, EngineError
 from conformance.expectations import Expectation, ExpectationError
 from conformance.registry import Level, Need, Registry, RequirementError
 from conformance.verdicts import NotSupported, Outcome, Verdict, counted, judge_all, lacking, table
-from pytest_smp import settings
+from pytest_smp import settings, written
 from smp_core.backends import find_backend
 from smp_core.backends.capabilities import DTYPES, EVERYTHING, REDUCTIONS, Capabilities, Capability
 from smp_core.errors import BackendError, RunTimeout
@@ -478,7 +478,7 @@ class Session:
             path = getattr(self.options, name)
             if path is not None:
                 try:
-                    report.check_writable(path)
+                    written.check_writable(path)
                 except OSError as error:
                     option = f"--smp-{name.replace('_', '-')}"
                     raise pytest.UsageError(f"{option}={path.name}: {error.strerror}") from None
@@ -486,7 +486,7 @@ class Session:
 
     def _write_so_far(self) -> None:
         """Write what is known: a session of hours that is killed keeps it."""
-        if self.options.report is not None and not report.is_stream(self.options.report):
+        if self.options.report is not None and not written.is_stream(self.options.report):
             self._write_report(None)
 
     def _write_report(self, exit_status: int | None) -> None:
@@ -507,7 +507,7 @@ class Session:
         failed = {id for id, rs in by_id.items() if any(r.outcome in waivable for r in rs)}
         errors = {r.requirement: r.error or "" for r in self.results.values() if r.error}
         entries = expectations.updated(self.entries, self.verdicts(), failed)
-        report.write_text(path, expectations.written(entries, errors))
+        written.write_text(path, expectations.written(entries, errors))
         todo = sum(entry.todo for entry in entries)
         text = f"{path.name}: {len(entries)} expected failures written"
         if todo:

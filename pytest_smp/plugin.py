@@ -107,6 +107,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        # They say by themselves on how many ranks they run.
+        if "smp_world" in getattr(item, "fixturenames", ()):
+            item.user_properties.append((summary.RANKS, 0))
     marked = [item for item in items if item.get_closest_marker("smp") is not None]
     if not marked:
         return

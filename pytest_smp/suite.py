@@ -48,6 +48,10 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     door = _Door(config)
     config.pluginmanager.register(door, "smp-conformance-door")
+    if config.getoption("smp_report") and not hasattr(config, "workerinput"):
+        from pytest_smp.report import Writer
+
+        config.pluginmanager.register(Writer(config, lambda: door.is_open), "smp-report")
     given = _OPTIONS.given(config)
     if given or any(leads_in(config, argument) for argument in config.args):
         door.open(given or _NAME)
@@ -72,6 +76,11 @@ class _Door:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._plugin: Any = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the suite's plugin is loaded."""
+        return self._plugin is not None
 
     def open(self, why: str) -> Any:
         """The suite's plugin, loaded at the first call.

@@ -15,7 +15,7 @@ import pytest
 
 from pytest_smp import launch
 
-RANKS = "smp_ranks"  #: the property of a report that tells how many ranks the marked test is for
+RANKS = "smp_ranks"  #: the property of a report: how many ranks the marked test is for; 0 with smp_world
 _MOST_TESTS = 10
 _MOST_LINES = 12  # of one error's message
 

@@ -561,7 +561,9 @@ def test_ini_keys_count_in_sessions_of_the_suite_only(small: Any, tmp_path: Path
         assert "requirements: " not in output
         assert exit_code(output) == 0
     assert not (tmp_path / "r.json").exists()
-    assert json.loads((tmp_path / "flag.json").read_text())["certification"]["asked"] is False
+    # Of a session of other tests it tells those that use ranks: none.
+    other = json.loads((tmp_path / "flag.json").read_text())
+    assert (other["schema"], other["tests"]) == ("smp-test-report", [])
 
     suite, folder, above, workers = small(
         ["small", *missing], [".", *missing], ["."], [".", "-n1", "--smp-ranks=4"]

@@ -19,6 +19,7 @@ from conformance import report
 from conformance.registry import Level
 from conformance.session import Result
 from conformance.verdicts import Outcome, Verdict
+from pytest_smp import written
 from smp_core.backends.capabilities import Capability
 
 SCHEMA = json.loads(report.SCHEMA.read_text())
@@ -292,7 +293,7 @@ def test_a_file_is_written_whole_or_not_at_all(
         raise KeyboardInterrupt(signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(report.os, "replace", interrupted)
+        patch.setattr(written.os, "replace", interrupted)
         with pytest.raises(KeyboardInterrupt):
             report.write(path, {"a": 1})
     assert path.read_text() == "before"
@@ -309,38 +310,38 @@ def test_a_link_stays_and_what_it_points_to_is_written(tmp_path: Path) -> None:
         link.symlink_to(name)
         if name.endswith("there"):
             (tmp_path / name).write_text("before")
-        report.check_writable(link)
-        report.write_text(link, "after")
+        written.check_writable(link)
+        written.write_text(link, "after")
         assert link.is_symlink()
         assert (tmp_path / name).read_text() == "after"
     assert len(list((tmp_path / "far").iterdir())) == 2
     (tmp_path / "round").symlink_to("round")
     with pytest.raises(OSError, match="symbolic links"):
-        report.check_writable(tmp_path / "round")
+        written.check_writable(tmp_path / "round")
 
 
 def test_what_is_no_file_is_written_into_and_stays(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    report.check_writable(pipe)
-    report.write_text(pipe, "text")
+    written.check_writable(pipe)
+    written.write_text(pipe, "text")
     assert os.read(reader, 100) == b"text"
     os.close(reader)
     assert pipe.is_fifo()
     assert list(tmp_path.iterdir()) == [pipe]
     (tmp_path / "null").symlink_to("/dev/null")
-    report.check_writable(tmp_path / "null")
-    report.write_text(tmp_path / "null", "text")
+    written.check_writable(tmp_path / "null")
+    written.write_text(tmp_path / "null", "text")
     assert not Path("/dev/null").is_file()
 
 
 OUTPUT = """
 import os, pathlib, sys
-from conformance import report
+from pytest_smp import written
 print("before")
-report.check_writable(pathlib.Path("/proc/self/fd/1"))
-report.write_text(pathlib.Path("/proc/self/fd/1"), "text\\n")
+written.check_writable(pathlib.Path("/proc/self/fd/1"))
+written.write_text(pathlib.Path("/proc/self/fd/1"), "text\\n")
 print("after")
 """
 
