@@ -67,6 +67,21 @@ class Place:
         where = f"{relative(self.filename)}:{self.lineno} in {self.function}"
         return f"{where}:  {source}" if source else where
 
+    def traceback(self) -> types.TracebackType | None:
+        """A traceback of this line alone, for an error that is raised where no frame of it is."""
+        text = "\n" * (self.lineno - 1) + "raise _Here"
+        code = compile(text, self.filename, "exec").replace(co_name=self.function)
+        try:
+            exec(code, {"_Here": _Here, "__name__": "<a rank>", "__file__": self.filename})
+        except _Here as here:
+            entry = here.__traceback__
+            return None if entry is None else entry.tb_next
+        return None
+
+
+class _Here(Exception):
+    """Raised to make a traceback."""
+
 
 def relative(filename: str) -> str:
     """A file as seen from the working folder, where it lies below it."""

@@ -38,12 +38,16 @@ from smp_core.backends.board.calls import (
 )
 from smp_core.backends.board.ranks import RankState
 from smp_core.backends.board.recorder import UNKNOWN
+from smp_core.backends.frames import Place
 from smp_core.backends.hosts import diagnosis
 from smp_core.backends.hosts.diagnosis import Wait, ranks_text, wait_lines
 from smp_core.errors import BackendError, CollectiveMismatchError, RankError, SmpError
 
 #: Elements that a backend moves in a second at the very least.
 _SLOWEST = 10_000_000
+
+
+_MOST_UNWAITED = 4  # calls that a time-out lists for each rank
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,12 +61,18 @@ class Finding:
         waits: for each rank that waits, in what and for whom, in words.
         follows: some rank had caught the error of an earlier call, so what it did then may follow
             from another rank's death.
+        place: the line of the root's call.
     """
 
     error: SmpError
     root: int
     waits: dict[int, str]
     follows: bool = False
+    place: Place | None = None
+
+    def shown(self) -> SmpError:
+        """The error, as if that line had raised it."""
+        return self.error.with_traceback(None if self.place is None else self.place.traceback())
 
     @property
     def verdict(self) -> VerdictKind:
@@ -263,7 +273,8 @@ class Board:
             if found is not None:
                 error, root = found
                 follows = any(self._ranks[call.rank].raised for call in calls)
-                return Finding(error, root, self._all_waits(), follows)
+                place = next((call.place for call in calls if call.rank == root), None)
+                return Finding(error, root, self._all_waits(), follows, place)
         return None
 
     def _may_learn(self, suspect: Meeting | tuple[Post, Post], now: float) -> bool:
@@ -339,21 +350,24 @@ class Board:
             return astray
         finished = [state.rank for state in self._ranks if state not in pending]
         error, root = diagnosis.deadlock(waits, finished, self.size)
-        return Finding(error, root, {wait.rank: _lines(wait) for wait in waits})
+        place = next(wait.place for wait in waits if wait.rank == root)
+        return Finding(error, root, {wait.rank: _lines(wait) for wait in waits}, place=place)
 
     def _wait(self, state: RankState, blocked: list[Issued]) -> Wait:
         missing = sorted({rank for call in blocked for rank in call.wants()})
         first = blocked[0]
         place = state.place if state.waits else first.place
         hint = self._hint(first) if isinstance(first, Handover) and first.sends else None
-        return Wait(state.rank, first.described(), tuple(missing), place, hint)
+        return Wait(state.rank, first.described(), tuple(missing), place, hint, first.place)
 
     def _astray(self) -> Finding | None:
         """The first call that names a member which its group does not have, and that the backend
         took without an error.
         """
         call = next((each for each in self._strays if not each.raised), None)
-        return None if call is None else Finding(call.error(), call.rank, self._all_waits())
+        if call is None:
+            return None
+        return Finding(call.error(), call.rank, self._all_waits(), place=call.place)
 
     def _hint(self, call: Handover) -> str | None:
         others: dict[str, list[int]] = {}
@@ -397,6 +411,19 @@ class Board:
             return ""
         why = f": {call.why()}" if isinstance(call, Stray) else ""
         return f"after {call.described()}{why}{words.at(call.place)}"
+
+    def unwaited(self, rank: int) -> list[str]:
+        """The calls of a rank that it has issued and not waited for, with their lines: some backends
+        hang where such a call's handle is dropped.
+        """
+        state = self._ranks[rank]
+        calls = [call for call in state.calls.values() if call not in state.current()]
+        lines = [
+            f"  rank {rank} has not waited for {call.described()}{words.at(call.place)}"
+            for call in calls[:_MOST_UNWAITED]
+        ]
+        rest = len(calls) - len(lines)
+        return [*lines, *([f"  and {rest} more"] if rest else [])]
 
     def waits(self, rank: int) -> bool:
         """Whether a rank is in a communication call, or has left its body by one that raised."""

@@ -19,8 +19,8 @@ _MOST_WAITS = 16  # different waits that a message lists
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wait:
-    """One rank's wait: its call in words, the ranks it waits for, the user's line, and what may
-    have gone wrong.
+    """One rank's wait: its call in words, the ranks it waits for, the user's line, what may have gone
+    wrong, and the line that made the call, where that is another one.
     """
 
     rank: int
@@ -28,6 +28,7 @@ class Wait:
     missing: tuple[int, ...]
     place: Place | None
     hint: str | None = None
+    issued: Place | None = None
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -109,11 +110,18 @@ def deadlock(
     return DeadlockError("\n".join(lines)), root.rank
 
 
+def _places(wait: Wait) -> str:
+    place = "" if wait.place is None else str(wait.place)
+    if wait.issued is None or str(wait.issued) == place:
+        return place
+    return f"{place}\n      issued at {wait.issued}".lstrip()
+
+
 def wait_lines(waits: Sequence[Wait]) -> list[str]:
     """One line for all ranks in the same call at the same place, waiting for the same ranks."""
     merged: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
     for wait in waits:
-        key = wait.call, wait.missing, "" if wait.place is None else str(wait.place)
+        key = wait.call, wait.missing, _places(wait)
         merged.setdefault(key, []).append(wait.rank)
     lines = []
     for (call, missing, place), ranks in itertools.islice(merged.items(), _MOST_WAITS):

@@ -359,7 +359,7 @@ class Run:
         finding = self._finding
         mismatch = finding is not None and finding.verdict is VerdictKind.MISMATCH
         if finding is not None and mismatch and not (finding.follows and self._crashed):
-            return finding.root, finding.error, finding.verdict
+            return finding.root, finding.shown(), finding.verdict
         if self._crashed:
             self.whole = False
             slot = next(iter(self._crashed))  # the first that was told: others may follow from it
@@ -368,7 +368,7 @@ class Run:
             slot = min(self._errors, key=self._rank_of_cause)
             return slot, self._errors[slot], VerdictKind.FAILED
         if finding is not None:
-            return finding.root, finding.error, finding.verdict
+            return finding.root, finding.shown(), finding.verdict
         return None, None, VerdictKind.PASSED
 
     def _rank_of_cause(self, slot: int) -> tuple[bool, int]:
@@ -438,17 +438,21 @@ class Run:
         lines = [f"timeout: the run did not end within {limit}"]
         details = {slot: f"rank {slot} {self._where(slot) or 'never came back'}" for slot in stuck}
         for slot in sorted(stuck, key=lambda each: (self._waits(each), each)):
-            lines += [details[slot], *stacks.get(slot, ())]  # the one to blame first
+            lines += [details[slot], *self._unwaited(slot)]  # the one to blame first
+            lines += stacks.get(slot, ())
         for slot, done in sorted(self._done.items()):
             error = done.outcome.error
             text = "" if error is None else f" {type(error).__name__}: {error}"
-            lines.append(f"rank {slot} has {done.outcome.kind}{text}")
+            lines += [f"rank {slot} has {done.outcome.kind}{text}", *self._unwaited(slot)]
         self._stop(list(stuck.values()))
         outcomes = [self._outcome(rank, None, None) for rank in self.ranks]
         for slot, detail in details.items():
             outcomes[slot].kind, outcomes[slot].detail = OutcomeKind.STUCK, detail
         timeout = RunTimeout("\n".join(lines))
         return Report(VerdictKind.TIMED_OUT, outcomes, None, timeout)
+
+    def _unwaited(self, slot: int) -> list[str]:
+        return self._board.unwaited(slot) if self._checks else []
 
     def _where(self, slot: int) -> str:
         return self._board.where(slot) if self._checks else ""

@@ -61,6 +61,13 @@ class Judgement(Operation, Protocol):
 _TURNS = 1000
 
 
+def _issued(operation: Operation, rank: int) -> Place | None:
+    """Where this rank made the call that it waits for, if the operation knows."""
+    issued = getattr(operation, "issued", None)
+    place: Place | None = None if issued is None else issued(rank)
+    return place
+
+
 class Seat:
     """One rank's place in the scheduler: the lock it sleeps on, and what it waits for."""
 
@@ -274,6 +281,7 @@ class Scheduler:
                 tuple(seat.waiting.missing(seat.rank)),
                 places[seat.rank],
                 getattr(seat.waiting, "hint", None),
+                _issued(seat.waiting, seat.rank),
             )
             for seat in self.seats
             if seat.waiting is not None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -231,3 +233,58 @@ def test_a_group_is_shown_with_its_ranks(run: Callable[..., Report]) -> None:
         "rank 2 waits in barrier() [group 1 (ranks 2, 0 in this order), call 1] for rank 0" in text
     )
     assert "rank 1 waits in smp.broadcast(group DP_GROUP (ranks 0-2)) for ranks 0, 2" in text
+
+
+# ---- Lines ---------------------------------------------------------------------------------------
+
+
+def waits_for_a_request() -> None:
+    if dist.get_rank() == 0:
+        work = dist.irecv(torch.ones(2), 1)
+        assert work is not None
+        dist.get_world_size()
+        work.wait()  # where it waits
+
+
+def test_a_deadlock_shows_where_a_pending_request_was_issued(run: Callable[..., Report]) -> None:
+    report = run(waits_for_a_request)
+    assert report.verdict is VerdictKind.DEADLOCK, report.error
+    text = str(report.error)
+    assert line_of(waits_for_a_request, "where it waits") in text
+    issued = f"      issued at tests/smp_core/backends/{line_of(waits_for_a_request, 'irecv')}"
+    assert issued in text.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("body", "text"), [(waits_for_a_request, "where it waits"), (calls_differ, "smp.barrier")]
+)
+def test_a_verdict_is_raised_at_the_line_of_its_rank(
+    run: Callable[..., Report], body: Body, text: str
+) -> None:
+    """pytest shows that line, and the section at the end repeats it."""
+    report = run(body)
+    assert report.error is not None
+    last = traceback.extract_tb(report.error.__traceback__)[-1]
+    where = f"test_words.py:{last.lineno} in {last.name}:  {last.line}"
+    assert where == line_of(body, text)
+    assert last.filename == __file__
+
+
+def drops_a_request() -> None:
+    if dist.get_rank() == 0:
+        dist.isend(torch.ones(2), 1)  # dropped
+    time.sleep(3600)
+
+
+def test_a_time_out_names_what_was_not_waited_for() -> None:
+    host = open_backend("gloo", HostOptions(ranks=2))
+    try:
+        job = Job(body=drops_a_request, arguments=lambda rank: ((), {}), timeout=1)
+        report = host.open(2).run(job)
+    finally:
+        host.close()
+    assert report.verdict is VerdictKind.TIMED_OUT, report.error
+    text = str(report.error)
+    said = "  rank 0 has not waited for send to rank 1 (float32, shape [2], tag 0) [group WORLD]"
+    assert f"{said}\n      tests/smp_core/backends/{line_of(drops_a_request, 'dropped')}" in text
+    assert "rank 1 has not waited" not in text

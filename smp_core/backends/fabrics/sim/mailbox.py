@@ -75,6 +75,10 @@ class Post:
             return [each for each in self.group.ranks if each != rank]
         return (self.group.ranks[self.peer],)
 
+    def issued(self, rank: int) -> Place | None:
+        """The line that posted it."""
+        return self.place
+
     def values(self, rank: int) -> list[torch.Tensor]:
         """What the rank gets, once done."""
         return [] if self.value is None else [self.value]

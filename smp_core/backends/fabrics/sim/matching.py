@@ -59,6 +59,11 @@ class Meeting:
         ranks = self.channel.group.ranks
         return [rank for rank, call in zip(ranks, self.calls, strict=True) if call is None]
 
+    def issued(self, rank: int) -> Place | None:
+        """The line of this member's call."""
+        call = self.calls[self.channel.position[rank]]
+        return None if call is None else call.place
+
     def values(self, rank: int) -> Any:
         """What a member gets, once done, if the result has a part for each member."""
         return self.result[self.channel.position[rank]]
