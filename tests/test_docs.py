@@ -97,7 +97,8 @@ def test_the_number_of_requirements_is_the_one_that_pages_show():
         for line in re.findall(r"= requirements: (.*?) \(", page.read_text(encoding="utf-8"))
     }
     assert {"README.md", "third_party.md"} <= {page for page, _ in shown}
-    assert {place: count for place, count in shown.items() if count != len(REQUIREMENTS)} == {}
+    other = {place: count for place, count in shown.items() if count != len(REQUIREMENTS)}
+    assert not other, f"there are {len(REQUIREMENTS)} requirements: correct {other}"
 
 
 def test_the_first_example_of_the_readme_is_the_one_in_examples():
