@@ -26,6 +26,7 @@ from pytest_smp.strategies.training_sharding import (
     ShardedTraining,
     sharded_trainings,
 )
+from smp_core.backends.hosts import current
 
 
 def trials(count: int) -> settings:
@@ -136,6 +137,8 @@ def train_on_rank(engine: str, case: Training, salted: bool = False) -> Seen:
     ``salted``: every rank but 0 makes other weights.
     """
     found = find_engine(engine)
+    if found.conventions.fresh:
+        current.retire(f"engine {found.name} trains one case in a process")
     replica = found.replica(case)
     at = importlib.import_module("torch.distributed").get_rank() if case.ranks > 1 else 0
     session = found.build(case, salt=f"rank {at}" if salted and at else "")

@@ -31,12 +31,15 @@ class Conventions:
 
     ``"as asked"`` follows the case's ``average``. ``shards``: what is split in equal parts, for those
     that split: the flat elements of a parameter, its rows, or all elements of a unit of parameters, one
-    after the other (FSDP1's flat parameter).
+    after the other (FSDP1's flat parameter). ``fresh``: whether processes that have trained a case cannot
+    train another, because of what the engine keeps in them: they are replaced then, which takes time,
+    and takes a backend whose ranks are processes.
     """
 
     dp: Literal["mean", "sum"] = "mean"
     microbatch: Literal["mean", "sum", "as asked"] = "as asked"
     shards: Literal["flat", "rows", "unit"] = "flat"
+    fresh: bool = False
 
     def divisor(self, case: Training) -> int:
         """What the sum over replicas, passes and microbatches is divided by."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from smp_core.errors import ThreadError
+from smp_core.errors import BackendError, ThreadError
 
 if TYPE_CHECKING:
     from smp_core.backends.hosts.threads import RankContext
@@ -23,6 +23,20 @@ class _Process:
 def current() -> Any:
     """The rank that this thread is (a RankContext or a RankProcess), or None where there is none."""
     return getattr(_local, "context", None) or _Process.context
+
+
+def retire(reason: str) -> None:
+    """Have this rank's process replaced after the run; ``reason`` says why, in the log.
+
+    Raises BackendError where the rank is no process of its own, or the run is nobody's.
+    """
+    context = current()
+    if not hasattr(context, "retire"):
+        raise BackendError(
+            f"a fresh process is needed ({reason}), and ranks are threads of this one. Use a backend whose "
+            "ranks are processes: --smp-backend=gloo"
+        )
+    context.retire = reason
 
 
 def set_process(context: Any) -> None:

@@ -58,11 +58,12 @@ class Berth:
 class ProcessContext:
     """One rank of one run, as the API sees it (compare threads.RankContext)."""
 
-    __slots__ = ("fabric", "job", "rank", "runtime", "size")
+    __slots__ = ("fabric", "job", "rank", "retire", "runtime", "size")
 
     def __init__(self, rank: int, size: int, job: Job, fabric: RankFabric) -> None:
         self.rank, self.size, self.job, self.fabric = rank, size, job, fabric
         self.runtime: Any = None
+        self.retire = ""  # why this process is not to serve another run
 
 
 class _Line:
@@ -127,6 +128,7 @@ class _Server:
         self._launch: dict[int, dict[str, str]] = {}  # by the size of the world
         self._orders: Orders | None = None
         self._standing: _Standing | None = None
+        self._retired: list[str] = []  # why this process is not to serve another run
         self._strikes: ProcessStrikes | None = None  # from the run's start until its result is sent
         self._surroundings = Surroundings()
         self._belongings = Belongings()
@@ -226,9 +228,9 @@ class _Server:
         if self._output is not None:
             outcome.stdout, outcome.stderr = self._output.written()
         records = self._line.sent - start
-        return Done(
-            errand.number, outcome, packed, value, groups, changed + unclean + broken, records
-        )
+        retired, self._retired = self._retired, []
+        reasons = changed + unclean + broken + retired
+        return Done(errand.number, outcome, packed, value, groups, reasons, records)
 
     def _take(self, errand: Errand) -> Orders:
         if errand.orders is not None:
@@ -267,6 +269,9 @@ class _Server:
             self._recorder.end()
             if self._strikes is not None:
                 self._strikes.close()
+            context = current.current()
+            if context is not None and context.retire:
+                self._retired.append(context.retire)
             current.set_process(None)
 
     def _struck(self, job: Job, fabric: RankFabric, orders: Orders) -> Callable[..., Any]:

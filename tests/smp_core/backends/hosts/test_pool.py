@@ -26,7 +26,7 @@ import torch.distributed as dist
 import smp_core.torch as smp
 from smp_core.backends import open_backend
 from smp_core.backends.base import HostOptions, Job, OutcomeKind, Report, VerdictKind
-from smp_core.backends.hosts import wire
+from smp_core.backends.hosts import current, wire
 from smp_core.errors import BackendError, CrashError, DeadlockError, LeakError, RunTimeout
 
 RANKS = 3
@@ -697,3 +697,28 @@ def test_a_descriptor_left_in_the_place_of_another(run, host):
     run(_exchanges_descriptors)
     run(_ranks)
     assert host.replaced == before + RANKS
+
+
+def test_a_rank_that_retires_is_replaced_after_the_run_however_it_ended(run):
+    def body(retires, fails):
+        if dist.get_rank() in retires:
+            current.retire("it has trained")
+        if fails:
+            raise ValueError("on every rank")
+        return os.getpid()
+
+    def pids(*args):
+        return [outcome.value for outcome in run(body, *args).outcomes]
+
+    first = pids((), False)
+    assert pids((1,), False) == first  # it ends its run first
+    second = pids((), False)
+    assert [one == other for one, other in zip(first, second, strict=True)] == [True, False, True]
+    run(body, (0, 2), True)
+    third = pids((), False)
+    assert [one == other for one, other in zip(second, third, strict=True)] == [False, True, False]
+
+
+def test_ranks_that_are_threads_cannot_retire(smp_world):
+    with pytest.raises(BackendError, match=r"it has trained.*--smp-backend=gloo"):
+        smp_world.run(current.retire, "it has trained", ranks=2)
