@@ -167,10 +167,10 @@ def test_a_rank_that_never_comes_back(host):
                 pass
         smp.barrier()
 
-    report = run(host, body, 3, timeout=0.5)
+    report = run(host, body, 3, timeout=5)
     assert (report.verdict, type(report.error)) == (VerdictKind.TIMED_OUT, RunTimeout)
     text = str(report.error)
-    assert "did not end within 0.5 s" in text
+    assert "did not end within 5 s" in text
     assert text.index("rank 1 never came back") < text.index("rank 0 waits in smp.barrier()")
     assert "rank 2 has not started" in text
     assert "in body" in text
@@ -186,7 +186,7 @@ def test_a_lock_held_over_a_barrier_is_found_by_the_time_limit(host):
         with lock:
             smp.barrier()
 
-    report = run(host, body, 2, timeout=0.5)
+    report = run(host, body, 2, timeout=5)
     assert report.verdict is VerdictKind.TIMED_OUT
     assert "with lock:" in str(report.error)
 
@@ -329,7 +329,7 @@ def test_a_failure_before_the_time_limit_is_told(host):
         while True:
             pass
 
-    report = run(host, body, 2, timeout=0.5)
+    report = run(host, body, 2, timeout=5)
     assert report.verdict is VerdictKind.TIMED_OUT
     assert "rank 0 has raised ValueError: the root of it" in str(report.error)
     assert isinstance(report.error.__cause__, ValueError)

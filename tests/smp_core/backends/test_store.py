@@ -215,7 +215,7 @@ def test_a_store_belongs_to_its_rank(smp_world: Any) -> None:
         if rank == 1:
             stores[0].get("nothing")
 
-    report = smp_world.report(body, ranks=2, timeout=5)
+    report = smp_world.report(body, ranks=2, timeout=60)
     assert isinstance(report.error, ThreadError)
     assert report.root == 1
 

@@ -112,7 +112,7 @@ def test_trap_2_another_ranks_work_is_refused_at_once(smp_world: Any, use: str) 
                 torch_private.c10d._get_default_store().check(["nothing"])
             getattr(captured[1], use)()
 
-    report = smp_world.report(body, ranks=2, timeout=5)
+    report = smp_world.report(body, ranks=2, timeout=60)
     assert isinstance(report.error, ThreadError)
     assert report.root == 1
 
@@ -191,7 +191,7 @@ def test_trap_3_a_lock_held_over_a_barrier_is_found_by_the_timeout() -> None:
     host = open_backend("sim")
     try:
         world = host.open(2)
-        report = world.run(Job(body=body, arguments=no_arguments, timeout=0.5))
+        report = world.run(Job(body=body, arguments=no_arguments, timeout=5))
         over.set()
         assert report.verdict is VerdictKind.TIMED_OUT
         text = str(report.error)
