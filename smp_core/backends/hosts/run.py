@@ -431,15 +431,21 @@ class Run:
     def _timeout(self) -> Report:
         """The verdict on a run that did not end in time: every rank's state and stack."""
         stuck = dict(self._running)
-        stacks = self._crew.stacks(list(stuck.values()))
+        # Before the stacks are asked for: the signal that does so wakes a rank from a pause or a
+        # sleep in C, and what it does then is no news of why the run did not end.
         if self._checks:
             self._finish_reading()
+        details = {slot: f"rank {slot} {self._where(slot) or 'never came back'}" for slot in stuck}
+        unwaited = {slot: self._unwaited(slot) for slot in stuck}
+        order = sorted(stuck, key=self._blame)
+        for slot in stuck:
+            if self._is_stopped(slot):
+                details[slot] += "\n      its process is stopped, by a signal or a debugger"
+        stacks = self._crew.stacks(list(stuck.values()))
         limit = f"{self._job.timeout:g} s (--smp-timeout)"
         lines = [f"timeout: the run did not end within {limit}"]
-        details = {slot: f"rank {slot} {self._where(slot) or 'never came back'}" for slot in stuck}
-        for slot in sorted(stuck, key=lambda each: (self._waits(each), each)):
-            lines += [details[slot], *self._unwaited(slot)]  # the one to blame first
-            lines += stacks.get(slot, ())
+        for slot in order:
+            lines += [details[slot], *unwaited[slot], *stacks.get(slot, ())]
         for slot, done in sorted(self._done.items()):
             error = done.outcome.error
             text = "" if error is None else f" {type(error).__name__}: {error}"
@@ -453,6 +459,17 @@ class Run:
 
     def _unwaited(self, slot: int) -> list[str]:
         return self._board.unwaited(slot) if self._checks else []
+
+    def _blame(self, slot: int) -> tuple[bool, bool, bool, int]:
+        """Sorts ranks by how much they are to blame for a time-out: one that is stopped; one in no
+        call; one in a call that nobody keeps from ending; one that waits for others.
+        """
+        blocked = self._checks and self._board.blocked(slot)
+        return not self._is_stopped(slot), blocked, self._waits(slot), slot
+
+    def _is_stopped(self, slot: int) -> bool:
+        state = self._crew.state(self.ranks[slot])
+        return state is not None and state.stopped
 
     def _where(self, slot: int) -> str:
         return self._board.where(slot) if self._checks else ""
