@@ -130,10 +130,10 @@ def test_a_loop_ends_at_the_time_limit_with_every_stack(run, host):
         dist.barrier()
 
     before = host.abandoned
-    report = run(body, timeout=0.3)
+    report = run(body, timeout=5)
     assert report.verdict is VerdictKind.TIMED_OUT
     assert isinstance(report.error, RunTimeout)
-    assert "did not end within 0.3 s (--smp-timeout)" in str(report.error)
+    assert "did not end within 5 s (--smp-timeout)" in str(report.error)
     assert "while smp.rank() == 2:" in str(report.error)
     assert "dist.barrier()" in str(report.error)
     assert kinds(report) == ["stuck"] * RANKS
@@ -144,7 +144,7 @@ def test_a_thread_that_cannot_be_ended_is_left_behind_and_told_of(run, host):
     release = threading.Lock()
     release.acquire()
     before = host.abandoned
-    report = run(lambda: release.acquire() if smp.rank() == 1 else None, timeout=0.3)
+    report = run(lambda: release.acquire() if smp.rank() == 1 else None, timeout=5)
     release.release()
     assert host.abandoned == before + 1
     assert any("rank 1 did not come back" in note for note in report.error.__notes__)
