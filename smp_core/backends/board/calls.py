@@ -227,6 +227,7 @@ class Post(Issued):
     box: Box | None = None
     partner: Post | None = None
     meets: bool = False
+    source: int | None = None  # of a receive from anybody that is over: who sent, if that is known
 
     def text(self) -> str:
         """See Issued."""
@@ -244,6 +245,10 @@ class Post(Issued):
         """See Issued."""
         early = (self.sends and not self.meets) or not self.description.elements
         return [] if early else self.wants()
+
+    def who(self) -> int | None:
+        """Of a receive: the only rank that it can have met, or None."""
+        return self.source if self.peer is None else self.peer
 
     def _partners(self) -> list[int]:
         if self.peer is None:
@@ -349,14 +354,14 @@ class Box:
                 if each.sends and each.rank == post.rank and each.number <= post.number
             ]
             takers = [
-                each for each in self.posts if not each.sends and each.peer in (None, post.rank)
+                each for each in self.posts if not each.sends and each.who() in (None, post.rank)
             ]
             return len(takers) >= len(earlier)
         sends = [each for each in self.posts if each.sends and post.peer in (None, each.rank)]
         taken = [
             each
             for each in self.posts
-            if not each.sends and each.waited and post.peer in (None, each.peer)
+            if not each.sends and each.waited and post.peer in (None, each.who())
         ]
         return len(sends) > len(taken)
 
@@ -374,11 +379,11 @@ class Box:
             return self.posts
         sends = [each for each in self.posts if each.sends]
         receives = sorted(
-            (each for each in self.posts if not each.sends), key=lambda each: each.peer is None
+            (each for each in self.posts if not each.sends), key=lambda each: each.who() is None
         )
         left = []
         for receive in receives:
-            fitting = (each for each in sends if receive.peer in (None, each.rank))
+            fitting = (each for each in sends if receive.who() in (None, each.rank))
             send = next(fitting, None)
             if send is None:
                 left.append(receive)

@@ -115,7 +115,7 @@ class Instrument:
         return method
 
     def _post(self, original: Method, sends: bool, anybody: bool) -> Method:
-        recorder, registry = self._recorder, self._registry
+        recorder, registry, works = self._recorder, self._registry, self._works
 
         @functools.wraps(original)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,6 +133,8 @@ class Instrument:
             ):  # the backend will refuse it, in its own words
                 return original(self, *args, **kwargs)
             number = fingerprint.record_post(recorder, group.number, sends, tensors, peer, tag)
+            if anybody:
+                works.from_anybody(number)
             return call(number, False, original, self, args, kwargs)
 
         call = self._call

@@ -204,6 +204,15 @@ class RankState:
         self.failed = None
         self._calls_of_all.issued(call, partners or [])
 
+    def _took(self, number: int, source: int) -> None:
+        call = self.calls.get(number)
+        if (
+            isinstance(call, Post)
+            and call.peer is None
+            and is_member(source, len(call.group.ranks))
+        ):
+            call.source = call.group.ranks[source]
+
     def _returned(self, number: int) -> None:
         self._take(self.calls.get(number))
 
@@ -268,6 +277,7 @@ _READ: dict[str, Callable[..., None]] = {
     records.RECEIVE_ANY: RankState._receive_any,
     records.OBJECT: RankState._object,
     records.RETURNED: RankState._returned,
+    records.TOOK: RankState._took,
     records.WITHDRAWN: RankState._withdraw,
     records.WAITS: RankState._wait,
     records.DONE: RankState._done,

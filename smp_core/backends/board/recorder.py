@@ -30,6 +30,7 @@ _COLLECTIVE, _SEND, _RECEIVE, _RECEIVE_ANY = (
     FRAMES[kind]
     for kind in (records.COLLECTIVE, records.SEND, records.RECEIVE, records.RECEIVE_ANY)
 )
+_TOOK = FRAMES[records.TOOK]
 _RETURNED, _WITHDRAWN = FRAMES[records.RETURNED], FRAMES[records.WITHDRAWN]
 _WAITS = f'["{records.WAITS}",[%b],%d,%d]\n'.encode()
 _DONE = f'["{records.DONE}",[%b]]\n'.encode()
@@ -196,6 +197,10 @@ class Recorder:
     def returned(self, number: int) -> None:
         """The backend has taken the call."""
         self._say(_RETURNED % number)
+
+    def took(self, number: int, source: int) -> None:
+        """A receive from any source has received from the group's member number ``source``."""
+        self._say(_TOOK % (number, source))
 
     def withdrawn(self, number: int) -> None:
         """The backend has refused the call: it counts nowhere."""

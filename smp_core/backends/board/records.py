@@ -25,6 +25,7 @@ RECEIVE = "r"  # the same
 RECEIVE_ANY = "a"  # number, group, description, place, thread, tag: from any source
 OBJECT = "o"  # number, group, call, place, thread, receivers, source or -1: issued and waited for
 RETURNED = "k"  # number: the backend has taken the call
+TOOK = "t"  # number, group rank: from whom a receive from any source has received
 WITHDRAWN = "x"  # number: the backend has refused the call
 WAITS = "w"  # numbers, place, thread
 DONE = "f"  # numbers: the rank has learnt that they are over
@@ -47,6 +48,7 @@ SHAPES: dict[str, tuple[type, ...]] = {
     RECEIVE_ANY: (int, int, int, int, int, int),
     OBJECT: (int, int, str, int, int, list, int),
     RETURNED: (int,),
+    TOOK: (int, int),
     WITHDRAWN: (int,),
     WAITS: (list, int, int),
     DONE: (list,),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable
@@ -23,6 +24,19 @@ class Works:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._numbers: dict[int, tuple[weakref.ref[Any], list[int], int]] = {}
+        self._anybody: set[int] = set()  # numbers of receives from any source
+
+    def from_anybody(self, number: int) -> None:
+        """This call is a receive from any source: who sent is asked of its work once it is over."""
+        self._anybody.add(number)
+
+    def _done(self, work: Any, numbers: list[int]) -> None:
+        """The rank has learnt that these calls, of one work, are over."""
+        if len(numbers) == 1 and numbers[0] in self._anybody:
+            self._anybody.discard(numbers[0])
+            with contextlib.suppress(Exception):  # a backend that cannot tell
+                self._recorder.took(numbers[0], int(work._source_rank()))
+        self._recorder.done(numbers)
 
     def add(self, work: Any, numbers: list[int]) -> None:
         """``work`` is of these calls."""
@@ -39,7 +53,7 @@ class Works:
         return None
 
     def _waiting(self, original: Method) -> Method:
-        recorder, numbers_of = self._recorder, self._numbers
+        recorder, numbers_of, done = self._recorder, self._numbers, self._done
         inside = recorder.inside
 
         @functools.wraps(original)
@@ -57,13 +71,13 @@ class Works:
             finally:
                 inside.depth -= 1
             numbers_of.pop(id(self), None)
-            recorder.done(entry[1])
+            done(self, entry[1])
             return result
 
         return wait
 
     def _testing(self, original: Method) -> Method:
-        recorder, numbers_of = self._recorder, self._numbers
+        recorder, numbers_of, done = self._recorder, self._numbers, self._done
 
         @functools.wraps(original)
         def test(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +85,7 @@ class Works:
             entry = numbers_of.get(id(self))
             if result and entry is not None and entry[2] == recorder.run and recorder.active:
                 numbers_of.pop(id(self), None)
-                recorder.done(entry[1])
+                done(self, entry[1])
             return result
 
         return test

@@ -470,6 +470,42 @@ def test_receives_from_anybody() -> None:
     assert "recv from any rank" in deadlock(at_once(board))
 
 
+def test_a_receive_behind_one_from_anybody() -> None:
+    """It waits for the rank that the other receive has taken from, and that sends no more."""
+    board, ranks = world(3)
+    for sender in (1, 2):
+        ranks[sender].posts("isend", 0)
+    number = ranks[0].posts("irecv", ANY)
+    ranks[0].waits(number)
+    ranks[0].recorder.took(number, 1)
+    ranks[0].done(number)
+    ranks[0].waits(ranks[0].posts("irecv", 1))
+    for sender in (1, 2):
+        ranks[sender].returns()
+    message = deadlock(at_once(board))
+    assert (
+        "rank 0 waits in recv from rank 1 (float32, shape [4], tag 0) [group WORLD] for rank 1"
+        in message
+    )
+    assert (
+        "wait-for: rank 0 waits for rank 1, which has returned without a matching call" in message
+    )
+
+
+def test_a_send_that_a_receive_from_anybody_has_not_taken() -> None:
+    board, ranks = world(3, synchronous_sends=True)
+    number = ranks[0].posts("irecv", ANY)
+    ranks[1].posts("isend", 0)
+    ranks[2].waits(ranks[2].posts("isend", 0))
+    ranks[0].waits(number)
+    assert later(board) is None  # who is taken is not known
+    ranks[0].recorder.took(number, 1)
+    ranks[0].done(number)
+    for rank in ranks[:2]:
+        rank.returns()
+    assert "rank 2 waits in send to rank 0" in deadlock(later(board))
+
+
 def test_a_named_receive_after_receives_from_anybody() -> None:
     board, ranks = world(3)
     for sender in (1, 2, 1):
