@@ -171,6 +171,20 @@ def group_mismatch(
     return CollectiveMismatchError("\n".join(lines))
 
 
+def tag_hint(receiver: int, tag: int, sent: Iterable[tuple[int, int]]) -> str | None:
+    """What may be wrong where a receive of this tag waits.
+
+    ``sent``: sender and tag of each message from a rank that it waits for, if nothing receives it.
+    """
+    for sender, other in sorted(set(sent)):
+        if other != tag:
+            return (
+                f"rank {receiver} receives with tag {tag}; from rank {sender} a message with tag "
+                f"{other} is there, which nobody receives"
+            )
+    return None
+
+
 def object_hint(call: str, me: int, others: Mapping[str, Sequence[int]]) -> str | None:
     """What often is wrong when an object is never taken.
 

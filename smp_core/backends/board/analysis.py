@@ -357,7 +357,11 @@ class Board:
         missing = sorted({rank for call in blocked for rank in call.wants()})
         first = blocked[0]
         place = state.place if state.waits else first.place
-        hint = self._hint(first) if isinstance(first, Handover) and first.sends else None
+        hint = None
+        if isinstance(first, Handover) and first.sends:
+            hint = self._hint(first)
+        elif isinstance(first, Post) and not first.sends:
+            hint = self._tag_hint(first)
         return Wait(state.rank, first.described(), tuple(missing), place, hint, first.place)
 
     def _astray(self) -> Finding | None:
@@ -376,6 +380,17 @@ class Board:
                 if isinstance(wait, Handover) and wait.sends:
                     others.setdefault(wait.call, []).extend(wait.open)
         return words.object_hint(call.call, call.rank, others)
+
+    def _tag_hint(self, receive: Post) -> str | None:
+        wanted = receive.wants()
+        sent = [
+            (post.rank, tag)
+            for (group, receiver, tag), box in self._boxes.items()
+            if group == receive.group and receiver == receive.rank and tag != receive.tag
+            for post in box.left()
+            if post.sends and post.rank in wanted
+        ]
+        return words.tag_hint(receive.rank, receive.tag, sent)
 
     def _all_waits(self) -> dict[int, str]:
         return {

@@ -13,7 +13,8 @@ import torch
 import torch.distributed._functional_collectives as funcol
 from torch import distributed as dist
 
-from smp_core.backends.base import OutcomeKind, Report, VerdictKind
+from smp_core.backends import open_backend
+from smp_core.backends.base import HostOptions, Job, OutcomeKind, Report, VerdictKind
 from smp_core.errors import DeadlockError
 
 THIS_FILE = "test_deadlock.py"
@@ -427,3 +428,28 @@ def test_the_same_threads_serve_afterwards(smp_world: Any, wait: Any) -> None:
     for _ in range(3):
         deadlock(smp_world.report(bad, ranks=4))
         assert smp_world.run(good, ranks=4) == [[10.0, 10.0]] * 4
+
+
+TAGS = (
+    "rank 0 receives with tag 5; from rank 2 a message with tag 3 is there, which nobody receives"
+)
+
+
+def other_tag() -> None:
+    rank = dist.get_rank()
+    if rank == 0:
+        dist.recv(torch.zeros(2), 2, tag=5)
+    elif rank == 2:
+        dist.send(torch.ones(2), 0, tag=3)
+
+
+@pytest.mark.parametrize("backend", ["sim", "gloo", "mpi"])
+def test_a_message_with_another_tag_is_told(backend: str) -> None:
+    host = open_backend(backend, HostOptions(ranks=3))
+    try:
+        job = Job(body=other_tag, arguments=lambda rank: ((), {}), timeout=30)
+        report = host.open(3).run(job)
+    finally:
+        host.close()
+    assert report.verdict is VerdictKind.DEADLOCK, report.error
+    assert f"hint: {TAGS}" in str(report.error)

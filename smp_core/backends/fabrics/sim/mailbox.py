@@ -29,6 +29,7 @@ class Post:
         "done",
         "flight",
         "group",
+        "mailbox",
         "me",
         "peer",
         "place",
@@ -56,7 +57,21 @@ class Post:
         self.flight = flight
         self.value: torch.Tensor | None = None  # of a receive: what came
         self.source: Source = peer  # of a receive that is done: who sent
+        self.mailbox: Mailbox | None = None  # where it waits for a match
         self.done = False
+
+    @property
+    def hint(self) -> str | None:
+        """What may have gone wrong where it waits in vain: of a receive, its tag."""
+        if self.mailbox is None or self.verb == "send":
+            return None
+        ranks = self.group.ranks
+        sent = [
+            (ranks[send.me], send.tag)
+            for send in self.mailbox.sent_to(self.me)
+            if self.peer in (ANY, send.me)
+        ]
+        return words.tag_hint(ranks[self.me], self.tag, sent)
 
     def text(self) -> str:
         """The call in words."""
@@ -108,6 +123,7 @@ class Mailbox:
             candidates, own = self._sends[new.me], self._receives[new.me]
         fitting = [other for other in candidates if _fit(new, other)]
         if not fitting:
+            new.mailbox = self
             own.append(new)
             return
         other = fitting[0]
@@ -135,6 +151,10 @@ class Mailbox:
         for post in (send, receive):
             post.done = True
             post.context.scheduler.wake(post.context.rank, post)
+
+    def sent_to(self, receiver: int) -> list[Post]:
+        """The sends to a member that nothing has matched."""
+        return self._sends[receiver]
 
     def unmatched(self) -> list[Post]:
         """Posts that nothing has matched."""
