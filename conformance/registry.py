@@ -87,9 +87,13 @@ class Requirement:
     def __str__(self) -> str:
         return f"{self.id}: {self.sentence} [{self.source}]"
 
-    def lacks(self, claims: Collection[Need]) -> list[Need]:
-        """What it needs beside these claims, of the backend first, in the order of declaration."""
-        return [each for each in NEEDS if each in self.needs and each not in claims]
+    def lacks(self, claims: Collection[Need], more: Collection[Need] = ()) -> list[Need]:
+        """What it needs beside these claims, of the backend first, in the order of declaration.
+
+        ``more``: what it needs beside its own needs, because the engine uses it.
+        """
+        needs = {*self.needs, *more}
+        return [each for each in NEEDS if each in needs and each not in claims]
 
 
 class Registry(Mapping[str, Requirement]):

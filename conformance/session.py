@@ -24,7 +24,7 @@ from conformance import amounts, expectations, options, report
 from conformance.certification import Certification, certification
 from conformance.engines.capabilities import EngineCapability
 from conformance.engines.names import find_engine
-from conformance.engines.protocol import Engine, EngineError
+from conformance.engines.protocol import Engine, EngineError, used
 from conformance.expectations import Expectation, ExpectationError
 from conformance.registry import Level, Need, Registry, RequirementError
 from conformance.verdicts import NotSupported, Outcome, Verdict, counted, judge_all, lacking, table
@@ -163,7 +163,10 @@ class Session:
         except EngineError as error:
             raise pytest.UsageError(f"--smp-engine: {error}") from None
         claims = self.backend.capabilities.claims | engine.capabilities
-        return engine, {id: lk for id, r in self.registry.items() if (lk := r.lacks(claims))}
+        lacks = {
+            id: each.lacks(claims, used(engine, each.needs)) for id, each in self.registry.items()
+        }
+        return engine, {id: needs for id, needs in lacks.items() if needs}
 
     def _expectations(self) -> tuple[list[Expectation], dict[str, Expectation]]:
         target = self.options.write_expectations

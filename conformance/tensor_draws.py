@@ -54,7 +54,7 @@ def claimed(smp_world: SmpWorld, among: Iterable[str] = COLLECTIVES) -> list[str
     found = [
         name
         for name in among
-        if COLLECTIVES[name].capability in claims and _dtypes(claims, op_of(name), name)
+        if COLLECTIVES[name].capability in claims and dtypes_or_none(claims, op_of(name), name)
     ]
     return found or not_supported(f"the backend claims none of {', '.join(among)}")
 
@@ -66,12 +66,13 @@ def dtypes(claims: Capabilities, op: str = "", operation: str = "") -> list[torc
 
     torch.distributed.ReduceOp docs: MAX, MIN and PRODUCT are not supported for complex tensors.
     """
-    return _dtypes(claims, op, operation) or not_supported(
+    return dtypes_or_none(claims, op, operation) or not_supported(
         f"the backend claims no dtype for {op or operation or 'any collective'}"
     )
 
 
-def _dtypes(claims: Capabilities, op: str, operation: str) -> list[torch.dtype]:
+def dtypes_or_none(claims: Capabilities, op: str, operation: str) -> list[torch.dtype]:
+    """As ``dtypes``, for properties that go through several operations; empty where there is none."""
     names = claims.moves(COLLECTIVES[operation].capability) if operation else claims.dtypes
     if op:
         names &= claims.reductions.get(op, frozenset())

@@ -28,6 +28,7 @@ from pytest_smp.strategies.recipes import GUARD_BYTE, LAYOUTS
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
+Signs = Literal["alternating", "negative", "positive", "mixed"]
 
 # ---- The collectives -----------------------------------------------------------------------------
 
@@ -194,6 +195,8 @@ class Case:
         asynchronous: whether the call is issued, and then waited for.
         special: whether values are those of :func:`specials`.
         conjugated: whether inputs, complex ones, are lazy conjugates.
+        signs: of the inputs of a reduction: they alternate, are all those of negative or of positive
+            numbers, or are "mixed": none can be foretold, and some numbers are 0.
         wide: whether values of a reduction come from the whole range of the dtype; else its result
             is exact in any order.
         bits: whether a bool that comes of a reduction must be the byte 0 or 1.
@@ -221,6 +224,7 @@ class Case:
     asynchronous: bool = False
     special: bool = False
     conjugated: bool = False
+    signs: Signs = "alternating"
     wide: bool = False
     bits: bool = False
     number: int = 0
@@ -253,6 +257,17 @@ class Case:
             return self.shape
         sides = self.rows[source]
         return (sides[target if len(sides) > 1 else 0], *self.shape[1:])
+
+    def pieces_of(self, me: int) -> tuple[list[Shape], list[Shape]]:
+        """The shapes of the pieces that a member has for the others, and of those for it."""
+        return (
+            [self.piece(me, each) for each in range(self.size)],
+            [self.piece(each, me) for each in range(self.size)],
+        )
+
+    def gets(self, me: int) -> bool:
+        """Whether a member has an output."""
+        return self.collective.root != "dst" or me == self.root
 
     def joined(self, pieces: Sequence[Shape]) -> Shape:
         """The shape of the tensor that joins pieces of these shapes."""
@@ -329,7 +344,7 @@ class Case:
 
     def recipe(self, spec: TensorSpec) -> Recipe:
         """The recipe of an input, and what becomes of its values."""
-        return Recipe(spec, self.factor, self.special)
+        return Recipe(spec, self.factor, self.special, self.signs)
 
     def values(self, source: int) -> list[Tensor]:
         """The pieces that a member has for each. Only to be read: they are kept."""
@@ -365,6 +380,7 @@ class Recipe(NamedTuple):
     spec: TensorSpec
     factor: int
     special: bool
+    signs: Signs
 
 
 _MANY = 2**16
@@ -407,7 +423,30 @@ def _recipe_made(recipe: Recipe, source: int, sources: int) -> Tensor:
         once.copy_(some[(torch.arange(once.numel()) + source) % len(some)].view(once.shape))
     elif recipe.factor != 1:
         once.copy_((once.double() * recipe.factor).to(spec.dtype))
+    if recipe.signs != "alternating":
+        once.copy_(with_signs(once.reshape(-1), recipe.signs, source).view(once.shape))
     return tensor
+
+
+def with_signs(numbers: Tensor, signs: Signs, source: int) -> Tensor:
+    """The numbers of a dtype, 1-D, with other signs. Those without a sign are only put to 0."""
+    dtype = numbers.dtype
+    if dtype.is_complex or dtype.is_floating_point:
+        wide = numbers.to(torch.complex128 if dtype.is_complex else torch.float64)
+    else:
+        wide = numbers.to(torch.int64)
+    if signed(dtype):
+        positive = wide.real > 0 if dtype.is_complex else wide > 0
+        wide = torch.where(positive, wide, -wide)
+    # From 0 to 7, as if at random: of the place and the member, mixed by multiplication.
+    chance = (
+        (torch.arange(len(wide)) * 2654435761 + source % 2**20 * 40503 + 97) % 2**32 // 2**13 % 8
+    )
+    if signed(dtype) and signs != "positive":
+        wide = torch.where((chance < 4) | (signs == "negative"), -wide, wide)
+    if signs == "mixed":
+        wide = torch.where(chance % 4 == 0, torch.zeros_like(wide), wide)
+    return wide.to(dtype)
 
 
 def _expected(case: Case, target: int) -> list[Tensor]:
@@ -614,16 +653,30 @@ def new_group(ranks: Sequence[int], sort: bool = False) -> Any:
     return dist.new_group(list(ranks), sort_ranks=False)
 
 
-def take_part(case: Case, group: Any = None) -> None:
-    """Make this rank's tensors, call, and compare. Raises AssertionError."""
-    collective, me = case.collective, case.ranks.index(dist.get_rank())
-    outward = [case.piece(me, each) for each in range(case.size)]
-    inward = [case.piece(each, me) for each in range(case.size)]
-    brings = collective.root != "src" or me == case.root
-    gets = collective.root != "dst" or me == case.root
+class Part(NamedTuple):
+    """This rank's tensors for a case: what is passed to the call, and what is looked at afterwards.
 
+    Attributes:
+        inputs: buffers that are only read, but where a call writes to its input.
+        outputs: buffers that are written.
+        given: the input tensors, as they are passed to the call.
+        taken: the output tensors, as they are passed to the call.
+        before: the bytes of the inputs, where they are compared.
+    """
+
+    inputs: list[Buffer]
+    outputs: list[Buffer]
+    given: list[Tensor]
+    taken: list[Tensor]
+    before: list[Tensor]
+
+
+def prepare(case: Case, me: int) -> Part:
+    """Make the tensors of the member at a position."""
+    collective = case.collective
+    outward, inward = case.pieces_of(me)
     inputs: list[Buffer] = []
-    if brings:
+    if collective.root != "src" or me == case.root:
         inputs = [Buffer(made[0].spec, _copy(_kept(*made))) for made in case.makes(me)]
     given = case.listed("given", [each.tensor for each in inputs], outward)
     if case.conjugated:
@@ -633,7 +686,7 @@ def take_part(case: Case, group: Any = None) -> None:
         outputs = inputs or case.blanks(me, [case.piece(case.root, me)])
         taken = given = [each.tensor for each in outputs]
     else:
-        if gets:
+        if case.gets(me):
             whole = collective.taken == "joined" or (collective.taken == "list" and case.chunks)
             single = [case.piece(case.root, me)] if collective.taken == "one" else inward
             outputs = case.blanks(me, [case.joined(inward)] if whole else single)
@@ -645,28 +698,50 @@ def take_part(case: Case, group: Any = None) -> None:
         slots = case.parts(taken[0], inward) if collective.taken == "joined" else taken
         inputs, given = [], [slots[me].copy_(given[0])]
     before = [storage(each.tensor).clone() for each in inputs if case.unchanged]
+    return Part(inputs, outputs, given, taken, before)
 
-    where = f"rank {dist.get_rank()} ({me} in the group): {case.operation}"
-    how = _keywords(case, me, group)
-    if case.asynchronous:
-        work = collective.call(given, taken, how | {"async_op": True})
-        assert work is not None, f"{where}: async_op=True gave no work"
-        work.wait()
-    else:
-        collective.call(given, taken, how)
 
-    if gets:
+def inspect(case: Case, me: int, part: Part, where: str) -> None:
+    """Compare what the member at a position got. Raises AssertionError, which begins with ``where``."""
+    collective, taken = case.collective, part.taken
+    if case.gets(me):
+        _, inward = case.pieces_of(me)
         got = case.parts(taken[0], inward) if collective.taken == "joined" else taken
         for at, (each, want) in enumerate(zip(got, case.expected(me), strict=True)):
             of = f" {at} of {len(got)}" if len(got) > 1 else ""
             right = alike if collective.reduces and not case.bits else same
             assert right(each, want), f"{where}: output{of} {difference(each, want)}"
-    for buffer in inputs + outputs:
+    for buffer in part.inputs + part.outputs:
         damaged = buffer.damaged()
         assert not damaged, f"{where}: wrote outside of {buffer.spec}: at {damaged} of its storage"
     if case.unchanged and (collective.taken != "same" or collective.root == "src"):
-        for at, (buffer, old) in enumerate(zip(inputs, before, strict=True)):
+        for at, (buffer, old) in enumerate(zip(part.inputs, part.before, strict=True)):
             assert torch.equal(storage(buffer.tensor), old), f"{where}: input {at} has changed"
+
+
+def place(case: Case, me: int) -> str:
+    """Rank, call, group and dtype, for messages."""
+    op = f" {case.op}" if case.op else ""
+    root = f" root {case.root}" if case.collective.root else ""
+    group = "the default group" if case.default else f"the group {list(case.ranks)}"
+    return (
+        f"rank {case.ranks[me]} (position {me} of {group}): "
+        f"{case.operation}{op}{root} of {case.dtype}"
+    )
+
+
+def take_part(case: Case, group: Any = None) -> None:
+    """Make this rank's tensors, call, and compare. Raises AssertionError."""
+    me = case.ranks.index(dist.get_rank())
+    part, where = prepare(case, me), place(case, me)
+    how = keywords(case, me, group)
+    if case.asynchronous:
+        work = case.collective.call(part.given, part.taken, how | {"async_op": True})
+        assert work is not None, f"{where}: async_op=True gave no work"
+        work.wait()
+    else:
+        case.collective.call(part.given, part.taken, how)
+    inspect(case, me, part, where)
 
 
 def alike(got: Tensor, want: Tensor) -> bool:
@@ -680,7 +755,7 @@ def alike(got: Tensor, want: Tensor) -> bool:
     return same(got, want)
 
 
-def _keywords(case: Case, me: int, group: Any) -> dict[str, Any]:
+def keywords(case: Case, me: int, group: Any) -> dict[str, Any]:
     how: dict[str, Any] = {} if case.default else {"group": group}
     if case.op:
         how["op"] = getattr(dist.ReduceOp, case.op)

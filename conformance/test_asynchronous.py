@@ -33,7 +33,7 @@ from conformance.traffic import (
     programs,
 )
 from pytest_smp.proxies import SmpWorld, TmpPath
-from pytest_smp.strategies import TensorSpec, same
+from pytest_smp.strategies import TensorSpec
 
 Orders = list[list[int]]  # for each rank, the numbers of all calls
 
@@ -75,11 +75,12 @@ def test_waits_again(smp_world: SmpWorld, data: st.DataObject, times: int) -> No
 def call_both_ways(call: Call) -> None:
     """The handle of an asynchronous call has its two methods; a synchronous call gives None."""
     issued = issue(call, 0, 2, None)
-    assert callable(issued.work.wait)
-    assert callable(issued.work.is_completed)
+    for method in ("wait", "is_completed"):
+        has = callable(getattr(issued.work, method, None))
+        check(has, True, f"whether the handle of an asynchronous {call.kind} has {method}")
     issued.finish()
     issued = issue(call, 1, 2, None, asynchronous=False)
-    assert issued.work is None
+    check(issued.work, None, f"what a synchronous {call.kind} returned")
     issued.look("when it has returned")
 
 
@@ -99,7 +100,8 @@ def ask_and_wait(program: Sequence[Call], asks: int) -> None:
             if issued.work.is_completed():
                 issued.look("completed, as it says")
         issued.finish()
-        assert issued.work.is_completed() is True
+        what = f"is_completed of {issued.side.call.kind}, after its wait"
+        check(issued.work.is_completed(), True, what)
 
 
 @requirement("ASYNC-COMPLETED")
@@ -127,7 +129,8 @@ def wait_for_futures(program: Sequence[Call], waits: Orders, reduced: bool = Fal
             (tensor,) = value if isinstance(value, list) else [value]
             check(tensor, flying[number].expected[0], f"the future of call {number}")
         flying[number].look("when its future is done")
-        assert futures[number].done()
+        what = f"done of the future of call {number}, {program[number].kind}, after its wait"
+        check(futures[number].done(), True, what)
     for issued in flying.values():
         issued.finish()
 
@@ -236,7 +239,9 @@ def gather_again(spec: TensorSpec, rounds: int) -> None:
         assert work is not None
         work.wait()
         own.copy_(spec.make(rounds * world, rounds * world + 1))
-        assert same(outputs, values)
+        for rank, (output, value) in enumerate(zip(outputs, values, strict=True)):
+            what = f"all_gather of {spec.dtype} on the default group, round {number} of {rounds}"
+            check(output, value, f"{what}: the part of rank {rank}")
         for output in outputs:
             output.copy_(own)
 
@@ -334,4 +339,7 @@ def test_a_barrier_that_was_waited_for(
     ranks = data.draw(sizes(smp_world), "ranks")
     late = data.draw(some(range(ranks)), "late")
     seen = smp_world.run(meet_later, rounds, late, smp_tmp_path.fresh(), ranks=ranks)
-    assert seen == [[[]] * rounds] * ranks
+    for rank, barriers in enumerate(seen):
+        for number, missing in enumerate(barriers):
+            what = f"ranks that had not come when the wait for barrier {number} was over"
+            check(missing, [], what, rank)

@@ -212,7 +212,7 @@ def test_what_is_frozen_stays(
 def test_buckets_change_no_bit(
     smp_world: SmpWorld, smp_engine: str, data: Data, bucket: float, overlapping: bool
 ) -> None:
-    pipeline = tuple(degree for degree in degrees(smp_engine) if degree <= 2)
+    pipeline = tuple(degree for degree in degrees(smp_world, smp_engine) if degree <= 2)
     case = data.draw(
         cases(smp_world, smp_engine, least=4, automatic=False, dp=2, pipeline=pipeline)
     )

@@ -22,6 +22,7 @@ from conformance.traffic import (
     Message,
     Ranks,
     check,
+    check_refused,
     exchanges,
     few,
     groups,
@@ -34,7 +35,7 @@ from conformance.traffic import (
     take_part,
 )
 from pytest_smp.proxies import SmpWorld
-from pytest_smp.strategies import TensorSpec, lengths, same, shapes, tensors
+from pytest_smp.strategies import TensorSpec, lengths, shapes, tensors
 
 # ---- One message ---------------------------------------------------------------------------------
 
@@ -54,8 +55,9 @@ def pass_on(specs: list[TensorSpec], src: int, dest: int, asynchronous: bool) ->
             dist.send(tensor, dest)
         else:
             dist.recv(tensor, src)
-        assert same(tensor, spec.make(src, world))
-        assert spec.guards_intact(tensor)
+        what = f"{'isend, irecv' if asynchronous else 'send, recv'} from {src} to {dest}: {spec}"
+        check(tensor, spec.make(src, world), what)
+        check(spec.damaged_guards(tensor), (), f"{what}: places written outside of the tensor")
 
 
 def check_pass_on(
@@ -112,8 +114,9 @@ def pass_view(spec: TensorSpec, src: int, dest: int, sparse: tuple[bool, bool]) 
         return
     got = lies.blank()
     dist.recv(got, src)
-    assert same(got, value)
-    assert lies.guards_intact(got)
+    what = f"send, recv from {src} to {dest}: {lies}"
+    check(got, value, what)
+    check(lies.damaged_guards(got), (), f"{what}: places written outside of the tensor")
 
 
 @requirement("P2P-NON-CONTIGUOUS")
@@ -254,7 +257,12 @@ def send_and_overwrite(spec: TensorSpec, rounds: int, src: int, dest: int, flyin
     elif me == dest:
         for tensor in got:
             dist.recv(tensor, src)
-        assert same(got, [spec.make(number, rounds + 1) for number in range(rounds)])
+        call = "isend" if flying else "send"
+        for number, tensor in enumerate(got):
+            what = (
+                f"{call} from {src}, whose tensor changes afterwards: message {number} of {rounds}"
+            )
+            check(tensor, spec.make(number, rounds + 1), what)
 
 
 @requirement("P2P-REUSE")
@@ -287,7 +295,11 @@ def receive_into(parts: int, spec: TensorSpec, src: int, dest: int, flying: bool
                 work.wait()
             else:
                 dist.recv(place, src)
-            assert same([each.clone() for each in places[: number + 1]], values[: number + 1])
+            for at in range(number + 1):
+                what = (
+                    f"message {at} from {src} ({spec.dtype}), after message {number} was received"
+                )
+                check(places[at].clone(), values[at], what)
 
 
 @requirement("P2P-SEPARATE")
@@ -391,7 +403,7 @@ def wait_and_ask(src: int, dest: int, dtype: torch.dtype) -> None:
     for work in reversed(works):
         assert work is not None
         work.wait()
-        assert work.is_completed() is True
+        check(work.is_completed(), True, "is_completed of a message that was waited for")
 
 
 @requirement("P2P-COMPLETED")
@@ -425,7 +437,8 @@ def test_recv_returns_the_sender(
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
     src, dest = data.draw(pairs(ranks), "src, dest")
     dtype = data.draw(traffic.dtypes(smp_world), "dtype")
-    assert smp_world.run(receive_from, src, dest, by_position, dtype, ranks=ranks)[dest] == src
+    returned = smp_world.run(receive_from, src, dest, by_position, dtype, ranks=ranks)[dest]
+    check(returned, src, f"what recv of {dtype} returned", dest)
 
 
 # ---- Groups --------------------------------------------------------------------------------------
@@ -446,7 +459,9 @@ def send_in_group(
             elif me == group[dest]:
                 got = spec.blank()
                 returned.append(dist.recv(got, group=handle, **of))
-                assert same(got, value)
+                named = "positions" if positions else "world ranks"
+                what = f"send, recv by {named} in the group {group}: hop {number} from {group[src]}"
+                check(got, value, what)
     return returned
 
 
@@ -458,7 +473,8 @@ def check_send_in_group(smp_world: SmpWorld, data: st.DataObject, positions: boo
     spec = TensorSpec((2,), data.draw(traffic.dtypes(smp_world), "dtype"))
     seen = smp_world.run(send_in_group, group, hops, positions, spec, ranks=ranks)
     for rank, returned in enumerate(seen):
-        assert returned == [group[src] for src, dest in hops if group[dest] == rank]
+        senders = [group[src] for src, dest in hops if group[dest] == rank]
+        check(returned, senders, f"what recv returned in the group {group}", rank)
 
 
 @requirement("P2P-GROUP")
@@ -515,7 +531,8 @@ def exchange_on(groups: list[Ranks | None], pair: tuple[int, int], order: list[i
             for number in order:
                 got = spec.blank()
                 dist.recv(got, src, group=handles[number])
-                assert same(got, values[number])
+                ranks = groups[number] or "the world"
+                check(got, values[number], f"the message of rank {src} on group {number}, {ranks}")
 
 
 @requirement("P2P-GROUP-APART")
@@ -620,10 +637,11 @@ def check_fan_in(
             expected[sender] += [bytes_of(tensor) for tensor in program.sent(position)]
     assert set(received) == set(expected), "what recv returned is not who sent"
     for sender, contents in expected.items():
-        if in_order:
-            assert received[sender] == contents
-        else:
-            assert sorted(received[sender]) == sorted(contents)
+        what = f"{'irecv' if asynchronous else 'recv'} without a source: what rank {sender} sent"
+        got_here, sent = received[sender], contents
+        if not in_order:
+            got_here, sent = sorted(got_here), sorted(sent)
+        check(got_here, sent, what, order[dest])
 
 
 @requirement("P2P-ANY-SOURCE")
@@ -676,7 +694,7 @@ def test_any_source_of_a_tag(smp_world: SmpWorld, data: st.DataObject) -> None:
     src, dest = data.draw(pairs(ranks), "src, dest")
     received = data.draw(st.permutations(sent), "received")
     got = smp_world.run(receive_tags, src, dest, sent, received, ranks=ranks)[dest]
-    assert got == received
+    check(list(map(int, got)), received, f"tags received from any source, sent as {sent}", dest)
 
 
 # ---- Batches -------------------------------------------------------------------------------------
@@ -827,7 +845,8 @@ def test_a_send_to_oneself_is_refused(
     ranks = data.draw(sizes(smp_world), "ranks")
     on = data.draw(st.integers(0, ranks - 1), "on")
     arguments = {"group_dst" if by_position else "dst": on}
-    assert smp_world.run(call_with, "send", on, arguments, None, ranks=ranks)[on]
+    refused = smp_world.run(call_with, "send", on, arguments, None, ranks=ranks)[on]
+    check_refused(refused, on, f"send to oneself, {arguments}")
 
 
 @requirement("P2P-ERROR-RANK")
@@ -840,7 +859,8 @@ def test_a_partner_out_of_range_is_refused(
     on = data.draw(st.integers(0, ranks - 1), "on")
     partner = data.draw(st.integers(ranks, ranks + 9), "partner")
     name = "dst" if call.endswith("send") else "src"
-    assert smp_world.run(call_with, call, on, {name: partner}, None, ranks=ranks)[on]
+    refused = smp_world.run(call_with, call, on, {name: partner}, None, ranks=ranks)[on]
+    check_refused(refused, on, f"{call} with {name}={partner} in a world of {ranks}")
 
 
 @requirement("P2P-ERROR-NEGATIVE")
@@ -872,7 +892,8 @@ def test_a_partner_outside_the_group_is_refused(
     on = data.draw(st.sampled_from(group), "on")
     outside = data.draw(st.sampled_from([r for r in range(ranks) if r not in group]), "outside")
     name = "dst" if call.endswith("send") else "src"
-    assert smp_world.run(call_with, call, on, {name: outside}, group, ranks=ranks)[on]
+    refused = smp_world.run(call_with, call, on, {name: outside}, group, ranks=ranks)[on]
+    check_refused(refused, on, f"{call} with {name}={outside} in the group {group}")
 
 
 @requirement("P2P-ERROR-BOTH")
@@ -885,7 +906,8 @@ def test_a_partner_given_twice_is_refused(
     on, partner = data.draw(pairs(ranks), "on, partner")
     end = "dst" if call.endswith("send") else "src"
     arguments = {end: partner, f"group_{end}": partner}
-    assert smp_world.run(call_with, call, on, arguments, None, ranks=ranks)[on]
+    refused = smp_world.run(call_with, call, on, arguments, None, ranks=ranks)[on]
+    check_refused(refused, on, f"{call} with {arguments}")
 
 
 def call_from_outside(group: Ranks) -> list[object]:
@@ -910,4 +932,5 @@ def test_calls_from_outside_the_group(smp_world: SmpWorld, data: st.DataObject) 
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
     group = data.draw(groups(smp_world, ranks, most=ranks - 1), "group")
     for rank, returned in enumerate(smp_world.run(call_from_outside, group, ranks=ranks)):
-        assert returned == ([] if rank in group else [None, None, -1])
+        want = [] if rank in group else [None, None, -1]
+        check(returned, want, f"isend, irecv, recv outside of the group {group}", rank)

@@ -36,7 +36,7 @@ def test_split_state_changes_no_bit(
     smp_world: SmpWorld, smp_engine: str, data: Data, optimizer: str
 ) -> None:
     dtype = data.draw(st.sampled_from(dtypes(smp_engine)), "dtype")
-    pipeline = tuple(degree for degree in degrees(smp_engine) if degree <= 2)
+    pipeline = tuple(degree for degree in degrees(smp_world, smp_engine) if degree <= 2)
     drawn = cases(
         smp_world,
         smp_engine,

@@ -22,6 +22,8 @@ from conformance.traffic import (
     Ranks,
     calls,
     check,
+    check_ranks,
+    check_refused,
     few,
     groups,
     groups_of,
@@ -33,7 +35,7 @@ from conformance.traffic import (
 )
 from pytest_smp import strategies
 from pytest_smp.proxies import SmpWorld
-from pytest_smp.strategies import objects, same
+from pytest_smp.strategies import objects
 
 # ---- Who is in a group ---------------------------------------------------------------------------
 
@@ -50,7 +52,8 @@ def of_world() -> tuple[bool, int, int, list[int]]:
 def test_the_default_group(smp_world: SmpWorld, data: st.DataObject) -> None:
     ranks = data.draw(sizes(smp_world), "ranks")
     seen = smp_world.run(of_world, ranks=ranks)
-    assert seen == [(True, rank, ranks, list(range(ranks))) for rank in range(ranks)]
+    want = [(True, rank, ranks, list(range(ranks))) for rank in range(ranks)]
+    check_ranks(seen, want, "is_initialized, rank, size and ranks of the default group")
 
 
 def say_ranks(ranks: list[int] | None, sort: bool | None) -> tuple[list[int], int, int] | None:
@@ -87,9 +90,10 @@ def test_members_of_a_new_group(smp_world: SmpWorld, data: st.DataObject) -> Non
     group = list(range(ranks)) if listed is None else list(listed)
     if sort is not False:
         group = sorted(group)
-    assert seen == [
+    want = [
         (group, group.index(rank), len(group)) if rank in group else None for rank in range(ranks)
     ]
+    check_ranks(seen, want, f"ranks, position and size in new_group({listed}, sort_ranks={sort})")
 
 
 def say_outside(ranks: Ranks) -> tuple[bool, int, int]:
@@ -105,10 +109,12 @@ def say_outside(ranks: Ranks) -> tuple[bool, int, int]:
 def test_ranks_outside_a_group(smp_world: SmpWorld, data: st.DataObject) -> None:
     ranks = data.draw(sizes(smp_world), "ranks")
     group = data.draw(groups(smp_world, ranks), "group")
-    assert smp_world.run(say_outside, group, ranks=ranks) == [
+    want = [
         (False, group.index(rank), len(group)) if rank in group else (True, -1, -1)
         for rank in range(ranks)
     ]
+    seen = smp_world.run(say_outside, group, ranks=ranks)
+    check_ranks(seen, want, f"whether it is outside, rank and size, of the group {group}")
 
 
 def translate(ranks: Ranks | None, world: int) -> tuple[list[int | None], list[int | None]] | None:
@@ -136,11 +142,12 @@ def test_ranks_are_translated(smp_world: SmpWorld, data: st.DataObject) -> None:
     ranks = data.draw(sizes(smp_world), "ranks")
     group = data.draw(st.none() | groups(smp_world, ranks), "group")
     order = tuple(range(ranks)) if group is None else group
-    for seen in smp_world.run(translate, group, ranks, ranks=ranks):
+    for rank, seen in enumerate(smp_world.run(translate, group, ranks, ranks=ranks)):
         if seen is not None:
             positions, members = seen
-            assert tuple(members[: len(order)]) == order
-            assert [positions[rank] for rank in order] == list(range(len(order)))
+            check(tuple(members[: len(order)]), order, f"get_global_rank of {order}", rank)
+            got = [positions[each] for each in order]
+            check(got, list(range(len(order))), f"get_group_rank of {order}", rank)
 
 
 @requirement("PG-ERROR-TRANSLATE")
@@ -149,12 +156,17 @@ def test_ranks_are_translated(smp_world: SmpWorld, data: st.DataObject) -> None:
 def test_ranks_outside_are_not_translated(smp_world: SmpWorld, data: st.DataObject) -> None:
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
     group = data.draw(groups(smp_world, ranks, most=ranks - 1), "group")
-    for seen in smp_world.run(translate, group, ranks, ranks=ranks):
+    outside = [rank for rank in range(ranks) if rank not in group]
+    refused = [None] * len(outside)
+    for rank, seen in enumerate(smp_world.run(translate, group, ranks, ranks=ranks)):
         if seen is not None:
             positions, members = seen
-            outside = [rank for rank in range(ranks) if rank not in group]
-            assert [positions[rank] for rank in outside] == [None] * len(outside)
-            assert members[len(group) :] == [None] * len(outside)
+            got = [positions[each] for each in outside]
+            check(
+                got, refused, f"get_group_rank of {outside}, not in {group} (None: refused)", rank
+            )
+            beyond = members[len(group) :]
+            check(beyond, refused, f"get_global_rank beyond {group} (None: refused)", rank)
 
 
 def cut(parts: list[list[int]] | int) -> tuple[list[int], list[bool], list[int] | None]:
@@ -193,9 +205,10 @@ def test_parts_of_the_world(smp_world: SmpWorld, data: st.DataObject) -> None:
         parts = size = data.draw(st.sampled_from(divisors(ranks)), "size")
         expected = [list(range(at, at + size)) for at in range(0, ranks, size)]
     for rank, (own, inside, seen) in enumerate(smp_world.run(cut, parts, ranks=ranks)):
-        assert inside == [rank in part for part in expected]
-        assert own == next((part for part in expected if rank in part), [])
-        assert seen == (own or None)
+        check(inside, [rank in part for part in expected], f"whether it is in {expected}", rank)
+        want = next((part for part in expected if rank in part), [])
+        check(own, want, f"its own part of {expected}", rank)
+        check(seen, own or None, f"what all_gather_object gathers in {own}", rank)
 
 
 def make_locally(groups: list[Ranks], program: list[traffic.Call]) -> list[list[int] | None]:
@@ -231,7 +244,8 @@ def test_groups_made_by_their_members(smp_world: SmpWorld, data: st.DataObject) 
     program = [data.draw(calls(smp_world, [len(group)]), "call") for group in groups]
     seen = smp_world.run(make_locally, groups, program, ranks=ranks)
     for rank, lists in enumerate(seen):
-        assert lists == [sorted(group) if rank in group else None for group in groups]
+        want = [sorted(group) if rank in group else None for group in groups]
+        check(lists, want, "ranks of groups made with use_local_synchronization", rank)
 
 
 # ---- Life ----------------------------------------------------------------------------------------
@@ -347,7 +361,8 @@ def test_a_destroyed_group(smp_world: SmpWorld, data: st.DataObject) -> None:
     claimed = [each for each in PLAIN_CALLS if each in smp_world.capabilities]
     call = data.draw(st.sampled_from(claimed), "call")
     for rank, refused in enumerate(smp_world.run(use_after, group, call, ranks=ranks)):
-        assert refused == ((True, True) if rank in group else None)
+        what = f"whether {call} on the destroyed group {group} is refused, and destroying it again"
+        check(refused, (True, True) if rank in group else None, what, rank)
 
 
 # ---- Errors --------------------------------------------------------------------------------------
@@ -377,7 +392,8 @@ def test_ranks_that_make_no_group(smp_world: SmpWorld, data: st.DataObject) -> N
     beyond = st.integers(world, world + 3) | st.integers(-3, -1)
     wrong = data.draw(st.sampled_from(group) | beyond, "wrong")
     ranks = data.draw(st.permutations([*group, wrong]), "ranks")
-    assert smp_world.run(make_wrongly, ranks, ranks=world) == [True] * world
+    for rank, refused in enumerate(smp_world.run(make_wrongly, ranks, ranks=world)):
+        check_refused(refused, rank, f"new_group({ranks}) in a world of {world}")
 
 
 def gather_wrongly(on: int, count: int, then: bool = False) -> bool:
@@ -402,7 +418,8 @@ def check_length(smp_world: SmpWorld, data: st.DataObject, then: bool) -> None:
     on = data.draw(st.integers(0, ranks - 1), "on")
     lengths = [length for length in range(1, ranks + 3) if length != ranks]
     count = data.draw(st.sampled_from(lengths), "count")
-    assert smp_world.run(gather_wrongly, on, count, then, ranks=ranks)[on]
+    refused = smp_world.run(gather_wrongly, on, count, then, ranks=ranks)[on]
+    check_refused(refused, on, f"all_gather into a list of {count} in a group of {ranks}")
 
 
 @requirement("PG-ERROR-LENGTH")
@@ -445,7 +462,10 @@ def check_splits(smp_world: SmpWorld, data: st.DataObject, then: bool) -> None:
     right = data.draw(side, "right")
     wrong = [*right[:-1], right[-1] + data.draw(st.sampled_from([-1, 1, 5]), "more")]
     splits = data.draw(st.sampled_from([(wrong, right), (right, wrong)]), "splits")
-    assert smp_world.run(split_wrongly, on, splits, sum(right), then, ranks=ranks)[on]
+    refused = smp_world.run(split_wrongly, on, splits, sum(right), then, ranks=ranks)[on]
+    output, input = splits
+    what = f"all_to_all_single of {sum(right)} rows, output splits {output}, input splits {input}"
+    check_refused(refused, on, what)
 
 
 @requirement("PG-ERROR-SPLITS")
@@ -501,14 +521,14 @@ def check_carried(smp_world: SmpWorld, data: st.DataObject, call: str) -> None:
     root = data.draw(st.integers(0, len(order) - 1), "root")
     own = data.draw(st.lists(brought, min_size=len(order), max_size=len(order)), "objects")
     for rank, got in enumerate(smp_world.run(carry, call, group, root, own, ranks=ranks)):
+        want: list[Any] | None = own
         if rank not in order:
-            assert got is None
+            want = None
         elif call == "scatter":
-            assert same(got, [own[order.index(rank)]])
+            want = [own[order.index(rank)]]
         elif call == "gather" and rank != order[root]:
-            assert got == []
-        else:
-            assert same(got, own)
+            want = []
+        check(got, want, f"the list after {call} of objects in {order}, root {order[root]}", rank)
 
 
 @requirement("PG-OBJECTS-ALL-GATHER")
@@ -565,7 +585,10 @@ def test_send_object_list(smp_world: SmpWorld, data: st.DataObject, lists: list[
     order = tuple(range(ranks)) if group is None else group
     src, dest = data.draw(pairs(len(order)), "src, dest")
     seen = smp_world.run(send_lists, group, src, dest, lists, ranks=ranks)
-    assert same(seen[order[dest]], [(order[src], each) for each in lists])
+    want = [(order[src], each) for each in lists]
+    check(
+        seen[order[dest]], want, f"sender and objects of recv_object_list in {order}", order[dest]
+    )
 
 
 def carry_outside(group: Ranks) -> list[list[Any]]:
@@ -590,4 +613,5 @@ def test_objects_from_outside_the_group(smp_world: SmpWorld, data: st.DataObject
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
     group = data.draw(groups(smp_world, ranks, most=ranks - 1), "group")
     for rank, lists in enumerate(smp_world.run(carry_outside, group, ranks=ranks)):
-        assert lists == ([] if rank in group else [["mine"]] * 4)
+        want = [] if rank in group else [["mine"]] * 4
+        check(lists, want, f"lists of objects after calls outside of the group {group}", rank)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
+from typing import get_args
 
 import hypothesis.strategies as st
 import pytest
@@ -16,37 +19,60 @@ from conformance.requirements import requirement
 from conformance.tensor_draws import (
     cases,
     dtypes,
+    dtypes_or_none,
     every,
+    groups,
     kept,
     sides,
+    some,
     spread,
     worlds,
 )
-from conformance.tensors import COLLECTIVES, WHOLE, Case, exact_bound, play
+from conformance.tensors import COLLECTIVES, WHOLE, Case, Signs, exact_bound, play
 from conformance.verdicts import not_supported
 from pytest_smp.proxies import SmpWorld
 from pytest_smp.strategies import same
 from smp_core.backends.capabilities import REDUCTIONS
+
+SIGNS = get_args(Signs)
 
 
 def check(
     smp_world: SmpWorld,
     data: st.DataObject,
     operation: str,
-    op: str,
-    chosen: list[torch.dtype] | None = None,
+    ops: Sequence[str],
+    among: Sequence[torch.dtype] | None = None,
+    most: int = 3,
     **how: object,
 ) -> None:
-    """Draw a case of this op and carry it out, in some or in all dtypes that are claimed for it."""
-    claims = smp_world.capabilities
+    """Draw a case of each of these ops and carry it out in some dtypes that are claimed for it.
+
+    ``among``: the only dtypes that count. Signs change from one dtype to the next.
+    """
+    claims, played = smp_world.capabilities, []
     ranks = data.draw(worlds(smp_world), "ranks")
-    case = data.draw(cases(ranks, claims, operation, op=op, **how), "case")  # type: ignore[arg-type]
-    chosen = chosen or dtypes(claims, op, operation)
-    if op == "AVG":  # 0: not exact in any order
-        chosen = [dtype for dtype in chosen if exact_bound(op, dtype, case.size, 1) != 0]
-    if not chosen:
+    members = data.draw(groups(ranks, claims, "any"), "group")
+    for op in kept(claims, ops):
+        fitting = [
+            dtype
+            for dtype in dtypes_or_none(claims, op, operation)
+            # 0: not exact in any order
+            if (among is None or dtype in among)
+            and (op != "AVG" or exact_bound(op, dtype, len(members[0]), 1) != 0)
+        ]
+        if not fitting:
+            continue
+        case = data.draw(cases(ranks, claims, operation, members=members, op=op, **how), "case")  # type: ignore[arg-type]
+        chosen = data.draw(some(fitting, most), "dtypes")
+        first = data.draw(st.integers(0, len(SIGNS) - 1), "signs of the first")
+        played += [
+            dataclasses.replace(each, signs=SIGNS[(first + at) % len(SIGNS)])
+            for at, each in enumerate(spread(case, chosen))
+        ]
+    if not played:
         reject()
-    smp_world.run(play, *spread(case, chosen), ranks=ranks)
+    smp_world.run(play, *played, ranks=ranks)
 
 
 @pytest.mark.parametrize(
@@ -65,9 +91,8 @@ def check(
 @given(data=st.data())
 @share(0.1)
 def test_all_reduce(smp_world: SmpWorld, data: st.DataObject, ops: list[str]) -> None:
-    """Each example is carried out in every dtype that the op is claimed for."""
-    op = data.draw(st.sampled_from(kept(smp_world.capabilities, ops)), "op")
-    check(smp_world, data, "all_reduce", op)
+    """Each example goes through these ops, each in many of the dtypes that it is claimed for."""
+    check(smp_world, data, "all_reduce", ops, most=8)
 
 
 @pytest.mark.parametrize(
@@ -83,10 +108,10 @@ def test_all_reduce(smp_world: SmpWorld, data: st.DataObject, ops: list[str]) ->
     ],
 )
 @given(data=st.data())
-@share(0.16)
+@share(0.1)
 def test_every_op(smp_world: SmpWorld, data: st.DataObject, operation: str, stacked: bool) -> None:
-    op = data.draw(st.sampled_from(kept(smp_world.capabilities, REDUCTIONS)), "op")
-    check(smp_world, data, operation, op, stacked=stacked)
+    """Each example goes through every op."""
+    check(smp_world, data, operation, list(REDUCTIONS), stacked=stacked)
 
 
 @requirement("COLL-OP-DEFAULT")
@@ -104,11 +129,10 @@ def test_without_an_op_it_is_a_sum(smp_world: SmpWorld, data: st.DataObject) -> 
 @given(data=st.data())
 @share(0.2)
 def test_integers_wrap_around(smp_world: SmpWorld, data: st.DataObject) -> None:
-    op = data.draw(st.sampled_from(kept(smp_world.capabilities, ["SUM", "PRODUCT"])), "op")
-    whole = [dtype for dtype in dtypes(smp_world.capabilities, op, "all_reduce") if dtype in WHOLE]
-    if not whole:
-        not_supported(f"the backend claims no integers for {op}")
-    check(smp_world, data, "all_reduce", op, whole, wide=True)
+    claims, ops = smp_world.capabilities, ("SUM", "PRODUCT")
+    if not any(WHOLE.intersection(dtypes_or_none(claims, op, "all_reduce")) for op in ops):
+        not_supported("the backend claims no integers for SUM or PRODUCT")
+    check(smp_world, data, "all_reduce", ops, list(WHOLE), most=8, wide=True)
 
 
 @requirement("COLL-ALL-REDUCE-BOOL")
@@ -122,7 +146,7 @@ def test_sums_and_products_of_bool(smp_world: SmpWorld, data: st.DataObject) -> 
         not_supported("the backend claims neither SUM nor PRODUCT of bool")
     for op in ops:
         shape = sides(1, 3).filter(lambda shape: math.prod(shape) > 2)  # True on all, somewhere
-        check(smp_world, data, "all_reduce", op, [torch.bool], shape=shape, bits=True)
+        check(smp_world, data, "all_reduce", [op], [torch.bool], shape=shape, bits=True)
 
 
 def average_large(ranks: int) -> None:

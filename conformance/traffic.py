@@ -19,7 +19,7 @@ from hypothesis import reject
 import smp_core.torch as smp
 from conformance.draws import MOST_RANKS, share
 from conformance.registry import Capability
-from conformance.tensors import made
+from conformance.tensors import difference, made
 from conformance.verdicts import not_supported
 from pytest_smp import strategies
 from pytest_smp.proxies import SmpWorld
@@ -39,6 +39,9 @@ once = share(0)
 REFUSALS = (ValueError, RuntimeError, TypeError)
 
 
+REFUSED_BY = "ValueError, RuntimeError or TypeError"
+
+
 def is_refused(call: Callable[[], object]) -> bool:
     """Whether the call raises one of REFUSALS."""
     try:
@@ -48,13 +51,37 @@ def is_refused(call: Callable[[], object]) -> bool:
     return False
 
 
-def check(got: object, expected: object, what: str) -> None:
+def check(got: object, expected: object, what: str, rank: int | None = None) -> None:
     """Raise AssertionError if the two are not the same to the last bit.
 
     Raised by hand: pytest explains the asserts of test modules only.
+
+    Args:
+        got: what there is.
+        expected: what there must be.
+        what: the operation, group and dtype, and of which tensor or object.
+        rank: whose it is; the calling rank's, if not given.
     """
-    if not same(got, expected):
-        raise AssertionError(f"{what}: got {got}, expected {expected}")
+    if same(got, expected):
+        return
+    if rank is None and dist.is_initialized():
+        rank = dist.get_rank()
+    where = what if rank is None else f"rank {rank}: {what}"
+    if isinstance(got, Tensor) and isinstance(expected, Tensor):
+        raise AssertionError(f"{where} {difference(got, expected)}")
+    raise AssertionError(f"{where}: got {got}, expected {expected}")
+
+
+def check_ranks(got: Sequence[object], expected: Sequence[object], what: str) -> None:
+    """``check`` what each rank returned."""
+    for rank, (each, want) in enumerate(zip(got, expected, strict=True)):
+        check(each, want, what, rank)
+
+
+def check_refused(refused: object, on: int, what: str) -> None:
+    """Raise AssertionError if a call was not refused on a rank."""
+    if refused is not True:
+        raise AssertionError(f"rank {on}: {what} was not refused: {REFUSED_BY} was expected")
 
 
 # ---- What the backend claims ---------------------------------------------------------------------
@@ -246,13 +273,15 @@ def take_part(exchange: Exchange, group: Any) -> None:
     for number in received:
         message = exchange.messages[number]
         dist.recv(held[number][0], group_src=message.src, group=group, tag=message.tag)
-        check(*held[number], f"{message} after recv")
+        check(*held[number], f"{message} of {_name(exchange.dtype)} after recv")
     for number in exchange.waits[me]:
         if number in works:
             works[number].wait()
-            check(*held[number], f"{exchange.messages[number]} after its wait")
+            what = f"{exchange.messages[number]} of {_name(exchange.dtype)}"
+            check(*held[number], f"{what} after its wait")
     for number, (tensor, value) in held.items():
-        check(tensor, value, f"{exchange.messages[number]} at the end")
+        what = f"{exchange.messages[number]} of {_name(exchange.dtype)}"
+        check(tensor, value, f"{what} at the end")
 
 
 # ---- Collective calls ----------------------------------------------------------------------------
@@ -334,7 +363,13 @@ class Issued(NamedTuple):
 
     def look(self, when: str) -> None:
         """Raise AssertionError if the outputs are not as expected."""
-        check(self.outputs, self.expected, f"{self.side.call} of call {self.side.number} {when}")
+        call, ranks = self.side.call, dist.get_process_group_ranks(self.side.group)
+        what = (
+            f"{call.kind} of {call.numel} {_name(call.dtype)}, root at {call.root} of the group "
+            f"{ranks}, call {self.side.number} of {self.side.of}"
+        )
+        for at, (got, expected) in enumerate(zip(self.outputs, self.expected, strict=True)):
+            check(got, expected, f"{what}, {when}: output {at}")
 
     def finish(self) -> None:
         """Wait, and look at the outputs."""

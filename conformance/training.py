@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from conformance.draws import MOST_RANKS, needs, share
 from conformance.engines.capabilities import EngineCapability
 from conformance.engines.names import find_engine
+from conformance.engines.protocol import used
 from pytest_smp.proxies import SmpWorld
 from pytest_smp.strategies import training_oracle as oracle
 from pytest_smp.strategies.training import Training, trainings
@@ -41,10 +42,15 @@ def trials(count: int) -> settings:
     )
 
 
-def degrees(engine: str) -> tuple[int, ...]:
+def claimed(smp_world: SmpWorld, engine: str) -> frozenset[EngineCapability]:
+    """What an engine claims, as far as the backend claims what it uses for that."""
+    found, there = find_engine(engine), smp_world.capabilities.claims
+    return frozenset(each for each in found.capabilities if used(found, {each}) <= there)
+
+
+def degrees(smp_world: SmpWorld, engine: str) -> tuple[int, ...]:
     """The pipeline degrees that an engine can have."""
-    claimed = EngineCapability.PIPELINE in find_engine(engine).capabilities
-    return (2, 1, 3, 4) if claimed else (1,)
+    return (2, 1, 3, 4) if EngineCapability.PIPELINE in claimed(smp_world, engine) else (1,)
 
 
 def cases(
@@ -52,7 +58,7 @@ def cases(
 ) -> st.SearchStrategy[Training]:
     """Cases for the ranks of the session, and the pipeline degrees of the engine."""
     needs(smp_world, least)
-    fixed.setdefault("pipeline", degrees(engine))
+    fixed.setdefault("pipeline", degrees(smp_world, engine))
     fixed.setdefault("without", without(engine))
     return trainings(min(most, MOST_RANKS, smp_world.ranks), **fixed)
 
@@ -197,7 +203,7 @@ class World:
 def worlds(draw: st.DrawFn, smp_world: SmpWorld, engine: str, least: int = 1) -> World:
     """Small worlds; skips the test where there are fewer ranks."""
     needs(smp_world, least)
-    pairs = [(pp, dp) for pp in degrees(engine) for dp in (1, 2) if least <= pp]
+    pairs = [(pp, dp) for pp in degrees(smp_world, engine) for dp in (1, 2) if least <= pp]
     fits = [(pp, dp) for pp, dp in pairs if pp <= 2 and pp * dp <= min(4, smp_world.ranks)]
     pp, dp = draw(st.sampled_from(fits))
     schedule = draw(st.sampled_from(["interleaved", "simple"]))

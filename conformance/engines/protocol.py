@@ -10,9 +10,12 @@ and neither should the module that has the engine: :meth:`Engine.build` can.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from conformance.engines.capabilities import EngineCapability
+from conformance.registry import Need
+from smp_core.backends.capabilities import Capability
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -126,6 +129,10 @@ class Engine(Protocol):
         conventions: how it reduces.
         capabilities: what it claims.
         api: the namespace that a script imports as ``smp``, by its module's name; empty without.
+
+    An engine may have ``uses``: by its capabilities, what it asks of the backend for them. What needs a
+    capability of the engine is not asked for where the backend lacks that. Without ``uses`` an engine
+    is tested on every backend, and fails where an operation is missing.
     """
 
     name: str
@@ -143,6 +150,12 @@ class Engine(Protocol):
         Rank 0's weights count; ``salt`` makes those of this rank others.
         """
         ...
+
+
+def used(engine: Engine, needs: Collection[Need]) -> frozenset[Capability]:
+    """What the engine asks of the backend for these of its capabilities."""
+    uses: Mapping[EngineCapability, frozenset[Capability]] = getattr(engine, "uses", {})
+    return frozenset().union(*(asked for each, asked in uses.items() if each in needs))
 
 
 def check(engine: Any, name: str) -> Engine:

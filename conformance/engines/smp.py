@@ -4,15 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from conformance.engines.capabilities import EngineCapability
 from conformance.engines.protocol import Conventions, Session
+from smp_core.backends.capabilities import Capability
 
 if TYPE_CHECKING:
     from pytest_smp.strategies.training import Training
 
 CONVENTIONS = Conventions()
+
+#: What ours asks of the backend: sums are exchanges and a fold of our own; a rank of a pipeline takes
+#: what comes first.
+USES: Mapping[EngineCapability, frozenset[Capability]] = MappingProxyType(
+    {
+        EngineCapability.TRAINING: frozenset(
+            {
+                Capability.OBJECTS,
+                Capability.BROADCAST,
+                Capability.ALL_GATHER_SINGLE,
+                Capability.ALL_TO_ALL_SINGLE,
+            }
+        ),
+        EngineCapability.PIPELINE: frozenset({Capability.POINT_TO_POINT, Capability.ANY_SOURCE}),
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +47,9 @@ class SmpEngine:
     api: str = "smp_core.torch"
     capabilities: frozenset[EngineCapability] = frozenset(EngineCapability)
     conventions: Conventions = CONVENTIONS
+    uses: Mapping[EngineCapability, frozenset[Capability]] = dataclasses.field(
+        default_factory=lambda: USES, hash=False
+    )
 
     def namespace(self) -> Any:
         """The module."""

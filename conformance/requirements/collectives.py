@@ -110,6 +110,30 @@ MOVEMENT = (
     ),
 )
 
+_MANAGER = "torch.distributed._coalescing_manager (its docstring), as DDP and FSDP use it"
+
+COALESCED = tuple(
+    _of(
+        words,
+        "COALESCED",
+        "Several calls that are issued as one, by the coalescing manager or by the operators for several "
+        f"tensors, each do what they do alone, whatever their shapes: {does}.",
+        f"{_MANAGER}; torch.ops._c10d_functional (the operators that compiled programs call)",
+        Capability.COALESCED,
+    )
+    for words, does in (
+        ("ALL-REDUCE", "every member gets the reduction of each tensor"),
+        (
+            "ALL-GATHER-SINGLE",
+            "every output holds the inputs of its own call, in the group's order",
+        ),
+        (
+            "REDUCE-SCATTER-SINGLE",
+            "the i-th member gets the reduction of the i-th part of each input",
+        ),
+    )
+)
+
 _OPS = "torch.distributed.ReduceOp docs"
 
 REDUCTIONS = (
@@ -299,6 +323,14 @@ NUMBERS = (
         "INF: what is moved is not computed with; torch.distributed docs name no number apart",
     ),
     _all(
+        "SPECIAL-REDUCED",
+        "Reductions treat infinities, NaNs and subnormals as arithmetic does: an infinity stays one, what "
+        "is no number gives none, nothing is lost for being small, and no other element changes. Whether "
+        "the MIN or MAX of a number and a NaN is the number or the NaN is left open.",
+        "INF: as torch.add, torch.mul, torch.minimum and torch.maximum do; torch.distributed.ReduceOp docs "
+        "name no number apart, and say nothing of MIN and MAX of a NaN",
+    ),
+    _all(
         "CONJUGATED",
         "Of a complex input that is a lazy conjugate, the conjugates are taken (gather, "
         "reduce_scatter, reduce_scatter_single; the other functions of torch refuse it).",
@@ -403,6 +435,7 @@ ERRORS = (
 COLLECTIVES: tuple[Requirement, ...] = (
     *MOVEMENT,
     *REDUCTIONS,
+    *COALESCED,
     *ROOTS,
     *LAYOUTS,
     *EMPTY,

@@ -376,7 +376,7 @@ ASYNCHRONOUS = (
         "The wait for an asynchronous barrier returns only after every rank of the group has come to it.",
         "torch.distributed docs: barrier (blocks ... if async work handle is called on wait())",
         Level.L1,
-        _PROCESS_GROUPS | {Capability.BARRIER},
+        _PROCESS_GROUPS | {Capability.BARRIER, Capability.OBJECTS},
     ),
 )
 

@@ -31,6 +31,7 @@ class Capability(enum.StrEnum):
     MESSAGE_LAYOUTS = "message layouts"  #: messages from and into tensors that are not contiguous
     ANY_SOURCE = "any source"  #: recv without a source
     COALESCING = "coalescing"  #: batch_isend_irecv
+    COALESCED = "coalesced collectives"  #: several all_reduce (..._single) calls issued as one
     BARRIER = "barrier"
     BROADCAST = "broadcast"
     ALL_REDUCE = "all_reduce"

@@ -21,6 +21,8 @@ from hypothesis import Phase, settings
 from hypothesis.control import current_build_context
 
 from conformance.amounts import LEAST_DRAWS
+from conformance.engines.names import find_engine
+from conformance.engines.protocol import Engine, used
 from conformance.requirements import REQUIREMENTS
 from conformance.verdicts import NotSupported
 from pytest_smp.proxies import SmpWorld
@@ -92,6 +94,8 @@ def _before(owner: type, name: str, note: Callable[..., None]) -> None:
 
 def _collective(self: Any, operation: str, *args: Any, **kwargs: Any) -> None:
     _now.used.add(_OPERATIONS.get(operation) or Capability(operation))
+    if operation in _OPERATIONS:
+        _now.used.add(Capability.COALESCED)
 
 
 def _message(self: Any, verb: str, tensors: Any, peer: int, tag: int) -> None:
@@ -133,8 +137,9 @@ def pytest_configure(config: pytest.Config) -> None:
     SmpWorld.capabilities = property(lambda self: Capabilities(_now.claims))  # type: ignore[misc]
 
 
-def _claims(requirement: str) -> Iterator[frozenset[Capability]]:
-    needs = frozenset(n for n in REQUIREMENTS[requirement].needs if isinstance(n, Capability))
+def _claims(requirement: str, engine: Engine) -> Iterator[frozenset[Capability]]:
+    named = REQUIREMENTS[requirement].needs
+    needs = frozenset(each for each in named if isinstance(each, Capability)) | used(engine, named)
     yield needs
     for each in Capability:
         if each not in needs:
@@ -147,9 +152,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
     global _now
     marker = pyfuncitem.get_closest_marker("requirement")
     assert marker is not None
+    engine = find_engine(pyfuncitem.config.getoption("smp_engine") or "smp")
     names = pyfuncitem._fixtureinfo.argnames
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
-    for number, claims in enumerate(_claims(marker.args[0])):
+    for number, claims in enumerate(_claims(marker.args[0], engine)):
         _now = Run(claims)
         try:
             pyfuncitem.obj(**arguments)

@@ -29,6 +29,7 @@ THREADED = Capabilities(
         Capability.MESSAGE_LAYOUTS,
         Capability.ANY_SOURCE,
         Capability.COALESCING,
+        Capability.COALESCED,
         Capability.REDUCE,
     },
     # all_reduce has all ops, reduce_scatter these two alone.
