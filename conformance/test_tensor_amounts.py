@@ -113,14 +113,17 @@ def test_large_tensors(smp_world: SmpWorld, data: st.DataObject) -> None:
     order = data.draw(st.permutations(claimed(smp_world)), "the first get the largest")
     first = data.draw(st.booleans(), "the first is asynchronous")
     for at, name in enumerate(order):
+        *small, large, largest = CHUNKS
+        # Twice, so that one is asynchronous and one is not; roots change, too.
+        chunks = [*small, large, large, *([largest] if at < LARGEST else [])]
+        last_root = data.draw(st.integers(0, ranks - 1), "the root before the first")
         played = []
-        for chunk in CHUNKS if at < LARGEST else CHUNKS[:-1]:
+        for turn, chunk in enumerate(chunks, 1):
             dtype = data.draw(st.sampled_from(dtypes(claims, op_of(name), name)), "dtype")
             size = data.draw(around(chunk), f"size for {name}")
-            op, root = op_of(name), 0
+            op = op_of(name)
             if op and chunk == CHUNKS[0]:  # other ops are reduced number by number
                 op = data.draw(st.sampled_from(fitting(claims, dtype, ranks)), "op")
-            if COLLECTIVES[name].root:
-                root = data.draw(st.integers(0, ranks - 1), "root")
+            root = (last_root + turn) % ranks if COLLECTIVES[name].root else 0
             played.append(Case(name, tuple(range(ranks)), dtype, (size,), op=op, root=root))
         smp_world.run(play, *alternated(played, first), ranks=ranks)
