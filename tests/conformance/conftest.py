@@ -56,7 +56,7 @@ def sessions(tmp_path: Path) -> Sessions:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=120,
+            timeout=280,  # on a busy machine, too
         )
         assert done.returncode == code, done.stdout
         return done.stdout.split("=== session")[1:]
