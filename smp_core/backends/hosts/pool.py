@@ -8,6 +8,7 @@ import logging
 import os
 import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from smp_core.backends import parcels
 from smp_core.backends.base import HostOptions
 from smp_core.backends.hosts import wire
 from smp_core.backends.hosts.crew import Crew, Ended, RankProcess, describe_exit
+from smp_core.backends.hosts.process_state import ProcessState
 from smp_core.errors import BackendError
 
 log = logging.getLogger("smp_core.hosts")
@@ -186,6 +188,14 @@ class _LocalWard(Ward):
     def __init__(self, connection: Connection, process: subprocess.Popen[bytes]) -> None:
         super().__init__(connection, None, "this machine")
         self.process = process
+
+    def ask(self, **request: Any) -> None:
+        """See Ward. A body may have stopped its rank's parent, which would never answer."""
+        state = ProcessState.of(self.process.pid)
+        if state is not None and state.stopped:
+            log.warning("the nursery of rank processes was stopped, and goes on")
+            self.process.send_signal(signal.SIGCONT)
+        super().ask(**request)
 
     def last_words(self) -> str:
         """See Ward."""

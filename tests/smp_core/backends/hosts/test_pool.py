@@ -537,6 +537,19 @@ def test_a_killed_nursery_is_replaced(run, caplog):
     assert "killed by SIGKILL" in report.warnings[0]
 
 
+def test_a_stopped_nursery_goes_on(run, caplog):
+    def body():
+        if smp.rank() == 0:
+            os.kill(os.getppid(), signal.SIGSTOP)
+        smp.barrier()
+        assert smp.rank() != 1  # its partners are killed in their barrier, and others are forked
+        smp.barrier()
+
+    assert run(body).verdict is VerdictKind.FAILED
+    assert run(_ranks).values == list(range(RANKS))
+    assert "was stopped, and goes on" in caplog.text
+
+
 def _kills_the_nursery():
     if smp.rank() == 0:
         os.kill(os.getppid(), signal.SIGKILL)
