@@ -27,7 +27,7 @@ def test_without_the_board_ranks_that_wait_use_up_their_time(kind, capsys):
     claims = {Claim.STRIKES, Claim.PROCESSES}
     numbers = itertools.count()
     first = next(each for each in numbers if verdicts.draw(f"0-{each}", 4, claims, "").kind == kind)
-    assert soak("gloo", faults=1, first=first, timeout=1.0, check=False) == []
+    assert soak("gloo", faults=1, first=first, timeout=10.0, check=False) == []
 
 
 @pytest.fixture(scope="module")

@@ -255,7 +255,7 @@ def _to_one_twice():
 def test_a_lost_message_never_arrives(run, host):
     report = run(_to_one, Drop(rank=0, at="send"))
     assert report.values == [None, "second", None]
-    limit = None if getattr(host, "_check", True) else 1.5
+    limit = None if getattr(host, "_check", True) else 10.0
     report = run(_to_one_twice, Drop(rank=0, at="send", nth=2), timeout=limit)
     assert report.verdict is (VerdictKind.DEADLOCK if limit is None else VerdictKind.TIMED_OUT)
     assert report.outcomes[1].kind is OutcomeKind.STUCK
