@@ -46,6 +46,7 @@ def test_without_overlap(smp_world):
     same(smp_world, without_overlap, sdp_reduce_bucket_size=100)
 
 
+@pytest.mark.filterwarnings("ignore::smp_core.config.IgnoredKeyWarning")
 def test_beside_tensor_parallelism(smp_world):
     more = {"tensor_parallel_degree": 2, "prescaled_batch": True}
     same(smp_world, train, ranks=4, **more)
