@@ -9,7 +9,12 @@ from __future__ import annotations
 from conformance.registry import Capability, EngineCapability, Level, Need, Requirement
 
 _API: frozenset[Need] = frozenset(
-    {Capability.PROCESS_GROUPS, EngineCapability.TRAINING, EngineCapability.SMP_API}
+    {
+        Capability.PROCESS_GROUPS,
+        EngineCapability.TRAINING,
+        EngineCapability.SMP_API,
+        EngineCapability.PIPELINE,  # most are asked of pipelines, too
+    }
 )
 _FP16 = _API | {EngineCapability.FP16}
 _PREDECESSOR = "SMP_API.md 1.8 (FP16 behaviour)"

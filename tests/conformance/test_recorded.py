@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from conformance.amounts import LEAST_DRAWS
+from conformance.tensors import COLLECTIVES
 
 # The session alone takes a minute on a quiet machine.
 pytestmark = pytest.mark.timeout(1200)
@@ -57,3 +58,32 @@ def test_properties_draw(runs: Runs) -> None:
     }
     assert len(passed) > 400
     assert not few
+
+
+def test_requirements_name_what_they_use(runs: Runs) -> None:
+    """Each ran on a backend that claims its needs, those of the engine, and one more where that left
+    nothing to draw.
+    """
+    beside: dict[str, set[str]] = {}
+    for each in runs:
+        unnamed = set(each["used"]) - set(each["claims"])
+        if each["outcome"] == "passed" and unnamed:
+            beside.setdefault(each["requirement"], set()).update(unnamed)
+    assert not beside
+
+
+#: Requirements of every collective; in an example of each all are called that the backend claims.
+EVERY = ("ORDER", "SORTED", "WITHOUT-0", "ALONE", "OVERLAP")
+EVERY_ID = {
+    *(f"COLL-GROUP-{each}" for each in EVERY),
+    *(f"COLL-{each}" for each in ("OFFSET", "INPUTS", "REPEATED", "MANY", "LARGE", "SIZES")),
+}
+
+
+def test_every_collective_is_called(runs: Runs) -> None:
+    called: dict[str, set[str]] = {id: set() for id in EVERY_ID}
+    for each in runs:
+        if each["requirement"] in EVERY_ID and each["outcome"] == "passed":
+            called[each["requirement"]].update(each["used"])
+    missing = {id: names for id, used in called.items() if (names := set(COLLECTIVES) - used)}
+    assert not missing
