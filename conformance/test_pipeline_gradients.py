@@ -52,7 +52,7 @@ def test_replicas_equal_a_plain_loop(smp_world: SmpWorld, smp_engine: str, data:
 def test_each_of_several_steps_follows_the_one_before(
     smp_world: SmpWorld, smp_engine: str, data: Data, steps: tuple[Model, str, int]
 ) -> None:
-    pipeline = tuple(each for each in degrees(smp_engine) if each <= 2)
+    pipeline = tuple(each for each in degrees(smp_world, smp_engine) if each <= 2)
     fixed = {"pipeline": pipeline, "automatic": False, **several_steps(*steps)}
     holds(smp_world, smp_engine, data, **fixed)
 
