@@ -15,6 +15,7 @@ from conformance.training import (
     STEPS,
     blocks_of_two,
     check,
+    claimed,
     results,
     several_steps,
     sharded_cases,
@@ -58,10 +59,8 @@ def test_any_degree_equals_one_process(smp_world: SmpWorld, smp_engine: str, dat
 @given(data=st.data())
 @trials(3)
 def test_many_ranks_equal_one_process(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
-    claims = find_engine(smp_engine).capabilities
-    degrees = (
-        (2, 4, 8) if EngineCapability.BLOCKS in claims else (8,)
-    )  # four sharding groups, to one
+    claims = claimed(smp_world, smp_engine)
+    degrees = (2, 4, 8) if EngineCapability.BLOCKS in claims else (8,)  # four groups, two, one
     if EngineCapability.SHARDING not in claims:
         degrees = (1,)
     drawn = sharded_cases(smp_world, smp_engine, least=8, most=8, sharding=degrees)
