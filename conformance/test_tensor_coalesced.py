@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, reject
 from torch.distributed import distributed_c10d as c10d
 
 from conformance.draws import share
@@ -95,7 +95,12 @@ def test_calls_that_are_issued_as_one(
     ranks = data.draw(worlds(smp_world), "ranks")
     members = data.draw(groups(ranks, claims, "any"), "group")
     op = op_of(operation)
-    dtype = data.draw(st.sampled_from(dtypes(claims, op, operation)), "dtype")
+    moved = dtypes(claims, op, operation)
+    if (
+        way == "operators"
+    ):  # torch's functions make real tensors of complex ones, its operators do not
+        moved = [each for each in moved if not each.is_complex] or reject()
+    dtype = data.draw(st.sampled_from(moved), "dtype")
     count = data.draw(st.integers(1, 5), "calls")
     one = cases(
         ranks,
