@@ -82,7 +82,10 @@ class _Line:
     def _listen(self) -> None:
         try:
             while True:
-                self._cancelled = int(self._connection.recv_bytes(64))
+                try:
+                    self._cancelled = int(self._connection.recv_bytes(64))
+                except BlockingIOError:  # made so by the body, as any descriptor that it found
+                    os.set_blocking(self._connection.fileno(), True)
                 if self._cancelled == DISMISSED:
                     os._exit(1)
         except (EOFError, OSError):
@@ -139,6 +142,8 @@ class _Server:
     def serve(self) -> None:
         """Until the controller says exit, or is gone."""
         while True:
+            # A body may have made every descriptor non-blocking that it found.
+            os.set_blocking(self._control.fileno(), True)
             request = pickle.loads(self._control.recv_bytes())
             if type(request) is tuple:
                 self._serve_errand(Errand(*request))

@@ -735,3 +735,15 @@ def test_a_rank_that_retires_is_replaced_after_the_run_however_it_ended(run):
 def test_ranks_that_are_threads_cannot_retire(smp_world):
     with pytest.raises(BackendError, match=r"it has trained.*--smp-backend=gloo"):
         smp_world.run(current.retire, "it has trained", ranks=2)
+
+
+def test_a_body_that_makes_every_descriptor_non_blocking_harms_no_later_run(run):
+    def body(changes):
+        for name in os.listdir("/proc/self/fd") if changes else ():
+            with contextlib.suppress(OSError):
+                os.set_blocking(int(name), False)
+        smp.barrier()
+        return os.getpid()
+
+    first, *others = ([o.value for o in run(body, changes).outcomes] for changes in (1, 0, 0, 1, 0))
+    assert others == [first] * 4
