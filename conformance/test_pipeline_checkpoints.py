@@ -106,8 +106,11 @@ def step(script: Script, case: Training, number: int, update: bool = True) -> No
 
 
 def single(case: Training) -> Training:
-    """The case with one pass and one window."""
-    return dataclasses.replace(case, passes=1, windows=1)
+    """The case with one pass and one window. Gradients are set to None before it: checkpoints hold none, so
+    a parameter that only the step before the save has used would have zeros in the run that goes on,
+    which momentum moves, and nothing in the run that resumes, in plain torch, too.
+    """
+    return dataclasses.replace(case, passes=1, windows=1, set_to_none=True)
 
 
 def union(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
