@@ -14,7 +14,7 @@ import shlex
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -215,6 +215,7 @@ class Session:
         if above:
             items[:] = [item for item in items if item not in set(above)]
             session.config.hook.pytest_deselected(items=above)
+        basic_first(items, found, tuple(self.registry))
         self.whole = self._is_whole(session)
         untested = [id for id in self.registry if id not in found]
         if untested and self.whole:
@@ -648,3 +649,15 @@ def _notes(error: BaseException) -> list[str]:
     for part in getattr(error, "exceptions", ()):
         notes += _notes(part)
     return notes
+
+
+def basic_first(
+    items: list[pytest.Item], found: Mapping[str, Sequence[pytest.Item]], declared: Sequence[str]
+) -> None:
+    """Put the items of ``found``, by requirement, into the order in which requirements are declared: plain
+    values before layouts, groups and asynchronous calls, so that ``-x`` stops at the most basic promise
+    that is broken. Other items stay where they are.
+    """
+    suite = iter([item for id in sorted(found, key=declared.index) for item in found[id]])
+    ours = {id(item) for tests in found.values() for item in tests}
+    items[:] = [next(suite) if id(item) in ours else item for item in items]

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from conformance.registry import Level
 from conformance.requirements import REQUIREMENTS
-from conformance.session import HERE, argument, claims_text, property_name, requirement_of
+from conformance.session import (
+    HERE,
+    argument,
+    basic_first,
+    claims_text,
+    property_name,
+    requirement_of,
+)
 from smp_core.backends.capabilities import DTYPES, EVERYTHING, Capabilities, Capability
 
 
@@ -191,3 +198,11 @@ def test_a_claim_that_fails_is_a_failure_and_what_is_not_claimed_is_not_run(
         line for line in honest.splitlines() if line.startswith("= requirements: ")
     )
     assert "=== exit 0" in honest
+
+
+def test_properties_run_in_the_order_in_which_requirements_are_declared() -> None:
+    """Basic values come first, whatever their files are called; what is not the suite's stays."""
+    a, b, c, theirs = (cast(pytest.Item, SimpleNamespace(name=name)) for name in "abct")
+    items = [b, theirs, c, a]
+    basic_first(items, {"SECOND": [b], "THIRD": [c], "FIRST": [a]}, ("FIRST", "SECOND", "THIRD"))
+    assert [item.name for item in items] == ["a", "t", "b", "c"]
