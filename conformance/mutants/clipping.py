@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
+from conformance.mutants.defences import unseen_drift
 from conformance.mutants.protocol import Bugs, Patch
 from conformance.mutants.sharded_gradients import Result, Sums, windows
 from smp_core.torch.precision import masters
@@ -70,6 +71,7 @@ def tied_count_twice(patch: Patch) -> None:
 @BUGS.enter("SHARD-CLIP-EQUAL")
 def norm_before_the_second_hop(patch: Patch) -> None:
     """the norm is that of a sharding group's own sums, before those of the others are added"""
+    unseen_drift(patch)
     seen: dict[int, Tensor] = {}
 
     def noted(self: ShardedGradients, sums: Sums, result: Result) -> None:

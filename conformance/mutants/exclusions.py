@@ -116,7 +116,10 @@ EQUIVALENT: Mapping[str, str] = {
     "Meeting.__init__: (channel, number) -> (number, channel)": _WORDS,
     "Channel.__init__: 0 -> 1": _NUMBER,
     "Channel.__init__: 0 -> -1": _NUMBER,
+    "Channel.__init__: group.ranks -> group.ranks[::-1]": _WORDS,
     "Channel.join: context.scheduler.check(context.seat) -> pass": _OVER,
+    "Channel.join: meeting.differs or not self._agrees(meeting, call) -> "
+    "meeting.differs and (not self._agrees(meeting, call))": _DIFFER,
     "Channel.join: context.rank -> 0 (2)": _WORDS,
     "Channel.join: self._counts[position] + 1 -> self._counts[position] - 1": _NUMBER,
     "Channel.join: 1 -> 2": _NUMBER,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from conformance.mutants.defences import unseen_drift
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
 from smp_core.errors import VerdictError
 from smp_core.runtime import Runtime
@@ -116,6 +117,7 @@ def there_is_no_floor(patch: Patch) -> None:
 @BUGS.enter("PREC-LOSS-SCALE", origin="B100")
 def scale_follows_the_own_flag(patch: Patch) -> None:
     """each rank lowers the scale for an overflow of its own only, read before the others' came"""
+    unseen_drift(patch)
     look = update.look_everywhere
     own: dict[int, bool] = {}
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from conformance.mutants.defences import unseen_drift
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
@@ -263,6 +264,7 @@ def clipped_in_two_roundings(patch: Patch) -> None:
 @BUGS.enter("PREC-SHARDED-CLIP", origin="B107")
 def shards_clip_by_their_own_norm(patch: Patch) -> None:
     """the norm is that of the rank's own shards"""
+    unseen_drift(patch)
     clip = Sharding.clip
 
     @dataclasses.dataclass
@@ -338,6 +340,7 @@ def tiny_parts_are_skipped(patch: Patch) -> None:
 @BUGS.enter("PREC-STATE-EQUAL")
 def parts_are_not_gathered(patch: Patch) -> None:
     """each rank keeps its own part up to date only"""
+    unseen_drift(patch)
 
     def alone(self: OwnParts, parameters: Iterable[nn.Parameter], own: Iterable[Tensor]) -> None:
         with torch.no_grad():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from conformance.mutants.defences import unseen_drift
 from conformance.mutants.protocol import Bugs, Patch
 from smp_core import topology
 from smp_core.topology import GroupKind
@@ -176,6 +177,7 @@ def absent_in_the_last_pass_is_dropped(patch: Patch) -> None:
 @BUGS.enter("SHARD-REPLICAS", origin="B088")
 def no_second_hop(patch: Patch) -> None:
     """gradients are not summed over the sharding groups"""
+    unseen_drift(patch)
     patch.setattr(Collectives, "all_reduce", lambda self, flat: _Done(flat.clone()))
 
 
@@ -230,6 +232,7 @@ def groups_by(patch: Patch, kind: GroupKind, key: Callable[[int, int, int], int]
 @BUGS.enter("SHARD-DEGREE", origin="B097")
 def neighbours_are_replicas(patch: Patch) -> None:
     """gradients are summed over ranks next to each other, which hold different parts"""
+    unseen_drift(patch)
     groups_by(patch, GroupKind.REPLICATION, lambda rank, degree, blocks: rank // blocks)
 
 
@@ -374,6 +377,7 @@ def scalars_are_not_trained(patch: Patch) -> None:
 @BUGS.enter("SHARD-REPLICAS")
 def persistent_stay_in_their_block(patch: Patch) -> None:
     """gradients of parameters that are not split are not summed over the sharding groups"""
+    unseen_drift(patch)
 
     def local(self: ShardedGradients, sums: Sums, result: Result) -> None:
         for each in sums:

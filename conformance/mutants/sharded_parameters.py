@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import smp_core.torch as smp
+from conformance.mutants.defences import unseen_drift
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
 from smp_core.errors import VerdictError
 from smp_core.torch import creation
@@ -83,6 +84,7 @@ def every_rank_keeps_its_own_weights(patch: Patch) -> None:
 @BUGS.enter("SHARD-INIT")
 def small_weights_are_not_sent(patch: Patch) -> None:
     """parameters that are not split keep the values that each rank made"""
+    unseen_drift(patch)
     assign = placement.assign
 
     def some(tensor: Tensor, value: Tensor) -> None:

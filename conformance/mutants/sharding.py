@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from conformance.mutants.defences import unseen_drift
 from conformance.mutants.protocol import Bugs, Patch
 from smp_core.torch import recompute
 from smp_core.torch.pipeline import placement
@@ -215,6 +216,7 @@ def last_use_counts(patch: Patch) -> None:
 @BUGS.enter("SHARD-REPLICAS")
 def persistent_by_part(patch: Patch) -> None:
     """of a parameter that is not split, each rank has the gradient of its own part only"""
+    unseen_drift(patch)
     wholes = Bucket.wholes
 
     def own(self: Bucket, gathered: Tensor) -> Any:
@@ -254,6 +256,7 @@ def own_norm_only(patch: Patch) -> None:
 @BUGS.enter("SHARD-CLIP-EQUAL")
 def persistent_by_own_norm(patch: Patch) -> None:
     """ranks of a sharding group clip by norms of their own, so what they all hold drifts apart"""
+    unseen_drift(patch)
     own_norm_only(patch)
 
 
