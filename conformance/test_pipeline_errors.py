@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -172,6 +173,8 @@ def test_an_input_without_influence_gets_no_gradient_or_is_refused(
         return
     plain = integers(Two())
     plain(batch(2 * world.microbatches), trouble="unused input").sum().backward()
+    held = Counter(name for _, found, _ in seen for name in found)
+    assert held == {name: world.dp for name, _ in plain.named_parameters()}, "lost gradients"
     for _, found, _ in seen:
         for name, parameter in plain.named_parameters():
             assert parameter.grad is not None

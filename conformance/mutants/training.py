@@ -107,6 +107,19 @@ def unused_input_gets_a_gradient(patch: Patch) -> None:
     patch.setattr(boundary, "run_backward", filled)
 
 
+@BUGS.enter("MODEL-UNUSED-INPUT")
+def unused_input_takes_the_others_along(patch: Patch) -> None:
+    """where one input has no influence, none of the call's inputs gets a gradient"""
+    backward = boundary.run_backward
+
+    def emptied(*args: Any) -> Any:
+        inputs = backward(*args)
+        lost = any(each is None for each in inputs)
+        return [None] * len(inputs) if lost else inputs
+
+    patch.setattr(boundary, "run_backward", emptied)
+
+
 @BUGS.enter("MODEL-ORIG-FORWARD")
 def original_forward_twice(patch: Patch) -> None:
     """_orig_forward of a base class gives twice what its forward does"""

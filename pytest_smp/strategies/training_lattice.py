@@ -7,7 +7,8 @@ is a polynomial of degree ``d`` in trained weights is a multiple of ``2**(-e d)`
 in any order of sums, if its magnitude times ``2**(e d)`` is at most ``2**24``.
 
 Where gradients do not depend on trained weights at all, weights may be any numbers: sums of gradients are
-whole, and an elementwise optimizer does the same to each element wherever it lies.
+whole, and an elementwise optimizer does the same to each element wherever it lies. What such weights
+give, losses and outputs after the first step, may round (``exact_outputs``).
 """
 
 from __future__ import annotations
@@ -50,17 +51,23 @@ class _Magnitudes(NamedTuple):
     gradients: float
 
 
+def exact_outputs(case: Training) -> int:
+    """Of how many steps a certificate covers losses and outputs, too: of all, or of the first window."""
+    return case.passes if case.every and case.optimizer not in _DYADIC else case.steps
+
+
 def certified(case: Training) -> bool:
-    """Whether no sum in this run can round, in whatever order, with a step after each window."""
+    """Whether no sum in this run can round, in whatever order, with a step after each window; but for
+    losses and outputs past ``exact_outputs``.
+    """
     if case.divisor & (case.divisor - 1) or case.dtype != "float32":
         return False
     degree = _degree(case) * (2 if case.loss == "square" else 1)  # of the loss
-    if degree == 1:  # gradients are whole numbers, whatever the weights are
-        inside = _magnitudes(case, case.span)
-        return inside.gradients * _runs(case) <= float(2**_BITS)
     update = _DYADIC.get(case.optimizer)
     if update is None:
-        return False
+        # Gradients are whole numbers at degree 1, whatever the weights are.
+        inside = _magnitudes(case, case.span)
+        return degree == 1 and inside.gradients * _runs(case) <= float(2**_BITS)
     after_point = kept = 0  # bits of the weights, and of the momentum
     weights = _Weights(case)
     for window in range(case.windows):

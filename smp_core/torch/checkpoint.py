@@ -117,7 +117,8 @@ def load(
     call = "smp.load"
     runtime = runtime_of(call)
     naming.refuse_module(call, pickle_module)
-    if not pickle_load_args.pop("weights_only", True) and not trusted():
+    weights_only = pickle_load_args.get("weights_only")
+    if weights_only is not None and not weights_only and not trusted():
         raise ArgumentError(
             f"{call}: weights_only=False would run what the file says. Leave it out; for a file that you "
             "trust: with smp.trust_checkpoints()"
@@ -454,6 +455,8 @@ def _read_full(session: Session, path: Path, tag: str, load_optimizer: bool) -> 
     state.model = content.get("model") if _IS_PARTIAL in content else content
     if beside is not None:
         state.user_content = files.load(beside, "the user content")
+    elif _IS_PARTIAL in content:  # files of before had it in them, too
+        state.user_content = content.get("user_content")
     if state.model is not None:
         _expect_own(session, path / tag, "model")
     if load_optimizer and _IS_PARTIAL in content and session.optimizer is not None:

@@ -68,17 +68,26 @@ def save_text(path: Path, text: str) -> None:
     _write(path, lambda file: file.write(text.encode()))
 
 
-def load(path: Path, what: str, map_location: Any = None, **options: Any) -> Any:
-    """Read what :func:`save`, or `torch.save`, wrote. Runs no code of the file.
+def load(
+    path: Path,
+    what: str,
+    map_location: Any = None,
+    *,
+    weights_only: bool | None = None,
+    **options: Any,
+) -> Any:
+    """Read what :func:`save`, or `torch.save`, wrote. Runs no code of the file, unless it is trusted.
 
     Args:
         what: what the file should hold, for messages: ``"the model of pp_rank 0"``.
         map_location: as of `torch.load`.
+        weights_only: None: as the script trusts its files (trust.py).
         options: others of `torch.load`.
 
     Raises CheckpointError, naming the path, if the file is missing, torn, damaged, foreign, or holds
     objects that cannot be read without running code.
     """
+    safe = not trusted() if weights_only is None else weights_only
     with _opened(path, what) as file:
         start = file.read(len(_ARCHIVE))
         size = file.seek(0, os.SEEK_END)
@@ -90,7 +99,7 @@ def load(path: Path, what: str, map_location: Any = None, **options: Any) -> Any
         try:
             with warnings.catch_warnings():  # of other protocols of pickle, which it then refuses
                 warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
-                return torch.load(file, map_location, weights_only=not trusted(), **options)
+                return torch.load(file, map_location, weights_only=safe, **options)
         except OSError as error:
             raise _unreadable(path, what, error) from error
         except Exception as error:
@@ -101,7 +110,7 @@ def load(path: Path, what: str, map_location: Any = None, **options: Any) -> Any
             else:
                 reason = f"torch.load refuses it ({type(error).__name__}: {why_not(error)})"
             raise CheckpointError(
-                f"{path}: expected {what}, but {reason}. {_RUN[trusted()]}Give the path of a checkpoint of "
+                f"{path}: expected {what}, but {reason}. {_RUN[not safe]}Give the path of a checkpoint of "
                 "smp.save or smp.save_checkpoint"
             ) from error
 

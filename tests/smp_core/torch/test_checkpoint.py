@@ -452,6 +452,39 @@ def test_a_full_save_that_is_cut_off_between_its_two_files_is_there_whole(
     assert torch.load(path / "user_content_whole") == {"steps": (3,)}
 
 
+def test_a_full_file_that_holds_the_user_content_itself_is_read_too(smp_world, path):
+    smp_world.run(_full, path, ranks=1)
+    (path / "user_content_whole").unlink()
+    torch.save({**torch.load(path / "whole"), "user_content": CONTENT}, path / "whole")
+    ((_, user),) = smp_world.run(_load_full, path, (0, 0, 0), 0, ranks=1)
+    assert str(user) == str(CONTENT)
+
+
+def _load_each_way(path):
+    found = []
+    for weights_only in (None, True, False):
+        how = {} if weights_only is None else {"weights_only": weights_only}
+        try:
+            smp.load(path, partial=False, **how)
+        except (CheckpointError, ArgumentError) as error:
+            found.append(type(error).__name__)
+        else:
+            found.append("ran")
+    return found
+
+
+def test_what_a_script_says_of_one_file_counts_for_it_where_files_are_trusted(smp_world, tmp_path):
+    def trusting(path):
+        with smp.trust_checkpoints():
+            return _load_each_way(path)
+
+    torch.save({"path": Path("x")}, tmp_path / "x.pt")
+    (found,) = smp_world.run(_load_each_way, tmp_path / "x.pt", ranks=1)
+    assert found == ["CheckpointError", "CheckpointError", "ArgumentError"]
+    (found,) = smp_world.run(trusting, tmp_path / "x.pt", ranks=1)
+    assert found == ["ran", "CheckpointError", "ran"]
+
+
 def test_a_pointer_without_the_folder_s_suffix_is_followed_too(smp_world, path):
     smp_world.run(_saving, path, ranks=2, config=PIPELINE)
     (path / "newest").write_text("a\n")
