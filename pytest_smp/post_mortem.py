@@ -64,6 +64,15 @@ def _name_globals(entry: types.TracebackType | None) -> None:
         entry = entry.tb_next
 
 
+def _runtime_of(failure: Failure, fabric: Any) -> Any:
+    """The failed rank's runtime, as far as it can be told now."""
+    if failure.config:
+        # An error here would end the session, and nobody would see the failure.
+        with contextlib.suppress(Exception):
+            return runtime.of_rank(failure.config, fabric)
+    return _Runtime(fabric)
+
+
 @contextlib.contextmanager
 def of(failure: Failure, error: BaseException) -> Iterator[None]:
     """While entered, this thread is the rank that the failure is of, and ``error`` its exception."""
@@ -77,7 +86,7 @@ def of(failure: Failure, error: BaseException) -> Iterator[None]:
         size=failure.ranks,
         fabric=fabric,
         job=SimpleNamespace(parameters=None, automatic_init=False),
-        runtime=runtime.of_rank(failure.config, fabric) if failure.config else _Runtime(fabric),
+        runtime=_runtime_of(failure, fabric),
     )
     current.set_current(context)
     try:

@@ -132,10 +132,9 @@ def current(call: str) -> Runtime:
 
 
 def _build(config: Mapping[str, Any] | None, fabric: Fabric) -> Runtime:
-    parsed = _parse(config, _launcher_parameters())
-    topology = _topology(parsed, fabric.size)
-    _warn_of_keys_without_effect(parsed)
-    return Runtime(parsed, topology, fabric)
+    runtime = of_rank(config, fabric)
+    _warn_of_keys_without_effect(runtime.config)
+    return runtime
 
 
 def _warn_of_keys_without_effect(config: Config) -> None:
@@ -154,11 +153,13 @@ def _without_effect(config: Config) -> Mapping[str, str]:
 
 
 def of_rank(config: Mapping[str, Any] | None, fabric: Fabric) -> Runtime:
-    """The runtime that ``init(config)`` makes on a rank with this fabric; nothing is initialised.
+    """The runtime that ``init(config)`` makes on a rank with this fabric; nothing is initialised,
+    and nothing is warned of.
 
     Raises ConfigError for a bad configuration.
     """
-    return _build(config, fabric)
+    parsed = _parse(config, _launcher_parameters())
+    return Runtime(parsed, _topology(parsed, fabric.size), fabric)
 
 
 def _launcher_parameters() -> str:

@@ -422,6 +422,56 @@ def test_pdb_opens_on_the_ranks_own_frame(session: Session) -> None:
     ended.hides_ours()
 
 
+def test_warnings_that_are_errors_end_the_test_and_not_the_session(session: Session) -> None:
+    ended = session(
+        """
+        @pytest.mark.smp(xla=True)
+        def test_x(smp):
+            assert smp.rank() == 5
+
+        def test_next():
+            pass
+        """,
+        "-Werror",
+    )
+    assert ended.counts == {"failed": 1, "passed": 1}
+    ended.shows("IgnoredKeyWarning: smp.init: xla=True has no effect")
+
+
+def test_a_key_without_effect_is_not_warned_of_again_by_a_failure(session: Session) -> None:
+    ended = session(
+        """
+        @pytest.mark.smp(xla=True)
+        def test_x(smp):
+            with warnings.catch_warnings(record=True):
+                smp.init()
+            raise ValueError("broken")
+        """,
+        head="import warnings, pytest",
+    )
+    assert ended.counts == {"failed": 1}
+
+
+def test_a_configuration_that_is_bad_by_now_does_not_end_the_session(session: Session) -> None:
+    ended = session(
+        """
+        def body():
+            raise ValueError("broken")
+
+        def test_x(smp_world, monkeypatch):
+            try:
+                smp_world.run(body, ranks=2, config={"pipeline_parallel_degree": 2})
+            finally:
+                monkeypatch.setenv("SM_HP_MP_PARAMETERS", "no JSON")
+
+        def test_next():
+            pass
+        """
+    )
+    assert ended.counts == {"failed": 1, "passed": 1}
+    ended.shows("ValueError: broken")
+
+
 @pytest.mark.parametrize("backend", ["sim", "gloo"])
 def test_pdb_says_which_rank_it_is_in_and_the_api_answers_as_that_rank(
     session: Session, backend: str
