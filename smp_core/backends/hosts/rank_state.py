@@ -234,7 +234,8 @@ class RankStates:
         if entering is None:
             data = self._environment
         else:
-            data = self._environments[entering] or self._given(entering)
+            kept = self._environments[entering]
+            data = self._given(entering) if kept is None else kept  # a rank may have cleared it
             self._environments[entering] = data
         os.environ._data = os.environb._data = data  # type: ignore[attr-defined]
         if self._folders is not None:
@@ -316,12 +317,12 @@ class RankStates:
         return move
 
     def _set_variable(self, name: Any, value: Any) -> None:
-        self._changed.add(name)
         self._putenv(name, value)
+        self._changed.add(os.fsencode(name))  # as os.environ keeps it
 
     def _unset_variable(self, name: Any) -> None:
-        self._changed.add(name)
         self._unsetenv(name)
+        self._changed.add(os.fsencode(name))
 
     def _restore_environment(self) -> None:
         """What ranks set went to the C library's environment, too, which is one per process."""

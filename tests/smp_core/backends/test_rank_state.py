@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import unittest.mock
 import warnings
 
 import numpy as np
@@ -290,6 +291,34 @@ def test_what_ranks_set_in_the_environment_is_gone_for_c_and_child_processes(smp
         check=True,
     )
     assert printed.stdout.split() == ["None", str(os.environ.get("HOME"))]
+
+
+@pytest.mark.parametrize("encode", [str, os.fsencode])
+def test_what_ranks_put_past_python_into_the_environment_is_gone(smp_world, monkeypatch, encode):
+    monkeypatch.setenv("PROBE_KEPT", "kept")
+
+    def body():
+        os.putenv(encode("PROBE_KEPT"), encode("changed"))
+        os.putenv(encode("PROBE_NEW"), encode("new"))
+        with pytest.raises(ValueError, match="illegal"):
+            os.putenv(encode("PROBE=BAD"), encode("bad"))
+        smp.barrier()
+
+    smp_world.run(body, ranks=2)
+    shown = ["sh", "-c", "echo $PROBE_KEPT $PROBE_NEW"]
+    assert subprocess.check_output(shown, text=True).split() == ["kept"]
+
+
+def test_an_environment_that_a_rank_has_cleared_stays_empty(smp_world):
+    def body():
+        with unittest.mock.patch.dict(os.environ, {}, clear=True):
+            smp.barrier()
+            seen = dict(os.environ)
+            os.environ["PROBE"] = "1"
+            smp.barrier()
+            return seen, dict(os.environ)
+
+    assert smp_world.run(body, ranks=2) == [({}, {"PROBE": "1"})] * 2
 
 
 def test_comm_debug_mode_follows_the_rank_that_entered_it(smp_world):
