@@ -30,8 +30,7 @@ _parse: Any = profiler_legacy._parse_legacy_records
 def _refuse(what: str) -> NoReturn:
     raise UnsupportedError(
         f"{what}: on `sim` the ranks are threads of one process, and this part of torch's profiler "
-        "exists once per process. Profile around smp_world.run, or run on processes "
-        "(--smp-backend=gloo)"
+        "exists once per process. Run on processes (--smp-backend=gloo)"
     )
 
 
