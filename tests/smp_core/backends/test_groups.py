@@ -4,6 +4,7 @@ and making again.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from smp_core.errors import RankError
+from smp_core.errors import RankError, UnsupportedError
 
 
 def tensor(rank: int) -> torch.Tensor:
@@ -324,6 +325,38 @@ def test_the_default_group_is_made_again_for_the_rank_itself(
                 dist.init_process_group("sim", rank=rank, world_size=size, store=dist.HashStore())
 
     smp_world.run(body, ranks=2)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+@pytest.mark.parametrize("method", [None, "tcp://127.0.0.1:29500", "file:///nonexistent/torch"])
+def test_ranks_do_not_wait_for_processes(smp_world: Any, backend: str, method: str | None) -> None:
+    """The address of env:// is in a rank's environment, but threads cannot meet there."""
+
+    def body() -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        dist.destroy_process_group()
+        with pytest.raises(UnsupportedError, match="ranks of sim are threads"):
+            dist.init_process_group(
+                backend,
+                init_method=method,
+                **({} if method is None else {"rank": rank, "world_size": size}),
+            )
+        dist.init_process_group("sim", rank=rank, world_size=size, store=dist.HashStore())
+        dist.barrier()
+
+    smp_world.run(body, ranks=2)
+
+
+def test_a_rank_may_meet_itself(smp_world: Any, tmp_path: Path) -> None:
+    """Nobody else is waited for; afterwards the process meets others again."""
+
+    def meets(size: int) -> tuple[int, int]:
+        address = f"file://{tmp_path / 'store'}"
+        _, *place = next(dist.rendezvous(address, 0, size))  # type: ignore[attr-defined]
+        return tuple(place)
+
+    assert smp_world.run(lambda: meets(1), ranks=2) == [(0, 1)] * 2
+    assert meets(2) == (0, 2)
 
 
 def test_the_same_names_serve_run_after_run(smp_world: Any) -> None:

@@ -7,19 +7,24 @@ process's own, so that a user's own torch.distributed tests in the same session 
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 import sys
+import urllib.parse
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed.nn.functional  # its default arguments capture the default group at import: now there is none
 from torch.distributed import c10d_logger
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import _rendezvous_handlers as rendezvous_handlers
 
 from smp_core.backends.fabrics import native_calls
 from smp_core.backends.fabrics.sim import profiling
 from smp_core.backends.hosts import current
-from smp_core.errors import ThreadError
+from smp_core.errors import ThreadError, UnsupportedError
 
 DEFAULT_NAME = "0"  # torch's own for the default process group: names are numbers
 
@@ -111,6 +116,29 @@ def _message(name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
     return {"func_name": name}
 
 
+def _refusing(meet: Callable[..., Any]) -> Callable[..., Any]:
+    """A way in which torch's processes find each other, refused where it would wait for other ranks.
+
+    It waits in C++ with the turn in hand, so the ranks that it waits for never come.
+    """
+
+    @functools.wraps(meet)
+    def met(url: str, *args: Any, **kwargs: Any) -> Any:
+        address = urllib.parse.urlsplit(url)
+        told = dict(urllib.parse.parse_qsl(address.query))
+        size = told.get("world_size", os.environ.get("WORLD_SIZE"))  # env:// says it there
+        if current.current() is not None and size != "1":
+            raise UnsupportedError(
+                f"init_process_group: {address.scheme}:// waits for other processes, and the ranks of sim are threads "
+                "of one. Their default process group is there from the start; after destroy_process_group(), "
+                "init_process_group('sim', rank=rank, world_size=size, store=torch.distributed.HashStore()) makes it "
+                "again. For a process group of another backend run the ranks as processes (--smp-backend=gloo)"
+            )
+        return meet(url, *args, **kwargs)
+
+    return met
+
+
 class rank_worlds:
     """While entered, rank threads have a torch.distributed state each."""
 
@@ -119,12 +147,15 @@ class rank_worlds:
         c10d._world = _Router(self._world)  # type: ignore[assignment]
         set_thread_isolation_mode(True)
         _exception_log.addFilter(_not_on_ranks)
+        self._handlers = dict(rendezvous_handlers)
+        rendezvous_handlers.update({name: _refusing(it) for name, it in self._handlers.items()})
         c10d_logger._get_msg_dict = _message  # type: ignore[assignment]
         profiling.enter()
 
     def leave(self) -> None:
         profiling.leave()
         c10d_logger._get_msg_dict = _full_message
+        rendezvous_handlers.update(self._handlers)
         _exception_log.removeFilter(_not_on_ranks)
         set_thread_isolation_mode(False)
         c10d._world = self._world
