@@ -150,6 +150,17 @@ def _descendants(pid: int | None = None) -> list[int]:
     return found
 
 
+def _can_watch() -> bool:
+    """Whether the kernel tells when a process ends. Some sandboxes, and old kernels, do not."""
+    if not hasattr(os, "pidfd_open"):
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True
+
+
 def _outlives(controller: int, job: int, memory: _SharedMemory) -> bool:
     """Wait until one of the two has ended. Whether that was the controller."""
     try:
@@ -203,7 +214,8 @@ def _kill_orphans() -> None:
 def main(arguments: list[str]) -> None:
     """See the module."""
     if arguments[0] == "--job":
-        if not hasattr(os, "pidfd_open"):  # no Linux: the controller ends the job, or nobody does
+        if not _can_watch():  # the controller ends the job, or on Linux the kernel
+            die_with(int(arguments[1]))
             os.execvp(arguments[3], arguments[3:])
         sys.exit(_keep(int(arguments[1]), arguments[2], arguments[3:]))
     sys.exit(_ward(arguments[0], arguments[1:]))

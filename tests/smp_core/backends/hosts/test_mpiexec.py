@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 import sys
 import time
 import uuid
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from smp_core.backends.base import HostOptions
+from smp_core.backends.hosts import warden
 from smp_core.backends.hosts.mpiexec import MpiexecCrew
 
 #: What a shell has that srun, mpiexec or torchrun started, by their documentation.
@@ -98,3 +100,41 @@ def test_shared_memory_of_a_killed_job_is_removed_and_no_other(tmp_path):
         crew.close()
         for path in (ours, others):
             path.unlink(missing_ok=True)
+
+
+#: warden.py, where the kernel has no pidfd_open, as below some sandboxes.
+WITHOUT_PIDFD = """
+import os, runpy, sys
+def pidfd_open(pid, flags=0):
+    raise OSError(38, "Function not implemented")
+os.pidfd_open = pidfd_open
+sys.argv[:] = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+CONTROLLER = """
+import os, subprocess, sys
+words = [sys.executable, "-c", sys.argv[1], sys.argv[2], "--job", str(os.getpid()), sys.argv[3]]
+job = subprocess.Popen([*words, sys.executable, "-c", sys.argv[4]])
+sys.exit(job.wait())
+"""
+
+
+def _controller(folder, code):
+    words = [sys.executable, "-c", CONTROLLER, WITHOUT_PIDFD, warden.__file__, str(folder), code]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_job_runs_where_nobody_can_watch_a_process(tmp_path):
+    with _controller(tmp_path, "print('ran'); raise SystemExit(7)") as controller:
+        text, _ = controller.communicate(timeout=60)
+    assert (text, controller.returncode) == ("ran\n", 7)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone ends a process with its parent")
+def test_a_job_that_nobody_can_watch_ends_with_its_controller(tmp_path):
+    code = "import time; print('started', flush=True); time.sleep(600)"
+    with _controller(tmp_path, code) as controller:
+        assert controller.stdout.readline() == "started\n"
+        controller.kill()
+        # The job holds the other end of the pipe: it is read to its end when the job is gone.
+        assert controller.communicate(timeout=60)[0] == ""
