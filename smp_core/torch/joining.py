@@ -5,7 +5,8 @@ the others: it takes their buffers and reduces zeros with them (and, at the firs
 accumulation, the sums of steps that it took itself), until nobody has input. Gradients are divided by
 the number of all replicas, joined or not (torch's ``divide_by_initial_world_size=True``). Its own
 ``p.grad`` stays; its optimizer takes no steps. In the end all replicas get the parameters and buffers
-(and masters) of one that took the most steps; optimizer states are not exchanged.
+(and masters) of one that took the most steps, and the state that its optimizer has of them: with another momentum the
+next update would make replicas differ. Options of the optimizer's groups, as the learning rate, stay a replica's own.
 
 While the context is entered, a step begins with a message to the other replicas: whether there is one.
 """
@@ -16,6 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from smp_core.topology import GroupKind
+from smp_core.torch import optimizer_state
 from smp_core.torch.exceptions import UnsupportedTrainingError
 from smp_core.torch.pipeline import agreement
 from smp_core.torch.pipeline.agreement import Report
@@ -134,9 +136,12 @@ class Join:
                 masters.sync()
                 own = [masters.of(parameter) for parameter in self._model.local_parameters()]
                 state += [each for each in own if each not in set(state)]
-            gradients.replicas.broadcast(state, steps.index(max(steps)))
+            source = steps.index(max(steps))
+            gradients.replicas.broadcast(state, source)
             if masters is not None and masters.parts is None:
                 masters.agreed()
+            if self._session.optimizer is not None:
+                optimizer_state.take(self._session.optimizer, source)
 
 
 def current(session: Session) -> Join | None:

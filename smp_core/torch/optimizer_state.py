@@ -224,6 +224,26 @@ def load(optimizer: DistributedOptimizer, given: Any) -> None:
     load_precise(optimizer, precise)
 
 
+def take(optimizer: DistributedOptimizer, source: int) -> None:
+    """Have what the optimizer of dp rank ``source`` keeps for each parameter, in place of one's own.
+
+    Collective over the DP group, whose ranks hold the same parameters. Groups and their options stay.
+    """
+    runtime = optimizer._session.runtime
+    group = runtime.group(GroupKind.DP)
+    optimizer._take_masters()
+    own, objects = optimizer.optimizer.state, runtime.fabric.objects
+    if runtime.rank == group.ranks[source]:
+        told = [unshared(own[each]) if each in own else None for each in optimizer._all()]
+        objects.broadcast(told, group)
+        return
+    told = objects.recv_from(group.ranks[source])
+    for each, state in zip(optimizer._all(), told, strict=True):
+        own.pop(each, None)
+        if state is not None:
+            own[each] = state
+
+
 def load_precise(optimizer: DistributedOptimizer, precise: Mapping[str, Any] | None) -> None:
     """Masters and loss scaler of a state's ``fp16_states``, as far as there are any, and this run has such."""
     if precise is None:

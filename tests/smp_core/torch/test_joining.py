@@ -124,3 +124,51 @@ def test_joins_do_not_nest(smp: Any) -> None:
     model = smp.DistributedModel(Counting())
     with model.join(), pytest.raises(UnsupportedTrainingError, match=r"inside of model\.join"):
         model.join().__enter__()
+
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1),
+    "amsgrad": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, amsgrad=True),
+}
+
+
+def _epochs(smp: Any, kind: str, batches: int) -> tuple[list[Any], list[Any]]:
+    """Two epochs in each of which this replica has this many batches: its parameters, and its optimizer's state."""
+    torch.manual_seed(0)
+    model = smp.DistributedModel(nn.Linear(4, 3))
+    optimizer = smp.DistributedOptimizer(OPTIMIZERS[kind](model.parameters()))
+
+    @smp.step
+    def step(model: Any, x: torch.Tensor) -> None:
+        model.backward(model(x).square().sum())
+
+    generator = torch.Generator().manual_seed(smp.dp_rank())
+    for _ in range(2):
+        with model.join():
+            for _ in range(batches):
+                optimizer.zero_grad()
+                step(model, torch.randn(2, 4, generator=generator))
+                optimizer.step()
+    state = optimizer.local_state_dict()["state"]
+    return [p.detach().clone() for p in model.local_parameters()], [state[n] for n in sorted(state)]
+
+
+@pytest.mark.parametrize("longer", [0, 1])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_second_epoch_begins_with_one_state_of_the_optimizer(
+    smp_world: Any, kind: str, longer: int, precision: str
+) -> None:
+    config = {"ddp": True, **({"fp16": True} if precision == "fp16" else {})}
+    results = smp_world.run(_longer, kind, longer, ranks=2, config=config)
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+    if kind in ("adam", "amsgrad"):  # four steps an epoch, which the longer one took
+        assert [each["step"].item() for each in results[0][1]] == [8.0, 8.0]
+
+
+def _longer(kind: str, longer: int) -> Any:
+    import smp_core.torch as smp
+
+    return _epochs(smp, kind, 4 if smp.dp_rank() == longer else 3)
