@@ -61,7 +61,6 @@ class Sharding:
         ]
         self.gathered = Gathered(self.collectives, units, config.sdp_max_live_parameters)
         self.describe()
-        clipping.install(self)
 
     def describe(self) -> None:
         """Say on persistent parameters what scripts ask of any (shards.describe); again once they have
