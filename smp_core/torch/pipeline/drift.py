@@ -1,8 +1,8 @@
 """Ranks that hold the same parameters, and no longer do, are found at the end of the step.
 
-Each rank adds up the bits of the trained parameters that others hold, too: one pass over their memory, as cheap as
-multiplying them by a number. One checksum of all of them travels with the message that ends every step
-(agreement.py); only if checksums differ do ranks exchange those of each parameter, to name it.
+Each rank adds up the bits of the trained parameters that others hold, too, weighed by their place: one pass over their
+memory, as cheap as multiplying them by a number. One checksum of all of them travels with the message that ends every
+step (agreement.py); only if checksums differ do ranks exchange those of each parameter, to name it.
 
 Compared are trained parameters, because replicas start from one set of values and apply one gradient. A frozen
 parameter or a buffer may be a rank's own, as running statistics are; so may be the state of a random generator.
@@ -23,11 +23,23 @@ from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import ReplicaDriftError
 
-_BITS = 2**64
+#: What words of 64 bits are multiplied by, by their place in a block: odd, so that each bit of a word counts; the same
+#: on every rank.
+_WEIGHTS = torch.randint(
+    -(2**63),
+    2**63 - 1,
+    (2**13,),
+    dtype=torch.int64,
+    device="cpu",
+    generator=torch.Generator("cpu").manual_seed(0),
+).bitwise_or(1)
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """The sum of the tensor's bits, as integers of 64 of them: NaNs and signs of zeros count, too."""
+    """64 bits of the tensor's bits and their order: NaNs and signs of zeros count, too.
+
+    Words are added up in blocks, each times a number of its place, modulo 2^64; the blocks' sums are hashed.
+    """
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         if tensor.layout is not torch.strided:
             return 0
@@ -36,9 +48,15 @@ def digest(tensor: torch.Tensor) -> int:
             plain = plain.clone()
         flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
         even = len(flat) // 8 * 8
-        total = int(flat[:even].view(torch.int64).sum()) if even else 0
-        rest = flat[even:].tolist() if even < len(flat) else []
-    return (total + int.from_bytes(bytes(rest), "little")) % _BITS
+        hashed = hashlib.blake2b(bytes(flat[even:].tolist()), digest_size=8)
+        if even:
+            words, size = flat[:even].view(torch.int64), len(_WEIGHTS)
+            whole = len(words) // size * size
+            sums = torch.mv(words[:whole].view(-1, size), _WEIGHTS).tolist() if whole else []
+            if whole < len(words):
+                sums.append(int(torch.dot(words[whole:], _WEIGHTS[: len(words) - whole])))
+            hashed.update(struct.pack(f"<{len(sums)}q", *sums))
+    return int.from_bytes(hashed.digest(), "little")
 
 
 def checksum(digests: Iterable[int]) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils import get_total_norm  # before the engine is imported, as scripts do
 
 import smp_core.torch as smp
 from smp_core.errors import ArgumentError
@@ -69,6 +72,12 @@ def one_bit(module, optimizer):
         parameter.data.view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
 
 
+def rows_swapped(module, optimizer):
+    optimizer.step()
+    weight = module[0].weight.data
+    weight.copy_(weight.flip(0).clone())
+
+
 def drifts(mistake, wrong):
     step = make(mistake, wrong)
     step()
@@ -76,7 +85,7 @@ def drifts(mistake, wrong):
     return caught(step)
 
 
-@pytest.mark.parametrize("mistake", [another_rate, no_update, own_clipping, one_bit])
+@pytest.mark.parametrize("mistake", [another_rate, no_update, own_clipping, one_bit, rows_swapped])
 def test_a_replica_that_was_updated_otherwise_is_named(smp_world, mistake):
     told = smp_world.run(drifts, mistake, 2, ranks=3, config={"ddp": True})
     assert len(set(told)) == 1
@@ -142,7 +151,18 @@ def test_a_gradient_that_all_ranks_hold_is_compared_before_the_update(smp_world)
         assert after == "nothing"
 
 
-def clips(order):
+def first_then_clip(parameters, most, norm_type):
+    """What ``clip_grad_norm_`` does, from the public functions that torch has for its halves."""
+    parameters = list(parameters)
+    total = get_total_norm([each.grad for each in parameters], norm_type)
+    torch.nn.utils.clip_grads_with_norm_(parameters, most, total)
+    return total
+
+
+CLIPPINGS = [torch.nn.utils.clip_grad_norm_, first_then_clip]
+
+
+def clips(clip, order):
     step_losses = []
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
@@ -151,7 +171,7 @@ def clips(order):
     for _ in range(3):
         optimizer.zero_grad()
         train(model, torch.arange(8.0).view(2, 4))
-        total = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type=order)
+        total = clip(model.parameters(), 0.5, norm_type=order)
         step_losses.append(total)
         optimizer.step()
     return step_losses, model.state_dict()
@@ -172,19 +192,42 @@ def clips_plain(order):
 
 @pytest.mark.parametrize("order", [2.0, 1.0, float("inf"), 3.0])
 @pytest.mark.parametrize("degree", [2, 4])
-@pytest.mark.parametrize("threshold", [0, 4, 10**6])
-def test_clip_grad_norm_sees_the_whole_norm(smp_world, order, degree, threshold):
+@pytest.mark.parametrize("threshold", [0, 4, 10**6], ids=["parts", "some", "persistent"])
+@pytest.mark.parametrize("clip", CLIPPINGS)
+def test_norms_are_of_the_whole_gradient(smp_world, clip, order, degree, threshold):
     config = {
         **SHARDED,
         "sharded_data_parallel_degree": degree,
         "sdp_param_persistence_threshold": threshold,
     }
     expected, weights = clips_plain(order)
-    before = torch.nn.utils.clip_grad._get_total_norm
-    for totals, state in smp_world.run(clips, order, ranks=4, config=config):
+    for totals, state in smp_world.run(clips, clip, order, ranks=4, config=config):
         torch.testing.assert_close(totals, expected)
         torch.testing.assert_close(state, dict(weights))
-    assert torch.nn.utils.clip_grad._get_total_norm is before
+
+
+def test_what_is_put_on_top_of_the_norm_and_taken_away_leaves_it_alone(smp_world):
+    config = {**SHARDED, "sdp_param_persistence_threshold": 0}
+    expected, weights = clips_plain(2.0)
+
+    def check():
+        for totals, state in smp_world.run(
+            clips, torch.nn.utils.clip_grad_norm_, 2.0, ranks=2, config=config
+        ):
+            torch.testing.assert_close(totals, expected)
+            torch.testing.assert_close(state, dict(weights))
+
+    check()
+    inner = torch.nn.utils.clip_grad._get_total_norm
+    with pytest.MonkeyPatch.context() as patch:
+        spy = lambda *given, **named: inner(*given, **named)  # noqa: E731
+        patch.setattr(torch.nn.utils.clip_grad, "_get_total_norm", spy)
+        check()
+        gc.collect()  # models that are gone take nothing with them
+    check()
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    assert torch.nn.utils.clip_grad_norm_([parameter], 1.0) == 5.0
 
 
 def test_a_nonfinite_norm_of_a_sharded_gradient(smp_world):
@@ -284,3 +327,13 @@ def test_every_bit_counts_and_nothing_else(dtype, size, start, data):
     place = data.draw(st.integers(0, len(memory) - 1))
     memory[place] ^= 1 << data.draw(st.integers(0, 7))
     assert drift.digest(memory.view(dtype)) != drift.digest(tensor)
+
+
+@given(dtype=dtypes, size=st.integers(2, 5000), data=st.data())
+def test_order_counts(dtype, size, data):
+    words = torch.arange(size * 8, dtype=torch.int64).view(dtype)
+    rows = words.view(size, -1)
+    one, other = data.draw(st.lists(st.integers(0, size - 1), min_size=2, max_size=2, unique=True))
+    swapped = rows.clone()
+    swapped[[one, other]] = swapped[[other, one]]
+    assert drift.digest(swapped) != drift.digest(rows)
