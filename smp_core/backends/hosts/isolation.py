@@ -235,11 +235,13 @@ class Isolation:
         leaver = self._outside if leaving is None else self._states[leaving]
         enterer = self._outside if entering is None else self._states[entering]
         loaded = self._loaded
-        for index, part in enumerate(self._parts):
-            if not part.unchanged(loaded[index]):
-                leaver[index] = loaded[index] = part.get()
-            wanted = enterer[index]
-            if wanted is not loaded[index]:
-                part.set(wanted, loaded[index])
-                loaded[index] = wanted
-        self.process.switch(leaving, entering)
+        try:
+            for index, part in enumerate(self._parts):
+                if not part.unchanged(loaded[index]):
+                    leaver[index] = loaded[index] = part.get()
+                wanted = enterer[index]
+                if wanted is not loaded[index]:
+                    part.set(wanted, loaded[index])
+                    loaded[index] = wanted
+        finally:
+            self.process.switch(leaving, entering)

@@ -23,6 +23,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from smp_core.backends.hosts.working_folders import WorkingFolders
+
 
 class Attribute(NamedTuple):
     """A module global, or an attribute of an object that lives as long as the process."""
@@ -213,7 +215,7 @@ class RankStates:
         self._environment: dict[Any, Any] = vars(os.environ)["_data"]
         self._environments: list[dict[Any, Any] | None] = [None] * size
         self._changed: set[Any] = set()  # variables that ranks have set or unset
-        self._folders: dict[int | None, str] | None = None  # since a rank changed its own
+        self._folders = WorkingFolders()
 
     def _given(self, rank: int) -> dict[Any, Any]:
         """The environment that a rank starts with."""
@@ -229,8 +231,16 @@ class RankStates:
         else:
             self._ranks[leaving] = now
         wanted = self._outside if entering is None else self._ranks[entering] or self._outside
-        if not all(map(operator.is_, wanted, now)):
-            self._load(wanted, now)
+        try:
+            if not all(map(operator.is_, wanted, now)):
+                self._load(wanted, now)
+        finally:
+            self._switch_environment(entering)
+            self._folders.now = entering
+            if self._folders.changed:
+                self._folders.enter()
+
+    def _switch_environment(self, entering: int | None) -> None:
         if entering is None:
             data = self._environment
         else:
@@ -238,16 +248,19 @@ class RankStates:
             data = self._given(entering) if kept is None else kept  # a rank may have cleared it
             self._environments[entering] = data
         os.environ._data = os.environb._data = data  # type: ignore[attr-defined]
-        if self._folders is not None:
-            self._folders[leaving] = os.getcwd()
-            self._chdir(self._folders.get(entering, self._folders[None]))
 
     def _load(self, wanted: Values, now: Values) -> None:
+        failed: Exception | None = None
         for write, want, have in zip(self._writes, wanted, now, strict=True):
             if want is not have:
-                write(want)
+                try:
+                    write(want)
+                except Exception as error:  # the others are put back all the same
+                    failed = error
         if wanted[self._filters] is not now[self._filters]:
             warnings._filters_mutated()  # type: ignore[attr-defined]
+        if failed is not None:
+            raise failed
 
     # Around a run: what is changed in place is made the rank's own before that.
 
@@ -256,7 +269,6 @@ class RankStates:
         """While entered, ranks that change a container or the working folder change their own."""
         modules: Any = importlib.import_module(_MODULE)
         optimizers: Any = importlib.import_module("torch.optim.optimizer")
-        self._chdir, self._fchdir = os.chdir, os.fchdir
         add_filter: Any = warnings._add_filter  # type: ignore[attr-defined]
         handle: Any = modules.RemovableHandle
 
@@ -277,7 +289,7 @@ class RankStates:
         optimizers.hooks = _hooks_of_ranks
         self._putenv, self._unsetenv = os.putenv, os.unsetenv
         os.putenv, os.unsetenv = self._set_variable, self._unset_variable
-        os.chdir, os.fchdir = self._move(os.chdir), self._move(os.fchdir)
+        self._folders.watch()
         warnings._add_filter = own_filter  # type: ignore[attr-defined]
         modules.RemovableHandle = own_handle
         try:
@@ -286,9 +298,9 @@ class RankStates:
             modules.RemovableHandle = handle
             warnings._add_filter = add_filter  # type: ignore[attr-defined]
             optimizers.hooks = utils
-            os.chdir, os.fchdir = self._chdir, self._fchdir
             os.putenv, os.unsetenv = self._putenv, self._unsetenv
             self._restore_environment()
+            self._folders.close()
 
     def _own_hooks(self, hooks: Any, modules: tuple[Any, ...]) -> dict[int, Any]:
         """Copies of all global hooks of the module that ``hooks`` are of, if they are still the
@@ -307,14 +319,6 @@ class RankStates:
                         copies[id(value)] = value.copy()
                         setattr(module, name, copies[id(value)])
         return copies
-
-    def _move(self, function: Callable[..., None]) -> Callable[..., None]:
-        def move(*args: Any, **kwargs: Any) -> None:
-            if self._folders is None:
-                self._folders = {None: os.getcwd()}
-            function(*args, **kwargs)
-
-        return move
 
     def _set_variable(self, name: Any, value: Any) -> None:
         self._putenv(name, value)

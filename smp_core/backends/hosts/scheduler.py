@@ -22,7 +22,7 @@ from smp_core.backends.frames import Place
 from smp_core.backends.hosts import diagnosis
 from smp_core.backends.hosts.isolation import Isolation
 from smp_core.backends.schedule import ROUND_ROBIN, Schedule
-from smp_core.errors import Cancelled, DeadlockError
+from smp_core.errors import BackendError, Cancelled, CollectiveMismatchError, DeadlockError
 
 
 def _headroom(frames: int = 24) -> None:
@@ -171,6 +171,9 @@ class Scheduler:
             self._ready.append(seat)
             self._pass_turn(seat)
             self.check(seat)
+        elif self.judgement is not None:  # who polls alone would poll until the time limit
+            self._count_turns(len(self.seats))
+            self.check(seat)
 
     def others_ready(self, slow: Collection[Seat]) -> bool:
         """Whether a rank that is not among ``slow`` could have the turn."""
@@ -223,15 +226,13 @@ class Scheduler:
         """Load the controller's own process-wide state again, after ranks that did not come back."""
         self._given_up = True  # a rank that comes back later must not load its own
         running = self.running
-        self._isolation.switch(None if running is None else running.rank, None)
+        self._switch(None if running is None else running.rank, None)
 
     # Inside.
 
     def _next(self, decided: bool = False) -> Seat | None:
         if self.judgement is not None and not self.ended:
-            self._turns -= 1
-            if self._turns < 0 or not self._ready:
-                self._give_judgement()
+            self._count_turns(1 if self._ready else self._turns + 1)
         if not self._ready and self.ended:
             self._release_waiting()  # after `abandon`: nobody has done it yet
         elif not self._ready:
@@ -262,10 +263,25 @@ class Scheduler:
         self._end(failure, root)
         self._must_raise = self.seats[root]
 
-    def _give_judgement(self) -> None:
+    def _count_turns(self, turns: int) -> None:
+        self._turns -= turns
+        if self._turns < 0:
+            self._give_judgement()
+
+    def verdict(self) -> tuple[BaseException, int]:
+        """The judgement that is waiting to be given: the error, and the rank to blame."""
         assert self.judgement is not None
         assert self._judge is not None
-        failure, blamed = self.judgement.verdict()
+        try:
+            return self.judgement.verdict()
+        except Exception as error:  # the turn must go on, whatever became of the words
+            rank = self._judge.rank
+            text = f"mismatch: the call that rank {rank} made differs from the one that it met"
+            return CollectiveMismatchError(f"{text} (the diagnosis failed: {error!r})"), rank
+
+    def _give_judgement(self) -> None:
+        assert self._judge is not None
+        failure, blamed = self.verdict()
         seat = self.seats[blamed]
         if seat.waiting is None and seat is not self.running:  # it would not raise it at its call
             seat = self._judge
@@ -315,8 +331,29 @@ class Scheduler:
             self._hand_over(seat, following)
             seat.turn.acquire()
 
+    def _switch(self, leaving: int | None, entering: int | None) -> None:
+        """An error ends the run, and goes no further: the turn must go on."""
+        try:
+            self._isolation.switch(leaving, entering)
+        except Exception as error:
+            whose = "the process" if entering is None else f"rank {entering}"
+            text = f"sim: what {whose} had (working folder, environment, generators, torch's switches) "
+            text += (
+                f"could not be put back, and what follows would compute with another's: {error!r}"
+            )
+            if self.failure is not None:
+                self.failure.add_note(text)
+                return
+            failure, root = BackendError(text), leaving if entering is None else entering
+            failure.__cause__ = error
+            if root is None:
+                self.abandon(failure)
+                return
+            self._end(failure, root)
+            self._must_raise = self.seats[root]
+
     def _hand_over(self, seat: Seat, following: Seat | None) -> None:
         if not self._given_up:
-            self._isolation.switch(seat.rank, None if following is None else following.rank)
+            self._switch(seat.rank, None if following is None else following.rank)
         self.running = following
         (self.done if following is None else following.turn).release()

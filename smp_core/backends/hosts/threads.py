@@ -481,7 +481,7 @@ def _timeout(
         if frame is not None and outcome.kind is OutcomeKind.STUCK:
             lines.append(frames.stack_text(frame))
     if scheduler.judgement is not None and not scheduler.ended:
-        lines.append(str(scheduler.judgement.verdict()[0]))
+        lines.append(str(scheduler.verdict()[0]))
     timeout = RunTimeout("\n".join(lines))
     timeout.__cause__ = scheduler.failure
     return timeout

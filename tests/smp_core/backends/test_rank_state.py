@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch
 import smp_core.torch as smp
 from smp_core.backends import open_backend
 from smp_core.backends.base import HostOptions, Job, VerdictKind
-from smp_core.backends.hosts import rank_state
+from smp_core.backends.hosts import rank_state, working_folders
 from smp_core.backends.hosts.rank_state import STATES
 
 
@@ -319,6 +319,55 @@ def test_an_environment_that_a_rank_has_cleared_stays_empty(smp_world):
             return seen, dict(os.environ)
 
     assert smp_world.run(body, ranks=2) == [({}, {"PROBE": "1"})] * 2
+
+
+def _open_descriptors():
+    return sorted(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("most", [256, 2, 0])
+def test_each_rank_is_in_its_own_folder_and_no_descriptor_stays(
+    smp_world, tmp_path, monkeypatch, most
+):
+    """Beyond the descriptors that may be kept, folders are kept by their paths."""
+    monkeypatch.setattr(working_folders, "_MOST", most)
+    smp_world.run(smp.barrier, ranks=4)  # what is made once is made
+    before, here = _open_descriptors(), os.getcwd()
+
+    def body():
+        seen = []
+        for step in range(3):
+            if smp.rank():  # one stays
+                folder = tmp_path / f"{step}-{smp.rank() // 2}"  # two share one
+                folder.mkdir(exist_ok=True)
+                os.chdir(folder)
+            smp.barrier()
+            seen.append(os.getcwd())
+        return seen
+
+    assert smp_world.run(body, ranks=4) == [
+        [here if rank == 0 else str(tmp_path / f"{step}-{rank // 2}") for step in range(3)]
+        for rank in range(4)
+    ]
+    assert (_open_descriptors(), os.getcwd()) == (before, here)
+
+
+def test_a_folder_may_be_deleted_while_a_rank_is_in_it(smp_world):
+    before = os.getcwd()
+
+    def body():
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+            smp.barrier()
+            here = os.getcwd() == os.path.realpath(folder)
+        smp.barrier()
+        with pytest.raises(FileNotFoundError):  # as in a process
+            os.getcwd()
+        smp.barrier()
+        return here
+
+    assert smp_world.run(body, ranks=3) == [True] * 3
+    assert os.getcwd() == before
 
 
 def test_comm_debug_mode_follows_the_rank_that_entered_it(smp_world):

@@ -17,6 +17,7 @@ import smp_core.torch as smp
 from smp_core.backends import open_backend
 from smp_core.backends.base import PROTOCOL_VERSION, Job, OutcomeKind, VerdictKind
 from smp_core.backends.hosts import diagnosis
+from smp_core.backends.hosts.rank_state import RankStates
 from smp_core.errors import BackendError, Cancelled, DeadlockError, RunTimeout
 
 log: list[object] = []
@@ -385,3 +386,62 @@ def test_a_collection_while_frames_are_taken_does_not_hang(host, threshold):
             assert report.verdict is VerdictKind.DEADLOCK
     finally:
         gc.set_threshold(*before)
+
+
+@pytest.mark.parametrize(
+    ("body", "entering"),
+    [(smp.barrier, 0), (smp.barrier, 1), (smp.barrier, None), (smp.rank, 1), (smp.rank, None)],
+)
+def test_state_that_cannot_be_put_back_ends_the_run_and_not_its_turns(
+    host, monkeypatch, body, entering
+):
+    """Whoever enters: a rank, or the controller at the end."""
+    switch, broken = RankStates.switch, []
+
+    def breaks(self, leaving, following):
+        switch(self, leaving, following)
+        if leaving is not None and following == entering and not broken:
+            broken.append(leaving)
+            raise OSError("no such folder")
+
+    monkeypatch.setattr(RankStates, "switch", breaks)
+    report = run(host, body, 2, timeout=30)
+    assert report.verdict is VerdictKind.FAILED
+    assert isinstance(report.error, BackendError)
+    assert "could not be put back" in str(report.error)
+    assert "no such folder" in str(report.error)
+    monkeypatch.undo()
+    assert run(host, smp.barrier, 2).verdict is VerdictKind.PASSED
+
+
+def test_a_mismatch_is_told_though_another_rank_polls(host):
+    def body():
+        if smp.rank() == 0:
+            dist.all_reduce(torch.ones(1))
+        elif smp.rank() == 1:
+            dist.broadcast(torch.ones(1), 0)
+        else:
+            work = dist.irecv(torch.ones(1), 0)
+            while not work.is_completed():
+                pass
+
+    report = run(host, body, 3, timeout=30)
+    assert report.verdict is VerdictKind.MISMATCH
+    assert "differs in operation" in str(report.error)
+
+
+def test_a_mismatch_that_cannot_be_put_into_words_ends_the_run(host, monkeypatch):
+    def fails(*_):
+        raise ValueError("no words")
+
+    monkeypatch.setattr("smp_core.backends.words.mismatch", fails)
+
+    def body():
+        if smp.rank() == 0:
+            dist.all_reduce(torch.ones(1))
+        elif smp.rank() == 1:
+            dist.broadcast(torch.ones(1), 0)
+
+    report = run(host, body, 3, timeout=30)
+    assert report.verdict is VerdictKind.MISMATCH
+    assert "the diagnosis failed: ValueError('no words')" in str(report.error)
