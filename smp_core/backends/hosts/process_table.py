@@ -2,41 +2,46 @@
 interpreter and of torch, and the functions of much used modules.
 
 A rank process notes each value before a body and compares it afterwards. What the body has changed
-is put back; what cannot be is told, and the rank is replaced. What a library has changed while it
-was imported stays: the library would not work without it.
+is put back; what cannot be is told, and the rank is replaced. What a module has changed while the body
+imported it stays, as the module does: no later import would change it again.
 """
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import ctypes
+import functools
 import gc
 import locale
-import operator
 import os
 import resource
-import socket
 import sys
-import sysconfig
 import threading
 import time
 import types
 from collections.abc import Callable
+from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
-from smp_core.backends.frames import is_ours
+from smp_core.backends.hosts import rank_state
 
-_LIBRARIES = tuple(
-    sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")
-)
 _TINY, _ONE = 5e-324, 1.0  # their product is 0 where denormal numbers are flushed
 #: Whose functions and classes are compared. A name that is added is no harm.
 PATCHED = (
     *("builtins", "os", "time", "random", "math", "socket", "threading", "pickle"),
+    *("gc", "locale", "resource", "signal", "tempfile"),
     *("torch", "torch.nn.functional", "torch.distributed", "torch.distributed.distributed_c10d"),
     *("torch.autograd", "smp_core.torch"),
 )
 _CLASSES = (("torch", "Tensor"), ("torch.nn", "Module"), ("torch.optim", "Optimizer"))
-_HOOKS = "torch.nn.modules.module"  # has the hooks of all modules
+_BUILTINS = vars(builtins)
+# Bodies patch what a module has; here is what it had.
+_setlocale, _get_priority, _set_priority = locale.setlocale, os.getpriority, os.setpriority
+_get_affinity: Callable[[int], Any] = getattr(os, "sched_getaffinity", lambda process: None)
+_set_affinity: Callable[[int, Any], None] = getattr(os, "sched_setaffinity", lambda *_: None)
+_get_limit, _set_limit = resource.getrlimit, resource.setrlimit
+_tzset, _fstat, _put_variable, _unset_variable = time.tzset, os.fstat, os.putenv, os.unsetenv
 
 
 class State(NamedTuple):
@@ -52,7 +57,7 @@ class State(NamedTuple):
 
 def _input() -> object:
     try:
-        stat = os.fstat(0)
+        stat = _fstat(0)
     except OSError:
         return None
     return stat.st_dev, stat.st_ino, stat.st_rdev
@@ -90,10 +95,10 @@ _c_environment = _CEnvironment()
 
 def _put_c_environment(before: frozenset[bytes]) -> None:
     for entry in _c_environment() - before:
-        os.unsetenv(entry.partition(b"=")[0])
+        _unset_variable(entry.partition(b"=")[0])
     for entry in before - _c_environment():
         name, _, value = entry.partition(b"=")
-        os.putenv(name, value)
+        _put_variable(name, value)
 
 
 _LIMITS = tuple(
@@ -102,13 +107,13 @@ _LIMITS = tuple(
 
 
 def _limits() -> tuple[tuple[int, int], ...]:
-    return tuple(map(resource.getrlimit, _LIMITS))
+    return tuple(map(_get_limit, _LIMITS))
 
 
 def _put_limits(before: tuple[tuple[int, int], ...]) -> None:
     for limit, pair in zip(_LIMITS, before, strict=True):
-        if resource.getrlimit(limit) != pair:
-            resource.setrlimit(limit, pair)
+        if _get_limit(limit) != pair:
+            _set_limit(limit, pair)
 
 
 def _put_list(name: str) -> Callable[[Any], None]:
@@ -140,77 +145,87 @@ PROCESS = (
     State(
         "the time zone",
         lambda: (time.tzname, time.timezone, time.altzone),
-        lambda before: time.tzset(),
+        lambda before: _tzset(),
     ),
     State("a resource limit", _limits, _put_limits),
     State(
         "the locale",
-        lambda: locale.setlocale(locale.LC_ALL),
-        lambda before: (locale.setlocale(locale.LC_ALL, before), None)[1],
+        lambda: _setlocale(locale.LC_ALL),
+        lambda before: (_setlocale(locale.LC_ALL, before), None)[1],
     ),
     State(
         "the niceness",
-        lambda: os.getpriority(os.PRIO_PROCESS, 0),
-        lambda before: os.setpriority(os.PRIO_PROCESS, 0, before),
+        lambda: _get_priority(os.PRIO_PROCESS, 0),
+        lambda before: _set_priority(os.PRIO_PROCESS, 0, before),
     ),
     State(
         "the CPU affinity",
-        lambda: os.sched_getaffinity(0),
-        lambda before: os.sched_setaffinity(0, before),
+        lambda: _get_affinity(0),
+        lambda before: _set_affinity(0, before),
     ),
     State(
-        "the garbage collector's threshold", gc.get_threshold, lambda old: gc.set_threshold(*old)
+        "the garbage collector's threshold",
+        gc.get_threshold,
+        functools.partial(lambda put, before: put(*before), gc.set_threshold),
     ),
     State("the garbage collector's debugging", gc.get_debug, gc.set_debug),
     State("the switch interval", sys.getswitchinterval, sys.setswitchinterval),
-    State("the default socket timeout", socket.getdefaulttimeout, socket.setdefaulttimeout),
     _list("meta_path"),
     _list("path_hooks"),
-    _attribute(sys, "excepthook"),
     _attribute(sys, "displayhook"),
     _attribute(sys, "unraisablehook"),
     _attribute(threading, "excepthook"),
 )
 
 
-# ---- Of torch ------------------------------------------------------------------------------------
+# ---- Of torch, beside the list in rank_state.py ---------------------------------------------------
 
 
 def _torch_states() -> tuple[State, ...]:
     import torch
 
-    def put_deterministic(before: tuple[bool, bool]) -> None:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-    def put_anomaly(before: tuple[bool, bool]) -> None:
-        torch.autograd.set_detect_anomaly(*before)
-
-    def put_denormal(before: bool) -> None:
-        torch.set_flush_denormal(before)
-
+    set_denormal: Callable[[bool], object] = torch.set_flush_denormal
     return (
         State("torch's number of threads", torch.get_num_threads, torch.set_num_threads),
         State(
-            "torch's deterministic mode",
-            lambda: (
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_deterministic_algorithms_warn_only_enabled(),
-            ),
-            put_deterministic,
+            "torch's flushing of denormals",
+            lambda: _TINY * _ONE == 0.0,
+            lambda before: (set_denormal(before), None)[1],
         ),
-        State(
-            "torch's anomaly mode",
-            lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-            put_anomaly,
-        ),
-        State(
-            "torch's precision of matmul",
-            torch.get_float32_matmul_precision,
-            torch.set_float32_matmul_precision,
-        ),
-        State("torch's flushing of denormals", lambda: _TINY * _ONE == 0.0, put_denormal),
-        State("torch's warning of everything", torch.is_warn_always_enabled, torch.set_warn_always),
     )
+
+
+class _OfEachRank:
+    """The list in rank_state.py: what a rank has for itself on `sim`, it finds anew here."""
+
+    def __init__(self) -> None:
+        self._loaded = rank_state.find()
+        self._values = self._loaded.read()
+        self._copies = [
+            (value, value.copy()) for value in self._values if isinstance(value, dict)
+        ]  # hooks
+
+    def put_back(self) -> list[str]:
+        """Undo what a body changed; what could not be undone."""
+        left = []
+        values: tuple[Any, ...] | None = None
+        with contextlib.suppress(Exception):  # an attribute that the body has deleted
+            values = self._loaded.read()
+        if values is None or not all(map(is_, values, self._values)):
+            loaded = self._loaded
+            for index, name in enumerate(loaded.names):
+                write, value = loaded.writes[index], self._values[index]
+                if values is not None and values[index] is value:
+                    continue
+                try:
+                    write(value)
+                except Exception as error:
+                    left.append(f"{name} was changed: {_told(error)}")
+        for container, copy in self._copies:
+            if container != copy:
+                container.clear()
+                container.update(copy)
+        return left
 
 
 # ---- Functions of modules ------------------------------------------------------------------------
@@ -228,14 +243,14 @@ class _Patches:
         found = [(name, value) for name, value in vars(self._owner).items() if _is_code(value)]
         self._names = tuple(name for name, _ in found)
         self._values = tuple(value for _, value in found)
-        self._read = operator.itemgetter(*self._names)
+        self._read = itemgetter(*self._names)
 
-    def put_back(self) -> list[str]:
+    def put_back(self, imports: _Imports) -> list[str]:
         """Undo what a body changed; what could not be undone."""
         now = vars(self._owner)
         missing = object()
         try:  # nearly always the same objects; a thousand names take 20 us
-            if self._read(now) == self._values:
+            if all(map(is_, self._read(now), self._values)):
                 return []
         except KeyError:
             pass
@@ -245,13 +260,13 @@ class _Patches:
         for name, old, new in zip(self._names, self._values, values, strict=True):
             if new is old:
                 continue
-            if new is not missing and _of_a_library(new):
+            if new is not missing and imports.have_made(new, old):
                 accepted = True
                 continue
             try:
                 setattr(self._owner, name, old)
-            except (AttributeError, TypeError) as error:
-                left.append(f"{self._name}.{name} was replaced: {error}")
+            except Exception as error:
+                left.append(f"{self._name}.{name} was replaced: {_told(error)}")
         if accepted:
             self.note()
         return left
@@ -262,19 +277,63 @@ def _is_code(value: object) -> bool:
     return callable(value) or issubclass(type(value), staticmethod | classmethod | property)
 
 
-def _of_a_library(value: Any) -> bool:
-    """Whether a library, or this project, has defined an object: a test's mocks are not a library's."""
-    if type(value).__module__.startswith("unittest.mock"):
-        return False
-    inner = getattr(value, "__func__", getattr(value, "fget", value))
-    code = getattr(inner, "__code__", None)
-    file = getattr(code, "co_filename", None)
-    if file is None:
-        module = getattr(inner, "__module__", None) or type(inner).__module__
-        file = getattr(sys.modules.get(module), "__file__", None)
-        if file is None:
-            return isinstance(inner, types.BuiltinFunctionType)
-    return file.startswith(_LIBRARIES) or is_ours(file)
+class _Imports:
+    """The modules that a body was the first to import. What they have made is not the body's."""
+
+    def __init__(self) -> None:
+        self._before = sys.modules.copy()  # 5 us; a set of the names takes 35
+
+    def have_made(self, new: Any, old: Any) -> bool:
+        """Whether one of them has put ``new`` where ``old`` was, as far as the object shows it."""
+        if type(new).__module__.startswith("unittest.mock"):
+            return False  # the body made it, even if it was the first to import that
+        now = sys.modules.copy()
+        modules = {name: each for name, each in now.items() if name not in self._before}
+        if not modules:
+            return False
+        inner = _innermost(new)
+        definer = _definer(inner)
+        if definer in modules:
+            return True
+        if isinstance(inner, types.FunctionType):
+            # torch._dynamo wraps a function of torch in one of torch, made by a module that was there.
+            package = definer.partition(".")[0]
+            return vars(inner).get("__wrapped__") is old and any(
+                name.partition(".")[0] == package for name in modules
+            )
+        if isinstance(inner, type | types.BuiltinFunctionType):
+            return False
+        # An object that says nothing of who made it: a partial, an instance.
+        spaces = [getattr(each, "__dict__", None) for each in modules.values()]
+        return any(
+            value is new
+            for space in spaces
+            if isinstance(space, dict)
+            for value in space.copy().values()
+        )
+
+
+def _innermost(value: Any) -> Any:
+    """The function within a method or a property; by type: what bodies make may answer anything."""
+    kind = type(value)
+    if issubclass(kind, staticmethod | classmethod | types.MethodType):
+        return value.__func__
+    return value.fget if issubclass(kind, property) else value
+
+
+def _definer(value: Any) -> str:
+    """The name of the module whose code defines a function, a class or an instance's class."""
+    kind = type(value)
+    if issubclass(kind, types.FunctionType):  # functools.wraps copies __module__ from elsewhere
+        name = value.__globals__.get("__name__")
+    else:
+        of = value if issubclass(kind, type | types.BuiltinFunctionType) else kind
+        name = getattr(of, "__module__", None)
+    return name if isinstance(name, str) else ""
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 class ProcessTable:
@@ -286,13 +345,17 @@ class ProcessTable:
         self._states: tuple[State, ...] = ()
         self._values: list[Any] = []
         self._patches: list[_Patches] = []
-        self._hooks: list[tuple[Any, dict[Any, Any]]] = []
+        self._imports = _Imports()
+        self._of_each_rank: _OfEachRank | None = None
+        self._builtins: dict[str, Any] = {}
 
     def note(self, key: object) -> None:
         """A body is about to run; what it finds is what the next body is to find. ``key`` changes
         whenever something was imported, or the controller has changed something.
         """
         self._tracing = [state.get() for state in TRACING]
+        self._imports = _Imports()
+        self._of_each_rank = _OfEachRank()  # streams and warning filters are new for each run
         if key == self._key:
             return
         self._key = key
@@ -304,39 +367,43 @@ class ProcessTable:
             for module, name in _CLASSES
         ]
         self._patches = [_Patches(name, owner) for name, owner in owners if owner is not None]
-        hooks = vars(sys.modules[_HOOKS]) if _HOOKS in sys.modules else {}
-        self._hooks = [
-            (value, dict(value))
-            for name, value in hooks.items()
-            if name.startswith("_global_") and isinstance(value, dict)
-        ]
+        self._builtins = _BUILTINS.copy()
 
     def put_back(self) -> list[str]:
-        """A body is over: undo what it changed. What could not be undone, in words."""
-        left = []
+        """A body is over: undo what it changed. What could not be undone, in words. Raises nothing:
+        a body may have patched whatever this calls.
+        """
+        left: list[str] = []
+        try:
+            self._put_back(left)
+        except Exception as error:
+            _BUILTINS.update(self._builtins)
+            left.append(f"what the body changed could not be put back: {_told(error)}")
+        return left
+
+    def _put_back(self, left: list[str]) -> None:
         for state, before in zip(TRACING, self._tracing, strict=False):
             if state.get() is not before:
                 state.put(before)
-        for index, (state, before) in enumerate(zip(self._states, self._values, strict=True)):
-            now = state.get()
-            if now == before:
-                continue
-            if isinstance(now, tuple) and state.name.startswith("sys."):
-                added = [each for each in now if each not in before]
-                if added and all(map(_of_a_library, added)):
-                    self._values[index] = now
-                    continue
+        for patches in self._patches:  # first: the rest calls what these have
+            left += patches.put_back(self._imports)
+        for index, state in enumerate(self._states):
             try:
-                state.put(before)
-            except (OSError, ValueError, TypeError, RuntimeError, locale.Error) as error:
-                left.append(f"{state.name} was changed: {error}")
-            else:
-                if state.get() != before:
-                    left.append(f"{state.name} was changed")
-        for patches in self._patches:
-            left += patches.put_back()
-        for hooks, before in self._hooks:
-            if hooks != before:
-                hooks.clear()
-                hooks.update(before)
-        return left
+                self._put_state_back(index, state, left)
+            except Exception as error:
+                left.append(f"{state.name} was changed: {_told(error)}")
+        if self._of_each_rank is not None:
+            left += self._of_each_rank.put_back()
+
+    def _put_state_back(self, index: int, state: State, left: list[str]) -> None:
+        before, now = self._values[index], state.get()
+        if now == before:
+            return
+        if isinstance(now, tuple) and state.name.startswith("sys."):
+            added = [each for each in now if each not in before]
+            if added and all(self._imports.have_made(each, None) for each in added):
+                self._values[index] = now
+                return
+        state.put(before)
+        if state.get() != before:
+            left.append(f"{state.name} was changed")

@@ -112,6 +112,7 @@ class _Loaded(NamedTuple):
     read: Callable[[], Values]
     writes: tuple[Callable[[Any], None], ...]  # one for each value
     filters: int  # which of the values the warning filters are
+    names: tuple[str, ...]  # one for each value
 
 
 def _attribute(state: Attribute) -> tuple[Any, str] | None:
@@ -151,6 +152,7 @@ def _look() -> _Loaded:
     terms: list[str] = []
     writes: list[Callable[[Any], None]] = []
     filters = 0
+    texts: list[str] = []
     for number, state in enumerate(STATES):
         if isinstance(state, Attribute):
             found = _attribute(state)
@@ -160,6 +162,7 @@ def _look() -> _Loaded:
                 filters = len(terms)
             owner, name = names[f"o{number}"], _ = found
             terms.append(f"o{number}.{name}")
+            texts.append(f"{state.module}.{state.path}")
             writes.append(functools.partial(setattr, owner, name))
         else:
             switch = _switch(state)
@@ -168,14 +171,16 @@ def _look() -> _Loaded:
                 text = state.read[0].endswith("precision")  # a new text each time, unlike the rest
                 terms.append(f"intern(o{number}())" if text else f"o{number}()")
                 writes.append(switch[1])
+                texts.append(f"{state.module}.{state.read[0]}")
     read: Callable[[], Values] = eval(f"lambda: ({', '.join(terms)},)", names)
-    return _Loaded(read, tuple(writes), filters)
+    return _Loaded(read, tuple(writes), filters, tuple(texts))
 
 
 _loaded: tuple[int, _Loaded] | None = None
 
 
-def _find() -> _Loaded:
+def find() -> _Loaded:
+    """What reads and writes the list, as far as its modules are loaded."""
     global _loaded
     if _loaded is None or _loaded[0] != len(sys.modules):
         _loaded = len(sys.modules), _look()
@@ -209,7 +214,7 @@ class RankStates:
     def __init__(self, size: int, variables: Callable[[int], dict[str, str]] | None) -> None:
         """``variables(rank)`` are the environment variables that a rank has beside the process's."""
         self._variables = variables
-        self._read, self._writes, self._filters = _find()
+        self._read, self._writes, self._filters, _ = find()
         self._outside: Values = self._read()
         self._ranks: list[Values | None] = [None] * size
         self._environment: dict[Any, Any] = vars(os.environ)["_data"]

@@ -5,6 +5,7 @@ body does it, and read as a body reads it.
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import locale
 import os
@@ -12,13 +13,15 @@ import random
 import resource
 import socket
 import sys
+import tempfile
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.optim import optimizer as optimizers
 
 from smp_core.backends import open_backend
 from smp_core.backends.base import HostOptions, Job, VerdictKind
@@ -69,8 +72,17 @@ def _hook():
     torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
 
 
+def _hook_optimizers():
+    optimizers.register_optimizer_step_pre_hook(lambda *args: None)
+
+
 libc = ctypes.CDLL(None)
 libc.getenv.restype = ctypes.c_char_p
+
+
+def _all_reduce():
+    return getattr(dist.all_reduce, "__name__", "nameless")
+
 
 #: How it is changed, and how it is read.
 CHANGES = {
@@ -135,6 +147,38 @@ CHANGES = {
         lambda: torch.nn.Module.forward.__module__,
     ),
     "builtins": (lambda: _patch(__builtins_module(), "sorted"), lambda: sorted([2, 1])),
+    "one for another": (lambda: setattr(dist, "all_reduce", dist.broadcast), _all_reduce),
+    "a partial": (
+        lambda: setattr(dist, "all_reduce", functools.partial(dist.all_reduce, async_op=True)),
+        _all_reduce,
+    ),
+    "a builtin for another": (
+        lambda: setattr(time, "sleep", time.monotonic),
+        lambda: time.sleep.__name__,
+    ),
+    "functional": (lambda: setattr(F, "relu", F.gelu), lambda: F.relu.__name__),
+    "hooks of all optimizers": (
+        _hook_optimizers,
+        lambda: len(optimizers._global_optimizer_pre_hooks),
+    ),
+    "print options": (
+        lambda: torch.set_printoptions(precision=1),
+        lambda: str(torch.tensor(0.12345)),
+    ),
+    "mkldnn": (
+        lambda: torch.backends.mkldnn.set_flags(False) and None,
+        lambda: torch.backends.mkldnn.enabled,
+    ),
+    "attention": (
+        lambda: torch.backends.cuda.enable_math_sdp(False),
+        torch.backends.cuda.math_sdp_enabled,
+    ),
+    "cudnn": (
+        lambda: setattr(torch.backends.cudnn, "benchmark", True),
+        lambda: torch.backends.cudnn.benchmark,
+    ),
+    "tempdir": (lambda: setattr(tempfile, "tempdir", "/nonexistent"), lambda: tempfile.tempdir),
+    "a deleted setting": (lambda: delattr(tempfile, "tempdir"), lambda: tempfile.tempdir),
     "a deleted function": (lambda: delattr(time, "time"), lambda: time.time() > 0),
 }
 
@@ -163,34 +207,102 @@ def test_what_can_be_put_back_costs_no_rank(host):
     assert _run(host, os.getpid) == pids
 
 
-def test_what_cannot_be_put_back_costs_the_rank(host, monkeypatch):
+def test_what_cannot_be_put_back_costs_the_rank(host):
     def spoils():
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit = _refuse
+        __builtins_module().zip = _boom  # what puts back calls it
         return os.getpid()
 
     pids = _run(host, spoils)
     after = _run(host, os.getpid)
-    if resource.getrlimit(resource.RLIMIT_CORE) != (0, 0):
-        assert not set(pids) & set(after)
+    assert not set(pids) & set(after)
 
 
-def _refuse(*args):
-    raise ValueError("not allowed")
+def _boom(*args, **kwargs):
+    raise RuntimeError("patched")
 
 
-def test_what_a_library_changes_when_it_is_imported_stays(host, tmp_path):
-    """A body may be the first to import it."""
-    code = "import sys, importlib.abc\nclass Finder(importlib.abc.MetaPathFinder): pass\n"
-    site = Path(torch.__file__).parent.parent
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("os.sched_getaffinity", "os.getpriority", "os.fstat", "time.tzset", "gc.get_debug"),
+        *("gc.get_threshold", "locale.setlocale", "resource.getrlimit", "sys.getswitchinterval"),
+        *("torch.get_num_threads", "sys.gettrace"),
+    ],
+)
+def test_a_patch_of_what_the_table_calls_fails_nothing(host, name):
+    module, function = name.split(".")
+    _run(host, lambda: setattr(sys.modules[module], function, _boom))
+    assert _run(host, lambda: 1) == [1] * RANKS
+
+
+@pytest.mark.parametrize(
+    "name", ["zip", "enumerate", "all", "map", "vars", "setattr", "issubclass"]
+)
+def test_a_patched_builtin_costs_the_rank_at_most(host, name):
+    _run(host, lambda: setattr(__builtins_module(), name, _boom))
+    assert _run(host, lambda: getattr(__builtins_module(), name).__name__) == [name] * RANKS
+
+
+#: What a module does to torch.nn.functional.relu when it is imported.
+MODULES = {
+    "a function": "def relu(*args, **kwargs): return old(*args, **kwargs)",
+    "a function that wraps": (
+        "@functools.wraps(old)\ndef relu(*args, **kwargs): return old(*args, **kwargs)"
+    ),
+    "a partial": "relu = functools.partial(old)",
+    "an instance": "class Relu:\n    __call__ = staticmethod(old)\nrelu = Relu()",
+    "a class": "class relu: pass",
+}
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_what_a_module_changes_when_a_body_imports_it_stays(host, tmp_path, module):
+    """It stays imported: no later import would change it again."""
+    code = "import functools\nimport torch.nn.functional as F\nold = F.relu\n"
+    (tmp_path / "smp_test_module.py").write_text(f"{code}{MODULES[module]}\nF.relu = relu\n")
 
     def imports():
-        namespace = {"__name__": "smp_test_library"}
-        file = str(site / "smp_test_library.py")
-        exec(compile(code + "def function(): pass\n", file, "exec"), namespace)
-        time.sleep = namespace["function"]
-        return time.sleep.__module__
+        sys.path.insert(0, str(tmp_path))
+        import smp_test_module
 
-    assert _run(host, imports) == ["smp_test_library"] * RANKS
-    assert _run(host, lambda: time.sleep.__module__) == ["smp_test_library"] * RANKS
-    host.replace([host._ranks[0], host._ranks[1]])  # for the tests after this one
+        return F.relu is smp_test_module.relu
+
+    try:
+        for _ in range(3):
+            assert _run(host, imports) == [True] * RANKS
+    finally:
+        host.replace([host._ranks[0], host._ranks[1]])  # for the tests after this one
+
+
+def test_a_patch_by_a_body_is_undone_beside_one_by_what_it_imports(host, tmp_path):
+    (tmp_path / "smp_test_module.py").write_text("import time\ndef f(): pass\ntime.sleep = f\n")
+
+    def body():
+        sys.path.insert(0, str(tmp_path))
+        import smp_test_module
+
+        found = F.relu.__name__, time.sleep is smp_test_module.f
+        F.relu = F.gelu
+        return found
+
+    try:
+        for _ in range(2):
+            assert _run(host, body) == [("relu", True)] * RANKS
+    finally:
+        host.replace([host._ranks[0], host._ranks[1]])
+
+
+def test_what_torch_changes_of_itself_when_it_is_imported_stays(host):
+    """torch._dynamo wraps torch.manual_seed."""
+
+    def imports():
+        import torch._dynamo
+
+        return torch.manual_seed.__code__.co_filename, hasattr(torch.manual_seed, "__wrapped__")
+
+    try:
+        first = _run(host, imports)
+        assert _run(host, imports) == first
+        assert all(wrapped for _, wrapped in first)
+    finally:
+        host.replace([host._ranks[0], host._ranks[1]])
