@@ -3,9 +3,10 @@
 One rank thread runs at a time, so a second core computes nothing; but a turn that is handed to a
 thread on another core costs the wake-up of that core, up to several times what a short body costs.
 So while a run lasts, the controller and the rank threads, and the threads that they start, share the core
-that the controller was on. Afterwards the controller has the cores again that it had. A process
-that a body starts has them from the beginning, and a body that asks is told them: it is the
-turn that needs one core, not what a body does beside it.
+that the controller was on. Afterwards the controller has the cores again that it had, and so have
+threads that were started meanwhile and live on. A process that a body starts has them from the
+beginning, and a body that asks is told them: it is the turn that needs one core, not what a body
+does beside it.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ class OneCore:
     """
 
     _entered: OneCore | None = None  # a process runs one world of threads at a time
+    _looked_at: set[int] = set()  # noqa: RUF012  the threads of the process when the last run was over
 
     def __init__(self, threads: Sequence[threading.Thread]) -> None:
         self._threads = [0, *(thread.native_id or 0 for thread in threads)]
         self._cores: set[int] = set()  # that the calling thread had
         self._core: set[int] = set()  # that it has; empty: nothing is changed
+        self._used: set[int] = set()  # every core that was that one
 
     def __enter__(self) -> OneCore:
         if _get is None or _set is None:
@@ -56,6 +59,7 @@ class OneCore:
         except OSError:  # a sandbox that forbids it
             self._core = set()
             return self
+        self._used = set(self._core)
         self._move(self._threads[1:])
         _watch_processes()
         OneCore._entered = self
@@ -72,6 +76,21 @@ class OneCore:
         os.sched_getaffinity = self._told_before
         _posixsubprocess.fork_exec = self._fork_exec
         self.release([0])
+        self._release_born()
+
+    def _release_born(self) -> None:
+        """Threads that bodies started have their core from them, and may outlive the run: a pool's."""
+        try:
+            threads = {int(each) for each in os.listdir("/proc/self/task")}
+        except OSError:  # no such folder here
+            return
+        born = threads.difference(OneCore._looked_at, self._threads)  # as a rule there is none
+        OneCore._looked_at = threads
+        for thread in born:
+            with contextlib.suppress(OSError):  # it has ended
+                cores: set[int] = _get(thread)  # type: ignore[misc]
+                if len(cores) == 1 and cores <= self._used:
+                    self.release([thread])
 
     def follow(self) -> None:
         """Move to the core that the calling thread is on now: called while a long run lasts.
@@ -85,6 +104,7 @@ class OneCore:
         core = _current_core()
         if core in self._cores and core not in self._core:
             self._core = {core}
+            self._used.add(core)
             self._move(self._threads[1:])
 
     def release(self, threads: Iterable[int | None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import multiprocessing
 import os
 import subprocess
@@ -95,6 +96,33 @@ def test_ranks_that_are_given_up_compute_elsewhere(run):
         assert cores(f"/proc/self/task/{ids[0]}/status") == before
     finally:
         over.set()
+
+
+def test_threads_that_outlive_the_run_have_all_cores(run):
+    """A pool that a module keeps is often first used in a body."""
+    before = cores()
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for _ in range(2):  # in the second run there is nothing new
+            during = run(lambda: pool.submit(cores).result(), 2).values
+            assert pool.submit(cores).result() == before
+        assert during == [before] * 2
+        assert (
+            len(set(run(cores, 3).values)) == 1
+        )  # the ranks' threads are on one core all the same
+
+
+def test_a_thread_that_chose_its_cores_keeps_them(run):
+    """Not the run's core, so nothing of the run."""
+    mine = os.sched_getaffinity(0)
+
+    def choose():
+        (other, *_) = mine - {int(cores())}
+        os.sched_setaffinity(0, {other})
+        return str(other)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        (chosen,) = run(lambda: pool.submit(choose).result(), 1).values
+        assert pool.submit(cores).result() == chosen
 
 
 def test_an_interruption_gives_the_cores_back(run, monkeypatch):
