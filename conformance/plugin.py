@@ -164,7 +164,8 @@ class _Running:
             return (yield)
 
 
-@pytest.hookimpl(wrapper=True)
+# Innermost: what others make of a report, as a conftest module that forgives, is none of a verdict's.
+@pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[Any]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:

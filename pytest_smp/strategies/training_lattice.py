@@ -107,7 +107,8 @@ def _degree(case: Training) -> int:
             tensor.fill_(2.0**_FAR if tensor.requires_grad else 1.0)
     x, out = _filled(case, module, 1.0)
     del x
-    return int(math.log2(max(float(out.detach().max()), 1.0)) / _FAR)
+    grown = float(out.detach().max())
+    return int(math.log2(max(grown, 1.0)) / _FAR) if math.isfinite(grown) else _BITS + 1
 
 
 def _filled(case: Training, module: nn.Module, value: float) -> tuple[Tensor, Tensor]:

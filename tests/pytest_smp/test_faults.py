@@ -186,7 +186,7 @@ def test_a_host_that_injects_nothing_is_named(pytester):
 
 def test_the_example_of_the_page_passes(pytester):
     page = Path(__file__).parents[2] / "docs" / "faults.md"
-    (example,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
+    example, *_ = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
     pytester.makepyfile(example)
     result = pytester.runpytest_subprocess("--smp-ranks=4", "-p", "no:cacheprovider")
     result.assert_outcomes(passed=2)

@@ -107,6 +107,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         return right(self, name)
 
     monkeypatch.setattr(Config, "__getattribute__", noted)
+    smp_core.runtime._topology.cache_clear()  # what an earlier test has read is not read again
     return keys
 
 
