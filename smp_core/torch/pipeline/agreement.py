@@ -32,6 +32,8 @@ class Report:
         route: a digest of what it has gathered (sharding/gathered.py).
         held: a checksum of the parameters that all replicas hold (drift.py); None where nobody compares.
         parts: one of its parts of sharded parameters.
+        trained: for each parameter of the rank, in the order of registration, whether it is trained; empty where
+            nobody compares.
     """
 
     failure: Any = None
@@ -45,6 +47,7 @@ class Report:
     route: int = 0
     held: int | None = None
     parts: int | None = None
+    trained: bytes = b""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

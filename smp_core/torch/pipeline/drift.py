@@ -111,5 +111,24 @@ def found(
     )
 
 
+def frozen(
+    runtime: Runtime, names: Sequence[str], trained: Mapping[int, bytes]
+) -> ReplicaDriftError | None:
+    """Which parameter some ranks train and others do not, as an error to be raised; None if there is none. ``trained``
+    has a byte for each of ``names``, by rank, the same on each; a rank with none does not count.
+    """
+    told = {rank: flags for rank, flags in trained.items() if flags}
+    columns = enumerate(zip(*told.values(), strict=False))
+    place = next((n for n, flags in columns if len(set(flags)) > 1), None)
+    if place is None:
+        return None
+    on = [rank for rank, flags in told.items() if flags[place]]
+    off = [rank for rank in told if rank not in on]
+    return ReplicaDriftError(
+        f"step {runtime.training.steps}: replicas have drifted apart: parameter {names[place]!r} is trained on "
+        f"{_ranks(on)} and frozen on {_ranks(off)}. No gradient was changed. Set requires_grad alike on all ranks"
+    )
+
+
 def _ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -191,6 +191,7 @@ class Gradients:
                 joined=joined,
                 microbatches=count,
                 held=drift.checksum(held.values()) if held else None,
+                trained=b"" if joined else self._trained(),
             ),
         )
         if overlap is not None:
@@ -199,6 +200,11 @@ class Gradients:
             if overlap is not None:
                 overlap.discard()
             return agreed.failure
+        frozen = self._frozen(agreed)
+        if frozen is not None:
+            if overlap is not None:
+                overlap.discard()
+            raise frozen
         ranks = self._runtime.group(GroupKind.DP).ranks
         told = {rank: each.held for rank, each in zip(ranks, agreed.reports, strict=True)}
         if drift.differ(told, [ranks]):
@@ -222,6 +228,18 @@ class Gradients:
                     self._deposit(parameter, gradient)
         counted.happened("reduced" if boundary else "accumulated")
         return None
+
+    def _trained(self) -> bytes:
+        return bytes(parameter.requires_grad for parameter in self._parameters)
+
+    def _frozen(self, agreed: Agreement) -> Exception | None:
+        """What every rank raises if replicas do not train the same parameters: buckets are made of those."""
+        ranks = self._runtime.group(GroupKind.DP).ranks
+        told = {rank: each.trained for rank, each in zip(ranks, agreed.reports, strict=True)}
+        if len(set(told.values()) - {b""}) < 2:
+            return None
+        names = list(self._by_name(dict.fromkeys(self._parameters, 0)))
+        return drift.frozen(self._runtime, names, told)
 
     def _held(self) -> dict[nn.Parameter, int]:
         """The digest of each trained parameter that other replicas hold, too."""

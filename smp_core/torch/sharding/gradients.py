@@ -297,6 +297,7 @@ class ShardedGradients(Gradients):
                 route=self._gathered.route,
                 held=drift.checksum(held.values()),
                 parts=drift.checksum(parts.values()),
+                trained=self._trained(),
             ),
         )
         round_.catch_up(agreed.launched)
@@ -304,6 +305,10 @@ class ShardedGradients(Gradients):
             round_.discard()
             return agreed.failure
         self._check_route(agreed, round_)
+        frozen = self._frozen(agreed)
+        if frozen is not None:
+            round_.discard()
+            raise frozen
         self._check_drift(agreed, round_, held, parts)
         if not self._passes:
             self._unit = agreed.microbatches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 
 import pytest
@@ -136,6 +137,32 @@ def test_parts_and_persistent_parameters(smp_world, mistake, threshold):
     others = "ranks 0, 1, 2" if threshold else "rank 1"
     assert f"of rank 3 is not that of {others}" in told[0]
     assert ("the part of parameter" in told[0]) == (not threshold)
+
+
+def freezes(late, sizes, **options):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, sizes))
+    if not late:
+        module[smp.dp_rank()].weight.requires_grad_(False)
+    model = smp.DistributedModel(module, **options)
+    if late:
+        train(model, torch.ones(2, 4))
+        model.zero_grad()
+        module[smp.dp_rank()].weight.requires_grad_(False)
+    told = caught(train, model, torch.ones(2, 4))
+    return told, [parameter.grad for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("sizes", [4])
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("config", [{"ddp": True}, SHARDED], ids=["plain", "sharded"])
+def test_replicas_that_train_other_parameters_are_named(smp_world, late, overlaps, config, sizes):
+    body = functools.partial(freezes, late, sizes, overlapping_allreduce=overlaps)
+    for told, gradients in smp_world.run(body, ranks=2, config=config):
+        assert f"step {1 + late}: replicas have drifted apart: parameter '0.weight'" in told
+        assert "is trained on rank 1 and frozen on rank 0" in told
+        assert gradients == [None] * 4
 
 
 def drifts_at_the_update():
