@@ -84,6 +84,7 @@ class Gradients:
         self._unit = 0  # microbatches of the first of them
         self._hook: tuple[Any, CommHook] | None = None
         self._overlap: Overlap | None = None
+        self._agreed_on: bytes | None = None  # which parameters replicas train, as of the last step
 
     @property
     def boundary(self) -> bool:
@@ -125,10 +126,11 @@ class Gradients:
         if self._options.broadcast_buffers:
             self.replicas.broadcast(buffers, source)
         self._overlap = None
+        self._agree_first()
         count = self._runtime.config.microbatches
         if overlaps and self.boundary and self._overlaps and self._unit in (0, count):
             self._overlap = Overlap(
-                self.replicas, self._buckets(self._trainable()), self._divisor(count)
+                self.replicas, self._buckets(self._planned()), self._divisor(count)
             )
 
     @property
@@ -205,6 +207,7 @@ class Gradients:
             if overlap is not None:
                 overlap.discard()
             raise frozen
+        self._agreed_on = self._trained_by(agreed.reports)
         ranks = self._runtime.group(GroupKind.DP).ranks
         told = {rank: each.held for rank, each in zip(ranks, agreed.reports, strict=True)}
         if drift.differ(told, [ranks]):
@@ -228,6 +231,26 @@ class Gradients:
                     self._deposit(parameter, gradient)
         counted.happened("reduced" if boundary else "accumulated")
         return None
+
+    def _agree_first(self) -> None:
+        """Before the first step: have the word of the first replica on which parameters are trained."""
+        group = self._runtime.group(GroupKind.DP)
+        if self._agreed_on is None and len(group.ranks) > 1:
+            told = self._runtime.fabric.objects.allgather(self._trained(), group)
+            self._agreed_on = told[0]
+
+    @staticmethod
+    def _trained_by(reports: Iterable[Report]) -> bytes:
+        return next((each.trained for each in reports if each.trained), b"")
+
+    def _planned(self) -> list[nn.Parameter]:
+        """What buckets that set out during the step are made of: the same on replicas that have since frozen
+        different parameters, which is found at the end. What was unfrozen since is reduced at the end, too.
+        """
+        known = self._agreed_on
+        if known is None or len(known) != len(self._parameters):
+            return self._trainable()
+        return [each for each, on in zip(self._parameters, known, strict=True) if on]
 
     def _trained(self) -> bytes:
         return bytes(parameter.requires_grad for parameter in self._parameters)

@@ -236,7 +236,8 @@ class ShardedGradients(Gradients):
     ) -> None:
         if self._options.broadcast_buffers:
             self.replicas.broadcast(buffers, source)
-        self._round = Round(self._collectives, self._buckets_of(self._trainable()))
+        self._agree_first()
+        self._round = Round(self._collectives, self._buckets_of(self._planned()))
         self._early = (
             overlaps
             and self._options.overlapping_allreduce
@@ -309,6 +310,7 @@ class ShardedGradients(Gradients):
         if frozen is not None:
             round_.discard()
             raise frozen
+        self._agreed_on = self._trained_by(agreed.reports)
         self._check_drift(agreed, round_, held, parts)
         if not self._passes:
             self._unit = agreed.microbatches

@@ -154,7 +154,7 @@ def freezes(late, sizes, **options):
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("sizes", [4])
+@pytest.mark.parametrize("sizes", [4, 7])
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("config", [{"ddp": True}, SHARDED], ids=["plain", "sharded"])
 def test_replicas_that_train_other_parameters_are_named(smp_world, late, overlaps, config, sizes):
