@@ -255,8 +255,10 @@ class _Server:
             reset(job.seed)
             current.set_process(ProcessContext(rank, errand.size, job, fabric))
             args, kwargs = job.arguments(rank)
-            self._table.note((len(sys.modules), orders.key))
             mine = any(fault.rank == rank for fault in job.faults)
+            if orders.check or mine:
+                self._cover(orders)  # what records its calls is no change of the body's
+            self._table.note((len(sys.modules), orders.key))
             body = self._struck(job, fabric, orders) if mine else job.body
             if orders.check or (self._strikes is not None and self._strikes.of_tensors):
                 self._watch(errand.number, orders)
@@ -290,6 +292,11 @@ class _Server:
 
     def _watch(self, run: int, orders: Orders) -> None:
         """Record what the body communicates. Where torch is loaded, it is torch's business too."""
+        self._cover(orders)
+        self._recorder.begin(run)
+
+    def _cover(self, orders: Orders) -> None:
+        """Put in place what records calls; it is silent until the recorder begins."""
         if self._instrument is None:
             from smp_core.backends.board.instrument import Instrument
 
@@ -299,7 +306,6 @@ class _Server:
         if covered != self._covered:
             self._instrument.install()
             self._covered = covered
-        self._recorder.begin(run)
 
     def _job(self, errand: Errand, orders: Orders) -> Job:
         standing = self._standing
