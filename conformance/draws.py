@@ -132,3 +132,10 @@ def unpicklable(name: str) -> object:
         case "generator":
             return (each for each in "")
     return memoryview(b"")
+
+
+class Unreadable(Exception):
+    """Pickles, and cannot be unpickled: an exception remembers what it gave to Exception, only."""
+
+    def __init__(self, first: object, second: object) -> None:
+        super().__init__(first)

@@ -12,6 +12,7 @@ from hypothesis import given
 import smp_core.torch as smp
 from conformance.draws import (
     UNPICKLABLE,
+    Unreadable,
     comm_groups,
     needs,
     on_ranks,
@@ -164,3 +165,44 @@ def test_an_unpicklable_object_is_refused(
             assert got == list(range(ranks))
         elif rank != src:
             assert got == src
+
+
+def receive_unreadable(call: str, nested: bool, src: int) -> tuple[bool, list[int]]:
+    """Whether this rank's call raises, and what all ranks gather afterwards."""
+    me, others = smp.rank(), [rank for rank in range(smp.size()) if rank != src]
+    bad = [1, {"key": Unreadable(1, 2)}] if nested else Unreadable(1, 2)
+    refused = False
+    try:
+        if call == "allgather":
+            smp.allgather(bad if me == src else me, smp.WORLD)
+        elif me != src:
+            smp.recv_from(src, WORLD_RANK)
+        elif call == "broadcast":
+            smp.broadcast(bad, smp.WORLD)
+        else:
+            for other in others:
+                smp.send(bad, other, WORLD_RANK)
+    except PayloadError:
+        refused = True
+    return refused, smp.allgather(me, smp.WORLD)
+
+
+@requirement("COMM-ERROR-UNPICKLE")
+@given(
+    data=st.data(),
+    call=st.sampled_from(["send", "broadcast", "allgather"]),
+    nested=st.booleans(),
+)
+@on_ranks
+def test_an_object_that_cannot_be_unpickled_is_an_error_where_it_arrives(
+    smp_world: SmpWorld, data: st.DataObject, call: str, nested: bool
+) -> None:
+    ranks = data.draw(sizes(smp_world, least=2), "ranks")
+    src = data.draw(st.integers(0, ranks - 1), "src")
+    seen = smp_world.run(receive_unreadable, call, nested, src, ranks=ranks)
+    for rank, (refused, gathered) in enumerate(seen):
+        # The sender may read its own object, and may give itself the original.
+        assert refused or rank == src, (
+            f"smp.{call}: rank {rank} took an object that nobody can read"
+        )
+        assert gathered == list(range(ranks))

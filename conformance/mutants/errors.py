@@ -105,3 +105,32 @@ def pickled_too_late(patch: Patch) -> None:
             raise
 
     wrap(patch, "allgather", allgather)
+
+
+@BUGS.enter("COMM-ERROR-UNPICKLE")
+def unreadable_is_none(patch: Patch) -> None:
+    """an object that cannot be unpickled arrives as None"""
+    thaw = Payload.thaw
+
+    def lenient(self: Payload) -> Any:
+        try:
+            return thaw(self)
+        except PayloadError:
+            return None
+
+    patch.setattr(Payload, "thaw", lenient)
+
+
+@BUGS.enter("COMM-ERROR-UNPICKLE", *ASSERTION, VerdictError)
+def unreadable_is_received_again(patch: Patch) -> None:
+    """an allgather that could not unpickle its results is done once more"""
+
+    def allgather(gather: Callable[..., Any], obj: object, group: smp.CommGroup) -> list[Any]:
+        try:
+            return list(gather(obj, group))
+        except PayloadError:
+            if smp.rank() == 0:
+                gather(None, group)
+            raise
+
+    wrap(patch, "allgather", allgather)

@@ -457,6 +457,14 @@ ERRORS = (
         Level.L2,
         _OBJECTS,
     ),
+    Requirement(
+        "COMM-ERROR-UNPICKLE",
+        "An object whose pickle cannot be read is an error in each rank that receives it from another; "
+        "the object is taken, and the rank's next call is as if it had been read.",
+        "seed 000 (an arbitrary picklable object); INF: the sources name no error",
+        Level.L2,
+        _OBJECTS,
+    ),
 )
 
 API = (
