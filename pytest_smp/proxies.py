@@ -30,16 +30,23 @@ if TYPE_CHECKING:
 __tracebackhide__ = operator.methodcaller("errisinstance", SmpError)
 
 
+@functools.cache
+def _parts() -> tuple[Any, Any]:
+    """The API, and what knows the rank. Torch is loaded when somebody uses the fixture, not before."""
+    import smp_core.torch as api
+    from smp_core.backends.hosts import current
+
+    return api, current
+
+
 class Smp:
     """The API, ``import smp_core.torch as smp``, on the rank that uses it."""
 
     def __getattr__(self, name: str) -> Any:
-        import smp_core.torch as api
-        from smp_core.backends.hosts.current import current, refuse_child_thread
-
+        api, current = _parts()
         value = getattr(api, name)
-        if callable(value) and not isinstance(value, type) and current() is None:
-            refuse_child_thread()
+        if callable(value) and not isinstance(value, type) and current.current() is None:
+            current.refuse_child_thread()
             raise ThreadError(
                 f"smp.{name} was used outside a rank: fixtures and plain tests run once, in the controller. "
                 "Use it in the body of a test marked smp, or in a function that smp_world runs"

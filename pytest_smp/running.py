@@ -230,7 +230,9 @@ class Controller:
         host = self.open()
         ranks = self.settings.ranks if ranks is None else ranks
         readiness.prepare(host, ranks, function, self.settings.timeout)
-        with readiness.deadline_in_force(host, function):
+        # Only a host whose ranks share this process gains by it.
+        many_runs = getattr(host, "many_runs", contextlib.nullcontext)
+        with readiness.deadline_in_force(host, function), many_runs():
             yield
 
     def _schedule(self, asked: Schedule | None) -> Schedule:
@@ -336,12 +338,28 @@ def _hypothesis_context() -> Callable[[], contextlib.AbstractContextManager[Any]
         return lambda: None
     reporter = reporting.reporter.value
 
-    @contextlib.contextmanager
-    def entered() -> Iterator[None]:
-        with variable.with_value(build), reporting.reporter.with_value(reporter):
-            yield
+    return lambda: _Entered(((variable, build), (reporting.reporter, reporter)))
 
-    return entered
+
+class _Entered:
+    """While entered, Hypothesis's variables have these values in this thread: `with_value`, without its price.
+
+    It is paid on each rank of each example.
+    """
+
+    __slots__ = ("_before", "_values")
+
+    def __init__(self, values: Sequence[tuple[Any, Any]]) -> None:
+        self._values = values
+
+    def __enter__(self) -> None:
+        self._before = [variable.value for variable, _ in self._values]
+        for variable, value in self._values:
+            variable.value = value
+
+    def __exit__(self, *_: object) -> None:
+        for (variable, _), value in zip(self._values, self._before, strict=True):
+            variable.value = value
 
 
 def _current_example() -> ConjectureData | None:

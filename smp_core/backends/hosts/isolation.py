@@ -14,10 +14,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import random
-from collections.abc import Callable
 from typing import Any, Protocol
 
-from smp_core.backends.hosts.rank_state import RankStates, clear_thread
+from smp_core.backends.hosts.rank_state import RankStates, Variables, clear_thread
 
 
 class Part(Protocol):
@@ -43,30 +42,32 @@ class Part(Protocol):
         """The state that every rank of a run starts with."""
 
 
+#: Bytes of a Mersenne twister that are compared: its position and 15 of its 624 words. Each draw moves the
+#: position, and a whole round of draws, or another seed, leaves no word as it was.
+_SEEN = 64
+
+
 class _PythonRandom:
     """The generator behind ``random.random()`` and its siblings.
 
-    A state is (getstate(), memory).
+    A state is (getstate(), the bytes that are compared).
     """
 
     def __init__(self) -> None:
         self._shared: Any = vars(random)["_inst"]
-        c_type = random.Random.__base__
-        assert c_type is not None
-        # The C part of the object, whatever its layout: equal bytes mean that nothing was drawn.
+        # The C part of the object begins with the position among the words, and the words follow.
         # Loading and storing go through getstate and setstate.
         self._address = id(self._shared) + object.__basicsize__
-        self._length = c_type.__basicsize__ - object.__basicsize__
 
     def unchanged(self, state: Any) -> bool:
         (_, _, gauss_next), memory = state
         return bool(
             self._shared.gauss_next == gauss_next
-            and ctypes.string_at(self._address, self._length) == memory
+            and ctypes.string_at(self._address, _SEEN) == memory
         )
 
     def get(self) -> Any:
-        return self._shared.getstate(), ctypes.string_at(self._address, self._length)
+        return self._shared.getstate(), ctypes.string_at(self._address, _SEEN)
 
     def set(self, state: Any, loaded: Any) -> None:
         self._shared.setstate(state[0])
@@ -107,7 +108,10 @@ class _NumpyRandom:
             memory is not None
             and not full["has_gauss"]
             and current is generator
-            and self._memory(current) == memory
+            # The position comes last here. What is no longer a Mersenne twister has no memory.
+            and memory.endswith(
+                ctypes.string_at(current.ctypes.state_address + self._LENGTH - _SEEN, _SEEN)
+            )
         )
 
     def get(self) -> Any:
@@ -191,11 +195,14 @@ def prepare_thread() -> None:
     """
     import torch
 
+    # A default device is such a mode, too.
+    modes = torch._C._len_torch_function_stack()
     clear_thread()  # first: a mode that was left would see what follows
-    torch.set_grad_enabled(True)
+    if not torch.is_grad_enabled():
+        torch.set_grad_enabled(True)
     if torch.is_autocast_enabled("cpu"):
         torch.set_autocast_enabled("cpu", False)
-    if getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None:
+    if modes and getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None:
         torch.set_default_device(None)
 
 
@@ -213,10 +220,7 @@ class Isolation:
 
     _last_outside: dict[Part, Any] = {}  # noqa: RUF012  what the last run's controller had: often the same again
 
-    def __init__(
-        self, size: int, seed: int, variables: Callable[[int], dict[str, str]] | None = None
-    ) -> None:
-        """``variables(rank)`` are environment variables that a rank has of its own."""
+    def __init__(self, size: int, seed: int, variables: Variables | None = None) -> None:
         self._parts = _parts()
         self.process = RankStates(size, variables)
         fresh = [_fresh(part, seed) for part in self._parts]

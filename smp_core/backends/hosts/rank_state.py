@@ -187,12 +187,17 @@ def find() -> _Loaded:
     return _loaded[1]
 
 
+#: The environment variables that a rank has beside the process's. Each run asks for them, so they are cached.
+Variables = Callable[[int], dict[str, str]]
+
+
 @functools.lru_cache(maxsize=4096)
-def _encoded(variables: tuple[tuple[str, str], ...]) -> dict[Any, Any]:
+def _encoded(variables: Variables, rank: int) -> dict[Any, Any]:
     """As os.environ keeps them."""
     environment: Any = os.environ
     return {
-        environment.encodekey(name): environment.encodevalue(value) for name, value in variables
+        environment.encodekey(name): environment.encodevalue(value)
+        for name, value in variables(rank).items()
     }
 
 
@@ -211,8 +216,7 @@ _hooks_of_ranks = _HooksOfRanks()
 class RankStates:
     """The list above, for the ranks of one run and the controller outside it."""
 
-    def __init__(self, size: int, variables: Callable[[int], dict[str, str]] | None) -> None:
-        """``variables(rank)`` are the environment variables that a rank has beside the process's."""
+    def __init__(self, size: int, variables: Variables | None) -> None:
         self._variables = variables
         self._read, self._writes, self._filters, _ = find()
         self._outside: Values = self._read()
@@ -226,7 +230,7 @@ class RankStates:
         """The environment that a rank starts with."""
         if self._variables is None:
             return dict(self._environment)
-        return {**self._environment, **_encoded(tuple(self._variables(rank).items()))}
+        return {**self._environment, **_encoded(self._variables, rank)}
 
     def switch(self, leaving: int | None, entering: int | None) -> None:
         """Put away what ``leaving`` has and put back what ``entering`` had; None is the controller."""

@@ -36,6 +36,7 @@ from smp_core.backends.hosts.diagnosis import ranks_text, wait_lines
 from smp_core.backends.hosts.isolation import Isolation
 from smp_core.backends.hosts.launchers import launch_variables
 from smp_core.backends.hosts.one_core import OneCore
+from smp_core.backends.hosts.rank_state import Variables
 from smp_core.backends.hosts.scheduler import Scheduler, Seat
 from smp_core.backends.schedule import Schedule
 from smp_core.errors import (
@@ -237,6 +238,10 @@ class ThreadHost:
             raise BackendError(f"a world needs at least one rank, not {size}")
         return ThreadWorld(self, size)
 
+    def many_runs(self) -> contextlib.AbstractContextManager[None]:
+        """To be entered around runs that follow each other closely, in the thread that starts them."""
+        return OneCore.keep()
+
     def close(self) -> None:
         """End all rank threads."""
         threads, self._threads = self._threads, []
@@ -260,7 +265,7 @@ class ThreadHost:
         self._threads += [_RankThread(rank) for rank in new]
         threads = self._threads[:size]
         seats = [Seat(rank, thread.turn) for rank, thread in enumerate(threads)]
-        isolation = Isolation(size, job.seed, functools.partial(launch_variables, size=size))
+        isolation = Isolation(size, job.seed, _variables(size))
         scheduler = Scheduler(seats, isolation, lambda ranks: _places(threads, ranks), job.schedule)
         fabric = self._make_fabric(size)
         make: Callable[..., RankContext] = RankContext
@@ -284,7 +289,7 @@ class ThreadHost:
             stack.callback(_set_streams, sys.stdout, sys.stderr)  # a rank may leave others there
             if job.capture:
                 streams = stack.enter_context(_captured(size))
-            one_core = stack.enter_context(OneCore([thread.thread for thread in threads]))
+            one_core = stack.enter_context(OneCore.of([thread.thread for thread in threads]))
             try:
                 scheduler.start()
                 came_back = _await(scheduler, job, one_core.follow)
@@ -317,7 +322,7 @@ class ThreadHost:
     ) -> None:
         """Leave the ranks of a run that does not end behind; the next run gets new threads."""
         scheduler.abandon(reason)
-        one_core.release(context.thread.thread.native_id for context in contexts)
+        one_core.leave_behind([context.thread.thread.native_id for context in contexts])
         for context in contexts:
             context.thread.abandoned = True
         running = scheduler.running
@@ -352,6 +357,11 @@ def _await(scheduler: Scheduler, job: Job, meanwhile: Callable[[], None]) -> boo
                 return False
             start = time.monotonic()
         meanwhile()
+
+
+@functools.lru_cache(maxsize=256)
+def _variables(size: int) -> Variables:
+    return functools.partial(launch_variables, size=size)
 
 
 class _Part:

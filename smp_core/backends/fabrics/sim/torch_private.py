@@ -116,6 +116,7 @@ def _message(name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
     return {"func_name": name}
 
 
+@functools.lru_cache(maxsize=16)  # each run asks for the same ones
 def _refusing(meet: Callable[..., Any]) -> Callable[..., Any]:
     """A way in which torch's processes find each other, refused where it would wait for other ranks.
 

@@ -264,3 +264,53 @@ def test_a_long_run_follows_the_controller(monkeypatch):
         woken.set()
         thread.join()
     assert os.sched_getaffinity(0) == before
+
+
+def test_runs_that_follow_closely_keep_the_core(host, run):
+    before = cores()
+    with host.many_runs():
+        kept = cores()
+        assert kept.isdecimal()
+        seen = {core for ranks in (2, 4, 2) for core in run(cores, ranks).values}
+        assert seen == {kept}
+        assert cores() == kept
+    assert cores() == before
+    assert set(run(cores).values) != {before}  # and the next run has one of its own
+
+
+def test_a_thread_of_a_body_is_let_go_after_its_run_though_the_core_is_kept(host, run):
+    before = cores()
+    with host.many_runs(), concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            run(lambda: pool.submit(cores).result(), 2)
+            assert pool.submit(cores).result() == before
+
+
+def test_ranks_that_are_given_up_leave_the_kept_core(host, run):
+    before, ids, over = cores(), [], threading.Event()
+
+    def body():
+        if smp.rank() == 1:
+            ids.append(threading.get_native_id())
+            while not over.is_set():
+                over.wait()
+        smp.barrier()
+
+    try:
+        with host.many_runs():
+            assert run(body, timeout=0.2).verdict is VerdictKind.TIMED_OUT
+            assert len(set(run(cores).values)) == 1
+            assert cores(f"/proc/self/task/{ids[0]}/status") == before
+    finally:
+        over.set()
+
+
+def test_a_core_is_kept_once(host):
+    """A property within a property, or a run that lasts: the outer one gives the cores back."""
+    before = cores()
+    with host.many_runs():
+        kept = cores()
+        with host.many_runs():
+            pass
+        assert cores() == kept
+    assert cores() == before
