@@ -320,7 +320,7 @@ def used_on_one_rank_is_lost(patch: Patch) -> None:
 @BUGS.enter("SHARD-FROZEN", origin="B122")
 def frozen_are_reduced(patch: Patch) -> None:
     """parameters that need no gradient are reduced with the others, so the optimizer changes them"""
-    patch.setattr(ShardedGradients, "_trainable", lambda self: list(self._parameters))
+    patch.setattr(ShardedGradients, "_planned", lambda self: list(self._parameters))
     patch.setattr(Round, "present", property(lambda self: set(self._of)))
 
 
