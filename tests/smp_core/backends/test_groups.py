@@ -347,6 +347,21 @@ def test_ranks_do_not_wait_for_processes(smp_world: Any, backend: str, method: s
     smp_world.run(body, ranks=2)
 
 
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", None])
+def test_ranks_do_not_wait_for_each_other_at_a_store(smp_world: Any, backend: str | None) -> None:
+    """Gloo would wait in C++ with the turn in hand, until the time limit."""
+
+    def body() -> int:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        dist.destroy_process_group()
+        with pytest.raises(UnsupportedError, match="ranks of sim are threads"):
+            dist.init_process_group(backend, rank=rank, world_size=size, store=dist.HashStore())
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        return dist.get_world_size()
+
+    assert smp_world.run(body, ranks=2, timeout=30) == [1, 1]
+
+
 def test_a_rank_may_meet_itself(smp_world: Any, tmp_path: Path) -> None:
     """Nobody else is waited for; afterwards the process meets others again."""
 

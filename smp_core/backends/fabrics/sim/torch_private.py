@@ -130,14 +130,34 @@ def _refusing(meet: Callable[..., Any]) -> Callable[..., Any]:
         size = told.get("world_size", os.environ.get("WORLD_SIZE"))  # env:// says it there
         if current.current() is not None and size != "1":
             raise UnsupportedError(
-                f"init_process_group: {address.scheme}:// waits for other processes, and the ranks of sim are threads "
-                "of one. Their default process group is there from the start; after destroy_process_group(), "
-                "init_process_group('sim', rank=rank, world_size=size, store=torch.distributed.HashStore()) makes it "
-                "again. For a process group of another backend run the ranks as processes (--smp-backend=gloo)"
+                f"init_process_group: {address.scheme}:// waits for other processes. {_REMEDY}"
             )
         return meet(url, *args, **kwargs)
 
     return met
+
+
+_REMEDY = (
+    "The ranks of sim are threads of one process. Their default process group is there from the start; after "
+    "destroy_process_group(), init_process_group('sim', rank=rank, world_size=size, store=torch.distributed.HashStore()) "
+    "makes it again. For a process group of another backend run the ranks as processes (--smp-backend=gloo)"
+)
+#: Backends that wait in C++, while they are made, until all ranks have come.
+_MEET = ("gloo", "nccl", "mpi", "ucc", "xccl", "undefined")
+_make_group = c10d._new_process_group_helper
+
+
+@functools.wraps(_make_group)
+def _made_alone(
+    group_size: int, group_rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """What makes a process group of any backend, refused where it would wait for other ranks."""
+    names = str(backend).lower()
+    if current.current() is not None and group_size > 1 and any(name in names for name in _MEET):
+        raise UnsupportedError(
+            f"init_process_group: a group of {group_size} ranks of backend {names!r} waits for other processes. {_REMEDY}"
+        )
+    return _make_group(group_size, group_rank, ranks, backend, *args, **kwargs)
 
 
 class rank_worlds:
@@ -151,11 +171,13 @@ class rank_worlds:
         self._handlers = dict(rendezvous_handlers)
         rendezvous_handlers.update({name: _refusing(it) for name, it in self._handlers.items()})
         c10d_logger._get_msg_dict = _message  # type: ignore[assignment]
+        c10d._new_process_group_helper = _made_alone
         profiling.enter()
 
     def leave(self) -> None:
         profiling.leave()
         c10d_logger._get_msg_dict = _full_message
+        c10d._new_process_group_helper = _make_group
         rendezvous_handlers.update(self._handlers)
         _exception_log.removeFilter(_not_on_ranks)
         set_thread_isolation_mode(False)
