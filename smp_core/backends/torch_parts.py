@@ -151,7 +151,7 @@ PARTS: dict[str, tuple[Part, ...]] = {
         *_NATIVE,
         *_parts(_C, "Store", "_set_thread_isolation_mode"),
         Part("torch.distributed.c10d_logger", "_get_msg_dict", calls=1),
-        Part(_C10D, "_new_process_group_helper", calls=5),
+        Part(_C10D, "_new_process_group_helper", calls=6),
         *_parts("torch.distributed.c10d_logger", "_c10d_logger.name"),
         *_parts("torch.distributed.rendezvous", "_rendezvous_handlers"),
         *_parts("torch.distributed._functional_collectives", "all_reduce"),
