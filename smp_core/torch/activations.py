@@ -24,7 +24,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -88,8 +88,12 @@ def set_activation_checkpointing(
     """
     name = "smp.set_activation_checkpointing"
     session = sessions.current(name)
-    if module is session.model:
-        module = session.model.module
+    model, given = (
+        session.model,
+        cast(object, module),
+    )  # a DistributedModel is both, unknown to mypy
+    if model is not None and given is model:
+        module = model.module
     policy = policy_of(name, module, preserve_rng_state, pack_args_as_tuple, strategy)
     module.__dict__[MARK] = policy
 

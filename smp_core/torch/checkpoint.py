@@ -479,7 +479,7 @@ def _check(session: Session, state: _Loaded, strict: bool) -> None:
     if state.optimizer is not None and optimizer is not None:
         with _of_file(state.where, "optimizer"):
             optimizer_state.check(state.optimizer)
-            optimizer_state.check_fits(optimizer, {**state.optimizer, _IS_PARTIAL: False})
+            optimizer._smp_check_fits({**state.optimizer, _IS_PARTIAL: False})
 
 
 @contextlib.contextmanager
@@ -509,7 +509,7 @@ def _apply_optimizer(session: Session, state: _Loaded) -> None:
     if state.optimizer is None or session.optimizer is None:
         return
     if state.precise_only:
-        optimizer_state.load_precise(session.optimizer, state.optimizer.get(_FP16))
+        session.optimizer._smp_load_precise(state.optimizer.get(_FP16))
     else:
         # No part to be merged with those of other ranks: it is all that this rank needs.
         session.optimizer.load_state_dict({**state.optimizer, _IS_PARTIAL: False})

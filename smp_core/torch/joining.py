@@ -14,17 +14,12 @@ While the context is entered, a step begins with a message to the other replicas
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from smp_core.topology import GroupKind
-from smp_core.torch import optimizer_state
 from smp_core.torch.exceptions import UnsupportedTrainingError
 from smp_core.torch.pipeline import agreement
 from smp_core.torch.pipeline.agreement import Report
-from smp_core.torch.session import Session
-
-if TYPE_CHECKING:
-    from smp_core.torch.model import DistributedModel
+from smp_core.torch.session import Model, Session
 
 
 class Join:
@@ -81,7 +76,7 @@ class Join:
             del self._model.__dict__["_join"]
 
     @property
-    def _model(self) -> DistributedModel:
+    def _model(self) -> Model:
         model = self._session.model
         assert model is not None
         return model
@@ -141,7 +136,7 @@ class Join:
             if masters is not None and masters.parts is None:
                 masters.agreed()
             if self._session.optimizer is not None:
-                optimizer_state.take(self._session.optimizer, source)
+                self._session.optimizer._smp_take_state(source)
 
 
 def current(session: Session) -> Join | None:

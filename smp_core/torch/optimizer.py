@@ -7,7 +7,7 @@ the parameters' place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +28,6 @@ from smp_core.torch.precision.scaler import LossScaler
 from smp_core.torch.precision.update import Found, Update
 
 if TYPE_CHECKING:
-    from smp_core.torch.model import DistributedModel
     from smp_core.torch.sharding.state import Sharding
 
 
@@ -100,7 +99,7 @@ class DistributedOptimizer(Internals, Optimizer):
         if config.fp16:
             self.loss_scaler = scaler.of_arguments(static_loss_scale, dynamic_loss_scale, dynamic)
         # Once the model is partitioned:
-        self._model: DistributedModel | None = None
+        self._model: sessions.Model | None = None
         self._masters: Masters | None = None
         self._update: Update | None = None
         session.optimizer = self
@@ -305,6 +304,18 @@ class DistributedOptimizer(Internals, Optimizer):
         for state in loads:
             optimizer_state.load(self, state)
 
+    def _smp_take_state(self, source: int) -> None:
+        """Have what dp rank ``source`` keeps for each parameter; collective over the DP group."""
+        optimizer_state.take(self, source)
+
+    def _smp_check_fits(self, given: Mapping[str, Any]) -> None:
+        """Raise ValueError if groups differ, CheckpointError for another rank's shard."""
+        optimizer_state.check_fits(self, given)
+
+    def _smp_load_precise(self, precise: Mapping[str, Any] | None) -> None:
+        """Load the masters and the loss scaler of a state, as far as this run has such."""
+        optimizer_state.load_precise(self, precise)
+
     # The model's parameters, and what stands in their place.
 
     @property
@@ -331,7 +342,7 @@ class DistributedOptimizer(Internals, Optimizer):
                         state = self.optimizer.state.pop(parameter)
                         self.optimizer.state[face] = optimizer_state.moved(self, parameter, state)
 
-    def _smp_mastered(self, model: DistributedModel) -> None:
+    def _smp_mastered(self, model: sessions.Model) -> None:
         """The model has been partitioned, and has its own parameters: work on masters, if there are any.
         State that there is of whole parameters is cut as they are.
         """
@@ -355,8 +366,9 @@ class DistributedOptimizer(Internals, Optimizer):
         for key in {"params", "param_names"} & set(group):
             group[key] = [group[key][position] for position in kept]
 
-    def _smp_partitioned(self, model: Any) -> None:
+    def _smp_partitioned(self, model: sessions.Model) -> None:
         """The model has been partitioned: forget what other ranks own."""
+        assert model.placement is not None
         placement, here = model.placement, self._session.runtime.position(GroupKind.PP)
         self._elsewhere = {
             id(parameter)

@@ -2,19 +2,170 @@
 
 A session belongs to the rank's runtime, so it is the rank's own where ranks are threads, and it goes
 with ``smp.shutdown``.
+
+Every other module imports this one, so it imports none of them: ``Model`` and ``Optimizer`` name what
+modules read of the session's model and optimizer, and ``Reducer`` what a step asks of the reduction.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
 
 from smp_core import runtime
+from smp_core.microbatch import Call
 from smp_core.runtime import Runtime
 
-if TYPE_CHECKING:
-    from smp_core.torch.model import DistributedModel
-    from smp_core.torch.optimizer import DistributedOptimizer
+
+class Owners(Protocol):
+    """The owner, a pp rank, of every module, parameter and buffer by name (pipeline/placement.py)."""
+
+    @property
+    def degree(self) -> int:
+        """The number of partitions."""
+
+    @property
+    def modules(self) -> Mapping[str, int]:
+        """The owner of each module by its path."""
+
+    @property
+    def parameters(self) -> Mapping[str, int]:
+        """The owner of each parameter by its name."""
+
+    @property
+    def buffers(self) -> Mapping[str, int]:
+        """The owner of each buffer by its name."""
+
+
+class Reducer(Protocol):
+    """The reduction of gradients over replicas (pipeline/gradients.py, sharding/gradients.py)."""
+
+    reductions: int
+    replicas: Any
+
+    @property
+    def listens(self) -> bool:
+        """Whether the step tells of each complete gradient as it comes."""
+
+    @property
+    def due(self) -> bool:
+        """Whether ``advance`` would send anything."""
+
+    def ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
+        """Take a gradient that seems to be complete."""
+
+    def late(self, parameter: nn.Parameter) -> None:
+        """Take back that a gradient was complete."""
+
+    def advance(self) -> None:
+        """Send what is complete, in the rank's own thread."""
+
+    def begin_step(
+        self, buffers: Sequence[torch.Tensor] = (), source: int = 0, *, overlaps: bool = True
+    ) -> None:
+        """Prepare the reduction of a step; collective over the replicas."""
+
+    def end_step(
+        self,
+        totals: Mapping[nn.Parameter, torch.Tensor],
+        failure: Any,
+        *,
+        joined: bool = False,
+        microbatches: int | None = None,
+    ) -> Any:
+        """Agree on the failure, and reduce if there is none; collective over the replicas."""
+
+    def pending(self) -> list[torch.Tensor]:
+        """The sums that wait for the end of the window."""
+
+
+class Model(Protocol):
+    """What modules below ``model.py`` ask of the DistributedModel.
+
+    ``sharding``, ``masters`` and the values of ``sites`` are of classes that are defined above this
+    module: who reads them annotates them.
+    """
+
+    module: nn.Module
+    partitioned: bool
+    _session: Session
+    sites: Any
+    masters: Any
+    sharding: Any
+
+    @property
+    def placement(self) -> Owners | None:
+        """Where everything of the model is; None until it is partitioned."""
+
+    @property
+    def gradients(self) -> Reducer | None:
+        """The reduction of its gradients; None until it is partitioned."""
+
+    @property
+    def wide(self) -> bool:
+        """Whether gradients of 16-bit parameters are summed in float32."""
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The model itself and the modules of the tree."""
+
+    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This partition's parameters by name, each once."""
+
+    def local_parameters(self) -> Iterator[nn.Parameter]:
+        """This partition's parameters."""
+
+    def local_buffers(self) -> Iterator[torch.Tensor]:
+        """This partition's buffers."""
+
+    def is_distributed_parameter(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is split over tp ranks."""
+
+    def owner(self, path: str) -> int:
+        """The pp rank that runs a module."""
+
+    def transport(self) -> Any:
+        """The messages of the model's pipeline (pipeline/transport.py); None at pipeline degree 1."""
+
+    def prepare(self, body: Callable[..., Any], split: Callable[[], list[Call]]) -> None:
+        """Make the model ready for a step; collective over the world."""
+
+    def settle(self) -> None:
+        """Carry out what waited for the partition."""
+
+    def finished(self) -> None:
+        """Carry out what waits for a step that went well."""
+
+
+class Optimizer(Protocol):
+    """What modules below ``optimizer.py`` ask of the DistributedOptimizer."""
+
+    optimizer: torch.optim.Optimizer
+    loss_scaler: Any
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load a state; see DistributedOptimizer."""
+
+    def load_deferred(self) -> None:
+        """Carry out the loads that waited for the partition."""
+
+    def _smp_take_state(self, source: int) -> None:
+        """Have the state of dp rank ``source``; collective over the DP group."""
+
+    def _smp_check_fits(self, given: Mapping[str, Any]) -> None:
+        """Raise what a load of the state would raise of groups and shards."""
+
+    def _smp_load_precise(self, precise: Mapping[str, Any] | None) -> None:
+        """Load masters and loss scaler only."""
+
+    def _smp_partitioned(self, model: Model) -> None:
+        """Forget what other ranks own."""
+
+    def _smp_mastered(self, model: Model) -> None:
+        """Work on the model's masters, if there are any."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -27,8 +178,8 @@ class Session:
     """
 
     runtime: Runtime
-    model: DistributedModel | None = None
-    optimizer: DistributedOptimizer | None = None
+    model: Model | None = None
+    optimizer: Optimizer | None = None
     step: Any = None
     steps: int = 0
     timeline: Any = ()  # what the last step executed here (pipeline/timeline.py)

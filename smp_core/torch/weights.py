@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,67 +18,65 @@ from torch import nn
 from smp_core.errors import ArgumentTypeError
 from smp_core.topology import GroupKind
 from smp_core.torch.pipeline import foreign, placement, sharing
+from smp_core.torch.session import Model
 from smp_core.torch.sharding import records
-
-if TYPE_CHECKING:
-    from smp_core.torch.model import DistributedModel
 
 PARTIAL = "_smp_is_partial"
 #: In a part of a sharded model's state: which shards it has (sharding/records.py).
 SHARD = "_smp_shard"
 
 
-def owns(model: DistributedModel, path: str) -> bool:
+def owns(model: Model, path: str) -> bool:
     """Whether this rank holds the module at ``path``."""
     if model.placement is None:
         return True
     return model.placement.modules[path] == _here(model)
 
 
-def _here(model: DistributedModel) -> int:
+def _here(model: Model) -> int:
     return model._session.runtime.position(GroupKind.PP)
 
 
-def local_named_modules(model: DistributedModel) -> Iterator[tuple[str, nn.Module]]:
+def local_named_modules(model: Model) -> Iterator[tuple[str, nn.Module]]:
     """(path, module) of this partition, in the order of ``named_modules``."""
     for path, module in model.module.named_modules():
         if owns(model, path):
             yield path, module
 
 
-def local_modules(model: DistributedModel) -> Iterator[nn.Module]:
+def local_modules(model: Model) -> Iterator[nn.Module]:
     """The modules of this partition."""
     for _, module in local_named_modules(model):
         yield module
 
 
-def local_named_parameters(model: DistributedModel) -> Iterator[tuple[str, nn.Parameter]]:
+def local_named_parameters(model: Model) -> Iterator[tuple[str, nn.Parameter]]:
     """(name, parameter) of this partition, each parameter once. There may be none."""
     for name, parameter in model.module.named_parameters():
         if owns(model, name.rpartition(".")[0]):
             yield name, parameter
 
 
-def local_parameters(model: DistributedModel) -> Iterator[nn.Parameter]:
+def local_parameters(model: Model) -> Iterator[nn.Parameter]:
     """The parameters of this partition. There may be none."""
     for _, parameter in local_named_parameters(model):
         yield parameter
 
 
-def local_named_buffers(model: DistributedModel) -> Iterator[tuple[str, torch.Tensor]]:
+def local_named_buffers(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, buffer) of this partition, each buffer once."""
     for name, buffer in model.module.named_buffers():
         if owns(model, name.rpartition(".")[0]):
             yield name, buffer
 
 
-def local_buffers(model: DistributedModel) -> Iterator[torch.Tensor]:
+def local_buffers(model: Model) -> Iterator[torch.Tensor]:
     """The buffers of this partition."""
     for _, buffer in local_named_buffers(model):
         yield buffer
 
 
-def local_state_dict(model: DistributedModel) -> dict[str, Any]:
+def local_state_dict(model: Model) -> dict[str, Any]:
     """This rank's part of the state, and ``_smp_is_partial``, which is False as long as the part is
     the whole (before partitioning); of shards ``_smp_shard``, too, which says whose they are. No
     communication. Tensors share memory with the model, as those of torch's ``state_dict`` do.
@@ -92,7 +90,7 @@ def local_state_dict(model: DistributedModel) -> dict[str, Any]:
     return state
 
 
-def state_dict(model: DistributedModel, gather_to_rank0: bool = False) -> dict[str, Any]:
+def state_dict(model: Model, gather_to_rank0: bool = False) -> dict[str, Any]:
     """The state of the whole model: keys, order and values of the wrapped module's own
     ``state_dict``, as a plain dict.
 
@@ -130,7 +128,7 @@ def state_dict(model: DistributedModel, gather_to_rank0: bool = False) -> dict[s
 _ELSEWHERE: Any = object()  # the value of a key that another rank holds
 
 
-def _entries(model: DistributedModel) -> dict[str, Any]:
+def _entries(model: Model) -> dict[str, Any]:
     """The module's state in torch's order, where values of other ranks are ``_ELSEWHERE``.
 
     A parameter or buffer is the owner's under whatever key a hook of the module put it; anything else
@@ -175,7 +173,7 @@ def _packed(entries: dict[str, Any]) -> tuple[dict[str, int], list[Any]]:
 
 
 def load_state_dict(
-    model: DistributedModel,
+    model: Model,
     state: Mapping[str, Any],
     strict: bool = True,
     same_partition_load: bool = False,
@@ -202,13 +200,13 @@ def load_state_dict(
     return _load(model, state, strict, same_partition_load)
 
 
-def deferred(model: DistributedModel) -> list[tuple[Mapping[str, Any], bool, bool]]:
+def deferred(model: Model) -> list[tuple[Mapping[str, Any], bool, bool]]:
     """The loads that wait for the partition."""
     loads: list[tuple[Mapping[str, Any], bool, bool]] = vars(model).setdefault("_smp_loads", [])
     return loads
 
 
-def load_deferred(model: DistributedModel) -> None:
+def load_deferred(model: Model) -> None:
     """Carry out what waited, in order, the optimizer's loads too; after partitioning and its hooks,
     before the first step.
     """
@@ -221,18 +219,14 @@ def load_deferred(model: DistributedModel) -> None:
         optimizer.load_deferred()
 
 
-def _load(
-    model: DistributedModel, state: Mapping[str, Any], strict: bool, same_partition: bool
-) -> Any:
+def _load(model: Model, state: Mapping[str, Any], strict: bool, same_partition: bool) -> Any:
     result = _load_values(model, state, strict, same_partition)
     if model.masters is not None:
         model.masters.adopt()
     return result
 
 
-def check(
-    model: DistributedModel, state: Mapping[str, Any], strict: bool, same_partition: bool
-) -> None:
+def check(model: Model, state: Mapping[str, Any], strict: bool, same_partition: bool) -> None:
     """Raise what :func:`load_state_dict` would of keys and shapes, and change nothing: for a partitioned
     model, and a state that needs no communication (full, or with ``same_partition``).
 
@@ -270,9 +264,7 @@ _EXTRA = "_extra_state"
 _SAID = {PARTIAL, SHARD}
 
 
-def _load_values(
-    model: DistributedModel, state: Mapping[str, Any], strict: bool, same_partition: bool
-) -> Any:
+def _load_values(model: Model, state: Mapping[str, Any], strict: bool, same_partition: bool) -> Any:
     if model.sharding is not None:
         model.sharding.part_again()
     partial = bool(state.get(PARTIAL, False))
@@ -313,7 +305,7 @@ def _with_metadata(plain: dict[str, Any], state: Any) -> Any:
     return ordered
 
 
-def _module_of(model: DistributedModel, key: str) -> str:
+def _module_of(model: Model, key: str) -> str:
     path = key.rpartition(".")[0]
     assert model.placement is not None
     while path not in model.placement.modules:
@@ -321,7 +313,7 @@ def _module_of(model: DistributedModel, key: str) -> str:
     return path
 
 
-def _complaint(model: DistributedModel, missing: list[str], unexpected: list[str]) -> str:
+def _complaint(model: Model, missing: list[str], unexpected: list[str]) -> str:
     """In the words of torch.nn.Module.load_state_dict."""
     lines = [
         f"{what} key(s) in state_dict: " + ", ".join(f'"{key}"' for key in keys) + ". "
@@ -333,9 +325,7 @@ def _complaint(model: DistributedModel, missing: list[str], unexpected: list[str
 
 
 @contextlib.contextmanager
-def _meta(
-    model: DistributedModel, shards: bool = False, elsewhere: bool = False
-) -> Iterator[set[str]]:
+def _meta(model: Model, shards: bool = False, elsewhere: bool = False) -> Iterator[set[str]]:
     """While entered, parameters and buffers, or only other ranks', stand in the tree as meta tensors
     of their true shapes: a load checks them and copies nothing. Yields the names of other ranks'.
 
@@ -377,7 +367,7 @@ def _meta(
             dict.__setitem__(registry, own, tensor)
 
 
-def cpu(model: DistributedModel) -> None:
+def cpu(model: Model) -> None:
     """Make the wrapped module whole on every rank of the PP group, on the CPU: parameters and all
     buffers are gathered (SMP_API.md 1.7). Collective over the PP group and the sharding group.
 
@@ -406,7 +396,7 @@ def cpu(model: DistributedModel) -> None:
     vars(model)["_smp_whole"] = True
 
 
-def part_again(model: DistributedModel) -> None:
+def part_again(model: Model) -> None:
     """Before a step: give up what ``cpu`` gathered of other pp ranks."""
     if vars(model).pop("_smp_whole", False):
         assert model.placement is not None

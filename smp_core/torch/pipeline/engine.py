@@ -45,7 +45,6 @@ from smp_core.torch.pipeline.accumulation import Ledger
 from smp_core.torch.pipeline.activity import Activity
 from smp_core.torch.pipeline.boundary import module_text
 from smp_core.torch.pipeline.calls import Site
-from smp_core.torch.pipeline.gradients import Gradients
 from smp_core.torch.pipeline.messages import End, Failure
 from smp_core.torch.pipeline.packets import NOTHING, Frozen, Parcel, freeze
 from smp_core.torch.pipeline.schedule import Phase
@@ -53,7 +52,7 @@ from smp_core.torch.pipeline.server import Server
 from smp_core.torch.pipeline.timeline import Timeline
 from smp_core.torch.pipeline.transport import Transport
 from smp_core.torch.pipeline.workers import Crew
-from smp_core.torch.session import Session
+from smp_core.torch.session import Reducer, Session
 
 
 class Step:
@@ -127,7 +126,7 @@ class Step:
 class _Departures:
     """Tells when gradients are complete; in the midst of a backward pass, if a bucket can set out."""
 
-    def __init__(self, step: Step, gradients: Gradients) -> None:
+    def __init__(self, step: Step, gradients: Reducer) -> None:
         self._step, self._gradients, self.late = step, gradients, gradients.late
 
     def ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ from smp_core.torch.sharding.state import Sharding
 if TYPE_CHECKING:
     from smp_core.backends.base import Group
     from smp_core.torch.pipeline.tracing import Trace
-    from smp_core.torch.session import Session
+    from smp_core.torch.session import Owners, Session
 
 MARK = "_smp_partition"  #: attribute in which smp.partition leaves its index on a module
 SHAPES = (
@@ -383,7 +383,7 @@ def replace(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.data = value
 
 
-def release(module: nn.Module, placement: Placement, here: int) -> None:
+def release(module: nn.Module, placement: Owners, here: int) -> None:
     """Empty what other ranks own. An own tensor that lies in one storage with an emptied one is moved
     out of it, since the storage is freed as a whole.
     """
