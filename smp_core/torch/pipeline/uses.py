@@ -49,8 +49,8 @@ from torch.nn.parameter import is_lazy
 from smp_core.torch import nests
 from smp_core.torch.exceptions import OutsideStepError, ShardingError
 from smp_core.torch.pipeline import streams
+from smp_core.torch.pipeline.source import ParameterSource
 from smp_core.torch.sharding import registration, saving
-from smp_core.torch.sharding.gathered import Gathered
 
 
 class Ledger(Protocol):
@@ -103,7 +103,7 @@ class _Activity:
     __slots__ = ("frame", "gathered", "ledger", "microbatch")
 
     def __init__(
-        self, ledger: Ledger, microbatch: int, frame: _Frame, gathered: Gathered | None
+        self, ledger: Ledger, microbatch: int, frame: _Frame, gathered: ParameterSource | None
     ) -> None:
         self.ledger, self.microbatch, self.frame = ledger, microbatch, frame
         self.gathered = gathered
@@ -120,7 +120,7 @@ _local = _Local()
 
 @contextlib.contextmanager
 def activity(
-    ledger: Ledger, microbatch: int, seed: int, gathered: Gathered | None = None
+    ledger: Ledger, microbatch: int, seed: int, gathered: ParameterSource | None = None
 ) -> Iterator[None]:
     """While entered, this thread works for the microbatch: gradients go to the ledger.
 
@@ -149,7 +149,7 @@ def activity(
 
 @contextlib.contextmanager
 def body(
-    ledger: Ledger, microbatch: int, seed: int, gathered: Gathered | None = None
+    ledger: Ledger, microbatch: int, seed: int, gathered: ParameterSource | None = None
 ) -> Iterator[None]:
     """:func:`activity` for the body of a microbatch, whose random stream is entered as well."""
     with (
@@ -326,7 +326,9 @@ class _Delivery:
 
     __slots__ = ("gathered", "ledger", "microbatch", "parameter")
 
-    def __init__(self, work: _Activity, parameter: nn.Parameter, gathered: Gathered | None) -> None:
+    def __init__(
+        self, work: _Activity, parameter: nn.Parameter, gathered: ParameterSource | None
+    ) -> None:
         self.ledger, self.microbatch, self.parameter = work.ledger, work.microbatch, parameter
         self.gathered = gathered
 
@@ -383,7 +385,7 @@ def _use(parameter: nn.Parameter, frame: _Frame) -> nn.Parameter:
     return use
 
 
-def _write_back(frame: _Frame, gathered: Gathered | None) -> None:
+def _write_back(frame: _Frame, gathered: ParameterSource | None) -> None:
     """What a module did to a use rather than into its memory: new data, or freezing."""
     replaced: list[nn.Parameter] = []
     for (_, recorded), (parameter, use) in frame.uses.items():
@@ -437,7 +439,7 @@ def _alone_in_graph() -> int:
 _ALONE, _ALONE_IN_GRAPH = _alone(object()), _alone_in_graph()
 
 
-def _leave(frame: _Frame, gathered: Gathered) -> None:
+def _leave(frame: _Frame, gathered: ParameterSource) -> None:
     if frame.units:
         gathered.leave(frame, _local.repeats)
 

@@ -33,15 +33,9 @@ from torch import nn
 
 from smp_core.torch.exceptions import ShardingError
 from smp_core.torch.pipeline import activity as activities
+from smp_core.torch.pipeline.source import Frame
 from smp_core.torch.sharding import counted
 from smp_core.torch.sharding.shards import Shard, Unit
-
-
-class Frame(Protocol):
-    """A call in progress (uses.py)."""
-
-    parent: Any
-    module: nn.Module | None
 
 
 class AllGather(Protocol):

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
+from smp_core.torch.pipeline.source import ParameterSource
 from smp_core.torch.sharding import counted
-from smp_core.torch.sharding.gathered import Gathered
-from smp_core.torch.sharding.shards import Unit
 
 
 class _Reference:
@@ -37,7 +36,11 @@ class _Reference:
     )
 
     def __init__(
-        self, gathered: Gathered, place: tuple[Unit, int], tensor: torch.Tensor, microbatch: Any
+        self,
+        gathered: ParameterSource,
+        place: tuple[Any, int],
+        tensor: torch.Tensor,
+        microbatch: Any,
     ) -> None:
         self.gathered, self.microbatch = gathered, microbatch
         self.unit, self.index = place
@@ -72,7 +75,7 @@ class _Value:
 
 
 class _Thread(threading.local):
-    gathered: Gathered | None = None
+    gathered: ParameterSource | None = None
     microbatch: Any = None
 
 
@@ -80,7 +83,7 @@ _thread = _Thread()
 
 
 @contextlib.contextmanager
-def entered(gathered: Gathered, microbatch: Any) -> Iterator[None]:
+def entered(gathered: ParameterSource, microbatch: Any) -> Iterator[None]:
     """While entered, what autograd saves in this thread refers to gathered parameters."""
     before = _thread.gathered, _thread.microbatch
     _thread.gathered, _thread.microbatch = gathered, microbatch
