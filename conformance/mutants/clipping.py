@@ -61,7 +61,7 @@ def tied_count_twice(patch: Patch) -> None:
     own = Sharding._own
 
     def repeated(self: Sharding, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-        named = self._model.module.named_parameters(remove_duplicate=False)
+        named = self._module.named_parameters(remove_duplicate=False)
         times = sum(each is parameter for _, each in named)
         return own(self, parameter, gradient).repeat(times)
 

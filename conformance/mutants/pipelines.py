@@ -215,8 +215,8 @@ def automatic_partition_loses_values(patch: Patch) -> None:
     """with an automatic partition, parameters that move arrive as zeros"""
     distribute = placement.distribute
 
-    def zeroed(session: Any, model: Any, placed: Any) -> None:
-        distribute(session, model, placed)
+    def zeroed(session: Any, model: Any, placed: Any, sharded: Any) -> None:
+        distribute(session, model, placed, sharded)
         config = session.runtime.config
         if config.auto_partition and config.pipeline_parallel_degree > 1 and model._pp_rank:
             with torch.no_grad():

@@ -85,10 +85,10 @@ def not_split_at_the_threshold(patch: Patch) -> None:
     """a parameter of exactly as many elements as the threshold is not split"""
     init = Sharding.__init__
 
-    def more(self: Sharding, runtime: Any, model: Any) -> None:
+    def more(self: Sharding, runtime: Any, module: nn.Module, masters: Any) -> None:
         threshold = runtime.config.sdp_param_persistence_threshold + 1
         config = _Instead(runtime.config, sdp_param_persistence_threshold=threshold)
-        init(self, _as_any(_Instead(runtime, config=config)), model)
+        init(self, _as_any(_Instead(runtime, config=config)), module, masters)
 
     patch.setattr(Sharding, "__init__", more)
 

@@ -507,7 +507,11 @@ class DistributedModel(nn.Module):
             if raised:
                 raise raised[0] from None
             raise
-        placement.distribute(session, self, decided)
+        placement.prepare(session, self)
+        if session.runtime.topology.sharding > 1:
+            # Before values come: each rank takes its own part of a parameter and never holds the rest.
+            self.sharding = Sharding(session.runtime, self.module, self.masters)
+        placement.distribute(session, self, decided, self.sharding)
         self.placement = decided
         if self.sharding is not None:
             self._outside = Outside(self.sharding, self.wide)

@@ -98,11 +98,15 @@ def weigh(
     return atoms
 
 
+def callable_module(module: nn.Module) -> bool:
+    """Whether the module has a forward. One without is read by the module above it."""
+    forward = getattr(type(module), "forward", None)
+    return forward is not nn.Module.forward or "forward" in vars(module)
+
+
 class _Builder:
     def __init__(self, module: nn.Module, trace: Trace | None) -> None:
-        from smp_core.torch.pipeline.placement import callable_module
-
-        self.trace, self.callable = trace, callable_module
+        self.trace = trace
         self.filled = {
             child for child in module.modules() if next(iter(child.parameters()), None) is not None
         }
@@ -146,7 +150,7 @@ class _Builder:
             if child not in self.filled or self._read_in_place(child):
                 stay.extend(each for each in child.modules() if each not in self.seen)
                 self.seen.update(child.modules())
-            elif not self.callable(child):
+            elif not callable_module(child):
                 stay.append(child)  # a list of modules: its members are the module's own parts
                 self.seen.add(child)
                 parts.extend(self._parts(child, stay))
@@ -157,7 +161,7 @@ class _Builder:
     def _read_in_place(self, child: nn.Module) -> bool:
         """Whether whoever is above uses the child's parameters without calling it."""
         own = next(iter(child.parameters(recurse=False)), None) is not None
-        if not self.callable(child):
+        if not callable_module(child):
             return own
         return self.never is not None and all(
             self.rank[each] == self.never for each in child.modules()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from smp_core.torch import creation
 from smp_core.torch.exceptions import PartitionError, UnsupportedTrainingError
 from smp_core.torch.pipeline import foreign, partitioner, sharing
 from smp_core.torch.pipeline.sharing import Entry
-from smp_core.torch.sharding.state import Sharding
+from smp_core.torch.pipeline.source import Kept
 
 if TYPE_CHECKING:
     from smp_core.backends.base import Group
@@ -49,6 +49,16 @@ class Placement:
     def owner(self, path: str) -> int:
         """The pp rank that runs the module at ``path`` ("" is the root)."""
         return self.modules[path]
+
+
+class Sharded(Protocol):
+    """The parameters of a model of which each rank keeps a shard (sharding/state.py)."""
+
+    def shard(self, parameter: torch.Tensor) -> Kept | None:
+        """What is kept of a parameter, None if it is whole on every rank."""
+
+    def describe(self) -> None:
+        """Say on parameters what they are a part of, once they have their values."""
 
 
 def decide(session: Session, module: nn.Module, trace: Trace | None = None) -> Placement:
@@ -116,19 +126,15 @@ def follow_parents(module: nn.Module, wanted: Mapping[nn.Module, int]) -> dict[n
     def visit(child: nn.Module, caller: int) -> None:
         if child in owner:
             return
-        follows = child is not module and (child not in filled or not callable_module(child))
+        follows = child is not module and (
+            child not in filled or not partitioner.callable_module(child)
+        )
         owner[child] = caller if follows else wanted[child]
         for part in child.children():
             visit(part, owner[child])
 
     visit(module, wanted[module])
     return owner
-
-
-def callable_module(module: nn.Module) -> bool:
-    """Whether the module has a forward. One without is read by the module above it."""
-    forward = getattr(type(module), "forward", None)
-    return forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _with_parameters(module: nn.Module) -> set[nn.Module]:
@@ -193,26 +199,33 @@ def settle(session: Session, make: Callable[[], Placement]) -> Placement:
     return placement
 
 
-def distribute(session: Session, model: Any, placement: Placement) -> None:
-    """Collective over the world: give every rank its own part of ``model.module``, the same on all.
+def prepare(session: Session, model: Any) -> None:
+    """Collective over the world, before ``distribute``: keep the true shapes of ``model.module``.
 
-    ``placement`` is the one that ``settle`` returned. The values of (pp_rank 0, dp_rank 0) reach the
-    owners and their replicas (SMP_API.md 1.3 item 8); every rank empties what it does not own, and
-    gives up the memory. Tensor objects stay in the tree. Raises PartitionError, on every rank and
-    before anything changes, if the ranks built different models.
+    Raises PartitionError, on every rank and before anything changes, if the ranks built different models.
     """
-    runtime = session.runtime
     module: nn.Module = model.module
     _check_same(session, module)
-    here, source = runtime.position(GroupKind.PP), _source(session)
     _pin(module)
     vars(model)[SHAPES] = {entry.name: tuple(entry.tensor.shape) for entry in unique(module)}
-    if runtime.topology.sharding > 1:
-        model.sharding = Sharding(runtime, model)
+
+
+def distribute(
+    session: Session, model: Any, placement: Placement, sharded: Sharded | None = None
+) -> None:
+    """Collective over the world: give every rank its own part of ``model.module``, the same on all.
+
+    ``placement`` is the one that ``settle`` returned; ``sharded`` has the parameters of which each rank
+    keeps a shard, if there are any. The values of (pp_rank 0, dp_rank 0) reach the owners and their
+    replicas (SMP_API.md 1.3 item 8); every rank empties what it does not own, and gives up the memory.
+    Tensor objects stay in the tree.
+    """
+    module: nn.Module = model.module
+    here, source = session.runtime.position(GroupKind.PP), _source(session)
     for owner in range(placement.degree):
-        _send_part(session, module, placement, owner, source, model.sharding)
-    if model.sharding is not None:
-        model.sharding.describe()
+        _send_part(session, module, placement, owner, source, sharded)
+    if sharded is not None:
+        sharded.describe()
     release(module, placement, here)
     session.tape = None
     model.placement = placement
@@ -289,7 +302,7 @@ def _send_part(
     placement: Placement,
     owner: int,
     source: int,
-    sharding: Sharding | None,
+    sharded: Sharded | None,
 ) -> None:
     """The values of one partition, from the source to the ranks that own it."""
     from smp_core.backends.base import Group
@@ -310,7 +323,7 @@ def _send_part(
                 objects.broadcast([_packed(value) for value in values], group)
             if runtime.position(GroupKind.PP) == owner:
                 for entry, value in zip(chunk, values, strict=True):
-                    shard = None if sharding is None else sharding.shard(entry.tensor)
+                    shard = None if sharded is None else sharded.shard(entry.tensor)
                     if shard is not None:
                         replace(entry.tensor, shard.take(value))
                     elif entry.tensor.is_meta:
@@ -318,7 +331,7 @@ def _send_part(
             del values
         else:
             for entry, value in zip(chunk, objects.recv_from(source), strict=True):
-                shard = None if sharding is None else sharding.shard(entry.tensor)
+                shard = None if sharded is None else sharded.shard(entry.tensor)
                 if shard is None:
                     assign(entry.tensor, value)
                 else:

@@ -26,6 +26,9 @@ class Kept(Protocol):
     def name(self) -> str:
         """The parameter's first name in the wrapped module."""
 
+    def take(self, value: torch.Tensor) -> torch.Tensor:
+        """Keep this rank's part of the whole value; gives it as the parameter's new data."""
+
 
 class ParameterSource(Protocol):
     """Parameters that are whole only while somebody uses them.

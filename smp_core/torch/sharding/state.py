@@ -1,6 +1,6 @@
 """Sharded data parallelism of one rank's model: what is split, how it is had whole, and its norm.
 
-Made when the model is placed (pipeline/placement.py), before its values come: so each rank takes its own
+Made when the model is placed (model.py), before its values come: so each rank takes its own
 part of a parameter and never holds the rest (seed 004: "initialized immediately, in a sharded manner").
 """
 
@@ -11,7 +11,7 @@ import functools
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,16 +21,13 @@ from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import ShardingError, UnsupportedTrainingError
 from smp_core.torch.pipeline import drift, sharing
-from smp_core.torch.precision.masters import multiply
+from smp_core.torch.precision.masters import Masters, multiply
 from smp_core.torch.sharding import clipping, loading
 from smp_core.torch.sharding.collectives import Collectives
 from smp_core.torch.sharding.gathered import Gathered
 from smp_core.torch.sharding.layout import Layout
 from smp_core.torch.sharding.shards import Shard, describe, make_unit
 from smp_core.torch.sharding.units import groups
-
-if TYPE_CHECKING:
-    from smp_core.torch.model import DistributedModel
 
 
 class Sharding:
@@ -40,9 +37,10 @@ class Sharding:
     are whole for a while.
     """
 
-    def __init__(self, runtime: Runtime, model: DistributedModel) -> None:
-        config, module = runtime.config, model.module
-        self._model, self._runtime, self._interrupted = model, runtime, False
+    def __init__(self, runtime: Runtime, module: nn.Module, masters: Masters | None) -> None:
+        config = runtime.config
+        self._module, self._masters = module, masters
+        self._runtime, self._interrupted = runtime, False
         self._whole = False  # for reading, between steps
         self.collectives = Collectives(runtime)
         self._clipping = config.sdp_gradient_clipping
@@ -66,7 +64,7 @@ class Sharding:
         """Say on persistent parameters what scripts ask of any (shards.describe); again once they have
         their values, which may lie elsewhere then.
         """
-        for parameter in self._model.module.parameters():
+        for parameter in self._module.parameters():
             if self.shard(parameter) is None:
                 layout = Layout(parameter.numel(), self.collectives.size)
                 describe(parameter, layout, self.collectives.rank)
@@ -138,9 +136,9 @@ class Sharding:
         """
         self.resume()
         own = [(shard.parameter, shard.parameter.data) for shard in self.gathered.shards()]
-        if self._model.masters is not None:
+        if self._masters is not None:
             for parameter, _ in own:
-                self._model.masters.of(parameter)  # of the shard, while it is one
+                self._masters.of(parameter)  # of the shard, while it is one
         for (parameter, _), whole in zip(own, self.wholes(own), strict=True):
             parameter.data = whole
         self._whole = True
@@ -212,10 +210,10 @@ class Sharding:
         clips nothing.
         """
         self.resume()
-        masters = self._model.masters
+        masters = self._masters
         with_gradient, counted, squares = set(targets), [], []
         held: dict[str, int] = {}  # digests of the gradients that all ranks have
-        for name, parameter in self._model.module.named_parameters():
+        for name, parameter in self._module.named_parameters():
             target = parameter if masters is None else masters.made(parameter)
             if target in with_gradient and target.grad is not None:
                 counted.append(target)
@@ -265,7 +263,7 @@ class Sharding:
         )
 
     def _gradients_of_parts(self) -> Iterator[torch.Tensor]:
-        masters = self._model.masters
+        masters = self._masters
         for shard in self.gathered.shards():
             target = shard.parameter if masters is None else masters.made(shard.parameter)
             for each in {shard.parameter, target}:

@@ -20,6 +20,7 @@ def distributed(module):
     session = current("test")
     model = types.SimpleNamespace(module=module, sharding=None)
     placed = placement.settle(session, lambda: placement.decide(session, module))
+    placement.prepare(session, model)
     placement.distribute(session, model, placed)
     return placed
 
