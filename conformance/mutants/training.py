@@ -16,7 +16,7 @@ from smp_core.torch.exceptions import StepAbortedError
 from smp_core.torch.hooks import Hooks
 from smp_core.torch.model import DistributedModel
 from smp_core.torch.pipeline import boundary, calls, engine
-from smp_core.torch.pipeline.engine import Step
+from smp_core.torch.pipeline.running import RunningStep
 
 BUGS = Bugs("errors, hooks and checkpoints")
 
@@ -55,7 +55,7 @@ def errors_stay_where_they_are(patch: Patch) -> None:
     """ranks on which nothing was raised return normally from a step that failed"""
     run = engine._run
 
-    def swallowing(step: Step, *args: Any) -> list[Any]:
+    def swallowing(step: RunningStep, *args: Any) -> list[Any]:
         try:
             return run(step, *args)
         except StepAbortedError:
@@ -67,19 +67,19 @@ def errors_stay_where_they_are(patch: Patch) -> None:
 @BUGS.enter("MODEL-RAISING-BODY", *ASSERTION, SmpError, origin="B157")
 def broken_for_good(patch: Patch) -> None:
     """no step can be run after one that failed"""
-    refuse, init = Step.refuse, Step.__init__
+    refuse, init = RunningStep.refuse, RunningStep.__init__
 
-    def remembering(self: Step, failure: Any) -> Any:
+    def remembering(self: RunningStep, failure: Any) -> Any:
         self.session.steps = -10_000
         refuse(self, failure)
 
-    def refusing(self: Step, session: Any) -> None:
-        init(self, session)
+    def refusing(self: RunningStep, session: Any, departures: Any) -> None:
+        init(self, session, departures)
         if session.steps < 0:
             raise SmpError("a step has failed before")
 
-    patch.setattr(Step, "refuse", remembering)
-    patch.setattr(Step, "__init__", refusing)
+    patch.setattr(RunningStep, "refuse", remembering)
+    patch.setattr(RunningStep, "__init__", refusing)
 
 
 @BUGS.enter("MODEL-DETACHED")

@@ -17,7 +17,7 @@ from types import TracebackType
 
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import UnsupportedTrainingError
-from smp_core.torch.pipeline import agreement
+from smp_core.torch.pipeline import agreement, failures
 from smp_core.torch.pipeline.agreement import Report
 from smp_core.torch.session import Model, Session
 
@@ -112,9 +112,7 @@ class Join:
         gradients.begin_step(list(self._model.local_buffers()), self._active[0])
         failure = gradients.end_step({}, None, joined=True)
         if failure is not None:
-            from smp_core.torch.pipeline import engine
-
-            raise engine.elsewhere(failure)
+            raise failures.elsewhere(failure)
         self._model.finished()
 
     def _synchronize(self) -> None:

@@ -33,7 +33,7 @@ from smp_core.torch.exceptions import (
 )
 from smp_core.torch.hooks import Handle, Hook, Hooks
 from smp_core.torch.pipeline import activity as activities
-from smp_core.torch.pipeline import calls, engine, everywhere, placement, tracing, uses
+from smp_core.torch.pipeline import calls, everywhere, failures, placement, tracing, uses
 from smp_core.torch.pipeline.accumulation import Ledger
 from smp_core.torch.pipeline.calls import Site
 from smp_core.torch.pipeline.gradients import Gradients, Options
@@ -499,7 +499,7 @@ class DistributedModel(nn.Module):
                 raise
             except Exception as error:
                 raised.append(error)
-                raise engine.aborted(session, error) from error
+                raise failures.aborted(session, error) from error
 
         try:
             decided = placement.settle(session, decide_or_tell)

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from smp_core.torch.pipeline.packets import Frozen, Parcel
+from smp_core.torch.pipeline.running import RunningStep
 from smp_core.torch.pipeline.schedule import Phase
 from smp_core.torch.pipeline.workers import Unwound, Worker
-
-if TYPE_CHECKING:
-    from smp_core.torch.pipeline.engine import Step
 
 
 class Activity:
@@ -44,7 +42,7 @@ class Activity:
         "worker",
     )
 
-    def __init__(self, step: Step, phase: Phase, microbatch: int, path: str | None) -> None:
+    def __init__(self, step: RunningStep, phase: Phase, microbatch: int, path: str | None) -> None:
         self.step, self.phase, self.microbatch, self.path = step, phase, microbatch, path
         self.number = -1
         self.aside: Callable[[], object] | None = None

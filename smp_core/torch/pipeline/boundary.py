@@ -17,16 +17,12 @@ from smp_core.torch.exceptions import OutsideStepError
 from smp_core.torch.pipeline import activity as activities
 from smp_core.torch.pipeline import modes
 from smp_core.torch.pipeline.activity import Activity
+from smp_core.torch.pipeline.failures import module_text
 from smp_core.torch.pipeline.messages import Backward, Forward
 from smp_core.torch.pipeline.packets import Frozen, Parcel, freeze
 from smp_core.torch.pipeline.uses import CallKey
 
 Tensor = torch.Tensor
-
-
-def module_text(path: str) -> str:
-    """A module in an error's words."""
-    return f"module {path}" if path else "the model itself"
 
 
 # The caller's side.

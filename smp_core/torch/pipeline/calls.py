@@ -21,6 +21,7 @@ from smp_core.torch.exceptions import OutsideStepError, UnsupportedTrainingError
 from smp_core.torch.pipeline import activity as activities
 from smp_core.torch.pipeline import boundary, uses
 from smp_core.torch.pipeline.activity import Activity
+from smp_core.torch.pipeline.failures import module_text
 from smp_core.torch.pipeline.uses import CallKey
 from smp_core.torch.sharding import counted
 
@@ -51,7 +52,7 @@ class Site(activations.Site):
             shape = getattr(parameter, "ds_shape", None)
             if parameter is not None and shape is not None and parameter.shape != shape:
                 raise UnsupportedTrainingError(
-                    f"{boundary.module_text(self.path)}, of a sharded model, cannot be copied or pickled: of its "
+                    f"{module_text(self.path)}, of a sharded model, cannot be copied or pickled: of its "
                     f"parameter {name!r} there is only this rank's part. Call model.cpu() on every rank first, which "
                     "gathers the model until its next step; or load model.state_dict() into a new module"
                 )
@@ -158,7 +159,7 @@ class Site(activations.Site):
     def _of_a_copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.away:
             raise OutsideStepError(
-                f"{boundary.module_text(self.path)}, of a copy of the model's modules, was called on a rank "
+                f"{module_text(self.path)}, of a copy of the model's modules, was called on a rank "
                 "that held no parameters of it when the copy was made: another pp rank owns it. Load a state_dict "
                 "of the model, which is whole, into a new module"
             )
@@ -175,7 +176,7 @@ class Site(activations.Site):
     ) -> Any:
         if self.away:
             raise OutsideStepError(
-                f"{boundary.module_text(self.path)} was called outside of a step, and another pp rank "
+                f"{module_text(self.path)} was called outside of a step, and another pp rank "
                 "owns it. Call the model in a function that smp.step decorates"
             )
         if self._alone is None:

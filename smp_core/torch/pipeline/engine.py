@@ -18,115 +18,33 @@ Whatever fails, the microbatches that have begun come back first, so no message 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import pickle
-import traceback
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
-from smp_core.errors import PayloadError, SmpError, VerdictError
+from smp_core.errors import PayloadError, VerdictError
 from smp_core.microbatch import Call
-from smp_core.runtime import Runtime
-from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import (
     OutsideStepError,
-    StepAbortedError,
     UnsupportedTrainingError,
 )
 from smp_core.torch.nests import detached
 from smp_core.torch.pipeline import activity as activities
-from smp_core.torch.pipeline import agreement, modes, schedule, streams
-from smp_core.torch.pipeline.accumulation import Ledger
-from smp_core.torch.pipeline.activity import Activity
-from smp_core.torch.pipeline.boundary import module_text
-from smp_core.torch.pipeline.calls import Site
+from smp_core.torch.pipeline import agreement, streams
 from smp_core.torch.pipeline.messages import End, Failure
 from smp_core.torch.pipeline.packets import NOTHING, Frozen, Parcel, freeze
-from smp_core.torch.pipeline.schedule import Phase
+from smp_core.torch.pipeline.running import Callee, RunningStep
 from smp_core.torch.pipeline.server import Server
-from smp_core.torch.pipeline.timeline import Timeline
-from smp_core.torch.pipeline.transport import Transport
-from smp_core.torch.pipeline.workers import Crew
 from smp_core.torch.session import Reducer, Session
-
-
-class Step:
-    """The step in progress, on one rank."""
-
-    def __init__(self, session: Session) -> None:
-        runtime, model = session.runtime, session.model
-        config = runtime.config
-        self.session, self.number = session, session.steps
-        self.microbatches = config.microbatches
-        self.policy = schedule.POLICIES[config.pipeline]
-        self.cap = config.active_microbatches
-        self.rank = runtime.position(GroupKind.PP)
-        self.transport: Transport | None = None if model is None else model.transport()
-        self.sites = {} if model is None else model.sites
-        self.owner: Callable[[str], int | None] = _here if model is None else model.owner
-        self.crew = Crew()
-        self.modes = modes.current()  # of the caller of the step: those of the bodies
-        self.gradients = None if model is None else model.gradients
-        listens = self.gradients is not None and self.gradients.listens
-        listener = _Departures(self, self.gradients) if listens and self.gradients else None
-        sharding = None if model is None else model.sharding
-        self.gathered = None if sharding is None else sharding.gathered
-        self.ledger = Ledger(self.microbatches, listener, moves=sharding is not None)
-        self.ledger.wide = model is not None and model.wide
-        self.seed = 0  # of the random streams: the driver's, which comes with each request
-        self.timeline = Timeline(runtime.rank)
-        self.failure: Failure | None = None
-        self.unwinding = False  # every activity is to end, though nobody is told
-        self._own: tuple[Failure, BaseException] | None = None
-        self._calls = 0
-        self._over: list[int] = []  # microbatches whose bodies are over, as far as this rank knows
-        self._told: dict[int, int] = {}  # how many of them by pp rank
-
-    def next_call(self) -> int:
-        """A number for a request of this rank."""
-        self._calls += 1
-        return self._calls
-
-    def news_for(self, rank: int) -> tuple[int, ...]:
-        """The microbatches that are over, as far as a rank has not been told."""
-        told, self._told[rank] = self._told.get(rank, 0), len(self._over)
-        return tuple(self._over[told:])
-
-    def is_over(self, microbatch: int) -> bool:
-        """The body of a microbatch is over: no gradient of it will come. Whether that is news."""
-        if microbatch in self._over:
-            return False
-        self._over.append(microbatch)
-        self.ledger.close(microbatch)
-        return True
-
-    def fail(self, activity: Activity | None, error: BaseException) -> None:
-        """This rank raised: the step has failed, if it has not yet."""
-        if self.failure is None:
-            self.failure = failure_of(self.session.runtime, activity, error)
-            self._own = self.failure, error
-
-    def failed(self, failure: Failure) -> None:
-        """Another rank says that the step has failed."""
-        if self.failure is None:
-            self.failure = failure
-
-    def refuse(self, failure: Failure) -> NoReturn:
-        """Raise what failed: as itself where it was raised, and everywhere if it is an error of ours."""
-        if self._own is not None and self._own[0] == failure:
-            raise self._own[1]
-        raise elsewhere(failure)
 
 
 class _Departures:
     """Tells when gradients are complete; in the midst of a backward pass, if a bucket can set out."""
 
-    def __init__(self, step: Step, gradients: Reducer) -> None:
+    def __init__(self, step: RunningStep, gradients: Reducer) -> None:
         self._step, self._gradients, self.late = step, gradients, gradients.late
 
     def ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
@@ -147,7 +65,7 @@ def run_step(
     order, on every pp rank.
 
     ``split`` gives the arguments of each microbatch; it is called on the driver alone. What it or a
-    body raises, each rank raises: see Step.refuse.
+    body raises, each rank raises: see RunningStep.refuse.
     """
     if session.step is not None:
         raise OutsideStepError("smp.step: a step was entered inside a step")
@@ -161,7 +79,7 @@ def run_step(
     if model is not None:
         with torch.inference_mode(False):
             model.prepare(body, split)
-    step = session.step = Step(session)
+    step = session.step = RunningStep(session, _Departures)
     try:
         results = _run(step, body, split, detach_outputs)
     finally:
@@ -176,7 +94,10 @@ def run_step(
 
 
 def _run(
-    step: Step, body: Callable[..., Any], split: Callable[[], list[Call]], detach_outputs: bool
+    step: RunningStep,
+    body: Callable[..., Any],
+    split: Callable[[], list[Call]],
+    detach_outputs: bool,
 ) -> list[Any]:
     # On every rank, though the driver's is the one that counts: generators that began alike stay alike, and a
     # script may restore the state of any of them everywhere.
@@ -208,7 +129,7 @@ def _run(
 
 
 def _drive(
-    step: Step,
+    step: RunningStep,
     server: Server,
     body: Callable[..., Any],
     split: Callable[[], list[Call]],
@@ -246,7 +167,7 @@ def _drive(
 
 
 def _in_mode(
-    root: Site, training: bytes, left: dict[int, bytes], microbatch: int, body: Callable[[], Any]
+    root: Callee, training: bytes, left: dict[int, bytes], microbatch: int, body: Callable[[], Any]
 ) -> Any:
     """Run a body whose modules begin in the modes that the step began in, whatever other bodies, that
     are paused, have set; keep those in which it leaves them.
@@ -273,7 +194,7 @@ def _sendable(results: list[Any]) -> Frozen:
     return sent
 
 
-def _agreed(step: Step) -> Failure | None:
+def _agreed(step: RunningStep) -> Failure | None:
     """Replicas tell each other how their pipelines ended, and reduce gradients if all went well; the
     first failure is every rank's.
     """
@@ -292,78 +213,3 @@ def _agreed(step: Step) -> Failure | None:
         totals = step.ledger.totals() if step.failure is None else {}
         failure = model.gradients.end_step(totals, step.failure)
     return failure
-
-
-def aborted(session: Session, error: BaseException) -> StepAbortedError:
-    """What the other ranks raise when this one raised ``error`` before the first microbatch."""
-    return _aborted(failure_of(session.runtime, None, error))
-
-
-def elsewhere(failure: Failure, when: str | None = None) -> Exception:
-    """What a rank raises for the failure of another; ``when`` it was, if it was in no microbatch."""
-    if failure.api is not None:
-        error: Exception = pickle.loads(failure.api)
-        return error
-    return _aborted(failure, when)
-
-
-def _here(path: str) -> None:
-    return None
-
-
-def failure_of(runtime: Runtime, activity: Activity | None, error: BaseException) -> Failure:
-    """An exception of this rank, in a form that can be sent."""
-    api = None
-    if isinstance(error, SmpError) and not isinstance(error, VerdictError):
-        with contextlib.suppress(Exception):  # a class of the user's may do anything
-            pickled = pickle.dumps(error)
-            if type(pickle.loads(pickled)) is type(error):
-                api = pickled
-    return Failure(
-        runtime.position(GroupKind.PP),
-        runtime.rank,
-        None if activity is None else activity.microbatch,
-        None if activity is None else activity.path,
-        None if activity is None else activity.phase,
-        type(error).__name__,
-        _text(error),
-        _traceback(error),
-        api,
-    )
-
-
-def _traceback(error: BaseException) -> str:
-    """Of the user's frames, as far as there are any: those between them are ours, and torch's call."""
-    told = traceback.TracebackException.from_exception(error)  # survives what _text does
-    users = [frame for frame in told.stack if not frame.filename.startswith(_INSIDE)]
-    if users:
-        told.stack = traceback.StackSummary.from_list(users)
-    return "".join(told.format())
-
-
-#: Where the frames are that stand between the user's: this package's, and that of module calls.
-_INSIDE = (str(Path(__file__).parent.parent), nn.modules.module.__file__)
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return "".join(["", str(error)])  # of no class of the user's
-    except Exception as why:  # a failure that cannot be told would leave the others waiting
-        return f"(its text cannot be had: str() raised {type(why).__name__})"
-
-
-def _aborted(failure: Failure, when: str | None = None) -> StepAbortedError:
-    """What the other ranks raise for a user's exception."""
-    where = f"pp rank {failure.pp_rank} (world rank {failure.rank})"
-    what = when or "before the first microbatch"
-    if failure.microbatch is not None:
-        phase = "backward" if failure.phase is Phase.BACKWARD else "forward"
-        module = "the function" if failure.path is None else module_text(failure.path)
-        what = f"in the {phase} pass of microbatch {failure.microbatch}, in {module}"
-    rest = "The parameters are as they were before the step; the next step may be tried"
-    error = StepAbortedError(
-        f"smp.step was given up, because {where} raised {failure.type}: {failure.text}, {what}"
-        + (f". {rest}" if when is None else "")
-    )
-    error.add_note(f"on {where}:\n{failure.traceback}")
-    return error

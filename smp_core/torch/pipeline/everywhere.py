@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from smp_core.errors import VerdictError
 from smp_core.topology import GroupKind
-from smp_core.torch.pipeline import engine
+from smp_core.torch.pipeline import failures
 from smp_core.torch.session import Session
 
 
@@ -27,10 +27,10 @@ def done(session: Session, action: Callable[[], None], when: str) -> None:
         raise  # on the whole world, and it has ended
     except Exception as error:
         raised = error
-    told = None if raised is None else engine.failure_of(runtime, None, raised)
+    told = None if raised is None else failures.failure_of(runtime, None, raised)
     answers = runtime.fabric.objects.allgather(told, runtime.group(GroupKind.WORLD))
     if raised is not None:
         raise raised
     for answer in answers:
         if answer is not None:
-            raise engine.elsewhere(answer, when)
+            raise failures.elsewhere(answer, when)

@@ -10,19 +10,17 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from smp_core.torch.pipeline import activity as activities
 from smp_core.torch.pipeline import boundary, modes, schedule, streams, uses
 from smp_core.torch.pipeline.activity import Activity
 from smp_core.torch.pipeline.messages import Backward, End, Failed, Forward, Returned
 from smp_core.torch.pipeline.packets import NOTHING, Frozen, Parcel, freeze
+from smp_core.torch.pipeline.running import RunningStep
 from smp_core.torch.pipeline.schedule import Kind, Phase, Progress, Ready
 from smp_core.torch.pipeline.workers import Unwound, Worker
 from smp_core.torch.sharding import saving
-
-if TYPE_CHECKING:
-    from smp_core.torch.pipeline.engine import Step
 
 Function = Callable[[Activity], Any]
 
@@ -40,7 +38,7 @@ class Server:
     all that have begun and not finished.
     """
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: RunningStep) -> None:
         self._step, self._transport, self._crew = step, step.transport, step.crew
         self._ready: list[tuple[Ready, Activity, Function | None]] = []
         self._waiting: dict[int, Activity] = {}

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 from smp_core.torch.pipeline.schedule import POLICIES, Phase
 
 
-class Activity(Protocol):
+class Timed(Protocol):
     """What is asked of an activity."""
 
     @property
@@ -85,13 +85,13 @@ class Timeline:
         self._numbers: dict[Any, int] = {}
         self._running: dict[Any, tuple[Phase, int, float]] = {}
 
-    def begins(self, activity: Activity, now: float) -> None:
+    def begins(self, activity: Timed, now: float) -> None:
         """The activity has the turn: for the first time, or again."""
         self._numbers.setdefault(activity, len(self._numbers))
         self._running[activity] = activity.phase, self._clock, now
         self._clock += 1
 
-    def ends(self, activity: Activity, now: float) -> None:
+    def ends(self, activity: Timed, now: float) -> None:
         """The activity has paused, or is over."""
         phase, begun, started = self._running.pop(activity)
         self.events.append(
@@ -110,7 +110,7 @@ class Timeline:
         self._clock += 1
 
     @contextlib.contextmanager
-    def recomputes(self, activity: Activity, path: str) -> Iterator[None]:
+    def recomputes(self, activity: Timed, path: str) -> Iterator[None]:
         """Entered while the activity, whose turn it is, repeats the forward pass of a module."""
         begun, started = self._clock, time.perf_counter()
         self._clock += 1

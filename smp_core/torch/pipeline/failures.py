@@ -1,0 +1,95 @@
+"""Exceptions of one rank, as the other ranks learn of them and raise them."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import traceback
+from pathlib import Path
+
+from torch import nn
+
+from smp_core.errors import SmpError, VerdictError
+from smp_core.runtime import Runtime
+from smp_core.topology import GroupKind
+from smp_core.torch.exceptions import StepAbortedError
+from smp_core.torch.pipeline.messages import Failure
+from smp_core.torch.pipeline.schedule import Phase
+from smp_core.torch.pipeline.timeline import Timed
+from smp_core.torch.session import Session
+
+
+def module_text(path: str) -> str:
+    """A module in an error's words."""
+    return f"module {path}" if path else "the model itself"
+
+
+def aborted(session: Session, error: BaseException) -> StepAbortedError:
+    """What the other ranks raise when this one raised ``error`` before the first microbatch."""
+    return _aborted(failure_of(session.runtime, None, error))
+
+
+def elsewhere(failure: Failure, when: str | None = None) -> Exception:
+    """What a rank raises for the failure of another; ``when`` it was, if it was in no microbatch."""
+    if failure.api is not None:
+        error: Exception = pickle.loads(failure.api)
+        return error
+    return _aborted(failure, when)
+
+
+def failure_of(runtime: Runtime, activity: Timed | None, error: BaseException) -> Failure:
+    """An exception of this rank, in a form that can be sent."""
+    api = None
+    if isinstance(error, SmpError) and not isinstance(error, VerdictError):
+        with contextlib.suppress(Exception):  # a class of the user's may do anything
+            pickled = pickle.dumps(error)
+            if type(pickle.loads(pickled)) is type(error):
+                api = pickled
+    return Failure(
+        runtime.position(GroupKind.PP),
+        runtime.rank,
+        None if activity is None else activity.microbatch,
+        None if activity is None else activity.path,
+        None if activity is None else activity.phase,
+        type(error).__name__,
+        _text(error),
+        _traceback(error),
+        api,
+    )
+
+
+def _traceback(error: BaseException) -> str:
+    """Of the user's frames, as far as there are any: those between them are ours, and torch's call."""
+    told = traceback.TracebackException.from_exception(error)  # survives what _text does
+    users = [frame for frame in told.stack if not frame.filename.startswith(_INSIDE)]
+    if users:
+        told.stack = traceback.StackSummary.from_list(users)
+    return "".join(told.format())
+
+
+#: Where the frames are that stand between the user's: this package's, and that of module calls.
+_INSIDE = (str(Path(__file__).parent.parent), nn.modules.module.__file__)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return "".join(["", str(error)])  # of no class of the user's
+    except Exception as why:  # a failure that cannot be told would leave the others waiting
+        return f"(its text cannot be had: str() raised {type(why).__name__})"
+
+
+def _aborted(failure: Failure, when: str | None = None) -> StepAbortedError:
+    """What the other ranks raise for a user's exception."""
+    where = f"pp rank {failure.pp_rank} (world rank {failure.rank})"
+    what = when or "before the first microbatch"
+    if failure.microbatch is not None:
+        phase = "backward" if failure.phase is Phase.BACKWARD else "forward"
+        module = "the function" if failure.path is None else module_text(failure.path)
+        what = f"in the {phase} pass of microbatch {failure.microbatch}, in {module}"
+    rest = "The parameters are as they were before the step; the next step may be tried"
+    error = StepAbortedError(
+        f"smp.step was given up, because {where} raised {failure.type}: {failure.text}, {what}"
+        + (f". {rest}" if when is None else "")
+    )
+    error.add_note(f"on {where}:\n{failure.traceback}")
+    return error
