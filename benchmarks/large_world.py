@@ -1,7 +1,7 @@
 """A world of 1,536 ranks in one process: every group of every rank, and an allgather in each TP group.
 
-The shape is that of seed 004, example 1: 192 nodes of 8, tensor degree 8. Runs in a process of its own, so that the
-memory is that of this world alone; torch's import is part of both figures.
+The shape is that of AWS Sharded Data Parallelism (Example 1): 192 nodes of 8, tensor degree 8. Runs in a
+process of its own, so that the memory is that of this world alone; torch's import is part of both figures.
 """
 
 from __future__ import annotations

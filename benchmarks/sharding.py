@@ -286,7 +286,7 @@ def check(
 
 
 def formula(degree: int, elements: int) -> float:
-    """What one rank has to send in a step (ENGINES.md 3.2): two gathers and a reduction among
+    """What one rank has to send in a step (ENGINES 3.2): two gathers and a reduction among
     ``degree`` ranks, and a reduction among those that hold the same part.
     """
     copies = RANKS // degree

@@ -1,4 +1,4 @@
-"""What SMP_API.md section 4 says of a world: coordinates, groups and positions, straight from its
+"""What API 4 says of a world: coordinates, groups and positions, straight from its
 text.
 
 The reference of the properties, and so no user of the code that they test: of a
@@ -15,7 +15,7 @@ from smp_core.topology import Topology
 
 GROUPS = tuple(smp.CommGroup)
 
-#: The coordinates that the members of a group share (SMP_API.md 4.1).
+#: The coordinates that the members of a group share (API 4.1).
 SHARED: Mapping[smp.CommGroup, str] = {
     smp.CommGroup.WORLD: "",
     smp.CommGroup.MP_GROUP: "D",
@@ -25,7 +25,7 @@ SHARED: Mapping[smp.CommGroup, str] = {
     smp.CommGroup.RDP_GROUP: "PT",
 }
 
-#: How to read a rank number as a position in a group of this kind (SMP_API.md 1.5).
+#: How to read a rank number as a position in a group of this kind (API 1.5).
 RANK_TYPES: Mapping[smp.CommGroup, smp.RankType] = {
     smp.CommGroup.WORLD: smp.RankType.WORLD_RANK,
     smp.CommGroup.MP_GROUP: smp.RankType.MP_RANK,

@@ -166,7 +166,7 @@ def rows(x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class Rules:
-    """The dynamic loss scale, by the rules of SMP_API.md 1.8 alone."""
+    """The dynamic loss scale, by the rules of API 1.8 alone."""
 
     def __init__(
         self,

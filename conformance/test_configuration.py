@@ -17,7 +17,7 @@ from pytest_smp.proxies import SmpWorld, TmpPath
 from pytest_smp.strategies import configs, placements
 from smp_core.errors import ConfigError
 
-#: Keys that have nothing to do with any rule between keys, with valid values (SMP_API.md 3.1, 3.3).
+#: Keys that have nothing to do with any rule between keys, with valid values (API 3.1, 3.3).
 neutral = st.fixed_dictionaries(
     {},
     optional={

@@ -44,7 +44,7 @@ def test_computing_again_changes_no_bit(
     case = data.draw(
         cases(smp_world, smp_engine, least=2, automatic=False, real=True, model=model), "case"
     )
-    # A checkpointed module is on one partition (SMP_API.md 1.9).
+    # A checkpointed module is on one partition (API 1.9).
     at = data.draw(st.lists(st.integers(0, case.pp - 1), min_size=3, max_size=3), "partitions")
     where = tuple((f"body.{number}", owner) for number, owner in enumerate(at))
     case = dataclasses.replace(case, partition=where)

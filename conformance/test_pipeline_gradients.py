@@ -241,7 +241,7 @@ def test_real_values_are_within_the_bound_of_their_sum(
             if gradient is None or not given_:
                 continue
             stacked = torch.stack([g.double() for g in given_ if g is not None])
-            count = len(stacked) + 2  # additions and divisions (ENGINES.md 2.2)
+            count = len(stacked) + 2  # additions and divisions (ENGINES 2.2)
             gamma = count * 2.0**-24 / (1 - count * 2.0**-24)
             bound = gamma * stacked.abs().sum(0) / divisor + count * 2.0**-149
             error = (gradient.double() - stacked.sum(0) / divisor).abs()

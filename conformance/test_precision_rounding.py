@@ -37,7 +37,7 @@ def narrow(draw: st.DrawFn, /, smp_world: SmpWorld, engine: str, **fixed: Any) -
     if EngineCapability.BF16 in find_engine(engine).capabilities and smp_world.ranks > 1:
         dtypes.append("bfloat16")
     dtype = draw(st.sampled_from(dtypes))
-    sharded = True if dtype == "bfloat16" else None  # seed 004 (BF16 training)
+    sharded = True if dtype == "bfloat16" else None  # AWS Sharded Data Parallelism (BF16 training)
     drawn = runs(
         layouts(smp_world, engine, sharded=sharded, split=False),
         kinds=("absent",),

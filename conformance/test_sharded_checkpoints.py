@@ -28,7 +28,7 @@ State = tuple[dict[str, Any], dict[str, Any]]
 
 
 def sharded(smp_world: SmpWorld, engine: str, **fixed: Any) -> st.SearchStrategy[ShardedTraining]:
-    """Cases of one step at a time, in which the degree changes no bit (ENGINES.md 2.1), and in which the
+    """Cases of one step at a time, in which the degree changes no bit (ENGINES 2.1), and in which the
     ranks use the same parameters.
     """
     fixed.setdefault("without", (*without(engine), "route"))

@@ -251,7 +251,7 @@ def test_real_values_are_clipped_in_the_published_order(
 
 
 def clips_within_rounding(engine: str, case: ShardedTraining, seen: list[Seen]) -> None:
-    """The bound of a norm that is summed in float32, in any order (ENGINES.md 2.2, tier B)."""
+    """The bound of a norm that is summed in float32, in any order (ENGINES 2.2 tier B)."""
     expected = oracle.plain(case, find_engine(engine).conventions.divisor(case))
     before = {name: each.detach() for name, each in oracle.make(case).named_parameters()}
     elements = sum(each.numel() for each in before.values())

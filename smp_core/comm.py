@@ -1,5 +1,5 @@
-"""Object communication between ranks, and the getters of ranks, sizes and groups (SMP_API.md 1.5,
-1.6; seed 000).
+"""Object communication between ranks, and the getters of ranks, sizes and groups (API 1.5,
+1.6; AWS Common API).
 
 All calls are synchronous, and take any picklable object. Each receiver gets a copy of its own.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class CommGroup(enum.Enum):
     """Which group of the calling rank a call is about.
 
-    All six, though seed 000 lists three (SMP_API.md 8.8).
+    All six, though AWS Common API lists three (API 8.8).
     """
 
     WORLD = GroupKind.WORLD
@@ -33,7 +33,7 @@ class CommGroup(enum.Enum):
 
 
 class RankType(enum.Enum):
-    """How a rank number is to be read: as a position in which group of the calling rank (SMP_API.md
+    """How a rank number is to be read: as a position in which group of the calling rank (API
     1.5, 8.8).
     """
 
@@ -51,7 +51,7 @@ def broadcast(obj: object, group: CommGroup) -> None:
 
     Returns after every receiver's matching ``recv_from``. Any rank may be the root. In a group of
     one it returns at once. Raises PayloadError, before anything is sent, if ``obj`` cannot be
-    pickled. (SMP_API.md 1.6)
+    pickled. (API 1.6)
     """
     runtime = current("smp.broadcast")
     runtime.fabric.objects.broadcast(obj, runtime.group(_kind("smp.broadcast", group)))
@@ -62,7 +62,7 @@ def send(obj: object, dest_rank: int, rank_type: RankType) -> None:
 
     ``dest_rank`` is read in the space of ``rank_type`` within the caller's own group. Raises
     RankError if it is out of range or the caller itself, PayloadError if ``obj`` cannot be pickled.
-    (SMP_API.md 1.6)
+    (API 1.6)
     """
     runtime = current("smp.send")
     runtime.fabric.objects.send(obj, _peer(runtime, "smp.send", "dest_rank", dest_rank, rank_type))
@@ -73,7 +73,7 @@ def recv_from(src_rank: int, rank_type: RankType) -> Any:
     its calls.
 
     ``src_rank`` is read in the space of ``rank_type`` within the caller's own group. Raises
-    RankError if it is out of range or the caller itself. (SMP_API.md 1.6)
+    RankError if it is out of range or the caller itself. (API 1.6)
     """
     runtime = current("smp.recv_from")
     return runtime.fabric.objects.recv_from(
@@ -86,7 +86,7 @@ def allgather(obj: object, group: CommGroup) -> list[Any]:
     every member.
 
     Returns after all members have joined. Raises PayloadError if ``obj`` cannot be pickled.
-    (SMP_API.md 1.6)
+    (API 1.6)
     """
     runtime = current("smp.allgather")
     return runtime.fabric.objects.allgather(obj, runtime.group(_kind("smp.allgather", group)))
@@ -95,18 +95,18 @@ def allgather(obj: object, group: CommGroup) -> list[Any]:
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
     """Wait until every rank of ``group`` has called.
 
-    Ranks of other groups are not waited for. (SMP_API.md 1.6)
+    Ranks of other groups are not waited for. (API 1.6)
     """
     _barrier("smp.barrier", group)
 
 
 def mp_barrier() -> None:
-    """``barrier`` on the MP group. (SMP_API.md 1.6)"""
+    """``barrier`` on the MP group. (API 1.6)"""
     _barrier("smp.mp_barrier", CommGroup.MP_GROUP)
 
 
 def dp_barrier() -> None:
-    """``barrier`` on the DP group. (SMP_API.md 1.6)"""
+    """``barrier`` on the DP group. (API 1.6)"""
     _barrier("smp.dp_barrier", CommGroup.DP_GROUP)
 
 
@@ -145,7 +145,7 @@ def _peer(runtime: Runtime, call: str, name: str, rank: object, rank_type: objec
     return ranks[position]
 
 
-# Who am I, and how many are we. None takes an argument (SMP_API.md 1.5).
+# Who am I, and how many are we. None takes an argument (API 1.5).
 
 
 def rank() -> int:
@@ -277,6 +277,6 @@ def _process_group(call: str, kind: GroupKind) -> ProcessGroup:
     runtime = current(call)
     if not runtime.config.ddp:
         raise ConfigError(
-            f"{call}: ddp=False: process groups need the configuration ddp=True [SMP_API.md 1.5]"
+            f"{call}: ddp=False: process groups need the configuration ddp=True. See docs/spec/api.md#1.5"
         )
     return runtime.fabric.process_group(runtime.group(kind))

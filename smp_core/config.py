@@ -4,9 +4,9 @@ Read it from the top: the constraints on a single value, the keys, and the rules
 (:data:`RULES`). What the public record leaves open is decided beside the key that it concerns.
 Decided here, because no key shows it:
 
-- ``trace_execution_times`` and ``trace_device`` (SMP_API.md 3.5) are arguments of
+- ``trace_execution_times`` and ``trace_device`` (API 3.5) are arguments of
   ``DistributedModel``, not keys.
-- A path is refused. The name of a JSON file in place of the dict (SMP_API.md 3.4) is a form that
+- A path is refused. The name of a JSON file in place of the dict (API 3.4) is a form that
   the estimator takes, on the launcher's side.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 import math
 import operator
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -56,12 +57,12 @@ class Must(NamedTuple):
 
 
 def _flag(value: object) -> object:
-    # The SDK's own test writes `ddp: 1` (SMP_API.md 3.4). By `type`, because 1.0 == 1 is no flag.
+    # The SDK's own test writes `ddp: 1` (API 3.4). By `type`, because 1.0 == 1 is no flag.
     return bool(value) if type(value) is int and value in (0, 1) else value
 
 
 def _whole(value: object) -> object:
-    # The documented defaults are written 5e8, 1e6, 1e9 (seed 004), and JSON has no int(5e8).
+    # The documented defaults are written 5e8, 1e6, 1e9 (AWS Sharded Data Parallelism), and JSON has no int(5e8).
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -109,7 +110,8 @@ def key(
     Args:
         default: the default, or a function of the values of the keys above this one that gives it.
         means: what the key says.
-        source: where the key and its default come from; every error about the key ends with it.
+        source: where the key and its default come from; every error about the key ends with an address
+            of the first section of the API that it names.
         since: the first version of the library that has the key, where published.
         without_effect: why no value of the key changes anything; ``smp.init`` warns of one that is
             not the default.
@@ -128,11 +130,11 @@ def _by_optimize(values: dict[str, Any]) -> float:
     return 0.2 if values.get("optimize") == "speed" else 0.8
 
 
-#: Second names of keys. Both are accepted; unequal values are refused (SMP_API.md 8.5).
+#: Second names of keys. Both are accepted; unequal values are refused (API 8.5).
 ALIASES: Mapping[str, str] = MappingProxyType({"partitions": "pipeline_parallel_degree"})
 
 #: Keys that scripts use and whose meaning was never published: accepted, with a warning.
-#: Source: the end of SMP_API.md 3.3.
+#: Source: the end of API 3.3.
 IGNORED_KEYS: tuple[str, ...] = (
     "static_mode",
     "fast_mode",
@@ -159,7 +161,7 @@ class Config(BaseModel):
             a line for each of them, not only for the first. A rule between keys of which one has a
             bad value is not judged.
 
-    Source: SMP_API.md 3, seed 004 ("Set up the SageMaker PyTorch estimator").
+    Source: API 3, AWS Sharded Data Parallelism (Set up the SageMaker PyTorch estimator).
     """
 
     model_config = ConfigDict(frozen=True)
@@ -169,148 +171,155 @@ class Config(BaseModel):
     pipeline_parallel_degree: Count = key(
         1,
         "partitions that the model is cut into along its depth; also called `partitions`",
-        # Required in the SDK's documentation and in seed 001, optional in seed 004.
-        source="SMP_API.md 3.1, 8.4",
+        # Required in the SDK's documentation and in AWS Run a Distributed Model Parallel Training Job,
+        # optional in AWS Sharded Data Parallelism.
+        source="API 3.1, 8.4",
         since="1.6",
     )
     microbatches: Count = key(
-        1, "parts that a batch is split into; they divide it", source="SMP_API.md 3.1"
+        1, "parts that a batch is split into; they divide it", source="API 3.1"
     )
     pipeline: Pipeline = key(
         # "_only_forward" is refused. The SDK's client-side check lets it through, but what it does
-        # was never published (SMP_API.md 9 item 7), and what is not obeyed must not look obeyed.
+        # was never published (API 9.7), and what is not obeyed must not look obeyed.
         "interleaved",
         "order of the pipeline's tasks",
-        source="SMP_API.md 3.1",
+        source="API 3.1",
     )
-    optimize: Optimize = key("memory", "what to save; a hint", "SMP_API.md 3.1, 8.9")
+    optimize: Optimize = key("memory", "what to save; a hint", "API 3.1, 8.9")
     placement_strategy: Placement = key(
-        "cluster", "how ranks run through the parallel dimensions", "SMP_API.md 3.1, 4.2, 8.6"
+        "cluster", "how ranks run through the parallel dimensions", "API 3.1, 4.2, 8.6"
     )
-    auto_partition: Flag = key(True, "whether the library cuts the model", "SMP_API.md 3.1")
-    default_partition: Index = key(
-        0, "partition of modules that are assigned to none", "SMP_API.md 3.1"
-    )
+    auto_partition: Flag = key(True, "whether the library cuts the model", "API 3.1")
+    default_partition: Index = key(0, "partition of modules that are assigned to none", "API 3.1")
 
     # TensorFlow
     contiguous: Flag = key(
         True,
         "each partition is a connected component",
-        source="SMP_API.md 3.2",
+        source="API 3.2",
         without_effect=_TENSORFLOW,
     )
-    horovod: Flag = key(
-        False, "data parallelism by Horovod", "SMP_API.md 3.2", without_effect=_TENSORFLOW
-    )
+    horovod: Flag = key(False, "data parallelism by Horovod", "API 3.2", without_effect=_TENSORFLOW)
     # No default of the next two was published; both are opt-ins by their names.
-    xla: Flag = key(False, "compile by XLA", "SMP_API.md 3.2", without_effect=_TENSORFLOW)
-    fork: Flag = key(
-        False, "seen in container tests only", "SMP_API.md 3.2", without_effect=_TENSORFLOW
-    )
+    xla: Flag = key(False, "compile by XLA", "API 3.2", without_effect=_TENSORFLOW)
+    fork: Flag = key(False, "seen in container tests only", "API 3.2", without_effect=_TENSORFLOW)
 
     # PyTorch: pipeline
     memory_weight: Weight = key(
         _by_optimize,  # 0.2 if optimize == "speed" else 0.8
         "weight of memory, against computation, when the model is cut",
-        source="SMP_API.md 3.3",
+        source="API 3.3",
     )
     active_microbatches: Count = key(
         _two_more_than_partitions,  # pipeline_parallel_degree + 2
         "most microbatches in flight at a time",
-        source="SMP_API.md 3.3",
+        source="API 3.3",
         since="1.3",
     )
     deterministic_server: Flag = key(
-        False, "same order of requests on all data parallel ranks", "SMP_API.md 3.3", since="1.3"
+        False, "same order of requests on all data parallel ranks", "API 3.3", since="1.3"
     )
-    skip_tracing: Flag = key(False, "cut without a tracing step", "SMP_API.md 3.3", since="1.6")
+    skip_tracing: Flag = key(False, "cut without a tracing step", "API 3.3", since="1.6")
     # Known only from the client-side check, without defaults: absent means that no file is read.
     load_partition: Flag = key(
-        False, "take the partition from a file", "SMP_API.md 3.3", without_effect=_PARTITION_FILE
+        False, "take the partition from a file", "API 3.3", without_effect=_PARTITION_FILE
     )
-    partition_file: Name = key(None, "that file", "SMP_API.md 3.3", without_effect=_PARTITION_FILE)
+    partition_file: Name = key(None, "that file", "API 3.3", without_effect=_PARTITION_FILE)
 
     # PyTorch: data parallelism
-    ddp: Flag = key(False, "data parallelism by torch.distributed", "SMP_API.md 3.3")
+    ddp: Flag = key(False, "data parallelism by torch.distributed", "API 3.3")
     ddp_port: Port = key(
         None,
         "port where the ranks meet",
-        source="SMP_API.md 3.3",
+        source="API 3.3",
         without_effect="ranks meet where their launcher says (MASTER_PORT)",
     )
     ddp_dist_backend: DistBackend = key(
-        "auto", "collectives to use", "SMP_API.md 3.3, seed 004", since="1.13"
+        "auto",
+        "collectives to use",
+        "API 3.3, AWS Sharded Data Parallelism (Supported configurations)",
+        since="1.13",
     )
     prescaled_batch: Flag = key(
-        False, "the ranks of a TP group read the same batch", "SMP_API.md 3.3, 4.4", since="1.6"
+        False, "the ranks of a TP group read the same batch", "API 3.3, 4.4", since="1.6"
     )
 
     # PyTorch: tensor parallelism and memory
     tensor_parallel_degree: Count = key(
-        1, "ranks that split single tensors", source="SMP_API.md 3.3", since="1.6"
+        1, "ranks that split single tensors", source="API 3.3", since="1.6"
     )
     shard_optimizer_state: Flag = key(
-        False, "each rank keeps a part of the optimizer state", "SMP_API.md 3.3", since="1.6"
+        False, "each rank keeps a part of the optimizer state", "API 3.3", since="1.6"
     )
     offload_activations: Flag = key(
-        False, "checkpointed activations go to host memory", "SMP_API.md 3.3", since="1.6"
+        False, "checkpointed activations go to host memory", "API 3.3", since="1.6"
     )
     activation_loading_horizon: Count = key(
-        4, "pipeline tasks ahead of which they come back", "SMP_API.md 3.3", since="1.6"
+        4, "pipeline tasks ahead of which they come back", "API 3.3", since="1.6"
     )
     delayed_parameter_initialization: Flag = key(
         # No default was published; what it delays is documented for a context manager that a script
-        # enters (SMP_API.md 8.21), so it is off for who does not ask.
+        # enters (API 8.21), so it is off for who does not ask.
         False,
         "create parameters only when they are placed",
-        source="SMP_API.md 3.3, 8.21",
+        source="API 3.3, 8.21",
     )
 
     # PyTorch: 16 bits
-    fp16: Flag = key(False, "train in float16", "SMP_API.md 3.3", since="1.10")
+    fp16: Flag = key(False, "train in float16", "API 3.3", since="1.10")
     fp16_params: Flag = key(
         False,
         "distributed modules start in float16",
-        source="SMP_API.md 3.3",
+        source="API 3.3",
         since="1.6",
         without_effect="it is about distributed modules, and there are none; fp16 trains in float16",
     )
-    bf16: Flag = key(False, "train in bfloat16", "SMP_API.md 3.3, seed 004")
+    bf16: Flag = key(
+        False, "train in bfloat16", "API 3.3, AWS Sharded Data Parallelism (BF16 training)"
+    )
 
     # PyTorch: sharded data parallelism
     sharded_data_parallel_degree: Count = key(
-        1, "ranks that the training state is sharded over; 1 is off", "seed 004", since="1.11"
+        1,
+        "ranks that the training state is sharded over; 1 is off",
+        source="API 3.3, AWS Sharded Data Parallelism (sharded_data_parallel_degree)",
+        since="1.11",
     )
     sdp_reduce_bucket_size: Size = key(
-        # The SDK alone restricts it to degrees above 2; that is not followed (SMP_API.md 8.22).
+        # The SDK alone restricts it to degrees above 2; that is not followed (API 8.22).
         500_000_000,
         "elements in a gradient bucket",
-        source="seed 004",
+        source="API 3.3, AWS Sharded Data Parallelism (sdp_reduce_bucket_size)",
     )
     sdp_param_persistence_threshold: Threshold = key(
-        1_000_000, "parameters of fewer elements than this are not sharded", "seed 004"
+        1_000_000,
+        "parameters of fewer elements than this are not sharded",
+        source="API 3.3, AWS Sharded Data Parallelism (sdp_param_persistence_threshold)",
     )
     sdp_max_live_parameters: Size = key(
-        1_000_000_000, "most elements recombined at a time", "seed 004"
+        1_000_000_000,
+        "most elements recombined at a time",
+        source="API 3.3, AWS Sharded Data Parallelism (sdp_max_live_parameters)",
     )
     sdp_hierarchical_allgather: Flag = key(
-        # "Within each node first", says the seed; in which order is why ENGINES.md is a source.
+        # AWS's page says within nodes first; ENGINES 1.3 says why it is the other way round here.
         True,
         "gather in two hops, between nodes and within them",
-        source="seed 004, ENGINES.md 1.3",
+        source="API 3.3, ENGINES 1.3, AWS Sharded Data Parallelism (sdp_hierarchical_allgather)",
     )
     sdp_gradient_clipping: Norm = key(
         # Clipping comes with sharding, so no value turns it off; a large one never clips.
         1.0,
         "largest L2 norm of the gradients",
-        source="seed 004",
+        source="API 3.3, AWS Sharded Data Parallelism (sdp_gradient_clipping)",
     )
     ranks_per_node: MaybeCount = key(
         # No key of the published library: there the launcher knows. It is for trying out layouts of
         # nodes where there is one, as DeepSpeed's NDEV_PER_NODE is.
         None,
         "consecutive ranks that count as one node; None: as the launcher says",
-        source="seed 004, ENGINES.md 1.3",
+        source="API 3.3, ENGINES 1.3, AWS Sharded Data Parallelism (sdp_hierarchical_allgather)",
     )
 
     def __init__(self, /, **parameters: Any) -> None:
@@ -335,7 +344,7 @@ class Config(BaseModel):
         if ignored:
             warnings.warn(
                 f"accepted without effect, because their meaning was never published: "
-                f"{', '.join(ignored)}. [SMP_API.md 3.3]",
+                f"{', '.join(ignored)}. See docs/spec/api.md#3.3",
                 IgnoredKeyWarning,
                 stacklevel=3,  # whoever called `parse`
             )
@@ -358,7 +367,7 @@ class Config(BaseModel):
             ConfigError: as the class says, for what is left when the launcher's values have won;
                 or at once if an argument is no mapping or has a key that is no str.
 
-        Source: SMP_API.md 1.2.
+        Source: API 1.2.
         """
         script = _mapping("parameters", parameters)
         set_by_launcher = _mapping("launcher", launcher)
@@ -379,7 +388,7 @@ class Config(BaseModel):
 
     @property
     def partitions(self) -> int:
-        """``pipeline_parallel_degree`` by its other name (SMP_API.md 8.5)."""
+        """``pipeline_parallel_degree`` by its other name (API 8.5)."""
         return self.pipeline_parallel_degree
 
     def model_post_init(self, context: Any) -> None:
@@ -399,8 +408,8 @@ class Config(BaseModel):
                 ``pipeline_parallel_degree * tensor_parallel_degree``; or the quotient, which is the
                 reduced data parallel size, is not a multiple of ``sharded_data_parallel_degree``.
 
-        Source: SMP_API.md 3.5, 8.1, 8.3; seed 004 ("Selecting the degree of sharded data
-        parallelism").
+        Source: API 3.5, 8.1, 8.3; AWS Sharded Data Parallelism
+            (Selecting the degree of sharded data parallelism).
         """
         if type(size) is not int or size < 1:
             raise ConfigError(f"world size {_show(size)}: must be an int of at least 1.")
@@ -414,14 +423,14 @@ class Config(BaseModel):
                 f"pipeline_parallel_degree={pipeline} with tensor_parallel_degree={tensor} in a "
                 f"world of {size}: the world size must be a multiple of {pipeline} * {tensor} = "
                 f"{replica}. Use {' or '.join(map(str, sizes))} ranks, or degrees whose product is "
-                f"one of {_divisors(size)}. [SMP_API.md 3.5]"
+                f"one of {_divisors(size)}. See docs/spec/api.md#3.5"
             )
         if reduced_data % sharded:
             raise ConfigError(
                 f"sharded_data_parallel_degree={sharded} in a world of {size}: it must divide the "
                 f"reduced data parallel size, which is world size / (pipeline_parallel_degree * "
                 f"tensor_parallel_degree) = {size} / ({pipeline} * {tensor}) = {reduced_data}. "
-                f"Use one of {_divisors(reduced_data)}. [SMP_API.md 8.1, 8.3; seed 004]"
+                f"Use one of {_divisors(reduced_data)}. See docs/spec/api.md#8.3"
             )
 
     def without_effect(self) -> dict[str, str]:
@@ -483,7 +492,12 @@ class Rule:
             + ("" if name in config.model_fields_set else " (the default)")
             for name in self.keys
         )
-        return f"{' with '.join(shown)}: {self.sentence}. [{self.source}]"
+        return f"{' with '.join(shown)}: {self.sentence}. {_see(self.source)}"
+
+
+def _see(source: str) -> str:
+    """The end of a message: the page and the anchor of the first section of the API that a source names."""
+    return f"See docs/spec/api.md#{re.findall(r'API ([0-9.]*[0-9])', source)[0]}"
 
 
 def _sharded(config: Config) -> bool:
@@ -497,67 +511,67 @@ RULES: tuple[Rule, ...] = (
         ("tensor_parallel_degree", "ddp"),
         lambda c: c.tensor_parallel_degree == 1 or c.ddp,
         "tensor parallelism (tensor_parallel_degree > 1) needs ddp",
-        source="SMP_API.md 3.5",
+        source="API 3.5",
     ),
     Rule(
         ("bf16", "sharded_data_parallel_degree"),
         lambda c: not c.bf16 or _sharded(c),
         "bf16 needs sharded data parallelism (sharded_data_parallel_degree > 1)",
-        source="seed 004",
+        source="API 3.5, AWS Sharded Data Parallelism (BF16 training)",
     ),
     Rule(
         ("fp16", "bf16"),
         lambda c: not (c.fp16 and c.bf16),
         "fp16 and bf16 exclude each other",
-        source="SMP_API.md 3.5, 8.11",
+        source="API 3.5, 8.11",
     ),
     Rule(
         ("sharded_data_parallel_degree", "pipeline_parallel_degree"),
         lambda c: not _sharded(c) or c.pipeline_parallel_degree == 1,
         "sharded data parallelism needs pipeline_parallel_degree 1",
-        source="seed 004",
+        source="API 3.5, AWS Sharded Data Parallelism (Tips and considerations)",
     ),
     Rule(
         ("sharded_data_parallel_degree", "shard_optimizer_state"),
         lambda c: not _sharded(c) or not c.shard_optimizer_state,
         "sharded data parallelism needs shard_optimizer_state off",
-        source="seed 004",
+        source="API 3.5, AWS Sharded Data Parallelism (Tips and considerations)",
     ),
     Rule(
         ("sharded_data_parallel_degree", "tensor_parallel_degree", "prescaled_batch"),
         lambda c: not _sharded(c) or c.tensor_parallel_degree == 1 or c.prescaled_batch,
         "sharded data parallelism together with tensor parallelism needs prescaled_batch",
-        source="seed 004",
+        source="API 3.5, AWS Sharded Data Parallelism (Sharded data parallelism with tensor parallelism)",
     ),
     Rule(
         ("auto_partition", "default_partition"),
         lambda c: c.auto_partition or "default_partition" in c.model_fields_set,
         "without auto_partition, default_partition must be given",
-        source="SMP_API.md 3.4, 3.5",
+        source="API 3.4, 3.5",
     ),
     Rule(
         ("default_partition", "pipeline_parallel_degree"),
         lambda c: c.default_partition < c.pipeline_parallel_degree,
         "default_partition counts from 0, so it must be less than the number of partitions",
-        source="SMP_API.md 3.1, 3.4",
+        source="API 3.1, 3.4",
     ),
     Rule(
         ("ddp_port", "ddp"),
         lambda c: c.ddp_port is None or c.ddp,
         "ddp_port needs ddp",
-        source="SMP_API.md 3.4",
+        source="API 3.4",
     ),
     Rule(
         ("ddp_dist_backend", "ddp"),
         lambda c: "ddp_dist_backend" not in c.model_fields_set or c.ddp,
         "ddp_dist_backend needs ddp",
-        source="SMP_API.md 3.4",
+        source="API 3.4",
     ),
     Rule(
         ("horovod", "ddp"),
         lambda c: not (c.horovod and c.ddp),
         "horovod and ddp exclude each other",
-        source="SMP_API.md 3.2, 3.4",
+        source="API 3.2, 3.4",
     ),
 )
 
@@ -617,7 +631,7 @@ def _named(
             bad.add(name)
             complaints.append(
                 f"{alias}={_show(given)} with {name}={_show(values.pop(name))}: "
-                f"two names of one key, so their values must be the same int. [SMP_API.md 8.5]"
+                f"two names of one key, so their values must be the same int. See docs/spec/api.md#8.5"
             )
     return values, names, bad, complaints
 
@@ -626,7 +640,7 @@ def _unknown_key(name: str) -> str:
     known = [*Config.model_fields, *ALIASES]
     near = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"the known keys are {', '.join(known)}."
-    return f"unknown key {_show(name)}: {hint} [SMP_API.md 3]"
+    return f"unknown key {_show(name)}: {hint} See docs/spec/api.md#3"
 
 
 def _failed(error: ValidationError) -> list[str]:
@@ -640,7 +654,7 @@ def _bad_value(key: str, name: str, value: object) -> str:
     must = next(each.be for each in field.metadata if isinstance(each, Must))
     about = field.json_schema_extra
     assert isinstance(about, dict)  # `key` made it
-    return f"{name}={_show(value)}: must be {must}. [{about['source']}]"
+    return f"{name}={_show(value)}: must be {must}. {_see(str(about['source']))}"
 
 
 def _show(value: object) -> str:

@@ -15,7 +15,7 @@ class ConfigError(SmpError, ValueError):
     """Raised when a configuration has an unknown key, a bad value, or values that contradict each
     other.
 
-    The message names the key, the value and the rule. Sources: SMP_API.md section 3.
+    The message names the key, the value and the rule. Sources: API 3.
     """
 
 

@@ -4,7 +4,7 @@ The running example: with ``microbatches=2``, ``train_step(model, x, y=y)`` on 6
 ``train_step(model, x[0:3], y=y[0:3])`` and ``train_step(model, x[3:6], y=y[3:6])``; what these return,
 ``{"loss": a, "n": 3}`` and ``{"loss": b, "n": 3}``, becomes ``{"loss": join([a, b]), "n": [3, 3]}``.
 
-The rules (SMP_API.md 1.3, items 2 to 6; seed 000, smp.step):
+The rules (API 1.3.2 to 1.3.6; AWS Common API (smp.step)):
 
 1. Tensors are split, at any depth of lists, tuples, dicts and sets. Microbatch ``i`` of ``n`` is the
    ``i``-th of ``n`` equal parts along the batch axis, a view. Nothing is dropped: a batch that ``n``

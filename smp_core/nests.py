@@ -4,7 +4,7 @@ A *nest* is a list, tuple (named ones and torch's named results too), dict, set 
 instance of a subclass, or a ``UserDict``; everything else is a *leaf*: a string, a tensor, a module, a
 dataclass. A nest is rebuilt in its own class without calling that class's constructor, and keeps what
 else it carries (attributes, a default factory), so that an output class of a model library survives:
-an ``OrderedDict`` that is a dataclass, whose attributes mirror its items (SMP_API.md 1.3 item 5).
+an ``OrderedDict`` that is a dataclass, whose attributes mirror its items (API 1.3.5).
 
 Nothing here imports a framework.
 """

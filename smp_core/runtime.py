@@ -65,7 +65,7 @@ class _Process:
 def init(config: Mapping[str, Any] | None = None) -> None:
     """Initialise the API on this rank; the first call of a script.
 
-    ``config`` maps the parameters of SMP_API.md section 3 to values; those that the launcher sets,
+    ``config`` maps the parameters of API 3 to values; those that the launcher sets,
     as JSON in the environment variable SM_HP_MP_PARAMETERS, win over it (1.2). Calling again
     changes nothing if the configuration is the same or ``None``.
 
@@ -96,7 +96,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
 
 
 def is_initialized() -> bool:
-    """Whether ``init`` has run on this rank (SMP_API.md 1.2)."""
+    """Whether ``init`` has run on this rank (API 1.2)."""
     context = rank_threads.current()
     return (_Process.runtime if context is None else context.runtime) is not None
 

@@ -20,7 +20,7 @@ from smp_core.errors import ConfigError, RankError
 
 
 class GroupKind(StrEnum):
-    """The eight kinds of group. Sources: SMP_API.md 4.1 (the first six), 4.3 (the last two)."""
+    """The eight kinds of group. Sources: API 4.1 (the first six), 4.3 (the last two)."""
 
     WORLD = "world"
     MP = "mp"  #: one model replica: pipeline and tensor parallelism together
@@ -41,7 +41,7 @@ class Coordinates(NamedTuple):
 
 
 #: What a placement may be called, and its letters: the rightmost varies fastest with the world rank
-#: (SMP_API.md 4.2). Permutations count as names too (SMP_API.md 8.6).
+#: (API 4.2). Permutations count as names too (API 8.6).
 PLACEMENTS: Mapping[str, str] = {
     "cluster": "DPT",
     "spread": "TPD",
@@ -85,7 +85,7 @@ class Topology:
         pipeline: ``pipeline_parallel_degree``.
         tensor: ``tensor_parallel_degree``.
         sharding: ``sharded_data_parallel_degree``; divides ``reduced_data`` and may equal it
-            (SMP_API.md 8.1, 8.3).
+            (API 8.1, 8.3).
         placement: ``placement_strategy``: a key of :data:`PLACEMENTS`.
 
     Raises:
@@ -94,11 +94,11 @@ class Topology:
 
     Where the sources are silent: a rank's position in a group, which is its ``mp_rank``,
     ``dp_rank`` and so on, is its place among the group's ascending world ranks, as after an MPI
-    communicator split (SMP_API.md 4.2, 9 item 2). Rules between sharding and other keys of a
-    configuration (no pipeline, and so on: SMP_API.md 3.5) are the configuration's; the groups are
+    communicator split (API 4.2, 9.2). Rules between sharding and other keys of a
+    configuration (no pipeline, and so on: API 3.5) are the configuration's; the groups are
     well defined without them.
 
-    Source: SMP_API.md 4, seed 004 ("Sharded data parallelism with tensor parallelism").
+    Source: API 4, AWS Sharded Data Parallelism (Sharded data parallelism with tensor parallelism).
     """
 
     size: int
@@ -200,7 +200,7 @@ class Topology:
                 of its own; with it, every MP group does, and its TP ranks share that batch.
             prescaled: ``prescaled_batch``.
 
-        Source: SMP_API.md 4.4, seed 004 Example 1.
+        Source: API 4.4, AWS Sharded Data Parallelism (Example 1).
         """
         return batch * self.group_size(GroupKind.RDP if prescaled else GroupKind.DP)
 

@@ -108,7 +108,7 @@ def test_on_the_lattice_all_layouts_have_the_curve_of_the_loop_that_everybody_wr
 
 
 def test_the_lattice_holds_all_sums(digits):
-    """The certificate (ENGINES.md 2.2, tier E): the same computation on magnitudes, each at its bound."""
+    """The certificate (ENGINES 2.2 tier E): the same computation on magnitudes, each at its bound."""
     options = options_of(digits, exact=True)
     model = digits.build(options)
     assert all((p * 64).frac().eq(0).all() and p.abs().max() <= 1 for p in model.parameters())
@@ -227,7 +227,7 @@ def test_each_degree_has_the_curve_of_its_own_published_order(smp_world, charact
     curves = []
     for degree in (1, 2, 4, 8):
         if degree == 1 and small.dtype == "bfloat16":
-            continue  # needs sharding (SMP_API.md 3.3)
+            continue  # needs sharding (API 3.3)
         options = dataclasses.replace(small, sharding=degree)
         curves.append(in_order(characters, options))
         ranks = smp_world.run(characters.train, options, ranks=RANKS)
@@ -273,7 +273,7 @@ def test_a_rank_holds_its_part_of_the_state(smp_world, characters, dtype):
     sizes = [parameter.numel() for parameter in module.parameters()]
     for degree in (1, 2, 4, 8):
         if degree == 1 and dtype == "bfloat16":
-            continue  # needs sharding (SMP_API.md 3.3)
+            continue  # needs sharding (API 3.3)
         kept = sum(size if size < 100 else -(-size // degree) for size in sizes)
         chosen = dataclasses.replace(options, sharding=degree)
         for sample in smp_world.run(held, characters, chosen, ranks=RANKS):

@@ -56,7 +56,7 @@ class SmpEngine:
         return importlib.import_module(self.api)
 
     def replica(self, case: Training) -> int:
-        """The rank's data-parallel rank (SMP_API.md 4.4)."""
+        """The rank's data-parallel rank (API 4.4)."""
         return int(self.namespace().dp_rank())
 
     def build(self, case: Training, *, salt: str = "") -> Session:

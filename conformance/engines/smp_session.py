@@ -31,7 +31,7 @@ class SmpSession(Script):
         return None if sharding is None else sharding.gathered.peak
 
     def _ranks(self, kind: Any) -> tuple[int, ...]:
-        """The ranks of this rank's group of a kind (SMP_API.md 4.3)."""
+        """The ranks of this rank's group of a kind (API 4.3)."""
         case: Any = self.case
         at, degree = self.api.dp_rank(), case.sharding
         groups = {

@@ -441,7 +441,7 @@ def divided_by_a_power_of_two(patch: Patch) -> None:
     reduces(patch, reduce)
 
 
-@BUGS.enter("COLL-ALL-REDUCE-WRAP", origin="L14")
+@BUGS.enter("COLL-ALL-REDUCE-WRAP", origin="G14")
 def uint8_saturates(patch: Patch) -> None:
     """sums of uint8 stop at 255"""
 
@@ -1005,7 +1005,7 @@ def inputs_as_scratch(patch: Patch) -> None:
     around(patch, ["reduce_scatter", "reduce_scatter_single", "all_to_all_single"], call)
 
 
-@BUGS.enter("COLL-INPUTS", *ASSERTION, VerdictError, origin="L2")
+@BUGS.enter("COLL-INPUTS", *ASSERTION, VerdictError, origin="G2")
 def roots_tensor_written(patch: Patch) -> None:
     """broadcast clears the root's tensor when all have it"""
 
@@ -1027,7 +1027,7 @@ def order_forgotten(patch: Patch) -> None:
     around(patch, "new_group", lambda new, ranks, sort_ranks=True: new(ranks))
 
 
-@BUGS.enter("COLL-GROUP-SORTED", kind="groups, roots and rank mapping", origin="L17")
+@BUGS.enter("COLL-GROUP-SORTED", kind="groups, roots and rank mapping", origin="G17")
 def never_sorted(patch: Patch) -> None:
     """new_group leaves its ranks as they were listed though it should sort them"""
     around(patch, "new_group", lambda new, ranks, sort_ranks=True: new(ranks, sort_ranks=False))

@@ -16,7 +16,7 @@ BUGS = Bugs("configuration")
 
 @BUGS.enter("CONF-VALID")
 def sharding_below_data_parallel(patch: Patch) -> None:
-    """the sharded degree must be less than the degree of data parallelism (SMP_API.md 8.1)"""
+    """the sharded degree must be less than the degree of data parallelism (API 8.1)"""
     check = config.Config.check_world
 
     def check_world(self: config.Config, size: int) -> None:
@@ -29,7 +29,7 @@ def sharding_below_data_parallel(patch: Patch) -> None:
 
 @BUGS.enter("CONF-VALID")
 def no_permutations(patch: Patch) -> None:
-    """placements are cluster and spread only, as in the client-side check (SMP_API.md 8.6)"""
+    """placements are cluster and spread only, as in the client-side check (API 8.6)"""
     parse = runtime._parse
 
     def parse_strictly(given: Any, launcher: str) -> config.Config:
@@ -61,7 +61,7 @@ def alias_loses(patch: Patch) -> None:
 
 @BUGS.enter("CONF-UNKNOWN-KEY")
 def unknown_keys_pass(patch: Patch) -> None:
-    """unknown keys are dropped, as in the client-side check (SMP_API.md 3.4)"""
+    """unknown keys are dropped, as in the client-side check (API 3.4)"""
     known = {*config.Config.model_fields, *config.ALIASES, *config.IGNORED_KEYS}
     parse_without(patch, lambda given: {key: v for key, v in given.items() if key in known})
 
@@ -104,7 +104,7 @@ def ranks_left_over(patch: Patch) -> None:
 
 @BUGS.enter("CONF-SHARDED-DIVIDES")
 def sharding_divides_data_parallel(patch: Patch) -> None:
-    """the sharded degree must divide the DP degree, not the RDP degree (SMP_API.md 8.3)"""
+    """the sharded degree must divide the DP degree, not the RDP degree (API 8.3)"""
     no_topology_check(patch)
 
     def check_world(self: config.Config, size: int) -> None:

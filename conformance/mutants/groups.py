@@ -20,7 +20,7 @@ def wrong_short_name(patch: Patch) -> None:
 
 @BUGS.enter("GROUP-NAMES")
 def three_rank_types(patch: Patch) -> None:
-    """RankType has the three members of seed 000 only (SMP_API.md 8.8)"""
+    """RankType has the three members of AWS Common API only (API 8.8)"""
     documented = [smp.RankType.WORLD_RANK, smp.RankType.MP_RANK, smp.RankType.DP_RANK]
     patch.setattr(smp, "RankType", documented)
 
@@ -72,7 +72,7 @@ def left_varies_fastest(patch: Patch) -> None:
 @BUGS.enter("GROUP-PLACEMENT")
 @BUGS.enter("GROUP-TABLES")
 def guide_is_the_default(patch: Patch) -> None:
-    """cluster is DTP, as the guide's example suggests (SMP_API.md 8.7)"""
+    """cluster is DTP, as the guide's example suggests (API 8.7)"""
     patch.setattr(topology, "PLACEMENTS", {**topology.PLACEMENTS, "cluster": "DTP"})
 
 
@@ -91,7 +91,7 @@ def mp_shares_the_wrong_coordinate(patch: Patch) -> None:
 
 @BUGS.enter("GROUP-POSITION")
 def dp_rank_by_formula(patch: Patch) -> None:
-    """dp_rank = rdp_rank * tp_size + tp_rank (SMP_API.md 4.2, reading b)"""
+    """dp_rank = rdp_rank * tp_size + tp_rank (API 4.2, reading b)"""
     patch.setattr(smp, "dp_rank", lambda: smp.rdp_rank() * smp.tp_size() + smp.tp_rank())
 
 

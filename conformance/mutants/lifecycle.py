@@ -34,7 +34,7 @@ def init_demands_parameters(patch: Patch) -> None:
 
 @BUGS.enter("LIFE-INIT-BARE", *ASSERTION, ConfigError)
 def default_pipeline(patch: Patch) -> None:
-    """two partitions by default (SMP_API.md 8.4)"""
+    """two partitions by default (API 8.4)"""
     wrap(patch, "init", lambda init, given=None: init({"partitions": 2, **(given or {})}))
 
 

@@ -664,7 +664,7 @@ def position_wins(patch: Patch) -> None:
     patch.setattr(c10d, "_canonicalize_group_rank", lenient)
 
 
-@BUGS.enter("P2P-NON-MEMBER", kind="errors, hangs, pickling and resources", origin="L16")
+@BUGS.enter("P2P-NON-MEMBER", kind="errors, hangs, pickling and resources", origin="G16")
 def outsiders_receive_from_0(patch: Patch) -> None:
     """recv returns 0 to a rank that is not in the group"""
     wrap_dist(patch, "recv", lambda recv, *args, **kwargs: max(recv(*args, **kwargs), 0))

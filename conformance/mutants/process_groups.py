@@ -344,7 +344,7 @@ def first_object_for_all(patch: Patch) -> None:
     wrap_dist(patch, "recv_object_list", receive)
 
 
-@BUGS.enter("PG-OBJECTS-OUTSIDER", origin="L16", kind="errors, hangs, pickling and resources")
+@BUGS.enter("PG-OBJECTS-OUTSIDER", origin="G16", kind="errors, hangs, pickling and resources")
 def outsiders_lists_are_cleared(patch: Patch) -> None:
     """all_gather_object empties the list of a rank outside the group"""
 

@@ -1,6 +1,6 @@
 """The requirements, each declared once; properties point to them by :func:`requirement`.
 
-Sources of the API's requirements are SMP_API.md and the seeds; of the process groups', torch's own
+Sources of the API's requirements are in docs/spec; of the process groups', torch's own
 documentation of torch.distributed.
 """
 

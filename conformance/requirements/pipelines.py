@@ -24,7 +24,7 @@ PIPELINES = (
                 "Losses, outputs, gradients and the parameters after a step are those of a plain loop over "
                 "microbatches, steps and replicas, for any model, at pipeline degree 1."
             ),
-            "SMP_API.md 1.3, 1.7, 5; ENGINES.md 1.6",
+            "API 1.3, 1.7, 5; ENGINES 1.6",
         ),
         (
             "GRAD-ACCUMULATION",
@@ -32,7 +32,7 @@ PIPELINES = (
                 "Gradients of backward_passes_per_step steps are summed, in every window, and reduced over "
                 "replicas once."
             ),
-            "SMP_API.md 1.7 (backward_passes_per_step); INF: that they are summed, ENGINES.md 1.6",
+            "API 1.7 (backward_passes_per_step); INF: that they are summed, ENGINES 1.6",
         ),
         (
             "GRAD-REPLICAS",
@@ -40,7 +40,7 @@ PIPELINES = (
                 "Gradients are averaged over data-parallel replicas, each of which has data of its own, and "
                 "are the same on all of them."
             ),
-            "SMP_API.md 1.7; ENGINES.md 1.6",
+            "API 1.7; ENGINES 1.6",
         ),
         (
             "GRAD-STEPS",
@@ -48,17 +48,17 @@ PIPELINES = (
                 "Each of several steps computes with the parameters that the optimizer's step before it has "
                 "made, and the optimizer goes on from the state that it had then."
             ),
-            "SMP_API.md 1.7, 1.8; torch's docs (torch.optim)",
+            "API 1.7, 1.8; torch's docs (torch.optim)",
         ),
         (
             "GRAD-FROZEN",
             "Parameters that need no gradient get none and do not change.",
-            "SMP_API.md 1.7; torch's docs (requires_grad)",
+            "API 1.7; torch's docs (requires_grad)",
         ),
         (
             "GRAD-BUCKETS",
             "The size of buckets, and whether reduction overlaps with backward, change no bit.",
-            "SMP_API.md 1.7 (bucket_cap_mb, overlapping_allreduce); ENGINES.md 5.9",
+            "API 1.7 (bucket_cap_mb, overlapping_allreduce); ENGINES 5.9",
         ),
         (
             "GRAD-BOUNDED",
@@ -66,12 +66,12 @@ PIPELINES = (
                 "On real values the gradients are the mean of the replicas' own, up to the rounding of "
                 "their sum."
             ),
-            "SMP_API.md 1.7 (averaged); INF: the bound, ENGINES.md 2.2, tier B",
+            "API 1.7 (averaged); INF: the bound, ENGINES 2.2 tier B",
         ),
         (
             "MODEL-BROADCAST",
             "Training starts from the weights and buffers of rank 0, whatever the other ranks made.",
-            "SMP_API.md 1.3.8, 1.7",
+            "API 1.3.8, 1.7",
         ),
     ),
     *_needing(
@@ -82,7 +82,7 @@ PIPELINES = (
                 "A parameter that a replica did not use counts as zero there; one that none used keeps no "
                 "gradient."
             ),
-            "SMP_API.md 1.7 (find_unused_parameters, REL 1.2.0); ENGINES.md 5.19",
+            "API 1.7 (find_unused_parameters, REL 1.2.0); ENGINES 5.19",
         ),
     ),
     *_needing(
@@ -93,12 +93,12 @@ PIPELINES = (
                 "A pipeline gives the losses, outputs, gradients and parameters of a plain loop: for any "
                 "model, partition, degrees, number of microbatches, schedule and batch axes."
             ),
-            "SMP_API.md 5; ENGINES.md 1.10",
+            "API 5; ENGINES 1.10",
         ),
         (
             "PIPE-AUTOMATIC",
             "The same with a partition that the library chooses.",
-            "SMP_API.md 3 (auto_partition), 5",
+            "API 3 (auto_partition), 5",
         ),
         (
             "PIPE-SHARED",
@@ -106,7 +106,7 @@ PIPELINES = (
                 "Parameters that modules share, and modules that are called several times, get the sum of "
                 "the gradients of all uses."
             ),
-            "SMP_API.md 1.7 (module re-use, shared parameters)",
+            "API 1.7 (module re-use, shared parameters)",
         ),
         (
             "PIPE-AVERAGE",
@@ -114,17 +114,17 @@ PIPELINES = (
                 "Gradients are divided by the number of microbatches if average_grads_across_microbatches, "
                 "and else summed."
             ),
-            "SMP_API.md 1.7 (average_grads_across_microbatches)",
+            "API 1.7 (average_grads_across_microbatches)",
         ),
         (
             "PIPE-EVERYWHERE",
             "What a step returns is there on every rank of the pipeline, in the order of microbatches.",
-            "SMP_API.md 1.3.7, 1.4",
+            "API 1.3.7, 1.4",
         ),
         (
             "PIPE-FIRST-RANK",
             "Only the data of pp_rank 0 counts; others may give tensors without elements.",
-            "SMP_API.md 1.3.11; INF: that they are not looked at",
+            "API 1.3.11; INF: that they are not looked at",
         ),
         (
             "PIPE-LOCAL",
@@ -132,7 +132,7 @@ PIPELINES = (
                 "Once partitioned, each rank holds its own partition's parameters and no others, and the "
                 "ranks of a pipeline hold all of them."
             ),
-            "SMP_API.md 1.7 (local_parameters), 1.3.8",
+            "API 1.7 (local_parameters), 1.3.8",
         ),
     ),
     *_needing(
@@ -140,17 +140,17 @@ PIPELINES = (
         (
             "PIPE-SIMPLE",
             "Under the schedule simple no backward begins before the last forward of the step ended.",
-            "SMP_API.md 5",
+            "API 5",
         ),
         (
             "PIPE-ACTIVE",
             "Under the schedule interleaved at most active_microbatches microbatches are in progress.",
-            "SMP_API.md 5; that simple must have them all in progress is INF: 5, last line",
+            "API 5; INF: that simple must have them all in progress",
         ),
         (
             "PIPE-INTERLEAVED",
             "Under the schedule interleaved, with one microbatch at a time, each is done before the next.",
-            "SMP_API.md 5",
+            "API 5",
         ),
     ),
     *_needing(
@@ -161,17 +161,17 @@ PIPELINES = (
                 "On real values, with dropout, the bits depend on no choice: partition, pipeline degree, "
                 "schedule, active_microbatches, buckets."
             ),
-            "INF: the order of reductions is published, ENGINES.md 1.10, 2.2 tier R",
+            "INF: the order of reductions is published, ENGINES 1.10, 2.2 tier R",
         ),
         (
             "PIPE-CHECKPOINTING",
             "Activation checkpointing changes no bit.",
-            "SMP_API.md 1.9 (set_activation_checkpointing); ENGINES.md 1.11",
+            "API 1.9 (set_activation_checkpointing); ENGINES 1.11",
         ),
         (
             "PIPE-REPEATABLE",
             "The same run twice gives the same bits.",
-            "INF: the order of reductions is published, ENGINES.md 2.2 tier R",
+            "INF: the order of reductions is published, ENGINES 2.2 tier R",
         ),
     ),
     *_needing(
@@ -179,22 +179,22 @@ PIPELINES = (
         (
             "MODEL-BAD-BATCH",
             "A batch that cannot be divided by microbatches is refused on every rank.",
-            "SMP_API.md 1.3.4; INF: which exception is the engine's own",
+            "API 1.3.4; INF: which exception is the engine's own",
         ),
         (
             "MODEL-SECOND",
             "A second DistributedModel is refused.",
-            "SMP_API.md 1.7, 6",
+            "API 1.7, 6",
         ),
         (
             "MODEL-RAISING-BODY",
             "What a step's body or a module raises ends the step on every rank, and the next step works.",
-            "SMP_API.md 1.3.1 (a step is called by all ranks); INF: that all of them end it",
+            "API 1.3.1 (a step is called by all ranks); INF: that all of them end it",
         ),
         (
             "MODEL-DETACHED",
             "backward of a tensor that does not depend on the model is refused on every rank.",
-            "SMP_API.md 1.7; INF: which exception is the engine's own",
+            "API 1.7; INF: which exception is the engine's own",
         ),
         (
             "MODEL-ATTRIBUTES",
@@ -202,7 +202,7 @@ PIPELINES = (
                 "partitioned tells whether the model is, module is the wrapped module, and state_dict is "
                 "whole and has the names and values of the wrapped module."
             ),
-            "SMP_API.md 1.7",
+            "API 1.7",
         ),
         (
             "HOOK-POST-PARTITION",
@@ -210,7 +210,7 @@ PIPELINES = (
                 "Hooks of register_post_partition_hook are called with model and optimizer, once, after the "
                 "partition and before the first real forward; removed ones are not called."
             ),
-            "SMP_API.md 1.3.8, 1.7",
+            "API 1.3.8, 1.7",
         ),
         (
             "HOOK-POST-STEP",
@@ -218,12 +218,12 @@ PIPELINES = (
                 "Hooks of register_post_step_hook are called with model and optimizer, once, after the first "
                 "step."
             ),
-            "SMP_API.md 1.7; that it is once is INF: 9.9",
+            "API 1.7; INF: that it is once, API 9.9",
         ),
         (
             "MODEL-ORIG-FORWARD",
             "In a module's forward super()._orig_forward(...) runs the forward of its base class.",
-            "SMP_API.md 1.7 (super()._orig_forward)",
+            "API 1.7 (super()._orig_forward)",
         ),
         (
             "HOOK-FORWARD",
@@ -236,7 +236,7 @@ PIPELINES = (
                 "Under join, replicas that have no more batches do not stop the others, and count as "
                 "zeros."
             ),
-            "SMP_API.md 1.7 (join); torch's docs (join)",
+            "API 1.7 (join); torch's docs (join)",
         ),
         (
             "CKPT-PARTIAL",
@@ -244,17 +244,17 @@ PIPELINES = (
                 "What was saved partially and is resumed with the same partition trains on bit for bit, the "
                 "optimizer's state included; the user's content comes back."
             ),
-            "SMP_API.md 1.11",
+            "API 1.11",
         ),
         (
             "CKPT-FULL",
             "A full checkpoint resumes into any other partition and degree, bit for bit.",
-            "SMP_API.md 1.11",
+            "API 1.11",
         ),
         (
             "CKPT-MISSING",
             "A checkpoint that is not there, or is torn, is refused on every rank.",
-            "SMP_API.md 1.11; INF: which exception is the engine's own",
+            "API 1.11; INF: which exception is the engine's own",
         ),
         (
             "CKPT-STATE",
@@ -262,7 +262,7 @@ PIPELINES = (
                 "state_dict is whole on every rank that calls it, and loads into a model with another "
                 "partition."
             ),
-            "SMP_API.md 1.7 (state_dict, load_state_dict)",
+            "API 1.7 (state_dict, load_state_dict)",
         ),
     ),
     *_needing(
@@ -270,17 +270,17 @@ PIPELINES = (
         (
             "MODEL-OUTSIDE-STEP",
             "Calling the model, or its backward, outside a step is refused on every rank.",
-            "SMP_API.md 1.3.9",
+            "API 1.3.9",
         ),
         (
             "MODEL-BAD-PARTITION",
             "A partition that does not exist is refused on every rank.",
-            "SMP_API.md 1.9 (partition)",
+            "API 1.9 (partition)",
         ),
         (
             "MODEL-SHARED-ACROSS",
             "A parameter that manual partitions share is refused on every rank.",
-            "SMP_API.md 1.7 (the user's duty); INF: that it is refused",
+            "API 1.7 (the user's duty); INF: that it is refused",
         ),
         (
             "MODEL-UNUSED-INPUT",
@@ -288,7 +288,7 @@ PIPELINES = (
                 "A tensor argument of a module that does not influence its output gets no gradient, as in "
                 "autograd, or is refused on every rank; nobody waits for one."
             ),
-            "SMP_API.md 1.7 (raises since 1.3.0, instead of hanging); INF: that it may be as in autograd",
+            "API 1.7 (raises since 1.3.0, instead of hanging); INF: that it may be as in autograd",
         ),
     ),
 )

@@ -17,7 +17,7 @@ _API: frozenset[Need] = frozenset(
     }
 )
 _FP16 = _API | {EngineCapability.FP16}
-_PREDECESSOR = "SMP_API.md 1.8 (FP16 behaviour)"
+_PREDECESSOR = "API 1.8 (FP16 behaviour)"
 
 
 def _needing(needs: frozenset[Need], *promises: tuple[str, str, str]) -> tuple[Requirement, ...]:
@@ -33,7 +33,7 @@ PRECISION = (
                 "After every step the loss scale is what the rules of dynamic_loss_args make of the overflows "
                 "so far, on every rank; keys that are not given have the documented defaults."
             ),
-            f"{_PREDECESSOR}, dynamic_loss_args; ENGINES.md 1.8",
+            f"{_PREDECESSOR}, dynamic_loss_args; ENGINES 1.8",
         ),
         (
             "PREC-OVERFLOW",
@@ -41,7 +41,7 @@ PRECISION = (
                 "An infinity or NaN in the gradients of any rank makes overflow true on all ranks of the "
                 "world; without one it is false on all, whatever padding holds."
             ),
-            f"{_PREDECESSOR}; ENGINES.md 1.8 (the flag over the world), 1.4 (padding)",
+            f"{_PREDECESSOR}; ENGINES 1.8 (the flag over the world), 1.4 (padding)",
         ),
         (
             "PREC-SKIP",
@@ -49,7 +49,7 @@ PRECISION = (
                 "A step with an overflow leaves the parameters, the masters and the optimizer's state as they "
                 "were on all ranks, and drops the gradients; one without changes them on all."
             ),
-            f"{_PREDECESSOR}; ENGINES.md 1.8",
+            f"{_PREDECESSOR}; ENGINES 1.8",
         ),
         (
             "PREC-STATIC",
@@ -61,7 +61,7 @@ PRECISION = (
         (
             "PREC-SET-SCALE",
             "loss_scale may be set between steps, and is what losses are multiplied by from then on.",
-            "SMP_API.md 1.8 (loss_scale, settable)",
+            "API 1.8 (loss_scale, settable)",
         ),
         (
             "PREC-MASTERS",
@@ -69,7 +69,7 @@ PRECISION = (
                 "The optimizer works on float32 masters, also in its state; after each step parameters "
                 "are these, rounded once, to the nearest and ties to even."
             ),
-            f"{_PREDECESSOR}; ENGINES.md 1.8 (invariants)",
+            f"{_PREDECESSOR}; ENGINES 1.8 (invariants)",
         ),
         (
             "PREC-SUMS",
@@ -77,7 +77,7 @@ PRECISION = (
                 "16-bit gradients are summed over microbatches, passes and ranks, divided, and given to the "
                 "masters in float32."
             ),
-            "INF: ENGINES.md 1.6, 1.8 (reduce_dtype is float32, micro-steps in float32)",
+            "INF: ENGINES 1.6, 1.8 (reduce_dtype is float32, micro-steps in float32)",
         ),
         (
             "PREC-CLIP-NORM",
@@ -85,7 +85,7 @@ PRECISION = (
                 "clip_master_grads returns the norm of the whole model's gradients without the loss scale, "
                 "the same on all ranks; -1 after an overflow; a norm up to max_norm changes nothing."
             ),
-            "SMP_API.md 1.8 (clip_master_grads); ENGINES.md 1.7",
+            "API 1.8 (clip_master_grads); ENGINES 1.7",
         ),
         (
             "PREC-NESTS",
@@ -101,7 +101,7 @@ PRECISION = (
                 "On whole numbers that 16 bits hold, pipelines and replicas have the losses, outputs, "
                 "gradients and parameters of one process."
             ),
-            "SMP_API.md 1.8; ENGINES.md 2.2 tier E",
+            "API 1.8; ENGINES 2.2 tier E",
         ),
         (
             "PREC-DTYPES",
@@ -117,7 +117,7 @@ PRECISION = (
                 "clip_master_grads multiplies each gradient once, by max_norm / (norm + 1e-6) and the inverse "
                 "of the loss scale together."
             ),
-            "SMP_API.md 1.8; ENGINES.md 1.7 (one combined multiply); INF: its bits",
+            "API 1.8; ENGINES 1.7 (one combined multiply); INF: its bits",
         ),
         (
             "PREC-REPLAYED",
@@ -125,7 +125,7 @@ PRECISION = (
                 "On real values, in pipelines and in shards, gradients and parameters have the bits of the "
                 "published order of reduction with float32 sums and masters."
             ),
-            "INF: the order of reductions is published, ENGINES.md 2.2 tier R",
+            "INF: the order of reductions is published, ENGINES 2.2 tier R",
         ),
     ),
     *_needing(
@@ -136,7 +136,7 @@ PRECISION = (
                 "With sharded data parallelism a step clips by the norm of the gradients without the loss "
                 "scale, each element once, on all ranks alike."
             ),
-            "seed 004 (sdp_gradient_clipping); ENGINES.md 1.7",
+            "AWS Sharded Data Parallelism (sdp_gradient_clipping); ENGINES 1.7",
         ),
     ),
     *_needing(
@@ -144,7 +144,7 @@ PRECISION = (
         (
             "PREC-IGNORED",
             "Without fp16 the arguments of loss scaling are ignored without a word.",
-            "SMP_API.md 1.8",
+            "API 1.8",
         ),
         (
             "PREC-GRAD-SCALER",
@@ -152,7 +152,7 @@ PRECISION = (
                 "smp.amp.GradScaler does on all ranks what torch's does in one process that has the gradients "
                 "of all: an infinity or NaN on one skips the step, and lowers the scale, everywhere."
             ),
-            "SMP_API.md 1.9 (amp.GradScaler); torch's docs (torch.amp.GradScaler)",
+            "API 1.9 (amp.GradScaler); torch's docs (torch.amp.GradScaler)",
         ),
         (
             "PREC-STATE-BYTES",
@@ -160,7 +160,7 @@ PRECISION = (
                 "With shard_optimizer_state each replica's rank keeps the state of its own part of the "
                 "parameters: the whole divided by their number, up to padding, and all of it together."
             ),
-            "SMP_API.md 3.3 (shard_optimizer_state); ENGINES.md 1.4",
+            "API 3.3 (shard_optimizer_state); ENGINES 1.4",
         ),
     ),
     *_needing(
@@ -168,7 +168,7 @@ PRECISION = (
         (
             "PREC-STATE-EQUAL",
             "shard_optimizer_state changes no bit of what an elementwise optimizer does.",
-            "SMP_API.md 3.3 (shard_optimizer_state); ENGINES.md 2.1 (elementwise on flat shards)",
+            "API 3.3 (shard_optimizer_state); ENGINES 2.1 (elementwise on flat shards)",
         ),
     ),
 )

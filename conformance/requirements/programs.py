@@ -9,7 +9,7 @@ PROGRAMS = (
         "PROG-VALUES",
         "In a program of objects and tensors, collectives and messages, synchronous and asynchronous, "
         "over overlapping groups, every rank holds after each call or wait what that call gives it.",
-        "SMP_API.md 1.6 and the torch.distributed docs of each call",
+        "API 1.6 and the torch.distributed docs of each call",
         Level.L1,
         frozenset({Capability.PROCESS_GROUPS}),
     ),
@@ -17,7 +17,7 @@ PROGRAMS = (
         "PROG-LAYOUTS",
         "The same of programs whose tensors are views with strides and offsets, of which nothing "
         "beside the view is written; sums of bool among their reductions.",
-        "SMP_API.md 1.6 and the torch.distributed docs of each call",
+        "API 1.6 and the torch.distributed docs of each call",
         Level.L1,
         frozenset({Capability.PROCESS_GROUPS, Capability.LAYOUTS}),
     ),

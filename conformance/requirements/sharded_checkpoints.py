@@ -21,7 +21,7 @@ _PROMISES = (
             "state_dict of model and optimizer are whole on every rank, and are plain torch's, whatever is "
             "split; they load at any degree."
         ),
-        "SMP_API.md 1.7, 1.8 (state_dict); REL 1.15 (full models under sharded data parallelism)",
+        "API 1.7, 1.8 (state_dict); REL 1.15 (full models under sharded data parallelism)",
     ),
     (
         "SHARD-CKPT-PARTIAL",
@@ -29,7 +29,7 @@ _PROMISES = (
             "What was saved partially trains on bit for bit at the same degree, the optimizer's state "
             "included, also with another number of sharding groups; the user's content comes back."
         ),
-        "SMP_API.md 1.11 (sharded DP partial)",
+        "API 1.11 (sharded DP partial)",
     ),
     (
         "SHARD-CKPT-FULL",
@@ -37,7 +37,7 @@ _PROMISES = (
             "What was saved in full trains on bit for bit at any degree and number of ranks, the "
             "optimizer's state included."
         ),
-        "SMP_API.md 1.11; INF: that it includes the optimizer's state, which SMP does not load from full ones",
+        "API 1.11; INF: that it includes the optimizer's state, which SMP does not load from full ones",
     ),
     (
         "SHARD-CKPT-FILES",
@@ -45,12 +45,12 @@ _PROMISES = (
             "A partial checkpoint has a model file and an optimizer file for each shard, and none of them "
             "holds all of what is split."
         ),
-        "SMP_API.md 1.11 (optimizer_{i}.pt per shard); INF: that models are split in the same way",
+        "API 1.11 (optimizer_{i}.pt per shard); INF: that models are split in the same way",
     ),
     (
         "SHARD-CKPT-DEGREE",
         "A partial checkpoint of another degree is refused on every rank, and nothing has changed.",
-        "SMP_API.md 1.11; INF: that it is refused",
+        "API 1.11; INF: that it is refused",
     ),
     (
         "SHARD-CKPT-DAMAGED",
@@ -58,7 +58,7 @@ _PROMISES = (
             "A partial checkpoint of which a file is missing or torn, or stands under another one's name, "
             "is refused on every rank, and nothing has changed."
         ),
-        "SMP_API.md 1.11; INF: which exception is the engine's own",
+        "API 1.11; INF: which exception is the engine's own",
     ),
 )
 
@@ -69,13 +69,13 @@ _IN_16_BITS = (
             "With bf16 a checkpoint, partial or full, has the float32 masters: training goes on bit for bit, at any "
             "degree where it is full."
         ),
-        "SMP_API.md 1.11 (fp16_states_*.pt); INF: that full ones have them, too",
+        "API 1.11 (fp16_states_*.pt); INF: that full ones have them, too",
         EngineCapability.BF16,
     ),
     (
         "SHARD-CKPT-FP16",
         "The same with fp16, and the loss scale comes back.",
-        "SMP_API.md 1.8, 1.11 (fp16_states_*.pt); INF: that full ones have them, too",
+        "API 1.8, 1.11 (fp16_states_*.pt); INF: that full ones have them, too",
         EngineCapability.FP16,
     ),
 )

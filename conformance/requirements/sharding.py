@@ -27,7 +27,7 @@ SHARDING = (
                 "Losses, outputs, gradients, and the parameters after steps of an elementwise optimizer, are "
                 "those of one process, for any model and every degree that the engine has, 1 included."
             ),
-            "seed 004; SMP_API.md 4.3; ENGINES.md 5.3, 5.5",
+            "AWS Sharded Data Parallelism; API 4.3; ENGINES 5.3, 5.5",
         ),
     ),
     *_needing(
@@ -35,7 +35,7 @@ SHARDING = (
         (
             "SHARD-ACCUMULATION",
             "Gradients of backward_passes_per_step steps are summed, in every window.",
-            "seed 004 (gradient accumulation); SMP_API.md 1.7; INF: that they are summed, ENGINES.md 1.6",
+            "AWS Sharded Data Parallelism (Tips and considerations); API 1.7; INF: that they are summed, ENGINES 1.6",
         ),
         (
             "SHARD-STEPS",
@@ -43,7 +43,7 @@ SHARDING = (
                 "Each of several steps gathers the parameters that the optimizer's step before it has made, "
                 "and the optimizer goes on from the state that it had then."
             ),
-            "seed 004 (the life of a parameter); SMP_API.md 1.8; torch's docs (torch.optim)",
+            "AWS Sharded Data Parallelism (Introduction: the life of a parameter); API 1.8; torch's docs (torch.optim)",
         ),
         (
             "SHARD-REPLICAS",
@@ -51,7 +51,7 @@ SHARDING = (
                 "After any number of steps ranks that hold the same part of the state hold the same bits, and "
                 "what is not split has the same bits on all ranks."
             ),
-            "seed 004 (replication groups); ENGINES.md 1.5, 5.15",
+            "AWS Sharded Data Parallelism (Introduction: replicas); ENGINES 1.5, 5.15",
         ),
         (
             "SHARD-MEMORY",
@@ -59,7 +59,7 @@ SHARDING = (
                 "Parameters, gradients and the optimizer's state take the bytes of the whole divided by the "
                 "degree on each rank, up to padding, and a sharding group holds all of it."
             ),
-            "seed 004 (training state, divided by the degree); ENGINES.md 1.4, 3.2",
+            "AWS Sharded Data Parallelism (Introduction: training state, divided by the degree); ENGINES 1.4, 3.2",
         ),
         (
             "SHARD-FREED",
@@ -67,12 +67,12 @@ SHARDING = (
                 "What is gathered for a layer is freed when it has run, forward and backward; after a step "
                 "nothing is whole but what is not split."
             ),
-            "seed 004; ENGINES.md 1.2",
+            "AWS Sharded Data Parallelism; ENGINES 1.2",
         ),
         (
             "SHARD-FROZEN",
             "Parameters that need no gradient get none, have no optimizer state, and do not change.",
-            "SMP_API.md 1.7; torch's docs (requires_grad)",
+            "API 1.7; torch's docs (requires_grad)",
         ),
         (
             "SHARD-SHARED",
@@ -80,12 +80,12 @@ SHARDING = (
                 "Parameters that modules share, and modules that are called several times, get the sum of "
                 "the gradients of all uses."
             ),
-            "SMP_API.md 1.7 (module re-use, shared parameters); ENGINES.md 1.11",
+            "API 1.7 (module re-use, shared parameters); ENGINES 1.11",
         ),
         (
             "SHARD-INIT",
             "Training starts from the weights and buffers of rank 0, whatever the other ranks made.",
-            "SMP_API.md 1.3.8, 1.7",
+            "API 1.3.8, 1.7",
         ),
     ),
     *_needing(
@@ -93,7 +93,7 @@ SHARDING = (
         (
             "SHARD-DEGREE",
             "Every degree that divides the number of replicas gives the same gradients and parameters.",
-            "seed 004 (degree); SMP_API.md 4.3",
+            "AWS Sharded Data Parallelism (Selecting the degree of sharded data parallelism); API 4.3",
         ),
     ),
     *_needing(
@@ -104,7 +104,7 @@ SHARDING = (
                 "Gradients leave the sharding group in the last of the accumulated passes only; the others "
                 "stay within it."
             ),
-            "seed 004 (gradient accumulation: AllReduce at the boundary); ENGINES.md 1.2",
+            "AWS Sharded Data Parallelism (Tips and considerations: all-reduce at the boundary); ENGINES 1.2",
         ),
     ),
     *_needing(
@@ -112,7 +112,7 @@ SHARDING = (
         (
             "SHARD-CLIP-EQUAL",
             "After clipped steps ranks that hold the same part of the state hold the same bits.",
-            "SMP_API.md 3.3 (sdp_gradient_clipping); ENGINES.md 1.7, 5.12",
+            "API 3.3 (sdp_gradient_clipping); ENGINES 1.7, 5.12",
         ),
         (
             "SHARD-CLIP-ONE-PROCESS",
@@ -120,7 +120,7 @@ SHARDING = (
                 "A step scales gradients down to the L2 norm that is asked for, over the whole model and each "
                 "parameter once, as one process does; a smaller norm it leaves as it is."
             ),
-            "seed 004 (sdp_gradient_clipping); ENGINES.md 1.7, 5.11",
+            "AWS Sharded Data Parallelism (sdp_gradient_clipping); ENGINES 1.7, 5.11",
         ),
     ),
     *_needing(
@@ -131,7 +131,7 @@ SHARDING = (
                 "A parameter that is not split, and that a rank did not use, counts as zero there; any one that "
                 "none used keeps no gradient."
             ),
-            "SMP_API.md 1.7 (find_unused_parameters, REL 1.2.0); INF: all ranks gather alike, ENGINES.md 5.19",
+            "API 1.7 (find_unused_parameters, REL 1.2.0); INF: all ranks gather alike, ENGINES 5.19",
         ),
     ),
     *_needing(
@@ -139,7 +139,7 @@ SHARDING = (
         (
             "SHARD-ANY-PARAMETER",
             "Parameters may have no dimension, no element, fewer than ranks, and any strides.",
-            "seed 004 (each parameter tensor); ENGINES.md 1.4",
+            "AWS Sharded Data Parallelism (sdp_param_persistence_threshold: each parameter tensor); ENGINES 1.4",
         ),
     ),
     *_needing(
@@ -150,7 +150,7 @@ SHARDING = (
                 "On real values, with dropout, gradients and parameters have the bits of the published "
                 "order of reduction."
             ),
-            "INF: the order of reductions is published, ENGINES.md 2.2 tier R",
+            "INF: the order of reductions is published, ENGINES 2.2 tier R",
         ),
     ),
     *_needing(
@@ -158,14 +158,14 @@ SHARDING = (
         (
             "SHARD-THRESHOLD",
             "A parameter is split if it has at least sdp_param_persistence_threshold elements.",
-            "seed 004 (smaller than this threshold: not split); ENGINES.md 1.5",
+            "AWS Sharded Data Parallelism (sdp_param_persistence_threshold); ENGINES 1.5",
         ),
         (
             "SHARD-LIVE-BOUND",
             (
                 "With small layers no more elements than sdp_max_live_parameters are whole at any time."
             ),
-            "seed 004 (sdp_max_live_parameters); ENGINES.md 1.5",
+            "AWS Sharded Data Parallelism (sdp_max_live_parameters); ENGINES 1.5",
         ),
         (
             "SHARD-OUTSIDE",
@@ -173,17 +173,17 @@ SHARDING = (
                 "A module may use a parameter of another one, which smp.register_parameter tells; its "
                 "gradient has all uses."
             ),
-            "seed 004 (register external model parameters)",
+            "AWS Sharded Data Parallelism (Register external model parameters)",
         ),
         (
             "SHARD-SAME-MODEL",
             "Ranks that wrap different models are refused, on every rank.",
-            "seed 004; INF: which exception is the engine's own",
+            "AWS Sharded Data Parallelism; INF: which exception is the engine's own",
         ),
         (
             "SHARD-DELAYED",
             "Under delayed initialization parameters have the values that they would have without.",
-            "seed 004 (delayed_parameter_initialization); ENGINES.md 1.11",
+            "AWS Sharded Data Parallelism (Tips and considerations: delayed_parameter_initialization); ENGINES 1.11",
         ),
     ),
     *_needing(
@@ -191,22 +191,22 @@ SHARDING = (
         (
             "SHARD-BUCKET",
             "sdp_reduce_bucket_size changes no bit.",
-            "seed 004 (sdp_reduce_bucket_size); ENGINES.md 2.1",
+            "AWS Sharded Data Parallelism (sdp_reduce_bucket_size); ENGINES 2.1",
         ),
         (
             "SHARD-LIVE",
             "sdp_max_live_parameters, and so what is fetched ahead, changes no bit.",
-            "seed 004 (sdp_max_live_parameters); ENGINES.md 1.5",
+            "AWS Sharded Data Parallelism (sdp_max_live_parameters); ENGINES 1.5",
         ),
         (
             "SHARD-HIERARCHICAL",
             "sdp_hierarchical_allgather changes no bit, whichever ranks are on one node.",
-            "seed 004 (sdp_hierarchical_allgather); ENGINES.md 1.3",
+            "AWS Sharded Data Parallelism (sdp_hierarchical_allgather); ENGINES 1.3",
         ),
         (
             "SHARD-CHECKPOINTING",
             "Activation checkpointing changes no bit.",
-            "seed 004 (activation checkpointing); ENGINES.md 1.11",
+            "AWS Sharded Data Parallelism (Tips and considerations: activation checkpointing); ENGINES 1.11",
         ),
     ),
     *_needing(
@@ -217,7 +217,7 @@ SHARDING = (
                 "With bf16 the model computes in bfloat16, gradients are summed in float32, and parameters "
                 "are float32 masters rounded once."
             ),
-            "seed 004 (BF16 training); ENGINES.md 1.8",
+            "AWS Sharded Data Parallelism (BF16 training); ENGINES 1.8",
         ),
         level=Level.L6,
     ),
@@ -226,7 +226,7 @@ SHARDING = (
         (
             "SHARD-FP16",
             "The same with fp16 and float16.",
-            "seed 004 (FP16 training); SMP_API.md 1.8",
+            "AWS Sharded Data Parallelism (FP16 training); API 1.8",
         ),
         level=Level.L6,
     ),

@@ -549,7 +549,7 @@ OBJECT_LISTS = (
     ),
 )
 
-_PICKLABLE = "seed 000 (an arbitrary picklable object), SMP_API.md 1.6"
+_PICKLABLE = "AWS Common API (Communication API: any picklable object), API 1.6"
 
 PAYLOADS = (
     Requirement(
@@ -598,7 +598,7 @@ PAYLOADS = (
     Requirement(
         "COMM-PAYLOAD-DISTINCT",
         "Objects of two calls are two copies, also if they are equal, or the same object.",
-        "seed 000 (a picklable object is sent), SMP_API.md 1.6",
+        "AWS Common API (Communication API: a picklable object is sent), API 1.6",
         Level.L1,
         _OBJECTS,
     ),
@@ -628,7 +628,7 @@ PAYLOADS = (
         "COMM-PAYLOAD-DTYPES",
         "Tensors of every claimed dtype can be sent as objects, those too that torch's own pickle "
         "cannot read back, and keep requires_grad.",
-        "seed 000 (an arbitrary picklable object); INF: torch 2.13 pickles them and fails to unpickle",
+        "AWS Common API (Communication API: any picklable object); INF: torch 2.13 pickles them and fails to unpickle",
         Level.L1,
         _OBJECTS,
     ),

@@ -1,7 +1,7 @@
 """Valid configurations, as the dicts that a script passes to ``smp.init``.
 
 The values that a key may have, given the values of the keys above it, stand in :data:`KEYS`. It is
-written down from SMP_API.md 3 and knows nothing of ``smp_core.config``, so that each can be tested
+written down from API 3 and knows nothing of ``smp_core.config``, so that each can be tested
 against the other.
 """
 
@@ -19,7 +19,7 @@ from pytest_smp.strategies.worlds import joint_degrees, placements
 Parameters = dict[str, Any]
 _Chosen = Mapping[str, Any]
 
-_OFF: SearchStrategy[Any] = st.sampled_from([False, 0])  # 1 and 0 are flags too (SMP_API.md 3.4)
+_OFF: SearchStrategy[Any] = st.sampled_from([False, 0])  # 1 and 0 are flags too (API 3.4)
 _ON: SearchStrategy[Any] = st.sampled_from([True, 1])
 _FLAG: SearchStrategy[Any] = st.sampled_from([True, False, 1, 0])
 _COUNT: SearchStrategy[Any] = st.integers(1, 9)
@@ -52,7 +52,7 @@ def _any(values: SearchStrategy[Any]) -> Callable[[_Chosen], SearchStrategy[Any]
 
 DEGREES = ("pipeline_parallel_degree", "tensor_parallel_degree", "sharded_data_parallel_degree")
 
-#: Keys that no cross-rule concerns. Source: SMP_API.md 3.1 to 3.3.
+#: Keys that no cross-rule concerns. Source: API 3.1 to 3.3.
 FREE_KEYS: tuple[Key, ...] = (
     Key("microbatches", _any(_COUNT)),
     Key("pipeline", _any(st.sampled_from(["simple", "interleaved"]))),
@@ -79,7 +79,7 @@ FREE_KEYS: tuple[Key, ...] = (
     Key("ranks_per_node", _any(_COUNT)),
 )
 
-#: Keys that a cross-rule ties to others. Source: SMP_API.md 3.4, 3.5.
+#: Keys that a cross-rule ties to others. Source: API 3.4, 3.5.
 TIED_KEYS: tuple[Key, ...] = (
     Key("ddp", lambda c: _ON if _tensor_parallel(c) else _FLAG, _tensor_parallel),
     Key("ddp_port", lambda c: st.integers(0, 65535) if c.get("ddp") else None),
@@ -104,7 +104,7 @@ TIED_KEYS: tuple[Key, ...] = (
 KEYS = (*FREE_KEYS, *TIED_KEYS)
 
 #: Keys that are accepted with a warning, because their meaning was never published (the last row of
-#: the table in SMP_API.md 3.3).
+#: the table in API 3.3).
 IGNORED_KEYS = (
     "static_mode",
     "fast_mode",
@@ -118,7 +118,7 @@ IGNORED_KEYS = (
 _PIPELINE_NAMES = (
     ("pipeline_parallel_degree",),
     ("partitions",),
-    ("partitions", "pipeline_parallel_degree"),  # both, if equal (SMP_API.md 8.5)
+    ("partitions", "pipeline_parallel_degree"),  # both, if equal (API 8.5)
 )
 
 
@@ -136,7 +136,7 @@ def configs(size: int, *, ignored: bool = False) -> SearchStrategy[Parameters]:
     Raises:
         InvalidArgument: ``size`` is no int of at least 1, or ``ignored`` is no bool.
 
-    Source: SMP_API.md 3, 8.1, 8.3, 8.5.
+    Source: API 3, 8.1, 8.3, 8.5.
     """
     check_int("size", size, at_least=1)
     check_bool("ignored", ignored)

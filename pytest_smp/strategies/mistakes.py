@@ -1,7 +1,7 @@
 """Invalid configurations: valid ones in which exactly one thing is planted wrong.
 
 What is planted stands in tables: bad values per key, misspelt keys, broken cross-rules, degrees
-that do not fit the world. They are written down from SMP_API.md 3.4, 3.5 and 8, and know nothing of
+that do not fit the world. They are written down from API 3.4, 3.5 and 8, and know nothing of
 ``smp_core.config``, so that a checker of configurations can be tested against them. A value that
 the sources do not clearly refuse (``True`` for a count, ``"_only_forward"``) is not planted.
 """
@@ -47,7 +47,7 @@ _NOT_A_COUNT = (0, -1, 1.5, "2", [2], -(10**20))
 _NOT_A_SIZE = (-1, 0.5, "1e6", -(10**20))
 _NOT_A_CHOICE = ("", "other", "CLUSTER ", 7, ["auto"])
 
-#: Values that a key refuses. Source: SMP_API.md 3.1 to 3.4.
+#: Values that a key refuses. Source: API 3.1 to 3.4.
 BAD_VALUES: Mapping[str, Sequence[Any]] = {
     "microbatches": _NOT_A_COUNT,
     _PP: _NOT_A_COUNT,
@@ -154,7 +154,7 @@ class Breach(NamedTuple):
 _TRUE: SearchStrategy[Any] = st.sampled_from([True, 1])
 _FALSE: SearchStrategy[Any] = st.sampled_from([False, 0])
 
-#: Source: SMP_API.md 3.4, 3.5.
+#: Source: API 3.4, 3.5.
 BREACHES: tuple[Breach, ...] = (
     Breach((_TP, "ddp"), degrees=(_TP,), may_say={"ddp": False}),
     Breach(("bf16", _SDP), parameters={"bf16": _TRUE}, may_say={_SDP: 1}),
@@ -224,7 +224,7 @@ def _broken(draw: DrawFn, rule: Breach, splits: list[dict[str, int]]) -> Plant:
 
 
 def _misfits(size: int) -> Iterator[Plant]:
-    """Source: SMP_API.md 3.5, 8.1, 8.3, 8.5."""
+    """Source: API 3.5, 8.1, 8.3, 8.5."""
     degrees = divisors(size)
     for degree in (*range(2, min(size, 16)), size + 1, size + 2):
         if size % degree:
@@ -258,7 +258,7 @@ def invalid_configs(size: int) -> SearchStrategy[tuple[Parameters, tuple[str, ..
     Raises:
         InvalidArgument: ``size`` is no int of at least 1.
 
-    Source: SMP_API.md 3.4, 3.5, 8.
+    Source: API 3.4, 3.5, 8.
     """
     check_int("size", size, at_least=1)
     return st.one_of(

@@ -117,7 +117,7 @@ class Training:
 
     @property
     def divisor(self) -> int:
-        """What a sum over replicas and microbatches is divided by (SMP_API.md 1.7)."""
+        """What a sum over replicas and microbatches is divided by (API 1.7)."""
         return self.dp * (self.microbatches if self.average else 1)
 
     @property
@@ -171,7 +171,7 @@ def owners(case: Training) -> dict[str, int]:
     """The partition of every module that is called, by path, parents first; ``""`` is the root.
 
     A module is where its parent is, or where ``case.partition`` says. Modules that hold one
-    parameter together are all where the first of them is (SMP_API.md 1.7).
+    parameter together are all where the first of them is (API 1.7).
     """
     said = dict(case.partition or ())
     found: dict[str, int] = {}

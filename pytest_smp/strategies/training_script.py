@@ -145,7 +145,7 @@ class Script:
         self.optimizer.zero_grad(set_to_none=self.case.set_to_none)
 
     def step(self) -> None:
-        """The optimizer's, as scripts guard it (SMP_API.md 1.7)."""
+        """The optimizer's, as scripts guard it (API 1.7)."""
         if list(self.model.local_parameters()):
             self.optimizer.step()
 

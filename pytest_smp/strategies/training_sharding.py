@@ -1,4 +1,4 @@
-"""Training cases of sharded data parallelism: degrees, the parameters of seed 004, and models with every
+"""Training cases of sharded data parallelism (API 3.3): degrees, the keys of the configuration, and models with every
 kind of parameter.
 
 A case is a :class:`~pytest_smp.strategies.training.Training` at pipeline degree 1, with more fields; so its
@@ -57,7 +57,7 @@ class ShardedTraining(Training):
 
     @property
     def most(self) -> float | None:
-        """Clipping comes with sharding only (SMP_API.md 3.3)."""
+        """Clipping comes with sharding only (API 3.3)."""
         return self.clip if self.sharding > 1 and self.clip < NO_CLIPPING else None
 
     @property
@@ -77,7 +77,7 @@ class ShardedTraining(Training):
         return given
 
     def splits(self, elements: int) -> bool:
-        """Whether a parameter of so many elements is split (SMP_API.md 3.3)."""
+        """Whether a parameter of so many elements is split (API 3.3)."""
         return self.sharding > 1 and elements >= self.threshold
 
 
@@ -198,7 +198,7 @@ def _cases(
 
     said = dict(fixed)
     dp, degree = draw(_worlds(ranks, real, degrees, whole))
-    # bf16 comes with sharding only (SMP_API.md 3.5).
+    # bf16 comes with sharding only (API 3.5).
     dtype = draw(st.sampled_from([d for d in dtypes if degree > 1 or d != "bfloat16"]))
     narrow = dtype != "float32" and not real
     model = said.pop("model", None) or draw(drawn_models(kinds, 1 if narrow else 3))

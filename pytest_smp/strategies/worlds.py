@@ -26,7 +26,7 @@ def world_sizes(*, min_size: int = 1, max_size: int = 8) -> SearchStrategy[int]:
 def placements() -> SearchStrategy[str]:
     """Draw values of ``placement_strategy``: ``"cluster"``, ``"spread"`` and the six permutations.
 
-    Shrinks towards ``"cluster"``. Source: SMP_API.md 4.2.
+    Shrinks towards ``"cluster"``. Source: API 4.2.
     """
     return st.sampled_from(tuple(PLACEMENTS))
 
@@ -58,7 +58,7 @@ def topologies(
 
     Args:
         sharding: whether sharded data parallelism occurs. Where it does, the pipeline's degree is
-            1, because no configuration allows both (SMP_API.md 3.5).
+            1, because no configuration allows both (API 3.5).
 
     Raises:
         InvalidArgument: the arguments are no ints with ``1 <= min_size <= max_size``, or

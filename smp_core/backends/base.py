@@ -45,7 +45,7 @@ class Group:
 class ObjectTransport(Protocol):
     """What carries picklable objects between ranks, one operation per call, by world ranks.
 
-    Every call is synchronous (SMP_API.md 1.6). Each receiver gets a copy of its own. The caller has
+    Every call is synchronous (API 1.6). Each receiver gets a copy of its own. The caller has
     checked that ranks are in range, in the group, and not its own.
     """
 

@@ -1,4 +1,4 @@
-"""The namespace that a PyTorch script imports: ``import smp_core.torch as smp`` (SMP_API.md 1)."""
+"""The namespace that a PyTorch script imports: ``import smp_core.torch as smp`` (API 1)."""
 
 from smp_core.comm import (
     CommGroup,

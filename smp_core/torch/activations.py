@@ -1,5 +1,5 @@
 """Activation checkpointing: which modules keep no activations, and where they are run again
-(SMP_API.md 1.9).
+(API 1.9).
 
 A policy is left on the module, or comes with one call of it (patches/checkpoint.py) as a keyword
 argument of its own. It is looked at where the module runs, on its owner: there the call becomes a region of
@@ -9,7 +9,7 @@ checkpointed module lies on one rank as a whole.
 
 Decided here, because the sources are silent: a group of a Sequential's layers is one region where the
 layers are on the Sequential's own rank; layers on other ranks are regions one by one, which changes memory and
-no value ("best effort", SMP_API.md 1.9). ``preserve_rng_state=False`` saves memory outside of steps only: in a
+no value ("best effort", API 1.9). ``preserve_rng_state=False`` saves memory outside of steps only: in a
 step a repetition has the random stream of its call without keeping any state.
 """
 
@@ -157,7 +157,7 @@ def refuse_torchs(path: str, activity: Activity | None) -> None:
     else:
         return
     raise UnsupportedTrainingError(
-        f"module {path or '(the whole)'!r} was called {how}, which is not supported (SMP_API.md 6). "
+        f"module {path or '(the whole)'!r} was called {how}, which is not supported (docs/spec/api.md#6). "
         "Use smp.set_activation_checkpointing(module), or checkpoint of smp_core.torch.patches.checkpoint"
     )
 

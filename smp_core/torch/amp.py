@@ -1,5 +1,5 @@
 """``smp.amp.GradScaler``: torch's loss scaler, with an overflow that all ranks know of
-(SMP_API.md 1.9).
+(API 1.9).
 
 The pattern is torch's: ``scaler.scale(loss)`` inside the step, ``scaler.step(optimizer)`` and
 ``scaler.update()`` outside, on every rank. An infinity or NaN in the gradients of one rank makes every

@@ -1,11 +1,11 @@
-"""Saving and loading: one file per rank, or a checkpoint of the whole training (SMP_API.md 1.11).
+"""Saving and loading: one file per rank, or a checkpoint of the whole training (API 1.11).
 
 `smp.save` and `smp.load` are each rank's own affair: nothing is sent, and a script may call them on
 some ranks only. `smp.save_checkpoint` and `smp.resume_from_checkpoint` are calls of all ranks of the
 world. A checkpoint is complete when they return on any rank; what goes wrong on one is raised on
 all, in the same words, as soon as all know, so that none waits for one that has failed.
 
-Decided here, because the sources are silent (SMP_API.md 9.5):
+Decided here, because the sources are silent (API 9.5):
 
 - ``*`` in ``model_*.pt`` and ``optimizer_*.pt`` is what `smp.save` appends: ``mp_rank`` without
   tensor parallelism, ``pp_rank`` and ``tp_rank`` with it.
@@ -77,7 +77,7 @@ def save(
 
     Raises CheckpointError if ``obj`` holds what cannot be loaded without running code, naming its
     path, or if the file cannot be written; what was there before is then still there. ArgumentError
-    for a ``pickle_module`` or ``pickle_protocol`` that `smp.load` cannot read. (SMP_API.md 1.11)
+    for a ``pickle_module`` or ``pickle_protocol`` that `smp.load` cannot read. (API 1.11)
     """
     call = "smp.save"
     runtime = runtime_of(call)
@@ -112,7 +112,7 @@ def load(
 
     Raises CheckpointError, naming the path, if the file is missing, torn, foreign or would run code.
     ArgumentError for ``weights_only=False``, outside of ``smp.trust_checkpoints``, and a ``pickle_module``
-    of your own. (SMP_API.md 1.11)
+    of your own. (API 1.11)
     """
     call = "smp.load"
     runtime = runtime_of(call)
@@ -157,13 +157,13 @@ def save_checkpoint(
         optimizer: the DistributedOptimizer, or None.
         user_content: tensors, numbers, strings, numpy's scalars and arrays, which come back as numbers
             and tensors, and nests of them. World rank 0's is saved. See ``smp.trust_checkpoints``.
-        translate_if_full: has an effect on models with a translate function only (SMP_API.md 1.10).
+        translate_if_full: has an effect on models with a translate function only (API 1.10).
         num_kept_partial_checkpoints: how many partial checkpoints stay; the oldest go.
 
     Raises CheckpointError on every rank: the arguments differ between ranks, user content cannot be
     loaded without running code (its path is named), the model is not partitioned (``partial``), a
     disk is full, the path is not one folder for all. ArgumentError, ArgumentTypeError for bad values.
-    (SMP_API.md 1.11)
+    (API 1.11)
     """
     session = session_of(_SAVE)
     runtime = session.runtime
@@ -264,7 +264,7 @@ def _save_optimizer(session: Session, folder: Path, optimizer: Any, said: dict[s
 
 def _flat_groups(session: Session, optimizer: Any) -> dict[str, Any]:
     """What public readers of shards put parameters together from: this rank's part of each, by the
-    optimizer's groups (SMP_API.md 1.11). Nothing where parameters are whole.
+    optimizer's groups (API 1.11). Nothing where parameters are whole.
     """
     sharding = None if session.model is None else session.model.sharding
     if sharding is None:
@@ -289,7 +289,7 @@ def _save_full(
             if runtime.topology.tensor > 1 or runtime.config.shard_optimizer_state:
                 raise CheckpointError(
                     f"{_SAVE}: a full checkpoint of the optimizer's state is not supported with tensor parallelism or "
-                    "shard_optimizer_state (SMP_API.md 6). Save with partial=True, or without optimizer"
+                    "shard_optimizer_state (docs/spec/api.md#6). Save with partial=True, or without optimizer"
                 )
             state["optimizer"] = optimizer_state.state_dict(optimizer, keep=runtime.rank == 0)
         return state
@@ -321,7 +321,7 @@ def resume_from_checkpoint(
     model is partitioned: at once, if it is. A partial checkpoint brings its partition along, which then holds
     whatever ``auto_partition`` and `smp.partition` say; a full one loads into any partition, and into any
     sharding degree and number of ranks. The optimizer's state of a full one is loaded, too, if it holds one
-    and there is an optimizer: SMP loaded none then (SMP_API.md 1.11), so that training did not go on where it stopped.
+    and there is an optimizer: SMP loaded none then (API 1.11), so that training did not go on where it stopped.
 
     Args:
         tag: None for the one that the file ``newest`` names.
@@ -333,7 +333,7 @@ def resume_from_checkpoint(
 
     Raises CheckpointError on every rank, before anything is changed: the checkpoint is missing,
     torn, foreign, was saved with other degrees (both numbers are named) or does not fit the model.
-    (SMP_API.md 1.11)
+    (API 1.11)
     """
     session = session_of(_RESUME)
     runtime = session.runtime

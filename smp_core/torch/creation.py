@@ -6,7 +6,7 @@ is recorded, with the tensors named by storage and geometry, so views need no re
 operator also runs once on scratch memory of the same shape, which moves the generator as if nothing
 were delayed, and its record holds the state that the generator had: so replay gives the very values
 of the code without the context, and what follows the context draws what it would have drawn. The most
-memory in use at a time is that of one operator. (ENGINES.md 1.11; no seed per name is needed, and
+memory in use at a time is that of one operator. (ENGINES 1.11; no seed per name is needed, and
 values set by a parent, as by ``self.apply(self._init_weights)``, are kept.)
 
 An operator that needs values (``.item()``, ``nonzero``) gets them by a replay. What leaves torch

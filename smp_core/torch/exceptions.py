@@ -1,4 +1,4 @@
-"""The errors of training (SMP_API.md 6 and 9.1: the sources name none, so the classes are ours).
+"""The errors of training (API 6 and 9.1: the sources name none, so the classes are ours).
 
 Each derives from SmpError and from the built-in class that fits. What an API call raises, every rank
 of the world that takes part in the step raises, in the same words.
@@ -36,7 +36,7 @@ class StepAbortedError(TrainingError, RuntimeError):
 
 
 class UnsupportedTrainingError(TrainingError, NotImplementedError):
-    """Raised when a documented limit of the API is met (SMP_API.md 6), as by ``no_sync``."""
+    """Raised when a documented limit of the API is met (API 6), as by ``no_sync``."""
 
 
 class CheckpointError(TrainingError, ValueError):

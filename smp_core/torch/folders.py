@@ -1,6 +1,6 @@
 """The folder of a partial checkpoint: filled under another name, then put in place whole.
 
-``PATH/TAG_partial`` holds what SMP_API.md 1.11 lists, and ``manifest.json``: which files there must
+``PATH/TAG_partial`` holds what API 1.11 lists, and ``manifest.json``: which files there must
 be, of what size, for which degrees, and in which order checkpoints were saved (clocks and the times of files
 change when folders are copied).
 

@@ -13,7 +13,7 @@ from smp_core.torch.exceptions import UnsupportedTrainingError
 
 
 class StepOutput:
-    """The tensors that the microbatches of a step returned at one place (SMP_API.md 1.4).
+    """The tensors that the microbatches of a step returned at one place (API 1.4).
 
     Sums add in the order of the microbatches, as gradients do: 16-bit floats in float32, rounded once;
     integers and bools in int64, as ``torch.sum`` has it. What is returned carries gradients if the
@@ -75,13 +75,13 @@ class StepOutput:
     def merge(self) -> NoReturn:
         """Only TensorFlow's API has it. Raises UnsupportedTrainingError."""
         raise UnsupportedTrainingError(
-            "StepOutput.merge is only in the TensorFlow API (SMP_API.md 1.4); use concat()"
+            "StepOutput.merge is only in the TensorFlow API (docs/spec/api.md#1.4); use concat()"
         )
 
     def accumulate(self, *args: object, **kwargs: object) -> NoReturn:
         """Only TensorFlow's API has it. Raises UnsupportedTrainingError."""
         raise UnsupportedTrainingError(
-            "StepOutput.accumulate is only in the TensorFlow API (SMP_API.md 1.4); use reduce_mean()"
+            "StepOutput.accumulate is only in the TensorFlow API (docs/spec/api.md#1.4); use reduce_mean()"
         )
 
     @property

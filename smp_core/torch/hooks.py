@@ -1,5 +1,5 @@
 """Hooks that run once: when the model has been partitioned, and after its first step
-(SMP_API.md 1.7).
+(API 1.7).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Hooks:
     """The hooks of one kind, in the order of their registration.
 
     ``when`` names the kind in messages. They run the first time that ``run`` is called and never
-    again: post-step hooks, too, run after the first step alone (INF, SMP_API.md 9.9: scripts build
+    again: post-step hooks, too, run after the first step alone (INF, API 9.9: scripts build
     masters and load states in them). One that is registered later than that runs at once if
     ``late`` is true, since what it waits for has happened; otherwise it never runs.
     """

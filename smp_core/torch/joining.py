@@ -1,4 +1,4 @@
-"""``model.join()``: replicas with different numbers of batches (SMP_API.md 1.7).
+"""``model.join()``: replicas with different numbers of batches (API 1.7).
 
 As torch's DDP has it. A replica that has left the loop stays in the context and *shadows* the steps of
 the others: it takes their buffers and reduces zeros with them (and, at the first boundary of

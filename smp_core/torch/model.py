@@ -1,5 +1,5 @@
 """``smp.DistributedModel``: a module tree, over the ranks of a pipeline and its replicas
-(SMP_API.md 1.7).
+(API 1.7).
 
 Until it is partitioned (in the constructor at pipeline degree 1, at the first step otherwise) it is the
 module that was wrapped, whole on every rank. From then on each rank holds its own partition's
@@ -159,7 +159,7 @@ class DistributedModel(nn.Module):
             if not self._alone:
                 raise OutsideStepError(
                     "the model was called outside of a step, and it is partitioned over pp ranks. Call it "
-                    "in a function that smp.step decorates (SMP_API.md 1.3)"
+                    "in a function that smp.step decorates (docs/spec/api.md#1.3)"
                 )
             self._begin()
         if self._half is None:
@@ -271,13 +271,13 @@ class DistributedModel(nn.Module):
 
     def register_post_step_hook(self, hook: Hook) -> Handle:
         """Have ``hook(model, optimizer)`` called once, after the first step. Returns a handle with
-        ``remove()``. (INF, SMP_API.md 9.9)
+        ``remove()``. (INF, API 9.9)
         """
         return self._post_step.register(hook)
 
     def register_comm_hook(self, state: Any, callable: Any) -> None:
         """Have ``callable(state, bucket)`` reduce each bucket of gradients. It averages over replicas
-        and microbatches itself (SMP_API.md 1.7).
+        and microbatches itself (API 1.7).
 
         Raises UnsupportedTrainingError without ``ddp`` and ``overlapping_allreduce``, and for a second
         hook; ArgumentTypeError for what cannot be called.
@@ -429,7 +429,7 @@ class DistributedModel(nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: the calls of its modules have to be seen. Raises UnsupportedTrainingError."""
         raise UnsupportedTrainingError(
-            f"{_CALL}.compile: torch.compile is not supported (SMP_API.md 6). Leave the call out"
+            f"{_CALL}.compile: torch.compile is not supported (docs/spec/api.md#6). Leave the call out"
         )
 
     def _follow(self) -> None:
@@ -563,7 +563,7 @@ def _check_module(module: object) -> None:
         if isinstance(child, nn.parallel.DistributedDataParallel | torch.jit.ScriptModule):
             raise UnsupportedTrainingError(
                 f"{_CALL}: module {path!r} is a {kind.__name__}, which cannot be partitioned "
-                "(SMP_API.md 6). Pass the plain module; replicas are reduced without a wrapper"
+                "(docs/spec/api.md#6). Pass the plain module; replicas are reduced without a wrapper"
             )
 
 
@@ -581,7 +581,7 @@ def _check_compiled(module: nn.Module) -> None:
             what = f"module {path!r}" if path else "the module"
             raise UnsupportedTrainingError(
                 f"{_CALL}: {what} ({type(child).__name__}) is compiled (torch.compile), and calls of its modules "
-                "could not be sent to the ranks that own them (SMP_API.md 6). Pass the module as it was before"
+                "could not be sent to the ranks that own them (docs/spec/api.md#6). Pass the module as it was before"
             )
 
 

@@ -1,4 +1,4 @@
-"""What files of checkpoints are called (SMP_API.md 1.11), and which names are refused."""
+"""What files of checkpoints are called (API 1.11), and which names are refused."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def of_rank(runtime: Runtime, v3: bool = False) -> str:
 
 def of_part(runtime: Runtime) -> str:
     """What says in the name of a partial file which part it is: the partition and, where
-    parameters are split, the number of the shard (SMP_API.md 1.11: ``optimizer_{i}.pt`` per shard).
+    parameters are split, the number of the shard (API 1.11: ``optimizer_{i}.pt`` per shard).
     """
     if runtime.topology.sharding == 1:
         return of_rank(runtime)

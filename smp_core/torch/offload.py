@@ -1,4 +1,4 @@
-"""Offloading of checkpointed activations, as a ledger of bytes (SMP_API.md 3.3: ``offload_activations``,
+"""Offloading of checkpointed activations, as a ledger of bytes (API 3.3: ``offload_activations``,
 ``activation_loading_horizon``).
 
 On the CPU there is no other memory to put activations into: nothing is moved, and no number changes. What

@@ -1,5 +1,5 @@
 """``smp.DistributedOptimizer``: a torch optimizer over this rank's part of the parameters, whose
-state can be had, and given, whole (SMP_API.md 1.8; optimizer_state.py).
+state can be had, and given, whole (API 1.8; optimizer_state.py).
 
 Where the model has masters (precision/masters.py), the wrapped optimizer's groups and state hold those in
 the parameters' place.
@@ -253,7 +253,7 @@ class DistributedOptimizer(Internals, Optimizer):
         are one multiplication.
 
         Collective over the world. Raises UnsupportedTrainingError in a run without ``fp16`` or ``bf16``,
-        before the model is partitioned, and where sharded data parallelism clips (SMP_API.md 6).
+        before the model is partitioned, and where sharded data parallelism clips (API 6).
         """
         masters = self._masters
         if masters is None or masters.dtype is None or self._update is None:
@@ -282,7 +282,7 @@ class DistributedOptimizer(Internals, Optimizer):
         """The whole state, as plain torch's optimizer over the whole model would have it.
 
         Collective over the MP and the sharding group. Raises UnsupportedTrainingError with
-        ``shard_optimizer_state`` (SMP_API.md 6).
+        ``shard_optimizer_state`` (API 6).
         """
         return optimizer_state.state_dict(self)
 

@@ -1,4 +1,4 @@
-"""Members of SMP's optimizer that helpers of scripts read, past what is documented (SMP_API.md 1.8, source EX).
+"""Members of SMP's optimizer that helpers of scripts read, past what is documented (API 1.8, source EX).
 
 Of most only the name and a use are known. What can mean one thing is here, as far as there is such a thing;
 otherwise UnsupportedTrainingError says what to use instead, and not the wrapped optimizer that
@@ -70,7 +70,7 @@ class Internals:
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
         """By group, this rank's part of the values that the optimizer updates, as to log their norm: float32,
         1-D, of each parameter ``ceil(numel / degree)`` elements with zeros at the end, in the group's
-        order (SMP_API.md 1.11). Of parameters that are whole on every rank it has a part as well, so that over the
+        order (API 1.11). Of parameters that are whole on every rank it has a part as well, so that over the
         sharding group each element counts once. Copies, without gradients.
 
         Raises UnsupportedTrainingError without sharded data parallelism, and before the model is wrapped.

@@ -1,4 +1,4 @@
-"""The state of a DistributedOptimizer: of this rank, gathered, loaded, merged (SMP_API.md 1.8).
+"""The state of a DistributedOptimizer: of this rank, gathered, loaded, merged (API 1.8).
 
 States name parameters by their index among all of them in the original order, as plain torch's do, on
 every rank: a rank's part has gaps. Each function takes the DistributedOptimizer.
@@ -92,13 +92,13 @@ def state_dict(optimizer: DistributedOptimizer, keep: bool = True) -> dict[str, 
 
     Collective over the MP group once the model is partitioned, and over the sharding group: every rank
     of them calls. Without ``keep`` this rank only helps the others to what is split, and has it not in its own.
-    Raises UnsupportedTrainingError with ``shard_optimizer_state`` (SMP_API.md 6).
+    Raises UnsupportedTrainingError with ``shard_optimizer_state`` (API 6).
     """
     masters = optimizer._masters
     if masters is not None and masters.parts is not None:
         raise UnsupportedTrainingError(
-            "optimizer.state_dict: with shard_optimizer_state each rank has a part of the state, and a full "
-            "state is not supported (SMP_API.md 6). Take optimizer.local_state_dict(), or save a partial checkpoint"
+            "optimizer.state_dict: with shard_optimizer_state each rank has a part of the state, and a full state "
+            "is not supported (docs/spec/api.md#6). Take optimizer.local_state_dict(), or save a partial checkpoint"
         )
     part = _local(optimizer)
     del part[PARTIAL]

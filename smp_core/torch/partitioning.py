@@ -1,5 +1,5 @@
 """What a script says about its model before it is partitioned: which module goes to which partition,
-and how it is created (SMP_API.md 1.9).
+and how it is created (API 1.9).
 
 An index is left on the module object itself, so it stays with a module that is assigned to its parent
 later, copied, or pickled.
@@ -45,7 +45,7 @@ def partition(index: int) -> Iterator[None]:
     goes to ``default_partition``. Ignored under ``auto_partition``.
 
     Raises PartitionError at once for an index that is no partition, ArgumentTypeError for one that is
-    no int, NotInitializedError before ``smp.init``. (SMP_API.md 1.9)
+    no int, NotInitializedError before ``smp.init``. (API 1.9)
     """
     chosen = _index("smp.partition", index)
     if chosen is None:
@@ -67,7 +67,7 @@ def set_partition(module: nn.Module, index: int) -> None:
     first step; at pipeline degree 1 there is nothing to choose). Ignored under ``auto_partition``.
 
     Raises PartitionError for an index that is no partition, and if the module's model is partitioned
-    already; ArgumentTypeError for what is no module, or no int. (SMP_API.md 1.9)
+    already; ArgumentTypeError for what is no module, or no int. (API 1.9)
     """
     if not isinstance(module, nn.Module):
         raise ArgumentTypeError(
@@ -158,7 +158,7 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
 
     The values are those that the same code would have given without the context, bit for bit: see
     ``smp_core.torch.creation``. Nested contexts are one; ``enabled=False`` does nothing, and does not
-    end an outer one. (SMP_API.md 1.9)
+    end an outer one. (API 1.9)
     """
     if not enabled:
         yield
@@ -175,7 +175,7 @@ def model_creation(
 ) -> Iterator[None]:
     """The context to create a model in: ``dtype`` is torch's default dtype inside (None: as it is),
     and initialisation is delayed if the configuration has ``delayed_parameter_initialization``
-    (SMP_API.md 8.21: the key and the context mean the same).
+    (API 8.21: the key and the context mean the same).
 
     ``tensor_parallel_config`` is not looked at unless ``tensor_parallelism`` is true (1.9), which is
     refused, with UnsupportedTrainingError, where ``tensor_parallel_degree`` is above 1, and warned of
@@ -210,11 +210,11 @@ def model_creation(
 
 def is_tracing() -> bool:
     """Whether the first step runs the whole model on this rank to learn how to cut it
-    (SMP_API.md 1.2).
+    (API 1.2).
     """
     return sessions.current("smp.is_tracing").tracing
 
 
 def num_microbatches() -> int:
-    """The ``microbatches`` of the configuration (SMP_API.md 1.9)."""
+    """The ``microbatches`` of the configuration (API 1.9)."""
     return sessions.current("smp.num_microbatches").runtime.config.microbatches

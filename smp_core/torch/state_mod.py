@@ -1,4 +1,4 @@
-"""What scripts read of the library's inside: ``smp.state``, ``smp.core`` (SMP_API.md 1.1,
+"""What scripts read of the library's inside: ``smp.state``, ``smp.core`` (API 1.1,
 1.9).
 """
 

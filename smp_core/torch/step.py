@@ -1,4 +1,4 @@
-"""``smp.step``: a function whose body runs once for each microbatch (SMP_API.md 1.3)."""
+"""``smp.step``: a function whose body runs once for each microbatch (API 1.3)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """What a rank holds of its model, and the model's whole state: gathered, loaded, merged
-(SMP_API.md 1.7).
+(API 1.7).
 
 Names are those of the wrapped module, without a prefix. Each function takes the DistributedModel.
 Until the model is partitioned every rank holds all of it.
@@ -94,7 +94,7 @@ def state_dict(model: Model, gather_to_rank0: bool = False) -> dict[str, Any]:
     """The state of the whole model: keys, order and values of the wrapped module's own
     ``state_dict``, as a plain dict.
 
-    Collective over the PP group (SMP_API.md 1.7: called on every rank of at least ``dp_rank`` 0), and
+    Collective over the PP group (API 1.7: called on every rank of at least ``dp_rank`` 0), and
     over the sharding group; otherwise there is nothing to gather. What this rank holds whole shares memory
     with the model. With ``gather_to_rank0`` only world rank 0 gets it, the others an
     empty dict.
@@ -369,7 +369,7 @@ def _meta(model: Model, shards: bool = False, elsewhere: bool = False) -> Iterat
 
 def cpu(model: Model) -> None:
     """Make the wrapped module whole on every rank of the PP group, on the CPU: parameters and all
-    buffers are gathered (SMP_API.md 1.7). Collective over the PP group and the sharding group.
+    buffers are gathered (API 1.7). Collective over the PP group and the sharding group.
 
     The copies of what others own are for reading, as after training; the next step empties them again
     (``part_again``). Shards are themselves again at the next step, call, update, or state, too.

@@ -73,7 +73,7 @@ from pytest_smp import suite
 
 suite.HERE = session.HERE = pathlib.Path(__file__).parent / "small"
 requirements.REQUIREMENTS = Registry(*(
-    Requirement(id, f"{id} holds.", "seed 000", level, frozenset(needs))
+    Requirement(id, f"{id} holds.", "AWS Common API", level, frozenset(needs))
     for id, level, *needs in [
         ("LIFE-START", Level.L0, Capability.RANKS),
         ("COMM-ORDER", Level.L1, Capability.RANKS),

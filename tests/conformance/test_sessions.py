@@ -39,7 +39,7 @@ def test_it_runs_from_elsewhere_in_every_import_mode(sessions: Any, mode: str) -
 NEW = """
 from conformance.registry import Capability, Level, Requirement
 from conformance.requirements import REQUIREMENTS
-new = Requirement("COMM-NEW", "It is new.", "seed 000", Level.L1, frozenset({Capability.OBJECTS}))
+new = Requirement("COMM-NEW", "It is new.", "AWS Common API", Level.L1, frozenset({Capability.OBJECTS}))
 REQUIREMENTS._by_id[new.id] = new
 """
 

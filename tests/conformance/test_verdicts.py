@@ -50,7 +50,7 @@ def small() -> Registry:
     levels = {"A-A": Level.L0, "B-B": Level.L2, "C-C": Level.L0, "D-D": Level.L2}
     return Registry(
         *(
-            Requirement(i, "S.", "seed 000", lv, frozenset({Capability.RANKS}))
+            Requirement(i, "S.", "AWS Common API", lv, frozenset({Capability.RANKS}))
             for i, lv in levels.items()
         )
     )

@@ -17,7 +17,7 @@ KINDS = ("mp", "dp", "pp", "tp", "rdp")
 
 
 def test_the_namespace_has_every_name_of_the_bottom_layer():
-    """SMP_API.md 1.5 and 1.6, name by name."""
+    """API 1.5 and 1.6, name by name."""
     names = {"rank", "size", "local_rank", "local_size", "init", "is_initialized"}
     names |= {f"{kind}_{what}" for kind in KINDS for what in ("rank", "size")}
     names |= {f"get_{kind}_process_group" for kind in (*KINDS, "world")}

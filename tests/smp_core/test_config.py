@@ -1,4 +1,4 @@
-"""The configuration against SMP_API.md 3 and seed 004: defaults, bad values, rules, worlds."""
+"""The configuration against API 3 and AWS Sharded Data Parallelism: defaults, bad values, rules, worlds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from smp_core.errors import ConfigError
 
 # ---- What the specification says, written down a second time -------------------------------------
 
-#: SMP_API.md 3.1 to 3.3. Where it prints "?" or a dash: what `smp_core.config` decided, and says why.
+#: API 3.1 to 3.3. Where these tables say unknown or none: what `smp_core.config` decided, and says why.
 DEFAULTS = {
     "pipeline_parallel_degree": 1,
     "microbatches": 1,
@@ -60,10 +61,10 @@ DEFAULTS = {
     "partition_file": None,  # dash
 }
 
-#: SMP_API.md 3.1, 8.5.
+#: API 3.1, 8.5.
 ALIAS = {"partitions": "pipeline_parallel_degree"}
 
-#: "since" in SMP_API.md 3.1 and 3.3; every other key has none.
+#: "since" in API 3.1 and 3.3; every other key has none.
 SINCE = {
     "pipeline_parallel_degree": "1.6",
     "ddp_dist_backend": "1.13",
@@ -80,7 +81,7 @@ SINCE = {
     "sharded_data_parallel_degree": "1.11",
 }
 
-#: The last row of the table in SMP_API.md 3.3.
+#: The last row of the table in API 3.3.
 IGNORED = [
     "static_mode",
     "fast_mode",
@@ -155,7 +156,7 @@ def test_every_key_has_a_meaning_a_source_and_its_version() -> None:
         about = field.json_schema_extra
         assert isinstance(about, dict)
         assert field.description
-        assert str(about["source"]).startswith(("SMP_API.md 3.", "seed 004"))
+        assert str(about["source"]).startswith("API 3.")
         assert about["since"] == SINCE.get(name)
 
 
@@ -240,19 +241,18 @@ def test_bad_value_is_refused_with_key_value_constraint_and_source(
 ) -> None:
     (line,) = refusal({**COMPANIONS.get(name, {}), name: value})
     assert line.startswith(f"{name}={value!r}: must be ")
-    source = "seed 004" if name.startswith(("sdp_", "sharded_", "ranks_")) else "SMP_API.md 3."
-    assert f". [{source}" in line
+    assert re.search(r"\. See docs/spec/api\.md#3\.[123]$", line)
 
 
 def test_constraints_are_worded() -> None:
     assert refusal({"microbatches": 0}) == [
-        "microbatches=0: must be an int of at least 1. [SMP_API.md 3.1]"
+        "microbatches=0: must be an int of at least 1. See docs/spec/api.md#3.1"
     ]
     assert refusal({"pipeline": "1F1B"}) == [
-        "pipeline='1F1B': must be 'interleaved' or 'simple'. [SMP_API.md 3.1]"
+        "pipeline='1F1B': must be 'interleaved' or 'simple'. See docs/spec/api.md#3.1"
     ]
     assert refusal({"memory_weight": 2}) == [
-        "memory_weight=2: must be a number from 0 to 1. [SMP_API.md 3.3]"
+        "memory_weight=2: must be a number from 0 to 1. See docs/spec/api.md#3.3"
     ]
 
 
@@ -301,7 +301,7 @@ def test_partitions_is_another_name_of_the_pipeline_degree() -> None:
 def test_unequal_values_by_two_names_are_refused(old: object, new: object) -> None:
     (line,) = refusal({"partitions": old, "pipeline_parallel_degree": new})
     assert line.startswith(f"partitions={old!r} with pipeline_parallel_degree={new!r}: ")
-    assert line.endswith("[SMP_API.md 8.5]")
+    assert line.endswith(". See docs/spec/api.md#8.5")
 
 
 def test_messages_call_a_key_by_the_name_that_was_used() -> None:
@@ -329,9 +329,9 @@ def test_unknown_key_is_refused_naming_the_nearest(typo: str, meant: str | None)
     (line,) = refusal({typo: 1})
     assert line.startswith(f"unknown key {typo!r}: ")
     if meant:
-        assert line == f"unknown key {typo!r}: did you mean {meant}? [SMP_API.md 3]"
+        assert line == f"unknown key {typo!r}: did you mean {meant}? See docs/spec/api.md#3"
     else:
-        listed = line.partition("the known keys are ")[2].partition(". [")[0].split(", ")
+        listed = line.partition("the known keys are ")[2].partition(". See ")[0].split(", ")
         assert sorted(listed) == sorted([*DEFAULTS, "partitions"])
 
 
@@ -357,7 +357,7 @@ def test_ignored_keys_share_one_warning() -> None:
 # ---- Rules ---------------------------------------------------------------------------------------
 
 #: For each rule, configurations that break it and no other, and their nearest ones that do not.
-#: Source: SMP_API.md 3.1, 3.4, 3.5, 8.11; seed 004.
+#: Source: API 3.1, 3.4, 3.5, 8.11; AWS Sharded Data Parallelism.
 CASES: dict[tuple[str, ...], tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
     ("tensor_parallel_degree", "ddp"): (
         [{"tensor_parallel_degree": 2}, {"tensor_parallel_degree": 2, "ddp": 0}],
@@ -429,7 +429,8 @@ def test_breaking_one_rule(keys: tuple[str, ...], parameters: dict[str, Any]) ->
         used, value = given.get(name, (name, DEFAULTS[name]))
         value = bool(value) if name in FLAGS else value
         assert f"{used}={value!r}{'' if name in given else ' (the default)'}" in line
-    assert line.endswith(f": {rule.sentence}. [{rule.source}]")
+    section = rule.source.removeprefix("API ").partition(",")[0]
+    assert line.endswith(f": {rule.sentence}. See docs/spec/api.md#{section}")
 
 
 @pytest.mark.parametrize("parameters", KEEPING)
@@ -442,13 +443,13 @@ def test_message_of_a_broken_rule() -> None:
     assert refusal({"bf16": True, "sharded_data_parallel_degree": 1}) == [
         (
             "bf16=True with sharded_data_parallel_degree=1: bf16 needs sharded data parallelism "
-            "(sharded_data_parallel_degree > 1). [seed 004]"
+            "(sharded_data_parallel_degree > 1). See docs/spec/api.md#3.5"
         ),
     ]
     assert refusal({"auto_partition": False}) == [
         (
             "auto_partition=False with default_partition=0 (the default): without auto_partition, "
-            "default_partition must be given. [SMP_API.md 3.4, 3.5]"
+            "default_partition must be given. See docs/spec/api.md#3.4"
         ),
     ]
 
@@ -487,7 +488,7 @@ def test_construction_by_keywords_keeps_the_rules() -> None:
         Config(microbatches="2")
 
 
-# Published configurations: seed 001 and seed 004.
+# Published configurations: AWS Run a Distributed Model Parallel Training Job and AWS Sharded Data Parallelism.
 @pytest.mark.parametrize(
     "parameters",
     [
@@ -554,7 +555,7 @@ def test_error_tells_what_the_launcher_set() -> None:
     assert refusal({"tensor_parallel_degree": 2, "ddp": True}, launcher={"ddp": False}) == [
         (
             "tensor_parallel_degree=2 with ddp=False: tensor parallelism (tensor_parallel_degree > 1) "
-            "needs ddp. [SMP_API.md 3.5]"
+            "needs ddp. See docs/spec/api.md#3.5"
         ),
         "The launcher set ddp; its values win.",
     ]
@@ -642,10 +643,10 @@ def test_worlds_that_fit(pipeline: int, tensor: int, sharded: int) -> None:
         ({"partitions": 4}, 6, "Use 4 or 8 ranks, or degrees whose product is one of 1, 2, 3, 6."),
         ({"partitions": 4}, 2, "Use 4 ranks, or degrees whose product is one of 1, 2."),
         ({"partitions": 5}, 36, "product is one of 1, 2, 3, 4, 6, 9, 12, 18, 36."),
-        # seed 004: "for an 8-way data parallelism job, choose 2, 4, or 8".
+        # AWS Sharded Data Parallelism (Selecting the degree of sharded data parallelism): 2, 4 or 8 for 8.
         ({"sharded_data_parallel_degree": 3}, 8, "Use one of 1, 2, 4, 8."),
         (
-            # It divides the DP size 8, but not the RDP size 4 (SMP_API.md 8.3).
+            # It divides the DP size 8, but not the RDP size 4 (API 8.3).
             {**TENSOR_2, "sharded_data_parallel_degree": 8, "prescaled_batch": True},
             8,
             "8 / (1 * 2) = 4. Use one of 1, 2, 4.",

@@ -1,6 +1,6 @@
 """Topology: every worked table of the specification as literal data, then laws on drawn worlds.
 
-The tables are SMP_API.md section 4 and seed 004. Groups are written as there: ``02 13`` is the
+The tables are API 4 and AWS Sharded Data Parallelism. Groups are written as there: ``02 13`` is the
 groups (0, 2) and (1, 3). The laws are checked against two oracles that share nothing with the code:
 groups as "all ranks that share these coordinates", and axes of a transposed numpy array.
 """
@@ -33,7 +33,7 @@ def written(text: str) -> Groups:
 
 @pytest.mark.parametrize(
     ("pipeline", "placement", "mp", "dp"),
-    [  # SMP_API.md 4.2, first table: 8 ranks, no tensor parallelism
+    [  # API 4.2, first table: 8 ranks, no tensor parallelism
         (2, "cluster", "01 23 45 67", "0246 1357"),
         (2, "spread", "04 15 26 37", "0123 4567"),
         (4, "cluster", "0123 4567", "04 15 26 37"),
@@ -46,12 +46,12 @@ def test_eight_ranks_without_tensor_parallelism(
     topology = Topology(8, pipeline=pipeline, placement=placement)
     assert topology.groups(MP) == written(mp)
     assert topology.groups(DP) == written(dp)
-    # SMP_API.md 4.1: "With tp = 1: MP = PP, DP = RDP."
+    # API 4.1: "With tp = 1: MP = PP, DP = RDP."
     assert topology.groups(PP) == written(mp)
     assert topology.groups(RDP) == written(dp)
 
 
-# SMP_API.md 4.2, second table: 8 ranks, pp = tp = rdp = 2
+# API 4.2, second table: 8 ranks, pp = tp = rdp = 2
 PP_TP_RDP_DP_MP = {
     "DPT": ("02 13 46 57", "01 23 45 67", "04 15 26 37", "0145 2367", "0123 4567"),
     "TPD": ("02 13 46 57", "04 15 26 37", "01 23 45 67", "0145 2367", "0246 1357"),
@@ -80,7 +80,7 @@ def test_cluster_is_the_default_placement() -> None:
     assert Topology(8, pipeline=2) == Topology(8, pipeline=2, placement="cluster")
 
 
-# SMP_API.md 4.2: per rank (rdp, pp, tp) for cluster
+# API 4.2: per rank (rdp, pp, tp) for cluster
 CLUSTER_COORDINATES = {
     0: (0, 0, 0),
     1: (0, 0, 1),
@@ -110,7 +110,7 @@ def test_coordinates_carry_their_names() -> None:
 
 
 def test_the_developer_guides_table_is_dtp_and_not_the_default() -> None:
-    """SMP_API.md 4.2, 8.7: "pp fastest: PP pairs 01 23 45 67, TP pairs 02 13 46 57"."""
+    """API 4.2, 8.7: "pp fastest: PP pairs 01 23 45 67, TP pairs 02 13 46 57"."""
     guide = Topology(8, pipeline=2, tensor=2, placement="DTP")
     assert guide.groups(PP) == written("01 23 45 67")
     assert guide.groups(TP) == written("02 13 46 57")
@@ -120,7 +120,7 @@ def test_the_developer_guides_table_is_dtp_and_not_the_default() -> None:
 
 
 def test_the_guides_table_fits_both_readings_of_mp_rank_and_dp_rank() -> None:
-    """SMP_API.md 4.2: under ``DTP`` (a) sorted position and (b) arithmetic agree."""
+    """API 4.2: under ``DTP`` (a) sorted position and (b) arithmetic agree."""
     topology = Topology(8, pipeline=2, tensor=2, placement="DTP")
     for rank in range(8):
         d, p, t = topology.coordinates(rank)
@@ -132,13 +132,13 @@ def test_the_guides_table_fits_both_readings_of_mp_rank_and_dp_rank() -> None:
 def test_elsewhere_mp_rank_and_dp_rank_are_the_sorted_position(
     kind: GroupKind, placement: str
 ) -> None:
-    """SMP_API.md 4.2: rank 1 is at 1 by the recommended reading (a), and at 2 by (b)."""
+    """API 4.2: rank 1 is at 1 by the recommended reading (a), and at 2 by (b)."""
     assert Topology(8, pipeline=2, tensor=2, placement=placement).position(kind, 1) == 1
 
 
 @pytest.mark.parametrize(
     ("sharding", "shards", "replicas"),
-    [  # SMP_API.md 4.3: 8 ranks, tp 1
+    [  # API 4.3: 8 ranks, tp 1
         (2, "01 23 45 67", "0246 1357"),
         (4, "0123 4567", "04 15 26 37"),
         (8, "01234567", "0 1 2 3 4 5 6 7"),
@@ -170,7 +170,7 @@ def test_seed_004_example_2() -> None:
     assert SEED_EXAMPLE_2.group(SHARDING, 0) == (0, 4, 8, 12)
     assert SEED_EXAMPLE_2.group(SHARDING, 16) == (16, 20, 24, 28)
     assert SEED_EXAMPLE_2.group_size(REPLICATION) == 2  # "a replication degree of 2"
-    # SMP_API.md 4.3: the other tensor parallel ranks the same, shifted by 1, 2 and 3.
+    # API 4.3: the other tensor parallel ranks the same, shifted by 1, 2 and 3.
     assert SEED_EXAMPLE_2.groups(SHARDING) == (
         (0, 4, 8, 12),
         (1, 5, 9, 13),
@@ -218,7 +218,7 @@ def test_seed_004_example_1_with_tensor_parallelism() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "global_batch", "mini_batch", "sharding", "tensor"),
-    [  # seed 004, "Reference configurations"; nodes of 8 GPUs
+    [  # AWS Sharded Data Parallelism (Reference configurations); nodes of 8 GPUs
         (2, 64, 4, 16, 1),
         (8, 768, 12, 32, 1),
         (64, 512, 8, 16, 8),
@@ -233,7 +233,7 @@ def test_seed_004_reference_configurations(
 
 
 def test_only_without_prescaling_does_every_tensor_parallel_rank_bring_its_own_batch() -> None:
-    """SMP_API.md 4.4: ``dp_size`` batches against ``rdp_size``; 24 ranks, so dp 8 and rdp 2."""
+    """API 4.4: ``dp_size`` batches against ``rdp_size``; 24 ranks, so dp 8 and rdp 2."""
     topology = Topology(24, pipeline=3, tensor=4)
     assert topology.global_batch(5, prescaled=False) == 40
     assert topology.global_batch(5, prescaled=True) == 10
@@ -243,7 +243,7 @@ def test_only_without_prescaling_does_every_tensor_parallel_rank_bring_its_own_b
 
 
 def layout_of(topology: Topology) -> list[dict[str, int]]:
-    """Every rank's coordinates by letter: the loop that SMP_API.md 4.2 prints."""
+    """Every rank's coordinates by letter: the loop that API 4.2 prints."""
     letters = {"cluster": "DPT", "spread": "TPD"}.get(topology.placement, topology.placement)
     replica = topology.pipeline * topology.tensor
     size = {"D": topology.size // replica, "P": topology.pipeline, "T": topology.tensor}
@@ -257,7 +257,7 @@ def layout_of(topology: Topology) -> list[dict[str, int]]:
     return coordinates
 
 
-# SMP_API.md 4.1, the column "members share"
+# API 4.1, the column "members share"
 MEMBERS_SHARE = {WORLD: "", MP: "D", DP: "P", PP: "TD", TP: "PD", RDP: "PT"}
 
 
@@ -269,7 +269,7 @@ def group_by_definition(topology: Topology, kind: GroupKind, rank: int) -> list[
             for other in range(topology.size)
             if all(at[other][letter] == at[rank][letter] for letter in MEMBERS_SHARE[kind])
         ]
-    # SMP_API.md 4.3: the RDP group, in order, in consecutive blocks; same offset in every block.
+    # API 4.3: the RDP group, in order, in consecutive blocks; same offset in every block.
     rdp = group_by_definition(topology, RDP, rank)
     blocks = [rdp[i : i + topology.sharding] for i in range(0, len(rdp), topology.sharding)]
     (block,) = [block for block in blocks if rank in block]
@@ -333,7 +333,7 @@ def test_coordinates_follow_the_loop_and_rank_of_is_their_inverse(topology: Topo
 @laws
 @given(topology=topologies())
 def test_a_coordinate_is_the_position_in_its_group(topology: Topology) -> None:
-    """SMP_API.md 1.5: ``pp_rank()`` is both; so are ``tp_rank()`` and ``rdp_rank()``."""
+    """API 1.5: ``pp_rank()`` is both; so are ``tp_rank()`` and ``rdp_rank()``."""
     for rank in range(topology.size):
         positions = tuple(topology.position(kind, rank) for kind in (RDP, PP, TP))
         assert topology.coordinates(rank) == positions
@@ -343,7 +343,7 @@ def test_a_coordinate_is_the_position_in_its_group(topology: Topology) -> None:
 @laws
 @given(topology=topologies())
 def test_identities_of_sizes(topology: Topology) -> None:
-    """SMP_API.md 4.1 and 4.3."""
+    """API 4.1 and 4.3."""
     size = topology.group_size
     assert size(WORLD) == topology.size
     assert (size(PP), size(TP)) == (topology.pipeline, topology.tensor)
@@ -362,7 +362,7 @@ def test_identities_of_sizes(topology: Topology) -> None:
 @laws
 @given(topology=topologies())
 def test_kinds_that_coincide_when_a_degree_is_one(topology: Topology) -> None:
-    """SMP_API.md 4.1: tp = 1: MP = PP, DP = RDP. pp = 1: MP = TP."""
+    """API 4.1: tp = 1: MP = PP, DP = RDP. pp = 1: MP = TP."""
     groups = topology.groups
     if topology.tensor == 1:
         assert groups(MP) == groups(PP)
@@ -379,7 +379,7 @@ def test_kinds_that_coincide_when_a_degree_is_one(topology: Topology) -> None:
 @laws
 @given(topology=topologies())
 def test_a_sharding_group_never_mixes_tensor_or_pipeline_ranks(topology: Topology) -> None:
-    """ENGINES.md 1.1: blocks of consecutive *world* ranks would, as soon as tp > 1."""
+    """ENGINES 1.1: blocks of consecutive *world* ranks would, as soon as tp > 1."""
     for group in topology.groups(SHARDING):
         assert len({topology.coordinates(rank)[1:] for rank in group}) == 1
 
@@ -499,10 +499,10 @@ def test_bad_degrees_are_refused_with_key_value_and_rule(
 
 
 def test_sharding_must_divide_the_reduced_size_and_not_the_data_parallel_size() -> None:
-    """SMP_API.md 8.3: 32 ranks with tp 4 have dp 32 and rdp 8; 16 divides only the first."""
+    """API 8.3: 32 ranks with tp 4 have dp 32 and rdp 8; 16 divides only the first."""
     with pytest.raises(ConfigError, match="must divide the reduced data parallel size, 8 "):
         Topology(32, tensor=4, sharding=16)
-    # SMP_API.md 8.1: equality is allowed.
+    # API 8.1: equality is allowed.
     assert Topology(32, tensor=4, sharding=8).group_size(REPLICATION) == 1
 
 

@@ -1,1 +1,1 @@
-"""What SMP offers in place of functions of torch (SMP_API.md 1.1)."""
+"""What SMP offers in place of functions of torch (API 1.1)."""

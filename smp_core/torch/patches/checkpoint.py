@@ -1,5 +1,5 @@
 """``checkpoint`` and ``checkpoint_sequential``, to be used in a module's forward in place of those of
-``torch.utils.checkpoint`` (SMP_API.md 1.9).
+``torch.utils.checkpoint`` (API 1.9).
 """
 
 from __future__ import annotations

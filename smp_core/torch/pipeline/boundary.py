@@ -192,7 +192,7 @@ def run_backward(record: Record, grads: Sequence[Tensor | None]) -> list[Tensor 
     if not record.outputs:
         raise RuntimeError(
             "model.backward came a second time to a call of a module on another rank, whose graph has been "
-            "freed: retain_graph is not supported (SMP_API.md 1.7). Add the losses, and call it once"
+            "freed: retain_graph is not supported (docs/spec/api.md#1.7). Add the losses, and call it once"
         )
     given = [index for index, grad in enumerate(grads) if grad is not None]
     record.grads = None

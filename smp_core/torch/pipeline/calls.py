@@ -2,7 +2,7 @@
 
 ``module(...)`` is caught by the attribute that torch looks at first, ``_compiled_call_impl``, so that
 the module's forward hooks run once, where it runs; ``module.forward(...)`` by an attribute of the
-instance. The class's own ``forward`` stays in reach as ``_orig_forward`` (SMP_API.md 1.7), of modules and, by
+instance. The class's own ``forward`` stays in reach as ``_orig_forward`` (API 1.7), of modules and, by
 :func:`keep_forwards`, of their classes: ``super()._orig_forward(x)``.
 """
 

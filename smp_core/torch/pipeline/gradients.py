@@ -1,7 +1,7 @@
 """From the sums of a step to ``p.grad``: accumulation over steps, reduction, one division.
 
 Published order: a step's totals (accumulation.py) are summed with those of the steps before it, in
-order, until ``backward_passes_per_step`` steps are together (SMP_API.md 1.7; they are summed, not
+order, until ``backward_passes_per_step`` steps are together (API 1.7; they are summed, not
 averaged). Then replicas are folded (replicas.py), and the result is divided once, by the number of
 replicas and, if gradients are averaged over them, of microbatches. It is added to ``p.grad``. A
 parameter that no replica has a gradient for keeps its ``p.grad``, also None. A 16-bit parameter with a
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The arguments of DistributedModel that are about gradients (SMP_API.md 1.7)."""
+    """The arguments of DistributedModel that are about gradients (API 1.7)."""
 
     overlapping_allreduce: bool = True
     backward_passes_per_step: int = 1
@@ -93,7 +93,7 @@ class Gradients:
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """``hook(state, bucket)`` reduces each bucket from now on, instead of what is described above:
-        it averages over replicas and microbatches itself (SMP_API.md 1.7).
+        it averages over replicas and microbatches itself (API 1.7).
 
         Raises UnsupportedTrainingError without ``ddp`` and ``overlapping_allreduce``, and for a second
         hook; TypeError for what cannot be called.
@@ -121,7 +121,7 @@ class Gradients:
         self, buffers: Sequence[torch.Tensor] = (), source: int = 0, *, overlaps: bool = True
     ) -> None:
         """Give all replicas the buffers of dp rank ``source``, as DDP does before each forward pass
-        (SMP_API.md 8.12), if ``broadcast_buffers``. ``overlaps``: buckets may set out before the end.
+        (API 8.12), if ``broadcast_buffers``. ``overlaps``: buckets may set out before the end.
         """
         if self._options.broadcast_buffers:
             self.replicas.broadcast(buffers, source)

@@ -15,7 +15,7 @@ of all traced cost; without a trace, of bytes alone.
 partition costs at most 1.1 T / P + A. Let M be the least possible maximum over P contiguous segments.
 Filling segments from the left, each closed as soon as it reaches T / P, costs at most T / P + A each
 and needs at most P of them, so M <= T / P + A. Cuts between modules high in the tree are preferred to
-cuts inside them, as long as no segment costs more than M + 0.1 T / P. (SMP_API.md 9.8: any balanced
+cuts inside them, as long as no segment costs more than M + 0.1 T / P. (API 9.8: any balanced
 assignment that keeps shared parameters together.)
 """
 

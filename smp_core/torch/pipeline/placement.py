@@ -217,7 +217,7 @@ def distribute(
 
     ``placement`` is the one that ``settle`` returned; ``sharded`` has the parameters of which each rank
     keeps a shard, if there are any. The values of (pp_rank 0, dp_rank 0) reach the owners and their
-    replicas (SMP_API.md 1.3 item 8); every rank empties what it does not own, and gives up the memory.
+    replicas (API 1.3.8); every rank empties what it does not own, and gives up the memory.
     Tensor objects stay in the tree.
     """
     module: nn.Module = model.module

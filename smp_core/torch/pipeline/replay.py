@@ -54,7 +54,7 @@ def gradients(
     """Run ``body(*arguments)`` for each microbatch, in order; ``p.grad`` is left alone.
 
     ``seed`` is that of the step (``streams.draw_seed``), ``divisor`` what the sums are divided by in
-    the end: the number of microbatches, if gradients are averaged over them (SMP_API.md 1.7). ``wide``:
+    the end: the number of microbatches, if gradients are averaged over them (API 1.7). ``wide``:
     16-bit gradients are summed in float32, as they are where there are masters.
     """
     sums: list[dict[nn.Parameter, torch.Tensor]] = []
@@ -115,7 +115,7 @@ def reduce_sharded(
 
     Each step is folded over the ranks of each sharding group, the folds are summed over the steps, in
     order, these sums are folded over the groups, and the result is divided once; all of it in float32 at
-    least. Groups are consecutive blocks of ``sharding`` ranks (SMP_API.md 4.3). What a rank has no
+    least. Groups are consecutive blocks of ``sharding`` ranks (API 4.3). What a rank has no
     gradient for counts as zeros, unless none has one in any step. With ``sharding=1`` this is
     :func:`accumulate`, then :func:`reduce`.
     """
@@ -141,7 +141,7 @@ def reduce_sharded(
 
 
 def norm(gradients: Mapping[str, torch.Tensor | None], sharding: int) -> float:
-    """The L2 norm that clipping under sharded data parallelism goes by (ENGINES.md 1.7).
+    """The L2 norm that clipping under sharded data parallelism goes by (ENGINES 1.7).
 
     Each rank of a sharding group squares the elements of its own part of each gradient, in float64, and
     adds these sums up in the order of registration; they are folded over the ranks of the group.

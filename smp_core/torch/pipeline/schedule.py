@@ -1,11 +1,11 @@
 """Which of the things that a rank could do now it does: the one place that decides.
 
 A schedule of this API is a rule of precedence, not a list: modules may be called in any order, so
-what becomes ready when is only known when it does (SMP_API.md 5). The rules are data, and deciding is
+what becomes ready when is only known when it does (API 5). The rules are data, and deciding is
 a function of what is ready and how far the microbatches are.
 
 What is ready when depends on which message comes first. With ``deterministic_server`` it must not, so
-that all replicas do the same things in the same order (SMP_API.md 3.3). Then nobody looks for messages
+that all replicas do the same things in the same order (API 3.3). Then nobody looks for messages
 while there is something to do: two ranks, with one queue in each direction, are determined by that.
 Among more, messages of several ranks could still come in any order: so the driver does nothing for
 another microbatch while one is with another rank. That costs the overlap between the ranks.

@@ -1,5 +1,5 @@
 """Which parameters and buffers of a model are one and the same memory, so that one rank must own
-them (SMP_API.md 1.7: modules that share a parameter go on the same partition).
+them (API 1.7: modules that share a parameter go on the same partition).
 """
 
 from __future__ import annotations

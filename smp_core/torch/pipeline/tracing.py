@@ -1,5 +1,5 @@
 """A plain run of the whole model on one rank, written down: what is called, in which order, and what
-it costs (SMP_API.md 1.3 item 8: the trace comes before the partition).
+it costs (API 1.3.8: the trace comes before the partition).
 
 The run must leave nothing behind, so buffers, random generators, training flags and gradients are put
 back after it.
@@ -63,7 +63,7 @@ class Trace:
 
 
 def check_options(trace_device: object, trace_execution_times: bool) -> None:
-    """Refuse an unknown device, and times on "cpu" (SMP_API.md 1.7). On this port both devices mean
+    """Refuse an unknown device, and times on "cpu" (API 1.7). On this port both devices mean
     the CPU. Raises ArgumentError.
     """
     if trace_device not in ("cpu", "gpu"):

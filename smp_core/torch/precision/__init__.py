@@ -1,1 +1,1 @@
-"""Training in 16 bits, with float32 masters (SMP_API.md 1.8, seed 004)."""
+"""Training in 16 bits, with float32 masters (API 1.8, AWS Sharded Data Parallelism)."""

@@ -1,5 +1,5 @@
 """What is 16-bit in a 16-bit run: parameters, buffers, and what goes into and comes out of the model
-(SMP_API.md 1.8).
+(API 1.8).
 
 The module is converted in place when it is wrapped: the ``nn.Parameter`` objects stay, so that an
 optimizer made before still holds them. Delayed parameters are converted on the tape, and get their
@@ -35,7 +35,7 @@ def convert(session: Session, module: nn.Module, dtype: torch.dtype) -> None:
     Gradients that parameters have are dropped.
 
     Raises ArgumentTypeError, before anything is changed, for a parameter of another floating-point or
-    complex dtype (SMP_API.md 1.8).
+    complex dtype (API 1.8).
     """
     listed = list(sharing.entries(module))
     for entry in listed:

@@ -1,5 +1,5 @@
 """``shard_optimizer_state``: each replica's rank updates its own part of every parameter, and keeps the
-optimizer's state of that part alone (SMP_API.md 1.8).
+optimizer's state of that part alone (API 1.8).
 
 Parameters and gradients stay whole. A parameter is laid out flat, padded, in equal parts over the RDP
 group (sharding/layout.py); the masters (masters.py) are this rank's parts, and after an update the parts
@@ -84,5 +84,5 @@ def check_elementwise(optimizer: Optimizer, what: str) -> None:
     if any(group.get("fused") for group in optimizer.param_groups):
         raise UnsupportedTrainingError(
             f"smp.DistributedOptimizer: {type(optimizer).__name__}(fused=True) rounds an element by where it lies "
-            f"in memory, and with {what} it lies elsewhere (ENGINES.md 2.1). Leave fused out"
+            f"in memory, and with {what} it lies elsewhere (docs/spec/engines.md#2.1). Leave fused out"
         )

@@ -2,9 +2,9 @@
 vanish.
 
 Pure state machines: they are told, once per ``optimizer.step()``, whether any rank of the world found an
-infinity or NaN, so every rank's is in the same state. The rules are those of SMP_API.md 1.8 to the letter
-(ENGINES.md 1.8). At the floor an overflow leaves the scale at ``min_scale`` and the step is skipped all the
-same; DeepSpeed raises there, SMP_API.md does not. There is no ceiling.
+infinity or NaN, so every rank's is in the same state. The rules are those of API 1.8 to the letter
+(ENGINES 1.8). At the floor an overflow leaves the scale at ``min_scale`` and the step is skipped all the
+same; DeepSpeed raises there, the API's rules do not. There is no ceiling.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from smp_core.errors import ArgumentError, ArgumentTypeError
 
 _CALL = "smp.DistributedOptimizer"
-#: The keys of ``dynamic_loss_args`` and their defaults (SMP_API.md 1.8).
+#: The keys of ``dynamic_loss_args`` and their defaults (API 1.8).
 DEFAULTS: Mapping[str, Any] = {
     "init_scale": 2**32,
     "scale_factor": 2.0,
@@ -28,7 +28,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 class LossScaler:
-    """The static scaler: one scale, and no step is ever an overflow (SMP_API.md 1.8).
+    """The static scaler: one scale, and no step is ever an overflow (API 1.8).
 
     ``loss_scale`` is a float and may be set. ``dynamic`` is whether gradients need to be looked at.
     Raises ArgumentError unless the scale is a finite number above 0.

@@ -1,7 +1,7 @@
 """What comes before an update in a 16-bit run: the overflow flag, the loss scale, the norm.
 
 The flag is the maximum over the world, in one exchange: a step is skipped on all ranks or on none
-(SMP_API.md 1.8, ENGINES.md 1.8). The norm is that of the whole model's gradients: each element once,
+(API 1.8, ENGINES 1.8). The norm is that of the whole model's gradients: each element once,
 whichever ranks it is on.
 """
 

@@ -8,7 +8,7 @@ gradients of all its uses have come, or at the end.
 
 *Live* are the elements of the units that are gathered or on their way. What is demanded is gathered
 whatever ``sdp_max_live_parameters`` says, after everything that nobody uses any more has been given
-back; what is prefetched never takes the live elements above it (ENGINES.md 1.5). So the most that is
+back; what is prefetched never takes the live elements above it (ENGINES 1.5). So the most that is
 ever live is ``sdp_max_live_parameters`` or what the open calls use, whichever is more.
 
 Prefetch. The order in which units were demanded in the last step is expected again: when one has been

@@ -11,9 +11,9 @@ of every route is the same, byte for byte.
     What has come lies by ``[place in the node, node, part]`` and is reordered to ``[node, place, part]``.
     That reordering is easily forgotten: the size is right, and the values are where all are equal.
 
-Seed 004 says of ``sdp_hierarchical_allgather`` that it works "within each node first, and then across
+AWS Sharded Data Parallelism (sdp_hierarchical_allgather) says that it works "within each node first, and then across
 nodes"; the published algorithm (MiCS) goes between nodes first. The values are the same, what leaves a
-node is not. Of a tensor of size M, over p ranks with k on each node (ENGINES.md 1.3):
+node is not. Of a tensor of size M, over p ranks with k on each node (ENGINES 1.3):
 
 ======================== ============= =========== ===========
 order                    leaves a node p=16, k=8   p=64, k=8

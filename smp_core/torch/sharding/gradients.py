@@ -1,6 +1,6 @@
 """From the sums of a step to the gradients of shards: ReduceScatter each step, AllReduce once a window.
 
-Published order (DESIGN.md, "Exactness"). A step's sums, whole on each rank and folded over microbatches
+Published order (ENGINES 2.2 tier R). A step's sums, whole on each rank and folded over microbatches
 (pipeline/accumulation.py), are folded over the ranks of the sharding group, and each rank keeps its part:
 the ReduceScatter. Parts are summed with those of the steps before, until ``backward_passes_per_step`` steps
 are together. Only then they are folded over the replication group: the AllReduce. One division follows,

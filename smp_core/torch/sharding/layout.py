@@ -2,7 +2,7 @@
 
 A tensor of ``numel`` elements is laid out flat and cut into one part of ``ceil(numel / ranks)`` elements
 for each rank, in rank order; the last parts are filled up with zeros, and may be nothing else
-(ENGINES.md 1.4). Shapes play no role, and no rank has more than another. Pure functions of sizes; no
+(ENGINES 1.4). Shapes play no role, and no rank has more than another. Pure functions of sizes; no
 communication.
 """
 
@@ -58,7 +58,7 @@ def bins(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
     """The indices of ``sizes`` in order, in bins of at most ``most`` together.
 
     Greedy: what does not fit into a bin that has something begins the next; what is larger than
-    ``most`` is alone (ENGINES.md 1.5).
+    ``most`` is alone (ENGINES 1.5).
     """
     filled, bin_ = 0, list[int]()
     for index, size in enumerate(sizes):

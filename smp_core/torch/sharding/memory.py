@@ -56,7 +56,7 @@ from smp_core.torch.sharding.counted import (
     PARAMETERS,
 )
 
-#: What sharded data parallelism splits (seed 004: "model parameters, gradients, and optimizer states").
+#: What sharded data parallelism splits (AWS Sharded Data Parallelism (Introduction)).
 STATE = (PARAMETERS, MASTERS, OPTIMIZER, GRADIENTS)
 
 

@@ -1,4 +1,4 @@
-"""Calls of a sharded model outside of steps, which pipeline degree 1 allows (SMP_API.md 1.3 item 9).
+"""Calls of a sharded model outside of steps, which pipeline degree 1 allows (API 1.3.9).
 
 What is called there gathers as in a step; ``model.backward`` then is a step of one microbatch, without its
 body: whatever calls its gradients come from, they go to its ledger.

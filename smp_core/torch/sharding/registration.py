@@ -1,4 +1,4 @@
-"""``smp.register_parameter``: a module uses a parameter that it does not own (seed 004).
+"""``smp.register_parameter``: a module uses a parameter that it does not own (AWS Sharded Data Parallelism).
 
 What is read as an attribute of any module of the model is found without it: ``self.layer1.weight``. A
 parameter that a module holds in a list, a closure or any object of its own is read past the

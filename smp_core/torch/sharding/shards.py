@@ -150,7 +150,7 @@ def describe(
 ) -> None:
     """Say on a parameter what scripts ask: ``ds_shape`` and ``ds_numel`` of the whole, and ``ds_tensor``,
     this rank's ``part`` of it with its padding, whose own ``ds_numel`` is the size of a part
-    (SMP_API.md 1.11). Without ``part``, of a persistent parameter: a view of what the part would be,
+    (API 1.11). Without ``part``, of a persistent parameter: a view of what the part would be,
     not padded.
     """
     if part is None:

@@ -1,7 +1,8 @@
 """Sharded data parallelism of one rank's model: what is split, how it is had whole, and its norm.
 
 Made when the model is placed (model.py), before its values come: so each rank takes its own
-part of a parameter and never holds the rest (seed 004: "initialized immediately, in a sharded manner").
+part of a parameter and never holds the rest (AWS Sharded Data Parallelism (Tips and considerations:
+delayed_parameter_initialization)).
 """
 
 from __future__ import annotations
@@ -195,7 +196,7 @@ class Sharding:
 
     def clip(self, targets: Sequence[nn.Parameter], scale: float = 1.0) -> None:
         """Multiply gradients so that their norm over the whole model is at most ``sdp_gradient_clipping``:
-        inside ``optimizer.step()`` (seed 004).
+        inside ``optimizer.step()`` (AWS Sharded Data Parallelism).
 
         ``targets`` are this rank's parameters, or masters, that have a gradient; it is changed in place. One that
         is none of the model's neither counts nor is clipped.

@@ -33,7 +33,7 @@ def test_a_world_of_one_rank_is_drawn_often_beside_large_ones(drawn: Drawn) -> N
 
 
 def test_placements_are_the_eight_of_the_specification(drawn: Drawn, minimal: Minimal) -> None:
-    # SMP_API.md 4.2
+    # API 4.2
     expected = {"cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"}
     assert set(drawn(placements(), 300)) == expected
     assert minimal(placements()) == "cluster"

@@ -2,7 +2,7 @@
 
 Weights, inputs and targets are small integers, the network is linear layers and ReLU with a squared
 loss as a sum, and the divisor is the number of ranks, a power of two. So gradients are integers, or
-integers over 8, and sums of them are exact in any order as long as they stay below 2**24 (ENGINES.md
+integers over 8, and sums of them are exact in any order as long as they stay below 2**24 (ENGINES
 2.2). ``certify`` makes sure of that at each step of the reference. Adam does not stay on integers, but
 works on each element alone: equal gradients and equal states give equal bits. After each step the
 weights are rounded to integers on both sides, so that the next gradients are exact again.

@@ -376,7 +376,7 @@ def test_object_collectives(smp_world: Any, size: int) -> None:
 
 
 def test_an_object_that_cannot_be_pickled_hangs_nobody(smp_world: Any, size: int) -> None:
-    """BUGS.md L18: torch raises on that rank before it communicates; the others wait already."""
+    """G18: torch raises on that rank before it communicates; the others wait already."""
 
     def body() -> None:
         last = dist.get_rank() == size - 1

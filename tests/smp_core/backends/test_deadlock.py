@@ -160,7 +160,7 @@ def test_a_rank_that_waits_for_itself(smp_world: Any) -> None:
 
 
 def test_seven_ranks_in_five_groups_while_the_eighth_has_returned(smp_world: Any) -> None:
-    """FACTS 1.8: a chain through several groups, and no cycle."""
+    """TORCH 1.8: a chain through several groups, and no cycle."""
     groups = [[0, 7], [1, 0], [2, 1], [4, 3, 2], [3, 6, 5]]
     waits_in = {0: 0, 1: 1, 2: 2, 3: 3, 4: 3, 5: 4, 6: 4}
 

@@ -143,7 +143,7 @@ NUMPY: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("op", NUMPY)
 @pytest.mark.parametrize("dtype", [*SIGNED, *UNSIGNED], ids=name)
 def test_integers_wrap_around(smp_world: Any, dtype: torch.dtype, op: str) -> None:
-    """Values at both ends of the range, so that sums and products overflow (BUGS.md L14) and an
+    """Values at both ends of the range, so that sums and products overflow (G14) and an
     order that takes the sign bit for a sign is wrong."""
     kind = np.dtype(name(dtype))
     low, high = int(np.iinfo(kind).min), int(np.iinfo(kind).max)
@@ -223,7 +223,7 @@ def test_complex_sum_and_average(smp_world: Any, dtype: torch.dtype) -> None:
 def test_an_undefined_reduction_is_refused_at_its_own_call(
     smp_world: Any, call: str, dtype: torch.dtype, op: str, why: str
 ) -> None:
-    """BUGS.md L15. The other rank has called already and gets no mismatch: the bad call never
+    """G15. The other rank has called already and gets no mismatch: the bad call never
     joined."""
 
     def body() -> None:

@@ -267,7 +267,7 @@ def test_differentiable_collectives(smp_world: Any, call: Any) -> None:
 
 
 def test_differentiable_broadcast_in_a_group_of_one(smp_world: Any) -> None:
-    """BUGS.md L7, pytorch#130515: torch compares the group's rank with the world's root and zeroes
+    """G7, pytorch#130515: torch compares the group's rank with the world's root and zeroes
     the gradient, on every backend. The forward pass is right."""
 
     def body() -> Row | None:

@@ -28,7 +28,7 @@ MEMBERS = [[0, 1, 2, 3], [3, 1], [2, 0, 3], [1], [0], [5, 4, 3, 2, 1, 0], [4, 1,
 
 @pytest.mark.parametrize("members", MEMBERS, ids=str)
 def test_group_ranks_follow_the_list(smp_world: Any, members: list[int]) -> None:
-    """BUGS.md L17, B037: the order given is the order of group ranks, of all_gather, of scatter's
+    """G17, B037: the order given is the order of group ranks, of all_gather, of scatter's
     pieces, and roots are world ranks."""
 
     def body() -> Any:
@@ -133,7 +133,7 @@ def test_overlapping_groups_are_used_together(smp_world: Any) -> None:
 
 
 def test_a_call_by_a_rank_outside_the_group_does_nothing_and_warns(smp_world: Any) -> None:
-    """BUGS.md L16: torch's own behaviour, which `sim` leaves alone."""
+    """G16: torch's own behaviour, which `sim` leaves alone."""
 
     def body() -> list[float]:
         rank = dist.get_rank()

@@ -1,5 +1,5 @@
 """Layouts on `sim`: strided, offset, transposed, expanded and empty tensors give the same values as
-contiguous ones, and the memory between a view's elements stays as it was (BUGS.md L1 to L6, B001 to
+contiguous ones, and the memory between a view's elements stays as it was (G1 to G6, B001 to
 B011).
 """
 

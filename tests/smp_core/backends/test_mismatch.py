@@ -41,7 +41,7 @@ Calls = tuple[str, Callable[[], Any], str, Callable[[], Any], str]
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
 # What differs; the call of all ranks but the last, and its words; the call of the last, and its
-# words. BUGS.md L8 to L12 are among them.
+# words. G8 to G12 are among them.
 CASES: list[Calls] = [
     (
         "operation",
@@ -220,7 +220,7 @@ def test_the_users_lines_are_in_the_message(smp_world: Any) -> None:
 
 
 def test_swapped_order_of_two_calls(smp_world: Any) -> None:
-    """BUGS.md L11. Equal shapes cannot be told apart; unequal ones can, and asynchronous calls are
+    """G11. Equal shapes cannot be told apart; unequal ones can, and asynchronous calls are
     matched by the order of issue."""
 
     def body() -> None:

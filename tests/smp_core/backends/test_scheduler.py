@@ -131,7 +131,7 @@ def test_a_verdict_stays_though_the_body_swallows_it(smp_world):
 
 
 def test_deadlock_names_the_chain_that_ends_at_a_returned_rank(smp_world):
-    """FACTS 1.8: a stuck world need not contain a cycle."""
+    """TORCH 1.8: a stuck world need not contain a cycle."""
 
     def body():
         if smp.rank() < 2:
@@ -180,7 +180,7 @@ def test_a_rank_that_never_comes_back(host):
 
 
 def test_a_lock_held_over_a_barrier_is_found_by_the_time_limit(host):
-    """FACTS 1.3: the scheduler does not see what waits in Python's own locks."""
+    """TORCH 1.3: the scheduler does not see what waits in Python's own locks."""
     lock = threading.Lock()
 
     def body():

@@ -164,7 +164,7 @@ def test_a_counter_over_all_ranks(smp_world: Any) -> None:
 
 
 def test_polling_lets_the_others_run(smp_world: Any) -> None:
-    """FACTS 1.3: `check` in a loop must not spin for ever."""
+    """TORCH 1.3: `check` in a loop must not spin for ever."""
 
     def body() -> None:
         store = default_store()

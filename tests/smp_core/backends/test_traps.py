@@ -1,4 +1,4 @@
-"""The traps of simulated ranks behind a torch process group, a test each (FACTS.md 1, in its order)."""
+"""The traps of simulated ranks behind a torch process group, a test each (TORCH 1, in its order)."""
 
 from __future__ import annotations
 

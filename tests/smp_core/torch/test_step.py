@@ -365,7 +365,7 @@ def test_every_replica_raises_when_the_batch_of_one_cannot_be_split(smp):
 
 @pytest.mark.smp(ranks=2, pipeline_parallel_degree=2, microbatches=2)
 def test_in_a_pipeline_dummies_do_and_every_rank_has_the_results(smp):
-    """SMP_API.md 1.3 items 3, 7 and 11."""
+    """API 1.3.3, 1.3.7 and 1.3.11."""
     model = smp.DistributedModel(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()))
     calls = []
 

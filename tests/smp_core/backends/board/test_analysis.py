@@ -94,7 +94,7 @@ def test_calls_that_differ(one: Description, other: Description, what: str) -> N
 
 
 def test_a_mismatch_is_found_after_the_run_too() -> None:
-    """Gloo adds SUM to MAX without a word (BUGS.md L9)."""
+    """Gloo adds SUM to MAX without a word (G9)."""
     board, ranks = world(2)
     for rank, call in zip(ranks, (ALL_REDUCE, ALL_REDUCE_MAX), strict=True):
         rank.does(call)

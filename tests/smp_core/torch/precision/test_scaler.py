@@ -1,4 +1,4 @@
-"""Loss scalers: the rules of SMP_API.md 1.8, against a model of them written from its text."""
+"""Loss scalers: the rules of API 1.8, against a model of them written from its text."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_one_hop_where_two_gain_nothing_or_do_not_fit(
 
 
 def within_first(ranks: tuple[int, ...], rank: int, nodes: Sequence[int]) -> Route:
-    """The order of seed 004."""
+    """The order of AWS Sharded Data Parallelism."""
     between, within = gathering.hierarchical(ranks, rank, nodes).hops
     return Route((within, between))
 
