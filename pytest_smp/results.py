@@ -233,6 +233,6 @@ def shorten(made: pytest.TestReport, error: BaseException) -> None:
     if isinstance(error, VerdictError | RunTimeout):
         crash.message = crash.message.removeprefix(f"{type(error).__name__}: ")
     # A rank that died before its first call has no line; that ours are hidden is no news to anybody.
-    for traceback, *_ in getattr(made.longrepr, "chain", ()):
-        if not traceback.reprentries or "hidden" in (traceback.extraline or ""):
-            traceback.extraline = None
+    for shown, *_ in getattr(made.longrepr, "chain", ()):
+        if not shown.reprentries or "hidden" in (shown.extraline or ""):
+            shown.extraline = None

@@ -139,8 +139,9 @@ def _refusing(meet: Callable[..., Any]) -> Callable[..., Any]:
 
 _REMEDY = (
     "The ranks of sim are threads of one process. Their default process group is there from the start; after "
-    "destroy_process_group(), init_process_group('sim', rank=rank, world_size=size, store=torch.distributed.HashStore()) "
-    "makes it again. For a process group of another backend run the ranks as processes (--smp-backend=gloo)"
+    "destroy_process_group(), init_process_group('sim', rank=rank, world_size=size, "
+    "store=torch.distributed.HashStore()) makes it again. "
+    "For a process group of another backend run the ranks as processes (--smp-backend=gloo)"
 )
 #: Backends that wait in C++, while they are made, until all ranks have come.
 _MEET = ("gloo", "nccl", "mpi", "ucc", "xccl", "undefined")
@@ -155,7 +156,8 @@ def _made_alone(
     names = str(backend).lower()
     if current.current() is not None and group_size > 1 and any(name in names for name in _MEET):
         raise UnsupportedError(
-            f"init_process_group: a group of {group_size} ranks of backend {names!r} waits for other processes. {_REMEDY}"
+            f"init_process_group: a group of {group_size} ranks of backend {names!r} waits for other processes. "
+            f"{_REMEDY}"
         )
     return _make_group(group_size, group_rank, ranks, backend, *args, **kwargs)
 
@@ -171,7 +173,7 @@ class rank_worlds:
         self._handlers = dict(rendezvous_handlers)
         rendezvous_handlers.update({name: _refusing(it) for name, it in self._handlers.items()})
         c10d_logger._get_msg_dict = _message  # type: ignore[assignment]
-        c10d._new_process_group_helper = _made_alone
+        c10d._new_process_group_helper = _made_alone  # type: ignore[assignment]
         profiling.enter()
 
     def leave(self) -> None:
