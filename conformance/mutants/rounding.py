@@ -329,7 +329,7 @@ def tiny_parts_are_skipped(patch: Patch) -> None:
     inner = DistributedOptimizer._step
 
     def skipping(self: DistributedOptimizer, closure: Any) -> Any:
-        for each in self._targets():
+        for each in self._parameters.targets():
             if each.numel() == 1:
                 each.grad = None
         return inner(self, closure)

@@ -12,6 +12,7 @@ import smp_core.torch as smp
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
 from smp_core.errors import SmpError
 from smp_core.torch import checkpoint, naming, optimizer_state, weights
+from smp_core.torch.optimizer_parameters import OptimizerParameters
 from smp_core.torch.precision.masters import is_elementwise
 from smp_core.torch.sharding import records, states
 from smp_core.torch.sharding.shards import Shard
@@ -73,13 +74,13 @@ def small_parameters_have_no_state(patch: Patch) -> None:
 @BUGS.enter("SHARD-CKPT-FULL", origin="B128")
 def every_rank_takes_the_first_part(patch: Patch) -> None:
     """of a whole optimizer state every rank takes the elements of rank 0"""
-    moved = optimizer_state.moved
+    moved = OptimizerParameters.moved
 
-    def first(optimizer: Any, parameter: Any, state: Any) -> Any:
-        sharding = optimizer._sharding
+    def first(self: OptimizerParameters, parameter: Any, state: Any) -> Any:
+        sharding = self.sharding
         shard = None if sharding is None else sharding.shard(parameter)
         if shard is None or not isinstance(state, Mapping):
-            return moved(optimizer, parameter, state)
+            return moved(self, parameter, state)
         return {
             key: value.reshape(-1)[: shard.owned].clone()
             if is_elementwise(key, value, shard.shape)
@@ -87,7 +88,7 @@ def every_rank_takes_the_first_part(patch: Patch) -> None:
             for key, value in state.items()
         }
 
-    patch.setattr(optimizer_state, "moved", first)
+    patch.setattr(OptimizerParameters, "moved", first)
 
 
 @BUGS.enter("SHARD-CKPT-STATE")
@@ -145,10 +146,11 @@ def masters_are_made_of_16_bits(patch: Patch) -> None:
     """masters are not loaded: those of the rounded parameters remain"""
     own = optimizer_state._own_masters
 
-    def none(optimizer: Any, precise: Any) -> dict[str, torch.Tensor]:
+    def none(parameters: OptimizerParameters, precise: Any) -> dict[str, torch.Tensor]:
+        assert parameters.masters is not None
         return {
-            name: value.to(optimizer._masters.dtype).float()
-            for name, value in own(optimizer, precise).items()
+            name: value.to(parameters.masters.dtype).float()
+            for name, value in own(parameters, precise).items()
         }
 
     patch.setattr(optimizer_state, "_own_masters", none)

@@ -291,7 +291,9 @@ def _save_full(
                     f"{_SAVE}: a full checkpoint of the optimizer's state is not supported with tensor parallelism or "
                     "shard_optimizer_state (docs/spec/api.md#6). Save with partial=True, or without optimizer"
                 )
-            state["optimizer"] = optimizer_state.state_dict(optimizer, keep=runtime.rank == 0)
+            state["optimizer"] = optimizer_state.state_dict(
+                optimizer._parameters, keep=runtime.rank == 0
+            )
         return state
 
     mine: list[dict[str, Any]] = []

@@ -2,33 +2,28 @@
 state can be had, and given, whole (API 1.8; optimizer_state.py).
 
 Where the model has masters (precision/masters.py), the wrapped optimizer's groups and state hold those in
-the parameters' place.
+the parameters' place (optimizer_parameters.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from smp_core.errors import ArgumentTypeError
-from smp_core.topology import GroupKind
 from smp_core.torch import optimizer_state
 from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import SecondModelError, UnsupportedTrainingError
 from smp_core.torch.optimizer_internals import Internals
-from smp_core.torch.pipeline import foreign
+from smp_core.torch.optimizer_parameters import OptimizerParameters
 from smp_core.torch.precision import scaler
-from smp_core.torch.precision.masters import Masters, multiply
+from smp_core.torch.precision.masters import multiply
 from smp_core.torch.precision.parts import check_elementwise
 from smp_core.torch.precision.scaler import LossScaler
 from smp_core.torch.precision.update import Found, Update
-
-if TYPE_CHECKING:
-    from smp_core.torch.sharding.state import Sharding
 
 
 class DistributedOptimizer(Internals, Optimizer):
@@ -89,19 +84,13 @@ class DistributedOptimizer(Internals, Optimizer):
         # Not Optimizer.__init__, which would make groups of its own: one set of groups, two faces.
         self.optimizer = optimizer
         self._session = session
-        self._order = [list(group["params"]) for group in optimizer.param_groups]
-        self._names = [group.get("param_names") for group in optimizer.param_groups]
-        self._elsewhere: set[int] = set()
         self._loads: list[Any] = []
-        self._partitioned = False
         self.overflow = False
         self.loss_scaler = None
         if config.fp16:
             self.loss_scaler = scaler.of_arguments(static_loss_scale, dynamic_loss_scale, dynamic)
-        # Once the model is partitioned:
-        self._model: sessions.Model | None = None
-        self._masters: Masters | None = None
-        self._update: Update | None = None
+        self._parameters = OptimizerParameters(optimizer, session.runtime, self.loss_scaler)
+        self._update: Update | None = None  # once the model is partitioned, with masters
         session.optimizer = self
         if session.model is not None and session.model.partitioned:
             self._smp_partitioned(session.model)
@@ -151,12 +140,7 @@ class DistributedOptimizer(Internals, Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Other ranks' parameters get their index in states, and are left out."""
         self.optimizer.add_param_group(param_group)
-        group = self.optimizer.param_groups[-1]
-        self._order.append(list(group["params"]))
-        self._names.append(group.get("param_names"))
-        if self._partitioned:
-            self._keep_own(group)
-            self._take_masters()
+        self._parameters.add_last_group()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of this rank's parameters; a rank without any does nothing but call
@@ -166,8 +150,9 @@ class DistributedOptimizer(Internals, Optimizer):
         and a dynamic loss scale every rank of the world calls: if any found an infinity or NaN, the step is
         skipped on all, which drops the gradients; if none has a gradient, nothing at all happens.
         """
-        sharding = self._sharding
-        if self._masters is None and sharding is None:
+        parameters = self._parameters
+        sharding, masters = parameters.sharding, parameters.masters
+        if masters is None and sharding is None:
             return self._step(closure)
         if sharding is not None:
             sharding.part_again()
@@ -175,22 +160,22 @@ class DistributedOptimizer(Internals, Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        scale, masters = self.loss_scale, self._masters
+        scale = self.loss_scale
         if masters is not None:
             assert self._update is not None
-            self._take_masters()
+            parameters.take_masters()
             masters.sync()
-            found = self._update.ready(self._targets())
+            found = self._update.ready(parameters.targets())
             self.overflow = found is Found.OVERFLOW
             if self.overflow:
                 self.zero_grad()
             if found is not Found.FINITE:
                 return result
-            scale = masters.take_scale(self._targets(), scale)
+            scale = masters.take_scale(parameters.targets(), scale)
         if sharding is not None:
-            sharding.clip(self._targets(), scale)  # divides by the scale, too
+            sharding.clip(parameters.targets(), scale)  # divides by the scale, too
         else:
-            multiply(self._targets(), 1 / scale)
+            multiply(parameters.targets(), 1 / scale)
         self._step(None)
         if masters is not None:
             masters.publish()
@@ -208,25 +193,17 @@ class DistributedOptimizer(Internals, Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; of masters and of their parameters."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
-        if self._masters is not None:
-            self._masters.zero_grad(set_to_none)
+        if self._parameters.masters is not None:
+            self._parameters.masters.zero_grad(set_to_none)
 
     def with_gradients(self) -> list[Any]:
         """Where a script finds gradients: this rank's parameters, or the masters of 16-bit ones."""
         shown = []
-        for order in self._order:
+        for order in self._parameters.order:
             for each in order:
-                face = self._face(each)
+                face = self._parameters.face(each)
                 shown.append(each if each.grad is not None else face)
         return shown
-
-    def _all(self) -> list[nn.Parameter]:
-        """What the wrapped optimizer holds: this rank's parameters, or masters."""
-        return [each for group in self.optimizer.param_groups for each in group["params"]]
-
-    def _targets(self) -> list[nn.Parameter]:
-        """What it will update: those with a gradient."""
-        return [each for each in self._all() if each.grad is not None]
 
     # 16 bits.
 
@@ -255,19 +232,19 @@ class DistributedOptimizer(Internals, Optimizer):
         Collective over the world. Raises UnsupportedTrainingError in a run without ``fp16`` or ``bf16``,
         before the model is partitioned, and where sharded data parallelism clips (API 6).
         """
-        masters = self._masters
+        masters = self._parameters.masters
         if masters is None or masters.dtype is None or self._update is None:
             raise UnsupportedTrainingError(
                 "optimizer.clip_master_grads: there are no masters: the model is not partitioned yet, or "
                 "neither fp16 nor bf16 is set. Call it after the step; without 16 bits clip p.grad"
             )
-        if self._sharding is not None:
+        if self._parameters.sharding is not None:
             raise UnsupportedTrainingError(
                 "optimizer.clip_master_grads: sharded data parallelism clips in optimizer.step(), to the "
                 "configuration parameter sdp_gradient_clipping. Set that, and leave the call out"
             )
-        self._take_masters()
-        norm = self._update.clip(self._targets(), max_norm, norm_type)
+        self._parameters.take_masters()
+        norm = self._update.clip(self._parameters.targets(), max_norm, norm_type)
         return torch.tensor(norm, dtype=torch.float64)
 
     # State (optimizer_state.py).
@@ -276,7 +253,7 @@ class DistributedOptimizer(Internals, Optimizer):
         """This rank's part of the state, with ``_smp_is_partial``; on rdp_rank 0 the list of all parts, where
         the state is split over the RDP group and ``gather_if_shard``, for which all of it calls.
         """
-        return optimizer_state.local_state_dict(self, gather_if_shard)
+        return optimizer_state.local_state_dict(self._parameters, gather_if_shard)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, as plain torch's optimizer over the whole model would have it.
@@ -284,7 +261,7 @@ class DistributedOptimizer(Internals, Optimizer):
         Collective over the MP and the sharding group. Raises UnsupportedTrainingError with
         ``shard_optimizer_state`` (API 6).
         """
-        return optimizer_state.state_dict(self)
+        return optimizer_state.state_dict(self._parameters)
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load a whole state, this rank's part of one, or the list of all parts by rdp_rank. Parts are merged
@@ -293,8 +270,8 @@ class DistributedOptimizer(Internals, Optimizer):
         Raises ValueError as torch's does, at the time of the load, if groups differ.
         """
         optimizer_state.check(state_dict)
-        if self._partitioned:
-            optimizer_state.load(self, state_dict)
+        if self._parameters.partitioned:
+            optimizer_state.load(self._parameters, state_dict)
         else:
             self._loads.append(state_dict)
 
@@ -302,81 +279,28 @@ class DistributedOptimizer(Internals, Optimizer):
         """Carry out the loads that waited; after partitioning and its hooks."""
         loads, self._loads = self._loads, []
         for state in loads:
-            optimizer_state.load(self, state)
+            optimizer_state.load(self._parameters, state)
 
     def _smp_take_state(self, source: int) -> None:
         """Have what dp rank ``source`` keeps for each parameter; collective over the DP group."""
-        optimizer_state.take(self, source)
+        optimizer_state.take(self._parameters, source)
 
     def _smp_check_fits(self, given: Mapping[str, Any]) -> None:
         """Raise ValueError if groups differ, CheckpointError for another rank's shard."""
-        optimizer_state.check_fits(self, given)
+        optimizer_state.check_fits(self._parameters, given)
 
     def _smp_load_precise(self, precise: Mapping[str, Any] | None) -> None:
         """Load the masters and the loss scaler of a state, as far as this run has such."""
-        optimizer_state.load_precise(self, precise)
+        optimizer_state.load_precise(self._parameters, precise)
 
-    # The model's parameters, and what stands in their place.
-
-    @property
-    def _sharding(self) -> Sharding | None:
-        return None if self._model is None else self._model.sharding
-
-    def _face(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What the wrapped optimizer has in the parameter's place."""
-        masters = self._masters
-        return parameter if masters is None else masters.of(parameter)  # type: ignore[arg-type]
-
-    def _take_masters(self) -> None:
-        """Put masters in the place of parameters that have one, state and all: again before each use, since
-        a parameter may have been added, or unfrozen.
-        """
-        if self._masters is None:
-            return
-        for group in self.optimizer.param_groups:
-            for position, parameter in enumerate(group["params"]):
-                face = self._face(parameter)
-                if face is not parameter:
-                    group["params"][position] = face
-                    if parameter in self.optimizer.state:
-                        state = self.optimizer.state.pop(parameter)
-                        self.optimizer.state[face] = optimizer_state.moved(self, parameter, state)
-
-    def _smp_mastered(self, model: sessions.Model) -> None:
-        """The model has been partitioned, and has its own parameters: work on masters, if there are any.
-        State that there is of whole parameters is cut as they are.
-        """
-        self._model = model
-        if model.sharding is not None and model.masters is None:
-            state = self.optimizer.state
-            for parameter in [each for each in state if isinstance(each, torch.Tensor)]:
-                state[parameter] = optimizer_state.moved(self, parameter, state[parameter])
-        if model.masters is not None:
-            self._masters = model.masters
-            model.masters.scaler, model.masters.optimized = self.loss_scaler, self._all
-            self._update = Update(self._session, model.masters)
-            self._take_masters()
-
-    def _own(self, parameter: torch.Tensor) -> bool:
-        """Whether the parameter stays: it is ours, or none of the model's (then every rank has it)."""
-        return id(parameter) not in self._elsewhere and not foreign.is_foreign(parameter)
-
-    def _keep_own(self, group: dict[str, Any]) -> None:
-        kept = [position for position, each in enumerate(group["params"]) if self._own(each)]
-        for key in {"params", "param_names"} & set(group):
-            group[key] = [group[key][position] for position in kept]
+    # What the model tells.
 
     def _smp_partitioned(self, model: sessions.Model) -> None:
         """The model has been partitioned: forget what other ranks own."""
-        assert model.placement is not None
-        placement, here = model.placement, self._session.runtime.position(GroupKind.PP)
-        self._elsewhere = {
-            id(parameter)
-            for name, parameter in model.module.named_parameters()
-            if placement.parameters[name] != here
-        }
-        for group in self.optimizer.param_groups:
-            self._keep_own(group)
-        for parameter in [each for each in self.optimizer.state if not self._own(each)]:
-            del self.optimizer.state[parameter]
-        self._partitioned = True
+        self._parameters.partition(model)
+
+    def _smp_mastered(self, model: sessions.Model) -> None:
+        """The model has been partitioned, and has its own parameters: work on masters, if there are any."""
+        if model.masters is not None:
+            self._update = Update(self._session, model.masters)
+        self._parameters.follow(model)

@@ -7,47 +7,46 @@ it has no such attribute.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import UnsupportedTrainingError
+from smp_core.torch.optimizer_parameters import OptimizerParameters
+from smp_core.torch.session import Session
 from smp_core.torch.sharding.layout import Layout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from smp_core.torch.optimizer import DistributedOptimizer
-
 
 class Internals:
-    """A base of DistributedOptimizer, which it reads."""
+    """A base of DistributedOptimizer, which makes the attributes."""
 
-    @property
-    def _whole(self) -> DistributedOptimizer:
-        return cast("DistributedOptimizer", self)
+    _session: Session
+    _parameters: OptimizerParameters
 
     # 16 bits.
 
     @property
     def fp16_groups(self) -> list[list[nn.Parameter]]:
         """By group, this rank's 16-bit parameters that have masters."""
-        return [[parameter for parameter, _ in pairs] for pairs in _pairs(self._whole)]
+        return [[parameter for parameter, _ in pairs] for pairs in _pairs(self._parameters)]
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[nn.Parameter]]:
         """By group, their masters, in the same order."""
-        return [[master for _, master in pairs] for pairs in _pairs(self._whole)]
+        return [[master for _, master in pairs] for pairs in _pairs(self._parameters)]
 
     @property
     def master_is_distributed(self) -> dict[nn.Parameter, bool]:
         """Of each master of ``fp32_from_fp16_groups``, whether its parameter is split over tp ranks."""
         return {
-            master: self._whole._model is not None
-            and self._whole._model.is_distributed_parameter(parameter)
-            for pairs in _pairs(self._whole)
+            master: self._session.model is not None
+            and self._session.model.is_distributed_parameter(parameter)
+            for pairs in _pairs(self._parameters)
             for parameter, master in pairs
         }
 
@@ -63,7 +62,7 @@ class Internals:
         """The norm of the last step's gradients before sharded data parallelism clipped them, which scripts
         log; 0 without it.
         """
-        sharding = self._whole._sharding
+        sharding = self._parameters.sharding
         return 0.0 if sharding is None else sharding.norm
 
     @property
@@ -75,21 +74,21 @@ class Internals:
 
         Raises UnsupportedTrainingError without sharded data parallelism, and before the model is wrapped.
         """
-        optimizer = self._whole
-        sharding, masters = optimizer._sharding, optimizer._masters
+        parameters = self._parameters
+        sharding, masters = parameters.sharding, parameters.masters
         if sharding is None:
             raise _not_sharded(
                 "fp32_partitioned_groups_flat",
                 "there are no parts: read optimizer.param_groups, after the model is wrapped",
             )
-        optimizer._take_masters()
+        parameters.take_masters()
         of: dict[nn.Parameter, nn.Parameter] = {}
         if masters is not None:
             masters.sync()
             of = {master: parameter for parameter, master in masters.pairs()}
         size, rank = sharding.collectives.size, sharding.collectives.rank
         groups = []
-        for group in optimizer.optimizer.param_groups:
+        for group in parameters.optimizer.param_groups:
             flat = [torch.zeros(0)]
             for each in group["params"]:
                 values, shard = each.detach().reshape(-1), sharding.shard(of.get(each, each))
@@ -104,7 +103,7 @@ class Internals:
         """The ``torch.distributed`` process group of the sharding group, all ranks of which ask for it. Raises
         UnsupportedTrainingError without sharded data parallelism.
         """
-        runtime = self._whole._session.runtime
+        runtime = self._session.runtime
         if runtime.topology.sharding == 1:
             raise _not_sharded(
                 "ds_param_shard_group", "parameters are whole on each rank, and need no group"
@@ -125,16 +124,18 @@ class Internals:
         """The wrapped optimizer's own ``state_dict()``: of this rank's parameters, or masters, numbered among
         themselves.
         """
-        self._whole._take_masters()
-        return self._whole.optimizer.state_dict()
+        self._parameters.take_masters()
+        return self._parameters.optimizer.state_dict()
 
     def _param_id_to_index(self) -> dict[int, int]:
         """The index in states (optimizer_state.py) of each parameter, and of its master, by ``id``."""
-        self._whole._take_masters()
+        self._parameters.take_masters()
         numbers: dict[int, int] = {}
-        for order in self._whole._order:
+        for order in self._parameters.order:
             for each in order:
-                number = numbers.setdefault(id(self._whole._face(each)), len(set(numbers.values())))
+                number = numbers.setdefault(
+                    id(self._parameters.face(each)), len(set(numbers.values()))
+                )
                 numbers[id(each)] = number
         return numbers
 
@@ -144,7 +145,7 @@ class Internals:
 
         Raises UnsupportedTrainingError before ``smp.DistributedModel``.
         """
-        model = self._whole._session.model
+        model = self._session.model
         if model is None:
             raise UnsupportedTrainingError(
                 "optimizer.param_name_to_index: there is no model whose names could be told. Call it after "
@@ -158,12 +159,12 @@ class Internals:
         }
 
 
-def _pairs(optimizer: DistributedOptimizer) -> list[list[tuple[nn.Parameter, nn.Parameter]]]:
+def _pairs(parameters: OptimizerParameters) -> list[list[tuple[nn.Parameter, nn.Parameter]]]:
     """By group, (parameter, master)."""
-    masters, groups = optimizer._masters, optimizer.optimizer.param_groups
+    masters, groups = parameters.masters, parameters.optimizer.param_groups
     if masters is None or masters.dtype is None:
         return [[] for _ in groups]
-    optimizer._take_masters()
+    parameters.take_masters()
     of = {master: parameter for parameter, master in masters.pairs()}
     return [[(of[each], each) for each in group["params"] if each in of] for group in groups]
 

@@ -1,11 +1,12 @@
 """The state of a DistributedOptimizer: of this rank, gathered, loaded, merged (API 1.8).
 
 States name parameters by their index among all of them in the original order, as plain torch's do, on
-every rank: a rank's part has gaps. Each function takes the DistributedOptimizer.
+every rank: a rank's part has gaps. Each function takes the optimizer's parameters
+(optimizer_parameters.py).
 
 What the wrapped optimizer keeps for a parameter has the shape of what stands in the parameter's place
 there: the parameter, a master, this rank's part of it, or its shard. What has the shape of the whole
-parameter is cut to that when it is loaded (``moved``), so states of unsharded runs, and of runs of
+parameter is cut to that when it is loaded, so states of unsharded runs, and of runs of
 other degrees, load anywhere.
 
 In a 16-bit run a state also has ``fp16_states``: the masters by name, and the state of the loss scaler.
@@ -16,19 +17,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from smp_core.errors import ArgumentTypeError
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import CheckpointError, UnsupportedTrainingError
-from smp_core.torch.precision.masters import is_elementwise
+from smp_core.torch.optimizer_parameters import OptimizerParameters
 from smp_core.torch.sharding import states
-
-if TYPE_CHECKING:
-    from smp_core.torch.optimizer import DistributedOptimizer
-    from smp_core.torch.sharding.state import Sharding
+from smp_core.torch.sharding.state import Sharding
 
 PARTIAL = "_smp_is_partial"
 FP16 = "fp16_states"
@@ -36,17 +34,17 @@ FP16 = "fp16_states"
 SHARD = "_smp_shard"
 
 
-def local_state_dict(optimizer: DistributedOptimizer, gather_if_shard: bool = True) -> Any:
+def local_state_dict(parameters: OptimizerParameters, gather_if_shard: bool = True) -> Any:
     """This rank's part of the state, with ``_smp_is_partial``: False until the model is partitioned.
 
     Where the state is split over the RDP group (``shard_optimizer_state``, sharded data parallelism) and
     ``gather_if_shard``, rdp_rank 0 gets the list of all parts, by rdp_rank, and the other ranks their own, and
     hold no other; collective over the RDP group. Otherwise there is no communication.
     """
-    part = _local(optimizer)
-    if not gather_if_shard or not _split(optimizer):
+    part = _local(parameters)
+    if not gather_if_shard or not _split(parameters):
         return part
-    runtime = optimizer._session.runtime
+    runtime = parameters.runtime
     group = runtime.group(GroupKind.RDP)
     objects, (first, *others) = runtime.fabric.objects, group.ranks
     if runtime.rank == first:
@@ -55,63 +53,63 @@ def local_state_dict(optimizer: DistributedOptimizer, gather_if_shard: bool = Tr
     return part
 
 
-def _local(optimizer: DistributedOptimizer) -> dict[str, Any]:
-    if optimizer._sharding is not None:
-        optimizer._sharding.part_again()
-    optimizer._take_masters()
-    indices = _indices(optimizer)
+def _local(parameters: OptimizerParameters) -> dict[str, Any]:
+    if parameters.sharding is not None:
+        parameters.sharding.part_again()
+    parameters.take_masters()
+    indices = _indices(parameters)
     state = {
         indices[id(key)] if isinstance(key, torch.Tensor) else key: value
-        for key, value in optimizer.optimizer.state.items()
+        for key, value in parameters.optimizer.state.items()
         if not isinstance(key, torch.Tensor) or id(key) in indices
     }
     groups = []
     for group, order, names in zip(
-        optimizer.optimizer.param_groups, optimizer._order, optimizer._names, strict=True
+        parameters.optimizer.param_groups, parameters.order, parameters.names, strict=True
     ):
         whole = {key: value for key, value in group.items() if key != "params"}
         if names is not None:
             whole["param_names"] = list(names)
-        groups.append({**whole, "params": [indices[id(optimizer._face(each))] for each in order]})
-    part = {"state": state, "param_groups": groups, PARTIAL: optimizer._partitioned}
-    masters, scaler = optimizer._masters, optimizer.loss_scaler
+        groups.append({**whole, "params": [indices[id(parameters.face(each))] for each in order]})
+    part = {"state": state, "param_groups": groups, PARTIAL: parameters.partitioned}
+    masters, scaler = parameters.masters, parameters.scaler
     if masters is not None and masters.dtype is not None:
         part[FP16] = {
             "masters": masters.state_dict(),
             "loss_scaler": None if scaler is None else scaler.state_dict(),
         }
-    return part if optimizer._sharding is None else {**part, SHARD: _shard(optimizer._sharding)}
+    return part if parameters.sharding is None else {**part, SHARD: _shard(parameters.sharding)}
 
 
 def _shard(sharding: Sharding) -> tuple[int, int]:
     return sharding.collectives.rank, sharding.collectives.size
 
 
-def state_dict(optimizer: DistributedOptimizer, keep: bool = True) -> dict[str, Any]:
+def state_dict(parameters: OptimizerParameters, keep: bool = True) -> dict[str, Any]:
     """The whole state, as plain torch's optimizer over the whole model would have it.
 
     Collective over the MP group once the model is partitioned, and over the sharding group: every rank
     of them calls. Without ``keep`` this rank only helps the others to what is split, and has it not in its own.
     Raises UnsupportedTrainingError with ``shard_optimizer_state`` (API 6).
     """
-    masters = optimizer._masters
+    masters = parameters.masters
     if masters is not None and masters.parts is not None:
         raise UnsupportedTrainingError(
             "optimizer.state_dict: with shard_optimizer_state each rank has a part of the state, and a full state "
             "is not supported (docs/spec/api.md#6). Take optimizer.local_state_dict(), or save a partial checkpoint"
         )
-    part = _local(optimizer)
+    part = _local(parameters)
     del part[PARTIAL]
     part.pop(SHARD, None)
-    runtime = optimizer._session.runtime
+    runtime = parameters.runtime
     group = runtime.group(GroupKind.MP)
-    if optimizer._sharding is not None:
-        parameters = {index: each for each, index in _parameters(optimizer)}
-        whole = states.wholes(runtime, optimizer._sharding, part["state"], parameters, keep)
+    if parameters.sharding is not None:
+        known = {index: each for each, index in _parameters(parameters)}
+        whole = states.wholes(runtime, parameters.sharding, part["state"], known, keep)
         part["state"] = {index: whole[index] for index in sorted(whole, key=_place)}
         if FP16 in part:
-            part[FP16]["masters"] = _whole_masters(optimizer, optimizer._sharding, keep)
-    if optimizer._partitioned and len(group.ranks) > 1:
+            part[FP16]["masters"] = _whole_masters(parameters, parameters.sharding, keep)
+    if parameters.partitioned and len(group.ranks) > 1:
         for other in reversed(runtime.fabric.objects.allgather(unshared(part["state"]), group)):
             part["state"] = {**other, **part["state"]}
         # Ranks that have no parameter in common agree on the order of the keys.
@@ -125,12 +123,12 @@ def state_dict(optimizer: DistributedOptimizer, keep: bool = True) -> dict[str, 
 
 
 def _whole_masters(
-    optimizer: DistributedOptimizer, sharding: Sharding, keep: bool
+    parameters: OptimizerParameters, sharding: Sharding, keep: bool
 ) -> dict[str, torch.Tensor]:
     """The masters of shards, of whole parameters. Collective over the sharding group."""
-    assert optimizer._masters is not None
+    assert parameters.masters is not None
     whole = {}
-    for name, parameter, master in optimizer._masters.named():
+    for name, parameter, master in parameters.masters.named():
         value = master.detach()
         if sharding.shard(parameter) is not None:
             (value,) = sharding.wholes([(parameter, value)])
@@ -143,17 +141,17 @@ def _place(index: Any) -> tuple[bool, Any]:
     return isinstance(index, str), index
 
 
-def _parameters(optimizer: DistributedOptimizer) -> Iterable[tuple[Any, int]]:
+def _parameters(parameters: OptimizerParameters) -> Iterable[tuple[Any, int]]:
     """The model's parameters with their indices."""
-    indices = _indices(optimizer)
-    for order in optimizer._order:
+    indices = _indices(parameters)
+    for order in parameters.order:
         for each in order:
-            yield each, indices[id(optimizer._face(each))]
+            yield each, indices[id(parameters.face(each))]
 
 
-def _split(optimizer: DistributedOptimizer) -> bool:
-    masters = optimizer._masters
-    return optimizer._sharding is not None or (masters is not None and masters.parts is not None)
+def _split(parameters: OptimizerParameters) -> bool:
+    masters = parameters.masters
+    return parameters.sharding is not None or (masters is not None and masters.parts is not None)
 
 
 def check(given: Any) -> None:
@@ -167,16 +165,16 @@ def check(given: Any) -> None:
         )
 
 
-def load(optimizer: DistributedOptimizer, given: Any) -> None:
+def load(parameters: OptimizerParameters, given: Any) -> None:
     """Load a whole state, this rank's part of one, or the list of all parts by rdp_rank. Parts are merged
     over the MP group, all of which must call. The model is partitioned.
 
     Raises ValueError as torch's does if groups differ; ArgumentTypeError for a list of another length;
     CheckpointError for the shard of another rank.
     """
-    runtime = optimizer._session.runtime
-    if optimizer._sharding is not None:
-        optimizer._sharding.part_again()
+    runtime = parameters.runtime
+    if parameters.sharding is not None:
+        parameters.sharding.part_again()
     if isinstance(given, list):
         ranks = len(runtime.group(GroupKind.RDP).ranks)
         if len(given) != ranks:
@@ -196,70 +194,70 @@ def load(optimizer: DistributedOptimizer, given: Any) -> None:
         if precise is not None:
             masters = {name: value for _, part in parts for name, value in part.items()}
             precise = {**precise, "masters": {**masters, **named}}
-    check_fits(optimizer, given)
-    optimizer._take_masters()
+    check_fits(parameters, given)
+    parameters.take_masters()
     # torch's own load matches positions, so it is given the part that is here, renumbered.
     saved = [index for each in groups for index in each["params"]]
-    of = dict(zip(saved, [each for order in optimizer._order for each in order], strict=True))
-    index_of = {id(optimizer._face(each)): index for index, each in reversed(of.items())}
+    of = dict(zip(saved, [each for order in parameters.order for each in order], strict=True))
+    index_of = {id(parameters.face(each)): index for index, each in reversed(of.items())}
     narrowed: list[dict[str, Any]] = [
         {
             **saved_group,
             "params": [index_of[id(each)] for each in own["params"]],
             **({"param_names": own["param_names"]} if "param_names" in own else {}),
         }
-        for saved_group, own in zip(groups, optimizer.optimizer.param_groups, strict=True)
+        for saved_group, own in zip(groups, parameters.optimizer.param_groups, strict=True)
     ]
     mine = {index for each in narrowed for index in each["params"]}
-    optimizer.optimizer.load_state_dict(
+    parameters.optimizer.load_state_dict(
         {
             "state": {
-                index: moved(optimizer, of[index], copy.deepcopy(state[index]))
+                index: parameters.moved(of[index], copy.deepcopy(state[index]))
                 for index in sorted(mine)
                 if index in state
             },
             "param_groups": narrowed,
         }
     )
-    load_precise(optimizer, precise)
+    load_precise(parameters, precise)
 
 
-def take(optimizer: DistributedOptimizer, source: int) -> None:
+def take(parameters: OptimizerParameters, source: int) -> None:
     """Have what the optimizer of dp rank ``source`` keeps for each parameter, in place of one's own.
 
     Collective over the DP group, whose ranks hold the same parameters. Groups and their options stay.
     """
-    runtime = optimizer._session.runtime
+    runtime = parameters.runtime
     group = runtime.group(GroupKind.DP)
-    optimizer._take_masters()
-    own, objects = optimizer.optimizer.state, runtime.fabric.objects
+    parameters.take_masters()
+    own, objects = parameters.optimizer.state, runtime.fabric.objects
     if runtime.rank == group.ranks[source]:
-        told = [unshared(own[each]) if each in own else None for each in optimizer._all()]
+        told = [unshared(own[each]) if each in own else None for each in parameters.held()]
         objects.broadcast(told, group)
         return
     told = objects.recv_from(group.ranks[source])
-    for each, state in zip(optimizer._all(), told, strict=True):
+    for each, state in zip(parameters.held(), told, strict=True):
         own.pop(each, None)
         if state is not None:
             own[each] = state
 
 
-def load_precise(optimizer: DistributedOptimizer, precise: Mapping[str, Any] | None) -> None:
+def load_precise(parameters: OptimizerParameters, precise: Mapping[str, Any] | None) -> None:
     """Masters and loss scaler of a state's ``fp16_states``, as far as there are any, and this run has such."""
     if precise is None:
         return
-    optimizer._take_masters()
-    if optimizer._masters is not None:
-        optimizer._masters.load_state_dict(_own_masters(optimizer, precise))
-    if optimizer.loss_scaler is not None and precise.get("loss_scaler") is not None:
-        optimizer.loss_scaler.load_state_dict(precise["loss_scaler"])
+    parameters.take_masters()
+    if parameters.masters is not None:
+        parameters.masters.load_state_dict(_own_masters(parameters, precise))
+    if parameters.scaler is not None and precise.get("loss_scaler") is not None:
+        parameters.scaler.load_state_dict(precise["loss_scaler"])
 
 
 def _own_masters(
-    optimizer: DistributedOptimizer, precise: Mapping[str, Any]
+    parameters: OptimizerParameters, precise: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
     """What was saved of this rank's masters, cut as they are. Raises CheckpointError for another shape."""
-    masters, sharding = optimizer._masters, optimizer._sharding
+    masters, sharding = parameters.masters, parameters.sharding
     if masters is None or masters.dtype is None:
         return {}
     own: dict[str, torch.Tensor] = {}
@@ -281,9 +279,9 @@ def _own_masters(
     return own
 
 
-def check_fits(optimizer: DistributedOptimizer, given: Mapping[str, Any]) -> None:
+def check_fits(parameters: OptimizerParameters, given: Mapping[str, Any]) -> None:
     """Raise ValueError if groups differ, CheckpointError for another rank's shard. Changes nothing."""
-    here = [len(each) for each in optimizer._order]
+    here = [len(each) for each in parameters.order]
     there = [len(each["params"]) for each in given["param_groups"]]
     if here != there:
         raise ValueError(
@@ -291,9 +289,9 @@ def check_fits(optimizer: DistributedOptimizer, given: Mapping[str, Any]) -> Non
             f"size: {there} parameters, {here} here"
         )
     if FP16 in given:
-        _own_masters(optimizer, given[FP16])
+        _own_masters(parameters, given[FP16])
     if SHARD in given and given.get(PARTIAL, False):
-        sharding, (rank, degree) = optimizer._sharding, given[SHARD]
+        sharding, (rank, degree) = parameters.sharding, given[SHARD]
         mine = None if sharding is None else _shard(sharding)
         if mine != (rank, degree):
             have = (
@@ -307,33 +305,15 @@ def check_fits(optimizer: DistributedOptimizer, given: Mapping[str, Any]) -> Non
             )
 
 
-def _indices(optimizer: DistributedOptimizer) -> dict[int, int]:
+def _indices(parameters: OptimizerParameters) -> dict[int, int]:
     """Index of each parameter, or of its master, in the original order, first occurrence, as torch
     numbers them.
     """
     indices: dict[int, int] = {}
-    for order in optimizer._order:
+    for order in parameters.order:
         for parameter in order:
-            indices.setdefault(id(optimizer._face(parameter)), len(indices))
+            indices.setdefault(id(parameters.face(parameter)), len(indices))
     return indices
-
-
-def moved(optimizer: DistributedOptimizer, parameter: Any, state: Any) -> Any:
-    """State of a parameter, as what the wrapped optimizer has in its place has it: tensors of the whole
-    parameter's shape are cut, 16-bit ones are float32 where there is a master.
-    """
-    masters, sharding = optimizer._masters, optimizer._sharding
-    if masters is not None:
-        state = masters.moved(parameter, state)
-    shard = None if sharding is None else sharding.shard(parameter)
-    if shard is None or not isinstance(state, Mapping):
-        return state
-    return {
-        key: shard.slice_of(value.detach().reshape(-1)).clone()
-        if is_elementwise(key, value, shard.shape)
-        else value
-        for key, value in state.items()
-    }
 
 
 def unshared(state: Any) -> Any:

@@ -150,7 +150,7 @@ def test_gradients_are_whole_for_the_script_to_clip_and_parts_see_that(smp):
     assert all(not each.grad.any() for each in model.parameters() if each.grad is not None)
     optimizer.zero_grad()
     assert all(each.grad is None for each in model.parameters())
-    assert optimizer._targets() == []
+    assert optimizer._parameters.targets() == []
 
 
 @pytest.mark.smp(ranks=2, ddp=True, shard_optimizer_state=True)

@@ -148,7 +148,7 @@ def test_only_rank_0_holds_what_is_gathered_for_it(smp_world):
 
         run.model.module.register_state_dict_post_hook(hook)
         whole = weights_of(gather_to_rank0=True)
-        state = optimizer_state.state_dict(run.optimizer, keep=smp.rank() == 0)["state"]
+        state = optimizer_state.state_dict(run.optimizer._parameters, keep=smp.rank() == 0)["state"]
         sizes = [each.numel() for values in state.values() for each in values.values()]
         return held[0], len(whole), sum(sizes)
 
