@@ -76,7 +76,7 @@ class Profile:
             body=run_script,
             arguments=_Arguments(case),
             parameters=case.config,
-            timeout=60.0,
+            timeout=300.0,  # of a case that takes a second: the machine may be busy
         )
         report = host.open(case.ranks).run(job)
         try:
