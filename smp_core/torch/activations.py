@@ -40,6 +40,7 @@ from smp_core.torch.exceptions import (
 from smp_core.torch.pipeline import activity as activities
 from smp_core.torch.pipeline import uses
 from smp_core.torch.pipeline.activity import Activity
+from smp_core.torch.pipeline.calls import Site
 from smp_core.torch.pipeline.schedule import Phase
 
 MARK = "_smp_activation_checkpointing"  #: attribute in which a policy is left on a module
@@ -55,15 +56,6 @@ class Policy:
     preserve_rng_state: bool = True
     pack_args_as_tuple: bool = False
     group: int | None = None
-
-
-class Site:
-    """One module of the tree; pipeline/calls.py has what is called."""
-
-    __slots__ = ()
-    module: nn.Module
-    path: str
-    plain: Callable[..., Any]
 
 
 def set_activation_checkpointing(
@@ -190,6 +182,17 @@ def forward(site: Site, /, *args: Any, **kwargs: Any) -> Any:
     if policy is None or kwargs or len(args) != 1:
         return site.plain(*args, **kwargs)
     return _layers(site, policy, args[0])
+
+
+class CheckpointedSite(Site):
+    """One module of the tree, whose calls keep what its policy says."""
+
+    __slots__ = ()
+    _around = run
+    _own = forward
+
+    def _refuse(self, activity: Activity) -> None:
+        refuse_torchs(self.path, activity)
 
 
 def call(module: nn.Module, policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -23,7 +23,7 @@ from smp_core.errors import ArgumentError, ArgumentTypeError, SmpError
 from smp_core.microbatch import Call
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
-from smp_core.torch import creation, joining, weights
+from smp_core.torch import activations, creation, joining, weights
 from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import (
     DetachedLossError,
@@ -516,7 +516,9 @@ class DistributedModel(nn.Module):
         if self.sharding is not None:
             self._outside = Outside(self.sharding, self.wide)
         alone = None if self._outside is None else self._outside.call
-        self.sites = calls.install(self.module, self.owner, self._pp_rank, alone)
+        self.sites = calls.install(
+            self.module, self.owner, self._pp_rank, alone, activations.CheckpointedSite
+        )
         self._watch = uses.Watch(self.module)
         local = dict(self.local_named_parameters())
         self.gradients = self._make_gradients(local)

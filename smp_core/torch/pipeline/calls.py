@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import nn
 
-from smp_core.torch import activations
 from smp_core.torch.exceptions import OutsideStepError, UnsupportedTrainingError
 from smp_core.torch.pipeline import activity as activities
 from smp_core.torch.pipeline import boundary, uses
@@ -29,10 +28,11 @@ Owner = Callable[[str], int | None]
 Alone = Callable[[], AbstractContextManager[None]]
 
 
-class Site(activations.Site):
+class Site:
     """One module of the tree.
 
     ``hooked`` calls it, hooks and all; ``plain`` is its own ``forward``. ``away``: another rank owns it.
+    A subclass decides what a call keeps for backward: see ``_around``, ``_refuse`` and ``_own``.
     """
 
     __slots__ = (
@@ -124,9 +124,9 @@ class Site(activations.Site):
     def _call(self, hooked: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         activity = activities.current()
         if activity is None:
-            return activations.run(self, args, kwargs, self._hooked_outside)
+            return self._around(args, kwargs, self._hooked_outside)
         activity.check()
-        activations.refuse_torchs(self.path, activity)
+        self._refuse(activity)
         key = uses.next_key(self.path)
         owner = activity.step.owner(self.path)
         if owner is None or owner == activity.step.rank:
@@ -142,7 +142,7 @@ class Site(activations.Site):
         kwargs: dict[str, Any],
     ) -> Any:
         """Run the module on this rank; again in backward, if its activations are not kept."""
-        return activations.run(self, args, kwargs, functools.partial(self._once, key, hooked))
+        return self._around(args, kwargs, functools.partial(self._once, key, hooked))
 
     def _once(self, key: CallKey, hooked: bool, /, *args: Any, **kwargs: Any) -> Any:
         activity = activities.current()
@@ -165,8 +165,18 @@ class Site(activations.Site):
             )
         return self.plain(*args, **kwargs)
 
+    def _around(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], once: Callable[..., Any]
+    ) -> Any:
+        """Carry out a call where the module runs: ``once(*args, **kwargs)``, which may be repeated later."""
+        return once(*args, **kwargs)
+
+    def _refuse(self, activity: Activity) -> None:
+        """Raise for a call that cannot be made as it is now."""
+
     def _own(self, /, *args: Any, **kwargs: Any) -> Any:
-        return activations.forward(self, *args, **kwargs)
+        """Run the module's own ``forward``."""
+        return self.plain(*args, **kwargs)
 
     def _hooked_outside(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._outside(self.module._call_impl, args, kwargs)
@@ -230,16 +240,20 @@ def _has_member(module: nn.Module, name: str) -> bool:
 
 
 def install(
-    module: nn.Module, owner: Owner, rank: int, alone: Alone | None = None
+    module: nn.Module,
+    owner: Owner,
+    rank: int,
+    alone: Alone | None = None,
+    kind: type[Site] = Site,
 ) -> dict[str, Site]:
-    """Catch the calls of every module of the tree; gives the sites, by path.
+    """Catch the calls of every module of the tree; gives the sites, of a ``kind``, by path.
 
     ``alone``, if it is given, is entered around calls outside of steps.
     """
     elsewhere = {path: owner(path) not in (None, rank) for path, _ in module.named_modules()}
     sites = {}
     for path, child in module.named_modules():
-        site = sites[path] = Site(child, path, elsewhere[path], alone)
+        site = sites[path] = kind(child, path, elsewhere[path], alone)
         below = [other for other in elsewhere if other.startswith(f"{path}." if path else "")]
         if any(elsewhere[other] for other in below):
             site.opens()
