@@ -22,7 +22,8 @@ from conformance.training import (
 )
 from pytest_smp.proxies import SmpWorld
 from pytest_smp.strategies import training_oracle as oracle
-from pytest_smp.strategies.training import features, trainings
+from pytest_smp.strategies.training import features
+from pytest_smp.strategies.training_draws import trainings
 from pytest_smp.strategies.training_models import Block, Model, build
 from pytest_smp.strategies.training_replay import replayed
 from pytest_smp.strategies.training_script import Seen, compare, merged

@@ -19,7 +19,8 @@ from conformance.engines.names import find_engine
 from conformance.engines.protocol import used
 from pytest_smp.proxies import SmpWorld
 from pytest_smp.strategies import training_oracle as oracle
-from pytest_smp.strategies.training import Training, trainings
+from pytest_smp.strategies.training import Training
+from pytest_smp.strategies.training_draws import trainings
 from pytest_smp.strategies.training_lattice import exact_outputs
 from pytest_smp.strategies.training_models import Block, Model
 from pytest_smp.strategies.training_script import Seen, compare, train

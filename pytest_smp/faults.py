@@ -22,7 +22,7 @@ import os
 import signal as signals
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from smp_core.backends.faults import (
     Corrupt,
@@ -41,8 +41,6 @@ from smp_core.errors import ArgumentTypeError
 if TYPE_CHECKING:
     import pytest
 
-    from pytest_smp.running import Controller
-
 __all__ = [
     "Corrupt",
     "Drop",
@@ -58,10 +56,16 @@ __all__ = [
 ]
 
 
+class Declaring(Protocol):
+    """What holds the faults of the test that runs: the controller (running.py)."""
+
+    faults: tuple[Fault, ...]
+
+
 class Declared:
     """Faults that are in force, until ``withdraw``, the end of a ``with`` block, or of the test."""
 
-    def __init__(self, controller: Controller, faults: tuple[Fault, ...]) -> None:
+    def __init__(self, controller: Declaring, faults: tuple[Fault, ...]) -> None:
         self._controller, self.faults = controller, faults
         controller.faults += faults
 
@@ -99,7 +103,7 @@ class SmpFaults:
     (FaultNotReachedError, unless ``required`` is false).
     """
 
-    def __init__(self, controller: Controller) -> None:
+    def __init__(self, controller: Declaring) -> None:
         self._controller = controller
 
     def add(self, *faults: Fault) -> Declared:

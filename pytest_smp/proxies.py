@@ -12,16 +12,16 @@ import math
 import operator
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from smp_core.errors import ArgumentError, SmpError, ThreadError
 
 if TYPE_CHECKING:
     import pytest
 
-    from pytest_smp.running import Controller
+    from pytest_smp.settings import Settings
     from smp_core.backends.base import Report
     from smp_core.backends.capabilities import Capabilities
     from smp_core.backends.schedule import Schedule
@@ -71,10 +71,39 @@ def the_smp() -> Smp:
     return Smp()
 
 
+class Runner(Protocol):
+    """What runs functions on ranks: the controller (running.py)."""
+
+    settings: Settings
+
+    def run(
+        self,
+        body: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        **how: Any,
+    ) -> list[Any]:
+        """Run ``body``, and return its values in rank order."""
+
+    def report(
+        self,
+        body: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        ranks: int,
+        config: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        automatic_init: bool = True,
+        schedule: Schedule | None = None,
+    ) -> Report:
+        """Run ``body``, and say how it ended."""
+
+
 class SmpWorld:
     """Runs functions on ranks, from a test that is not marked itself."""
 
-    def __init__(self, controller: Controller) -> None:
+    def __init__(self, controller: Runner) -> None:
         self._controller = controller
 
     @property

@@ -56,7 +56,8 @@ if TYPE_CHECKING:
     from pytest_smp.strategies.numbers import dtypes
     from pytest_smp.strategies.recipes import TensorSpec, lengths, shapes, tensors
     from pytest_smp.strategies.slicing import Sliceable, WrongSlice, sliceables
-    from pytest_smp.strategies.training import Training, blocks, models, trainings
+    from pytest_smp.strategies.training import Training, blocks, models
+    from pytest_smp.strategies.training_draws import trainings
     from pytest_smp.strategies.training_models import Block, Model
     from pytest_smp.strategies.training_sharding import (
         ShardedTraining,
@@ -146,7 +147,7 @@ _NEEDS_TORCH = {
     "sliceables": "slicing",
     "step_calls": "microbatches",
     "tensors": "recipes",
-    "trainings": "training",
+    "trainings": "training_draws",
 }
 
 

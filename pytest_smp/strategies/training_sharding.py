@@ -18,6 +18,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from pytest_smp.strategies.arguments import check_bool, check_int
 from pytest_smp.strategies.training import Training, drawn_models, features, kinds_of
+from pytest_smp.strategies.training_lattice import certified
 from pytest_smp.strategies.training_models import KINDS, Model, build
 
 #: So many elements, or as large a norm, that nothing reaches it.
@@ -194,8 +195,6 @@ def _cases(
     dtypes: tuple[str, ...],
     fixed: tuple[tuple[str, Any], ...],
 ) -> ShardedTraining:
-    from pytest_smp.strategies.training_oracle import certified
-
     said = dict(fixed)
     dp, degree = draw(_worlds(ranks, real, degrees, whole))
     # bf16 comes with sharding only (API 3.5).

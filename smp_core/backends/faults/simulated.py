@@ -18,8 +18,8 @@ from smp_core.backends.fabrics.sim.work import SimWork
 from smp_core.backends.faults import messages
 from smp_core.backends.faults.striking import FaultyObjects, Later, Strikes
 from smp_core.backends.hosts.crew import describe_exit
+from smp_core.backends.hosts.rank_context import RankContext
 from smp_core.backends.hosts.scheduler import Scheduler, Seat
-from smp_core.backends.hosts.threads import RankContext
 from smp_core.errors import Cancelled, CrashError
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from smp_core.errors import BackendError, ThreadError
-
-if TYPE_CHECKING:
-    from smp_core.backends.hosts.threads import RankContext
 
 _local = threading.local()
 _PARENT = "_smp_started_by_rank"
@@ -44,7 +41,7 @@ def set_process(context: Any) -> None:
     _Process.context = context
 
 
-def set_current(context: RankContext | None) -> None:
+def set_current(context: Any) -> None:
     """Say which rank this thread is from now on."""
     _local.context = context
 

@@ -89,7 +89,7 @@ class WorldFabric(Protocol):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class FreeRank:
-    """One rank of one run, as its own thread sees it (compare threads.RankContext)."""
+    """One rank of one run, as its own thread sees it (compare rank_context.RankContext)."""
 
     rank: int
     size: int
@@ -226,7 +226,7 @@ class _Run:
     def _serve(self, rank: FreeRank) -> None:
         try:
             try:
-                current.set_current(rank)  # type: ignore[arg-type]  # the API needs no more of it
+                current.set_current(rank)
                 _use_one_compute_thread()
                 rank.outcome = self._body(rank)
             except BaseException as error:  # of ours, around the body, or injected: never a pass

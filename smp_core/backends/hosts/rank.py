@@ -56,7 +56,7 @@ class Berth:
 
 
 class ProcessContext:
-    """One rank of one run, as the API sees it (compare threads.RankContext)."""
+    """One rank of one run, as the API sees it (compare rank_context.RankContext)."""
 
     __slots__ = ("fabric", "job", "rank", "retire", "runtime", "size")
 

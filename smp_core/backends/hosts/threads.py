@@ -36,6 +36,7 @@ from smp_core.backends.hosts.diagnosis import ranks_text, wait_lines
 from smp_core.backends.hosts.isolation import Isolation
 from smp_core.backends.hosts.launchers import launch_variables
 from smp_core.backends.hosts.one_core import OneCore
+from smp_core.backends.hosts.rank_context import RankContext
 from smp_core.backends.hosts.rank_state import Variables
 from smp_core.backends.hosts.scheduler import Scheduler, Seat
 from smp_core.backends.schedule import Schedule
@@ -49,7 +50,6 @@ from smp_core.errors import (
     RaceError,
     RunTimeout,
     SmpError,
-    ThreadError,
     VerdictError,
 )
 
@@ -81,50 +81,6 @@ class WorldFabric(Protocol):
         """
 
     def close(self) -> None: ...
-
-
-class RankContext:
-    """One rank of one run, as its own thread sees it."""
-
-    __slots__ = (
-        "fabric",
-        "job",
-        "outcome",
-        "rank",
-        "runtime",
-        "scheduler",
-        "seat",
-        "size",
-        "thread",
-    )
-
-    def __init__(
-        self, rank: int, size: int, job: Job, scheduler: Scheduler, thread: _RankThread
-    ) -> None:
-        self.rank, self.size, self.job = rank, size, job
-        self.scheduler, self.seat, self.thread = scheduler, scheduler.seats[rank], thread
-        self.outcome: Outcome | None = None
-        self.runtime: Any = None  # what smp.init builds
-        self.fabric: Any = None  # what the fabric's `rank_fabric` builds, when the rank starts
-
-    def finished_outcome(self) -> Outcome:
-        """How the rank's part ended, once it has."""
-        assert self.outcome is not None
-        return self.outcome
-
-    def check(self, call: str, what: str = "call") -> None:
-        """Every communication call starts here: unwinds the rank if the run has ended."""
-        self.check_thread(call, what)
-        self.scheduler.enter(self.seat)
-
-    def check_thread(self, call: str, what: str = "call") -> None:
-        """Raise ThreadError in another thread: it would put the wrong rank to sleep."""
-        if current.current() is not self:
-            current.refuse_child_thread()
-            raise ThreadError(
-                f"{call}: this {what} belongs to rank {self.rank}, and another thread used it. "
-                "What a default argument or a module global captured is another rank's"
-            )
 
 
 class _RankThread:
@@ -271,6 +227,7 @@ class ThreadHost:
         make: Callable[..., RankContext] = RankContext
         faults: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if job.faults:
+            # Not at the top: it loads torch, for runs with faults alone.
             from smp_core.backends.faults.simulated import FaultyRun
 
             faults = run = FaultyRun(job)

@@ -14,6 +14,7 @@ from hypothesis.errors import InvalidArgument
 from pytest_smp.strategies import Block, Model, Training, blocks, models, trainings
 from pytest_smp.strategies import training_oracle as oracle
 from pytest_smp.strategies.training import features, owners
+from pytest_smp.strategies.training_lattice import certified
 from pytest_smp.strategies.training_models import KINDS, build
 from pytest_smp.strategies.training_profile import WANTED
 from pytest_smp.strategies.training_replay import replayed
@@ -36,7 +37,7 @@ quick = settings(deadline=None, database=None, max_examples=20)
 @quick
 def test_exact_cases_are_valid_and_certified(case: Training) -> None:
     assert case.ranks <= 4
-    assert oracle.certified(case)
+    assert certified(case)
     assert case.tier == "exact"
     assert not case.model.kinds() & {"dropout", "norm"}
     Config(**case.config)
@@ -144,14 +145,14 @@ DEEP = Model(Block("chain", (Block("linear"),) * 12), inputs=3, width=4, outputs
 
 def test_what_leaves_the_lattice_has_no_certificate() -> None:
     flat = Training(dataclasses.replace(DEEP, body=Block("chain")), rows=3, microbatches=4)
-    assert oracle.certified(flat)
-    assert not oracle.certified(dataclasses.replace(flat, model=DEEP))
+    assert certified(flat)
+    assert not certified(dataclasses.replace(flat, model=DEEP))
     # A third has no end in binary.
-    assert not oracle.certified(dataclasses.replace(flat, microbatches=3))
-    assert oracle.certified(dataclasses.replace(flat, microbatches=3, average=False))
-    assert not oracle.certified(dataclasses.replace(flat, dp=3))
+    assert not certified(dataclasses.replace(flat, microbatches=3))
+    assert certified(dataclasses.replace(flat, microbatches=3, average=False))
+    assert not certified(dataclasses.replace(flat, dp=3))
     # Each sum fits, and all of them together do not.
-    assert not oracle.certified(dataclasses.replace(flat, microbatches=2**20))
+    assert not certified(dataclasses.replace(flat, microbatches=2**20))
 
 
 def test_certified_sums_do_not_depend_on_their_order() -> None:
@@ -161,7 +162,7 @@ def test_certified_sums_do_not_depend_on_their_order() -> None:
     case = Training(
         Model(body, inputs=2, width=3, outputs=2), microbatches=4, loss="product", seed=5
     )
-    assert oracle.certified(case)
+    assert certified(case)
     parts = oracle.parts(case)
     for name, whole in oracle.plain(case).gradients[0].items():
         assert whole is not None
@@ -217,7 +218,7 @@ def test_the_plain_loop_gives_numbers_computed_by_hand(dp: int, passes: int, ave
 def test_the_published_order_gives_the_same_where_nothing_rounds() -> None:
     body = Block("repeat", (Block("nested", (Block("linear"),)),), 2)
     case = Training(Model(body, inputs=2, width=2), dp=2, passes=2, loss="product", span=1, seed=1)
-    assert oracle.certified(case)
+    assert certified(case)
     plain = oracle.plain(case)
     compare(replayed(case), [seen_of(plain, replica) for replica in range(2)])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,13 +24,10 @@ from smp_core.backends.fabrics.mpi.exchange import (
 )
 from smp_core.backends.fabrics.mpi.routes import ROUTES, Part
 from smp_core.backends.fabrics.mpi.sorting import Mailbox, Meetings
-from smp_core.backends.fabrics.mpi.work import MpiWork
+from smp_core.backends.fabrics.mpi.work import MpiWork, RankSide
 from smp_core.backends.peers import ANY, Source
 from smp_core.backends.words import Size
 from smp_core.errors import ArgumentError, NotInitializedError
-
-if TYPE_CHECKING:
-    from smp_core.backends.fabrics.mpi.fabric import MpiFabric
 
 BACKEND = "smp_mpi"  # its name in torch
 Tensor = torch.Tensor
@@ -39,7 +36,7 @@ Tensor = torch.Tensor
 class MpiProcessGroup(CheckedGroup):
     """One rank's handle on a group."""
 
-    def __init__(self, fabric: MpiFabric, group: Group, name: str) -> None:
+    def __init__(self, fabric: RankSide, group: Group, name: str) -> None:
         super().__init__(group.ranks.index(fabric.rank), len(group.ranks), name)
         self._fabric, self._group = fabric, group
         self.open()

@@ -5,27 +5,37 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
+from smp_core.backends.base import Group
 from smp_core.backends.fabrics.memory import Flight
 from smp_core.backends.fabrics.mpi.exchange import Operation, Received
+from smp_core.backends.fabrics.mpi.messenger import Messenger
 from smp_core.backends.fabrics.unseen import hide
 from smp_core.errors import CollectiveMismatchError
 
-if TYPE_CHECKING:
-    from smp_core.backends.fabrics.mpi.fabric import MpiFabric
+
+class RankSide(Protocol):
+    """What works and process groups ask of their rank's fabric (fabric.py)."""
+
+    rank: int
+    messenger: Messenger
+    unwaited: dict[int, MpiWork]
+
+    def channel(self, group: Group) -> str:
+        """A name for a group that is being made."""
 
 
 class MpiWork(Work):
     """One operation of this rank. Waiting moves every operation that is in flight."""
 
     def __init__(
-        self, fabric: MpiFabric, operation: Operation, flight: Flight, outputs: Any, name: str
+        self, fabric: RankSide, operation: Operation, flight: Flight, outputs: Any, name: str
     ) -> None:
         super().__init__()
         self._fabric, self._operation, self._flight = fabric, operation, flight

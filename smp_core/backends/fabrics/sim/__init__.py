@@ -19,7 +19,8 @@ from smp_core.backends.fabrics.sim.work import SimWork
 from smp_core.backends.frames import Place, caller_place
 from smp_core.backends.hosts.diagnosis import ranks_text
 from smp_core.backends.hosts.isolation import prepare_thread
-from smp_core.backends.hosts.threads import RankContext, ThreadHost
+from smp_core.backends.hosts.rank_context import RankContext
+from smp_core.backends.hosts.threads import ThreadHost
 from smp_core.errors import BackendError, CollectiveMismatchError, NotInitializedError, RankError
 
 _DEFAULT = "WORLD"

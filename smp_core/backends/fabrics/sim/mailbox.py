@@ -14,7 +14,7 @@ from smp_core.backends import words
 from smp_core.backends.base import Group
 from smp_core.backends.fabrics.memory import Flight
 from smp_core.backends.frames import Place
-from smp_core.backends.hosts.threads import RankContext
+from smp_core.backends.hosts.rank_context import RankContext
 from smp_core.backends.peers import ANY, Source
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from smp_core.backends import words
 from smp_core.backends.base import Group
 from smp_core.backends.frames import Place
-from smp_core.backends.hosts.threads import RankContext
+from smp_core.backends.hosts.rank_context import RankContext
 from smp_core.errors import CollectiveMismatchError
 
 Fields = tuple[tuple[str, Any], ...]

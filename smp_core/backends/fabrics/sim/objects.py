@@ -12,7 +12,7 @@ from typing import Any
 from smp_core.backends import words
 from smp_core.backends.base import Group
 from smp_core.backends.fabrics.sim.matching import Call, Channel
-from smp_core.backends.hosts.threads import RankContext
+from smp_core.backends.hosts.rank_context import RankContext
 from smp_core.backends.payload import Payload
 
 

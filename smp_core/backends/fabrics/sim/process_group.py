@@ -16,7 +16,7 @@ from smp_core.backends.fabrics.sim.mailbox import Mailbox, Post
 from smp_core.backends.fabrics.sim.matching import Call, Channel, Complete
 from smp_core.backends.fabrics.sim.work import SimWork
 from smp_core.backends.frames import Place, caller_place
-from smp_core.backends.hosts.threads import RankContext
+from smp_core.backends.hosts.rank_context import RankContext
 from smp_core.backends.peers import Source
 from smp_core.backends.words import Size
 from smp_core.errors import ArgumentError, NotInitializedError

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-from smp_core.backends.hosts.threads import RankContext
+from smp_core.backends.hosts.rank_context import RankContext
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -17,8 +17,8 @@ from smp_core.backends.fabrics.memory import Flight
 from smp_core.backends.fabrics.sim.mailbox import Post
 from smp_core.backends.fabrics.unseen import hide
 from smp_core.backends.frames import Place
+from smp_core.backends.hosts.rank_context import RankContext
 from smp_core.backends.hosts.scheduler import Operation
-from smp_core.backends.hosts.threads import RankContext
 from smp_core.errors import RaceError
 
 
