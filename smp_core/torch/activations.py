@@ -48,7 +48,7 @@ ARGUMENT = "_smp_checkpoint"  #: keyword argument by which a policy comes with a
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Policy:
+class CheckpointPolicy:
     """How a module is checkpointed. ``group``, for a Sequential: so many layers in one region; 0 for
     as many as lie on one rank one after the other; None if the module is no Sequential.
     """
@@ -92,7 +92,7 @@ def set_activation_checkpointing(
 
 def policy_of(
     call: str, module: object, preserve_rng_state: bool, pack_args_as_tuple: bool, strategy: str
-) -> Policy:
+) -> CheckpointPolicy:
     """The policy that these arguments ask for. Raises ArgumentError, ArgumentTypeError."""
     if not isinstance(module, nn.Module):
         raise ArgumentTypeError(
@@ -110,13 +110,13 @@ def policy_of(
                 "in a group, as in 'group_2'"
             )
         size = group if named is None else int(named[1])
-        return Policy(bool(preserve_rng_state), bool(pack_args_as_tuple), size)
+        return CheckpointPolicy(bool(preserve_rng_state), bool(pack_args_as_tuple), size)
     if pack_args_as_tuple or strategy != "each":
         raise ArgumentError(
             f"{call}: pack_args_as_tuple and strategy are for torch.nn.Sequential, and module is a "
             f"{type(module).__name__}. Leave them out"
         )
-    return Policy(bool(preserve_rng_state))
+    return CheckpointPolicy(bool(preserve_rng_state))
 
 
 def run(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], once: Callable[..., Any]) -> Any:
@@ -195,7 +195,9 @@ class CheckpointedSite(Site):
         refuse_torchs(self.path, activity)
 
 
-def call(module: nn.Module, policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call(
+    module: nn.Module, policy: CheckpointPolicy, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Call a module under a policy, wherever it is."""
     site = site_of(module)
     if site is not None:
@@ -226,7 +228,7 @@ class _Thread(threading.local):
     """What this thread is in: Sequentials that run by groups, and a repetition."""
 
     def __init__(self) -> None:
-        self.policies: dict[int, Policy] = {}
+        self.policies: dict[int, CheckpointPolicy] = {}
         self.repeating = False
 
 
@@ -236,7 +238,7 @@ _thread = _Thread()
 def _region(
     module: nn.Module,
     path: str,
-    policy: Policy,
+    policy: CheckpointPolicy,
     once: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -344,7 +346,7 @@ class _Run(nn.Module):
 
 
 @contextlib.contextmanager
-def _grouping(site: Site, policy: Policy) -> Iterator[None]:
+def _grouping(site: Site, policy: CheckpointPolicy) -> Iterator[None]:
     before = _thread.policies.copy()
     _thread.policies[id(site.module)] = policy
     try:
@@ -353,11 +355,11 @@ def _grouping(site: Site, policy: Policy) -> Iterator[None]:
         _thread.policies = before
 
 
-def _layers(site: Site, policy: Policy, value: Any) -> Any:
+def _layers(site: Site, policy: CheckpointPolicy, value: Any) -> Any:
     """The layers of a Sequential, group by group."""
     assert policy.group is not None
     value = _checked_input(site.path, policy, value)
-    each = Policy(policy.preserve_rng_state)
+    each = CheckpointPolicy(policy.preserve_rng_state)
     here = _owners(site.path) if activities.current() is None else {_rank()}
     layers = list(site.module._modules.values())
     for owners, run in itertools.groupby(layers, lambda layer: _owners_of(layer)):
@@ -388,7 +390,7 @@ def _cut(layers: list[nn.Module], size: int) -> list[list[nn.Module]]:
     return [layers[start : start + size] for start in range(0, len(layers), size)]
 
 
-def _checked_input(path: str, policy: Policy, value: Any) -> Any:
+def _checked_input(path: str, policy: CheckpointPolicy, value: Any) -> Any:
     if isinstance(value, tuple) and not policy.pack_args_as_tuple:
         raise ArgumentError(
             f"activation checkpointing: module {path!r} (Sequential) got a tuple. Set pack_args_as_tuple=True: its "

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(slots=True)
-class Entry:
+class OffloadEntry:
     """What one call of a checkpointed module keeps, in tasks of this rank.
 
     ``left`` is the task after which it is not needed for a while, ``needed`` the one that needs it
     again; None until then.
     """
 
-    ledger: Ledger
+    ledger: OffloadLedger
     step: int
     microbatch: int
     path: str
@@ -49,12 +49,12 @@ class Entry:
 
 
 @dataclasses.dataclass(slots=True)
-class Ledger:
+class OffloadLedger:
     """What would have been offloaded on this rank, since it began to train."""
 
     horizon: int
     tasks: int = 0
-    entries: list[Entry] = dataclasses.field(default_factory=list)
+    entries: list[OffloadEntry] = dataclasses.field(default_factory=list)
 
     @property
     def offloaded_bytes(self) -> int:
@@ -74,29 +74,29 @@ class Ledger:
         return most
 
 
-def ledger(session: Session) -> Ledger | None:
+def ledger(session: Session) -> OffloadLedger | None:
     """This rank's ledger; None where offloading has no effect."""
     config = session.runtime.config
     if not config.offload_activations or config.microbatches < 2:
         return None
     if session.offload is None:
-        session.offload = Ledger(config.activation_loading_horizon)
-    kept: Ledger = session.offload
+        session.offload = OffloadLedger(config.activation_loading_horizon)
+    kept: OffloadLedger = session.offload
     return kept
 
 
-def leaves(session: Session, microbatch: int, path: str, nbytes: int) -> Entry | None:
+def leaves(session: Session, microbatch: int, path: str, nbytes: int) -> OffloadEntry | None:
     """A checkpointed module runs: its inputs, of ``nbytes``, leave afterwards."""
     kept = ledger(session)
     if kept is None:
         return None
     kept.tasks += 1
-    entry = Entry(kept, session.steps, microbatch, path, nbytes, kept.tasks)
+    entry = OffloadEntry(kept, session.steps, microbatch, path, nbytes, kept.tasks)
     kept.entries.append(entry)
     return entry
 
 
-def needed(entry: Entry) -> None:
+def needed(entry: OffloadEntry) -> None:
     """A checkpointed module is run again, and needs its inputs."""
     entry.ledger.tasks += 1
     if entry.needed is None:

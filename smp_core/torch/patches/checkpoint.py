@@ -30,7 +30,7 @@ def checkpoint(
     if module is _NOT_GIVEN and "module" in kwargs:
         module = kwargs.pop("module")
     if isinstance(module, nn.Sequential):
-        policy = activations.Policy(bool(preserve_rng_state))
+        policy = activations.CheckpointPolicy(bool(preserve_rng_state))
     else:
         policy = activations.policy_of(name, module, preserve_rng_state, False, "each")
     return activations.call(module, policy, args, kwargs)

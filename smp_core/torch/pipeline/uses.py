@@ -53,7 +53,7 @@ from smp_core.torch.pipeline.source import ParameterSource
 from smp_core.torch.sharding import registration, saving
 
 
-class Ledger(Protocol):
+class GradientSink(Protocol):
     """Where the gradients of a microbatch go (accumulation.py)."""
 
     def expect(self, microbatch: int, parameter: nn.Parameter) -> None:
@@ -103,7 +103,7 @@ class _Activity:
     __slots__ = ("frame", "gathered", "ledger", "microbatch")
 
     def __init__(
-        self, ledger: Ledger, microbatch: int, frame: _Frame, gathered: ParameterSource | None
+        self, ledger: GradientSink, microbatch: int, frame: _Frame, gathered: ParameterSource | None
     ) -> None:
         self.ledger, self.microbatch, self.frame = ledger, microbatch, frame
         self.gathered = gathered
@@ -120,7 +120,7 @@ _local = _Local()
 
 @contextlib.contextmanager
 def activity(
-    ledger: Ledger, microbatch: int, seed: int, gathered: ParameterSource | None = None
+    ledger: GradientSink, microbatch: int, seed: int, gathered: ParameterSource | None = None
 ) -> Iterator[None]:
     """While entered, this thread works for the microbatch: gradients go to the ledger.
 
@@ -149,7 +149,7 @@ def activity(
 
 @contextlib.contextmanager
 def body(
-    ledger: Ledger, microbatch: int, seed: int, gathered: ParameterSource | None = None
+    ledger: GradientSink, microbatch: int, seed: int, gathered: ParameterSource | None = None
 ) -> Iterator[None]:
     """:func:`activity` for the body of a microbatch, whose random stream is entered as well."""
     with (

@@ -28,7 +28,7 @@ class Sent(NamedTuple):
     between_nodes: int  #: those of them that left its node
 
 
-class Kind(NamedTuple):
+class TrafficKind(NamedTuple):
     """What counters are kept by."""
 
     operation: str
@@ -45,7 +45,7 @@ class Sum(NamedTuple):
     between_nodes: int = 0
 
 
-Mark = Mapping[Kind, Sum]
+Mark = Mapping[TrafficKind, Sum]
 
 
 class Traffic:
@@ -59,15 +59,15 @@ class Traffic:
     """
 
     def __init__(self) -> None:
-        self._calls: Counter[Kind] = Counter()
-        self._elements: Counter[Kind] = Counter()
-        self._bytes: Counter[Kind] = Counter()
-        self._between_nodes: Counter[Kind] = Counter()
+        self._calls: Counter[TrafficKind] = Counter()
+        self._elements: Counter[TrafficKind] = Counter()
+        self._bytes: Counter[TrafficKind] = Counter()
+        self._between_nodes: Counter[TrafficKind] = Counter()
         self._logs: list[list[Sent]] = []
 
     def add(self, sent: Sent) -> None:
         """Count one exchange."""
-        kind = Kind(sent.operation, sent.group, sent.dtype)
+        kind = TrafficKind(sent.operation, sent.group, sent.dtype)
         self._calls[kind] += 1
         self._elements[kind] += sent.elements
         self._bytes[kind] += sent.bytes
@@ -82,9 +82,9 @@ class Traffic:
             for kind, calls in self._calls.items()
         }
 
-    def since(self, mark: Mark | None = None) -> dict[Kind, Sum]:
+    def since(self, mark: Mark | None = None) -> dict[TrafficKind, Sum]:
         """What was counted since ``mark``, or since the beginning, of the kinds that were."""
-        found: dict[Kind, Sum] = {}
+        found: dict[TrafficKind, Sum] = {}
         for kind, now in self.mark().items():
             before = (mark or {}).get(kind, Sum())
             if now.calls > before.calls:

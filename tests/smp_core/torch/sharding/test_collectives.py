@@ -13,7 +13,7 @@ from smp_core import runtime
 from smp_core.config import Config
 from smp_core.topology import GroupKind, Topology
 from smp_core.torch.sharding.collectives import Collectives
-from smp_core.torch.sharding.traffic import Kind, Sum
+from smp_core.torch.sharding.traffic import Sum, TrafficKind
 
 SHARDING, REPLICATION = GroupKind.SHARDING, GroupKind.REPLICATION
 FOUR: dict[str, Any] = {"ddp": True, "sharded_data_parallel_degree": 4}
@@ -262,13 +262,15 @@ def test_bytes_are_those_that_leave_the_rank(smp: Any) -> None:
     other = (rank + 3) % 6
     elsewhere = sum(node[each] != node[rank] for each in group)
     assert both.traffic.since() == {
-        Kind("all_gather", SHARDING, torch.bfloat16): Sum(
+        TrafficKind("all_gather", SHARDING, torch.bfloat16): Sum(
             1, 15, 2 * 5 * 2, 2 * 5 * 2 if node[following] != node[rank] else 0
         ),
-        Kind("reduce_scatter", SHARDING, torch.float32): Sum(1, 15, 2 * 5 * 4, elsewhere * 5 * 4),
+        TrafficKind("reduce_scatter", SHARDING, torch.float32): Sum(
+            1, 15, 2 * 5 * 4, elsewhere * 5 * 4
+        ),
         # Padded to a multiple of two.
-        Kind("all_reduce", REPLICATION, torch.float64): Sum(1, 6, 3 * 8, 3 * 8),
-        Kind("all_reduce, handed out", REPLICATION, torch.float64): Sum(1, 6, 3 * 8, 3 * 8),
+        TrafficKind("all_reduce", REPLICATION, torch.float64): Sum(1, 6, 3 * 8, 3 * 8),
+        TrafficKind("all_reduce, handed out", REPLICATION, torch.float64): Sum(1, 6, 3 * 8, 3 * 8),
     }
     assert node[other] != node[rank]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 
 from smp_core.topology import GroupKind
-from smp_core.torch.sharding.traffic import Kind, Sent, Sum, Traffic
+from smp_core.torch.sharding.traffic import Sent, Sum, Traffic, TrafficKind
 
 GATHER = Sent("all_gather", GroupKind.SHARDING, 8, torch.float32, 24, 16)
 REDUCE = Sent("reduce_scatter", GroupKind.SHARDING, 6, torch.float64, 40, 0)
 ACROSS = Sent("all_reduce", GroupKind.REPLICATION, 4, torch.float32, 8, 8)
 
 
-def kind(sent: Sent) -> Kind:
-    return Kind(sent.operation, sent.group, sent.dtype)
+def kind(sent: Sent) -> TrafficKind:
+    return TrafficKind(sent.operation, sent.group, sent.dtype)
 
 
 def test_exchanges_are_summed_by_kind() -> None:
