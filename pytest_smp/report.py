@@ -1,6 +1,6 @@
 """``--smp-report`` in a session of the user's own tests: what became of those that use ranks, as JSON.
 
-The suite writes its own document in its sessions (conformance/report.py, docs/report.md).
+The suite writes its own document in its sessions (conformance/session/report.py, docs/report.md).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ REQUIREMENT = "requirement"  #: the property of a report that tells which requir
 def _options() -> ModuleType:
     """The suite's module of options, by its file: its package must not be imported here."""
     where = importlib.util.spec_from_file_location(
-        "pytest_smp._suite_options", _INSTALLED / "options.py"
+        "pytest_smp._suite_options", _INSTALLED / "session" / "options.py"
     )
     assert where is not None
     assert where.loader is not None
@@ -52,9 +52,21 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_smp.report import Writer
 
         config.pluginmanager.register(Writer(config, lambda: door.is_open), "smp-report")
+    _follow_moved_files(config)
     given = _OPTIONS.given(config)
     if given or any(leads_in(config, argument) for argument in config.args):
         door.open(given or _NAME)
+
+
+def _follow_moved_files(config: pytest.Config) -> None:
+    """Replace ``conformance.test_x``, the former address of a file, by today's, and warn of it once."""
+    for at, argument in enumerate(config.args):
+        package, _, rest = argument.partition(".")
+        if rest.startswith("test_") and _by_name(config, argument) and _other() is None:
+            config.args[at] = f"{package}.suite.{rest}"
+            if not hasattr(config, "workerinput"):
+                moved = f"--pyargs {argument} has moved: use {config.args[at]}"
+                config.issue_config_time_warning(DeprecationWarning(moved), stacklevel=2)
 
 
 def leads_in(config: pytest.Config, argument: str) -> bool:
@@ -97,10 +109,10 @@ class _Door:
             )
         # What these assert must not depend on how Python runs; installed in a folder of its own they
         # are rewritten anyway, from a working copy they are not.
-        pytest.register_assert_rewrite(f"{_NAME}.tensors", f"{_NAME}.traffic")
+        pytest.register_assert_rewrite(f"{_NAME}.cases.tensors", f"{_NAME}.cases.traffic")
         manager = self._config.pluginmanager
         manager.register(importlib.import_module(f"{_NAME}.mutants.command"), "smp-selftest")
-        self._plugin = importlib.import_module(f"{_NAME}.plugin")
+        self._plugin = importlib.import_module(f"{_NAME}.session.plugin")
         if not manager.is_registered(self._plugin):
             manager.register(self._plugin, "smp-conformance-plugin")
         return self._plugin

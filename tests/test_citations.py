@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from conformance.mutants.catalogue import MUTANTS
-from conformance.requirements import REQUIREMENTS
+from conformance.requirements.catalogue import REQUIREMENTS
 
 ROOT = Path(__file__).parent.parent
 SPEC = ROOT / "docs/spec"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.requirements import REQUIREMENTS
+from conformance.requirements.catalogue import REQUIREMENTS
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = (DOCS / "findings.md").read_text(encoding="utf-8")

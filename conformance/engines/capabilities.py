@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 
+from smp_core.backends.capabilities import Capability
+
 
 class EngineCapability(enum.StrEnum):
     """What an engine must have for a requirement to apply to it at all."""
@@ -20,3 +22,8 @@ class EngineCapability(enum.StrEnum):
     FP16 = "fp16"  #: training with float16 parameters and float32 masters
     TRAFFIC = "counted exchanges"  #: a session tells what it exchanged
     REPLAYED = "replayed order"  #: the published order of reductions: no choice changes a bit
+
+
+#: What a requirement may need: of the backend, or of the engine.
+Need = Capability | EngineCapability
+NEEDS: tuple[Need, ...] = (*Capability, *EngineCapability)

@@ -13,8 +13,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-from conformance.engines.capabilities import EngineCapability
-from conformance.registry import Need
+from conformance.engines.capabilities import EngineCapability, Need
 from smp_core.backends.capabilities import Capability
 
 if TYPE_CHECKING:

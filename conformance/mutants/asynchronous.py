@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from conformance.cases.traffic import COLLECTIVES
 from conformance.mutants.blocks import PerRun
 from conformance.mutants.point_to_point import EITHER, Done, landing_twice, wrap_dist
 from conformance.mutants.protocol import Bugs, Patch
-from conformance.traffic import COLLECTIVES
 from smp_core.backends.fabrics.memory import Flight
 from smp_core.backends.fabrics.sim import collectives
 from smp_core.backends.fabrics.sim.matching import Call

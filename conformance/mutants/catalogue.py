@@ -29,8 +29,8 @@ from conformance.mutants import (
     training,
 )
 from conformance.mutants.protocol import Mutant, MutantError
-from conformance.registry import RequirementError
-from conformance.requirements import REQUIREMENTS
+from conformance.requirements.catalogue import REQUIREMENTS
+from conformance.requirements.registry import RequirementError
 
 
 def checked(*areas: Iterable[object]) -> tuple[Mutant, ...]:

@@ -31,7 +31,7 @@ Tensor = torch.Tensor
 # ---- What bugs are made of -----------------------------------------------------------------------
 
 #: By name of a function: the places of its inputs and of its outputs among the positional arguments,
-#: as ``call`` of conformance.tensors.COLLECTIVES passes them.
+#: as ``call`` of conformance.cases.tensors.COLLECTIVES passes them.
 ARGUMENTS = {
     "broadcast": ((0,), (0,)),
     "all_reduce": ((0,), (0,)),

@@ -28,9 +28,9 @@ from conformance.mutants.trials import (
     run,
     shown,
 )
-from conformance.registry import Level
-from conformance.requirements import REQUIREMENTS
-from conformance.session import HERE
+from conformance.requirements.catalogue import REQUIREMENTS
+from conformance.requirements.registry import Level
+from conformance.session.session import HERE
 from smp_core.errors import RunTimeout
 
 #: The part that must be killed, of those written by hand and of those generated.

@@ -6,7 +6,7 @@ says INF and why it was decided so (docs/spec/index.md).
 
 from __future__ import annotations
 
-from conformance.registry import Capability, Level, Requirement
+from conformance.requirements.registry import Capability, Level, Requirement
 
 _RANKS = frozenset({Capability.RANKS})
 _OBJECTS = frozenset({Capability.OBJECTS})

@@ -8,7 +8,7 @@ user of it relies on is INF, with the reason.
 
 from __future__ import annotations
 
-from conformance.registry import Capability, Level, Requirement
+from conformance.requirements.registry import Capability, Level, Requirement
 
 
 def _docs(function: str) -> str:

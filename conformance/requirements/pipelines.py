@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conformance.registry import Capability, EngineCapability, Level, Need, Requirement
+from conformance.requirements.registry import Capability, EngineCapability, Level, Need, Requirement
 
 _ANY: frozenset[Need] = frozenset({Capability.PROCESS_GROUPS, EngineCapability.TRAINING})
 _PIPELINE = _ANY | {EngineCapability.PIPELINE}

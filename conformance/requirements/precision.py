@@ -6,7 +6,7 @@ CONF-BF16-SHARDED); sharded training in 16 bits also in :mod:`conformance.requir
 
 from __future__ import annotations
 
-from conformance.registry import Capability, EngineCapability, Level, Need, Requirement
+from conformance.requirements.registry import Capability, EngineCapability, Level, Need, Requirement
 
 _API: frozenset[Need] = frozenset(
     {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conformance.registry import Capability, Level, Requirement
+from conformance.requirements.registry import Capability, Level, Requirement
 
 PROGRAMS = (
     Requirement(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conformance.registry import Capability, EngineCapability, Level, Need, Requirement
+from conformance.requirements.registry import Capability, EngineCapability, Level, Need, Requirement
 
 _NEEDS: frozenset[Need] = frozenset(
     {

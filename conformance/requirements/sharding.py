@@ -5,7 +5,7 @@ Which configurations are refused is among those of :mod:`conformance.requirement
 
 from __future__ import annotations
 
-from conformance.registry import Capability, EngineCapability, Level, Need, Requirement
+from conformance.requirements.registry import Capability, EngineCapability, Level, Need, Requirement
 
 _ANY: frozenset[Need] = frozenset({Capability.PROCESS_GROUPS, EngineCapability.TRAINING})
 _SHARDING = _ANY | {EngineCapability.SHARDING}

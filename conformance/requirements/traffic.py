@@ -6,7 +6,7 @@ The documentation is that of torch 2.13.
 
 from __future__ import annotations
 
-from conformance.registry import Capability, Level, Requirement
+from conformance.requirements.registry import Capability, Level, Requirement
 
 _OBJECTS = frozenset({Capability.OBJECTS})
 _PROCESS_GROUPS = frozenset({Capability.PROCESS_GROUPS})

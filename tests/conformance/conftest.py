@@ -67,12 +67,14 @@ def sessions(tmp_path: Path) -> Sessions:
 #: A suite of five requirements in the place of ours: small, and it does what it is told to.
 PLANTED = """
 import pathlib
-from conformance import requirements, session
-from conformance.registry import Capability, Level, Registry, Requirement
+from conformance.requirements import catalogue
+from conformance.requirements.registry import Capability, Level, Registry, Requirement
+from conformance.session import session
 from pytest_smp import suite
 
 suite.HERE = session.HERE = pathlib.Path(__file__).parent / "small"
-requirements.REQUIREMENTS = Registry(*(
+session.ADDRESS = "small"
+catalogue.REQUIREMENTS = Registry(*(
     Requirement(id, f"{id} holds.", "AWS Common API", level, frozenset(needs))
     for id, level, *needs in [
         ("LIFE-START", Level.L0, Capability.RANKS),
@@ -90,7 +92,7 @@ SUITE = """
 import os, pathlib, signal
 import pytest
 from hypothesis import given, strategies as st
-from conformance.verdicts import not_supported
+from conformance.session.verdicts import not_supported
 from smp_core.errors import RunTimeout
 
 def told(id):

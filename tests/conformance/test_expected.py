@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from conformance.expectations import Expectation, check, file_of, read
-from conformance.requirements import REQUIREMENTS
+from conformance.requirements.catalogue import REQUIREMENTS
+from conformance.session.expectations import Expectation, check, file_of, read
 from smp_core.backends import BACKENDS
 
 ROOT = Path(__file__).parents[2]

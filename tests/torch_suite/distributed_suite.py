@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.testing._internal import common_distributed
 from torch.testing._internal.common_utils import TestCase
 
-from conformance import expectations
+from conformance.session import expectations
 from smp_core.backends import open_backend
 
 RANKS = 4

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 
-from conformance.training import HEAD, ONE_LAYER, STEPS, TWO_LAYERS, several_steps
+from conformance.cases.training import HEAD, ONE_LAYER, STEPS, TWO_LAYERS, several_steps
 from pytest_smp.strategies import training_oracle as oracle
 from pytest_smp.strategies.training import Training, models
 from pytest_smp.strategies.training_lattice import _degree, certified

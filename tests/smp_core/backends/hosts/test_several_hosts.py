@@ -180,7 +180,7 @@ REQUIREMENTS = ["lifecycle", "allgather", "barriers", "process_groups", "errors"
 
 @LAUNCHERS
 def test_requirements_hold_on_two_machines(machines, command, tmp_path, launch):
-    modules = [f"conformance.test_{name}" for name in REQUIREMENTS]
+    modules = [f"conformance.suite.test_{name}" for name in REQUIREMENTS]
     shared = f"--basetemp={tmp_path / 'shared'}"  # for smp_tmp_path
     started, other = launch(machines, command, "--pyargs", *modules, "-q", shared)
     code, text = started.end(240)

@@ -1,0 +1,85 @@
+"""Which level a run certifies, and what keeps it from certifying more."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+
+from conformance.requirements.registry import Level, Registry
+from conformance.session.verdicts import Verdict
+
+_GOOD = {Verdict.PASS, Verdict.WAIVED, Verdict.NOT_SUPPORTED}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Certification:
+    """What a run says about the backend as a whole.
+
+    Attributes:
+        level: the highest one reached, or None.
+        obstacles: what --smp-certify does not allow, in words; empty if all is well.
+        waivers: how many requirements up to that level are waived.
+    """
+
+    level: Level | None
+    obstacles: tuple[str, ...]
+    waivers: int
+
+    @property
+    def certified(self) -> bool:
+        """Whether nothing stands against it."""
+        return self.level is not None and not self.obstacles
+
+    def __str__(self) -> str:
+        if self.level is None:
+            return "no level"
+        some = {0: "", 1: " with 1 waiver"}
+        return self.level.name + some.get(self.waivers, f" with {self.waivers} waivers")
+
+
+def reached(registry: Registry, verdicts: Mapping[str, Verdict]) -> Level | None:
+    """The highest level up to which every requirement is PASS, WAIVED or NOT SUPPORTED.
+
+    A level of which nothing passed is not reached by that alone: claiming nothing proves nothing.
+    """
+    found = None
+    for level in Level:
+        told = {verdicts[id] for id in registry if registry[id].level is level}
+        if not told <= _GOOD:
+            break
+        if Verdict.PASS in told:
+            found = level
+    return found
+
+
+def certification(
+    registry: Registry,
+    verdicts: Mapping[str, Verdict],
+    obstacles: Mapping[str, list[str]],
+    whole: bool,
+) -> Certification:
+    """The certification of a run.
+
+    Args:
+        registry: the requirements.
+        verdicts: on each of them.
+        obstacles: what the session left out, in words, each with the names that it is about.
+        whole: whether the session asked for every property; of a part, no level follows.
+    """
+    found = dict(obstacles)
+    for verdict in Verdict:
+        ids = [id for id in registry if verdicts[id] is verdict]
+        if ids and verdict not in _GOOD:
+            found[str(verdict)] = ids
+    level = reached(registry, verdicts) if whole else None
+    if level is None and not found:
+        found["nothing passed"] = []
+    counts = Counter(
+        verdicts[id] for id in registry if level is not None and registry[id].level <= level
+    )
+    return Certification(
+        level,
+        tuple(f"{what}: {', '.join(names)}" if names else what for what, names in found.items()),
+        counts[Verdict.WAIVED],
+    )

@@ -1,0 +1,241 @@
+"""The suite's pytest plugin: hooks only. What they do stands in the modules beside this one.
+
+pytest_smp/suite.py loads this module in sessions that collect the suite or use its options.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from _pytest.pathlib import bestrelpath
+
+from conformance.session import options
+from pytest_smp import suite as door
+
+if TYPE_CHECKING:
+    from conformance.session.session import Session
+
+_SESSION: pytest.StashKey[Session] = pytest.StashKey()
+_STARTED: pytest.StashKey[bool] = pytest.StashKey()
+
+
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    if not pluginmanager.is_registered(
+        door
+    ):  # `-p conformance.session.plugin`, before or without entry points
+        pluginmanager.register(door, "smp-suite")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    main = not hasattr(config, "workerinput")
+    config.pluginmanager.register(_Listener(config) if main else _Worker(), door.LISTENER)
+    if options.given(config):
+        _session(config)
+
+
+def _session(config: pytest.Config) -> Session:
+    session = config.stash.get(_SESSION, None)
+    if session is None:
+        from conformance.session.session import Session
+
+        session = config.stash[_SESSION] = Session(config)
+        config.pluginmanager.register(_Running(session), "smp-conformance-running")
+        if config.stash.get(_STARTED, False):
+            session.start()
+    return session
+
+
+def _with_suite(config: pytest.Config) -> Session:
+    """The session, now that it is known to collect the suite."""
+    session = _session(config)
+    session.found()
+    return session
+
+
+def _used(config: pytest.Config) -> Session | None:
+    return config.stash.get(_SESSION, None)
+
+
+@contextlib.contextmanager
+def _refusing(config: pytest.Config) -> Iterator[None]:
+    """Let the main process refuse what a worker of xdist refuses."""
+    try:
+        yield
+    except pytest.UsageError as error:
+        if hasattr(config, "workeroutput"):
+            config.workeroutput[door.OUTPUT] = {"refused": str(error)}
+        raise
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    suite = _used(config)
+    return None if suite is None else suite.header()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):
+        return
+    if any(door.leads_in(session.config, argument) for argument in session.config.args):
+        _with_suite(session.config)
+    started(session.config)
+
+
+def started(config: pytest.Config) -> None:
+    """The main process's session has started: what it is to write must be writable now."""
+    config.stash[_STARTED] = True
+    suite = _used(config)
+    if suite is not None:
+        suite.start()
+
+
+# Collection.
+
+
+def pytest_pycollect_makemodule(
+    module_path: Path, parent: pytest.Collector
+) -> pytest.Module | None:
+    # Of a file outside of the root folder pytest leaves the path out of the ids: they say too little
+    # to be an argument of the next command line.
+    root = parent.config.rootpath
+    if not module_path.is_relative_to(door.HERE) or module_path.is_relative_to(root):
+        return None
+    nodeid = bestrelpath(root, module_path).replace(os.sep, "/")
+    module: pytest.Module = pytest.Module.from_parent(parent, path=module_path, nodeid=nodeid)
+    return module
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    path = getattr(collector, "path", None)
+    if path is not None and path.is_relative_to(door.HERE):
+        with _refusing(collector.config):
+            # Requirements that cannot be used end the session here.
+            _with_suite(collector.config).collects(path)
+
+
+@pytest.hookimpl(tryfirst=True)  # before anything is deselected
+def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
+    suite = _used(session.config)
+    if suite is not None:
+        with _refusing(session.config):
+            suite.collected(session, items)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    suite = _used(session.config)
+    if suite is not None:
+        suite.selected(session.items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    suite = _used(session.config)
+    if suite is not None and session.items and not session.config.option.collectonly:
+        with _refusing(session.config):
+            suite.open_backend(session.items)
+
+
+# Running.
+
+
+@pytest.fixture(scope="session")
+def smp_engine(request: pytest.FixtureRequest) -> str:
+    """The name by which every rank finds the engine that is tested (--smp-engine)."""
+    # The first optimizer of a process imports it, for seconds that no run on ranks has to spare.
+    import torch._dynamo  # noqa: F401
+
+    return _session(request.config).options.engine
+
+
+class _Running:
+    """What stands around a running test, and so in its tracebacks: in sessions of the suite only."""
+
+    def __init__(self, suite: Session) -> None:
+        self._suite = suite
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        __tracebackhide__ = True
+        with self._suite.adjusted(item):
+            return (yield)
+
+
+# Innermost: what others make of a report, as a conftest module that forgives, is none of a verdict's.
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[Any]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    suite = _used(item.config)
+    if suite is not None:
+        suite.tell(item, call, report)
+    return report
+
+
+# What the main process hears, from its own items or from xdist's workers, and the end.
+
+
+class _Listener:
+    """The hooks that get no config."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        properties = getattr(report, "user_properties", ())
+        if any(name == door.REQUIREMENT for name, _ in properties):
+            _with_suite(self._config).logged(report)
+        elif (suite := _used(self._config)) is not None:
+            suite.logged(report)
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        self._interrupted(str(excinfo.value) or excinfo.typename)
+
+    def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        self._interrupted(f"internal error: {excinfo.exconly()}")
+
+    def _interrupted(self, why: str) -> None:
+        suite = _used(self._config)
+        if suite is not None:
+            suite.interrupted = why
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        output = getattr(node, "workeroutput", {}).get(door.OUTPUT)
+        if output is not None:
+            if "refused" in output:
+                raise pytest.UsageError(output["refused"])
+            suite = _with_suite if output["properties"] else _session
+            suite(self._config).worker_told(output)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        suite = _used(self._config)
+        if suite is not None:
+            suite.finish(session)
+
+    @pytest.hookimpl(trylast=True)  # the verdicts stand at the very end
+    def pytest_terminal_summary(
+        self, terminalreporter: pytest.TerminalReporter, exitstatus: int
+    ) -> None:
+        suite = _used(self._config)
+        if suite is None or not suite.tells(exitstatus):
+            return
+        terminalreporter.section(suite.heading())
+        for line in suite.summary(terminalreporter._tw.fullwidth):
+            terminalreporter.write_line(line)
+
+
+class _Worker:
+    """What a worker of xdist tells at its end."""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        suite = _used(session.config)
+        if suite is not None:
+            suite.close_backend()
+            session.config.workeroutput.setdefault(door.OUTPUT, suite.worker_output())  # type: ignore[attr-defined]

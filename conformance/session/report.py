@@ -1,0 +1,198 @@
+"""The verdicts of a session as JSON: a document with a version, described in docs/report.md and
+``report.schema.json``.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+from collections import Counter
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from conformance.engines.capabilities import EngineCapability
+from conformance.requirements.registry import NEEDS, Level, Requirement
+from conformance.session.verdicts import Outcome, Verdict
+from pytest_smp.written import write_text
+from smp_core.backends.capabilities import Capabilities, Capability
+
+if TYPE_CHECKING:
+    from conformance.session.session import Result, Session
+
+SCHEMA = Path(__file__).parents[1] / "report.schema.json"
+SCHEMA_VERSION = 2
+_SUITE = "pytest-smp"
+_EXAMPLE = ("Failing test case", "Falsifying example")  # Hypothesis's words, now and before
+_MOST_CHARACTERS = 4000  # of one text; the difference of two large values may have millions
+
+
+def document(session: Session, exit_status: int | None) -> dict[str, Any]:
+    """The whole report.
+
+    ``exit_status`` is that of the session, or None while it runs.
+    """
+    verdicts = session.verdicts()
+    interrupted = session.interrupted
+    if exit_status is None:
+        interrupted = "the session has not ended, or its process was killed"
+    certification = session.certification() if exit_status is not None else None
+    return {
+        "schema": "smp-conformance-report",
+        "schema_version": SCHEMA_VERSION,
+        "suite": {"name": _SUITE, "version": _version(_SUITE)},
+        "complete": exit_status is not None and session.complete,
+        "interrupted": interrupted,
+        "exit_status": exit_status,
+        "started": datetime.datetime.fromtimestamp(session.started, datetime.UTC).isoformat(),
+        "backend": {
+            "name": session.backend.name,
+            "option": session.settings.backend,
+            "summary": session.backend.summary,
+            **_capabilities(session.backend.capabilities),
+        },
+        "engine": {
+            "name": session.engine.name,
+            "option": session.options.engine,
+            "claims": [str(e) for e in EngineCapability if e in session.engine.capabilities],
+            "not_claimed": [
+                str(e) for e in EngineCapability if e not in session.engine.capabilities
+            ],
+        },
+        "options": _options(session),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: _version(name) for name in ("torch", "hypothesis", "pytest")},
+        },
+        "hypothesis": _hypothesis(),
+        "certification": {
+            "asked": session.options.certify,
+            "certified": certification is not None and certification.certified,
+            "level": certification.level.name if certification and certification.level else None,
+            "obstacles": list(certification.obstacles) if certification else [],
+        },
+        "verdicts": _counts(verdicts.values()),
+        "levels": [
+            {
+                "level": level.name,
+                "sentence": level.sentence,
+                "verdicts": _counts(verdicts[id] for id in ids),
+            }
+            for level in Level
+            if (ids := [id for id, each in session.registry.items() if each.level is level])
+        ],
+        "requirements": [
+            _requirement(session, each, verdicts[id]) for id, each in session.registry.items()
+        ],
+    }
+
+
+def _requirement(session: Session, requirement: Requirement, verdict: Verdict) -> dict[str, Any]:
+    from conformance.session.session import property_name
+
+    entry = session.expected.get(requirement.id)
+    return {
+        "id": requirement.id,
+        "sentence": requirement.sentence,
+        "source": requirement.source,
+        "level": requirement.level.name,
+        "needs": [str(each) for each in NEEDS if each in requirement.needs],
+        "lacks": [str(each) for each in session.lacks.get(requirement.id, ())],
+        "verdict": str(verdict),
+        "waiver": None
+        if entry is None
+        else {"id": entry.id, "reason": entry.reason, "link": entry.link},
+        "properties": [
+            {"name": property_name(nodeid), **_result(session, result)}
+            for nodeid, result in sorted(session.results.items())
+            if result.requirement == requirement.id
+        ],
+    }
+
+
+def _result(session: Session, result: Result) -> dict[str, Any]:
+    outcome = result.outcome
+    if result.requirement in session.lacks:
+        outcome = Outcome.NOT_SUPPORTED
+    examples = [note for note in result.notes if note.startswith(_EXAMPLE)]
+    return {
+        "outcome": str(outcome),
+        "duration": round(result.duration, 6),
+        "error": result.error,
+        "example": examples[0] if examples else None,
+        "notes": [note for note in result.notes if note not in examples[:1]],
+        "smp": result.smp,
+    }
+
+
+def _capabilities(capabilities: Capabilities) -> dict[str, Any]:
+    return {
+        "claims": [str(each) for each in Capability if each in capabilities],
+        "not_claimed": [str(each) for each in Capability if each not in capabilities],
+        "dtypes": sorted(capabilities.dtypes),
+        "narrower": {
+            str(each): sorted(capabilities.narrower[each])
+            for each in Capability
+            if each in capabilities.narrower
+        },
+        "reductions": {
+            op: sorted(dtypes & capabilities.dtypes)
+            for op, dtypes in sorted(capabilities.reductions.items())
+        },
+    }
+
+
+def _options(session: Session) -> dict[str, Any]:
+    chosen, path = session.settings, session.expectations
+    return {
+        "ranks": chosen.ranks,
+        "timeout": chosen.timeout,
+        "seed": chosen.seed,
+        "strict": chosen.strict,
+        "schedule": None if chosen.schedule is None else str(chosen.schedule),
+        "certify": session.options.certify,
+        "level": session.options.level or None,
+        "smoke": session.options.smoke,
+        "expectations": None if path is None else path.name,
+    }
+
+
+def _hypothesis() -> dict[str, Any]:
+    from hypothesis import settings
+
+    default = settings()
+    return {"max_examples": default.max_examples, "derandomize": default.derandomize}
+
+
+def _counts(verdicts: Iterable[Verdict]) -> dict[str, int]:
+    counts = Counter(verdicts)
+    return {str(verdict): counts[verdict] for verdict in Verdict}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def error_text(error: BaseException) -> str:
+    """Type and message of an exception."""
+    try:
+        text = str(error)
+    except Exception as broken:  # a broken __str__ must not hide the error
+        text = f"<its text cannot be made: {type(broken).__name__}>"
+    return shortened(f"{type(error).__name__}: {text}".rstrip(": "))
+
+
+def shortened(text: str) -> str:
+    """The text, cut where it is very long."""
+    left = len(text) - _MOST_CHARACTERS
+    return text if left <= 0 else f"{text[:_MOST_CHARACTERS]}... ({left} more characters)"
+
+
+def write(path: Path, document: dict[str, Any]) -> None:
+    """Write the document; whoever reads the file meanwhile sees the old one or the new one, whole."""
+    write_text(path, json.dumps(document, indent=2) + "\n")

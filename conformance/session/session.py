@@ -1,0 +1,673 @@
+"""What one pytest session does with the suite: which properties run, what became of them, and what
+follows.
+
+Properties may run in xdist's workers: what the main process must know travels in the reports'
+``user_properties`` and, at a worker's end, in its ``workeroutput``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shlex
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from conformance.engines.capabilities import EngineCapability
+from conformance.engines.names import find_engine
+from conformance.engines.protocol import Engine, EngineError, used
+from conformance.requirements.registry import Level, Need, Registry, RequirementError
+from conformance.session import amounts, expectations, options, report
+from conformance.session.certification import Certification, certification
+from conformance.session.expectations import Expectation, ExpectationError
+from conformance.session.verdicts import (
+    NotSupported,
+    Outcome,
+    Verdict,
+    counted,
+    judge_all,
+    lacking,
+    table,
+)
+from pytest_smp import settings, written
+from smp_core.backends import find_backend
+from smp_core.backends.capabilities import DTYPES, EVERYTHING, REDUCTIONS, Capabilities, Capability
+from smp_core.errors import BackendError, RunTimeout
+
+if TYPE_CHECKING:
+    from pytest_smp.running import Controller
+
+_SMOKE = 3  # examples of a property in a rehearsal
+
+#: The package of the properties, as ``pytest --pyargs`` is told, and its folder.
+ADDRESS = "conformance.suite"
+HERE = Path(__file__).parents[1] / "suite"
+
+_REQUIREMENT = "requirement"  # of a test's report; JUnit files show it, too
+_SIBLINGS = "requirement_properties"  # how many there are, before any is deselected
+_TOLD = "conformance"  # outcome, error and notes of a property that did not pass, in JSON
+_EXPECTED: pytest.StashKey[Expectation | None] = pytest.StashKey()
+_RANK = list(Outcome)
+
+
+@dataclasses.dataclass(slots=True)
+class Result:
+    """What became of one property.
+
+    Attributes:
+        requirement: the id of the requirement that it tests.
+        outcome: the worst of all its phases and repetitions.
+        duration: seconds, set-up and tear-down included.
+        error: type and message of the exception, or None.
+        notes: the notes of that exception; the falsifying example is among them.
+        smp: how its ranks ended, for a test that is marked ``smp``.
+    """
+
+    requirement: str
+    outcome: Outcome = Outcome.NOT_RUN
+    duration: float = 0.0
+    error: str | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
+    smp: dict[str, Any] | None = None
+
+    def add(self, outcome: Outcome) -> bool:
+        """Take one more outcome into account; whether it is the worst so far."""
+        worse = self.outcome is Outcome.NOT_RUN or _RANK.index(outcome) < _RANK.index(self.outcome)
+        if worse:
+            self.outcome = outcome
+        return worse
+
+
+def property_name(nodeid: str) -> str:
+    """A property's name, wherever the session was started: ``conformance/suite/test_x.py::test_y[z]``."""
+    path, _, rest = nodeid.partition("::")
+    return f"{ADDRESS.replace('.', '/')}/{path.rpartition('/')[2]}::{rest}"
+
+
+def argument(nodeid: str) -> str:
+    """A property as an argument of ``pytest --pyargs``, from any folder, in any shell:
+    ``'conformance.suite.test_x::test_y[z]'``.
+    """
+    path, _, rest = nodeid.partition("::")
+    module = path.rpartition("/")[2].removesuffix(".py")
+    return shlex.quote(f"{ADDRESS}.{module}::{rest}")
+
+
+class Session:
+    """The suite in one pytest session.
+
+    Raises pytest.UsageError for options, expected failures or requirements that cannot be used.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        if sys.flags.optimize and config.getoption("assertmode") == "plain":
+            raise pytest.UsageError(
+                "conformance: Python drops every assert (PYTHONOPTIMIZE, -O), and pytest does not "
+                "rewrite them (--assert=plain): nothing would be tested; leave out one of them"
+            )
+        self.options = options.read(config, ini=False)
+        if config.getoption("smp_backend", False) is False:
+            raise pytest.UsageError("conformance: the plugin smp is needed, and is not loaded")
+        self.settings = settings.read(config)
+        self.backend = find_backend(self.settings.backend)
+        self.all = _registry()
+        self.registry = self._asked_for()  # up to --smp-level
+        self.engine, self.lacks = self._claims()
+        self.expectations: Path | None = None  # the file of expected failures that is in force
+        self.entries, self.expected = self._expectations()
+        self.main = not hasattr(config, "workerinput")  # not a worker of xdist
+        self.started = time.time()
+        self.interrupted: str | None = None
+        self.results: dict[str, Result] = {}  # by node id
+        self.siblings: dict[str, int] = {}  # by requirement
+        self.whole: bool | None = None  # None: not known yet
+        self.unclosed: str | None = None  # how the backend failed to close
+        self._here = self._started = False  # whether the suite is collected; whether all has begun
+        self._collected: set[Path] = set()
+        self._controller: Controller | None = None  # if we opened its backend
+        self._crashed: dict[str, str] = {}  # by node id; whose, a worker tells at its end
+        self._certification: Certification | None = None
+        self._written: str | None = None
+
+    def found(self) -> None:
+        """The session collects the suite: from now on the ini keys count, too.
+
+        Raises pytest.UsageError for options or expected failures that cannot be used.
+        """
+        if self._here:
+            return
+        self._here = True
+        before, self.options = self.options, options.read(self.config, ini=True)
+        self.registry = self._asked_for()
+        self.engine, self.lacks = self._claims()
+        if self.options != before:
+            self.entries, self.expected = self._expectations()
+            if self._started:
+                self.start()
+
+    def _asked_for(self) -> Registry:
+        """The requirements up to --smp-level. Raises pytest.UsageError if there is no such level."""
+        if not self.options.level:
+            return self.all
+        names = [level.name for level in Level]
+        if self.options.level not in names:
+            raise pytest.UsageError(f"--smp-level={self.options.level}: one of {', '.join(names)}")
+        highest = Level[self.options.level]
+        return Registry(*(each for each in self.all.values() if each.level <= highest))
+
+    def _claims(self) -> tuple[Engine, dict[str, list[Need]]]:
+        """The engine, and what requirements need beside what backend and engine claim.
+
+        Raises pytest.UsageError if there is no such engine.
+        """
+        try:
+            engine = find_engine(self.options.engine)
+        except EngineError as error:
+            raise pytest.UsageError(f"--smp-engine: {error}") from None
+        claims = self.backend.capabilities.claims | engine.capabilities
+        lacks = {
+            id: each.lacks(claims, used(engine, each.needs)) for id, each in self.registry.items()
+        }
+        return engine, {id: needs for id, needs in lacks.items() if needs}
+
+    def _expectations(self) -> tuple[list[Expectation], dict[str, Expectation]]:
+        target = self.options.write_expectations
+        self.expectations = path = self._expectations_file()
+        if path is None:
+            return [], {}
+        try:
+            entries = expectations.read(path)
+            if target is None:
+                found = expectations.check(entries, self.all)
+                return entries, {id: entry for id, entry in found.items() if id in self.registry}
+        except ExpectationError as error:
+            raise pytest.UsageError(f"expected failures: {error}") from None
+        # The file is about to be written: what it says too much goes, what it lacks stays a failure.
+        usable = [entry for entry in reversed(entries) if not entry.todo]
+        return entries, {id: e for e in usable for id in self.registry if e.matches(id)}
+
+    def _expectations_file(self) -> Path | None:
+        """What was asked for, the file that is about to be written anew, or the backend's own."""
+        target = self.options.write_expectations
+        if self.options.expectations is not None:
+            return self.options.expectations
+        if target is not None and target.exists():
+            return target
+        try:
+            own = expectations.file_of(self.backend.expectations)
+            # It may name the file that is about to be written for the first time.
+            return None if target is not None and own is not None and not own.exists() else own
+        except ExpectationError as error:
+            raise pytest.UsageError(f"backend {self.backend.name}: {error}") from None
+
+    # Collection.
+
+    def collects(self, path: Path) -> None:
+        """A folder or file of the suite is being collected."""
+        self._collected.add(path)
+
+    def collected(self, session: pytest.Session, items: list[pytest.Item]) -> None:
+        """Look at all items, before any is deselected: what they test, and whether they can."""
+        found: dict[str, list[pytest.Item]] = defaultdict(list)
+        above: list[pytest.Item] = []
+        for item in items:
+            if item.path.is_relative_to(HERE):
+                id = requirement_of(item, self.all)
+                (found[id] if id in self.registry else above).append(item)
+        if above:
+            items[:] = [item for item in items if item not in set(above)]
+            session.config.hook.pytest_deselected(items=above)
+        basic_first(items, found, tuple(self.registry))
+        self.whole = self._is_whole(session)
+        untested = [id for id in self.registry if id not in found]
+        if untested and self.whole:
+            raise pytest.UsageError(f"requirements without a property: {', '.join(untested)}")
+        for id, properties in found.items():
+            self.siblings[id] = len(properties)
+            for item in properties:
+                self._prepare(item, id)
+
+    def _prepare(self, item: pytest.Item, id: str) -> None:
+        self.results[item.nodeid] = Result(id, Outcome.DESELECTED)
+        item.user_properties += [(_REQUIREMENT, id), (_SIBLINGS, self.siblings[id])]
+        item.stash[_EXPECTED] = self.expected.get(id)
+        if id in self.lacks:
+            by: dict[str, list[Need]] = {}
+            for each in self.lacks[id]:
+                of = self.backend if isinstance(each, Capability) else self.engine
+                by.setdefault(of.name, []).append(each)
+            lacks = "; ".join(f"{name} does not claim {', '.join(by[name])}" for name in by)
+            item.add_marker(pytest.mark.skip(f"not supported: {lacks}"))
+
+    def selected(self, items: list[pytest.Item]) -> None:
+        """What is left is to be run."""
+        for item in items:
+            if item.nodeid in self.results:
+                self.results[item.nodeid].outcome = Outcome.NOT_RUN
+
+    def _is_whole(self, session: pytest.Session) -> bool:
+        """Whether every property must be there: the package, or a folder above it, was asked for,
+        and each of its files was collected, all of it.
+
+        A folder above may be a project's that has its virtual environment below it, and does not
+        collect that. ``--lf`` collects parts of files.
+        """
+        asked = any(session.isinitpath(path) for path in (HERE, *HERE.parents))
+        parts = session.testsfailed or getattr(session.config.option, "lf", False)
+        files = set(HERE.glob("test_*.py"))
+        return asked and not parts and bool(files) and files <= self._collected
+
+    def open_backend(self, items: list[pytest.Item]) -> None:
+        """Open the backend if any property will need it.
+
+        Raises pytest.UsageError if it cannot be opened: that says nothing of any requirement.
+        """
+        ours = [self.results[item.nodeid] for item in items if item.nodeid in self.results]
+        if all(result.requirement in self.lacks for result in ours):
+            return
+        from pytest_smp.plugin import PRELOAD, controller_of
+
+        if any("smp_engine" in getattr(item, "fixturenames", ()) for item in items):
+            # A process's first optimizer imports it, for seconds: better once, before there are ranks.
+            self.config.stash[PRELOAD] = ("torch._dynamo",)
+        try:
+            controller_of(self.config).open()
+        except BackendError as error:
+            raise pytest.UsageError(str(error)) from None
+        self._controller = controller_of(self.config)
+
+    def close_backend(self) -> None:
+        """Close what ``open_backend`` opened, while a failure can still be told."""
+        if self._controller is None:
+            return
+        try:
+            self._controller.close()
+        except (Exception, SystemExit) as error:
+            self.unclosed = f"the backend could not be closed: {report.error_text(error)}"
+
+    # Running.
+
+    @contextlib.contextmanager
+    def adjusted(self, item: pytest.Item) -> Iterator[None]:
+        """Do not make a failure smaller that is expected, or that is only to be listed; and try fewer
+        examples where ranks are slow, but of what is expected to fail, which ends at the first, and
+        in a rehearsal.
+        """
+        function = getattr(item, "obj", None)
+        function = getattr(function, "__func__", function)
+        listed = item.stash.get(_EXPECTED, None) or self.options.write_expectations
+        changes = listed or self._replaces_ranks or self.options.smoke
+        if not hasattr(function, "hypothesis") or not changes:
+            yield
+            return
+        from hypothesis import Phase
+        from hypothesis import settings as hypothesis_settings
+        from hypothesis.database import ReadOnlyDatabase
+
+        name = "_hypothesis_internal_use_settings"  # private
+        before = getattr(function, name, None)
+        base = before or hypothesis_settings()
+        if listed:
+            phases = [each for each in base.phases if each not in (Phase.shrink, Phase.explain)]
+            # What is saved counts as shrunk: a later run that is to shrink it would not.
+            kept = None if base.database is None else ReadOnlyDatabase(base.database)
+            changed = hypothesis_settings(base, phases=phases, database=kept)
+        else:
+            few = amounts.on_processes(base.max_examples) if self._replaces_ranks else 10**9
+            few = min(few, _SMOKE if self.options.smoke else few, base.max_examples)
+            changed = hypothesis_settings(base, max_examples=few)
+        setattr(function, name, changed)
+        try:
+            yield
+        finally:
+            setattr(function, name, before)
+
+    def tell(self, item: pytest.Item, call: pytest.CallInfo[Any], made: pytest.TestReport) -> None:
+        """Put what the main process must know into a report, and waive an expected failure."""
+        id = _property(made, _REQUIREMENT)
+        if id is None or made.passed or call.excinfo is None:
+            return
+        error = call.excinfo.value
+        outcome = _outcome(made, error, self._replaces_ranks)
+        entry = item.stash.get(_EXPECTED, None)
+        if outcome is Outcome.FAILED and entry is not None:
+            outcome = Outcome.WAIVED
+            made.outcome, made.wasxfail = "skipped", str(entry)
+        if made.failed:
+            made.sections.append(("requirement", str(self.registry[id])))
+        told = {"outcome": outcome, "error": report.error_text(error), "notes": _notes(error)}
+        made.user_properties.append((_TOLD, json.dumps(told)))
+
+    @property
+    def _replaces_ranks(self) -> bool:
+        """Whether a rank that does not come back is ended and another takes its place, as processes
+        are; a thread that computes for ever goes on, beside all that is tested after it.
+        """
+        return self._controller is not None and not getattr(self._controller.open(), "steady", True)
+
+    def logged(self, made: pytest.TestReport) -> None:
+        """Take a report into account, from wherever it comes."""
+        id = _property(made, _REQUIREMENT)
+        if id is None:
+            if str(made.when) == "???":  # xdist's word for a worker that crashed
+                self._crashed[made.nodeid] = str(made.longrepr)
+            return
+        self.siblings.setdefault(id, _property(made, _SIBLINGS))
+        result = self.results.setdefault(made.nodeid, Result(id))
+        result.duration += made.duration
+        told = json.loads(_property(made, _TOLD) or "{}")
+        smp = _property(made, "smp")
+        if smp is not None:
+            result.smp = json.loads(smp)
+        counts = made.when == "call" or not made.passed
+        if counts and result.add(_told_outcome(made, told)) and told:
+            result.error, result.notes = told["error"], told["notes"]
+        if made.when == "teardown" and self._started:
+            self._write_so_far()
+
+    # Workers of xdist.
+
+    def worker_output(self) -> dict[str, Any]:
+        """What a worker tells the main process."""
+        return {
+            "whole": self.whole,
+            "unclosed": self.unclosed,
+            "properties": {
+                nodeid: [result.requirement, result.outcome is not Outcome.DESELECTED]
+                for nodeid, result in self.results.items()
+            },
+        }
+
+    def worker_told(self, output: Mapping[str, Any]) -> None:
+        """Take what a worker told into account."""
+        self.whole = output["whole"]
+        self.unclosed = self.unclosed or output["unclosed"]
+        for nodeid, (id, selected) in output["properties"].items():
+            missing = Outcome.NOT_RUN if selected else Outcome.DESELECTED
+            self.results.setdefault(nodeid, Result(id, missing))
+
+    # The end.
+
+    @property
+    def used(self) -> bool:
+        """Whether a property was run, or was to be."""
+        return any(r.outcome is not Outcome.DESELECTED for r in self.results.values())
+
+    @property
+    def complete(self) -> bool:
+        """Whether every property that was selected ran to its end."""
+        outcomes = [result.outcome for result in self.results.values()]
+        return self.interrupted is None and self.used and Outcome.NOT_RUN not in outcomes
+
+    def verdicts(self) -> dict[str, Verdict]:
+        """The verdict on every requirement, as far as is known."""
+        outcomes: dict[str, list[Outcome]] = defaultdict(list)
+        for result in self.results.values():
+            outcomes[result.requirement].append(result.outcome)
+        for id, count in self.siblings.items():
+            outcomes[id] += [Outcome.NOT_RUN] * (count - len(outcomes[id]))
+        return judge_all(self.registry, outcomes, unclaimed=self.lacks, expected=self.expected)
+
+    def certification(self) -> Certification:
+        """What the run certifies, and what stands against it."""
+        if self._certification is None:
+            self._certification = certification(
+                self.registry, self.verdicts(), self._obstacles(), bool(self.whole)
+            )
+        return self._certification
+
+    def _obstacles(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        if self.interrupted is not None:
+            found[f"the session was interrupted ({self.interrupted})"] = []
+        if self.options.smoke:
+            found["a rehearsal, with few examples (--smp-smoke)"] = []
+        if not self.whole:
+            found["the session did not ask for the whole suite (--pyargs conformance)"] = []
+        for outcome in (Outcome.DESELECTED, Outcome.SKIPPED, Outcome.NOT_RUN):
+            names = [
+                argument(nodeid)
+                for nodeid, result in self.results.items()
+                if result.outcome is outcome and result.requirement not in self.lacks
+            ]
+            if names:
+                number = "1 property" if len(names) == 1 else f"{len(names)} properties"
+                found[f"{number} {outcome}"] = [*names[:5], *(["..."] if len(names) > 5 else [])]
+        verdicts = self.verdicts()
+        idle = [
+            entry.id
+            for entry in dict.fromkeys(self.expected.values())
+            if all(
+                verdicts[id] is Verdict.NOT_SUPPORTED
+                for id, each in self.expected.items()
+                if each is entry
+            )
+        ]
+        if idle:
+            found["waivers of what is not supported"] = idle
+        return found
+
+    def finish(self, session: pytest.Session) -> None:
+        """Judge, and write what was asked for; may turn the session's exit status to failure."""
+        self.close_backend()
+        for nodeid, text in self._crashed.items():
+            if nodeid in self.results:
+                self.results[nodeid].add(Outcome.ERROR)
+                self.results[nodeid].error = text
+        stopped = session.shouldstop or session.shouldfail
+        if self.interrupted is None and stopped:
+            self.interrupted = str(stopped)
+        if self.interrupted is None and session.exitstatus == pytest.ExitCode.USAGE_ERROR:
+            self.interrupted = "refused; see what pytest printed"
+        if self.interrupted is None:
+            self.interrupted = self.unclosed
+        if session.exitstatus == pytest.ExitCode.OK and (
+            self.unclosed is not None
+            # Another plugin may have made a passed test of one that failed.
+            or Verdict.FAIL in self.verdicts().values()
+        ):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        good = session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+        if good and self.options.certify and not self.certification().certified:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        self._written = self._write_expectations()
+        self._write_report(int(session.exitstatus))
+
+    def start(self) -> None:
+        """See that all that is to be written at the end can be, while nothing has run yet.
+
+        Raises pytest.UsageError if it cannot. What is left if the process is killed is a report
+        that says so.
+        """
+        self._started = True
+        for name in ("report", "write_expectations"):
+            path = getattr(self.options, name)
+            if path is not None:
+                try:
+                    written.check_writable(path)
+                except OSError as error:
+                    option = f"--smp-{name.replace('_', '-')}"
+                    raise pytest.UsageError(f"{option}={path.name}: {error.strerror}") from None
+        self._write_so_far()
+
+    def _write_so_far(self) -> None:
+        """Write what is known: a session of hours that is killed keeps it."""
+        if self.options.report is not None and not written.is_stream(self.options.report):
+            self._write_report(None)
+
+    def _write_report(self, exit_status: int | None) -> None:
+        if self.options.report is not None:
+            report.write(self.options.report, report.document(self, exit_status))
+
+    def _write_expectations(self) -> str | None:
+        """Write the file of expected failures, if it was asked for; what was done, in words."""
+        path = self.options.write_expectations
+        if path is None:
+            return None
+        if self.interrupted is not None:
+            return f"{path.name}: not written, the session was interrupted"
+        by_id: dict[str, list[Result]] = defaultdict(list)
+        for result in self.results.values():
+            by_id[result.requirement].append(result)
+        waivable = (Outcome.FAILED, Outcome.WAIVED)
+        failed = {id for id, rs in by_id.items() if any(r.outcome in waivable for r in rs)}
+        errors = {r.requirement: r.error or "" for r in self.results.values() if r.error}
+        entries = expectations.updated(self.entries, self.verdicts(), failed)
+        written.write_text(path, expectations.written(entries, errors))
+        todo = sum(entry.todo for entry in entries)
+        text = f"{path.name}: {len(entries)} expected failures written"
+        if todo:
+            text += f"; {todo} need a reason and a link before the file can be used"
+        hopeless = sorted(
+            id for id, rs in by_id.items() if any(r.outcome is Outcome.ERROR for r in rs)
+        )
+        if hopeless:
+            text += f"\ncannot be waived, for they could not be tested: {', '.join(hopeless)}"
+        return text
+
+    # What the terminal shows.
+
+    def header(self) -> str:
+        """The backend, what it claims, the file of expected failures."""
+        text = f"conformance: {self.backend.name} claims {claims_text(self.backend.capabilities)}"
+        path = self.expectations
+        if path is not None:
+            number = "1 entry" if len(self.entries) == 1 else f"{len(self.entries)} entries"
+            text += f"; expected failures: {path.name}, {number}"
+        missing = [str(each) for each in EngineCapability if each not in self.engine.capabilities]
+        claimed = f"all but {', '.join(missing)}" if missing else "everything"
+        return f"{text}\nconformance: engine {self.engine.name} claims {claimed}"
+
+    def summary(self, width: int) -> Iterator[str]:
+        """The lines below the heading: the table, waivers, certification."""
+        verdicts = self.verdicts()
+        verbose = self.config.get_verbosity() > 0
+        yield from table(self.registry, verdicts, width, whole=verbose)
+        yield from lacking(self.lacks, width)
+        for entry in dict.fromkeys(self.expected.values()):
+            ids = [id for id, each in self.expected.items() if each is entry]
+            stale = [id for id in ids if verdicts[id] is Verdict.STALE_WAIVER]
+            if any(verdicts[id] is Verdict.WAIVED for id in ids):
+                yield f"waived: {entry.id}: {entry}"
+            if stale:
+                yield f"stale: {entry.place}: passes: {', '.join(stale)}"
+        if self.unclosed is not None:
+            yield self.unclosed
+        if self._written is not None:
+            yield from self._written.splitlines()
+        if self.options.certify:
+            found = self.certification()
+            if found.certified:
+                yield f"certified: {found}"
+            else:
+                yield f"not certified; reached: {found}. What stands against it:"
+                yield from (f"   {text}" for text in found.obstacles)
+
+    def tells(self, exit_status: int) -> bool:
+        """Whether there is anything to show."""
+        if self.config.option.collectonly or exit_status == pytest.ExitCode.USAGE_ERROR:
+            return False
+        ran = {result.outcome for result in self.results.values()}
+        return bool(ran - {Outcome.DESELECTED, Outcome.NOT_RUN}) or self.options.certify
+
+    def heading(self) -> str:
+        """How many requirements got which verdict, and on what."""
+        return (
+            f"requirements: {counted(self.verdicts().values())} "
+            f"({self.settings.backend}, --smp-ranks={self.settings.ranks})"
+        )
+
+
+def _registry() -> Registry:
+    try:
+        from conformance.requirements.catalogue import REQUIREMENTS
+    except RequirementError as error:
+        raise pytest.UsageError(f"conformance: {error}") from None
+    return REQUIREMENTS
+
+
+def requirement_of(item: pytest.Item, registry: Registry) -> str:
+    """The id of the requirement that a property points to.
+
+    Raises pytest.UsageError if there is none, or one that nobody declared.
+    """
+    marker = item.get_closest_marker("requirement")
+    if marker is None:
+        raise pytest.UsageError(f"{item.nodeid}: no requirement: say @requirement(id)")
+    try:
+        return registry.named(*marker.args, **marker.kwargs).id
+    except (RequirementError, TypeError) as error:
+        raise pytest.UsageError(f"{item.nodeid}: {error}") from None
+
+
+def claims_text(capabilities: Capabilities) -> str:
+    """What is claimed, in one line: everything, or all but what."""
+    missing = [str(each) for each in Capability if each not in capabilities]
+    dtypes = sorted(DTYPES - capabilities.dtypes)
+    reductions = [
+        f"{op} of {', '.join(sorted(lacks))}" if op in capabilities.reductions else op
+        for op, all_of in REDUCTIONS.items()
+        if (lacks := all_of - capabilities.reductions.get(op, frozenset()) - set(dtypes))
+    ]
+    narrower = [
+        f"{each} of {', '.join(sorted(lacks))}"
+        for each in Capability
+        if each in capabilities and (lacks := capabilities.dtypes - capabilities.moves(each))
+    ]
+    if capabilities == EVERYTHING:
+        return "everything"
+    return "all but " + ", ".join([*missing, *dtypes, *narrower, *reductions])
+
+
+def _property(made: Any, name: str) -> Any:
+    properties = getattr(made, "user_properties", ())
+    return next((value for key, value in properties if key == name), None)
+
+
+def _outcome(made: pytest.TestReport, error: BaseException, replaces_ranks: bool) -> Outcome:
+    """What a phase that did not pass says of the property."""
+    if not made.failed:
+        return Outcome.NOT_SUPPORTED if isinstance(error, NotSupported) else Outcome.SKIPPED
+    # A run that did not end raises no Exception; what computes for ever is not waived.
+    failures = (Exception, pytest.fail.Exception, *((RunTimeout,) if replaces_ranks else ()))
+    tested = made.when == "call" and isinstance(error, failures)
+    return Outcome.FAILED if tested else Outcome.ERROR
+
+
+def _told_outcome(made: pytest.TestReport, told: Mapping[str, Any]) -> Outcome:
+    """The outcome that a report stands for. What is neither good nor bad for certain is skipped."""
+    if told:
+        return Outcome(told["outcome"])
+    if made.failed:
+        return Outcome.FAILED
+    if made.passed and not hasattr(made, "wasxfail"):
+        return Outcome.PASSED
+    return Outcome.SKIPPED if made.outcome in ("passed", "skipped") else Outcome.FAILED
+
+
+def _notes(error: BaseException) -> list[str]:
+    """The notes of an exception, and of those that it groups."""
+    notes = [report.shortened(note) for note in getattr(error, "__notes__", ())]
+    for part in getattr(error, "exceptions", ()):
+        notes += _notes(part)
+    return notes
+
+
+def basic_first(
+    items: list[pytest.Item], found: Mapping[str, Sequence[pytest.Item]], declared: Sequence[str]
+) -> None:
+    """Put the items of ``found``, by requirement, into the order in which requirements are declared: plain
+    values before layouts, groups and asynchronous calls, so that ``-x`` stops at the most basic promise
+    that is broken. Other items stay where they are.
+    """
+    suite = iter([item for id in sorted(found, key=declared.index) for item in found[id]])
+    ours = {id(item) for tests in found.values() for item in tests}
+    items[:] = [next(suite) if id(item) in ours else item for item in items]

@@ -1,0 +1,1 @@
+"""The properties, one file for each area. Each points to the requirement that it tests."""

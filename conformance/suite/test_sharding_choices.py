@@ -1,0 +1,161 @@
+"""What no choice may change, and which models are taken."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import hypothesis.strategies as st
+import torch
+from hypothesis import given
+from torch import nn
+
+from conformance.cases.training import raised, results, sharded_cases, smp, trials, with_engine
+from conformance.requirements.catalogue import requirement
+from pytest_smp.proxies import SmpWorld
+from pytest_smp.strategies.training_models import Block, Model
+from pytest_smp.strategies.training_script import compare, merged
+from pytest_smp.strategies.training_sharding import HUGE, divisors, sizes
+
+Data = st.DataObject
+
+
+def agrees(
+    smp_world: SmpWorld,
+    smp_engine: str,
+    data: Data,
+    more: Mapping[str, Any] | None = None,
+    **other: Any,
+) -> None:
+    """Two runs on real values, the second with other choices, give the same bits. ``more`` are fields
+    of the case that are not drawn.
+    """
+    __tracebackhide__ = True
+    # The second step knows what comes, and may fetch it ahead.
+    fixed: dict[str, Any] = {"sharding": (2, 4), "real": True, "windows": 2, **(more or {})}
+    case = data.draw(sharded_cases(smp_world, smp_engine, least=2, **fixed), "case")
+    fields = {name: data.draw(each(case), name) for name, each in other.items()}
+    first = results(smp_world, smp_engine, case)
+    again = results(smp_world, smp_engine, dataclasses.replace(case, **fields))
+    compare(merged(first, case.dp), again, what="another choice")
+
+
+def limits(case: Any) -> st.SearchStrategy[int]:
+    """Numbers of elements, from few to more than there are."""
+    total = sum(sizes(case.model))
+    return st.sampled_from([1, 2, *sizes(case.model), max(1, total // 2), total, HUGE]).map(
+        lambda limit: max(1, limit)
+    )
+
+
+@requirement("SHARD-BUCKET")
+@given(data=st.data())
+@trials(4)
+def test_buckets_change_no_bit(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
+    agrees(
+        smp_world, smp_engine, data, reduce_bucket=limits, overlapping=lambda case: st.booleans()
+    )
+
+
+@requirement("SHARD-LIVE")
+@given(data=st.data())
+@trials(4)
+def test_what_may_be_whole_changes_no_bit(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
+    layers = (Block("linear"), Block("relu"), Block("linear"), Block("linear"))
+    model = Model(Block("chain", layers), inputs=2, width=3)
+    agrees(smp_world, smp_engine, data, {"model": model, "threshold": 0}, live=limits)
+
+
+@requirement("SHARD-CHECKPOINTING")
+@given(data=st.data())
+@trials(4)
+def test_computing_again_changes_no_bit(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
+    agrees(smp_world, smp_engine, data, checkpointing=lambda case: st.just(not case.checkpointing))
+
+
+@requirement("SHARD-HIERARCHICAL")
+@given(data=st.data())
+@trials(6)
+def test_nodes_change_no_bit(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
+    fixed = {"windows": 1, "hierarchical": False, "threshold": 0}
+    most = min(8, smp_world.ranks)
+    drawn = sharded_cases(
+        smp_world,
+        smp_engine,
+        least=4,
+        most=most,
+        sharding=(4, 8),
+        real=True,
+        without=("route",),
+        **fixed,
+    )
+    case = data.draw(drawn, "case")
+    first = results(smp_world, smp_engine, case)
+    per_node = data.draw(st.sampled_from([2, *divisors(case.dp)]), "ranks per node")
+    other = dataclasses.replace(case, hierarchical=True, per_node=per_node)
+    compare(merged(first, case.dp), results(smp_world, smp_engine, other), what="one hop")
+
+
+# ---- Models --------------------------------------------------------------------------------------
+
+
+def different_on_rank(at: int, what: str) -> str | None:
+    """Wrap a model that is another one on rank ``at``."""
+    odd = smp.rank() == at
+
+    def wrap() -> None:
+        layers: list[nn.Module] = [
+            nn.Linear(2, 3),
+            nn.Linear(3, 4 if odd and what == "shape" else 5),
+        ]
+        if odd and what == "more":
+            layers.append(nn.Linear(2, 2))
+        if odd and what == "frozen":
+            layers[0].requires_grad_(False)
+        smp.DistributedModel(nn.Sequential(*layers))
+
+    return raised(wrap)
+
+
+@requirement("SHARD-SAME-MODEL")
+@given(at=st.integers(0, 1), what=st.sampled_from(["shape", "more"]))
+@trials(4)
+def test_another_model_is_refused_everywhere(
+    smp_world: SmpWorld, smp_engine: str, at: int, what: str
+) -> None:
+    config = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0, "ddp": True}
+    told = smp_world.run(
+        with_engine, smp_engine, different_on_rank, at, what, ranks=2, config=config
+    )
+    assert None not in told, told
+
+
+def delayed_on_rank(widths: list[int]) -> dict[str, torch.Tensor]:
+    """The values of a model that is made under delayed initialization."""
+    torch.manual_seed(3)
+    with smp.delay_param_initialization():
+        made = layers_of(widths)
+    model = smp.DistributedModel(made)
+    return {name: each.detach().clone() for name, each in model.state_dict().items()}
+
+
+def layers_of(widths: list[int]) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
+
+
+@requirement("SHARD-DELAYED")
+@given(widths=st.lists(st.integers(1, 7), min_size=2, max_size=4), threshold=st.integers(0, 30))
+@trials(5)
+def test_delayed_values_are_those_of_one_process(
+    smp_world: SmpWorld, smp_engine: str, widths: list[int], threshold: int
+) -> None:
+    config = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": threshold}
+    found = smp_world.run(
+        with_engine, smp_engine, delayed_on_rank, widths, ranks=2, config={**config, "ddp": True}
+    )
+    torch.manual_seed(3)
+    for name, value in layers_of(widths).state_dict().items():
+        for rank, each in enumerate(found):
+            assert torch.equal(each[name], value), f"rank {rank}: {name} is {each[name]}"
