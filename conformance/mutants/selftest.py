@@ -30,7 +30,7 @@ from conformance.mutants.trials import (
 )
 from conformance.requirements.catalogue import REQUIREMENTS
 from conformance.requirements.registry import Level
-from conformance.session.session import HERE
+from conformance.session.results import HERE
 from smp_core.errors import RunTimeout
 
 #: The part that must be killed, of those written by hand and of those generated.

@@ -11,16 +11,20 @@ from collections import Counter
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from conformance.engines.capabilities import EngineCapability
-from conformance.requirements.registry import NEEDS, Level, Requirement
+from conformance.engines.capabilities import NEEDS, EngineCapability, Need
+from conformance.engines.protocol import Engine
+from conformance.requirements.registry import Level, Registry, Requirement
+from conformance.session.certification import Certification
+from conformance.session.expectations import Expectation
+from conformance.session.options import Options
+from conformance.session.results import Result, property_name
 from conformance.session.verdicts import Outcome, Verdict
+from pytest_smp.settings import Settings
 from pytest_smp.written import write_text
+from smp_core.backends.base import Backend
 from smp_core.backends.capabilities import Capabilities, Capability
-
-if TYPE_CHECKING:
-    from conformance.session.session import Result, Session
 
 SCHEMA = Path(__file__).parents[1] / "report.schema.json"
 SCHEMA_VERSION = 2
@@ -29,7 +33,28 @@ _EXAMPLE = ("Failing test case", "Falsifying example")  # Hypothesis's words, no
 _MOST_CHARACTERS = 4000  # of one text; the difference of two large values may have millions
 
 
-def document(session: Session, exit_status: int | None) -> dict[str, Any]:
+class Reported(Protocol):
+    """What a report says of a session of the suite (:class:`~conformance.session.session.Session`)."""
+
+    backend: Backend
+    engine: Engine
+    settings: Settings
+    options: Options
+    registry: Registry  # up to --smp-level
+    lacks: dict[str, list[Need]]  # by requirement
+    expectations: Path | None  # the file of expected failures that is in force
+    expected: dict[str, Expectation]  # by requirement
+    results: dict[str, Result]  # by node id
+    started: float
+    interrupted: str | None
+
+    @property
+    def complete(self) -> bool: ...
+    def verdicts(self) -> dict[str, Verdict]: ...
+    def certification(self) -> Certification: ...
+
+
+def document(session: Reported, exit_status: int | None) -> dict[str, Any]:
     """The whole report.
 
     ``exit_status`` is that of the session, or None while it runs.
@@ -89,9 +114,7 @@ def document(session: Session, exit_status: int | None) -> dict[str, Any]:
     }
 
 
-def _requirement(session: Session, requirement: Requirement, verdict: Verdict) -> dict[str, Any]:
-    from conformance.session.session import property_name
-
+def _requirement(session: Reported, requirement: Requirement, verdict: Verdict) -> dict[str, Any]:
     entry = session.expected.get(requirement.id)
     return {
         "id": requirement.id,
@@ -112,7 +135,7 @@ def _requirement(session: Session, requirement: Requirement, verdict: Verdict) -
     }
 
 
-def _result(session: Session, result: Result) -> dict[str, Any]:
+def _result(session: Reported, result: Result) -> dict[str, Any]:
     outcome = result.outcome
     if result.requirement in session.lacks:
         outcome = Outcome.NOT_SUPPORTED
@@ -144,7 +167,7 @@ def _capabilities(capabilities: Capabilities) -> dict[str, Any]:
     }
 
 
-def _options(session: Session) -> dict[str, Any]:
+def _options(session: Reported) -> dict[str, Any]:
     chosen, path = session.settings, session.expectations
     return {
         "ranks": chosen.ranks,

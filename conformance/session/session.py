@@ -8,9 +8,7 @@ Properties may run in xdist's workers: what the main process must know travels i
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
-import shlex
 import sys
 import time
 from collections import defaultdict
@@ -27,6 +25,7 @@ from conformance.requirements.registry import Level, Need, Registry, Requirement
 from conformance.session import amounts, expectations, options, report
 from conformance.session.certification import Certification, certification
 from conformance.session.expectations import Expectation, ExpectationError
+from conformance.session.results import HERE, Result, argument
 from conformance.session.verdicts import (
     NotSupported,
     Outcome,
@@ -46,58 +45,10 @@ if TYPE_CHECKING:
 
 _SMOKE = 3  # examples of a property in a rehearsal
 
-#: The package of the properties, as ``pytest --pyargs`` is told, and its folder.
-ADDRESS = "conformance.suite"
-HERE = Path(__file__).parents[1] / "suite"
-
 _REQUIREMENT = "requirement"  # of a test's report; JUnit files show it, too
 _SIBLINGS = "requirement_properties"  # how many there are, before any is deselected
 _TOLD = "conformance"  # outcome, error and notes of a property that did not pass, in JSON
 _EXPECTED: pytest.StashKey[Expectation | None] = pytest.StashKey()
-_RANK = list(Outcome)
-
-
-@dataclasses.dataclass(slots=True)
-class Result:
-    """What became of one property.
-
-    Attributes:
-        requirement: the id of the requirement that it tests.
-        outcome: the worst of all its phases and repetitions.
-        duration: seconds, set-up and tear-down included.
-        error: type and message of the exception, or None.
-        notes: the notes of that exception; the falsifying example is among them.
-        smp: how its ranks ended, for a test that is marked ``smp``.
-    """
-
-    requirement: str
-    outcome: Outcome = Outcome.NOT_RUN
-    duration: float = 0.0
-    error: str | None = None
-    notes: list[str] = dataclasses.field(default_factory=list)
-    smp: dict[str, Any] | None = None
-
-    def add(self, outcome: Outcome) -> bool:
-        """Take one more outcome into account; whether it is the worst so far."""
-        worse = self.outcome is Outcome.NOT_RUN or _RANK.index(outcome) < _RANK.index(self.outcome)
-        if worse:
-            self.outcome = outcome
-        return worse
-
-
-def property_name(nodeid: str) -> str:
-    """A property's name, wherever the session was started: ``conformance/suite/test_x.py::test_y[z]``."""
-    path, _, rest = nodeid.partition("::")
-    return f"{ADDRESS.replace('.', '/')}/{path.rpartition('/')[2]}::{rest}"
-
-
-def argument(nodeid: str) -> str:
-    """A property as an argument of ``pytest --pyargs``, from any folder, in any shell:
-    ``'conformance.suite.test_x::test_y[z]'``.
-    """
-    path, _, rest = nodeid.partition("::")
-    module = path.rpartition("/")[2].removesuffix(".py")
-    return shlex.quote(f"{ADDRESS}.{module}::{rest}")
 
 
 class Session:

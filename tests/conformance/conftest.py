@@ -69,11 +69,11 @@ PLANTED = """
 import pathlib
 from conformance.requirements import catalogue
 from conformance.requirements.registry import Capability, Level, Registry, Requirement
-from conformance.session import session
+from conformance.session import results, session
 from pytest_smp import suite
 
-suite.HERE = session.HERE = pathlib.Path(__file__).parent / "small"
-session.ADDRESS = "small"
+suite.HERE = session.HERE = results.HERE = pathlib.Path(__file__).parent / "small"
+results.ADDRESS = "small"
 catalogue.REQUIREMENTS = Registry(*(
     Requirement(id, f"{id} holds.", "AWS Common API", level, frozenset(needs))
     for id, level, *needs in [

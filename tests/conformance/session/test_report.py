@@ -17,7 +17,7 @@ import pytest
 
 from conformance.requirements.registry import Level
 from conformance.session import report
-from conformance.session.session import Result
+from conformance.session.results import Result
 from conformance.session.verdicts import Outcome, Verdict
 from pytest_smp import written
 from smp_core.backends.capabilities import Capability

@@ -10,14 +10,8 @@ import pytest
 
 from conformance.requirements.catalogue import REQUIREMENTS
 from conformance.requirements.registry import Level
-from conformance.session.session import (
-    HERE,
-    argument,
-    basic_first,
-    claims_text,
-    property_name,
-    requirement_of,
-)
+from conformance.session.results import HERE, argument, property_name
+from conformance.session.session import basic_first, claims_text, requirement_of
 from smp_core.backends.capabilities import DTYPES, EVERYTHING, Capabilities, Capability
 
 
