@@ -34,7 +34,7 @@ from smp_core.backends.hosts import current
 
 def trials(count: int) -> settings:
     """So many examples in the default profile of 100, and in proportion in others; at least those of
-    :func:`~conformance.draws.share`.
+    :func:`~conformance.cases.draws.share`.
 
     An example trains a model: drawing it takes longer than Hypothesis is used to.
     """

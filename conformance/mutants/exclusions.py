@@ -1,7 +1,7 @@
 """Generated mutants that no property can be asked to kill, and those that none kills yet: each with
 the reason.
 
-An entry that fits no site is an error of this list: tests/conformance/test_generated.py.
+An entry that fits no site is an error of this list: tests/conformance/mutants/test_generated.py.
 """
 
 from __future__ import annotations

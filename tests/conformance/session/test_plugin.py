@@ -598,7 +598,7 @@ def test_of_what_is_not_collected_nothing_is_missed(small: Any, tmp_path: Path) 
 
 
 TWICE = """
-from conformance.requirements.catalogue import registry
+from conformance.requirements import registry
 init = registry.Registry.__init__
 registry.Registry.__init__ = lambda self, *declared: init(self, *declared, declared[0])
 """
