@@ -12,8 +12,9 @@ from torch import nn
 import smp_core.torch as smp
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
 from smp_core.errors import SmpError
-from smp_core.torch import recompute, weights
+from smp_core.torch import weights
 from smp_core.torch.exceptions import BatchSizeError
+from smp_core.torch.memory import recompute
 from smp_core.torch.pipeline import boundary, engine, placement, schedule
 from smp_core.torch.pipeline.boundary import Record
 from smp_core.torch.pipeline.messages import Forward

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from conformance.mutants.defences import unseen_drift
 from conformance.mutants.protocol import Bugs, Patch
-from smp_core.torch import recompute
+from smp_core.torch.memory import recompute
 from smp_core.torch.pipeline import placement
 from smp_core.torch.precision.masters import Masters
 from smp_core.torch.sharding import collectives, gathering, registration, shards, state

@@ -38,8 +38,8 @@ from smp_core.comm import (
 )
 from smp_core.runtime import init, is_initialized, shutdown
 from smp_core.torch import amp
-from smp_core.torch.activations import set_activation_checkpointing
 from smp_core.torch.checkpoint import load, resume_from_checkpoint, save, save_checkpoint
+from smp_core.torch.memory.activations import set_activation_checkpointing
 from smp_core.torch.model import DistributedModel
 from smp_core.torch.optimizer import DistributedOptimizer
 from smp_core.torch.partitioning import (

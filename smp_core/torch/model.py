@@ -23,7 +23,7 @@ from smp_core.errors import ArgumentError, ArgumentTypeError, SmpError
 from smp_core.microbatch import Call
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
-from smp_core.torch import activations, creation, joining, weights
+from smp_core.torch import creation, joining, weights
 from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import (
     DetachedLossError,
@@ -32,6 +32,7 @@ from smp_core.torch.exceptions import (
     UnsupportedTrainingError,
 )
 from smp_core.torch.hooks import Handle, Hook, Hooks
+from smp_core.torch.memory import activations
 from smp_core.torch.pipeline import activity as activities
 from smp_core.torch.pipeline import calls, everywhere, failures, placement, tracing, uses
 from smp_core.torch.pipeline.accumulation import Ledger

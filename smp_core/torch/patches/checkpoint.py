@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from smp_core.errors import ArgumentTypeError
-from smp_core.torch import activations
+from smp_core.torch.memory import activations
 
 __all__ = ["checkpoint", "checkpoint_sequential"]
 

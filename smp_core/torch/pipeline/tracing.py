@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from smp_core.errors import ArgumentError
-from smp_core.torch import activations, nests
+from smp_core.torch import nests
+from smp_core.torch.memory import activations
 from smp_core.torch.session import Session
 
 

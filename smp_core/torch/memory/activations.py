@@ -30,13 +30,14 @@ import torch
 from torch import nn
 
 from smp_core.errors import ArgumentError, ArgumentTypeError
-from smp_core.torch import nests, offload, recompute
+from smp_core.torch import nests
 from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import (
     OutsideStepError,
     PartitionError,
     UnsupportedTrainingError,
 )
+from smp_core.torch.memory import offload, recompute
 from smp_core.torch.pipeline import activity as activities
 from smp_core.torch.pipeline import uses
 from smp_core.torch.pipeline.activity import Activity

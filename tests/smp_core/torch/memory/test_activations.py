@@ -11,10 +11,11 @@ from torch import nn
 
 import smp_core.torch as smp
 from smp_core.errors import ArgumentError, ArgumentTypeError
-from smp_core.torch import DistributedModel, recompute
+from smp_core.torch import DistributedModel
 from smp_core.torch import session as sessions
-from smp_core.torch.activations import set_activation_checkpointing
 from smp_core.torch.exceptions import PartitionError, UnsupportedTrainingError
+from smp_core.torch.memory import recompute
+from smp_core.torch.memory.activations import set_activation_checkpointing
 from smp_core.torch.patches.checkpoint import checkpoint, checkpoint_sequential
 
 MANUAL = {"auto_partition": False, "default_partition": 0, "skip_tracing": True}

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import smp_core.torch as smp
-from smp_core.torch import offload
 from smp_core.torch import session as sessions
+from smp_core.torch.memory import offload
 
 CONFIG = {"microbatches": 4, "pipeline": "simple", "offload_activations": True}
 WIDTH, BATCH = 6, 8  # of two rows a microbatch
