@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import email
 import importlib.metadata
 import os
@@ -164,28 +163,3 @@ def test_a_session_without_marked_tests_imports_nothing_heavy(tmp_path: Path) ->
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )
     assert run.returncode == 0, run.stdout + run.stderr
-
-
-@pytest.mark.parametrize(
-    ("package", "never"),
-    [
-        ("smp_core", {"pytest_smp", "conformance", "pytest", "hypothesis"}),
-        ("pytest_smp", {"conformance"}),
-    ],
-)
-def test_imports_point_one_way(package: str, never: set[str]) -> None:
-    wrong = []
-    for path in sorted((ROOT / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                modules = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                modules = [node.module or ""]
-            else:
-                continue
-            wrong += [
-                f"{path.relative_to(ROOT)}:{node.lineno} imports {module}"
-                for module in modules
-                if module.partition(".")[0] in never
-            ]
-    assert not wrong

@@ -1,0 +1,257 @@
+"""Modules import each other in one direction: no loop anywhere, and inside smp_core/torch in the order of layers.
+
+An arrow is any import: at the top, under ``if TYPE_CHECKING``, and inside of functions.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import graphlib
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("smp_core", "pytest_smp", "conformance")
+TORCH = "smp_core.torch"
+
+#: From the lowest to the highest. A module imports its own layer and those of the rows above, none beside it.
+ORDER = (
+    ("ground",),
+    ("step",),
+    ("memory",),
+    ("precision",),
+    ("reduction",),
+    ("sharding", "pipeline"),
+    ("optimizer",),
+    ("api",),
+)
+#: Modules and folders of smp_core/torch by their layer: the longest name counts, "" is all the rest.
+LAYERS = {
+    "exceptions": "ground",
+    "hooks": "ground",
+    "nests": "ground",
+    "session": "ground",
+    "pipeline.foreign": "ground",
+    "pipeline.sharing": "ground",
+    "sharding.counted": "ground",
+    "pipeline.accumulation": "step",
+    "pipeline.activity": "step",
+    "pipeline.agreement": "step",  # asked by the engine, also where there is no model
+    "pipeline.boundary": "step",  # the engine serves other ranks itself
+    "pipeline.calls": "step",
+    "pipeline.engine": "step",
+    "pipeline.everywhere": "step",
+    "pipeline.failures": "step",
+    "pipeline.messages": "step",
+    "pipeline.modes": "step",
+    "pipeline.packets": "step",
+    "pipeline.running": "step",
+    "pipeline.schedule": "step",
+    "pipeline.server": "step",
+    "pipeline.source": "step",
+    "pipeline.streams": "step",
+    "pipeline.timeline": "step",
+    "pipeline.transport": "step",
+    "pipeline.uses": "step",
+    "pipeline.workers": "step",
+    "sharding.registration": "step",  # at sharding degree 1, too
+    "sharding.saving": "step",
+    "memory": "memory",
+    "patches": "memory",
+    "precision.half": "precision",
+    "precision.masters": "precision",
+    "precision.scaler": "precision",
+    "pipeline.drift": "reduction",
+    "pipeline.gradients": "reduction",
+    "pipeline.overlap": "reduction",
+    "pipeline.replicas": "reduction",
+    "sharding": "sharding",
+    "creation": "pipeline",
+    "pipeline": "pipeline",
+    "optimizer": "optimizer",
+    "optimizer_internals": "optimizer",
+    "optimizer_parameters": "optimizer",
+    "optimizer_state": "optimizer",
+    "precision.parts": "optimizer",
+    "precision.update": "optimizer",
+    "pipeline.replay": "api",
+    "precision.casting": "api",
+    "sharding.memory": "api",
+    "": "api",
+}
+
+
+class Arrow(NamedTuple):
+    """One import; ``target`` is a module of ours, or any name that is imported."""
+
+    source: str
+    target: str
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.source} imports {self.target}"
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """The modules of the packages, by name."""
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def arrows(root: Path) -> list[Arrow]:
+    """All imports of all modules; ``from package import module`` leads to the module."""
+    known = modules(root)
+    found = []
+    for name, path in known.items():
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                targets = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                base = node.module or ""
+                if node.level:
+                    above = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1])
+                    base = f"{above}.{base}" if base else above
+                below = [f"{base}.{alias.name}" for alias in node.names]
+                targets = [each if each in known else base for each in below]
+            else:
+                continue
+            place = f"{path.relative_to(root)}:{node.lineno}"
+            found += [Arrow(name, target, place) for target in targets if target != name]
+    return found
+
+
+def loop(found: list[Arrow]) -> list[Arrow]:
+    """The arrows of one loop among modules of ours, none if there is no loop."""
+    ours = {arrow.source for arrow in found}
+    graph: defaultdict[str, dict[str, Arrow]] = defaultdict(dict)
+    for arrow in found:
+        if arrow.target in ours:
+            graph[arrow.source].setdefault(arrow.target, arrow)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        cycle: list[str] = error.args[1]
+        return [graph[source][target] for target, source in itertools.pairwise(cycle)]
+    return []
+
+
+def longest(names: Mapping[str, str], module: str) -> str:
+    """The entry of the table that a module of smp_core/torch belongs to."""
+    below = module.removeprefix(TORCH).removeprefix(".")
+    fits = [each for each in names if not each or f"{below}.".startswith(f"{each}.")]
+    return max(fits, key=len)
+
+
+def upwards(found: list[Arrow]) -> Iterator[str]:
+    """The arrows inside smp_core/torch that lead to a higher layer, or to one beside."""
+    height = {layer: number for number, row in enumerate(ORDER) for layer in row}
+    for arrow in found:
+        if all(f"{each}.".startswith(f"{TORCH}.") for each in arrow[:2]):
+            source, target = (LAYERS[longest(LAYERS, each)] for each in arrow[:2])
+            if source != target and height[source] <= height[target]:
+                yield f"{arrow} ({source} imports {target})"
+
+
+@functools.cache
+def all_arrows() -> list[Arrow]:
+    return arrows(ROOT)
+
+
+def test_there_is_no_import_loop() -> None:
+    found = loop(all_arrows())
+    assert not found, "\n".join(map(str, found))
+
+
+def test_the_layers_of_torch_import_downwards() -> None:
+    found = list(upwards(all_arrows()))
+    assert not found, "\n".join(found)
+
+
+def test_the_table_of_layers_names_what_there_is() -> None:
+    present = {
+        longest(LAYERS, each) for each in modules(ROOT) if f"{each}.".startswith(f"{TORCH}.")
+    }
+    assert set(LAYERS) == present
+    assert set(LAYERS.values()) == {layer for row in ORDER for layer in row}
+
+
+@pytest.mark.parametrize(
+    ("package", "never"),
+    [
+        ("smp_core", {"pytest_smp", "conformance", "pytest", "hypothesis"}),
+        ("pytest_smp", {"conformance"}),
+    ],
+)
+def test_imports_point_one_way(package: str, never: set[str]) -> None:
+    own = [arrow for arrow in all_arrows() if arrow.source.partition(".")[0] == package]
+    assert own
+    assert not [str(arrow) for arrow in own if arrow.target.partition(".")[0] in never]
+
+
+def definitions(root: Path) -> dict[str, list[str]]:
+    """Where each public class of smp_core/torch is defined, by its name."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for name, path in modules(root).items():
+        if f"{name}.".startswith(f"{TORCH}."):
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    found[node.name].append(f"{path.relative_to(root)}:{node.lineno}")
+    return found
+
+
+def test_a_public_class_name_of_torch_is_defined_once() -> None:
+    assert not {name: places for name, places in definitions(ROOT).items() if len(places) > 1}
+
+
+# The checks themselves.
+
+
+def write(root: Path, **files: str) -> Path:
+    for package in PACKAGES:
+        (root / package).mkdir()
+    for name, source in files.items():
+        path = root / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    return root
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "import smp_core.one",
+        "from smp_core import one",
+        "from . import one",
+        "from .one import Name",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from smp_core.one import Name",
+        "def later():\n    from smp_core.one import Name",
+    ],
+)
+def test_a_loop_is_told_with_its_arrows(tmp_path: Path, back: str) -> None:
+    root = write(tmp_path, smp_core__one="from smp_core import two", smp_core__two=back)
+    line = len(back.splitlines())
+    assert sorted(map(str, loop(arrows(root)))) == [
+        "smp_core/one.py:1: smp_core.one imports smp_core.two",
+        f"smp_core/two.py:{line}: smp_core.two imports smp_core.one",
+    ]
+
+
+def test_an_arrow_to_a_higher_layer_is_told(tmp_path: Path) -> None:
+    source = "def later():\n    from smp_core.torch.sharding.state import Sharding"
+    root = write(
+        tmp_path, smp_core__torch__pipeline__engine=source, smp_core__torch__sharding__state=""
+    )
+    (told,) = upwards(arrows(root))
+    assert told.startswith("smp_core/torch/pipeline/engine.py:2: ")
+    assert told.endswith("(step imports sharding)")
