@@ -1,7 +1,8 @@
 """Bugs of the tensor collectives of a process group: layouts, dtypes, roots, orders.
 
 Most stand around the functions of torch.distributed, which every backend is called by; those of the
-order and the numbers of a reduction, in the fold.
+order and the numbers of a reduction, in the fold. A decorator says where a bug is planted and which
+requirement must catch it; the function below it is the bug.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -25,10 +26,16 @@ from smp_core.backends.fabrics.sim import collectives
 from smp_core.errors import ArgumentError, VerdictError
 
 BUGS = Bugs("collectives and layout")
+RANKS = "groups, roots and rank mapping"
+ERRORS = "errors, hangs, pickling and resources"
+
+#: How a bug shows that gives a wrong value, or makes calls that do not fit together.
+VALUE_OR_VERDICT = (*ASSERTION, VerdictError)
 
 Tensor = torch.Tensor
+Call = Callable[..., Any]
 
-# ---- What bugs are made of -----------------------------------------------------------------------
+# ---- Where bugs are planted ----------------------------------------------------------------------
 
 #: By name of a function: the places of its inputs and of its outputs among the positional arguments,
 #: as ``call`` of conformance.cases.tensors.COLLECTIVES passes them.
@@ -47,16 +54,112 @@ ARGUMENTS = {
 }
 
 
-def around(patch: Patch, names: str | Sequence[str], wrapper: Callable[..., Any]) -> None:
+def around(patch: Patch, names: str | Sequence[str], wrapper: Call) -> None:
     """Replace functions of torch.distributed by one that gets the original and its arguments."""
     for name in [names] if isinstance(names, str) else names:
         patch.setattr(dist, name, functools.partial(wrapper, getattr(dist, name)))
 
 
-def everywhere(patch: Patch, wrapper: Callable[..., Any]) -> None:
+def everywhere(patch: Patch, wrapper: Call) -> None:
     """``around`` every function; the wrapper gets its name first."""
     for name in ARGUMENTS:
         around(patch, name, functools.partial(wrapper, name))
+
+
+def reduces(patch: Patch, change: Call) -> None:
+    """``change`` gets the original reduction, the tensors and the op."""
+    replaced = functools.partial(change, reduction.reduce_tensors)
+    for module in (reduction, collectives):
+        patch.setattr(module, "reduce_tensors", replaced)
+
+
+def entered(
+    plant: Callable[[Patch, Call], None], requirement: str, *by: type[BaseException], **more: str
+) -> Callable[[Call], Call]:
+    """Enter functions of which ``plant`` makes a mutant; the rest as :meth:`Bugs.enter` takes it."""
+
+    def enter(bug: Call) -> Call:
+        def planted(patch: Patch) -> None:
+            plant(patch, bug)
+
+        planted.__name__, planted.__doc__ = bug.__name__, bug.__doc__
+        BUGS.enter(requirement, *by, **more)(planted)
+        return bug
+
+    return enter
+
+
+def in_call(
+    names: str | Sequence[str], requirement: str, *by: type[BaseException], **more: str
+) -> Callable[[Call], Call]:
+    """The bug is called in place of these functions, with the original and its arguments."""
+    return entered(lambda patch, bug: around(patch, names, bug), requirement, *by, **more)
+
+
+def in_every_call(
+    requirement: str, *by: type[BaseException], **more: str
+) -> Callable[[Call], Call]:
+    """The bug is called in place of every collective, with its name, the original and its arguments."""
+    return entered(everywhere, requirement, *by, **more)
+
+
+def in_tensors(
+    names: str | Sequence[str],
+    sides: str,
+    requirement: str,
+    *by: type[BaseException],
+    **more: str,
+) -> Callable[[Call], Call]:
+    """The bug makes another tensor of each that these functions read (``"in"``) or write (``"out"``)."""
+
+    def plant(patch: Patch, bug: Call) -> None:
+        for name in [names] if isinstance(names, str) else names:
+            reads, writes = ARGUMENTS[name]
+            places = {*(reads if "in" in sides else ()), *(writes if "out" in sides else ())}
+            around(patch, name, functools.partial(_with_others, places, bug))
+
+    return entered(plant, requirement, *by, **more)
+
+
+def _with_others(
+    places: Collection[int], change: Call, original: Call, *arguments: Any, **how: Any
+) -> Any:
+    changed = [
+        each(change, argument) if place in places else argument
+        for place, argument in enumerate(arguments)
+    ]
+    return original(*changed, **how)
+
+
+def in_reduction(
+    ops: Collection[str],
+    dtypes: Collection[torch.dtype],
+    requirement: str,
+    *by: type[BaseException],
+    **more: str,
+) -> Callable[[Call], Call]:
+    """The bug reduces tensors of these dtypes by these ops, each all if empty; it gets the original,
+    the tensors and the op.
+    """
+
+    def plant(patch: Patch, bug: Call) -> None:
+        def reduce(original: Call, tensors: Sequence[Tensor], op: str) -> Any:
+            meant = (not ops or op in ops) and (not dtypes or tensors[0].dtype in dtypes)
+            return bug(original, tensors, op) if meant else original(tensors, op)
+
+        reduces(patch, reduce)
+
+    return entered(plant, requirement, *by, **more)
+
+
+def called(bug: Call, name: str, sentence: str) -> Call:
+    """A bug of several functions under the name that it has in one of them."""
+    one = functools.partial(bug)
+    vars(one).update(__name__=name, __doc__=sentence)
+    return one
+
+
+# ---- What bugs are made of -----------------------------------------------------------------------
 
 
 def each(change: Callable[[Tensor], Tensor], argument: Any) -> Any:
@@ -77,21 +180,9 @@ def tensors_at(arguments: Sequence[Any], places: Sequence[int]) -> list[Tensor]:
     ]
 
 
-def seen_as(
-    patch: Patch, name: str, change: Callable[[Tensor], Tensor], inputs: bool, outputs: bool
-) -> None:
-    """The function gets other views of the same memory."""
-    reads, writes = ARGUMENTS[name]
-    places = {*(reads if inputs else ()), *(writes if outputs else ())}
-
-    def call(original: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
-        changed = [
-            each(change, argument) if place in places else argument
-            for place, argument in enumerate(arguments)
-        ]
-        return original(*changed, **how)
-
-    around(patch, name, call)
+def outputs_of(name: str, arguments: Sequence[Any]) -> list[Tensor]:
+    """The tensors that a call of this function writes."""
+    return tensors_at(arguments, ARGUMENTS[name][1])
 
 
 def as_if_dense(tensor: Tensor) -> Tensor:
@@ -111,9 +202,25 @@ def from_the_start(tensor: Tensor) -> Tensor:
     return tensor.as_strided(tensor.shape, tensor.stride(), 0)
 
 
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """The view of the same elements that has them as they lie."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order)
+
+
+def through(tensor: Tensor, wide: torch.dtype, narrow: torch.dtype) -> Tensor:
+    """A tensor of the dtype ``wide`` after a detour through another."""
+    return tensor.to(narrow).to(wide) if tensor.dtype is wide else tensor
+
+
 def members(group: Any) -> int:
     """The size of a group; None is the default one."""
     return dist.get_world_size(group)
+
+
+def is_outsider(how: dict[str, Any]) -> bool:
+    """Whether the group among these arguments is one that the caller is not in."""
+    return how.get("group") == dist.GroupMember.NON_GROUP_MEMBER
 
 
 def turned(parts: Sequence[Any]) -> list[Any]:
@@ -123,190 +230,129 @@ def turned(parts: Sequence[Any]) -> list[Any]:
 
 def rearranged(tensor: Tensor, count: int, order: Callable[[Sequence[Tensor]], Any]) -> None:
     """Put the equal parts of a tensor into another order."""
-    parts = tensor.clone().reshape(count, tensor.numel() // count)
-    tensor.copy_(torch.stack(order(list(parts))).reshape(tensor.shape))
-
-
-def named(plant: Callable[[Patch], None], name: str, sentence: str) -> Callable[[Patch], None]:
-    """A bug that is planted in several functions, named for one of them."""
-    plant.__name__, plant.__doc__ = name, sentence
-    return plant
+    if tensor.numel():
+        parts = tensor.clone().reshape(count, tensor.numel() // count)
+        tensor.copy_(torch.stack(order(list(parts))).reshape(tensor.shape))
 
 
 # ---- Movement ------------------------------------------------------------------------------------
 
 
-@BUGS.enter("COLL-BROADCAST-VALUE", kind="groups, roots and rank mapping", origin="B034")
-def broadcast_from_the_first(patch: Patch) -> None:
+@in_call("broadcast", "COLL-BROADCAST-VALUE", kind=RANKS, origin="B034")
+def broadcast_from_the_first(original: Call, tensor: Tensor, group: Any = None, **_: Any) -> Any:
     """broadcast takes the first rank of the group for the root"""
-
-    def call(original: Callable[..., Any], tensor: Tensor, group: Any = None, **how: Any) -> Any:
-        return original(tensor, group=group, group_src=0)
-
-    around(patch, "broadcast", call)
+    return original(tensor, group=group, group_src=0)
 
 
-@BUGS.enter("COLL-ALL-GATHER-VALUE")
-def gathered_backwards(patch: Patch) -> None:
+@in_call("all_gather", "COLL-ALL-GATHER-VALUE")
+def gathered_backwards(original: Call, outs: list[Tensor], value: Tensor, **how: Any) -> Any:
     """all_gather fills the list from its end"""
-    around(patch, "all_gather", lambda call, outs, value, **how: call(outs[::-1], value, **how))
+    return original(outs[::-1], value, **how)
 
 
-@BUGS.enter("COLL-ALL-GATHER-UNEVEN", origin="B014")
-def gathered_as_if_all_were_alike(patch: Patch) -> None:
+@in_call("all_gather", "COLL-ALL-GATHER-UNEVEN", origin="B014")
+def gathered_as_if_all_were_alike(
+    original: Call, outs: list[Tensor], *rest: Any, **how: Any
+) -> Any:
     """all_gather takes the size of the first member's tensor for that of all"""
-
-    def call(original: Callable[..., Any], outs: list[Tensor], value: Tensor, **how: Any) -> Any:
-        result = original(outs, value, **how)
-        for out in outs:
-            if out.dim():
-                out[len(outs[0]) :] = 0
-        return result
-
-    around(patch, "all_gather", call)
+    result = original(outs, *rest, **how)
+    for out in outs:
+        if out.dim():
+            out[len(outs[0]) :] = 0
+    return result
 
 
-def through(patch: Patch, name: str, narrow: torch.dtype, wide: torch.dtype) -> None:
-    """Inputs of a dtype make a detour through another."""
-    seen_as(patch, name, lambda t: t.to(narrow).to(wide) if t.dtype is wide else t, True, False)
-
-
-@BUGS.enter("COLL-ALL-GATHER-VALUE")
-def int64_through_float64(patch: Patch) -> None:
+@in_tensors("all_gather", "in", "COLL-ALL-GATHER-VALUE")
+def int64_through_float64(tensor: Tensor) -> Tensor:
     """all_gather moves int64 as float64"""
-    through(patch, "all_gather", torch.float64, torch.int64)
+    return through(tensor, torch.int64, torch.float64)
 
 
-@BUGS.enter("COLL-ALL-TO-ALL-SINGLE-VALUE")
-def float64_through_float32(patch: Patch) -> None:
+@in_tensors("all_to_all_single", "in", "COLL-ALL-TO-ALL-SINGLE-VALUE")
+def float64_through_float32(tensor: Tensor) -> Tensor:
     """all_to_all_single moves float64 as float32"""
-    through(patch, "all_to_all_single", torch.float32, torch.float64)
+    return through(tensor, torch.float64, torch.float32)
 
 
-@BUGS.enter("COLL-SCATTER-VALUE")
-def float8_by_value(patch: Patch) -> None:
+@in_tensors("scatter", "in", "COLL-SCATTER-VALUE")
+def float8_by_value(tensor: Tensor) -> Tensor:
     """scatter moves one kind of float8 as another"""
-    through(patch, "scatter", torch.float8_e5m2, torch.float8_e4m3fn)
+    return through(tensor, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def arranged_after(
-    patch: Patch, name: str, order: Callable[[Sequence[Tensor]], Any], stacked: bool | None = None
-) -> None:
-    """Put the parts of the output into another order, of stacks or concatenations only if said so."""
-
-    def call(
-        original: Callable[..., Any], out: Tensor, value: Tensor, *rest: Any, **how: Any
-    ) -> Any:
-        result = original(out, value, *rest, **how)
-        if out.numel() and stacked in (None, out.dim() > value.dim()):
-            rearranged(out, members(how.get("group")), order)
-        return result
-
-    around(patch, name, call)
-
-
-@BUGS.enter("COLL-ALL-GATHER-SINGLE-CAT")
-def ring_order(patch: Patch) -> None:
+@in_call("all_gather_single", "COLL-ALL-GATHER-SINGLE-CAT")
+def ring_order(original: Call, out: Tensor, value: Tensor, **how: Any) -> Any:
     """all_gather_single leaves the parts in the order in which a ring delivers them"""
-
-    def call(original: Callable[..., Any], out: Tensor, value: Tensor, **how: Any) -> Any:
-        result, group = original(out, value, **how), how.get("group")
-        if out.numel():
-            first = dist.get_rank(group)
-            rearranged(out, members(group), lambda parts: [*parts[first:], *parts[:first]])
-        return result
-
-    around(patch, "all_gather_single", call)
+    result, group = original(out, value, **how), how.get("group")
+    first = dist.get_rank(group)
+    rearranged(out, members(group), lambda parts: [*parts[first:], *parts[:first]])
+    return result
 
 
-@BUGS.enter("COLL-ALL-GATHER-SINGLE-STACK")
-def stacked_along_the_last(patch: Patch) -> None:
+@in_call("all_gather_single", "COLL-ALL-GATHER-SINGLE-STACK")
+def stacked_along_the_last(original: Call, out: Tensor, value: Tensor, **how: Any) -> Any:
     """all_gather_single stacks along the last dimension"""
-    arranged_after(
-        patch,
-        "all_gather_single",
-        lambda parts: list(torch.stack(list(parts)).t().reshape(len(parts), -1)),
-        stacked=True,
-    )
+    result = original(out, value, **how)
+    if out.numel() and out.dim() > value.dim():
+        transposed = out.reshape(members(how.get("group")), -1).t()
+        out.copy_(transposed.clone().reshape(out.shape))
+    return result
 
 
-@BUGS.enter("COLL-GATHER-VALUE")
-def last_rank_left_out(patch: Patch) -> None:
+@in_call("gather", "COLL-GATHER-VALUE")
+def last_rank_left_out(original: Call, value: Tensor, outs: Any, **how: Any) -> Any:
     """gather leaves out the last rank"""
-
-    def call(original: Callable[..., Any], value: Tensor, outs: Any, **how: Any) -> Any:
-        kept = outs and [*outs[:-1], outs[-1].clone()]
-        return original(value, kept, **how)
-
-    around(patch, "gather", call)
+    return original(value, outs and [*outs[:-1], outs[-1].clone()], **how)
 
 
-@BUGS.enter("COLL-SCATTER-VALUE", origin="B028")
-def scattered_to_the_next(patch: Patch) -> None:
+@in_call("scatter", "COLL-SCATTER-VALUE", origin="B028")
+def scattered_to_the_next(original: Call, out: Tensor, values: Any, **how: Any) -> Any:
     """scatter gives chunk r to rank r + 1"""
-    around(
-        patch,
-        "scatter",
-        lambda call, out, values, **how: call(out, values and turned(values), **how),
-    )
+    return original(out, values and turned(values), **how)
 
 
-@BUGS.enter("COLL-ALL-TO-ALL-VALUE")
-def exchanged_with_the_opposite(patch: Patch) -> None:
+@in_call("all_to_all", "COLL-ALL-TO-ALL-VALUE")
+def exchanged_with_the_opposite(
+    original: Call, outs: list[Tensor], values: list[Tensor], **how: Any
+) -> Any:
     """all_to_all puts what rank i sent at place n - 1 - i"""
-
-    def call(
-        original: Callable[..., Any], outs: list[Tensor], values: list[Tensor], **how: Any
-    ) -> Any:
-        sizes = {tuple(tensor.shape) for tensor in outs + values}
-        return original(outs[::-1] if len(sizes) == 1 else outs, values, **how)
-
-    around(patch, "all_to_all", call)
+    sizes = {tuple(tensor.shape) for tensor in outs + values}
+    return original(outs[::-1] if len(sizes) == 1 else outs, values, **how)
 
 
-@BUGS.enter("COLL-ALL-TO-ALL-UNEVEN", origin="B014")
-def size_of_the_first(patch: Patch) -> None:
+@in_call("all_to_all", "COLL-ALL-TO-ALL-UNEVEN", origin="B014")
+def size_of_the_first(*arguments: Any, **how: Any) -> Any:
     """all_to_all takes the size of the first piece for that of all"""
-
-    def call(original: Callable[..., Any], outs: list[Tensor], *rest: Any, **how: Any) -> Any:
-        result = original(outs, *rest, **how)
-        for out in outs:
-            if out.dim():
-                out[len(outs[0]) :] = 0
-        return result
-
-    around(patch, "all_to_all", call)
+    return gathered_as_if_all_were_alike(*arguments, **how)
 
 
-@BUGS.enter("COLL-ALL-TO-ALL-SINGLE-VALUE")
-def parts_turned(patch: Patch) -> None:
+@in_call("all_to_all_single", "COLL-ALL-TO-ALL-SINGLE-VALUE")
+def parts_turned(original: Call, out: Tensor, *rest: Any, **how: Any) -> Any:
     """all_to_all_single gives part r to rank r + 1"""
-    arranged_after(patch, "all_to_all_single", turned)
+    result = original(out, *rest, **how)
+    rearranged(out, members(how.get("group")), turned)
+    return result
 
 
-@BUGS.enter("COLL-ALL-TO-ALL-SINGLE-UNEVEN", origin="B016")
-def receivers_splits(patch: Patch) -> None:
+@in_call("all_to_all_single", "COLL-ALL-TO-ALL-SINGLE-UNEVEN", origin="B016")
+def receivers_splits(
+    original: Call,
+    out: Tensor,
+    value: Tensor,
+    output_split_sizes: Any = None,
+    input_split_sizes: Any = None,
+    **how: Any,
+) -> Any:
     """all_to_all_single finds the pieces of its input by the sizes of the output's"""
-
-    def call(
-        original: Callable[..., Any],
-        out: Tensor,
-        value: Tensor,
-        output_split_sizes: Any = None,
-        input_split_sizes: Any = None,
-        **how: Any,
-    ) -> Any:
-        if input_split_sizes and len(value):
-            starts = [sum(output_split_sizes[:i]) for i in range(len(output_split_sizes))]
-            rows = [
-                min(start + row, len(value) - 1)
-                for start, size in zip(starts, input_split_sizes, strict=True)
-                for row in range(size)
-            ]
-            value = torch.stack([value[row] for row in rows])
-        return original(out, value, output_split_sizes, input_split_sizes, **how)
-
-    around(patch, "all_to_all_single", call)
+    if input_split_sizes and len(value):
+        starts = [sum(output_split_sizes[:i]) for i in range(len(output_split_sizes))]
+        rows = [
+            min(start + row, len(value) - 1)
+            for start, size in zip(starts, input_split_sizes, strict=True)
+            for row in range(size)
+        ]
+        value = torch.stack([value[row] for row in rows])
+    return original(out, value, output_split_sizes, input_split_sizes, **how)
 
 
 # ---- Reductions ----------------------------------------------------------------------------------
@@ -318,19 +364,12 @@ def combines(patch: Patch, **by: str) -> None:
     patch.setattr(reduction, "_COMBINE", table | {op: table[other] for op, other in by.items()})
 
 
-def reduces(patch: Patch, change: Callable[..., Tensor]) -> None:
-    """``change`` gets the original reduction, the tensors and the op."""
-    replaced = functools.partial(change, reduction.reduce_tensors)
-    for module in (reduction, collectives):
-        patch.setattr(module, "reduce_tensors", replaced)
-
-
 @BUGS.enter("COLL-ALL-REDUCE-SUM")
 @BUGS.enter("COLL-REDUCE-VALUE")
 def odd_one_dropped(patch: Patch) -> None:
     """the fold drops the last of an odd number"""
 
-    def fold(values: Sequence[Any], combine: Callable[[Any, Any], Any]) -> Any:
+    def fold(values: Sequence[Any], combine: Call) -> Any:
         level = list(values)
         while len(level) > 1:
             level = [combine(level[i], level[i + 1]) for i in range(0, len(level) - 1, 2)]
@@ -339,16 +378,10 @@ def odd_one_dropped(patch: Patch) -> None:
     patch.setattr(reduction, "fold", fold)
 
 
-@BUGS.enter("COLL-ALL-REDUCE-SUM")
-def sums_in_float32(patch: Patch) -> None:
+@in_reduction((), [torch.float64], "COLL-ALL-REDUCE-SUM")
+def sums_in_float32(original: Call, tensors: Sequence[Tensor], op: str) -> Any:
     """float64 is summed in float32"""
-
-    def reduce(original: Callable[..., Tensor], tensors: Sequence[Tensor], op: str) -> Tensor:
-        if tensors[0].dtype is torch.float64:
-            return original([tensor.float() for tensor in tensors], op).double()
-        return original(tensors, op)
-
-    reduces(patch, reduce)
+    return original([tensor.float() for tensor in tensors], op).double()
 
 
 @BUGS.enter("COLL-ALL-REDUCE-PRODUCT")
@@ -357,12 +390,10 @@ def product_is_a_sum(patch: Patch) -> None:
     combines(patch, PRODUCT="SUM")
 
 
-@BUGS.enter("COLL-ALL-REDUCE-PRODUCT")
-def product_of_the_first_two(patch: Patch) -> None:
+@in_reduction(["PRODUCT"], (), "COLL-ALL-REDUCE-PRODUCT")
+def product_of_the_first_two(original: Call, tensors: Sequence[Tensor], op: str) -> Any:
     """PRODUCT multiplies the first two members only"""
-    reduces(
-        patch, lambda original, tensors, op: original(tensors[: 2 if op == "PRODUCT" else None], op)
-    )
+    return original(tensors[:2], op)
 
 
 @BUGS.enter("COLL-ALL-REDUCE-MIN-MAX")
@@ -383,29 +414,18 @@ def exclusive_or_is_or(patch: Patch) -> None:
     combines(patch, BXOR="BOR")
 
 
-@BUGS.enter("COLL-ALL-REDUCE-AVG", origin="B020")
-def one_dtype_not_divided(patch: Patch) -> None:
+@in_reduction(["AVG"], [torch.bfloat16], "COLL-ALL-REDUCE-AVG", origin="B020")
+def one_dtype_not_divided(original: Call, tensors: Sequence[Tensor], op: str) -> Any:
     """the average of bfloat16 is not divided"""
-    reduces(
-        patch,
-        lambda original, tensors, op: original(
-            tensors, "SUM" if op == "AVG" and tensors[0].dtype is torch.bfloat16 else op
-        ),
-    )
+    return original(tensors, "SUM")
 
 
-@BUGS.enter("COLL-ALL-REDUCE-AVG", origin="B043")
-def divided_by_the_world(patch: Patch) -> None:
+@in_reduction(["AVG"], (), "COLL-ALL-REDUCE-AVG", origin="B043")
+def divided_by_the_world(original: Call, tensors: Sequence[Tensor], op: str) -> Any:
     """an average is divided by the size of the world"""
-
-    def reduce(original: Callable[..., Tensor], tensors: Sequence[Tensor], op: str) -> Tensor:
-        result = original(tensors, op)
-        if op != "AVG":
-            return result
-        wide = result if result.dtype.is_complex else result.double()
-        return (wide * len(tensors) / dist.get_world_size()).to(result.dtype)
-
-    reduces(patch, reduce)
+    result = original(tensors, op)
+    wide = result if result.dtype.is_complex else result.double()
+    return (wide * len(tensors) / dist.get_world_size()).to(result.dtype)
 
 
 @BUGS.enter("COLL-ALL-REDUCE-AVG-HALF", origin="B029")
@@ -414,66 +434,39 @@ def divided_after_the_sum(patch: Patch) -> None:
     patch.setattr(reduction, "_SMALL_FLOATS", reduction._SMALL_FLOATS - {torch.float16})
 
 
-@BUGS.enter("COLL-ALL-REDUCE-AVG-HALF")
-def large_averages_lost(patch: Patch) -> None:
+@in_reduction(["AVG"], [torch.float16], "COLL-ALL-REDUCE-AVG-HALF")
+def large_averages_lost(original: Call, tensors: Sequence[Tensor], op: str) -> Any:
     """averages of float16 beyond half of its range become 0"""
-
-    def reduce(original: Callable[..., Tensor], tensors: Sequence[Tensor], op: str) -> Tensor:
-        result = original(tensors, op)
-        if op != "AVG" or result.dtype is not torch.float16:
-            return result
-        return torch.where(result.float().abs() > 2**15, 0 * result, result)
-
-    reduces(patch, reduce)
+    result = original(tensors, op)
+    return torch.where(result.float().abs() > 2**15, 0 * result, result)
 
 
-@BUGS.enter("COLL-ALL-REDUCE-AVG")
-def divided_by_a_power_of_two(patch: Patch) -> None:
+@in_reduction(["AVG"], (), "COLL-ALL-REDUCE-AVG")
+def divided_by_a_power_of_two(original: Call, tensors: Sequence[Tensor], op: str) -> Any:
     """an average is divided by the next power of two"""
-
-    def reduce(original: Callable[..., Tensor], tensors: Sequence[Tensor], op: str) -> Tensor:
-        result = original(tensors, op)
-        if op != "AVG" or result.dtype.is_complex:
-            return result
-        next_power = 1 << (len(tensors) - 1).bit_length()
-        return (result.double() * len(tensors) / next_power).to(result.dtype)
-
-    reduces(patch, reduce)
+    result = original(tensors, op)
+    if result.dtype.is_complex:
+        return result
+    next_power = 1 << (len(tensors) - 1).bit_length()
+    return (result.double() * len(tensors) / next_power).to(result.dtype)
 
 
-@BUGS.enter("COLL-ALL-REDUCE-WRAP", origin="G14")
-def uint8_saturates(patch: Patch) -> None:
+@in_reduction(["SUM"], [torch.uint8], "COLL-ALL-REDUCE-WRAP", origin="G14")
+def uint8_saturates(original: Call, tensors: Sequence[Tensor], op: str) -> Any:
     """sums of uint8 stop at 255"""
-
-    def reduce(original: Callable[..., Tensor], tensors: Sequence[Tensor], op: str) -> Tensor:
-        if tensors[0].dtype is torch.uint8 and op == "SUM":
-            return original([tensor.long() for tensor in tensors], op).clamp(max=255).byte()
-        return original(tensors, op)
-
-    reduces(patch, reduce)
+    return original([tensor.long() for tensor in tensors], op).clamp(max=255).byte()
 
 
-@BUGS.enter("COLL-ALL-REDUCE-WRAP")
-def int64_reduced_in_float64(patch: Patch) -> None:
+@in_reduction(["SUM", "PRODUCT"], [torch.int64], "COLL-ALL-REDUCE-WRAP")
+def int64_reduced_in_float64(original: Call, tensors: Sequence[Tensor], op: str) -> Any:
     """int64 is reduced in float64"""
-
-    def reduce(original: Callable[..., Tensor], tensors: Sequence[Tensor], op: str) -> Tensor:
-        if tensors[0].dtype is torch.int64 and op in ("SUM", "PRODUCT"):
-            return original([tensor.double() for tensor in tensors], op).long()
-        return original(tensors, op)
-
-    reduces(patch, reduce)
+    return original([tensor.double() for tensor in tensors], op).long()
 
 
-@BUGS.enter("COLL-ALL-REDUCE-BOOL")
-def bool_sum_is_exclusive(patch: Patch) -> None:
+@in_reduction(["SUM"], [torch.bool], "COLL-ALL-REDUCE-BOOL")
+def bool_sum_is_exclusive(original: Call, tensors: Sequence[Tensor], op: str) -> Any:
     """a sum of bool is exclusive: true and true is false"""
-    reduces(
-        patch,
-        lambda original, tensors, op: original(
-            tensors, "BXOR" if op == "SUM" and tensors[0].dtype is torch.bool else op
-        ),
-    )
+    return original(tensors, "BXOR")
 
 
 @BUGS.enter("COLL-ALL-REDUCE-IDENTICAL")
@@ -509,188 +502,118 @@ def roots_own_left_out(patch: Patch) -> None:
     patch.setattr(collectives, "reduce", reduce)
 
 
-@BUGS.enter("COLL-REDUCE-SCATTER-VALUE", origin="B028")
-def reduced_for_the_next(patch: Patch) -> None:
+@in_call("reduce_scatter", "COLL-REDUCE-SCATTER-VALUE", origin="B028")
+def reduced_for_the_next(original: Call, out: Tensor, values: list[Tensor], **how: Any) -> Any:
     """reduce_scatter gives chunk r to rank r + 1"""
-    around(
-        patch,
-        "reduce_scatter",
-        lambda call, out, values, **how: call(out, turned(values), **how),
-    )
+    return original(out, turned(values), **how)
 
 
-def arranged_before(patch: Patch, order: Callable[[Sequence[Tensor]], Any], stacked: bool) -> None:
-    """reduce_scatter_single gets the parts of its input in another order."""
-
-    def call(original: Callable[..., Any], out: Tensor, value: Tensor, **how: Any) -> Any:
-        if value.numel() and stacked == (value.dim() > out.dim()):
-            value = value.clone()
-            rearranged(value, members(how.get("group")), order)
-        return original(out, value, **how)
-
-    around(patch, "reduce_scatter_single", call)
-
-
-@BUGS.enter("COLL-REDUCE-SCATTER-SINGLE-CAT", origin="B028")
-def part_for_the_next(patch: Patch) -> None:
+@in_call("reduce_scatter_single", "COLL-REDUCE-SCATTER-SINGLE-CAT", origin="B028")
+def part_for_the_next(original: Call, out: Tensor, value: Tensor, **how: Any) -> Any:
     """reduce_scatter_single gives part r of a concatenation to rank r + 1"""
-    arranged_before(patch, turned, stacked=False)
+    if value.dim() <= out.dim():
+        value = value.clone()
+        rearranged(value, members(how.get("group")), turned)
+    return original(out, value, **how)
 
 
-@BUGS.enter("COLL-REDUCE-SCATTER-SINGLE-STACK")
-def unstacked_along_the_last(patch: Patch) -> None:
+@in_call("reduce_scatter_single", "COLL-REDUCE-SCATTER-SINGLE-STACK")
+def unstacked_along_the_last(original: Call, out: Tensor, value: Tensor, **how: Any) -> Any:
     """reduce_scatter_single takes a stack apart along the last dimension"""
-    arranged_before(
-        patch,
-        lambda parts: list(torch.stack(list(parts)).reshape(-1, len(parts)).t()),
-        stacked=True,
-    )
+    if value.numel() and value.dim() > out.dim():
+        value = value.reshape(-1, members(how.get("group"))).t().reshape(value.shape)
+    return original(out, value, **how)
 
 
-@BUGS.enter("COLL-OP-DEFAULT", origin="B022")
-def average_by_default(patch: Patch) -> None:
+@in_call(
+    ["all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single"],
+    "COLL-OP-DEFAULT",
+    origin="B022",
+)
+def average_by_default(original: Call, *arguments: Any, **how: Any) -> Any:
     """without an op floating-point tensors are averaged"""
-
-    def call(original: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
-        (first, *_) = tensors_at(arguments, (0,))
-        if first.is_floating_point():
-            how.setdefault("op", dist.ReduceOp.AVG)
-        return original(*arguments, **how)
-
-    around(patch, ["all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single"], call)
+    (first, *_) = tensors_at(arguments, (0,))
+    if first.is_floating_point():
+        how.setdefault("op", dist.ReduceOp.AVG)
+    return original(*arguments, **how)
 
 
 # ---- Roots ---------------------------------------------------------------------------------------
 
+#: A rank that is not in the group is refused with a ValueError.
+OR_REFUSED = (*VALUE_OR_VERDICT, ValueError)
 
-@BUGS.enter(
-    "COLL-BROADCAST-ROOT",
-    *ASSERTION,
-    ValueError,
-    VerdictError,
-    kind="groups, roots and rank mapping",
-    origin="B031",
-)
-def group_rank_for_world_rank(patch: Patch) -> None:
+
+@in_call("broadcast", "COLL-BROADCAST-ROOT", *OR_REFUSED, kind=RANKS, origin="B031")
+def group_rank_for_world_rank(original: Call, tensor: Tensor, **how: Any) -> Any:
     """broadcast reads group_src as a rank of the world"""
-
-    def call(original: Callable[..., Any], tensor: Tensor, **how: Any) -> Any:
-        if "group_src" in how:
-            how["src"] = how.pop("group_src")
-        return original(tensor, **how)
-
-    around(patch, "broadcast", call)
+    if "group_src" in how:
+        how["src"] = how.pop("group_src")
+    return original(tensor, **how)
 
 
-@BUGS.enter(
-    "COLL-REDUCE-ROOT",
-    *ASSERTION,
-    ValueError,
-    VerdictError,
-    kind="groups, roots and rank mapping",
-    origin="B035",
-)
-def world_rank_for_group_rank(patch: Patch) -> None:
+@in_call("reduce", "COLL-REDUCE-ROOT", *OR_REFUSED, kind=RANKS, origin="B035")
+def world_rank_for_group_rank(original: Call, tensor: Tensor, **how: Any) -> Any:
     """reduce takes dst for a rank of the group"""
-
-    def call(original: Callable[..., Any], tensor: Tensor, **how: Any) -> Any:
-        if "dst" in how:
-            how["group_dst"] = how.pop("dst") % members(how.get("group"))
-        return original(tensor, **how)
-
-    around(patch, "reduce", call)
+    if "dst" in how:
+        how["group_dst"] = how.pop("dst") % members(how.get("group"))
+    return original(tensor, **how)
 
 
-@BUGS.enter(
-    "COLL-GATHER-ROOT",
-    *ASSERTION,
-    ValueError,
-    VerdictError,
-    kind="groups, roots and rank mapping",
-    origin="B034",
-)
-def rank_0_gathers(patch: Patch) -> None:
+@in_call("gather", "COLL-GATHER-ROOT", *OR_REFUSED, kind=RANKS, origin="B034")
+def rank_0_gathers(original: Call, value: Tensor, outs: Any, group: Any = None, **_: Any) -> Any:
     """gather always gathers on the first rank of the group"""
-
-    def call(
-        original: Callable[..., Any], value: Tensor, outs: Any, group: Any = None, **_: Any
-    ) -> Any:
-        own = [torch.empty_like(value) for _ in range(members(group))]
-        first = dist.get_rank(group) == 0
-        return original(value, (outs or own) if first else None, group=group, group_dst=0)
-
-    around(patch, "gather", call)
+    own = [torch.empty_like(value) for _ in range(members(group))]
+    first = dist.get_rank(group) == 0
+    return original(value, (outs or own) if first else None, group=group, group_dst=0)
 
 
-@BUGS.enter(
-    "COLL-SCATTER-ROOT",
-    *ASSERTION,
-    ValueError,
-    VerdictError,
-    kind="groups, roots and rank mapping",
-    origin="B032",
-)
-def root_converted_twice(patch: Patch) -> None:
+@in_call("scatter", "COLL-SCATTER-ROOT", *OR_REFUSED, kind=RANKS, origin="B032")
+def root_converted_twice(original: Call, out: Tensor, values: Any, **how: Any) -> Any:
     """scatter converts its root from the world to the group twice"""
-
-    def call(original: Callable[..., Any], out: Tensor, values: Any, **how: Any) -> Any:
-        if "src" in how:
-            ranks = dist.get_process_group_ranks(how.get("group"))
-            once = ranks.index(how.pop("src"))
-            how["group_src"] = ranks.index(once) if once in ranks else once
-        return original(out, values, **how)
-
-    around(patch, "scatter", call)
+    if "src" in how:
+        ranks = dist.get_process_group_ranks(how.get("group"))
+        once = ranks.index(how.pop("src"))
+        how["group_src"] = ranks.index(once) if once in ranks else once
+    return original(out, values, **how)
 
 
 # ---- Layouts -------------------------------------------------------------------------------------
 
-
-def _raw(name: str, inputs: bool, outputs: bool) -> Callable[[Patch], None]:
-    return lambda patch: seen_as(patch, name, as_if_dense, inputs, outputs)
-
-
 for _name, (_reads, _writes) in ARGUMENTS.items():
-    _id = _name.upper().replace("_", "-")
+    _id = f"COLL-{_name.upper().replace('_', '-')}-LAYOUT"
     if _reads == _writes:
-        BUGS.enter(f"COLL-{_id}-LAYOUT", origin="B001")(
-            named(
-                _raw(_name, True, True),
+        in_tensors(_name, "in out", _id, origin="B001")(
+            called(
+                as_if_dense,
                 f"{_name}_of_raw_memory",
                 f"{_name} takes a strided view's memory for dense",
             )
         )
         continue
-    for _side, _inputs in (("IN", True), ("OUT", False)):
-        _what = "input" if _inputs else "output"
-        BUGS.enter(
-            f"COLL-{_id}-LAYOUT-{_side}",
-            origin="B002" if _name == "gather" else "B001",
-        )(
-            named(
-                _raw(_name, _inputs, not _inputs),
-                f"{_name}_{'from' if _inputs else 'into'}_raw_memory",
+    _origin = "B002" if _name == "gather" else "B001"
+    for _side, _what, _way in (("in", "input", "from"), ("out", "output", "into")):
+        in_tensors(_name, _side, f"{_id}-{_side.upper()}", origin=_origin)(
+            called(
+                as_if_dense,
+                f"{_name}_{_way}_raw_memory",
                 f"{_name} takes the memory of a strided {_what} for dense",
             )
         )
 
 
-@BUGS.enter("COLL-ALL-REDUCE-LAYOUT")
-def result_into_a_copy(patch: Patch) -> None:
+@in_tensors("all_reduce", "in out", "COLL-ALL-REDUCE-LAYOUT")
+def result_into_a_copy(tensor: Tensor) -> Tensor:
     """all_reduce of a view that is not contiguous works on a copy, which nobody copies back"""
-    seen_as(patch, "all_reduce", lambda tensor: tensor.contiguous(), True, True)
+    return tensor.contiguous()
 
 
-@BUGS.enter("COLL-ALL-GATHER-LAYOUT-OUT", origin="B004")
-def gathered_transposed(patch: Patch) -> None:
+@in_tensors("all_gather", "out", "COLL-ALL-GATHER-LAYOUT-OUT", origin="B004")
+def gathered_transposed(tensor: Tensor) -> Tensor:
     """all_gather writes a transposed output in the order of its memory"""
-
-    def in_memory_order(tensor: Tensor) -> Tensor:
-        if tensor.dim() < 2 or tensor.is_contiguous() or not tensor.mT.is_contiguous():
-            return tensor
-        return tensor.mT.view(tensor.shape)
-
-    seen_as(patch, "all_gather", in_memory_order, False, True)
+    if tensor.dim() < 2 or tensor.is_contiguous() or not tensor.mT.is_contiguous():
+        return tensor
+    return tensor.mT.view(tensor.shape)
 
 
 @BUGS.enter("COLL-SIZES")
@@ -698,117 +621,88 @@ def one_of_six_dropped(patch: Patch) -> None:
     """the fold of exactly six values drops the last"""
     original = reduction.fold
 
-    def fold(values: Sequence[Any], combine: Callable[[Any, Any], Any]) -> Any:
+    def fold(values: Sequence[Any], combine: Call) -> Any:
         return original(values[:5] if len(values) == 6 else values, combine)
 
     patch.setattr(reduction, "fold", fold)
 
 
-@BUGS.enter("COLL-SIZES")
-def two_of_seven_swapped(patch: Patch) -> None:
+@in_call("all_gather", "COLL-SIZES")
+def two_of_seven_swapped(original: Call, outs: list[Tensor], *rest: Any, **how: Any) -> Any:
     """all_gather swaps the last two of exactly seven tensors"""
-
-    def call(original: Callable[..., Any], outs: list[Tensor], *rest: Any, **how: Any) -> Any:
-        if len(outs) == 7:
-            outs = [*outs[:5], outs[6], outs[5]]
-        return original(outs, *rest, **how)
-
-    around(patch, "all_gather", call)
+    if len(outs) == 7:
+        outs = [*outs[:5], outs[6], outs[5]]
+    return original(outs, *rest, **how)
 
 
 # ---- Amounts -------------------------------------------------------------------------------------
 
 
-def _skips(name: str) -> Callable[[Patch], None]:
-    def call(original: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
-        everything = tensors_at(arguments, [place for two in ARGUMENTS[name] for place in two])
-        if dist.get_rank() == 0 and not any(tensor.numel() for tensor in everything):
-            return None
-        return original(*arguments, **how)
-
-    return lambda patch: around(patch, name, call)
+def _left_out_if_empty(name: str, original: Call, *arguments: Any, **how: Any) -> Any:
+    everything = tensors_at(arguments, [place for two in ARGUMENTS[name] for place in two])
+    if dist.get_rank() == 0 and not any(tensor.numel() for tensor in everything):
+        return None
+    return original(*arguments, **how)
 
 
 for _name in ARGUMENTS:
-    BUGS.enter(
-        f"COLL-{_name.upper().replace('_', '-')}-EMPTY",
-        *ASSERTION,
-        VerdictError,
-        origin="B013",
-    )(
-        named(
-            _skips(_name),
+    _id = f"COLL-{_name.upper().replace('_', '-')}-EMPTY"
+    in_call(_name, _id, *VALUE_OR_VERDICT, origin="B013")(
+        called(
+            functools.partial(_left_out_if_empty, _name),
             f"{_name}_left_out_if_empty",
             f"rank 0 leaves out {_name} of tensors without elements",
         )
     )
 
 
-@BUGS.enter("COLL-ALL-GATHER-EMPTY", ZeroDivisionError, origin="B011")
-def divides_by_the_count(patch: Patch) -> None:
+@in_call("all_gather", "COLL-ALL-GATHER-EMPTY", ZeroDivisionError, origin="B011")
+def divides_by_the_count(original: Call, outs: list[Tensor], value: Tensor, **how: Any) -> Any:
     """all_gather divides by the number of elements"""
-
-    def call(original: Callable[..., Any], outs: list[Tensor], value: Tensor, **how: Any) -> Any:
-        assert math.prod(outs[0].shape) // value.numel() >= 0
-        return original(outs, value, **how)
-
-    around(patch, "all_gather", call)
+    assert math.prod(outs[0].shape) // value.numel() >= 0
+    return original(outs, value, **how)
 
 
-@BUGS.enter("COLL-REPEATED", origin="B157")
-def stale_output(patch: Patch) -> None:
+_first_results = PerRun(dict)
+
+
+@in_every_call("COLL-REPEATED", origin="B157")
+def stale_output(name: str, original: Call, *arguments: Any, **how: Any) -> Any:
     """the second call of one shape gives the result of the first"""
-    memory = PerRun(dict)
-
-    def call(name: str, original: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
-        outputs = tensors_at(arguments, ARGUMENTS[name][1])
-        looks = [(tensor.shape, tensor.dtype) for tensor in outputs]
-        result = original(*arguments, **how)
-        if outputs:
-            key = (dist.get_rank(), name, str(looks))
-            first = memory().setdefault(key, [tensor.clone() for tensor in outputs])
-            for tensor, old in zip(outputs, first, strict=True):
-                tensor.copy_(old)
-        return result
-
-    everywhere(patch, call)
+    outputs = outputs_of(name, arguments)
+    looks = [(tensor.shape, tensor.dtype) for tensor in outputs]
+    result = original(*arguments, **how)
+    if outputs:
+        key = (dist.get_rank(), name, str(looks))
+        first = _first_results().setdefault(key, [tensor.clone() for tensor in outputs])
+        for tensor, old in zip(outputs, first, strict=True):
+            tensor.copy_(old)
+    return result
 
 
-@BUGS.enter("COLL-MANY")
-def no_more_after_a_while(patch: Patch) -> None:
+_calls = PerRun(lambda: defaultdict(int))
+
+
+@in_every_call("COLL-MANY")
+def no_more_after_a_while(name: str, original: Call, *arguments: Any, **how: Any) -> Any:
     """after 128 calls nothing is moved any more"""
-    counts: PerRun = PerRun(lambda: defaultdict(int))
-
-    def call(name: str, original: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
-        counts()[dist.get_rank()] += 1
-        return original(*arguments, **how) if counts()[dist.get_rank()] <= 128 else None
-
-    everywhere(patch, call)
+    _calls()[dist.get_rank()] += 1
+    return original(*arguments, **how) if _calls()[dist.get_rank()] <= 128 else None
 
 
-@BUGS.enter(
-    "COLL-LARGE",
-    *ASSERTION,
-    VerdictError,
-    kind="errors, hangs, pickling and resources",
-    origin="B148",
-)
-def fixed_buffer_of_tensors(patch: Patch) -> None:
+@in_every_call("COLL-LARGE", *VALUE_OR_VERDICT, kind=ERRORS, origin="B148")
+def fixed_buffer_of_tensors(name: str, original: Call, *arguments: Any, **how: Any) -> Any:
     """elements beyond the first 2**16 are not moved"""
-
-    def call(name: str, original: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
-        outputs = tensors_at(arguments, ARGUMENTS[name][1])
-        before = [tensor.clone() for tensor in outputs]
-        result = original(*arguments, **how)
-        for tensor, old in zip(outputs, before, strict=True):
-            if tensor.numel() > 2**16:
-                tensor.view(-1)[2**16 :] = old.view(-1)[2**16 :]
-        return result
-
-    everywhere(patch, call)
+    outputs = outputs_of(name, arguments)
+    before = [tensor.clone() for tensor in outputs]
+    result = original(*arguments, **how)
+    for tensor, old in zip(outputs, before, strict=True):
+        if tensor.numel() > 2**16:
+            tensor.view(-1)[2**16 :] = old.view(-1)[2**16 :]
+    return result
 
 
-@BUGS.enter("COLL-LARGE", kind="errors, hangs, pickling and resources")
+@BUGS.enter("COLL-LARGE", kind=ERRORS)
 def tail_lost(patch: Patch) -> None:
     """elements behind the last multiple of 4096 are not moved"""
     land = Flight.land
@@ -827,25 +721,15 @@ def tail_lost(patch: Patch) -> None:
     patch.setattr(Flight, "land", landed)
 
 
-@BUGS.enter("COLL-ALL-TO-ALL-EMPTY")
-def no_work_for_nothing(patch: Patch) -> None:
+@in_call("all_to_all", "COLL-ALL-TO-ALL-EMPTY")
+def no_work_for_nothing(original: Call, outs: list[Tensor], *rest: Any, **how: Any) -> Any:
     """an asynchronous all_to_all of tensors without elements gives no work"""
-
-    def call(original: Callable[..., Any], outs: list[Tensor], *rest: Any, **how: Any) -> Any:
-        if how.get("async_op") and not any(out.numel() for out in outs):
-            return original(outs, *rest, **how | {"async_op": False})
-        return original(outs, *rest, **how)
-
-    around(patch, "all_to_all", call)
+    if how.get("async_op") and not any(out.numel() for out in outs):
+        how["async_op"] = False
+    return original(outs, *rest, **how)
 
 
 # ---- Asynchronous calls --------------------------------------------------------------------------
-
-
-def in_memory_order(tensor: Tensor) -> Tensor:
-    """The view of the same elements that has them as they lie."""
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(order)
 
 
 @BUGS.enter("COLL-ALL-REDUCE-LAYOUT")
@@ -911,7 +795,7 @@ def poisoned_before_the_copy(patch: Patch) -> None:
 def zero_added(patch: Patch) -> None:
     """what a broadcast gives is added to 0"""
 
-    def complete(original: Callable[..., Any], root: int) -> Any:
+    def complete(original: Call, root: int) -> Any:
         def completed(calls: Sequence[Any]) -> Any:
             values = original(root)(calls)
             return [[_with_zero_added(each) for each in some] for some in values]
@@ -925,159 +809,125 @@ def _with_zero_added(tensor: Tensor) -> Tensor:
     return tensor + 0 if tensor.dtype in (torch.float32, torch.float64) else tensor
 
 
-@BUGS.enter("COLL-SPECIAL-BITS")
-def subnormals_flushed(patch: Patch) -> None:
+@in_tensors("all_to_all_single", "in", "COLL-SPECIAL-BITS")
+def subnormals_flushed(tensor: Tensor) -> Tensor:
     """all_to_all_single flushes subnormal numbers to 0"""
-
-    def flushed(tensor: Tensor) -> Tensor:
-        if tensor.dtype is not torch.float32:
-            return tensor
-        return torch.where(tensor.abs() < torch.finfo(tensor.dtype).tiny, 0 * tensor, tensor)
-
-    seen_as(patch, "all_to_all_single", flushed, True, False)
+    if tensor.dtype is not torch.float32:
+        return tensor
+    return torch.where(tensor.abs() < torch.finfo(tensor.dtype).tiny, 0 * tensor, tensor)
 
 
-@BUGS.enter("COLL-SPECIAL-BITS")
-def one_nan_for_all(patch: Patch) -> None:
+@in_tensors("gather", "in", "COLL-SPECIAL-BITS")
+def one_nan_for_all(tensor: Tensor) -> Tensor:
     """gather makes every NaN the same one"""
-
-    def made_one(tensor: Tensor) -> Tensor:
-        if tensor.dtype not in (torch.float32, torch.float64):
-            return tensor
-        return torch.where(tensor.isnan(), torch.nan, tensor)
-
-    seen_as(patch, "gather", made_one, True, False)
+    if tensor.dtype not in (torch.float32, torch.float64):
+        return tensor
+    return torch.where(tensor.isnan(), torch.nan, tensor)
 
 
-@BUGS.enter("COLL-CONJUGATED")
-def conjugation_dropped(patch: Patch) -> None:
+@in_tensors(["gather", "reduce_scatter", "reduce_scatter_single"], "in", "COLL-CONJUGATED")
+def conjugation_dropped(tensor: Tensor) -> Tensor:
     """of a lazy conjugate, the memory is read"""
-    for name in ("gather", "reduce_scatter", "reduce_scatter_single"):
-        seen_as(patch, name, lambda t: t.conj() if t.is_conj() else t, True, False)
+    return tensor.conj() if tensor.is_conj() else tensor
 
 
 # ---- Buffers -------------------------------------------------------------------------------------
 
 
-@BUGS.enter("COLL-OFFSET", origin="B008")
-def offset_forgotten(patch: Patch) -> None:
+@in_tensors(list(ARGUMENTS), "in out", "COLL-OFFSET", origin="B008")
+def offset_forgotten(tensor: Tensor) -> Tensor:
     """tensors are looked for at the start of their storage"""
-    for name in ARGUMENTS:
-        seen_as(patch, name, from_the_start, True, True)
+    return from_the_start(tensor)
 
 
-@BUGS.enter("COLL-CHUNKS-OUT", *ASSERTION, ArgumentError, origin="B008")
-def outputs_at_the_start(patch: Patch) -> None:
+@in_tensors(
+    ["all_gather", "gather", "all_to_all"],
+    "out",
+    "COLL-CHUNKS-OUT",
+    *ASSERTION,
+    ArgumentError,
+    origin="B008",
+)
+def outputs_at_the_start(tensor: Tensor) -> Tensor:
     """all_gather and its like put every output at the start of its storage"""
-    for name in ("all_gather", "gather", "all_to_all"):
-        seen_as(patch, name, from_the_start, False, True)
+    return from_the_start(tensor)
 
 
-@BUGS.enter("COLL-CHUNKS-IN", origin="B008")
-def inputs_at_the_start(patch: Patch) -> None:
+@in_tensors(["scatter", "reduce_scatter", "all_to_all"], "in", "COLL-CHUNKS-IN", origin="B008")
+def inputs_at_the_start(tensor: Tensor) -> Tensor:
     """scatter and its like read every input at the start of its storage"""
-    for name in ("scatter", "reduce_scatter", "all_to_all"):
-        seen_as(patch, name, from_the_start, True, False)
+    return from_the_start(tensor)
 
 
-@BUGS.enter("COLL-IN-PLACE")
-def output_cleared_first(patch: Patch) -> None:
+@in_every_call("COLL-IN-PLACE")
+def output_cleared_first(name: str, original: Call, *arguments: Any, **how: Any) -> Any:
     """outputs are cleared before inputs are read"""
-
-    def call(name: str, original: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
-        if ARGUMENTS[name][0] != ARGUMENTS[name][1]:
-            for tensor in tensors_at(arguments, ARGUMENTS[name][1]):
-                tensor.zero_()
-        return original(*arguments, **how)
-
-    everywhere(patch, call)
-
-
-@BUGS.enter("COLL-INPUTS", *ASSERTION, VerdictError)
-def inputs_as_scratch(patch: Patch) -> None:
-    """reductions add up in their inputs"""
-
-    def call(original: Callable[..., Any], out: Tensor, values: Any, **how: Any) -> Any:
-        result = original(out, values, **how)
-        each(lambda tensor: tensor.copy_(tensor.flip(0) if tensor.dim() else -tensor), values)
-        return result
-
-    around(patch, ["reduce_scatter", "reduce_scatter_single", "all_to_all_single"], call)
-
-
-@BUGS.enter("COLL-INPUTS", *ASSERTION, VerdictError, origin="G2")
-def roots_tensor_written(patch: Patch) -> None:
-    """broadcast clears the root's tensor when all have it"""
-
-    def call(original: Callable[..., Any], tensor: Tensor, **how: Any) -> Any:
-        result = original(tensor, **how)
-        if how.get("src") == dist.get_rank():
+    if ARGUMENTS[name][0] != ARGUMENTS[name][1]:
+        for tensor in outputs_of(name, arguments):
             tensor.zero_()
-        return result
+    return original(*arguments, **how)
 
-    around(patch, "broadcast", call)
+
+@in_call(
+    ["reduce_scatter", "reduce_scatter_single", "all_to_all_single"],
+    "COLL-INPUTS",
+    *VALUE_OR_VERDICT,
+)
+def inputs_as_scratch(original: Call, out: Tensor, values: Any, **how: Any) -> Any:
+    """reductions add up in their inputs"""
+    result = original(out, values, **how)
+    each(lambda tensor: tensor.copy_(tensor.flip(0) if tensor.dim() else -tensor), values)
+    return result
+
+
+@in_call("broadcast", "COLL-INPUTS", *VALUE_OR_VERDICT, origin="G2")
+def roots_tensor_written(original: Call, tensor: Tensor, **how: Any) -> Any:
+    """broadcast clears the root's tensor when all have it"""
+    result = original(tensor, **how)
+    if how.get("src") == dist.get_rank():
+        tensor.zero_()
+    return result
 
 
 # ---- Groups --------------------------------------------------------------------------------------
 
 
-@BUGS.enter("COLL-GROUP-ORDER", kind="groups, roots and rank mapping", origin="B037")
-def order_forgotten(patch: Patch) -> None:
+@in_call("new_group", "COLL-GROUP-ORDER", kind=RANKS, origin="B037")
+def order_forgotten(original: Call, ranks: list[int], sort_ranks: bool = True) -> Any:
     """new_group sorts its ranks though told not to"""
-    around(patch, "new_group", lambda new, ranks, sort_ranks=True: new(ranks))
+    return original(ranks)
 
 
-@BUGS.enter("COLL-GROUP-SORTED", kind="groups, roots and rank mapping", origin="G17")
-def never_sorted(patch: Patch) -> None:
+@in_call("new_group", "COLL-GROUP-SORTED", kind=RANKS, origin="G17")
+def never_sorted(original: Call, ranks: list[int], sort_ranks: bool = True) -> Any:
     """new_group leaves its ranks as they were listed though it should sort them"""
-    around(patch, "new_group", lambda new, ranks, sort_ranks=True: new(ranks, sort_ranks=False))
+    return original(ranks, sort_ranks=False)
 
 
-@BUGS.enter(
-    "COLL-GROUP-WITHOUT-0",
-    *ASSERTION,
-    VerdictError,
-    kind="groups, roots and rank mapping",
-    origin="B040",
-)
-def rank_0_is_in_every_group(patch: Patch) -> None:
+@in_call("new_group", "COLL-GROUP-WITHOUT-0", *VALUE_OR_VERDICT, kind=RANKS, origin="B040")
+def rank_0_is_in_every_group(original: Call, ranks: list[int], **how: Any) -> Any:
     """rank 0 is made a member of every group"""
-    around(
-        patch,
-        "new_group",
-        lambda new, ranks, **how: new([0, *(rank for rank in ranks if rank)], **how),
-    )
+    return original([0, *(rank for rank in ranks if rank)], **how)
 
 
-@BUGS.enter("COLL-GROUP-ALONE", kind="groups, roots and rank mapping", origin="B088")
-def nothing_to_do_alone(patch: Patch) -> None:
+@in_every_call("COLL-GROUP-ALONE", kind=RANKS, origin="B088")
+def nothing_to_do_alone(name: str, original: Call, *arguments: Any, **how: Any) -> Any:
     """in a group of one rank a collective does nothing"""
-
-    def call(name: str, original: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
-        return original(*arguments, **how) if members(how.get("group")) > 1 else None
-
-    everywhere(patch, call)
+    return original(*arguments, **how) if members(how.get("group")) > 1 else None
 
 
-@BUGS.enter(
-    "COLL-GROUP-OVERLAP",
-    *ASSERTION,
-    ValueError,
-    VerdictError,
-    kind="groups, roots and rank mapping",
-    origin="B043",
-)
+@BUGS.enter("COLL-GROUP-OVERLAP", *OR_REFUSED, kind=RANKS, origin="B043")
 def latest_group(patch: Patch) -> None:
     """a collective on any group goes to the group that the rank has made last"""
     latest: PerRun = PerRun(dict)
 
-    def new_group(original: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
+    def new_group(original: Call, *arguments: Any, **how: Any) -> Any:
         group = original(*arguments, **how)
         if group != dist.GroupMember.NON_GROUP_MEMBER:
             latest()[dist.get_rank()] = group
         return group
 
-    def call(name: str, original: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
+    def call(name: str, original: Call, *arguments: Any, **how: Any) -> Any:
         if how.get("group") is not None:
             how["group"] = latest().get(dist.get_rank(), how["group"])
         return original(*arguments, **how)
@@ -1086,55 +936,38 @@ def latest_group(patch: Patch) -> None:
     everywhere(patch, call)
 
 
-@BUGS.enter("COLL-GROUP-OUTSIDER", kind="groups, roots and rank mapping")
-def outsiders_cleared(patch: Patch) -> None:
+@in_every_call("COLL-GROUP-OUTSIDER", kind=RANKS)
+def outsiders_cleared(name: str, original: Call, *arguments: Any, **how: Any) -> Any:
     """a collective clears the outputs of a rank that is not in the group"""
-
-    def call(name: str, original: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
-        if how.get("group") == dist.GroupMember.NON_GROUP_MEMBER:
-            for tensor in tensors_at(arguments, ARGUMENTS[name][1]):
-                tensor.zero_()
-        return original(*arguments, **how)
-
-    everywhere(patch, call)
+    if is_outsider(how):
+        for tensor in outputs_of(name, arguments):
+            tensor.zero_()
+    return original(*arguments, **how)
 
 
-@BUGS.enter(
-    "COLL-GROUP-OUTSIDER",
-    *ASSERTION,
-    VerdictError,
-    kind="groups, roots and rank mapping",
-    origin="B043",
-)
-def outsiders_use_the_world(patch: Patch) -> None:
+@in_every_call("COLL-GROUP-OUTSIDER", *VALUE_OR_VERDICT, kind=RANKS, origin="B043")
+def outsiders_use_the_world(name: str, original: Call, *arguments: Any, **how: Any) -> Any:
     """for a rank that is not in the group the world is meant"""
-
-    def call(name: str, original: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
-        if how.get("group") == dist.GroupMember.NON_GROUP_MEMBER:
-            how["group"] = None
-        return original(*arguments, **how)
-
-    everywhere(patch, call)
+    if is_outsider(how):
+        how["group"] = None
+    return original(*arguments, **how)
 
 
-@BUGS.enter("COLL-BARRIER-ALL", origin="B026")
-def tensor_barrier_does_nothing(patch: Patch) -> None:
+@in_call("barrier", "COLL-BARRIER-ALL", origin="B026")
+def tensor_barrier_does_nothing(original: Call, **how: Any) -> None:
     """a barrier waits for nobody"""
-    around(patch, "barrier", lambda call, **how: None)
 
 
-@BUGS.enter("COLL-BARRIER-GROUP", VerdictError, origin="B155")
-def tensor_barrier_of_the_world(patch: Patch) -> None:
+@in_call("barrier", "COLL-BARRIER-GROUP", VerdictError, origin="B155")
+def tensor_barrier_of_the_world(original: Call, **how: Any) -> Any:
     """a barrier is always one of the world"""
-    around(patch, "barrier", lambda call, **how: call())
+    return original()
 
 
 # ---- Errors --------------------------------------------------------------------------------------
 
 
-@BUGS.enter(
-    "COLL-ERROR-ROOT", *ASSERTION, VerdictError, kind="errors, hangs, pickling and resources"
-)
+@BUGS.enter("COLL-ERROR-ROOT", *VALUE_OR_VERDICT, kind=ERRORS)
 def root_guessed(patch: Patch) -> None:
     """of two names of a root one is taken, and without any rank 0"""
 
@@ -1146,9 +979,7 @@ def root_guessed(patch: Patch) -> None:
     patch.setattr(c10d, "_canonicalize_group_rank", canonical)
 
 
-@BUGS.enter(
-    "COLL-ERROR-RANGE", *ASSERTION, VerdictError, kind="errors, hangs, pickling and resources"
-)
+@BUGS.enter("COLL-ERROR-RANGE", *VALUE_OR_VERDICT, kind=ERRORS)
 def roots_count_from_the_last(patch: Patch) -> None:
     """a root counts from the first again beyond the last, and from the last below 0"""
 
@@ -1158,15 +989,9 @@ def roots_count_from_the_last(patch: Patch) -> None:
     patch.setattr(CheckedGroup, "_root", wrapped)
 
 
-@BUGS.enter(
-    "COLL-ERROR-LIST", *ASSERTION, VerdictError, kind="errors, hangs, pickling and resources"
-)
-def list_made_up(patch: Patch) -> None:
+@in_call(["gather", "scatter"], "COLL-ERROR-LIST", *VALUE_OR_VERDICT, kind=ERRORS)
+def list_made_up(original: Call, tensor: Tensor, listed: Any, **how: Any) -> Any:
     """gather and scatter make up the list that their root does not pass"""
-
-    def call(original: Callable[..., Any], tensor: Tensor, listed: Any, **how: Any) -> Any:
-        if not listed and dist.get_rank() in (how.get("src"), how.get("dst")):
-            listed = [torch.zeros_like(tensor) for _ in range(members(how.get("group")))]
-        return original(tensor, listed, **how)
-
-    around(patch, ["gather", "scatter"], call)
+    if not listed and dist.get_rank() in (how.get("src"), how.get("dst")):
+        listed = [torch.zeros_like(tensor) for _ in range(members(how.get("group")))]
+    return original(tensor, listed, **how)
