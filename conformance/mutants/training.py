@@ -10,11 +10,12 @@ from torch import nn
 import smp_core.torch as smp
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
 from smp_core.errors import SmpError, VerdictError
-from smp_core.torch import hooks, optimizer_state, weights
+from smp_core.torch import hooks, weights
 from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import StepAbortedError
 from smp_core.torch.hooks import Hooks
 from smp_core.torch.model import DistributedModel
+from smp_core.torch.optimizer import state as optimizer_state
 from smp_core.torch.pipeline import boundary, calls, engine
 from smp_core.torch.pipeline.running import RunningStep
 

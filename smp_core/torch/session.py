@@ -141,7 +141,7 @@ class Model(Protocol):
 
 
 class Optimizer(Protocol):
-    """What modules below ``optimizer.py`` ask of the DistributedOptimizer."""
+    """What modules below ``optimizer/`` ask of the DistributedOptimizer."""
 
     optimizer: torch.optim.Optimizer
     loss_scaler: Any

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import smp_core.torch as smp
-from smp_core.torch import optimizer_state
 from smp_core.torch.exceptions import CheckpointError, ShardingError
+from smp_core.torch.optimizer import state as optimizer_state
 from tests.smp_core.torch.sharding.checkpoint_models import (
     OPTIMIZERS,
     Plain,

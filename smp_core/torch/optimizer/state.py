@@ -2,7 +2,7 @@
 
 States name parameters by their index among all of them in the original order, as plain torch's do, on
 every rank: a rank's part has gaps. Each function takes the optimizer's parameters
-(optimizer_parameters.py).
+(parameters.py).
 
 What the wrapped optimizer keeps for a parameter has the shape of what stands in the parameter's place
 there: the parameter, a master, this rank's part of it, or its shard. What has the shape of the whole
@@ -24,7 +24,7 @@ import torch
 from smp_core.errors import ArgumentTypeError
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import CheckpointError, UnsupportedTrainingError
-from smp_core.torch.optimizer_parameters import OptimizerParameters
+from smp_core.torch.optimizer.parameters import OptimizerParameters
 from smp_core.torch.sharding import states
 from smp_core.torch.sharding.state import Sharding
 

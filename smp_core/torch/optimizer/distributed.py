@@ -1,8 +1,8 @@
 """``smp.DistributedOptimizer``: a torch optimizer over this rank's part of the parameters, whose
-state can be had, and given, whole (API 1.8; optimizer_state.py).
+state can be had, and given, whole (API 1.8; state.py).
 
 Where the model has masters (precision/masters.py), the wrapped optimizer's groups and state hold those in
-the parameters' place (optimizer_parameters.py).
+the parameters' place (parameters.py).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch.optim import Optimizer
 
 from smp_core.errors import ArgumentTypeError
-from smp_core.torch import optimizer_state
 from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import SecondModelError, UnsupportedTrainingError
-from smp_core.torch.optimizer_internals import Internals
-from smp_core.torch.optimizer_parameters import OptimizerParameters
+from smp_core.torch.optimizer import state as optimizer_state
+from smp_core.torch.optimizer.internals import Internals
+from smp_core.torch.optimizer.parameters import OptimizerParameters
 from smp_core.torch.precision import scaler
 from smp_core.torch.precision.masters import multiply
 from smp_core.torch.precision.parts import check_elementwise
@@ -39,7 +39,7 @@ class DistributedOptimizer(Internals, Optimizer):
         static_loss_scale, dynamic_loss_scale, dynamic_loss_args: scripts pass them in FP32 runs too, the
             last as one dict under that name or as keywords of its keys. Ignored without ``fp16``.
 
-    Members of SMP's that are not documented: optimizer_internals.py.
+    Members of SMP's that are not documented: internals.py.
 
     With ``fp16``: ``optimizer`` is the wrapped optimizer, which learning-rate schedulers are given;
     ``overflow``: whether the last step was skipped; ``loss_scaler``: precision/scaler.py's, else None.
@@ -247,7 +247,7 @@ class DistributedOptimizer(Internals, Optimizer):
         norm = self._update.clip(self._parameters.targets(), max_norm, norm_type)
         return torch.tensor(norm, dtype=torch.float64)
 
-    # State (optimizer_state.py).
+    # State (state.py).
 
     def local_state_dict(self, gather_if_shard: bool = True) -> Any:
         """This rank's part of the state, with ``_smp_is_partial``; on rdp_rank 0 the list of all parts, where

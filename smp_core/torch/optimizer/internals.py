@@ -14,7 +14,7 @@ from torch import nn
 
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import UnsupportedTrainingError
-from smp_core.torch.optimizer_parameters import OptimizerParameters
+from smp_core.torch.optimizer.parameters import OptimizerParameters
 from smp_core.torch.session import Session
 from smp_core.torch.sharding.layout import Layout
 
@@ -128,7 +128,7 @@ class Internals:
         return self._parameters.optimizer.state_dict()
 
     def _param_id_to_index(self) -> dict[int, int]:
-        """The index in states (optimizer_state.py) of each parameter, and of its master, by ``id``."""
+        """The index in states (state.py) of each parameter, and of its master, by ``id``."""
         self._parameters.take_masters()
         numbers: dict[int, int] = {}
         for order in self._parameters.order:

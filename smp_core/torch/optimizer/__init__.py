@@ -1,0 +1,5 @@
+"""The optimizer of a script: what it works on, its update, and its state."""
+
+from smp_core.torch.optimizer.distributed import DistributedOptimizer
+
+__all__ = ["DistributedOptimizer"]
