@@ -5,7 +5,7 @@ other engines may not look.
 from __future__ import annotations
 
 from conformance.mutants.protocol import Patch
-from smp_core.torch.pipeline import drift
+from smp_core.torch.reduction import drift
 
 
 def unseen_drift(patch: Patch) -> None:

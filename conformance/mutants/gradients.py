@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from conformance.mutants.protocol import Bugs, Patch
 from smp_core.torch.optimizer import DistributedOptimizer
-from smp_core.torch.pipeline import gradients, replicas
 from smp_core.torch.pipeline.accumulation import Ledger
 from smp_core.torch.pipeline.agreement import DENSE
-from smp_core.torch.pipeline.gradients import Gradients
-from smp_core.torch.pipeline.replicas import Exchange, Replicas
+from smp_core.torch.reduction import gradients, replicas
+from smp_core.torch.reduction.gradients import Gradients
+from smp_core.torch.reduction.replicas import Exchange, Replicas
 
 BUGS = Bugs("gradient averaging, accumulation")
 

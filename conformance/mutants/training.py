@@ -233,7 +233,7 @@ def state_has_a_prefix(patch: Patch) -> None:
 @BUGS.enter("MODEL-JOIN", origin="B023")
 def joined_replicas_do_not_count(patch: Patch) -> None:
     """replicas that have joined count with their last gradients"""
-    from smp_core.torch.pipeline.gradients import Gradients
+    from smp_core.torch.reduction.gradients import Gradients
 
     end_step = Gradients.end_step
 

@@ -37,13 +37,13 @@ from smp_core.torch.pipeline import activity as activities
 from smp_core.torch.pipeline import calls, everywhere, failures, placement, tracing, uses
 from smp_core.torch.pipeline.accumulation import Ledger
 from smp_core.torch.pipeline.calls import Site
-from smp_core.torch.pipeline.gradients import Gradients, Options
 from smp_core.torch.pipeline.placement import Placement
 from smp_core.torch.pipeline.schedule import Phase
 from smp_core.torch.pipeline.transport import Transport
 from smp_core.torch.precision import casting
 from smp_core.torch.precision.masters import Masters
 from smp_core.torch.precision.parts import OwnParts
+from smp_core.torch.reduction.gradients import Gradients, Options
 from smp_core.torch.sharding.gradients import ShardedGradients
 from smp_core.torch.sharding.outside import Outside
 from smp_core.torch.sharding.state import Sharding

@@ -42,7 +42,7 @@ class Owners(Protocol):
 
 
 class Reducer(Protocol):
-    """The reduction of gradients over replicas (pipeline/gradients.py, sharding/gradients.py)."""
+    """The reduction of gradients over replicas (reduction/gradients.py, sharding/gradients.py)."""
 
     reductions: int
     replicas: Any

@@ -22,7 +22,7 @@ from smp_core.torch.sharding import counted
 
 
 class Listener(Protocol):
-    """Who wants to know early which totals seem to be complete (gradients.py)."""
+    """Who wants to know early which totals seem to be complete (reduction/gradients.py)."""
 
     def ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
         """All that was expected has come; the tensor does not change."""

@@ -30,7 +30,7 @@ class Report:
         fresh: whether the step has brought a gradient.
         again: whether a gradient came for a parameter whose sum had seemed to be complete.
         route: a digest of what it has gathered (sharding/gathered.py).
-        held: a checksum of the parameters that all replicas hold (drift.py); None where nobody compares.
+        held: a checksum of the parameters that all replicas hold (reduction/drift.py); None where nobody compares.
         parts: one of its parts of sharded parameters.
         trained: for each parameter of the rank, in the order of registration, whether it is trained; empty where
             nobody compares.

@@ -18,7 +18,7 @@ with ``overlapping_allreduce=False``: then all is reduced at the end, in one ord
 Gradients that nobody has count as zeros, and parameters that no rank has a gradient for keep their
 ``p.grad``, also None. A step that brings no gradient to any rank, as in evaluation, reduces nothing.
 
-How the engine calls it is said in pipeline/gradients.py.
+How the engine calls it is said in reduction/gradients.py.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from torch import nn
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import ShardingError, UnsupportedTrainingError
-from smp_core.torch.pipeline import agreement, drift
+from smp_core.torch.pipeline import agreement
 from smp_core.torch.pipeline.agreement import DENSE, NONE, Agreement, Report
-from smp_core.torch.pipeline.gradients import Gradients, Options
+from smp_core.torch.reduction import drift
+from smp_core.torch.reduction.gradients import Gradients, Options
 from smp_core.torch.sharding import counted
 from smp_core.torch.sharding.collectives import Collectives, Pending
 from smp_core.torch.sharding.layout import Layout, bins
@@ -208,7 +209,7 @@ class Round:
 
 
 class ShardedGradients(Gradients):
-    """As pipeline.gradients.Gradients; what it keeps and gives to ``p.grad`` are shards."""
+    """As reduction.gradients.Gradients; what it keeps and gives to ``p.grad`` are shards."""
 
     def __init__(
         self,

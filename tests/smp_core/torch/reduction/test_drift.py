@@ -15,7 +15,7 @@ from torch.nn.utils import get_total_norm  # before the engine is imported, as s
 import smp_core.torch as smp
 from smp_core.errors import ArgumentError
 from smp_core.torch.exceptions import ReplicaDriftError
-from smp_core.torch.pipeline import drift
+from smp_core.torch.reduction import drift
 
 
 @smp.step

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from smp_core.torch.pipeline.replicas import Exchange, Replicas
+from smp_core.torch.reduction.replicas import Exchange, Replicas
 
 
 class Overlap:

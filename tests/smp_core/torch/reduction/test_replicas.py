@@ -14,8 +14,8 @@ from smp_core import runtime
 from smp_core.torch.exceptions import UnsupportedTrainingError
 from smp_core.torch.pipeline import replay
 from smp_core.torch.pipeline.accumulation import Ledger
-from smp_core.torch.pipeline.gradients import Gradients, Options, deposit
-from smp_core.torch.pipeline.replicas import GradBucket, fill_buckets
+from smp_core.torch.reduction.gradients import Gradients, Options, deposit
+from smp_core.torch.reduction.replicas import GradBucket, fill_buckets
 
 SHAPES = [(3, 5), (), (0, 4), (7,), (2, 2, 2), (1,)]
 

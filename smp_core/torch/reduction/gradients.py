@@ -30,10 +30,11 @@ from torch import nn
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import UnsupportedTrainingError
-from smp_core.torch.pipeline import agreement, drift
+from smp_core.torch.pipeline import agreement
 from smp_core.torch.pipeline.agreement import DENSE, NONE, SPARSE, Agreement, Report
-from smp_core.torch.pipeline.overlap import Overlap
-from smp_core.torch.pipeline.replicas import (
+from smp_core.torch.reduction import drift
+from smp_core.torch.reduction.overlap import Overlap
+from smp_core.torch.reduction.replicas import (
     CommHook,
     GradBucket,
     Replicas,

@@ -1,0 +1,1 @@
+"""Gradients of replicas: exchanged in an order that is published, folded, and compared."""
