@@ -40,28 +40,3 @@ def test_rooms_import_from_those_before_them() -> None:
             if package == "conformance" and ROOMS.index(other) > ROOMS.index(room):
                 wrong.append(f"{path.relative_to(FOLDER)}:{line} imports {module}")
     assert not wrong
-
-
-def imports() -> dict[str, set[str]]:
-    """By module of the package, the modules of it that it imports, for types only or later, too."""
-    names = {
-        ".".join(path.relative_to(FOLDER.parent).with_suffix("").parts).removesuffix(
-            ".__init__"
-        ): path
-        for path in FOLDER.rglob("*.py")
-    }
-    found: dict[str, set[str]] = {}
-    for name, path in names.items():
-        of = {
-            module if module in names else module.rpartition(".")[0] for _, module in imported(path)
-        }
-        found[name] = (of & set(names)) - {name}
-    return found
-
-
-def test_no_imports_run_in_a_circle() -> None:
-    left = imports()
-    while free := [name for name, others in left.items() if not others & set(left)]:
-        for name in free:
-            del left[name]
-    assert not left
