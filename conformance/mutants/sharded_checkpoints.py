@@ -11,7 +11,9 @@ import torch
 import smp_core.torch as smp
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
 from smp_core.errors import SmpError
-from smp_core.torch import checkpoint, naming, weights
+from smp_core.torch import weights
+from smp_core.torch.checkpoint import naming
+from smp_core.torch.checkpoint import save_and_resume as checkpoint
 from smp_core.torch.optimizer import state as optimizer_state
 from smp_core.torch.optimizer.parameters import OptimizerParameters
 from smp_core.torch.precision.masters import is_elementwise

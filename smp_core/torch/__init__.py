@@ -39,6 +39,7 @@ from smp_core.comm import (
 from smp_core.runtime import init, is_initialized, shutdown
 from smp_core.torch import amp
 from smp_core.torch.checkpoint import load, resume_from_checkpoint, save, save_checkpoint
+from smp_core.torch.checkpoint.trust import trust_checkpoints
 from smp_core.torch.memory.activations import set_activation_checkpointing
 from smp_core.torch.model import DistributedModel
 from smp_core.torch.optimizer import DistributedOptimizer
@@ -53,7 +54,6 @@ from smp_core.torch.partitioning import (
 from smp_core.torch.sharding.registration import register_parameter
 from smp_core.torch.state_mod import core, state
 from smp_core.torch.step import StepOutput, step
-from smp_core.torch.trust import trust_checkpoints
 
 WORLD = CommGroup.WORLD
 MP_GROUP = CommGroup.MP_GROUP

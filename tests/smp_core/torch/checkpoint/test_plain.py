@@ -15,9 +15,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from smp_core.torch import files, plain
+from smp_core.torch.checkpoint import files, plain
+from smp_core.torch.checkpoint.trust import trust_checkpoints, trusted
 from smp_core.torch.exceptions import CheckpointError
-from smp_core.torch.trust import trust_checkpoints, trusted
 
 
 @dataclasses.dataclass

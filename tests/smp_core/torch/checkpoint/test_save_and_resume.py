@@ -14,7 +14,7 @@ from torch import nn
 
 import smp_core.torch as smp
 from smp_core.errors import ArgumentError, ArgumentTypeError
-from smp_core.torch import full
+from smp_core.torch.checkpoint import full
 from smp_core.torch.exceptions import CheckpointError
 
 PIPELINE = {

@@ -14,7 +14,7 @@ import os
 import shutil
 from pathlib import Path
 
-from smp_core.torch import files
+from smp_core.torch.checkpoint import files
 
 USER_CONTENT = "user_content_"
 

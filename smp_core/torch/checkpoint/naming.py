@@ -9,7 +9,7 @@ from pathlib import Path
 from smp_core.errors import ArgumentError, ArgumentTypeError
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
-from smp_core.torch import folders, full
+from smp_core.torch.checkpoint import folders, full
 
 NEWEST = "newest"
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from smp_core.torch.checkpoint.files import why_not
+from smp_core.torch.checkpoint.trust import trusted
 from smp_core.torch.exceptions import CheckpointError
-from smp_core.torch.files import why_not
-from smp_core.torch.trust import trusted
 
 _LEAVES = (
     *(type(None), bool, int, float, complex, str, bytes),

@@ -30,8 +30,8 @@ from typing import IO, Any, cast
 
 import torch
 
+from smp_core.torch.checkpoint.trust import trusted
 from smp_core.torch.exceptions import CheckpointError
-from smp_core.torch.trust import trusted
 
 _PART = ".smp-part"
 _ARCHIVE = b"PK\x03\x04"  # how a zip archive begins

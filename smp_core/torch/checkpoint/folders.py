@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from smp_core.torch import files
+from smp_core.torch.checkpoint import files
 from smp_core.torch.exceptions import CheckpointError
 
 SUFFIX = "_partial"

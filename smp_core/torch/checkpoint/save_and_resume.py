@@ -38,15 +38,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from smp_core.errors import ArgumentError, ArgumentTypeError, SmpError
 from smp_core.runtime import current as runtime_of
 from smp_core.topology import GroupKind
-from smp_core.torch import files, folders, full, naming, plain, weights
+from smp_core.torch import weights
+from smp_core.torch.checkpoint import files, folders, full, naming, plain
+from smp_core.torch.checkpoint.together import on_first, same, together
+from smp_core.torch.checkpoint.trust import trusted
 from smp_core.torch.exceptions import CheckpointError
 from smp_core.torch.optimizer import state as optimizer_state
 from smp_core.torch.pipeline import placement
 from smp_core.torch.session import Session
 from smp_core.torch.session import current as session_of
 from smp_core.torch.sharding import records
-from smp_core.torch.together import on_first, same, together
-from smp_core.torch.trust import trusted
 
 if TYPE_CHECKING:
     import types

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from smp_core.backends import open_backend
 from smp_core.backends.base import HostOptions, Job
 from smp_core.backends.faults import FullDisk
-from smp_core.torch import files, folders, plain
+from smp_core.torch.checkpoint import files, folders, plain
 from smp_core.torch.exceptions import CheckpointError
 
 STATE = {
@@ -218,7 +218,7 @@ _CRASHES = """
 import builtins, io, os, sys, shutil
 from pathlib import Path
 import torch
-from smp_core.torch import files, folders
+from smp_core.torch.checkpoint import files, folders
 
 def dying(at):
     # The process ends, as by a power failure, at the at-th thing that it does to the disk.

@@ -1,0 +1,10 @@
+"""Checkpoints: what is saved and loaded, in which files, and what they may hold."""
+
+from smp_core.torch.checkpoint.save_and_resume import (
+    load,
+    resume_from_checkpoint,
+    save,
+    save_checkpoint,
+)
+
+__all__ = ["load", "resume_from_checkpoint", "save", "save_checkpoint"]
