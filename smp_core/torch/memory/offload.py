@@ -13,10 +13,8 @@ As documented it has an effect only with activation checkpointing and more than 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from smp_core.torch.session import Session
+from smp_core.torch.session import Session
 
 
 @dataclasses.dataclass(slots=True)

@@ -23,14 +23,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from smp_core.torch.pipeline import sharing
-
-if TYPE_CHECKING:
-    from smp_core.torch.pipeline.tracing import Trace
+from smp_core.torch.pipeline.tracing import Trace
 
 SLACK = 0.1  #: by how much of T / P a segment may be heavier than needed, for a better cut
 _CONTAINERS = (

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from smp_core.backends.base import Group
 from smp_core.errors import SmpError
 from smp_core.topology import GroupKind
 from smp_core.torch import creation
@@ -21,11 +22,8 @@ from smp_core.torch.exceptions import PartitionError, UnsupportedTrainingError
 from smp_core.torch.pipeline import foreign, partitioner, sharing
 from smp_core.torch.pipeline.sharing import Entry
 from smp_core.torch.pipeline.source import Kept
-
-if TYPE_CHECKING:
-    from smp_core.backends.base import Group
-    from smp_core.torch.pipeline.tracing import Trace
-    from smp_core.torch.session import Owners, Session
+from smp_core.torch.pipeline.tracing import Trace
+from smp_core.torch.session import Owners, Session
 
 MARK = "_smp_partition"  #: attribute in which smp.partition leaves its index on a module
 SHAPES = (
@@ -305,14 +303,12 @@ def _send_part(
     sharded: Sharded | None,
 ) -> None:
     """The values of one partition, from the source to the ranks that own it."""
-    from smp_core.backends.base import Group
-
     runtime = session.runtime
     topology = runtime.topology
     members = tuple(
         rank for rank in range(runtime.size) if topology.coordinates(rank).pp_rank == owner
     )
-    group: Group = Group(f"smp placement {owner}", tuple(sorted({source, *members})))
+    group = Group(f"smp placement {owner}", tuple(sorted({source, *members})))
     if runtime.rank not in group.ranks:
         return
     objects = runtime.fabric.objects

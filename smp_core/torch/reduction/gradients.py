@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import UnsupportedTrainingError
 from smp_core.torch.pipeline import agreement
 from smp_core.torch.pipeline.agreement import DENSE, NONE, SPARSE, Agreement, Report
+from smp_core.torch.precision.masters import Masters
 from smp_core.torch.reduction import drift
 from smp_core.torch.reduction.overlap import Overlap
 from smp_core.torch.reduction.replicas import (
@@ -43,9 +44,6 @@ from smp_core.torch.reduction.replicas import (
     unflatten,
 )
 from smp_core.torch.sharding import counted
-
-if TYPE_CHECKING:
-    from smp_core.torch.precision.masters import Masters
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ How the engine calls it is said in reduction/gradients.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,15 +34,13 @@ from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import ShardingError, UnsupportedTrainingError
 from smp_core.torch.pipeline import agreement
 from smp_core.torch.pipeline.agreement import DENSE, NONE, Agreement, Report
+from smp_core.torch.precision.masters import Masters
 from smp_core.torch.reduction import drift
 from smp_core.torch.reduction.gradients import Gradients, Options
 from smp_core.torch.sharding import counted
 from smp_core.torch.sharding.collectives import Collectives, Pending
 from smp_core.torch.sharding.layout import Layout, bins
 from smp_core.torch.sharding.state import Sharding
-
-if TYPE_CHECKING:
-    from smp_core.torch.precision.masters import Masters
 
 Totals = Mapping[nn.Parameter, torch.Tensor]
 #: What sums are taken in, where that is not the parameter's own dtype.
