@@ -4,6 +4,13 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# On a busy machine drawing an example may take seconds: that says nothing of what is tested.
+settings.register_profile(
+    "patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("patient")
 
 # A shell starts what it puts into the background with SIGINT ignored, and a program and its children stay so: the
 # tests that send Ctrl-C to a session would wait in vain.
