@@ -30,7 +30,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [*command, "--target", str(target), str(EXAMPLE)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return target
@@ -48,7 +48,7 @@ def judge(installed: Path, folder: Path, *arguments: str) -> tuple[dict[str, str
         env={**os.environ, "PYTHONPATH": str(installed)},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
     )
     output = done.stdout + done.stderr
     assert report.exists(), output
@@ -121,7 +121,7 @@ def test_the_page_shows_the_file_for_ci_and_it_runs(installed, tmp_path):
         env={**os.environ, "PATH": path, "PYTHONPATH": str(installed)},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
     )
     output = done.stdout + done.stderr
     assert (tmp_path / "pip.txt").read_text() == "install ../.. .\n"

@@ -47,7 +47,7 @@ def run(folder: Path, *command: str, path: str = "") -> tuple[str, int]:
         env={**outside, "PYTHONPATH": path, "COLUMNS": "200"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     return done.stdout + done.stderr, done.returncode
 

@@ -104,7 +104,7 @@ def test_code_runs_alone_by_pytest(program: Make, tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
     (line,) = invalid.truth.lines
@@ -233,7 +233,7 @@ def test_the_examples_of_the_documentation_pass(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert "3 passed" in done.stdout, done.stdout + done.stderr
 

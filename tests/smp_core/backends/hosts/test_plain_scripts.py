@@ -52,7 +52,7 @@ def script(command, tmp_path):
     def run(words, text, **environment):
         path = tmp_path / "train.py"
         path.write_text(text)
-        return command([*words, str(path)], **environment).end(timeout=60)
+        return command([*words, str(path)], **environment).end(timeout=600)
 
     return run
 

@@ -78,7 +78,7 @@ class Machines:
             path = self.folder / name
             path.write_text(text.format(name=self.name, folder=self.folder))
             path.chmod(0o755)
-        subprocess.run(self.on("a", "true"), check=True, capture_output=True, timeout=20)
+        subprocess.run(self.on("a", "true"), check=True, capture_output=True, timeout=600)
 
     def on(self, host: str, *words: str) -> list[str]:
         """A command, as one on that machine."""
@@ -96,7 +96,7 @@ class Machines:
 
 
 def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture

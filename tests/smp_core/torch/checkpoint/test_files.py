@@ -281,7 +281,7 @@ def crashed(tmp_path_factory):
     for tag in ("x", "y", "z"):
         _save_folder(path / "prune" / "before", tag, OLD)
     command = [sys.executable, "-c", _CRASHES, str(path)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert run.returncode == 0, run.stderr
 
     def copies(what):

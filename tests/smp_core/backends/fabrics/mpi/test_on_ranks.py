@@ -28,7 +28,7 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """Of each rank: what went wrong, by check."""
     folder = tmp_path_factory.mktemp("job")
     mpiexec = Path(sys.prefix, "bin", "mpiexec")
-    version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=60)
+    version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=600)
     options = (
         ["--oversubscribe", "--allow-run-as-root"] if "HYDRA" not in version.stdout.upper() else []
     )
