@@ -230,9 +230,7 @@ class Controller:
         host = self.open()
         ranks = self.settings.ranks if ranks is None else ranks
         readiness.prepare(host, ranks, function, self.settings.timeout)
-        # Only a host whose ranks share this process gains by it.
-        many_runs = getattr(host, "many_runs", contextlib.nullcontext)
-        with readiness.deadline_in_force(host, function), many_runs():
+        with readiness.deadline_in_force(host, function):
             yield
 
     def _schedule(self, asked: Schedule | None) -> Schedule:

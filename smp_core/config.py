@@ -27,7 +27,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    PrivateAttr,
     StrictBool,
     StrictFloat,
     StrictInt,
@@ -165,7 +164,6 @@ class Config(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True)
-    _hash: int = PrivateAttr()
 
     # Common
     pipeline_parallel_degree: Count = key(
@@ -390,15 +388,6 @@ class Config(BaseModel):
     def partitions(self) -> int:
         """``pipeline_parallel_degree`` by its other name (API 8.5)."""
         return self.pipeline_parallel_degree
-
-    def model_post_init(self, context: Any) -> None:
-        """See pydantic. The hash is worked out once: each rank of each run asks for it."""
-        self._hash = hash(tuple(self.__dict__.values()))
-
-    def __hash__(self) -> int:
-        private = self.__pydantic_private__
-        assert private is not None
-        return int(private["_hash"])
 
     def check_world(self, size: int) -> None:
         """Check the degrees against the number of ranks in the world.

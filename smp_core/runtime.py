@@ -138,7 +138,7 @@ def _build(config: Mapping[str, Any] | None, fabric: Fabric) -> Runtime:
 
 
 def _warn_of_keys_without_effect(config: Config) -> None:
-    for name, reason in _without_effect(config).items():
+    for name, reason in _without_effect(_Same(config)).items():
         warnings.warn(
             f"smp.init: {name}={getattr(config, name)!r} has no effect: {reason}",
             IgnoredKeyWarning,
@@ -146,10 +146,27 @@ def _warn_of_keys_without_effect(config: Config) -> None:
         )
 
 
+class _Same:
+    """A configuration as a key of a cache: that object. Each rank of each run asks, and the values of thirty fields
+    took longer to hash than what is kept takes to find.
+    """
+
+    __slots__ = ("config",)
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def __hash__(self) -> int:
+        return id(self.config)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.config is other.config
+
+
 @functools.lru_cache(maxsize=256)
-def _without_effect(config: Config) -> Mapping[str, str]:
+def _without_effect(key: _Same) -> Mapping[str, str]:
     """Worked out once, not on each rank of each run: this looks at every key's default."""
-    return config.without_effect()
+    return key.config.without_effect()
 
 
 def of_rank(config: Mapping[str, Any] | None, fabric: Fabric) -> Runtime:
@@ -159,7 +176,7 @@ def of_rank(config: Mapping[str, Any] | None, fabric: Fabric) -> Runtime:
     Raises ConfigError for a bad configuration.
     """
     parsed = _parse(config, _launcher_parameters())
-    return Runtime(parsed, _topology(parsed, fabric.size), fabric)
+    return Runtime(parsed, _topology(_Same(parsed), fabric.size), fabric)
 
 
 def _launcher_parameters() -> str:
@@ -204,7 +221,8 @@ def _load(launcher: str) -> Mapping[str, Any] | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _topology(config: Config, size: int) -> Topology:
+def _topology(key: _Same, size: int) -> Topology:
+    config = key.config
     config.check_world(size)
     return Topology(
         size=size,
@@ -220,7 +238,7 @@ def _of_process(config: Mapping[str, Any] | None) -> Runtime:
     from smp_core.backends.fabrics.launched import find_place
 
     parsed, place = _parse(config, _launcher_parameters()), find_place()
-    topology = _topology(parsed, place.size)
+    topology = _topology(_Same(parsed), place.size)
     _warn_of_keys_without_effect(parsed)
     return Runtime(parsed, topology, place.join(parsed.ddp_dist_backend))
 
@@ -230,4 +248,4 @@ def validate(config: Mapping[str, Any] | None, size: int) -> None:
 
     Starts nothing.
     """
-    _topology(_parse(config, _launcher_parameters()), size)
+    _topology(_Same(_parse(config, _launcher_parameters())), size)

@@ -160,6 +160,6 @@ def test_a_session_without_marked_tests_imports_nothing_heavy(tmp_path: Path) ->
     ours = ["-p", "pytest_smp.plugin", "-p", "pytest_smp.suite"]
     command = [sys.executable, "-m", "pytest", *ours, "-q", "test_plain.py"]
     run = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
     )
     assert run.returncode == 0, run.stdout + run.stderr

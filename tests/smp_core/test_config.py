@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import pickle
 import re
 import subprocess
@@ -753,3 +754,21 @@ def test_frozen() -> None:
         config.microbatches = 2  # type: ignore[misc]
     with pytest.raises(ValueError, match="frozen"):
         config.partitions = 2  # type: ignore[misc]
+
+
+def test_a_configuration_equals_its_like_from_another_process() -> None:
+    """Texts hash otherwise in each process: nothing that is kept of a configuration may depend on it."""
+    program = "import pickle, sys; from smp_core.config import Config; "
+    program += "sys.stdout.buffer.write(pickle.dumps(Config(ddp=True)))"
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        check=True,
+        timeout=600,
+        env=environment,
+    )
+    there, here = pickle.loads(done.stdout), Config(ddp=True)
+    assert there == here
+    assert hash(there) == hash(here)
+    assert Config().model_copy(update={"ddp": True}) == here

@@ -4,9 +4,7 @@ One rank thread runs at a time, so a second core computes nothing; but a turn th
 thread on another core costs the wake-up of that core, up to several times what a short body costs.
 So while a run lasts, the controller and the rank threads, and the threads that they start, share the core
 that the controller was on. Afterwards the controller has the cores again that it had, and so have
-threads that were started meanwhile and live on. Where many short runs follow each other, as the examples
-of a property do, the core is kept from the first to the last of them: to move ten threads costs as much
-as a short body does. A process that a body starts has them from the
+threads that were started meanwhile and live on. A process that a body starts has them from the
 beginning, and a body that asks is told them: it is the turn that needs one core, not what a body
 does beside it.
 """
@@ -20,7 +18,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 #: What Python says (sys.audit) in the thread that is about to start a process.
@@ -40,45 +38,13 @@ class OneCore:
     """
 
     _entered: OneCore | None = None  # a process runs one world of threads at a time
-    _kept: OneCore | None = None  # for all runs, while :meth:`keep` is entered
     _looked_at: set[int] = set()  # noqa: RUF012  the threads of the process when the last run was over
-    _count = 0  # of them
 
     def __init__(self, threads: Sequence[threading.Thread]) -> None:
         self._threads = [0, *(thread.native_id or 0 for thread in threads)]
         self._cores: set[int] = set()  # that the calling thread had
         self._core: set[int] = set()  # that it has; empty: nothing is changed
         self._used: set[int] = set()  # every core that was that one
-
-    @classmethod
-    def of(cls, threads: Sequence[threading.Thread]) -> contextlib.AbstractContextManager[OneCore]:
-        """To be entered for one run: a core of its own, or the one that is kept."""
-        if cls._kept is None:
-            return cls(threads)
-        return cls._kept._lent(threads)
-
-    @classmethod
-    @contextlib.contextmanager
-    def keep(cls) -> Iterator[None]:
-        """While entered, the calling thread stays on one core, and its runs share that."""
-        if cls._kept is not None or cls._entered is not None:
-            yield
-            return
-        with cls(()) as kept:
-            cls._kept = kept
-            try:
-                yield
-            finally:
-                cls._kept = None
-
-    @contextlib.contextmanager
-    def _lent(self, threads: Sequence[threading.Thread]) -> Iterator[OneCore]:
-        new = [each.native_id or 0 for each in threads if each.native_id not in self._threads]
-        self._threads += new
-        self._move(new)
-        yield self
-        if self._core and _thread_count() != OneCore._count:
-            self._release_born()
 
     def __enter__(self) -> OneCore:
         if _get is None or _set is None:
@@ -119,7 +85,7 @@ class OneCore:
         except OSError:  # no such folder here
             return
         born = threads.difference(OneCore._looked_at, self._threads)  # as a rule there is none
-        OneCore._looked_at, OneCore._count = threads, len(threads)
+        OneCore._looked_at = threads
         for thread in born:
             with contextlib.suppress(OSError):  # it has ended
                 cores: set[int] = _get(thread)  # type: ignore[misc]
@@ -148,14 +114,7 @@ class OneCore:
                 with contextlib.suppress(OSError):  # it has ended
                     _set(thread, self._cores)  # type: ignore[misc]
 
-    def leave_behind(self, threads: Collection[int | None]) -> None:
-        """Give rank threads that serve no more all cores for good."""
-        self.release(threads)
-        self._threads = [each for each in self._threads if each not in threads]
-
     def _move(self, threads: Iterable[int]) -> None:
-        if not self._core:
-            return
         for thread in threads:
             with contextlib.suppress(OSError):
                 _set(thread, self._core)  # type: ignore[misc]
@@ -179,14 +138,6 @@ class OneCore:
             return fork_exec(*arguments)
 
         return released
-
-
-def _thread_count() -> int:
-    """Of this process: cheaper than the list of them, which is not the same if one ended and one began."""
-    try:
-        return os.stat("/proc/self/task").st_nlink - 2
-    except OSError:
-        return 0
 
 
 @functools.cache

@@ -194,10 +194,6 @@ class ThreadHost:
             raise BackendError(f"a world needs at least one rank, not {size}")
         return ThreadWorld(self, size)
 
-    def many_runs(self) -> contextlib.AbstractContextManager[None]:
-        """To be entered around runs that follow each other closely, in the thread that starts them."""
-        return OneCore.keep()
-
     def close(self) -> None:
         """End all rank threads."""
         threads, self._threads = self._threads, []
@@ -246,7 +242,7 @@ class ThreadHost:
             stack.callback(_set_streams, sys.stdout, sys.stderr)  # a rank may leave others there
             if job.capture:
                 streams = stack.enter_context(_captured(size))
-            one_core = stack.enter_context(OneCore.of([thread.thread for thread in threads]))
+            one_core = stack.enter_context(OneCore([thread.thread for thread in threads]))
             try:
                 scheduler.start()
                 came_back = _await(scheduler, job, one_core.follow)
@@ -279,7 +275,7 @@ class ThreadHost:
     ) -> None:
         """Leave the ranks of a run that does not end behind; the next run gets new threads."""
         scheduler.abandon(reason)
-        one_core.leave_behind([context.thread.thread.native_id for context in contexts])
+        one_core.release(context.thread.thread.native_id for context in contexts)
         for context in contexts:
             context.thread.abandoned = True
         running = scheduler.running

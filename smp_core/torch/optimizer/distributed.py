@@ -50,8 +50,6 @@ class DistributedOptimizer(Internals, Optimizer):
     see parts of parameters (``shard_optimizer_state``, sharded data parallelism).
     """
 
-    loss_scaler: LossScaler | None
-
     def __init__(
         self,
         optimizer: Optimizer,
@@ -86,10 +84,10 @@ class DistributedOptimizer(Internals, Optimizer):
         self._session = session
         self._loads: list[Any] = []
         self.overflow = False
-        self.loss_scaler = None
+        of_losses = None
         if config.fp16:
-            self.loss_scaler = scaler.of_arguments(static_loss_scale, dynamic_loss_scale, dynamic)
-        self._parameters = OptimizerParameters(optimizer, session.runtime, self.loss_scaler)
+            of_losses = scaler.of_arguments(static_loss_scale, dynamic_loss_scale, dynamic)
+        self._parameters = OptimizerParameters(optimizer, session.runtime, of_losses)
         self._update: Update | None = None  # once the model is partitioned, with masters
         session.optimizer = self
         if session.model is not None and session.model.partitioned:
@@ -101,6 +99,15 @@ class DistributedOptimizer(Internals, Optimizer):
         if name == "optimizer":  # not there yet, while it is unpickled
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+    @property
+    def loss_scaler(self) -> LossScaler | None:
+        """See precision/scaler.py; None without ``fp16``. A script may set its own before the first step."""
+        return self._parameters.scaler
+
+    @loss_scaler.setter
+    def loss_scaler(self, loss_scaler: LossScaler | None) -> None:
+        self._parameters.scaler = loss_scaler
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

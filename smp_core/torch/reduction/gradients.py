@@ -1,6 +1,6 @@
 """From the sums of a step to ``p.grad``: accumulation over steps, reduction, one division.
 
-Published order: a step's totals (accumulation.py) are summed with those of the steps before it, in
+Published order: a step's totals (pipeline/accumulation.py) are summed with those of the steps before it, in
 order, until ``backward_passes_per_step`` steps are together (API 1.7; they are summed, not
 averaged). Then replicas are folded (replicas.py), and the result is divided once, by the number of
 replicas and, if gradients are averaged over them, of microbatches. It is added to ``p.grad``. A

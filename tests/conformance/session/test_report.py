@@ -349,10 +349,10 @@ print("after")
 def test_the_standard_output_is_written_into_wherever_it_goes(tmp_path: Path) -> None:
     path = tmp_path / "output"
     with path.open("w") as file:
-        subprocess.run([sys.executable, "-c", OUTPUT], stdout=file, check=True, timeout=600)
+        subprocess.run([sys.executable, "-c", OUTPUT], stdout=file, check=True, timeout=6000)
     assert path.read_text() == "before\ntext\nafter\n"
     pipe = subprocess.run(
-        [sys.executable, "-c", OUTPUT], stdout=subprocess.PIPE, check=True, timeout=60
+        [sys.executable, "-c", OUTPUT], stdout=subprocess.PIPE, check=True, timeout=600
     )
     assert pipe.stdout == b"before\ntext\nafter\n"
 

@@ -148,6 +148,17 @@ def test_gradient_mode_and_default_device_do_not_reach_the_next_run(smp_world):
     assert smp_world.run(looks, ranks=2) == [(True, "cpu")] * 2
 
 
+def test_a_default_device_within_another_does_not_reach_the_next_run(smp_world):
+    """The outer one takes the inner from torch's stack of modes, and the device is still the default."""
+
+    def leaves():
+        with torch.device("meta"):
+            torch.set_default_device("meta")
+
+    smp_world.run(leaves, ranks=2)
+    assert smp_world.run(lambda: str(torch.get_default_device()), ranks=2) == ["cpu"] * 2
+
+
 def test_ranks_compute_on_one_thread_and_others_as_before(smp_world):
     before = torch.get_num_threads()
     assert smp_world.run(torch.get_num_threads, ranks=2) == [1, 1]

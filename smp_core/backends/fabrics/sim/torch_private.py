@@ -144,22 +144,24 @@ _REMEDY = (
     "For a process group of another backend run the ranks as processes (--smp-backend=gloo)"
 )
 #: Backends that wait in C++, while they are made, until all ranks have come.
-_MEET = ("gloo", "nccl", "mpi", "ucc", "xccl", "undefined")
-_make_group = c10d._new_process_group_helper
+_MEET = frozenset({"gloo", "nccl", "mpi", "ucc", "xccl", "undefined"})
+make_group = c10d._new_process_group_helper
 
 
-@functools.wraps(_make_group)
+@functools.wraps(make_group)
 def _made_alone(
     group_size: int, group_rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """What makes a process group of any backend, refused where it would wait for other ranks."""
+    # As it is, or one for each kind of device: "cpu:gloo,cuda:nccl".
     names = str(backend).lower()
-    if current.current() is not None and group_size > 1 and any(name in names for name in _MEET):
+    meets = any(each.rpartition(":")[2] in _MEET for each in names.split(","))
+    if meets and group_size != 1 and current.current() is not None:
         raise UnsupportedError(
             f"init_process_group: a group of {group_size} ranks of backend {names!r} waits for other processes. "
             f"{_REMEDY}"
         )
-    return _make_group(group_size, group_rank, ranks, backend, *args, **kwargs)
+    return make_group(group_size, group_rank, ranks, backend, *args, **kwargs)
 
 
 class rank_worlds:
@@ -179,7 +181,7 @@ class rank_worlds:
     def leave(self) -> None:
         profiling.leave()
         c10d_logger._get_msg_dict = _full_message
-        c10d._new_process_group_helper = _make_group
+        c10d._new_process_group_helper = make_group
         rendezvous_handlers.update(self._handlers)
         _exception_log.removeFilter(_not_on_ranks)
         set_thread_isolation_mode(False)

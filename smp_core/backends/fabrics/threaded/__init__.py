@@ -41,6 +41,8 @@ class _RankWorlds(torch_private.rank_worlds):
     def enter(self) -> None:
         super().enter()
         c10d._world = _Router(self._world)  # type: ignore[assignment]
+        # A thread that waits in C++ holds nobody up here.
+        c10d._new_process_group_helper = torch_private.make_group
 
 
 class ThreadedFabric:

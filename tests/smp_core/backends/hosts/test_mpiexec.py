@@ -41,7 +41,7 @@ def test_ranks_are_not_told_who_an_outer_launcher_takes_them_for(tmp_path, monke
     try:
         crew.start(range(2))
         assert crew._job is not None
-        crew._job.wait(timeout=600)
+        crew._job.wait(timeout=300)
     finally:
         crew.close()
     environment = json.loads(seen.read_text())
@@ -126,7 +126,7 @@ def _controller(folder, code):
 
 def test_a_job_runs_where_nobody_can_watch_a_process(tmp_path):
     with _controller(tmp_path, "print('ran'); raise SystemExit(7)") as controller:
-        text, _ = controller.communicate(timeout=600)
+        text, _ = controller.communicate(timeout=300)
     assert (text, controller.returncode) == ("ran\n", 7)
 
 
@@ -137,4 +137,4 @@ def test_a_job_that_nobody_can_watch_ends_with_its_controller(tmp_path):
         assert controller.stdout.readline() == "started\n"
         controller.kill()
         # The job holds the other end of the pipe: it is read to its end when the job is gone.
-        assert controller.communicate(timeout=600)[0] == ""
+        assert controller.communicate(timeout=300)[0] == ""

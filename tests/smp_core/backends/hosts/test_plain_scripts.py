@@ -14,7 +14,7 @@ import pytest
 from smp_core.backends.hosts.mpiexec import find_mpiexec
 from smp_core.errors import BackendError
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(900)
 
 
 def torchrun(ranks: int) -> list[str]:

@@ -21,7 +21,7 @@ import pytest
 from smp_core.backends.hosts.mpiexec import find_mpiexec
 from smp_core.errors import BackendError
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = pytest.mark.timeout(900)
 
 EACH = 4  # ranks on each machine
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no"]
