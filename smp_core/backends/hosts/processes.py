@@ -173,7 +173,7 @@ class ProcessHost:
         with contextlib.suppress(BackendError, JobLost):
             self._crew.gather()
             if self._crew.final and not self.lost:  # they end together, or not at all
-                self._muster(self._crew.limit or 0)
+                self._muster(self._crew.limit or 0, news=[])
         self._listener.close()
         ranks = [*self._ranks.values(), *self._lobby.leftover()]
         for rank in ranks:
@@ -239,9 +239,10 @@ class ProcessHost:
 
     def _gather(self, size: int) -> list[str]:
         """Have a world. What happened to its ranks since the last run, in words."""
+        news: list[str] = []  # of all attempts: an end is told of once
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                news = self._muster(size)
+                self._muster(size, news)
                 self._form(size)
             except BaseException as error:  # a signal handler's too: answers may be on their way
                 if not self._crew.final:
@@ -253,14 +254,14 @@ class ProcessHost:
                 return news
         raise AssertionError("unreachable")
 
-    def _muster(self, size: int) -> list[str]:
-        """Have a rank process for each rank. What happened to some since the last run, in words."""
+    def _muster(self, size: int, news: list[str]) -> None:
+        """Have a rank process for each rank. `news` gets what happened to some since the last run, in words."""
         ranks = [self._ranks.get(slot) for slot in range(size)]
         if all(rank is not None and not rank.busy for rank in ranks) and not (
             self._starting or self._unclaimed or self.selector.select(0)
         ):
-            return []  # nobody has anything to tell
-        news = []
+            return  # nobody has anything to tell
+        told = len(news)
         self._settle()
         for ended in self.ends():
             rank = None if ended.slot is None else self._ranks.get(ended.slot)
@@ -275,12 +276,12 @@ class ProcessHost:
             elif ended.slot in self._starting:  # before any run needed it
                 self._starting.discard(ended.slot)
                 self._lobby.take(ended.slot, 0.0)
-        if news and self._crew.final:
+        if news[told:] and self._crew.final:
             self.lost = (
                 "the job has lost its ranks, and its launcher starts no others: run it again"
             )
             raise JobLost("\n".join(["the job has lost its ranks", *news]))
-        if news and self._crew.restarts_together:
+        if news[told:] and self._crew.restarts_together:
             self.replace(list(self._ranks.values()))
         missing = [
             slot for slot in range(size) if slot not in self._ranks and slot not in self._starting
@@ -300,7 +301,6 @@ class ProcessHost:
             if problems:
                 self._dismiss(newcomers)
                 raise BackendError("the rank processes cannot be prepared: " + "; ".join(problems))
-        return news
 
     def _settle(self) -> None:
         """Have every rank wait for its next errand: one may have ended after it sent its result,

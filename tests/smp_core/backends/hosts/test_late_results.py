@@ -112,6 +112,26 @@ def test_an_end_of_the_last_processes_is_none_of_the_next_ones(host, monkeypatch
     assert any("the process of rank 0 ended after its last run" in text for text in report.warnings)
 
 
+def test_what_was_told_before_a_world_failed_to_form_is_not_lost(host, monkeypatch):
+    """Of two ranks that ended, one is seen before the world forms, and one while it forms."""
+    _run(host, _ranks)
+    form, failures = host._form, []
+
+    def fails_once(size):
+        if failures:
+            raise failures.pop()
+        form(size)
+
+    monkeypatch.setattr(host, "_form", fails_once)
+    [dead] = _run(host, lambda: os.getpid() if smp.rank() == 0 else None).values[:1]
+    failures.append(processes._ProcessLost("rank 1: its process has ended"))
+    os.kill(dead, signal.SIGKILL)
+    host.selector.select(10.0)
+    report = _run(host, _ranks)
+    assert report.values == [list(range(RANKS))] * RANKS, report.error
+    assert any("the process of rank 0 ended after its last run" in text for text in report.warnings)
+
+
 def test_a_connection_of_a_dead_process_is_no_rank(host):
     """It was being made while the process ended."""
     _crash(host)
