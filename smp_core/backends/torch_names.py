@@ -13,7 +13,6 @@ from pathlib import Path
 
 from smp_core.backends.base import Backend, Factory, Host
 from smp_core.backends.capabilities import EVERYTHING, Capabilities
-from smp_core.backends.fabrics.threaded_claims import THREADED
 from smp_core.backends.fabrics.torch_claims import GLOO
 from smp_core.errors import BackendError
 
@@ -28,32 +27,33 @@ class _Known:
     expectations: str | None = None
     module: str = ""  # of torch's, which registers it
     synchronous_sends: bool = False
-    on_threads: bool = False
 
 
-_TESTING = "torch.testing._internal.distributed."
 _KNOWN = {
     "gloo": _Known(GLOO, "conformance:expected/gloo.toml", synchronous_sends=True),
-    "threaded": _Known(
-        THREADED,
-        "conformance:expected/threaded.toml",
-        module=f"{_TESTING}multi_threaded_pg",
-        on_threads=True,
-    ),
-    "fake": _Known(module=f"{_TESTING}fake_pg"),
+    "fake": _Known(module="torch.testing._internal.distributed.fake_pg"),
 }
+#: torch's process group for ranks that are threads. Rank processes cannot form it.
+_REMOVED = "threaded"
 
 
 def torch_named(name: str) -> Backend:
     """The backend ``torch:NAME`` or ``torch:NAME@package.module``.
 
-    Imports nothing yet. Raises BackendError if NAME or the module is left out.
+    Imports nothing yet. Raises BackendError if NAME or the module is left out, or if NAME is one
+    that was removed.
     """
     plain, at, module = name.removeprefix(PREFIX).partition("@")
     if not plain or (at and not module):
         raise BackendError(
             f"backend {name!r}: write torch:NAME, or torch:NAME@package.module where importing a "
             "module is what makes the name known to torch"
+        )
+    if plain.lower() == _REMOVED:
+        raise BackendError(
+            f"backend {name!r} was removed: it is a process group of torch's own test suite, for ranks "
+            "that are threads. For ranks that are threads of this process take --smp-backend=sim; for "
+            "rank processes and a process group of torch take --smp-backend=gloo"
         )
     known = _KNOWN.get(plain.lower(), _Known())
     return _backend(name, f"the process group that torch knows as {plain}", plain, module, known)
@@ -89,10 +89,6 @@ def torch_backend(
 def _backend(name: str, summary: str, plain: str, module: str, known: _Known) -> Backend:
     def open_host() -> Host:
         _check(plain, module or known.module)
-        if known.on_threads:
-            from smp_core.backends.fabrics.threaded import open_host
-
-            return open_host()
         from smp_core.backends.hosts.pool import PoolCrew
         from smp_core.backends.hosts.processes import ProcessHost
 

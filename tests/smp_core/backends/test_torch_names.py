@@ -105,13 +105,19 @@ def test_a_module_that_registers_it_is_imported_on_the_ranks(monkeypatch):
 
 def test_torchs_own_bring_what_is_known_of_them():
     assert find_backend("torch:gloo").capabilities == find_backend("gloo").capabilities
-    assert find_backend("torch:threaded").expectations == "conformance:expected/threaded.toml"
+    assert find_backend("torch:gloo").expectations == "conformance:expected/gloo.toml"
     assert find_backend("torch:other").capabilities == Capabilities()
 
 
 @pytest.mark.parametrize("name", ["torch:", "torch:x@", "torch:@module"])
 def test_half_a_name_is_refused(name):
     with pytest.raises(BackendError, match=r"write torch:NAME, or torch:NAME@package\.module"):
+        find_backend(name)
+
+
+@pytest.mark.parametrize("name", ["torch:threaded", "torch:Threaded@some.module"])
+def test_the_removed_name_says_what_to_take_instead(name):
+    with pytest.raises(BackendError, match=rf"'{name}' was removed: .*=sim; .*=gloo"):
         find_backend(name)
 
 

@@ -20,10 +20,6 @@ from smp_core.errors import BackendError, UnknownTorchWarning
 
 PACKAGES = Path(smp_core.__file__).parents[1]
 LISTED = {str(part) for parts in PARTS.values() for part in parts}
-#: Modules that stand or fall as a whole with the class of torch that they are made for.
-APART = {
-    "torch.testing._internal.distributed.multi_threaded_pg": "smp_core/backends/fabrics/threaded"
-}
 
 
 def private_names(path: Path) -> Iterator[str]:
@@ -76,9 +72,6 @@ def test_every_private_part_of_torch_is_listed() -> None:
         for path in (PACKAGES / package).rglob("*.py")
         for name in private_names(path)
         if is_private(name) and not is_listed(name)
-        if not any(
-            name.startswith(module) and place in str(path) for module, place in APART.items()
-        )
     }
     assert not unlisted
 
