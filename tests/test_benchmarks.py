@@ -23,7 +23,7 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
 
 
-def test_the_figures_of_the_readme_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_figures_of_the_page_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import __main__, allgather, deadlock, diagnostics
 
     monkeypatch.setattr(allgather, "EXAMPLES", 5)
@@ -33,11 +33,11 @@ def test_the_figures_of_the_readme_can_be_measured(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(diagnostics, "VALID", 5)
     figures = [each for module in (allgather, deadlock, diagnostics) for each in module.measure()]
     rows = __main__.table(figures)
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
     for figure in figures:
         assert any(row.startswith(figure.name) for row in rows)
         assert dataclasses.asdict(figure)["value"] >= 0
-    assert all(each.name in readme for each in figures if "programs" not in each.name)
+    assert all(each.name in page for each in figures if "programs" not in each.name)
 
 
 def test_activations_in_flight_are_counted() -> None:

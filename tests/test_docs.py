@@ -53,8 +53,8 @@ def test_the_failure_of_the_readme_is_one_of_them(failures):
 
 
 def test_the_tests_of_readme_and_pages_pass(tmp_path):
-    pages = {"README.md": 3}
-    with_one = ("steps", "pipelines", "precision", "sharding", "checkpoints")
+    pages = {"README.md": 2}
+    with_one = ("testing", "steps", "pipelines", "precision", "sharding", "checkpoints")
     pages |= {f"docs/{page}.md": 1 for page in with_one}
     for page, count in pages.items():
         examples = blocks(page, "python")
@@ -104,6 +104,18 @@ def test_the_number_of_requirements_is_the_one_that_pages_show():
 def test_the_first_example_of_the_readme_is_the_one_in_examples():
     example = (ROOT / "examples/test_order.py").read_text(encoding="utf-8")
     assert blocks("README.md", "python")[0] in example
+
+
+def test_the_readme_is_read_in_one_sitting():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def test_every_benchmark_has_its_command_beside_its_figures(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks.__main__ import NAMES
+
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    assert re.findall(r"^`python -m benchmarks (\w+)`", page, re.MULTILINE) == list(NAMES)
 
 
 def test_the_continuous_integration_runs_the_commands_of_the_readme():
