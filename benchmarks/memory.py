@@ -3,7 +3,7 @@
     python -m benchmarks.memory docs/memory.svg
 
 The character GPT of ``examples/`` on 8 simulated ranks, with AdamW in float32: the second step, so that the
-optimizer has its state. Everything is counted (smp_core/torch/sharding/memory.py) and nothing is timed, so that
+optimizer has its state. Everything is counted (smp_core/torch/memory/recorder.py) and nothing is timed, so that
 the picture is the same wherever it is made.
 
 It is written by hand, and not by a library of plots: those bring a dozen packages, for one picture whose shapes
@@ -54,7 +54,7 @@ def body():
     """The samples of the second step, on one rank."""
     import smp_core.torch as smp
     from examples.characters import train as example
-    from smp_core.torch.sharding.memory import Recorder
+    from smp_core.torch.memory.recorder import Recorder
 
     options = example.Options(**OPTIONS)
     corpus = example.Corpus(options)

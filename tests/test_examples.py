@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import smp_core.torch as smp
+from pytest_smp import replay
 from smp_core.backends.hosts.mpiexec import find_mpiexec
 from smp_core.errors import BackendError
-from smp_core.torch.pipeline import replay
-from smp_core.torch.sharding.memory import Recorder, Sample
+from smp_core.torch.memory.recorder import Recorder, Sample
 
 ROOT = Path(__file__).parents[1]
 SMALL = {

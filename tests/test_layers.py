@@ -23,7 +23,7 @@ TORCH = "smp_core.torch"
 #: From the lowest to the highest. A module imports its own layer and those of the rows above, none beside it.
 ORDER = (
     ("ground",),
-    ("step",),
+    ("execution",),
     ("memory",),
     ("precision",),
     ("reduction",),
@@ -34,49 +34,17 @@ ORDER = (
 #: Modules and folders of smp_core/torch by their layer: the longest name counts, "" is all the rest.
 LAYERS = {
     "exceptions": "ground",
-    "hooks": "ground",
     "nests": "ground",
     "session": "ground",
-    "pipeline.foreign": "ground",
-    "pipeline.sharing": "ground",
-    "sharding.counted": "ground",
-    "pipeline.accumulation": "step",
-    "pipeline.activity": "step",
-    "pipeline.agreement": "step",  # asked by the engine, also where there is no model
-    "pipeline.boundary": "step",  # the engine serves other ranks itself
-    "pipeline.calls": "step",
-    "pipeline.engine": "step",
-    "pipeline.everywhere": "step",
-    "pipeline.failures": "step",
-    "pipeline.messages": "step",
-    "pipeline.modes": "step",
-    "pipeline.packets": "step",
-    "pipeline.running": "step",
-    "pipeline.schedule": "step",
-    "pipeline.server": "step",
-    "pipeline.source": "step",
-    "pipeline.streams": "step",
-    "pipeline.timeline": "step",
-    "pipeline.transport": "step",
-    "pipeline.uses": "step",
-    "pipeline.workers": "step",
-    "sharding.registration": "step",  # at sharding degree 1, too
-    "sharding.saving": "step",
+    "parameters": "ground",
+    "execution": "execution",
     "memory": "memory",
     "patches": "memory",
-    "precision.half": "precision",
-    "precision.masters": "precision",
-    "precision.scaler": "precision",
+    "precision": "precision",
     "reduction": "reduction",
     "sharding": "sharding",
-    "creation": "pipeline",
     "pipeline": "pipeline",
     "optimizer": "optimizer",
-    "precision.parts": "optimizer",
-    "precision.update": "optimizer",
-    "pipeline.replay": "api",
-    "precision.casting": "api",
-    "sharding.memory": "api",
     "": "api",
 }
 
@@ -244,8 +212,8 @@ def test_a_loop_is_told_with_its_arrows(tmp_path: Path, back: str) -> None:
 def test_an_arrow_to_a_higher_layer_is_told(tmp_path: Path) -> None:
     source = "def later():\n    from smp_core.torch.sharding.state import Sharding"
     root = write(
-        tmp_path, smp_core__torch__pipeline__engine=source, smp_core__torch__sharding__state=""
+        tmp_path, smp_core__torch__execution__engine=source, smp_core__torch__sharding__state=""
     )
     (told,) = upwards(arrows(root))
-    assert told.startswith("smp_core/torch/pipeline/engine.py:2: ")
-    assert told.endswith("(step imports sharding)")
+    assert told.startswith("smp_core/torch/execution/engine.py:2: ")
+    assert told.endswith("(execution imports sharding)")

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from conformance.mutants.protocol import Bugs, Patch
+from smp_core.torch.execution.accumulation import Ledger
+from smp_core.torch.execution.agreement import DENSE
 from smp_core.torch.optimizer import DistributedOptimizer
-from smp_core.torch.pipeline.accumulation import Ledger
-from smp_core.torch.pipeline.agreement import DENSE
 from smp_core.torch.reduction import gradients, replicas
 from smp_core.torch.reduction.gradients import Gradients
 from smp_core.torch.reduction.replicas import Exchange, Replicas
@@ -260,7 +260,7 @@ def unused_gets_zeros(patch: Patch) -> None:
 @BUGS.enter("GRAD-UNUSED", origin="B025")
 def used_on_one_replica_is_lost(patch: Patch) -> None:
     """a parameter that one replica did not use is not reduced"""
-    from smp_core.torch.pipeline.agreement import Agreement
+    from smp_core.torch.execution.agreement import Agreement
 
     def everywhere(self: Agreement) -> bytes:
         given = [each.present for each in self.reports if each.present]

@@ -14,12 +14,14 @@ from conformance.mutants.protocol import ASSERTION, Bugs, Patch
 from smp_core.errors import SmpError
 from smp_core.torch import weights
 from smp_core.torch.exceptions import BatchSizeError
+from smp_core.torch.execution import engine, schedule
+from smp_core.torch.execution.remote import boundary
+from smp_core.torch.execution.remote.boundary import Record
+from smp_core.torch.execution.remote.messages import Forward
+from smp_core.torch.execution.schedule import Progress, Ready
+from smp_core.torch.execution.server import Server
 from smp_core.torch.memory import recompute
-from smp_core.torch.pipeline import boundary, engine, placement, schedule
-from smp_core.torch.pipeline.boundary import Record
-from smp_core.torch.pipeline.messages import Forward
-from smp_core.torch.pipeline.schedule import Progress, Ready
-from smp_core.torch.pipeline.server import Server
+from smp_core.torch.pipeline import placement
 
 BUGS = Bugs("pipeline and microbatches")
 

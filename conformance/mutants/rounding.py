@@ -14,11 +14,11 @@ from conformance.mutants.defences import unseen_drift
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
+from smp_core.torch.execution.accumulation import Ledger
 from smp_core.torch.optimizer import DistributedOptimizer
-from smp_core.torch.pipeline.accumulation import Ledger
+from smp_core.torch.optimizer.parts import OwnParts
 from smp_core.torch.precision import casting, update
 from smp_core.torch.precision.masters import Masters
-from smp_core.torch.precision.parts import OwnParts
 from smp_core.torch.precision.update import Update
 from smp_core.torch.sharding.layout import Layout
 from smp_core.torch.sharding.state import Sharding

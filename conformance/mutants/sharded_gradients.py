@@ -15,7 +15,7 @@ from conformance.mutants.protocol import Bugs, Patch
 from smp_core import topology
 from smp_core.topology import GroupKind
 from smp_core.torch import session as sessions
-from smp_core.torch.pipeline.agreement import Agreement
+from smp_core.torch.execution.agreement import Agreement
 from smp_core.torch.sharding import collectives, gradients
 from smp_core.torch.sharding.collectives import Collectives
 from smp_core.torch.sharding.gradients import Bucket, Round, ShardedGradients, divided

@@ -11,10 +11,10 @@ import smp_core.torch as smp
 from conformance.mutants.defences import unseen_drift
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
 from smp_core.errors import VerdictError
-from smp_core.torch import creation
 from smp_core.torch import session as sessions
+from smp_core.torch.parameters import creation, registration
 from smp_core.torch.pipeline import placement
-from smp_core.torch.sharding import gathering, registration, state, units
+from smp_core.torch.sharding import gathering, state, units
 from smp_core.torch.sharding.collectives import Collectives
 from smp_core.torch.sharding.gathered import Gathered
 from smp_core.torch.sharding.gathering import Route

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from conformance.mutants.defences import unseen_drift
 from conformance.mutants.protocol import Bugs, Patch
 from smp_core.torch.memory import recompute
+from smp_core.torch.parameters import registration
 from smp_core.torch.pipeline import placement
 from smp_core.torch.precision.masters import Masters
-from smp_core.torch.sharding import collectives, gathering, registration, shards, state
+from smp_core.torch.sharding import collectives, gathering, shards, state
 from smp_core.torch.sharding.collectives import Collectives
 from smp_core.torch.sharding.gathered import Gathered
 from smp_core.torch.sharding.gradients import Bucket, Round, ShardedGradients
@@ -202,7 +203,7 @@ def frozen_get_gradients(patch: Patch) -> None:
 @BUGS.enter("SHARD-SHARED")
 def last_use_counts(patch: Patch) -> None:
     """of a parameter with several uses in a microbatch only the last contribution is kept"""
-    from smp_core.torch.pipeline.accumulation import Ledger
+    from smp_core.torch.execution.accumulation import Ledger
 
     add = Ledger.add
 

@@ -728,7 +728,7 @@ def structure_is_checked_where_it_differs(patch: Patch) -> None:
 @BUGS.enter("STEP-DETACH")
 def outputs_keep_their_graphs(patch: Patch) -> None:
     """outputs are not detached"""
-    engine = importlib.import_module("smp_core.torch.pipeline.engine")
+    engine = importlib.import_module("smp_core.torch.execution.engine")
     run = engine.run_step
     patch.setattr(
         engine, "run_step", lambda session, body, split, _: run(session, body, split, False)
@@ -738,7 +738,7 @@ def outputs_keep_their_graphs(patch: Patch) -> None:
 @BUGS.enter("STEP-DETACH")
 def outputs_are_always_detached(patch: Patch) -> None:
     """outputs are detached, whatever detach_outputs says"""
-    engine = importlib.import_module("smp_core.torch.pipeline.engine")
+    engine = importlib.import_module("smp_core.torch.execution.engine")
     run = engine.run_step
     patch.setattr(
         engine, "run_step", lambda session, body, split, _: run(session, body, split, True)
@@ -748,7 +748,7 @@ def outputs_are_always_detached(patch: Patch) -> None:
 @BUGS.enter("STEP-DETACH")
 def detached_at_the_top(patch: Patch) -> None:
     """outputs in lists are not detached"""
-    engine = importlib.import_module("smp_core.torch.pipeline.engine")
+    engine = importlib.import_module("smp_core.torch.execution.engine")
 
     def shallow(result: Any) -> Any:
         if isinstance(result, dict):

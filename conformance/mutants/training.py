@@ -13,11 +13,12 @@ from smp_core.errors import SmpError, VerdictError
 from smp_core.torch import hooks, weights
 from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import StepAbortedError
+from smp_core.torch.execution import calls, engine
+from smp_core.torch.execution.remote import boundary
+from smp_core.torch.execution.running import RunningStep
 from smp_core.torch.hooks import Hooks
 from smp_core.torch.model import DistributedModel
 from smp_core.torch.optimizer import state as optimizer_state
-from smp_core.torch.pipeline import boundary, calls, engine
-from smp_core.torch.pipeline.running import RunningStep
 
 BUGS = Bugs("errors, hooks and checkpoints")
 

@@ -1,6 +1,6 @@
 """What a training case with real values must give: the plain loop in the published order of reduction.
 
-The order is an object that the engine shares (:mod:`smp_core.torch.pipeline.replay`), so bits are equal
+The order is an object that the engine shares (:mod:`pytest_smp.replay`), so bits are equal
 there too (the tier "replayed").
 """
 
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from pytest_smp import replay
 from pytest_smp.strategies import training_oracle as oracle
 from pytest_smp.strategies.training import Training
 from pytest_smp.strategies.training_oracle import Grads, Results
 from pytest_smp.strategies.training_script import borrowers
-from smp_core.torch.pipeline import replay, streams
-from smp_core.torch.sharding.registration import REGISTERED
+from smp_core.torch.execution import streams
+from smp_core.torch.parameters.registration import REGISTERED
 
 
 def replayed(case: Training) -> Results:

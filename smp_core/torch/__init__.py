@@ -43,6 +43,7 @@ from smp_core.torch.checkpoint.trust import trust_checkpoints
 from smp_core.torch.memory.activations import set_activation_checkpointing
 from smp_core.torch.model import DistributedModel
 from smp_core.torch.optimizer import DistributedOptimizer
+from smp_core.torch.parameters.registration import register_parameter
 from smp_core.torch.partitioning import (
     delay_param_initialization,
     is_tracing,
@@ -51,7 +52,6 @@ from smp_core.torch.partitioning import (
     partition,
     set_partition,
 )
-from smp_core.torch.sharding.registration import register_parameter
 from smp_core.torch.state_mod import core, state
 from smp_core.torch.step import StepOutput, step
 

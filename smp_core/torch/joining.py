@@ -17,8 +17,8 @@ from types import TracebackType
 
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import UnsupportedTrainingError
-from smp_core.torch.pipeline import agreement, failures
-from smp_core.torch.pipeline.agreement import Report
+from smp_core.torch.execution import agreement, failures
+from smp_core.torch.execution.agreement import Report
 from smp_core.torch.session import Model, Session
 
 

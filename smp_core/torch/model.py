@@ -23,7 +23,7 @@ from smp_core.errors import ArgumentError, ArgumentTypeError, SmpError
 from smp_core.microbatch import Call
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
-from smp_core.torch import creation, joining, weights
+from smp_core.torch import joining, weights
 from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import (
     DetachedLossError,
@@ -31,18 +31,20 @@ from smp_core.torch.exceptions import (
     SecondModelError,
     UnsupportedTrainingError,
 )
+from smp_core.torch.execution import activity as activities
+from smp_core.torch.execution import calls, everywhere, failures, uses
+from smp_core.torch.execution.accumulation import Ledger
+from smp_core.torch.execution.calls import Site
+from smp_core.torch.execution.remote.transport import Transport
+from smp_core.torch.execution.schedule import Phase
 from smp_core.torch.hooks import Handle, Hook, Hooks
 from smp_core.torch.memory import activations
-from smp_core.torch.pipeline import activity as activities
-from smp_core.torch.pipeline import calls, everywhere, failures, placement, tracing, uses
-from smp_core.torch.pipeline.accumulation import Ledger
-from smp_core.torch.pipeline.calls import Site
+from smp_core.torch.optimizer.parts import OwnParts
+from smp_core.torch.parameters import creation
+from smp_core.torch.pipeline import placement, tracing
 from smp_core.torch.pipeline.placement import Placement
-from smp_core.torch.pipeline.schedule import Phase
-from smp_core.torch.pipeline.transport import Transport
 from smp_core.torch.precision import casting
 from smp_core.torch.precision.masters import Masters
-from smp_core.torch.precision.parts import OwnParts
 from smp_core.torch.reduction.gradients import Gradients, Options
 from smp_core.torch.sharding.gradients import ShardedGradients
 from smp_core.torch.sharding.outside import Outside

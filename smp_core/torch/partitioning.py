@@ -20,9 +20,9 @@ from torch import nn
 
 from smp_core.config import IgnoredKeyWarning
 from smp_core.errors import ArgumentTypeError
-from smp_core.torch import creation
 from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import PartitionError, UnsupportedTrainingError
+from smp_core.torch.parameters import creation
 from smp_core.torch.pipeline.placement import MARK
 
 
@@ -157,7 +157,7 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
     partitioned, on the ranks that own them; until then they are on the ``meta`` device.
 
     The values are those that the same code would have given without the context, bit for bit: see
-    ``smp_core.torch.creation``. Nested contexts are one; ``enabled=False`` does nothing, and does not
+    ``smp_core.torch.parameters.creation``. Nested contexts are one; ``enabled=False`` does nothing, and does not
     end an outer one. (API 1.9)
     """
     if not enabled:

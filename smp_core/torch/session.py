@@ -128,7 +128,7 @@ class Model(Protocol):
         """The pp rank that runs a module."""
 
     def transport(self) -> Any:
-        """The messages of the model's pipeline (pipeline/transport.py); None at pipeline degree 1."""
+        """The messages of the model's pipeline (execution/remote/transport.py); None at pipeline degree 1."""
 
     def prepare(self, body: Callable[..., Any], split: Callable[[], list[Call]]) -> None:
         """Make the model ready for a step; collective over the world."""
@@ -182,7 +182,7 @@ class Session:
     optimizer: Optimizer | None = None
     step: Any = None
     steps: int = 0
-    timeline: Any = ()  # what the last step executed here (pipeline/timeline.py)
+    timeline: Any = ()  # what the last step executed here (execution/timeline.py)
     tracing: bool = False
     tape: Any = None  # of delayed initialisation (creation.Tape)
     restored: Any = None

@@ -11,9 +11,9 @@ from smp_core.errors import ArgumentTypeError
 from smp_core.microbatch import Call
 from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import OutsideStepError
+from smp_core.torch.execution import engine
 from smp_core.torch.framework import FRAMEWORK, StepOutput
 from smp_core.torch.nests import detached
-from smp_core.torch.pipeline import engine
 
 __all__ = ["Step", "StepOutput", "step"]
 

@@ -17,7 +17,8 @@ from torch import nn
 
 from smp_core.errors import ArgumentTypeError
 from smp_core.topology import GroupKind
-from smp_core.torch.pipeline import foreign, placement, sharing
+from smp_core.torch.parameters import foreign, sharing
+from smp_core.torch.pipeline import placement
 from smp_core.torch.session import Model
 from smp_core.torch.sharding import records
 

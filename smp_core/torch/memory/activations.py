@@ -37,12 +37,12 @@ from smp_core.torch.exceptions import (
     PartitionError,
     UnsupportedTrainingError,
 )
+from smp_core.torch.execution import activity as activities
+from smp_core.torch.execution import uses
+from smp_core.torch.execution.activity import Activity
+from smp_core.torch.execution.calls import Site
+from smp_core.torch.execution.schedule import Phase
 from smp_core.torch.memory import offload, recompute
-from smp_core.torch.pipeline import activity as activities
-from smp_core.torch.pipeline import uses
-from smp_core.torch.pipeline.activity import Activity
-from smp_core.torch.pipeline.calls import Site
-from smp_core.torch.pipeline.schedule import Phase
 
 MARK = "_smp_activation_checkpointing"  #: attribute in which a policy is left on a module
 ARGUMENT = "_smp_checkpoint"  #: keyword argument by which a policy comes with a call

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from smp_core.torch import nests
-from smp_core.torch.sharding import saving
+from smp_core.torch.execution import saving
 
 Tensor = torch.Tensor
 

@@ -19,9 +19,9 @@ from smp_core.torch.exceptions import SecondModelError, UnsupportedTrainingError
 from smp_core.torch.optimizer import state as optimizer_state
 from smp_core.torch.optimizer.internals import Internals
 from smp_core.torch.optimizer.parameters import OptimizerParameters
+from smp_core.torch.optimizer.parts import check_elementwise
 from smp_core.torch.precision import scaler
 from smp_core.torch.precision.masters import multiply
-from smp_core.torch.precision.parts import check_elementwise
 from smp_core.torch.precision.scaler import LossScaler
 from smp_core.torch.precision.update import Found, Update
 

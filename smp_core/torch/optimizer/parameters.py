@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
-from smp_core.torch.pipeline import foreign
+from smp_core.torch.parameters import foreign
 from smp_core.torch.precision.masters import Masters, is_elementwise
 from smp_core.torch.precision.scaler import LossScaler
 from smp_core.torch.session import Model

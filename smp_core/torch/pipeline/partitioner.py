@@ -26,7 +26,7 @@ import itertools
 
 from torch import nn
 
-from smp_core.torch.pipeline import sharing
+from smp_core.torch.parameters import sharing
 from smp_core.torch.pipeline.tracing import Trace
 
 SLACK = 0.1  #: by how much of T / P a segment may be heavier than needed, for a better cut

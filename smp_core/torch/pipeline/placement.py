@@ -17,11 +17,11 @@ from torch import nn
 from smp_core.backends.base import Group
 from smp_core.errors import SmpError
 from smp_core.topology import GroupKind
-from smp_core.torch import creation
 from smp_core.torch.exceptions import PartitionError, UnsupportedTrainingError
-from smp_core.torch.pipeline import foreign, partitioner, sharing
-from smp_core.torch.pipeline.sharing import Entry
-from smp_core.torch.pipeline.source import Kept
+from smp_core.torch.execution.source import Kept
+from smp_core.torch.parameters import creation, foreign, sharing
+from smp_core.torch.parameters.sharing import Entry
+from smp_core.torch.pipeline import partitioner
 from smp_core.torch.pipeline.tracing import Trace
 from smp_core.torch.session import Owners, Session
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from smp_core.config import Config
 from smp_core.errors import ArgumentTypeError
-from smp_core.torch import creation, nests
-from smp_core.torch.pipeline import sharing
+from smp_core.torch import nests
+from smp_core.torch.parameters import creation, sharing
 from smp_core.torch.precision import half
 from smp_core.torch.session import Session
 

@@ -33,7 +33,7 @@ Deposit = Callable[[nn.Parameter, torch.Tensor], None]
 
 
 class Parts(Protocol):
-    """How masters are split over ranks (precision/parts.py)."""
+    """How masters are split over ranks (optimizer/parts.py)."""
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's elements of a tensor, flat; memory of the tensor where possible."""

@@ -2,7 +2,7 @@
 
 Each rank adds up the bits of the trained parameters that others hold, too, weighed by their place: one pass over their
 memory, as cheap as multiplying them by a number. One checksum of all of them travels with the message that ends every
-step (pipeline/agreement.py); only if checksums differ do ranks exchange those of each parameter, to name it.
+step (execution/agreement.py); only if checksums differ do ranks exchange those of each parameter, to name it.
 
 Compared are trained parameters, because replicas start from one set of values and apply one gradient. A frozen
 parameter or a buffer may be a rank's own, as running statistics are; so may be the state of a random generator.

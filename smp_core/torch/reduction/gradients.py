@@ -1,6 +1,6 @@
 """From the sums of a step to ``p.grad``: accumulation over steps, reduction, one division.
 
-Published order: a step's totals (pipeline/accumulation.py) are summed with those of the steps before it, in
+Published order: a step's totals (execution/accumulation.py) are summed with those of the steps before it, in
 order, until ``backward_passes_per_step`` steps are together (API 1.7; they are summed, not
 averaged). Then replicas are folded (replicas.py), and the result is divided once, by the number of
 replicas and, if gradients are averaged over them, of microbatches. It is added to ``p.grad``. A
@@ -30,8 +30,8 @@ from torch import nn
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import UnsupportedTrainingError
-from smp_core.torch.pipeline import agreement
-from smp_core.torch.pipeline.agreement import DENSE, NONE, SPARSE, Agreement, Report
+from smp_core.torch.execution import agreement, counted
+from smp_core.torch.execution.agreement import DENSE, NONE, SPARSE, Agreement, Report
 from smp_core.torch.precision.masters import Masters
 from smp_core.torch.reduction import drift
 from smp_core.torch.reduction.overlap import Overlap
@@ -43,7 +43,6 @@ from smp_core.torch.reduction.replicas import (
     flatten,
     unflatten,
 )
-from smp_core.torch.sharding import counted
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,12 @@
 """Reduction during the last microbatch's backward pass: buckets set out as soon as they seem complete.
 
 *Seem*: a parameter counts as complete when every use of it has had its gradient and all microbatches
-before are folded (pipeline/accumulation.py); a function may still call the model again. So setting out is a
+before are folded (execution/accumulation.py); a function may still call the model again. So setting out is a
 bet. A bucket that something comes for afterwards is reduced again at the end of the step, from all
 contributions at once: late ones are never lost, and the bits are those of a reduction at the end.
 
 Buckets set out in their order, from the first: replicas that have got less far learn at the end how
-many the others began (pipeline/agreement.py), and follow.
+many the others began (execution/agreement.py), and follow.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from smp_core import reduction
 from smp_core.backends.base import Group
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
-from smp_core.torch.sharding import counted
+from smp_core.torch.execution import counted
 
 _c10d: Any = distributed_c10d  # its stubs lack some options
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}

@@ -26,7 +26,8 @@ from smp_core import reduction
 from smp_core.backends.base import Group
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
-from smp_core.torch.sharding import counted, gathering
+from smp_core.torch.execution import counted
+from smp_core.torch.sharding import gathering
 from smp_core.torch.sharding.layout import Layout
 from smp_core.torch.sharding.traffic import Sent, Traffic
 

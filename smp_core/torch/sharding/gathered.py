@@ -32,9 +32,9 @@ import torch
 from torch import nn
 
 from smp_core.torch.exceptions import ShardingError
-from smp_core.torch.pipeline import activity as activities
-from smp_core.torch.pipeline.source import Frame
-from smp_core.torch.sharding import counted
+from smp_core.torch.execution import activity as activities
+from smp_core.torch.execution import counted
+from smp_core.torch.execution.source import Frame
 from smp_core.torch.sharding.shards import Shard, Unit
 
 

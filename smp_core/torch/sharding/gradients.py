@@ -1,7 +1,7 @@
 """From the sums of a step to the gradients of shards: ReduceScatter each step, AllReduce once a window.
 
 Published order (ENGINES 2.2 tier R). A step's sums, whole on each rank and folded over microbatches
-(pipeline/accumulation.py), are folded over the ranks of the sharding group, and each rank keeps its part:
+(execution/accumulation.py), are folded over the ranks of the sharding group, and each rank keeps its part:
 the ReduceScatter. Parts are summed with those of the steps before, until ``backward_passes_per_step`` steps
 are together. Only then they are folded over the replication group: the AllReduce. One division follows,
 by the number of replicas of the data and, if gradients are averaged over them, of microbatches; the result is
@@ -32,12 +32,11 @@ from torch import nn
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import ShardingError, UnsupportedTrainingError
-from smp_core.torch.pipeline import agreement
-from smp_core.torch.pipeline.agreement import DENSE, NONE, Agreement, Report
+from smp_core.torch.execution import agreement, counted
+from smp_core.torch.execution.agreement import DENSE, NONE, Agreement, Report
 from smp_core.torch.precision.masters import Masters
 from smp_core.torch.reduction import drift
 from smp_core.torch.reduction.gradients import Gradients, Options
-from smp_core.torch.sharding import counted
 from smp_core.torch.sharding.collectives import Collectives, Pending
 from smp_core.torch.sharding.layout import Layout, bins
 from smp_core.torch.sharding.state import Sharding

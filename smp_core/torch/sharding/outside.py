@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from smp_core.torch.pipeline import uses
-from smp_core.torch.pipeline.accumulation import Ledger
+from smp_core.torch.execution import uses
+from smp_core.torch.execution.accumulation import Ledger
 from smp_core.torch.sharding.state import Sharding
 
 #: What stands for the microbatch of calls outside of steps, beside those of steps.

@@ -21,7 +21,7 @@ from smp_core import reduction
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import ShardingError, UnsupportedTrainingError
-from smp_core.torch.pipeline import sharing
+from smp_core.torch.parameters import sharing
 from smp_core.torch.precision.masters import Masters, multiply
 from smp_core.torch.reduction import drift
 from smp_core.torch.sharding import clipping, loading

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis.errors import InvalidArgument
 
+from pytest_smp import replay
 from pytest_smp.strategies import (
     Block,
     Model,
@@ -26,7 +27,6 @@ from pytest_smp.strategies.training_replay import replayed
 from pytest_smp.strategies.training_script import Seen, compare
 from pytest_smp.strategies.training_sharding import DTYPES, HUGE, NO_CLIPPING, sharded_features
 from smp_core.config import Config
-from smp_core.torch.pipeline import replay
 
 Drawn = Callable[..., list[Any]]
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from smp_core.errors import SmpError
-from smp_core.torch.pipeline.accumulation import Ledger
+from smp_core.torch.execution.accumulation import Ledger
 
 # 1 + u + u is 1, 1 + (u + u) is not: the order of three such numbers can be read from their sum.
 U = 2.0**-24

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from smp_core import runtime
-from smp_core.torch.pipeline.agreement import DENSE, NONE, SPARSE, Agreement, Report, agree
+from smp_core.torch.execution.agreement import DENSE, NONE, SPARSE, Agreement, Report, agree
 
 
 @pytest.mark.smp(ranks=4, pipeline_parallel_degree=2)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import smp_core.torch as smp
-from smp_core.torch.pipeline import replay, streams
+from pytest_smp import replay
+from smp_core.torch.execution import streams
 
 STEPS = 2
 

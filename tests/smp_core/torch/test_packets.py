@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from smp_core.errors import PayloadError
-from smp_core.torch.pipeline import packets
-from smp_core.torch.pipeline.packets import decode, encode, freeze
+from smp_core.torch.execution.remote import packets
+from smp_core.torch.execution.remote.packets import decode, encode, freeze
 
 
 def crossed(value, grad=True, least=64):

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from smp_core.torch.pipeline import partitioner, placement, sharing, tracing
+from smp_core.torch.parameters import sharing
+from smp_core.torch.pipeline import partitioner, placement, tracing
 
 WEIGHTS = st.lists(st.integers(0, 20), min_size=1, max_size=9)
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from smp_core.errors import ArgumentTypeError
-from smp_core.torch import creation
 from smp_core.torch.exceptions import PartitionError, UnsupportedTrainingError
+from smp_core.torch.parameters import creation
 from smp_core.torch.pipeline import placement
 from smp_core.torch.session import current
 

@@ -21,8 +21,8 @@ from smp_core.torch.exceptions import (
     StepAbortedError,
     UnsupportedTrainingError,
 )
+from smp_core.torch.execution import workers
 from smp_core.torch.partitioning import partition
-from smp_core.torch.pipeline import workers
 
 PARTS = 3
 CONFIG = {
@@ -509,5 +509,5 @@ def test_the_remote_traceback_is_of_the_users_frames(smp):
         files = [line for line in note.splitlines() if line.startswith("  File")]
         assert 'raise ZeroDivisionError("inside")' in note
         assert not [
-            line for line in files if "smp_core/torch/pipeline" in line.replace("tests/", "")
+            line for line in files if "smp_core/torch/execution" in line.replace("tests/", "")
         ]

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from smp_core.torch.exceptions import PartitionError, UnsupportedTrainingError
-from smp_core.torch.pipeline import foreign, placement, sharing
+from smp_core.torch.parameters import foreign, sharing
+from smp_core.torch.pipeline import placement
 from smp_core.torch.session import current
 
 MANUAL = {"auto_partition": False, "default_partition": 0}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from smp_core.torch.pipeline import replay
+from pytest_smp import replay
 
 
 def small() -> nn.Module:

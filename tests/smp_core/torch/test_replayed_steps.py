@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from pytest_smp import replay
 from smp_core.torch import session as sessions
-from smp_core.torch.pipeline import replay, streams, timeline
+from smp_core.torch.execution import streams, timeline
 
 WIDTH = 6
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from smp_core.torch.pipeline import replay, streams, uses
+from pytest_smp import replay
+from smp_core.torch.execution import streams, uses
 
 
 def drawn(stream: int) -> list[float]:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from smp_core.torch.pipeline import timeline
-from smp_core.torch.pipeline.schedule import Phase
-from smp_core.torch.pipeline.timeline import Event, Timeline
+from smp_core.torch.execution import timeline
+from smp_core.torch.execution.schedule import Phase
+from smp_core.torch.execution.timeline import Event, Timeline
 
 
 @dataclasses.dataclass(eq=False)

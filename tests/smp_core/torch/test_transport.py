@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from smp_core.torch import session as sessions
-from smp_core.torch.pipeline.messages import Returned
-from smp_core.torch.pipeline.packets import freeze
-from smp_core.torch.pipeline.transport import ENVELOPE, Transport
+from smp_core.torch.execution.remote.messages import Returned
+from smp_core.torch.execution.remote.packets import freeze
+from smp_core.torch.execution.remote.transport import ENVELOPE, Transport
 
 
 @pytest.mark.smp(ranks=2, pipeline_parallel_degree=2)

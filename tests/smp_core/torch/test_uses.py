@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from smp_core.torch.pipeline import replay, uses
-from smp_core.torch.pipeline.accumulation import Ledger
+from pytest_smp import replay
+from smp_core.torch.execution import uses
+from smp_core.torch.execution.accumulation import Ledger
 
 
 class Recorded:

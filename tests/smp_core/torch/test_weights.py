@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from smp_core.errors import ArgumentTypeError
-from smp_core.torch.pipeline import foreign
+from smp_core.torch.parameters import foreign
 
 MANUAL = {"pipeline_parallel_degree": 2, "auto_partition": False, "default_partition": 0}
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pytest_smp import replay
 from smp_core import runtime
 from smp_core.torch.exceptions import UnsupportedTrainingError
-from smp_core.torch.pipeline import replay
-from smp_core.torch.pipeline.accumulation import Ledger
+from smp_core.torch.execution.accumulation import Ledger
 from smp_core.torch.reduction.gradients import Gradients, Options, deposit
 from smp_core.torch.reduction.replicas import GradBucket, fill_buckets
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import smp_core.torch as smp
-from smp_core.torch.sharding.memory import Recorder, Sample
+from smp_core.torch.memory.recorder import Recorder, Sample
 
 RANKS = 8
 WIDTH, LENGTH, CHARACTERS, BLOCKS = 32, 16, 50, 3

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from smp_core.torch.sharding import saving
+from smp_core.torch.execution import saving
 from smp_core.torch.sharding.gathered import Gathered
 from smp_core.torch.sharding.shards import make_unit
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from smp_core.errors import SmpError
-from smp_core.torch.sharding import counted
+from smp_core.torch.execution import counted
 
 
 class Listener(Protocol):

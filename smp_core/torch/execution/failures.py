@@ -13,9 +13,9 @@ from smp_core.errors import SmpError, VerdictError
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import StepAbortedError
-from smp_core.torch.pipeline.messages import Failure
-from smp_core.torch.pipeline.schedule import Phase
-from smp_core.torch.pipeline.timeline import Timed
+from smp_core.torch.execution.remote.messages import Failure
+from smp_core.torch.execution.schedule import Phase
+from smp_core.torch.execution.timeline import Timed
 from smp_core.torch.session import Session
 
 

@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from smp_core.torch.pipeline import activity as activities
-from smp_core.torch.pipeline import boundary, modes, schedule, streams, uses
-from smp_core.torch.pipeline.activity import Activity
-from smp_core.torch.pipeline.messages import Backward, End, Failed, Forward, Returned
-from smp_core.torch.pipeline.packets import NOTHING, Frozen, Parcel, freeze
-from smp_core.torch.pipeline.running import RunningStep
-from smp_core.torch.pipeline.schedule import Kind, Phase, Progress, Ready
-from smp_core.torch.pipeline.workers import Unwound, Worker
-from smp_core.torch.sharding import saving
+from smp_core.torch.execution import activity as activities
+from smp_core.torch.execution import modes, saving, schedule, streams, uses
+from smp_core.torch.execution.activity import Activity
+from smp_core.torch.execution.remote import boundary
+from smp_core.torch.execution.remote.messages import Backward, End, Failed, Forward, Returned
+from smp_core.torch.execution.remote.packets import NOTHING, Frozen, Parcel, freeze
+from smp_core.torch.execution.running import RunningStep
+from smp_core.torch.execution.schedule import Kind, Phase, Progress, Ready
+from smp_core.torch.execution.workers import Unwound, Worker
 
 Function = Callable[[Activity], Any]
 

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Protocol
 
 from smp_core.topology import GroupKind
-from smp_core.torch.pipeline import modes, schedule
-from smp_core.torch.pipeline.accumulation import Ledger, Listener
-from smp_core.torch.pipeline.failures import elsewhere, failure_of
-from smp_core.torch.pipeline.messages import Failure
-from smp_core.torch.pipeline.source import ParameterSource
-from smp_core.torch.pipeline.timeline import Timed, Timeline
-from smp_core.torch.pipeline.transport import Transport
-from smp_core.torch.pipeline.uses import CallKey
-from smp_core.torch.pipeline.workers import Crew
+from smp_core.torch.execution import modes, schedule
+from smp_core.torch.execution.accumulation import Ledger, Listener
+from smp_core.torch.execution.failures import elsewhere, failure_of
+from smp_core.torch.execution.remote.messages import Failure
+from smp_core.torch.execution.remote.transport import Transport
+from smp_core.torch.execution.source import ParameterSource
+from smp_core.torch.execution.timeline import Timed, Timeline
+from smp_core.torch.execution.uses import CallKey
+from smp_core.torch.execution.workers import Crew
 from smp_core.torch.session import Reducer, Session
 
 

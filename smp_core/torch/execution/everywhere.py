@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from smp_core.errors import VerdictError
 from smp_core.topology import GroupKind
-from smp_core.torch.pipeline import failures
+from smp_core.torch.execution import failures
 from smp_core.torch.session import Session
 
 

@@ -31,13 +31,13 @@ from smp_core.torch.exceptions import (
     OutsideStepError,
     UnsupportedTrainingError,
 )
+from smp_core.torch.execution import activity as activities
+from smp_core.torch.execution import agreement, streams
+from smp_core.torch.execution.remote.messages import End, Failure
+from smp_core.torch.execution.remote.packets import NOTHING, Frozen, Parcel, freeze
+from smp_core.torch.execution.running import Callee, RunningStep
+from smp_core.torch.execution.server import Server
 from smp_core.torch.nests import detached
-from smp_core.torch.pipeline import activity as activities
-from smp_core.torch.pipeline import agreement, streams
-from smp_core.torch.pipeline.messages import End, Failure
-from smp_core.torch.pipeline.packets import NOTHING, Frozen, Parcel, freeze
-from smp_core.torch.pipeline.running import Callee, RunningStep
-from smp_core.torch.pipeline.server import Server
 from smp_core.torch.session import Reducer, Session
 
 

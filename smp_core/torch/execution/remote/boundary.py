@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from smp_core.torch.exceptions import OutsideStepError
-from smp_core.torch.pipeline import activity as activities
-from smp_core.torch.pipeline import modes
-from smp_core.torch.pipeline.activity import Activity
-from smp_core.torch.pipeline.failures import module_text
-from smp_core.torch.pipeline.messages import Backward, Forward
-from smp_core.torch.pipeline.packets import Frozen, Parcel, freeze
-from smp_core.torch.pipeline.uses import CallKey
+from smp_core.torch.execution import activity as activities
+from smp_core.torch.execution import modes
+from smp_core.torch.execution.activity import Activity
+from smp_core.torch.execution.failures import module_text
+from smp_core.torch.execution.remote.messages import Backward, Forward
+from smp_core.torch.execution.remote.packets import Frozen, Parcel, freeze
+from smp_core.torch.execution.uses import CallKey
 
 Tensor = torch.Tensor
 

@@ -48,9 +48,9 @@ from torch.nn.parameter import is_lazy
 
 from smp_core.torch import nests
 from smp_core.torch.exceptions import OutsideStepError, ShardingError
-from smp_core.torch.pipeline import streams
-from smp_core.torch.pipeline.source import ParameterSource
-from smp_core.torch.sharding import registration, saving
+from smp_core.torch.execution import saving, streams
+from smp_core.torch.execution.source import ParameterSource
+from smp_core.torch.parameters import registration
 
 
 class GradientSink(Protocol):

@@ -9,10 +9,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from smp_core.torch.pipeline.packets import Frozen, Parcel
-from smp_core.torch.pipeline.running import RunningStep
-from smp_core.torch.pipeline.schedule import Phase
-from smp_core.torch.pipeline.workers import Unwound, Worker
+from smp_core.torch.execution.remote.packets import Frozen, Parcel
+from smp_core.torch.execution.running import RunningStep
+from smp_core.torch.execution.schedule import Phase
+from smp_core.torch.execution.workers import Unwound, Worker
 
 
 class Activity:

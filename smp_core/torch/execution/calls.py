@@ -17,12 +17,12 @@ from typing import Any
 from torch import nn
 
 from smp_core.torch.exceptions import OutsideStepError, UnsupportedTrainingError
-from smp_core.torch.pipeline import activity as activities
-from smp_core.torch.pipeline import boundary, uses
-from smp_core.torch.pipeline.activity import Activity
-from smp_core.torch.pipeline.failures import module_text
-from smp_core.torch.pipeline.uses import CallKey
-from smp_core.torch.sharding import counted
+from smp_core.torch.execution import activity as activities
+from smp_core.torch.execution import counted, uses
+from smp_core.torch.execution.activity import Activity
+from smp_core.torch.execution.failures import module_text
+from smp_core.torch.execution.remote import boundary
+from smp_core.torch.execution.uses import CallKey
 
 Owner = Callable[[str], int | None]
 Alone = Callable[[], AbstractContextManager[None]]

@@ -44,10 +44,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from smp_core.torch import session as sessions
-from smp_core.torch.pipeline import activity as activities
-from smp_core.torch.pipeline import foreign
-from smp_core.torch.sharding import counted, saving
-from smp_core.torch.sharding.counted import (
+from smp_core.torch.execution import activity as activities
+from smp_core.torch.execution import counted, saving
+from smp_core.torch.execution.counted import (
     ACTIVATIONS,
     GRADIENTS,
     KINDS,
@@ -55,6 +54,7 @@ from smp_core.torch.sharding.counted import (
     OPTIMIZER,
     PARAMETERS,
 )
+from smp_core.torch.parameters import foreign
 
 #: What sharded data parallelism splits (AWS Sharded Data Parallelism (Introduction)).
 STATE = (PARAMETERS, MASTERS, OPTIMIZER, GRADIENTS)
@@ -104,7 +104,7 @@ class Recorder:
     def __enter__(self) -> Self:
         token = counted.current.set(self)
         self._stack.callback(counted.current.reset, token)
-        # For calls outside of steps; bodies of steps enter it where they run (pipeline/server.py).
+        # For calls outside of steps; bodies of steps enter it where they run (execution/server.py).
         self._stack.enter_context(saving.counting())
         optimizer = self._session.optimizer
         if optimizer is not None:

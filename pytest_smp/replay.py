@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from smp_core import reduction
-from smp_core.torch.pipeline import uses
+from smp_core.torch.execution import uses
 
 
 @dataclasses.dataclass(slots=True)

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from smp_core.torch.pipeline.source import ParameterSource
-from smp_core.torch.sharding import counted
+from smp_core.torch.execution import counted
+from smp_core.torch.execution.source import ParameterSource
 
 
 class _Reference:

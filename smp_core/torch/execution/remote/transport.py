@@ -27,8 +27,8 @@ import torch
 from smp_core.backends.base import Group
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
-from smp_core.torch.pipeline import packets
-from smp_core.torch.pipeline.packets import Frozen, Parcel
+from smp_core.torch.execution.remote import packets
+from smp_core.torch.execution.remote.packets import Frozen, Parcel
 
 ENVELOPE = 4096  # bytes
 _ENVELOPES, _RESTS = 0, 1  # tags

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from smp_core.torch.pipeline.modes import Modes
-from smp_core.torch.pipeline.schedule import Phase
-from smp_core.torch.pipeline.uses import CallKey
+from smp_core.torch.execution.modes import Modes
+from smp_core.torch.execution.schedule import Phase
+from smp_core.torch.execution.uses import CallKey
 
 
 class Forward(NamedTuple):

@@ -1,7 +1,7 @@
 """What a recorder of memory (memory.py) is told by those that hold some: nothing, where there is none.
 
 The recorder of a rank is that of its thread, and of the threads of its activities, which have a copy of
-its context (pipeline/workers.py).
+its context (execution/workers.py).
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""One rank runs a step: the engine, its threads, random streams, the schedule, and the use of parameters."""

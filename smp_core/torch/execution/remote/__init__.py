@@ -1,0 +1,1 @@
+"""Calls of modules on other ranks of the pipeline, and the messages that carry them."""
