@@ -14,7 +14,7 @@ from pytest_smp import strategies
 from smp_core.backends.schedule import Schedule
 from smp_core.torch import session as sessions
 from smp_core.torch.partitioning import partition
-from tests.smp_core.torch.test_engine import linear
+from tests.smp_core.torch.execution.test_engine import linear
 
 CONFIG = {
     "auto_partition": False,
