@@ -20,6 +20,15 @@ def blocks(name: str, language: str = "") -> list[str]:
     return [block for name, block in fenced if name == language]
 
 
+def anchors(page: Path) -> set[str]:
+    """The places that a link can name: headings, as GitHub spells them, and anchors that are written."""
+    text = page.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    words = (re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", each)) for each in headings)
+    spelled = {each.strip().lower().replace(" ", "-") for each in words}
+    return spelled | set(re.findall(r'<a id="([^"]+)"', text))
+
+
 def run_pytest(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=600)
@@ -137,7 +146,12 @@ def test_every_option_is_documented():
 
 
 def test_links_lead_somewhere():
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
-        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
-            if not link.startswith("http"):
-                assert (page.parent / link).exists(), f"{page.name}: {link}"
+    """Files exist, and so do the headings that a link names."""
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            file, _, anchor = link.partition("#")
+            if file.startswith("http"):
+                continue
+            target = page.parent / file if file else page
+            assert target.exists(), f"{page.name}: {link}"
+            assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
