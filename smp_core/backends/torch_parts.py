@@ -182,7 +182,17 @@ PARTS: dict[str, tuple[Part, ...]] = {
     ),
     "training": (
         *_OPTIONS,
-        *_parts("torch._C", "DisableTorchFunctionSubclass"),
+        *_parts(
+            "torch._C",
+            "DisableTorchFunctionSubclass",
+            # Operators without 16-bit kernels.
+            "DispatchKey.AutocastIPU",
+            "DispatchKeySet",
+            "_ExcludeDispatchKeyGuard",
+            "_IncludeDispatchKeyGuard",
+            "_dispatch_tls_is_dispatch_key_excluded",
+            "_dispatch_tls_set_dispatch_key_excluded",
+        ),
         *_parts("torch._C._autograd", "_top_saved_tensors_default_hooks"),
         *_parts("torch", "Tensor._make_subclass", "_neg_view", "_GLOBAL_DEVICE_CONTEXT"),
         *_parts("torch.nn", "Module._load_from_state_dict"),

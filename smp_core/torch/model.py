@@ -9,6 +9,7 @@ parameters, and calls go to their owners.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +44,7 @@ from smp_core.torch.optimizer.parts import OwnParts
 from smp_core.torch.parameters import creation
 from smp_core.torch.pipeline import placement, tracing
 from smp_core.torch.pipeline.placement import Placement
-from smp_core.torch.precision import casting
+from smp_core.torch.precision import casting, half
 from smp_core.torch.precision.masters import Masters
 from smp_core.torch.reduction.gradients import Gradients, Options
 from smp_core.torch.sharding.gradients import ShardedGradients
@@ -168,7 +169,8 @@ class DistributedModel(nn.Module):
         if self._half is None:
             return self.module(*args, **kwargs)
         args, kwargs = casting.inputs((args, kwargs), self._half)
-        return casting.outputs(self.module(*args, **kwargs))
+        with self.computing():  # outside of steps, and where a step is traced
+            return casting.outputs(self.module(*args, **kwargs))
 
     def backward(self, tensors: Tensors, grad_tensors: Any = None) -> None:
         """The backward pass of a microbatch, instead of ``loss.backward()``: as
@@ -222,12 +224,12 @@ class DistributedModel(nn.Module):
         assert self._watch is not None
         self._watch.refresh()
         if self._outside is not None:
-            with self._outside.backward() as ledger:
+            with self.computing(), self._outside.backward() as ledger:
                 torch.autograd.backward(tensors, grad_tensors)
         else:
             ledger = Ledger(1)
             ledger.wide = self.wide
-            with uses.activity(ledger, 0, 0):
+            with self.computing(), uses.activity(ledger, 0, 0):
                 torch.autograd.backward(tensors, grad_tensors)
         ledger.close(0)
         assert self.gradients is not None
@@ -447,6 +449,12 @@ class DistributedModel(nn.Module):
     def wide(self) -> bool:
         """Whether gradients of 16-bit parameters are summed in float32."""
         return self._half is not None
+
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        """Entered around forward and backward passes, in the thread that runs them: a 16-bit run computes in
+        float32 what torch has no 16-bit kernel for.
+        """
+        return contextlib.nullcontext() if self._half is None else half.in_float32()
 
     def settle(self) -> None:
         """What waited for the partition, before the first step; before the next one, as far as it failed."""

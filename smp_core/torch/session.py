@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -135,6 +136,9 @@ class Model(Protocol):
 
     def settle(self) -> None:
         """Carry out what waited for the partition."""
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Entered around forward and backward passes, in the thread that runs them."""
 
     def finished(self) -> None:
         """Carry out what waits for a step that went well."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Protocol
 
@@ -73,6 +74,7 @@ class RunningStep:
         self.gathered: ParameterSource | None = None if sharding is None else sharding.gathered
         self.ledger = Ledger(self.microbatches, listener, moves=sharding is not None)
         self.ledger.wide = model is not None and model.wide
+        self.computing = contextlib.nullcontext if model is None else model.computing
         self.seed = 0  # of the random streams: the driver's, which comes with each request
         self.timeline = Timeline(runtime.rank)
         self.failure: Failure | None = None

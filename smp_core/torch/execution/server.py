@@ -162,6 +162,7 @@ class Server:
                 with (
                     enter(step.ledger, activity.microbatch, step.seed, step.gathered),
                     saving.counting(),
+                    step.computing(),
                 ):
                     activity.value = function(activity)
             except Unwound:

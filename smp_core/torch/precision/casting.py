@@ -18,7 +18,6 @@ from smp_core.config import Config
 from smp_core.errors import ArgumentTypeError
 from smp_core.torch import nests
 from smp_core.torch.parameters import creation, sharing
-from smp_core.torch.precision import half
 from smp_core.torch.session import Session
 
 HALF = (torch.float16, torch.bfloat16)
@@ -47,7 +46,6 @@ def convert(session: Session, module: nn.Module, dtype: torch.dtype) -> None:
                 f"{'fp16' if dtype is torch.float16 else 'bf16'} parameters must be torch.float32 or {dtype}. "
                 "Create the model in torch.float32"
             )
-    half.install()
     tape = session.tape
     with torch.no_grad(), contextlib.nullcontext() if tape is None else creation.recording(tape):
         done: set[int] = set()

@@ -6,22 +6,23 @@ forward and backward, in float16 and bfloat16 on torch 2.13; tests/smp_core/torc
 tries those of the table again, and that torch still lacks them. Linear layers, convolutions, attention, recurrent and
 normalisation layers, embeddings, pooling but the one below, and the usual losses have kernels.
 
-How: torch's own kernel of such an operator gets one in front of it, which converts 16-bit arguments. It is
-put there when the first 16-bit model is wrapped, and stays: to other dtypes nothing changes, and operators that are
-not in the table cost nothing. What torch refuses in 16 bits before it asks a kernel it still refuses, as on
+The means is that of ``torch.autocast``: a dispatch key that a thread switches on and off, above autograd. Torch's
+own kernels stay as they are, and other threads and code outside of ``in_float32`` see nothing; operators that are not
+in the table cost nothing inside either. What torch refuses in 16 bits before it asks a kernel it still refuses, as on
 other devices: ``torch.fft``, ``torch.quantile``, ``ctc_loss``, complex numbers in bfloat16. Such a thing
 belongs outside of the model, whose outputs are float32.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -37,53 +38,61 @@ OPERATORS = (
     "linalg_lu_solve", "_linalg_det", "_linalg_slogdet", "_linalg_svd", "_linalg_eigh", "_linalg_solve_ex",
 )  # fmt: skip
 
-
+# Autocast on a kind of device that torch names and has nothing for: no kernel stands at this key but ours. The key
+# of the CPU's own autocast has torch's list of operators, which a 16-bit run does not want.
+_KEY: Any = torch._C.DispatchKey.AutocastIPU  # type: ignore[attr-defined]
 _installing = threading.Lock()
 
 
-def install() -> None:
-    """Put the kernels in place: once in a process, whose ranks may be threads."""
-    with _installing:
-        _library()
+@contextlib.contextmanager
+def in_float32() -> Iterator[None]:
+    """Compute the operators of the table in float32 in this thread, where their arguments are 16-bit."""
+    with _installing:  # ranks may be threads
+        _libraries()
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY)
+    # Off by default, as every key of autocast is: to be included is not enough.
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, False)
+    try:
+        with torch._C._IncludeDispatchKeyGuard(_KEY):
+            yield
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, excluded)
 
 
 @functools.cache
-def _library() -> Any:
-    """What keeps the kernels in place."""
+def _libraries() -> Any:
+    """What keeps the functions in place, at a key that only ``in_float32`` switches on."""
+    others: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+    others.fallback(torch.library.fallthrough_kernel, _KEY.name)
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name in OPERATORS:
-        kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
-        with warnings.catch_warnings():
-            # torch says once that a kernel is replaced, which is what is meant.
-            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered")
-            library.impl(name, _in_float32(kernel), "CPU", with_keyset=True, allow_override=True)
-    return library
+        library.impl(name, _widening(getattr(torch.ops.aten, name).default), _KEY.name)
+    return others, library
 
 
-def _in_float32(kernel: Any) -> Any:
-    def call(keys: Any, /, *args: Any, **kwargs: Any) -> Any:
-        dtype = next((each for each in map(_dtype, _leaves((args, kwargs))) if each in _HALF), None)
-        if dtype is None:
-            return kernel.call_boxed(keys, *args, **kwargs)
-        args, kwargs = tree_map(_widened, (args, kwargs))
-        return tree_map(
-            functools.partial(_rounded, dtype=dtype), kernel.call_boxed(keys, *args, **kwargs)
-        )
+def _widening(operator: Any) -> Any:
+    """The operator with its 16-bit arguments in float32, and its float32 results in their dtype."""
+    below = torch._C.DispatchKeySet(_KEY)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kinds = (each.dtype for each in tree_leaves((args, kwargs)) if _is_tensor(each))
+        dtype = next((each for each in kinds if each in _HALF), None)
+        with torch._C._ExcludeDispatchKeyGuard(below):
+            if dtype is None:
+                return operator(*args, **kwargs)
+            args, kwargs = tree_map(_widened, (args, kwargs))
+            return tree_map(functools.partial(_rounded, dtype=dtype), operator(*args, **kwargs))
 
     return call
 
 
-def _leaves(nest: Any) -> Any:
-    return torch.utils._pytree.tree_leaves(nest)
-
-
-def _dtype(value: Any) -> torch.dtype | None:
-    return value.dtype if isinstance(value, torch.Tensor) else None
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _widened(value: Any) -> Any:
-    return value.to(torch.float32) if _dtype(value) in _HALF else value
+    return value.to(torch.float32) if _is_tensor(value) and value.dtype in _HALF else value
 
 
 def _rounded(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if _dtype(value) is torch.float32 else value
+    return value.to(dtype) if _is_tensor(value) and value.dtype is torch.float32 else value
