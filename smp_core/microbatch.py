@@ -26,8 +26,8 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from smp_core.containers import Container, closed, is_set, leaves, opened
 from smp_core.errors import ArgumentError, ArgumentTypeError, BatchSizeError, StructureError
-from smp_core.nests import Nest, closed, is_set, leaves, opened
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -233,15 +233,15 @@ class _Splitter:
                     else self._view(value, axis, place)
                 )
             return self._taken[key]
-        nest = opened(value)
-        if nest is None:
+        container = opened(value)
+        if container is None:
             return value
         parts = [
             self._part(part, axis, _inside(value, place, at))
-            for at, part in zip(nest.places, nest.parts, strict=True)
+            for at, part in zip(container.places, container.parts, strict=True)
         ]
         try:
-            return closed(value, nest, parts)
+            return closed(value, container, parts)
         except TypeError as error:
             raise ArgumentTypeError(
                 f"smp.step: argument {place} of {self.function}: its parts do not fit in a "
@@ -306,42 +306,50 @@ class _Joiner:
 
     def join(self, results: list[Any], place: str) -> Any:
         first = results[0]
-        nests = [self._opened(each, place) for each in results]
+        containers = [self._opened(each, place) for each in results]
         for index, each in enumerate(results):
-            if self._kind(each, nests[index]) != self._kind(first, nests[0]):
+            if self._kind(each, containers[index]) != self._kind(first, containers[0]):
                 self._differs(place, index, _described(first), _described(each))
         if self.framework.is_tensor(first):
             return self.framework.join(results)
-        if nests[0] is None:
+        if containers[0] is None:
             return results
-        for index, nest in enumerate(nests):
-            assert nest is not None
-            if nest.places != nests[0].places and set(nest.places) != set(nests[0].places):
-                self._differs(place, index, _places(first, nests[0]), _places(results[index], nest))
-        return nests[0].close([self.join(parts, at) for at, parts in self._by_place(nests, place)])
+        for index, container in enumerate(containers):
+            assert container is not None
+            if container.places != containers[0].places and set(container.places) != set(
+                containers[0].places
+            ):
+                self._differs(
+                    place, index, _places(first, containers[0]), _places(results[index], container)
+                )
+        return containers[0].close(
+            [self.join(parts, at) for at, parts in self._by_place(containers, place)]
+        )
 
-    def _opened(self, value: Any, place: str) -> Nest | None:
-        nest = None if self.framework.is_tensor(value) else opened(value)
-        if nest is None or not is_set(value):
-            return nest
+    def _opened(self, value: Any, place: str) -> Container | None:
+        container = None if self.framework.is_tensor(value) else opened(value)
+        if container is None or not is_set(value):
+            return container
         if not any(self.framework.is_tensor(leaf) for leaf in leaves(value)):
             return None
-        if len(nest.parts) > 1:
+        if len(container.parts) > 1:
             raise StructureError(
-                f"smp.step: {self.function} returned a set of {len(nest.parts)} with tensors in it"
+                f"smp.step: {self.function} returned a set of {len(container.parts)} with tensors in it"
                 f"{place and f' at {place}'}: a set has no order by which to join those of the "
                 "microbatches. Return a list or a dict"
             )
-        return nest
+        return container
 
-    def _by_place(self, nests: Sequence[Any], place: str) -> Iterator[tuple[str, list[Any]]]:
-        found = [dict(zip(nest.places, nest.parts, strict=True)) for nest in nests]
-        for at in nests[0].places:
+    def _by_place(self, containers: Sequence[Any], place: str) -> Iterator[tuple[str, list[Any]]]:
+        found = [
+            dict(zip(container.places, container.parts, strict=True)) for container in containers
+        ]
+        for at in containers[0].places:
             yield f"{place}[{at!r}]", [each[at] for each in found]
 
-    def _kind(self, value: Any, nest: Nest | None) -> Any:
+    def _kind(self, value: Any, container: Container | None) -> Any:
         """What must be the same in every microbatch: leaves that are no tensors may be anything."""
-        return type(value) if nest is not None else self.framework.is_tensor(value)
+        return type(value) if container is not None else self.framework.is_tensor(value)
 
     def _differs(self, place: str, index: int, first: str, other: str) -> None:
         raise StructureError(
@@ -355,7 +363,7 @@ def _described(value: object) -> str:
     return type(value).__name__ if value is not None else "None"
 
 
-def _places(value: object, nest: Nest) -> str:
+def _places(value: object, container: Container) -> str:
     if isinstance(value, Mapping):
-        return f"{_described(value)} of {', '.join(map(repr, nest.places)) or 'no keys'}"
-    return f"{_described(value)} of {len(nest.parts)}"
+        return f"{_described(value)} of {', '.join(map(repr, container.places)) or 'no keys'}"
+    return f"{_described(value)} of {len(container.parts)}"

@@ -34,7 +34,7 @@ ORDER = (
 #: Modules and folders of smp_core/torch by their layer: the longest name counts, "" is all the rest.
 LAYERS = {
     "exceptions": "ground",
-    "nests": "ground",
+    "tensor_tree": "ground",
     "session": "ground",
     "parameters": "ground",
     "execution": "execution",

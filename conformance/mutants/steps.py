@@ -12,7 +12,7 @@ import torch
 
 import smp_core.torch as smp
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
-from smp_core import microbatch, nests
+from smp_core import containers, microbatch
 from smp_core.microbatch import Call, Rules, _Joiner, _Splitter
 from smp_core.torch import session
 from smp_core.torch.exceptions import StepAbortedError
@@ -243,8 +243,8 @@ def whole_arguments_are_sliced(patch: Patch) -> None:
             slicing = getattr(type(leaf), "smp_slice", None)
             return slicing(leaf, self.microbatches, self.index, 0) if slicing else leaf
 
-        kwargs = {key: nests.map_leaves(part, value) for key, value in got.kwargs.items()}
-        return Call(tuple(nests.map_leaves(part, value) for value in got.args), kwargs)
+        kwargs = {key: containers.map_leaves(part, value) for key, value in got.kwargs.items()}
+        return Call(tuple(containers.map_leaves(part, value) for value in got.args), kwargs)
 
     patch.setattr(_Splitter, "call", sliced)
 
@@ -284,27 +284,27 @@ def axes_wrap_around(patch: Patch) -> None:
     patch.setattr(_Splitter, "_view", wrapped)
 
 
-# ---- Nests and other objects ---------------------------------------------------------------------
+# ---- Containers and other objects ----------------------------------------------------------------
 
 
 def opened(patch: Patch, changed: Callable[[Any], Any]) -> None:
-    """Open other nests of arguments."""
+    """Open other containers of arguments."""
     patch.setattr(microbatch, "opened", changed)
 
 
 @BUGS.enter("STEP-NESTS")
 def sets_pass_whole(patch: Patch) -> None:
     """sets are handed whole"""
-    opened(patch, lambda value: None if nests.is_set(value) else nests.opened(value))
+    opened(patch, lambda value: None if containers.is_set(value) else containers.opened(value))
 
 
 @BUGS.enter("STEP-NESTS")
 def one_level_only(patch: Patch) -> None:
-    """nests in nests are handed whole"""
+    """containers in containers are handed whole"""
     part = _Splitter._part
 
     def shallow(self: _Splitter, value: Any, axis: int, place: str) -> Any:
-        deep = place.endswith(("]", ")")) and nests.opened(value) is not None
+        deep = place.endswith(("]", ")")) and containers.opened(value) is not None
         return value if deep else part(self, value, axis, place)
 
     patch.setattr(_Splitter, "_part", shallow)
@@ -315,8 +315,10 @@ def named_tuples_lose_their_names(patch: Patch) -> None:
     """a named tuple becomes a tuple"""
 
     def plain(value: Any) -> Any:
-        nest = nests.opened(value)
-        return nest._replace(close=tuple) if nest and isinstance(value, tuple) else nest
+        container = containers.opened(value)
+        return (
+            container._replace(close=tuple) if container and isinstance(value, tuple) else container
+        )
 
     opened(patch, plain)
 
@@ -326,15 +328,15 @@ def keys_are_sorted(patch: Patch) -> None:
     """the keys of a dict are sorted by their texts"""
 
     def by_text(value: Any) -> Any:
-        nest = nests.opened(value)
-        if nest is None or not isinstance(value, Mapping):
-            return nest
+        container = containers.opened(value)
+        if container is None or not isinstance(value, Mapping):
+            return container
 
         def close(new: Sequence[Any]) -> Any:
-            made = dict(zip(nest.places, new, strict=True))
+            made = dict(zip(container.places, new, strict=True))
             return type(value)((key, made[key]) for key in sorted(made, key=str))  # type: ignore[call-arg]
 
-        return nest._replace(close=close)
+        return container._replace(close=close)
 
     opened(patch, by_text)
 
@@ -357,7 +359,7 @@ def whatever_iterates_is_a_list(patch: Patch) -> None:
     part = _Splitter._part
 
     def listed(self: _Splitter, value: Any, axis: int, place: str) -> Any:
-        known = isinstance(value, str | torch.Tensor) or nests.opened(value) is not None
+        known = isinstance(value, str | torch.Tensor) or containers.opened(value) is not None
         if not known and hasattr(type(value), "__len__"):
             return list(value)
         return part(self, value, axis, place)
@@ -450,7 +452,7 @@ def slices_are_sliced(patch: Patch) -> None:
 
 @BUGS.enter("STEP-SLICE")
 def slices_only_at_the_top(patch: Patch) -> None:
-    """objects in nests are not asked for a slice"""
+    """objects in containers are not asked for a slice"""
     part = _Splitter._part
 
     def top(self: _Splitter, value: Any, axis: int, place: str) -> Any:
@@ -630,7 +632,7 @@ def dict_subclasses_become_dicts(patch: Patch) -> None:
 @BUGS.enter("STEP-OUTPUT-STRUCTURE")
 def attributes_go_stale(patch: Patch) -> None:
     """the attributes of an output class keep the tensors of microbatch 0"""
-    patch.setattr(nests, "_mirror", lambda copy, key, old, new: None)
+    patch.setattr(containers, "_mirror", lambda copy, key, old, new: None)
 
 
 @BUGS.enter("STEP-OUTPUT-STRUCTURE")

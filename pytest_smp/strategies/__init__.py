@@ -52,8 +52,8 @@ if TYPE_CHECKING:
         microbatch_splits,
         step_calls,
     )
-    from pytest_smp.strategies.nests import Pair, Record, objects
     from pytest_smp.strategies.numbers import dtypes
+    from pytest_smp.strategies.payloads import Pair, Record, objects
     from pytest_smp.strategies.recipes import TensorSpec, lengths, shapes, tensors
     from pytest_smp.strategies.slicing import Sliceable, WrongSlice, sliceables
     from pytest_smp.strategies.training import Training, blocks, models
@@ -122,9 +122,9 @@ _NEEDS_TORCH = {
     "InvalidProgram": "communication",
     "MicrobatchSplit": "microbatches",
     "Model": "training_models",
-    "Pair": "nests",
+    "Pair": "payloads",
     "Program": "communication",
-    "Record": "nests",
+    "Record": "payloads",
     "ShardedTraining": "training_sharding",
     "Sliceable": "slicing",
     "StepCall": "microbatches",
@@ -138,7 +138,7 @@ _NEEDS_TORCH = {
     "lengths": "recipes",
     "microbatch_splits": "microbatches",
     "models": "training",
-    "objects": "nests",
+    "objects": "payloads",
     "programs": "communication",
     "same": "equality",
     "shapes": "recipes",

@@ -18,7 +18,7 @@ from hypothesis.errors import InvalidArgument
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from pytest_smp.strategies.arguments import check_bool, check_int
-from pytest_smp.strategies.nests import Pair
+from pytest_smp.strategies.payloads import Pair
 from pytest_smp.strategies.recipes import TensorSpec
 from pytest_smp.strategies.recipes import tensors as recipes
 from pytest_smp.strategies.slicing import Sliceable, sliceables

@@ -10,7 +10,7 @@ from hypothesis.vendor.pretty import RepresentationPrinter
 
 from pytest_smp.strategies.arguments import check_bool, check_int
 from pytest_smp.strategies.equality import same
-from pytest_smp.strategies.nests import objects
+from pytest_smp.strategies.payloads import objects
 
 
 class Sliceable:

@@ -13,7 +13,7 @@ from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import OutsideStepError
 from smp_core.torch.execution import engine
 from smp_core.torch.framework import FRAMEWORK, StepOutput
-from smp_core.torch.nests import detached
+from smp_core.torch.tensor_tree import detached
 
 __all__ = ["Step", "StepOutput", "step"]
 

@@ -108,13 +108,13 @@ def test_what_is_handed_on_whole():
 
 def test_nests_are_split_and_the_given_ones_stay():
     x, y = rows(4), rows(2)
-    nest = {"x": [x, (y, "s")], 3: {"y": y}}
-    first, second = parts(2, nest)
+    container = {"x": [x, (y, "s")], 3: {"y": y}}
+    first, second = parts(2, container)
     assert first.args[0]["x"][0].tolist() == [0, 1]
     assert second.args[0]["x"][1][0].tolist() == [1]
     assert second.args[0]["x"][1][1] == "s"
     assert second.args[0][3]["y"].tolist() == [1]
-    assert nest["x"][0] is x
+    assert container["x"][0] is x
 
 
 def test_one_object_stays_one():

@@ -37,8 +37,8 @@ from smp_core.torch.execution.remote.messages import End, Failure
 from smp_core.torch.execution.remote.packets import NOTHING, Frozen, Parcel, freeze
 from smp_core.torch.execution.running import Callee, RunningStep
 from smp_core.torch.execution.server import Server
-from smp_core.torch.nests import detached
 from smp_core.torch.session import Reducer, Session
+from smp_core.torch.tensor_tree import detached
 
 
 class _Departures:

@@ -46,7 +46,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from smp_core.torch import nests
+from smp_core.torch import tensor_tree
 from smp_core.torch.exceptions import OutsideStepError, ShardingError
 from smp_core.torch.execution import saving, streams
 from smp_core.torch.execution.source import ParameterSource
@@ -194,7 +194,7 @@ def run(
         with streams.entered(key.stream), registration.entered(module, _read):
             if torch.is_grad_enabled():
                 if not kwargs and len(args) == 1 and type(args[0]) is torch.Tensor:
-                    args = (_identity(args[0]),)  # most calls; nests take 10 times as long
+                    args = (_identity(args[0]),)  # most calls; tensor trees take 10 times as long
                 else:
                     args, kwargs = identities((args, kwargs))
             if isinstance(module, nn.RNNBase) and (gathered or torch.is_grad_enabled()):
@@ -278,18 +278,18 @@ def same_keys(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def identities(nest: Any) -> Any:
-    """The nest with a view in place of each tensor that requires a gradient; a tensor that occurs
+def identities(tree: Any) -> Any:
+    """The tensor tree with a view in place of each tensor that requires a gradient; a tensor that occurs
     twice is one view twice.
     """
-    if not any(tensor.requires_grad for tensor in nests.tensors(nest)):
-        return nest
-    given, rest = nests.flatten(nest)
+    if not any(tensor.requires_grad for tensor in tensor_tree.tensors(tree)):
+        return tree
+    given, rest = tensor_tree.flatten(tree)
     # Nodes made later run first in backward: made from the last to the first, the gradients reach a
     # common source in the order of the inputs, as they do from one node for all of them.
     for number in reversed(range(len(given))):
         given[number] = _identity(given[number])
-    return nests.unflatten(given, rest)
+    return tensor_tree.unflatten(given, rest)
 
 
 def _identity(tensor: torch.Tensor) -> torch.Tensor:
@@ -446,10 +446,10 @@ def _leave(frame: _Frame, gathered: ParameterSource) -> None:
 
 def _released(output: Any) -> Any:
     """The output of a call, with a view in place of each use that is part of it."""
-    if not any(hasattr(tensor, "_smp_parameter") for tensor in nests.tensors(output)):
+    if not any(hasattr(tensor, "_smp_parameter") for tensor in tensor_tree.tensors(output)):
         return output
-    tensors, rest = nests.flatten(output)
-    return nests.unflatten(
+    tensors, rest = tensor_tree.flatten(output)
+    return tensor_tree.unflatten(
         [each.view_as(each) if hasattr(each, "_smp_parameter") else each for each in tensors], rest
     )
 

@@ -30,8 +30,8 @@ import torch
 from torch import nn
 
 from smp_core.errors import ArgumentError, ArgumentTypeError
-from smp_core.torch import nests
 from smp_core.torch import session as sessions
+from smp_core.torch import tensor_tree
 from smp_core.torch.exceptions import (
     OutsideStepError,
     PartitionError,
@@ -248,7 +248,11 @@ def _region(
     buffers = recompute.Buffers(module)
     entry = None
     if activity is not None:
-        size = sum(nests.nbytes(each) for each in nests.tensors((args, kwargs)) if _leaves(each))
+        size = sum(
+            tensor_tree.nbytes(each)
+            for each in tensor_tree.tensors((args, kwargs))
+            if _leaves(each)
+        )
         entry = offload.leaves(activity.step.session, activity.microbatch, path, size)
 
     @contextlib.contextmanager

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smp_core.torch import nests
+from smp_core.torch import tensor_tree
 from smp_core.torch.execution import saving
 
 Tensor = torch.Tensor
@@ -46,7 +46,7 @@ def run(
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    tensors, rest = nests.flatten(_copied((args, kwargs)))
+    tensors, rest = tensor_tree.flatten(_copied((args, kwargs)))
     region = _Region(name, function, _Inputs(tensors), rest, again, preserve_rng_state)
     with torch.autograd.graph.saved_tensors_hooks(region.pack, _open):
         outputs = function(*args, **kwargs)
@@ -54,14 +54,14 @@ def run(
     return outputs
 
 
-def _copied(nest: Any) -> Any:
-    """The nest with containers of its own, so that what a call puts into them it finds new again."""
-    kind = type(nest)
+def _copied(tree: Any) -> Any:
+    """The tree with containers of its own, so that what a call puts into them it finds new again."""
+    kind = type(tree)
     if kind is dict:
-        return {key: _copied(value) for key, value in nest.items()}
+        return {key: _copied(value) for key, value in tree.items()}
     if kind in (list, tuple):
-        return kind(_copied(value) for value in nest)
-    return set(nest) if kind is set else nest
+        return kind(_copied(value) for value in tree)
+    return set(tree) if kind is set else tree
 
 
 class _Holder:
@@ -105,7 +105,7 @@ class _Region:
 
     def repeat(self) -> None:
         """Run the function again, and fill the holders."""
-        args, kwargs = nests.unflatten(self._inputs.open(self._name), _copied(self._rest))
+        args, kwargs = tensor_tree.unflatten(self._inputs.open(self._name), _copied(self._rest))
         count = 0
 
         def pack(tensor: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ class Tape:
             number, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         )
 
-    def _name(self, nest: Any) -> Any:
+    def _name(self, tree: Any) -> Any:
         """Delayed tensors by reference, others by value: they may change later."""
         return tree_map(
             lambda leaf: (
@@ -146,17 +146,17 @@ class Tape:
                 if self.knows(leaf)
                 else leaf.detach().clone()
             ),
-            nest,
+            tree,
         )
 
-    def _swap(self, nest: Any, real: Callable[[_Ref], torch.Tensor]) -> Any:
+    def _swap(self, tree: Any, real: Callable[[_Ref], torch.Tensor]) -> Any:
         return tree_map(
             lambda leaf: (
                 real(self._refer(leaf))
                 if isinstance(leaf, torch.Tensor) and self.knows(leaf)
                 else leaf
             ),
-            nest,
+            tree,
         )
 
     def _replayed(self, wanted: list[_Ref]) -> Callable[[_Ref], torch.Tensor]:
@@ -203,19 +203,19 @@ def _drawing_from(state: torch.Tensor | None, kwargs: dict[str, Any]) -> Iterato
             torch.set_rng_state(before)
 
 
-def _to_meta(nest: Any) -> Any:
+def _to_meta(tree: Any) -> Any:
     return tree_map(
         lambda leaf: leaf.to(_META) if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf,
-        nest,
+        tree,
     )
 
 
-def _leaves(nest: Any) -> list[Any]:
-    if isinstance(nest, dict):
-        nest = list(nest.values())
-    if isinstance(nest, list | tuple):
-        return [leaf for part in nest for leaf in _leaves(part)]
-    return [nest]
+def _leaves(tree: Any) -> list[Any]:
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if isinstance(tree, list | tuple):
+        return [leaf for part in tree for leaf in _leaves(part)]
+    return [tree]
 
 
 def _bound(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:

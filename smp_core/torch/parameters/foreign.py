@@ -121,12 +121,12 @@ def _model_modules() -> list[tuple[str, nn.Module]]:
     return [] if model is None else list(model.module.named_modules())
 
 
-def _first(nest: Any) -> Any:
+def _first(tree: Any) -> Any:
     """The first foreign tensor in the arguments of an operation; there is one."""
-    if isinstance(nest, _Foreign):
-        return nest
-    parts = nest.values() if isinstance(nest, dict) else nest
-    if isinstance(parts, list | tuple) or isinstance(nest, dict):
+    if isinstance(tree, _Foreign):
+        return tree
+    parts = tree.values() if isinstance(tree, dict) else tree
+    if isinstance(parts, list | tuple) or isinstance(tree, dict):
         for part in parts:
             found = _first(part)
             if found is not None:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from smp_core.errors import ArgumentError
-from smp_core.torch import nests
+from smp_core.torch import tensor_tree
 from smp_core.torch.memory import activations
 from smp_core.torch.session import Session
 
@@ -141,7 +141,7 @@ class Tracer(contextlib.ExitStack):
         if self._times:
             self.trace.cost[path] = self.trace.cost.get(path, 0.0) + max(took - frame[1], 0.0)
         if not self._measured:
-            size = sum(nests.nbytes(each) for each in _tensors(outputs))
+            size = sum(tensor_tree.nbytes(each) for each in _tensors(outputs))
             self.trace.bytes[path] = self.trace.bytes.get(path, 0) + size
         self.trace.calls[place] = dataclasses.replace(
             self.trace.calls[place], outputs=_shapes(outputs)
@@ -257,16 +257,16 @@ class _Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _tensors(nest: Any) -> Iterable[torch.Tensor]:
-    if isinstance(nest, torch.Tensor):
-        yield nest
-    elif isinstance(nest, dict):
-        for part in nest.values():
+def _tensors(tree: Any) -> Iterable[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for part in tree.values():
             yield from _tensors(part)
-    elif isinstance(nest, list | tuple | set | frozenset):
-        for part in nest:
+    elif isinstance(tree, list | tuple | set | frozenset):
+        for part in tree:
             yield from _tensors(part)
 
 
-def _shapes(nest: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(each.shape) for each in _tensors(nest))
+def _shapes(tree: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(each.shape) for each in _tensors(tree))

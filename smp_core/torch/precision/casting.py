@@ -16,7 +16,7 @@ from torch import nn
 
 from smp_core.config import Config
 from smp_core.errors import ArgumentTypeError
-from smp_core.torch import nests
+from smp_core.torch import tensor_tree
 from smp_core.torch.parameters import creation, sharing
 from smp_core.torch.session import Session
 
@@ -82,22 +82,22 @@ def _convert_shared(tensors: list[torch.Tensor], dtype: torch.dtype) -> None:
         tensor.data = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def inputs(nest: Any, dtype: torch.dtype) -> Any:
-    """A nest of arguments with its float32 tensors in ``dtype``; the rest, other floating-point dtypes
+def inputs(tree: Any, dtype: torch.dtype) -> Any:
+    """A tree of arguments with its float32 tensors in ``dtype``; the rest, other floating-point dtypes
     too, as it is. One tensor given twice is one tensor still.
     """
-    return _cast(nest, (torch.float32,), dtype)
+    return _cast(tree, (torch.float32,), dtype)
 
 
-def outputs(nest: Any) -> Any:
-    """A nest of results with its 16-bit tensors in float32."""
-    return _cast(nest, HALF, torch.float32)
+def outputs(tree: Any) -> Any:
+    """A tree of results with its 16-bit tensors in float32."""
+    return _cast(tree, HALF, torch.float32)
 
 
-def _cast(nest: Any, given: tuple[torch.dtype, ...], to: torch.dtype) -> Any:
-    if isinstance(nest, torch.Tensor):
-        return nest.to(to) if nest.dtype in given else nest
-    if not any(tensor.dtype in given for tensor in nests.tensors(nest)):
-        return nest
-    found, rest = nests.flatten(nest)
-    return nests.unflatten([_cast(tensor, given, to) for tensor in found], rest)
+def _cast(tree: Any, given: tuple[torch.dtype, ...], to: torch.dtype) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return tree.to(to) if tree.dtype in given else tree
+    if not any(tensor.dtype in given for tensor in tensor_tree.tensors(tree)):
+        return tree
+    found, rest = tensor_tree.flatten(tree)
+    return tensor_tree.unflatten([_cast(tensor, given, to) for tensor in found], rest)

@@ -1,4 +1,4 @@
-"""What is converted to 16 bits: parameters in place, buffers, inputs and outputs in nests."""
+"""What is converted to 16 bits: parameters in place, buffers, inputs and outputs in trees."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_parameters_of_other_dtypes_are_refused_before_anything_changes(smp, dty
 
 
 class Looks(nn.Module):
-    """Takes and gives nests; remembers what it saw."""
+    """Takes and gives trees; remembers what it saw."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Nests of tensors: flattened and put together again, detached, listed."""
+"""Tensor trees: flattened and put together again, detached, listed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections import OrderedDict
 
 import torch
 
-from smp_core.torch.nests import Slot, detached, flatten, map_tensors, tensors, unflatten
+from smp_core.torch.tensor_tree import Slot, detached, flatten, map_tensors, tensors, unflatten
 
 
 def test_flatten_and_unflatten():
     a, b = torch.zeros(2), torch.ones(3)
-    nest = [a, {"b": (b, a, "s")}, OrderedDict(k=None)]
-    found, rest = flatten(nest)
+    tree = [a, {"b": (b, a, "s")}, OrderedDict(k=None)]
+    found, rest = flatten(tree)
     assert [each is given for each, given in zip(found, [a, b], strict=True)] == [True, True]
     assert rest == [Slot(0), {"b": (Slot(1), Slot(0), "s")}, OrderedDict(k=None)]
     again = unflatten(found, pickle.loads(pickle.dumps(rest)))
@@ -22,12 +22,12 @@ def test_flatten_and_unflatten():
     assert type(again[2]) is OrderedDict
 
 
-def test_a_nest_without_tensors_is_its_own_rest():
-    nest = {"a": [1, None]}
-    found, rest = flatten(nest)
+def test_a_tree_without_tensors_is_its_own_rest():
+    tree = {"a": [1, None]}
+    found, rest = flatten(tree)
     assert found == []
-    assert rest is nest
-    assert unflatten([], rest) is nest
+    assert rest is tree
+    assert unflatten([], rest) is tree
 
 
 def test_tensors_are_listed_in_order():

@@ -1,4 +1,4 @@
-"""Objects to send between ranks: picklable nests, with tensors and arrays in them."""
+"""Objects to send between ranks: picklable containers, with tensors and arrays in them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def objects(*, tensors: bool = True, max_leaves: int = 8) -> SearchStrategy[Any]
         leaves += 3 * [_made(recipes(dtype=st.sampled_from(PICKLABLE)))]
     # Not by `one_of`, which would give each kind of atom the weight of all tensors.
     leaf = st.integers(0, len(leaves) - 1).flatmap(lambda at: leaves[at])
-    return st.recursive(st.none() | leaf, _nests, max_leaves=max_leaves)
+    return st.recursive(st.none() | leaf, _containers, max_leaves=max_leaves)
 
 
 def _atoms() -> SearchStrategy[Any]:
@@ -116,7 +116,7 @@ def _made(draw: DrawFn, recipe: SearchStrategy[TensorSpec]) -> torch.Tensor:
     return tensor
 
 
-def _nests(children: SearchStrategy[Any]) -> SearchStrategy[Any]:
+def _containers(children: SearchStrategy[Any]) -> SearchStrategy[Any]:
     # None is mapped from another, as `st.dictionaries` is: Hypothesis prints a mapped object by its
     # own repr where that is shorter, and so any tensor in it.
     return st.one_of(

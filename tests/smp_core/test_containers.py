@@ -1,4 +1,4 @@
-"""Nests: what is one, and that each is rebuilt in its class with all that it carries."""
+"""Containers: what is one, and that each is rebuilt in its class with all that it carries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from smp_core.nests import leaves, map_leaves, opened
+from smp_core.containers import leaves, map_leaves, opened
 
 
 class Point(NamedTuple):
@@ -128,11 +128,11 @@ def test_a_user_dict():
 
 
 def test_what_does_not_change_is_no_copy():
-    nest = [1, {"a": (2, 3)}]
-    assert map_leaves(lambda leaf: leaf, nest) is nest
-    changed = map_leaves(lambda leaf: 9 if leaf == 1 else leaf, nest)
-    assert changed[1] is nest[1]
-    assert nest[0] == 1
+    container = [1, {"a": (2, 3)}]
+    assert map_leaves(lambda leaf: leaf, container) is container
+    changed = map_leaves(lambda leaf: 9 if leaf == 1 else leaf, container)
+    assert changed[1] is container[1]
+    assert container[0] == 1
 
 
 def test_leaves_come_in_order():

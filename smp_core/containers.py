@@ -1,8 +1,8 @@
-"""Nests: what is followed into lists, tuples, dicts and sets, and how each is built anew.
+"""Containers: what is followed into lists, tuples, dicts and sets, and how each is built anew.
 
-A *nest* is a list, tuple (named ones and torch's named results too), dict, set or frozenset, or an
+A *container* is a list, tuple (named ones and torch's named results too), dict, set or frozenset, or an
 instance of a subclass, or a ``UserDict``; everything else is a *leaf*: a string, a tensor, a module, a
-dataclass. A nest is rebuilt in its own class without calling that class's constructor, and keeps what
+dataclass. A container is rebuilt in its own class without calling that class's constructor, and keeps what
 else it carries (attributes, a default factory), so that an output class of a model library survives:
 an ``OrderedDict`` that is a dataclass, whose attributes mirror its items (API 1.3.5).
 
@@ -23,11 +23,11 @@ _HEAP_TYPE = (
 Leaf = Callable[[Any], Any]
 
 
-class Nest(NamedTuple):
-    """A nest, opened.
+class Container(NamedTuple):
+    """A container, opened.
 
     ``places`` are the indices or keys of its ``parts``; of a set they only count. ``close`` builds the
-    nest anew, of other parts in the same order.
+    container anew, of other parts in the same order.
     """
 
     places: list[Hashable]
@@ -35,50 +35,50 @@ class Nest(NamedTuple):
     close: Callable[[Sequence[Any]], Any]
 
 
-def opened(value: Any) -> Nest | None:
-    """The parts of a nest; None for a leaf."""
+def opened(value: Any) -> Container | None:
+    """The parts of a container; None for a leaf."""
     kind = _kind(type(value))  # type: ignore[arg-type]  # a class is hashable
     return None if kind is None else kind(value)
 
 
 def map_leaves(function: Leaf, value: Any) -> Any:
-    """The same nest with ``function(leaf)`` for each leaf.
+    """The same container with ``function(leaf)`` for each leaf.
 
-    A nest in which nothing changes is given back itself, not a copy. Empty nests are nests.
+    A container in which nothing changes is given back itself, not a copy. Empty containers are containers.
     """
-    nest = opened(value)
-    if nest is None:
+    container = opened(value)
+    if container is None:
         return function(value)
-    return closed(value, nest, [map_leaves(function, part) for part in nest.parts])
+    return closed(value, container, [map_leaves(function, part) for part in container.parts])
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """The leaves of a nest, in its order: that of a dict's insertion, an arbitrary one in a set."""
-    nest = opened(value)
-    if nest is None:
+    """The leaves of a container, in its order: that of a dict's insertion, an arbitrary one in a set."""
+    container = opened(value)
+    if container is None:
         yield value
     else:
-        for part in nest.parts:
+        for part in container.parts:
             yield from leaves(part)
 
 
-def closed(value: Any, nest: Nest, parts: Sequence[Any]) -> Any:
-    """``nest`` of new parts, or ``value``, which it was opened from, if these are the old ones."""
-    if all(new is old for new, old in zip(parts, nest.parts, strict=True)):
+def closed(value: Any, container: Container, parts: Sequence[Any]) -> Any:
+    """``container`` of new parts, or ``value``, which it was opened from, if these are the old ones."""
+    if all(new is old for new, old in zip(parts, container.parts, strict=True)):
         return value
-    return nest.close(parts)
+    return container.close(parts)
 
 
 def is_set(value: object) -> bool:
-    """Whether it is a nest without order."""
+    """Whether it is a container without order."""
     return isinstance(value, set | frozenset)
 
 
-# ---- One kind of nest each -----------------------------------------------------------------------
+# ---- One kind of container each ------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=512)
-def _kind(cls: Any) -> Callable[[Any], Nest] | None:
+def _kind(cls: Any) -> Callable[[Any], Container] | None:
     if issubclass(cls, UserDict):
         return _user_dict
     if issubclass(cls, tuple) and hasattr(cls, "n_sequence_fields"):
@@ -96,7 +96,7 @@ def _bare(base: Any, value: Any, *contents: Any) -> Any:
     return new
 
 
-def _list(value: list[Any]) -> Nest:
+def _list(value: list[Any]) -> Container:
     parts = list(list.__iter__(value))
 
     def close(new: Sequence[Any]) -> list[Any]:
@@ -106,20 +106,20 @@ def _list(value: list[Any]) -> Nest:
         list.extend(copy, new)
         return copy  # type: ignore[no-any-return]
 
-    return Nest(list(range(len(parts))), parts, close)
+    return Container(list(range(len(parts))), parts, close)
 
 
-def _tuple(value: tuple[Any, ...]) -> Nest:
+def _tuple(value: tuple[Any, ...]) -> Container:
     parts = list(tuple.__iter__(value))
-    return Nest(list(range(len(parts))), parts, lambda new: _bare(tuple, value, new))
+    return Container(list(range(len(parts))), parts, lambda new: _bare(tuple, value, new))
 
 
-def _result_tuple(value: Any) -> Nest:
-    return Nest(list(range(len(value))), list(value), lambda new: type(value)(list(new)))
+def _result_tuple(value: Any) -> Container:
+    return Container(list(range(len(value))), list(value), lambda new: type(value)(list(new)))
 
 
-def _dict_of(base: Any) -> Callable[[Any], Nest]:
-    def kind(value: Any) -> Nest:
+def _dict_of(base: Any) -> Callable[[Any], Container]:
+    def kind(value: Any) -> Container:
         items = list(base.items(value))
         places = [key for key, _ in items]
 
@@ -132,7 +132,7 @@ def _dict_of(base: Any) -> Callable[[Any], Nest]:
                 _mirror(copy, key, old, part)
             return copy
 
-        return Nest(places, [part for _, part in items], close)
+        return Container(places, [part for _, part in items], close)
 
     return kind
 
@@ -144,7 +144,7 @@ def _mirror(copy: Any, key: object, old: object, new: object) -> None:
         attributes[key] = new
 
 
-def _user_dict(value: UserDict[Any, Any]) -> Nest:
+def _user_dict(value: UserDict[Any, Any]) -> Container:
     places = list(value.data)
 
     def close(new: Sequence[Any]) -> Any:
@@ -152,11 +152,11 @@ def _user_dict(value: UserDict[Any, Any]) -> Nest:
         copy.__dict__["data"] = dict(zip(places, new, strict=True))
         return copy
 
-    return Nest(places, list(value.data.values()), close)
+    return Container(places, list(value.data.values()), close)
 
 
-def _set_of(base: Any) -> Callable[[Any], Nest]:
-    def kind(value: Any) -> Nest:
+def _set_of(base: Any) -> Callable[[Any], Container]:
+    def kind(value: Any) -> Container:
         parts = list(base.__iter__(value))
 
         def close(new: Sequence[Any]) -> Any:
@@ -166,12 +166,12 @@ def _set_of(base: Any) -> Callable[[Any], Nest]:
             base.update(copy, new)
             return copy
 
-        return Nest(list(range(len(parts))), parts, close)
+        return Container(list(range(len(parts))), parts, close)
 
     return kind
 
 
-_KINDS: dict[type, Callable[[Any], Nest]] = {
+_KINDS: dict[type, Callable[[Any], Container]] = {
     list: _list,
     tuple: _tuple,
     dict: _dict_of(dict),
