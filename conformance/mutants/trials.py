@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import gc
 import multiprocessing
 import os
 import shutil
@@ -307,6 +308,9 @@ def in_processes(jobs: Sequence[Job], config: pytest.Config) -> Iterator[tuple[i
     with temporary_folder("smp-mutants-") as folder:
         running: dict[int, _Child] = {}
         waiting = list(enumerate(jobs))[::-1]
+        # A child's collector would look through all that is imported here, and copy these pages for it.
+        gc.collect()
+        gc.freeze()
         try:
             while waiting or running:
                 while waiting and len(running) < len(os.sched_getaffinity(0)):
@@ -321,6 +325,7 @@ def in_processes(jobs: Sequence[Job], config: pytest.Config) -> Iterator[tuple[i
                         shutil.rmtree(folder / str(index), ignore_errors=True)
                         yield index, answer
         finally:
+            gc.unfreeze()
             for child in running.values():
                 child.end()
 
