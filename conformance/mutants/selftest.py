@@ -14,8 +14,10 @@ import pytest
 from conformance.mutants import exclusions, generated
 from conformance.mutants.protocol import Mutant
 from conformance.mutants.trials import (
+    FEW,
     MANY,
     REFERENCE_LIMIT,
+    Attempt,
     DidNotEnd,
     Lost,
     Outcome,
@@ -93,13 +95,14 @@ class Reference:
     """A property without a mutant: how it failed, if it did, and its seconds."""
 
     item: pytest.Item
+    examples: int
 
     def __call__(self, tell: Tell) -> tuple[str, float]:
-        """As many examples as a mutant gets."""
+        """The examples that a mutant gets, or got."""
         forget()
-        tell(REFERENCE_LIMIT)
+        tell(REFERENCE_LIMIT, Attempt(self.item.nodeid, self.examples))
         start = time.monotonic()
-        error = run(self.item, MANY, REFERENCE_LIMIT)
+        error = run(self.item, self.examples, REFERENCE_LIMIT)
         passed = error is None or isinstance(error, pytest.skip.Exception)
         return ("" if passed else shown(error)), time.monotonic() - start  # type: ignore[arg-type]
 
@@ -114,7 +117,7 @@ class Coverage:
     def __call__(self, tell: Tell) -> generated.Lines:
         """Not while it is the reference: the functions say what they do, and so are others."""
         forget()
-        tell(self.seconds)
+        tell(self.seconds, Attempt(self.item.nodeid, SOME))
         with generated.watching() as reached:
             run(self.item, SOME, self.seconds)
         return frozenset(reached)
@@ -169,7 +172,7 @@ class _Selftest:
         if any("smp_engine" in getattr(item, "fixturenames", ()) for item in items):
             # A process's first optimizer imports it, for seconds: once here, and not in each process.
             import torch._dynamo  # noqa: F401
-        costs = self._reference(items)
+        costs = self._reference(items, FEW)
         if costs is None:
             return False
         excluded = Counter(
@@ -180,6 +183,16 @@ class _Selftest:
         trials = [Trial(each, self.properties[each.requirement], costs) for each in here]
         made = self._generated(sites, costs) if sites else []
         tried = self._try([*trials, *made])
+        # Few mutants take MANY examples: only of what killed those the reference need pass as many.
+        late = {
+            outcome.attempt.nodeid
+            for _, outcome in tried
+            if outcome.result is Result.KILLED
+            and outcome.attempt
+            and outcome.attempt.examples > FEW
+        }
+        if self._reference([item for item in items if item.nodeid in late], MANY) is None:
+            return False
         for mutant, outcome in tried:  # for pytest's last line, which would say that no tests ran
             place = (mutant.name, None, mutant.name)
             report = pytest.TestReport(mutant.name, place, {}, "passed", None, "call")
@@ -190,10 +203,13 @@ class _Selftest:
         )
         return enough
 
-    def _reference(self, items: Sequence[pytest.Item]) -> Mapping[pytest.Item, float] | None:
+    def _reference(
+        self, items: Sequence[pytest.Item], examples: int
+    ) -> Mapping[pytest.Item, float] | None:
         """The seconds of each property on the reference; None if one fails."""
         failures, costs = [], {}
-        for index, answer in in_processes([Reference(item) for item in items], self.config):
+        jobs = [Reference(item, examples) for item in items]
+        for index, answer in in_processes(jobs, self.config):
             failed, seconds = (answer.how, 0.0) if isinstance(answer, Lost) else answer
             costs[items[index]] = seconds
             if failed:
@@ -219,7 +235,7 @@ class _Selftest:
             if REQUIREMENTS.named(requirement).level < Level.L3
         }
         items = sorted(below & costs.keys(), key=lambda item: costs[item])
-        watched = [Coverage(item, limit(costs[item])) for item in items]
+        watched = [Coverage(item, limit(costs[item], SOME)) for item in items]
         covered = dict(in_processes(watched, self.config))
         trials = []
         for site in sites:
@@ -242,7 +258,7 @@ class _Selftest:
                 # written by hand says by which exception it dies.
                 kills = answer.started and DidNotEnd in trials[index].mutant.by
                 result = Result.KILLED if kills else Result.BROKEN
-                answer = Outcome(result, answer.how, LOST)
+                answer = Outcome(result, answer.how, LOST, answer.attempt)
             outcomes[index] = answer
             self.terminal.write(_MARKS[answer.result])
             if len(outcomes) % _MARKS_IN_A_LINE == 0 or len(outcomes) == len(trials):

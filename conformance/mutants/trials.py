@@ -53,12 +53,21 @@ START_LIMIT = 30.0
 GRACE = 10.0
 
 
-def limit(cost: float) -> float:
-    """The seconds that a property gets on a mutant, by those that it took on the reference."""
-    return TIMES * cost + MORE
+def limit(cost: float, examples: int = FEW) -> float:
+    """The seconds that a property gets on a mutant, by those of FEW examples on the reference."""
+    return TIMES * cost * max(1.0, examples / FEW) + MORE
 
 
-Tell = Callable[[float], None]  #: says that a property starts now, and its limit in seconds
+@dataclasses.dataclass(frozen=True, slots=True)
+class Attempt:
+    """One property, run with at most so many examples."""
+
+    nodeid: str
+    examples: int
+
+
+#: Says that a property starts now: its limit in seconds, and the attempt.
+Tell = Callable[[float, Attempt], None]
 Job = Callable[[Tell], Any]
 
 
@@ -85,6 +94,7 @@ class Outcome:
     result: Result
     detail: str = ""  #: the property and the exception
     by: str = ""  #: the kind of exception that killed it
+    attempt: Attempt | None = None  #: what killed it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,7 +103,7 @@ class Trial:
 
     mutant: Mutant
     properties: Sequence[pytest.Item]
-    costs: Mapping[pytest.Item, float]  #: seconds on the reference
+    costs: Mapping[pytest.Item, float]  #: seconds of FEW examples on the reference
 
     def __call__(self, tell: Tell) -> Outcome:
         """Plant the mutant and run the properties until one kills it."""
@@ -109,8 +119,9 @@ class Trial:
         skipped, no_kill = 0, Outcome(Result.SURVIVED)
         for examples in (FEW, MANY):
             for item in self.properties:
-                allowed = limit(self.costs[item])
-                tell(allowed)
+                allowed = limit(self.costs[item], examples)
+                attempt = Attempt(item.nodeid, examples)
+                tell(allowed, attempt)
                 error = run(item, examples, allowed)
                 if error is None:
                     continue
@@ -118,7 +129,7 @@ class Trial:
                     skipped += 1
                     continue
                 result = judged(error, self.mutant)
-                outcome = Outcome(result, f"{item.name}: {shown(error)}", kind(error))
+                outcome = Outcome(result, f"{item.name}: {shown(error)}", kind(error), attempt)
                 if result is Result.KILLED or not self.mutant.but:
                     return outcome
                 # Another property may kill it by what a third party sees.
@@ -255,6 +266,7 @@ class Lost:
 
     how: str
     started: bool  #: it had said that a property starts: this ended it, or did not end
+    attempt: Attempt | None = None  #: which property with how many examples
 
 
 @dataclasses.dataclass(slots=True)
@@ -262,7 +274,7 @@ class _Child:
     process: BaseProcess
     answers: Connection
     deadline: float
-    started: bool = False
+    attempt: Attempt | None = None
 
     def heard(self) -> Any:
         """Its answer, or Lost; None as long as there is none."""
@@ -274,14 +286,15 @@ class _Child:
                 return self._lost(f"ended with exit code {self.process.exitcode}")
             if not isinstance(answer, _Started):
                 return answer
-            self.started, self.deadline = True, _now() + answer.seconds + GRACE
+            self.attempt, self.deadline = answer.attempt, _now() + answer.seconds + GRACE
         if _now() > self.deadline:
             return self._lost("did not end in time")
         return None
 
     def _lost(self, how: str) -> Lost:
-        when = "in a property" if self.started else "before its first property"
-        return Lost(f"its process {how}, {when}", self.started)
+        started = self.attempt is not None
+        when = "in a property" if started else "before its first property"
+        return Lost(f"its process {how}, {when}", started, self.attempt)
 
     def end(self) -> None:
         """Whether it has answered or not: its answer is the last that it does."""
@@ -293,6 +306,7 @@ class _Child:
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Started:
     seconds: float
+    attempt: Attempt
 
 
 _now = time.monotonic
@@ -355,7 +369,7 @@ def _work(job: Job, config: pytest.Config, folder: Path, answer: Connection, par
     folder.mkdir()
     config._tmp_path_factory._basetemp = folder  # type: ignore[attr-defined]
     try:
-        found = job(lambda seconds: answer.send(_Started(seconds)))
+        found = job(lambda *started: answer.send(_Started(*started)))
     except BaseException as error:  # a bug of ours, and no fact about a mutant
         found = Lost(f"its trial raised {shown(error)}", started=False)
     answer.send(found)

@@ -12,7 +12,16 @@ import pytest
 
 from conformance.mutants.catalogue import MUTANTS
 from conformance.mutants.selftest import LOST, Score, _kinds, score
-from conformance.mutants.trials import Lost, Outcome, Result, in_processes, limit
+from conformance.mutants.trials import (
+    FEW,
+    MANY,
+    Attempt,
+    Lost,
+    Outcome,
+    Result,
+    in_processes,
+    limit,
+)
 
 SELFTEST = ["--smp-selftest"]
 BARRIERS = [*SELFTEST, "--pyargs", "conformance.suite.test_barriers"]
@@ -158,6 +167,34 @@ def test_the_reference_must_pass(sessions: Any) -> None:
     assert "=== exit 1" in output
 
 
+#: A property that fails with many examples, whatever is planted, and a mutant that changes nothing.
+FAILS_LATE = """
+from conformance.mutants import selftest, trials
+from conformance.mutants.protocol import Bugs
+
+BUGS = Bugs("theirs")
+
+@BUGS.enter("COMM-BARRIER-DEFAULT")
+def their_nothing(patch):
+    "nothing is wrong"
+
+def run(item, examples, seconds, few=trials.run):
+    return AssertionError("late") if examples > trials.FEW else few(item, examples, seconds)
+
+trials.run = selftest.run = run
+"""
+
+
+def test_the_reference_must_pass_the_examples_that_kill(sessions: Any) -> None:
+    (output,) = sessions(
+        [*BARRIERS, "--smp-mutants=planted:BUGS", "--smp-mutant=their-*"], plugin=FAILS_LATE
+    )
+    assert re.search(r"FAILED without a mutant: .*: AssertionError: late\n", output)
+    assert "the reference must pass: nothing is scored" in output
+    assert "killed (" not in output
+    assert "=== exit 1" in output
+
+
 def test_what_is_skipped_is_not_scored(sessions: Any) -> None:
     arguments = [*SELFTEST, "--pyargs", "conformance.suite.test_send_recv", "--smp-ranks=1"]
     (output,) = sessions([*arguments, "--smp-mutant=newest-first"])
@@ -269,6 +306,9 @@ def test_a_process_that_is_lost_without_a_property_kills_nothing(sessions: Any) 
     assert "=== exit 1" in output
 
 
+ATTEMPT = Attempt("test_it.py::test_it", 6)
+
+
 @dataclasses.dataclass
 class Told:
     """A trial that ends its process the first time, and is well the second."""
@@ -278,7 +318,7 @@ class Told:
 
     def __call__(self, tell: Any) -> str:
         if not self.early:
-            tell(60.0)
+            tell(60.0, ATTEMPT)
         try:
             (self.folder / "tried").touch(exist_ok=False)
         except FileExistsError:
@@ -293,14 +333,15 @@ def test_a_lost_process_says_whether_a_property_had_started(
     trial = Told(tmp_path, early)
     ((_, answer),) = in_processes([trial], pytestconfig)
     when = "before its first property" if early else "in a property"
-    assert answer == Lost(f"its process ended with exit code 9, {when}", started=not early)
+    attempt = None if early else ATTEMPT
+    assert answer == Lost(f"its process ended with exit code 9, {when}", not early, attempt)
     ((_, answer),) = in_processes([trial], pytestconfig)
     assert answer == "well"
 
 
 def test_a_bug_of_a_trial_is_no_property(pytestconfig: pytest.Config) -> None:
     def trial(tell: Any) -> None:
-        tell(60.0)
+        tell(60.0, ATTEMPT)
         raise MemoryError("ours")
 
     ((_, answer),) = in_processes([trial], pytestconfig)
@@ -310,6 +351,8 @@ def test_a_bug_of_a_trial_is_no_property(pytestconfig: pytest.Config) -> None:
 def test_a_property_gets_a_multiple_of_its_seconds() -> None:
     assert limit(0.0) > 0
     assert limit(3.0) - limit(2.0) >= 10  # a machine ten times slower than for the reference
+    assert limit(3.0, MANY) - limit(2.0, MANY) >= 10 * MANY / FEW
+    assert limit(3.0, 1) == limit(3.0)  # what comes before the first example is there in any case
 
 
 def test_the_score_of_nothing_is_no_number() -> None:
