@@ -147,6 +147,7 @@ IGNORED_KEYS: tuple[str, ...] = (
 
 _TENSORFLOW = "it is a key of the TensorFlow API"
 _PARTITION_FILE = "the form of such a file was never published; smp.resume_from_checkpoint brings a partition along"
+_IN_HOST_MEMORY = "models are trained on the CPU, where activations are in host memory already"
 
 
 class Config(BaseModel):
@@ -251,10 +252,18 @@ class Config(BaseModel):
         False, "each rank keeps a part of the optimizer state", "API 3.3", since="1.6"
     )
     offload_activations: Flag = key(
-        False, "checkpointed activations go to host memory", "API 3.3", since="1.6"
+        False,
+        "checkpointed activations go to host memory",
+        source="API 3.3",
+        since="1.6",
+        without_effect=_IN_HOST_MEMORY,
     )
     activation_loading_horizon: Count = key(
-        4, "pipeline tasks ahead of which they come back", "API 3.3", since="1.6"
+        4,
+        "pipeline tasks ahead of which they come back",
+        source="API 3.3",
+        since="1.6",
+        without_effect=_IN_HOST_MEMORY,
     )
     delayed_parameter_initialization: Flag = key(
         # No default was published; what it delays is documented for a context manager that a script

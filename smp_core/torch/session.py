@@ -190,7 +190,6 @@ class Session:
     tracing: bool = False
     tape: Any = None  # of delayed initialisation (creation.Tape)
     restored: Any = None
-    offload: Any = None  # what would have been offloaded (offload.OffloadLedger)
 
 
 def current(call: str) -> Session:

@@ -1,1 +1,1 @@
-"""Activations between a forward pass and its backward pass: computed again, or offloaded."""
+"""Activations between a forward pass and its backward pass: which are computed again."""

@@ -31,7 +31,6 @@ from torch import nn
 
 from smp_core.errors import ArgumentError, ArgumentTypeError
 from smp_core.torch import session as sessions
-from smp_core.torch import tensor_tree
 from smp_core.torch.exceptions import (
     OutsideStepError,
     PartitionError,
@@ -42,7 +41,7 @@ from smp_core.torch.execution import uses
 from smp_core.torch.execution.activity import Activity
 from smp_core.torch.execution.calls import Site
 from smp_core.torch.execution.schedule import Phase
-from smp_core.torch.memory import offload, recompute
+from smp_core.torch.memory import recompute
 
 MARK = "_smp_activation_checkpointing"  #: attribute in which a policy is left on a module
 ARGUMENT = "_smp_checkpoint"  #: keyword argument by which a policy comes with a call
@@ -246,14 +245,6 @@ def _region(
 ) -> Any:
     activity = activities.current()
     buffers = recompute.Buffers(module)
-    entry = None
-    if activity is not None:
-        size = sum(
-            tensor_tree.nbytes(each)
-            for each in tensor_tree.tensors((args, kwargs))
-            if _leaves(each)
-        )
-        entry = offload.leaves(activity.step.session, activity.microbatch, path, size)
 
     @contextlib.contextmanager
     def again() -> Iterator[None]:
@@ -263,8 +254,6 @@ def _region(
                 f"module {path or '(the whole)'}: backward through a checkpointed module was called "
                 "outside of the step in which it ran. Call model.backward(loss) in the function that smp.step decorates"
             )
-        if entry is not None:
-            offload.needed(entry)
         with buffers.restored(), _told(now, path), uses.repeating():
             before, _thread.repeating = _thread.repeating, True
             try:
@@ -275,11 +264,6 @@ def _region(
     preserve = policy.preserve_rng_state and activity is None
     name = f"module {path!r} ({type(module).__name__})"
     return recompute.run(name, once, args, kwargs, again, preserve)
-
-
-def _leaves(tensor: torch.Tensor) -> bool:
-    """Whether a tensor would be offloaded: a parameter would not."""
-    return not isinstance(tensor, nn.Parameter)
 
 
 @contextlib.contextmanager
