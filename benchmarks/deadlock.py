@@ -6,8 +6,8 @@ from torch import distributed as dist
 
 import smp_core.torch as smp
 from benchmarks.figures import Figure, median, seconds
-from smp_core.backends import open_backend
-from smp_core.backends.base import Job, VerdictKind
+from pytest_smp.ranks.backends import open_backend
+from pytest_smp.ranks.protocols import Job, VerdictKind
 
 RANKS = 8
 REPEATS = 200

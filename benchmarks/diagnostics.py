@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from benchmarks.figures import Figure
+from pytest_smp.ranks.backends import find_backend, open_backend
 from pytest_smp.strategies.communication.profile import run_invalid, run_valid
-from smp_core.backends import find_backend, open_backend
 
 INVALID = 1000
 VALID = 500

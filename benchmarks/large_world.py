@@ -44,8 +44,8 @@ def body():
 def run() -> None:
     """In the process of its own: print seconds and bytes."""
     start = time.perf_counter()
-    from smp_core.backends import open_backend
-    from smp_core.backends.base import Job
+    from pytest_smp.ranks.backends import open_backend
+    from pytest_smp.ranks.protocols import Job
 
     host = open_backend("sim")
     job = Job(body=body, arguments=lambda rank: ((), {}), parameters=PARAMETERS)

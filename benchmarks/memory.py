@@ -75,8 +75,8 @@ Samples = Sequence[tuple[str, str, Mapping[str, int]]]
 
 def samples(degree: int) -> Samples:
     """Of the rank that holds the most, at its fullest."""
-    from smp_core.backends import open_backend
-    from smp_core.backends.base import Job
+    from pytest_smp.ranks.backends import open_backend
+    from pytest_smp.ranks.protocols import Job
 
     host = open_backend("sim")
     parameters = {**PARAMETERS, "sharded_data_parallel_degree": degree}

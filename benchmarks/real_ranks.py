@@ -14,8 +14,8 @@ from torch import distributed as dist
 
 import smp_core.torch as smp
 from benchmarks.figures import Figure, median, seconds
-from smp_core.backends import open_backend
-from smp_core.backends.base import HostOptions, Job, Report, VerdictKind, World
+from pytest_smp.ranks.backends import open_backend
+from pytest_smp.ranks.protocols import HostOptions, Job, Report, VerdictKind, World
 
 RANKS = 8
 RUNS = 200  # of one body

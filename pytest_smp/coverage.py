@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from smp_core.backends.base import Outcome
+from pytest_smp.ranks.protocols import Outcome
 
 #: The settings that say what is measured, by their names in coverage's configuration.
 _OPTIONS = (
@@ -32,7 +32,7 @@ _SILENT = (
 
 @dataclasses.dataclass
 class LinesOfRanks:
-    """Measures on a rank process as the controller does. See smp_core.backends.hosts.measuring."""
+    """Measures on a rank process as the controller does. See pytest_smp.ranks.processes.measuring."""
 
     file: str | None  # of the configuration, for what plugins of coverage find there
     options: dict[str, Any]

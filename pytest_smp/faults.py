@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from smp_core.backends.faults import (
+from pytest_smp.ranks.faults import (
     Corrupt,
     Drop,
     Exit,

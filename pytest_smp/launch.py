@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from smp_core.backends.hosts.launchers import Launch
+    from smp_core.transport.launchers import Launch
 
 _NAME = "external"
 _AFTER_YOU = 2.0  # seconds
@@ -30,9 +30,9 @@ def split(config: pytest.Config) -> int | None:
     asked = config.getoption("smp_backend") or str(config.getini("smp_backend") or "")
     if asked and not is_external(asked):
         return None
-    from smp_core.backends import find_backend
-    from smp_core.backends.hosts.launchers import launch_of
+    from pytest_smp.ranks.backends import find_backend
     from smp_core.errors import BackendError
+    from smp_core.transport.launchers import launch_of
 
     try:
         launch = launch_of(os.environ)
@@ -53,7 +53,7 @@ def split(config: pytest.Config) -> int | None:
         if launch.rank:  # rank 0 says it first, and the launcher ends the others then
             time.sleep(_AFTER_YOU)
         raise pytest.UsageError(refused)
-    from smp_core.backends.hosts import external
+    from pytest_smp.ranks.processes import external
 
     try:
         return external.split(launch, fabric, capture=config.getoption("capture", "fd") != "no")
@@ -82,6 +82,6 @@ def shortage(ranks: int, there: int) -> str:
 
 
 def _job() -> Launch | None:
-    external = sys.modules.get("smp_core.backends.hosts.external")
+    external = sys.modules.get("pytest_smp.ranks.processes.external")
     job = None if external is None else external.Job.current
     return None if job is None else job.launch

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_smp import launch, settings, summary
+from pytest_smp import launch, moved, settings, summary
 
 if TYPE_CHECKING:
     from pytest_smp.faults import SmpFaults
@@ -27,6 +27,8 @@ PRELOAD: pytest.StashKey[tuple[str, ...]] = pytest.StashKey()
 _RANKS = "_smp_ranks"
 
 pytest_addoption = settings.add_options
+
+moved.install()  # now: a conftest or a plugin of others may import from an old address
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -230,7 +232,7 @@ def pytest_enter_pdb(config: pytest.Config) -> None:
     if controller is None:
         return
     controller.debugging = True
-    from smp_core.backends.hosts.current import current
+    from smp_core.transport.current_rank import current
 
     rank = current()
     if rank is not None:

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 from pytest_smp.failures import Failure
 from pytest_smp.proxies import the_smp
 from smp_core import runtime
-from smp_core.backends.hosts import current
 from smp_core.errors import ThreadError
+from smp_core.transport import current_rank
 
 _ELSEWHERE = "external"  # its ranks may be spread over machines
 
@@ -77,7 +77,7 @@ def _runtime_of(failure: Failure, fabric: Any) -> Any:
 def of(failure: Failure, error: BaseException) -> Iterator[None]:
     """While entered, this thread is the rank that the failure is of, and ``error`` its exception."""
     _name_globals(error.__traceback__)
-    if failure.root is None or current.current() is not None:
+    if failure.root is None or current_rank.current() is not None:
         yield
         return
     fabric: Any = _Fabric(failure)
@@ -88,8 +88,8 @@ def of(failure: Failure, error: BaseException) -> Iterator[None]:
         job=SimpleNamespace(parameters=None, automatic_init=False),
         runtime=_runtime_of(failure, fabric),
     )
-    current.set_current(context)
+    current_rank.set_current(context)
     try:
         yield
     finally:
-        current.set_current(None)
+        current_rank.set_current(None)

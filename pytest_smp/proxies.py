@@ -21,10 +21,10 @@ from smp_core.errors import ArgumentError, SmpError, ThreadError
 if TYPE_CHECKING:
     import pytest
 
+    from pytest_smp.ranks.capabilities import Capabilities
+    from pytest_smp.ranks.protocols import Report
+    from pytest_smp.ranks.schedule import Schedule
     from pytest_smp.settings import Settings
-    from smp_core.backends.base import Report
-    from smp_core.backends.capabilities import Capabilities
-    from smp_core.backends.schedule import Schedule
 
 # pytest leaves these frames out below an error that we raise on purpose; a bug of ours shows them.
 __tracebackhide__ = operator.methodcaller("errisinstance", SmpError)
@@ -34,19 +34,19 @@ __tracebackhide__ = operator.methodcaller("errisinstance", SmpError)
 def _parts() -> tuple[Any, Any]:
     """The API, and what knows the rank. Torch is loaded when somebody uses the fixture, not before."""
     import smp_core.torch as api
-    from smp_core.backends.hosts import current
+    from smp_core.transport import current_rank
 
-    return api, current
+    return api, current_rank
 
 
 class Smp:
     """The API, ``import smp_core.torch as smp``, on the rank that uses it."""
 
     def __getattr__(self, name: str) -> Any:
-        api, current = _parts()
+        api, current_rank = _parts()
         value = getattr(api, name)
-        if callable(value) and not isinstance(value, type) and current.current() is None:
-            current.refuse_child_thread()
+        if callable(value) and not isinstance(value, type) and current_rank.current() is None:
+            current_rank.refuse_child_thread()
             raise ThreadError(
                 f"smp.{name} was used outside a rank: fixtures and plain tests run once, in the controller. "
                 "Use it in the body of a test marked smp, or in a function that smp_world runs"
@@ -114,7 +114,7 @@ class SmpWorld:
     @property
     def capabilities(self) -> Capabilities:
         """What the backend claims (--smp-backend)."""
-        from smp_core.backends import find_backend
+        from pytest_smp.ranks.backends import find_backend
 
         return find_backend(self._controller.settings.backend).capabilities
 
@@ -186,7 +186,7 @@ class SmpWorld:
             if not number or not 0 < timeout < math.inf:
                 raise ArgumentError(f"smp_world: timeout={timeout!r}: must be seconds above 0")
         if schedule is not None:
-            from smp_core.backends.schedule import Schedule
+            from pytest_smp.ranks.schedule import Schedule
 
             if not isinstance(schedule, Schedule):
                 raise ArgumentError(

@@ -88,8 +88,8 @@ class Prelude:
         from _pytest.config import get_config
         from _pytest.pathlib import import_path
 
-        from smp_core.backends import parcels
-        from smp_core.backends.hosts import measuring
+        from pytest_smp.ranks import serialization
+        from pytest_smp.ranks.processes import measuring
 
         os.chdir(self.directory)
         sys.path[:] = self.path
@@ -123,7 +123,7 @@ class Prelude:
                         return text.replace("%", "%%")
             return None
 
-        parcels.Importer.load = staticmethod(load)
+        serialization.Importer.load = staticmethod(load)
         util._reprcompare, util._config = explain, config
         import pytest_smp.running  # noqa: F401  what arguments come packed in
 

@@ -17,7 +17,7 @@ from typing import Any
 import hypothesis
 from hypothesis.internal.conjecture import providers
 
-from smp_core.backends.base import Host, Job
+from pytest_smp.ranks.protocols import Host, Job
 
 _SETTINGS = "_hypothesis_internal_use_settings"
 

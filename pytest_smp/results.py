@@ -16,9 +16,7 @@ from hypothesis.errors import UnsatisfiedAssumption
 
 from pytest_smp import failures
 from pytest_smp.failures import Failure
-from smp_core.backends.base import Outcome, OutcomeKind, Report, VerdictKind
-from smp_core.backends.frames import is_ours
-from smp_core.backends.hosts.diagnosis import ranks_text
+from pytest_smp.ranks.protocols import Outcome, OutcomeKind, Report, VerdictKind
 from smp_core.errors import (
     LeakError,
     RankDisagreementError,
@@ -26,6 +24,8 @@ from smp_core.errors import (
     SmpError,
     VerdictError,
 )
+from smp_core.transport.diagnosis import ranks_text
+from smp_core.transport.stack_frames import is_ours
 
 _ENDS_THE_SESSION = (KeyboardInterrupt, pytest.exit.Exception)
 

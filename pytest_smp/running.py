@@ -26,23 +26,16 @@ from pytest_smp import readiness, results
 from pytest_smp.coverage import Coverage
 from pytest_smp.faults import among as faults_among
 from pytest_smp.proxies import TmpPath
+from pytest_smp.ranks import serialization
+from pytest_smp.ranks.backends import open_backend
+from pytest_smp.ranks.faults import Fault, unreached
+from pytest_smp.ranks.faults import check as check_faults
+from pytest_smp.ranks.protocols import Host, HostOptions, Job, OutcomeKind, Report, VerdictKind
+from pytest_smp.ranks.schedule import ROUND_ROBIN, Schedule
 from pytest_smp.settings import Settings
 from pytest_smp.strategies.schedules import schedules
 from pytest_smp.time_limits import TimeLimits
 from smp_core import runtime
-from smp_core.backends import open_backend, parcels
-from smp_core.backends.base import (
-    Host,
-    HostOptions,
-    Job,
-    OutcomeKind,
-    Report,
-    VerdictKind,
-)
-from smp_core.backends.faults import Fault, unreached
-from smp_core.backends.faults import check as check_faults
-from smp_core.backends.payload import Payload, plain_dumps
-from smp_core.backends.schedule import ROUND_ROBIN, Schedule
 from smp_core.errors import (
     ArgumentError,
     BackendError,
@@ -52,6 +45,7 @@ from smp_core.errors import (
     StuckError,
     UnsupportedError,
 )
+from smp_core.transport.payload import Payload, plain_dumps
 
 # pytest leaves these frames out below an error that we raise on purpose; a bug of ours shows them.
 __tracebackhide__ = operator.methodcaller("errisinstance", SmpError)
@@ -68,7 +62,7 @@ def _dumps(obj: object) -> bytes:
     try:
         return plain_dumps(obj)
     except Exception:
-        return parcels.dumps(obj)
+        return serialization.dumps(obj)
 
 
 class Arguments:

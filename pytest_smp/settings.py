@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from pytest_smp import launch
-from smp_core.backends import find_backend
-from smp_core.backends.schedule import Schedule
+from pytest_smp.ranks.backends import find_backend
+from pytest_smp.ranks.schedule import Schedule
 from smp_core.errors import SmpError
 
 

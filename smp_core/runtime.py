@@ -15,8 +15,6 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from smp_core.backends.base import Fabric, Group
-from smp_core.backends.hosts import current as rank_threads
 from smp_core.config import Config, IgnoredKeyWarning
 from smp_core.errors import (
     AlreadyInitializedError,
@@ -25,6 +23,8 @@ from smp_core.errors import (
     SmpError,
 )
 from smp_core.topology import GroupKind, Topology
+from smp_core.transport import current_rank as rank_threads
+from smp_core.transport.protocols import Fabric, Group
 
 # pytest leaves these frames out below an error that we raise on purpose; a bug of ours shows them.
 __tracebackhide__ = operator.methodcaller("errisinstance", SmpError)
@@ -235,7 +235,7 @@ def _topology(key: _Same, size: int) -> Topology:
 
 def _of_process(config: Mapping[str, Any] | None) -> Runtime:
     """The runtime of a plain script. The configuration is refused before any rank is met."""
-    from smp_core.backends.fabrics.launched import find_place
+    from smp_core.transport.launched import find_place
 
     parsed, place = _parse(config, _launcher_parameters()), find_place()
     topology = _topology(_Same(parsed), place.size)

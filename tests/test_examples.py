@@ -18,7 +18,7 @@ import torch
 
 import smp_core.torch as smp
 from pytest_smp import replay
-from smp_core.backends.hosts.mpiexec import find_mpiexec
+from pytest_smp.ranks.mpi.mpiexec import find_mpiexec
 from smp_core.errors import BackendError
 from smp_core.torch.memory.recorder import Recorder, Sample
 

@@ -14,9 +14,9 @@ from conformance.cases.tensors import COLLECTIVES, Case, Shape
 from conformance.requirements.registry import Capability
 from conformance.session.verdicts import not_supported
 from pytest_smp.proxies import SmpWorld
+from pytest_smp.ranks.capabilities import Capabilities
 from pytest_smp.strategies.numbers import ALL
 from pytest_smp.strategies.recipes import LAYOUTS
-from smp_core.backends.capabilities import Capabilities
 
 #: A property of tensor collectives draws worlds of up to so many ranks: the smallest with a fold of
 #: three full levels. COLL-SIZES takes every size of them.

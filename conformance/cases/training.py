@@ -29,7 +29,7 @@ from pytest_smp.strategies.training_sharding import (
     ShardedTraining,
     sharded_trainings,
 )
-from smp_core.backends.hosts import current
+from smp_core.transport import current_rank
 
 
 def trials(count: int) -> settings:
@@ -146,7 +146,7 @@ def train_on_rank(engine: str, case: Training, salted: bool = False) -> Seen:
     """
     found = find_engine(engine)
     if found.conventions.fresh:
-        current.retire(f"engine {found.name} trains one case in a process")
+        current_rank.retire(f"engine {found.name} trains one case in a process")
     replica = found.replica(case)
     at = importlib.import_module("torch.distributed").get_rank() if case.ranks > 1 else 0
     session = found.build(case, salt=f"rank {at}" if salted and at else "")

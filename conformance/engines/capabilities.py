@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from smp_core.backends.capabilities import Capability
+from pytest_smp.ranks.capabilities import Capability
 
 
 class EngineCapability(enum.StrEnum):

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from conformance.engines.capabilities import EngineCapability, Need
-from smp_core.backends.capabilities import Capability
+from pytest_smp.ranks.capabilities import Capability
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

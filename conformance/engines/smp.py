@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from conformance.engines.capabilities import EngineCapability
 from conformance.engines.protocol import Conventions, Session
-from smp_core.backends.capabilities import Capability
+from pytest_smp.ranks.capabilities import Capability
 
 if TYPE_CHECKING:
     from pytest_smp.strategies.training import Training

@@ -11,12 +11,12 @@ from conformance.cases.traffic import COLLECTIVES
 from conformance.mutants.blocks import PerRun
 from conformance.mutants.point_to_point import EITHER, Done, landing_twice, wrap_dist
 from conformance.mutants.protocol import Bugs, Patch
-from smp_core.backends.fabrics.memory import Flight
-from smp_core.backends.fabrics.sim import collectives
-from smp_core.backends.fabrics.sim.matching import Call
-from smp_core.backends.fabrics.sim.process_group import SharedGroup, SimProcessGroup
-from smp_core.backends.fabrics.sim.work import SimWork
+from pytest_smp.ranks.sim import collectives
+from pytest_smp.ranks.sim.matching import Call
+from pytest_smp.ranks.sim.process_group import SharedGroup, SimProcessGroup
+from pytest_smp.ranks.sim.work import SimWork
 from smp_core.errors import VerdictError
+from smp_core.transport.memory import Flight
 
 BUGS = Bugs("asynchronous work")
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import smp_core.torch as smp
 from conformance.mutants.protocol import Patch
+from pytest_smp.ranks.sim.objects import SimObjects
 from smp_core import runtime
-from smp_core.backends.base import Group
-from smp_core.backends.fabrics.sim.objects import SimObjects
-from smp_core.backends.hosts import current
-from smp_core.backends.payload import Payload
+from smp_core.transport import current_rank
+from smp_core.transport.payload import Payload
+from smp_core.transport.protocols import Group
 
 
 class PerRun:
@@ -25,7 +25,7 @@ class PerRun:
         self._state: Any = None
 
     def __call__(self) -> Any:
-        context = current.current()
+        context = current_rank.current()
         assert context is not None
         if self._job is not context.job:
             self._job, self._state = context.job, self._make()

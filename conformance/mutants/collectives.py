@@ -19,11 +19,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from conformance.mutants.blocks import PerRun
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
+from pytest_smp.ranks.sim import collectives
 from smp_core import reduction
-from smp_core.backends.fabrics.checked_group import CheckedGroup
-from smp_core.backends.fabrics.memory import Flight, copy, poison
-from smp_core.backends.fabrics.sim import collectives
 from smp_core.errors import ArgumentError, VerdictError
+from smp_core.transport.checked_group import CheckedGroup
+from smp_core.transport.memory import Flight, copy, poison
 
 BUGS = Bugs("collectives and layout")
 RANKS = "groups, roots and rank mapping"

@@ -8,10 +8,10 @@ from typing import Any
 import smp_core.torch as smp
 from conformance.mutants.blocks import members, wrap
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
+from pytest_smp.ranks.sim import objects
 from smp_core import comm
-from smp_core.backends.fabrics.sim import objects
-from smp_core.backends.payload import Payload
 from smp_core.errors import PayloadError, RankError, VerdictError
+from smp_core.transport.payload import Payload
 
 BUGS = Bugs("errors, hangs, pickling and resources")
 

@@ -35,9 +35,9 @@ MODULES = (
     "smp_core.comm",
     "smp_core.topology",
     "smp_core.reduction",
-    "smp_core.backends.fabrics.sim.objects",
-    "smp_core.backends.fabrics.sim.matching",
-    "smp_core.backends.payload",
+    "pytest_smp.ranks.sim.objects",
+    "pytest_smp.ranks.sim.matching",
+    "smp_core.transport.payload",
 )
 
 Lines = frozenset[tuple[str, int]]  #: module and line

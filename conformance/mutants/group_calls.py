@@ -9,11 +9,11 @@ from typing import Any
 import smp_core.torch as smp
 from conformance.mutants.blocks import PerRun, mailbox, members, wrap
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
-from smp_core.backends.base import Group
-from smp_core.backends.fabrics.sim import objects
-from smp_core.backends.fabrics.sim.objects import SimObjects
-from smp_core.backends.payload import Payload
+from pytest_smp.ranks.sim import objects
+from pytest_smp.ranks.sim.objects import SimObjects
 from smp_core.errors import RankError, VerdictError
+from smp_core.transport.payload import Payload
+from smp_core.transport.protocols import Group
 
 BUGS = Bugs("collectives and layout")
 

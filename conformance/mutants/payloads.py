@@ -15,9 +15,9 @@ import torch
 import smp_core.torch as smp
 from conformance.mutants.blocks import PerRun, wrap
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
-from smp_core.backends.fabrics.sim import objects
-from smp_core.backends.payload import Payload
+from pytest_smp.ranks.sim import objects
 from smp_core.errors import PayloadError
+from smp_core.transport.payload import Payload
 
 BUGS = Bugs("errors, hangs, pickling and resources")
 

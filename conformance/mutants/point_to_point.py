@@ -13,14 +13,14 @@ from torch.distributed import distributed_c10d as c10d
 
 from conformance.mutants.blocks import PerRun
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
-from smp_core.backends.fabrics.memory import Flight
-from smp_core.backends.fabrics.sim import mailbox
-from smp_core.backends.fabrics.sim.mailbox import Mailbox, Post
-from smp_core.backends.fabrics.sim.process_group import SharedGroup, SimProcessGroup
-from smp_core.backends.fabrics.sim.work import SimWork
-from smp_core.backends.hosts import current
-from smp_core.backends.peers import ANY, Source
+from pytest_smp.ranks.sim import mailbox
+from pytest_smp.ranks.sim.mailbox import Mailbox, Post
+from pytest_smp.ranks.sim.process_group import SharedGroup, SimProcessGroup
+from pytest_smp.ranks.sim.work import SimWork
 from smp_core.errors import RankError, UnsupportedError, VerdictError
+from smp_core.transport import current_rank
+from smp_core.transport.memory import Flight
+from smp_core.transport.peers import ANY, Source
 
 BUGS = Bugs("point-to-point")
 
@@ -215,7 +215,7 @@ def landing_twice(patch: Patch) -> None:
     land = Flight.land
 
     def again(self: Flight, values: Any) -> None:
-        context = current.current()
+        context = current_rank.current()
         assert context is not None
         land(self, values)
         shapes = tuple((each.shape, each.dtype) for each in self.outputs)

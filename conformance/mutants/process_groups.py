@@ -12,8 +12,8 @@ import torch.distributed as dist
 from conformance.mutants.blocks import PerRun
 from conformance.mutants.point_to_point import EITHER, Done, wrap_dist
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
-from smp_core.backends.fabrics.sim.matching import Meeting
-from smp_core.backends.fabrics.sim.process_group import SimProcessGroup
+from pytest_smp.ranks.sim.matching import Meeting
+from pytest_smp.ranks.sim.process_group import SimProcessGroup
 from smp_core.errors import ArgumentError, NotInitializedError, VerdictError
 
 BUGS = Bugs("groups, roots and rank mapping")

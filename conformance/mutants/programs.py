@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
-from smp_core.backends.fabrics.sim.matching import Channel, Complete
-from smp_core.backends.fabrics.sim.process_group import SimProcessGroup
+from pytest_smp.ranks.sim.matching import Channel, Complete
+from pytest_smp.ranks.sim.process_group import SimProcessGroup
 from smp_core.errors import VerdictError
 
 BUGS = Bugs("collectives and layout")

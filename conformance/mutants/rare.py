@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from conformance.mutants.collectives import around, members, reduces
 from conformance.mutants.protocol import Bugs, Patch
-from smp_core.backends.fabrics.sim.process_group import SimProcessGroup
+from pytest_smp.ranks.sim.process_group import SimProcessGroup
 
 BUGS = Bugs("rare bugs of collectives")
 

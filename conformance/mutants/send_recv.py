@@ -10,10 +10,10 @@ import torch
 import smp_core.torch as smp
 from conformance.mutants.blocks import PerRun, mailbox, wrap
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
+from pytest_smp.ranks.sim import objects
 from smp_core import comm
-from smp_core.backends.fabrics.sim import objects
-from smp_core.backends.payload import Payload
 from smp_core.errors import RankError, VerdictError
+from smp_core.transport.payload import Payload
 
 BUGS = Bugs("point-to-point")
 

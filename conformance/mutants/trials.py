@@ -31,8 +31,8 @@ from hypothesis.errors import HypothesisException
 
 from conformance.mutants.folder import temporary_folder
 from conformance.mutants.protocol import Mutant
+from pytest_smp.ranks.processes.fork_server import die_with_parent
 from smp_core import runtime, topology
-from smp_core.backends.hosts.nursery import die_with_parent
 
 #: Numbers of examples: few are enough for most mutants, so every property gets a few first. (A
 #: property that asks for fewer by itself gets those.)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 
 from conformance.engines.capabilities import NEEDS, EngineCapability, Need
-from smp_core.backends.capabilities import Capability
+from pytest_smp.ranks.capabilities import Capability
 
 __all__ = [
     "NEEDS",

@@ -21,10 +21,10 @@ from conformance.session.expectations import Expectation
 from conformance.session.options import Options
 from conformance.session.results import Result, property_name
 from conformance.session.verdicts import Outcome, Verdict
+from pytest_smp.ranks.capabilities import Capabilities, Capability
+from pytest_smp.ranks.protocols import Backend
 from pytest_smp.settings import Settings
 from pytest_smp.written import write_text
-from smp_core.backends.base import Backend
-from smp_core.backends.capabilities import Capabilities, Capability
 
 SCHEMA = Path(__file__).parents[1] / "report.schema.json"
 SCHEMA_VERSION = 2

@@ -36,8 +36,8 @@ from conformance.session.verdicts import (
     table,
 )
 from pytest_smp import settings, written
-from smp_core.backends import find_backend
-from smp_core.backends.capabilities import DTYPES, EVERYTHING, REDUCTIONS, Capabilities, Capability
+from pytest_smp.ranks.backends import find_backend
+from pytest_smp.ranks.capabilities import DTYPES, EVERYTHING, REDUCTIONS, Capabilities, Capability
 from smp_core.errors import BackendError, RunTimeout
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from conformance.cases.draws import MOST_RANKS, share
 from conformance.requirements.catalogue import requirement
 from pytest_smp import strategies
 from pytest_smp.proxies import SmpWorld
-from smp_core.backends.capabilities import BOOL, Capabilities, Capability
+from pytest_smp.ranks.capabilities import BOOL, Capabilities, Capability
 
 LAYOUTS = {Capability.LAYOUTS, Capability.MESSAGE_LAYOUTS}
 

@@ -19,7 +19,7 @@ from pytest_smp.proxies import SmpWorld
 from pytest_smp.strategies import training_oracle as oracle
 from pytest_smp.strategies.training_models import Block, Model, build
 from pytest_smp.strategies.training_sharding import ShardedTraining
-from smp_core.backends.hosts import current
+from smp_core.transport import current_rank
 
 Data = st.DataObject
 State = dict[str, list[Tensor]]
@@ -29,7 +29,7 @@ def opened(engine: str, case: ShardedTraining) -> tuple[ShardedSession, int]:
     """The session of this rank, and its replica."""
     found = find_engine(engine)
     if found.conventions.fresh:
-        current.retire(f"engine {found.name} trains one case in a process")
+        current_rank.retire(f"engine {found.name} trains one case in a process")
     replica = found.replica(case)
     session: Any = found.build(case)
     oracle.seed(case, replica)

@@ -27,7 +27,7 @@ from conformance.cases.tensors import COLLECTIVES, Case, exact_bound, play
 from conformance.requirements.catalogue import requirement
 from conformance.requirements.collectives import EMPTY, operation_of
 from pytest_smp.proxies import SmpWorld
-from smp_core.backends.capabilities import REDUCTIONS, Capabilities
+from pytest_smp.ranks.capabilities import REDUCTIONS, Capabilities
 
 
 @pytest.mark.parametrize(

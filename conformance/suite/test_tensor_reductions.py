@@ -31,8 +31,8 @@ from conformance.requirements.catalogue import requirement
 from conformance.requirements.registry import Capability
 from conformance.session.verdicts import not_supported
 from pytest_smp.proxies import SmpWorld
+from pytest_smp.ranks.capabilities import REDUCTIONS
 from pytest_smp.strategies import same
-from smp_core.backends.capabilities import REDUCTIONS
 
 SIGNS = get_args(Signs)
 

@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from pytest_smp.ranks.backends import open_backend
+from pytest_smp.ranks.faults import Claim
+from pytest_smp.ranks.protocols import Host, HostOptions, Job, Report, VerdictKind
 from pytest_smp.soak import leaks, programs, verdicts
 from pytest_smp.soak.inside import Inside
 from pytest_smp.soak.leaks import Held
 from pytest_smp.soak.programs import Arguments
 from pytest_smp.soak.verdicts import Case
-from smp_core.backends import open_backend
-from smp_core.backends.base import Host, HostOptions, Job, Report, VerdictKind
-from smp_core.backends.faults import Claim
 
 _ENDING = 5.0  # seconds that processes get to end after the host was closed
 

@@ -9,11 +9,7 @@ import signal
 from collections.abc import Callable, Collection
 from typing import Any
 
-from pytest_smp.soak import programs
-from pytest_smp.soak.inside import Inside
-from pytest_smp.soak.programs import Step
-from smp_core.backends.base import OutcomeKind, Report, VerdictKind
-from smp_core.backends.faults import (
+from pytest_smp.ranks.faults import (
     SIGNALS,
     Claim,
     Corrupt,
@@ -26,6 +22,10 @@ from smp_core.backends.faults import (
     Stall,
     Unpicklable,
 )
+from pytest_smp.ranks.protocols import OutcomeKind, Report, VerdictKind
+from pytest_smp.soak import programs
+from pytest_smp.soak.inside import Inside
+from pytest_smp.soak.programs import Step
 from smp_core.errors import InjectedError, PayloadError
 
 

@@ -26,14 +26,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from pytest_smp.ranks.faults import Exit, Kill, Raise, Stall
+from pytest_smp.ranks.schedule import Schedule
 from pytest_smp.strategies.configuration import configs
 from pytest_smp.strategies.faults import faults
 from pytest_smp.strategies.mistakes import invalid_configs
 from pytest_smp.strategies.overflows import Overflows, overflows
 from pytest_smp.strategies.schedules import schedules
 from pytest_smp.strategies.worlds import degrees, groups, placements, topologies, world_sizes
-from smp_core.backends.faults import Exit, Kill, Raise, Stall
-from smp_core.backends.schedule import Schedule
 from smp_core.topology import Topology
 
 if TYPE_CHECKING:

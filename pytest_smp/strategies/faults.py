@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 from hypothesis.strategies import SearchStrategy
 
+from pytest_smp.ranks.faults import Exit, Fault, Kill, Raise, Stall
+from pytest_smp.ranks.faults.operations import MOMENTS, canonical
 from pytest_smp.strategies.arguments import check_int
-from smp_core.backends.faults import Exit, Fault, Kill, Raise, Stall
-from smp_core.backends.faults.operations import MOMENTS, canonical
 from smp_core.errors import SmpError
 
 #: By name: what draws the values of such a fault's own.

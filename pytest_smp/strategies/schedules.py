@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from pytest_smp.ranks.schedule import Schedule
 from pytest_smp.strategies.arguments import check_int
-from smp_core.backends.schedule import Schedule
 
 
 def schedules(*, max_deviations: int = 5, horizon: int = 1000) -> SearchStrategy[Schedule]:

@@ -22,13 +22,13 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from pytest_smp.ranks.backends import open_backend
+from pytest_smp.ranks.protocols import Host, HostOptions, Job
 from pytest_smp.strategies import training_oracle as oracle
 from pytest_smp.strategies.training import Training, features
 from pytest_smp.strategies.training_draws import trainings
 from pytest_smp.strategies.training_replay import replayed
 from pytest_smp.strategies.training_script import compare, run_script
-from smp_core.backends import open_backend
-from smp_core.backends.base import Host, HostOptions, Job
 
 #: The rows that must be well covered.
 WANTED = (

@@ -18,7 +18,6 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
-from smp_core.backends import torch_parts
 from smp_core.config import IgnoredKeyWarning
 from smp_core.errors import ArgumentError, ArgumentTypeError, SmpError
 from smp_core.microbatch import Call
@@ -50,6 +49,7 @@ from smp_core.torch.reduction.gradients import Gradients, Options
 from smp_core.torch.sharding.gradients import ShardedGradients
 from smp_core.torch.sharding.outside import Outside
 from smp_core.torch.sharding.state import Sharding
+from smp_core.transport import torch_parts
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 _CALL = "smp.DistributedModel"

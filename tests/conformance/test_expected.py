@@ -9,7 +9,7 @@ import pytest
 
 from conformance.requirements.catalogue import REQUIREMENTS
 from conformance.session.expectations import Expectation, check, file_of, read
-from smp_core.backends import BACKENDS
+from pytest_smp.ranks.backends import BACKENDS
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "conformance" / "expected"

@@ -25,7 +25,7 @@ _STAY = (
     "hypothesis.internal.scrutineer",
     "hypothesis.vendor.pretty",
     "smp_core.torch",
-    "smp_core.backends.fabrics.sim",
+    "pytest_smp.ranks.sim.fabric",
     "pytest_smp.marker",
     "pytest_smp.running",
     "pytest_smp.summary",

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis.errors import InvalidArgument
 
 from pytest_smp import strategies
-from smp_core.backends.faults import Exit, Kill, Raise, Stall
+from pytest_smp.ranks.faults import Exit, Kill, Raise, Stall
 
 TESTS = """
     import pytest
@@ -164,7 +164,7 @@ def test_the_fixture_stays_in_the_controller(pytester):
 def test_a_host_that_injects_nothing_is_named(pytester):
     pytester.makepyfile(
         theirs="""
-        from smp_core.backends.base import Backend, PROTOCOL_VERSION
+        from pytest_smp.ranks.protocols import Backend, PROTOCOL_VERSION
         class Host:
             protocol = PROTOCOL_VERSION
             def open(self, size): raise AssertionError("a world was opened")

@@ -157,7 +157,7 @@ def test_under_a_launcher_more_ranks_are_the_launchers_to_start(
     monkeypatch: pytest.MonkeyPatch, launcher: str, ranks: int, command: str
 ) -> None:
     from pytest_smp import launch
-    from smp_core.backends.hosts.launchers import LAUNCHERS, Launch
+    from smp_core.transport.launchers import LAUNCHERS, Launch
 
     (chosen,) = (each for each in LAUNCHERS if each.name == launcher)
     monkeypatch.setattr(launch, "_job", lambda: Launch(chosen, 0, 4, 0, 2, True, True))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
-from smp_core.backends.hosts.threads import ThreadHost
+from pytest_smp.ranks.sim.executor import ThreadHost
 
 if TYPE_CHECKING:
     from tests.pytest_smp.conftest import Session

@@ -8,12 +8,12 @@ import os
 
 import pytest
 
+from pytest_smp.ranks.backends import open_backend
+from pytest_smp.ranks.faults import Claim, Kill
+from pytest_smp.ranks.protocols import HostOptions, Job, OutcomeKind, VerdictKind
 from pytest_smp.soak import leaks, programs, verdicts
 from pytest_smp.soak.__main__ import main, soak
 from pytest_smp.soak.leaks import Held
-from smp_core.backends import open_backend
-from smp_core.backends.base import HostOptions, Job, OutcomeKind, VerdictKind
-from smp_core.backends.faults import Claim, Kill
 
 
 @pytest.mark.parametrize(("backend", "faults", "tests"), [("sim", 200, 200), ("gloo", 25, 40)])

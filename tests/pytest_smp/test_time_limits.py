@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 #: A backend whose runs take as long as their body says, by a clock of its own, and end in time or not.
 _BACKEND = """
     import pytest_smp.running
-    from smp_core.backends.base import Backend, Outcome, OutcomeKind, Report, VerdictKind
+    from pytest_smp.ranks.protocols import Backend, Outcome, OutcomeKind, Report, VerdictKind
     from smp_core.errors import RunTimeout
 
     class Clock:

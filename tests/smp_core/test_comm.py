@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import smp_core.torch as smp
-from smp_core.backends.base import OutcomeKind, VerdictKind
+from pytest_smp.ranks.protocols import OutcomeKind, VerdictKind
 from smp_core.errors import ConfigError, PayloadError, RankError
 
 KINDS = ("mp", "dp", "pp", "tp", "rdp")

@@ -27,7 +27,7 @@ from torch.testing._internal import common_distributed
 from torch.testing._internal.common_utils import TestCase
 
 from conformance.session import expectations
-from smp_core.backends import open_backend
+from pytest_smp.ranks.backends import open_backend
 
 RANKS = 4
 BACKEND = os.environ.setdefault("BACKEND", "sim")  # torch's suite reads it, and the next, at import
@@ -37,7 +37,7 @@ os.environ.setdefault("WORLD_SIZE", str(RANKS))
 for feature in ("ddp", "subgroup"):
     common_distributed.DistTestCases.backend_feature[feature].add(BACKEND)
 if BACKEND.upper() not in dist.Backend._plugins:  # the suite asks at import whether it is known
-    from smp_core.backends.fabrics.mpi.fabric import register_backend
+    from smp_core.transport.mpi.fabric import register_backend
 
     register_backend() if BACKEND == "smp_mpi" else open_backend("sim").close()
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from smp_core.backends import torch_backend
-from smp_core.backends.capabilities import (
+from pytest_smp.ranks.capabilities import (
     FLOAT8,
     REDUCTIONS,
     WIDE_UNSIGNED,
     Capabilities,
     Capability,
 )
+from pytest_smp.ranks.torch_backends import torch_backend
 
 BACKEND = torch_backend(
     "inorder",

@@ -6,12 +6,12 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from pytest_smp.ranks.capabilities import EVERYTHING, Capabilities, Capability
 from pytest_smp.strategies.communication.operations import OPERATIONS
 from pytest_smp.strategies.communication.program import Program
 from pytest_smp.strategies.communication.steps import Step
 from pytest_smp.strategies.numbers import ALL
 from pytest_smp.strategies.recipes import LAYOUTS
-from smp_core.backends.capabilities import EVERYTHING, Capabilities, Capability
 
 NONE = "-"  #: of what an operation has not: a barrier's dtype
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 from hypothesis.strategies import DrawFn, SearchStrategy
 
+from pytest_smp.ranks.capabilities import EVERYTHING, Capabilities, Capability
 from pytest_smp.strategies.arguments import check_int
 from pytest_smp.strategies.communication.coverage import (
     Cell,
@@ -29,7 +30,6 @@ from pytest_smp.strategies.communication.operations import OPERATIONS, PAYLOADS
 from pytest_smp.strategies.communication.program import Program
 from pytest_smp.strategies.communication.steps import PLAIN, Lie, Shape, Step
 from pytest_smp.strategies.recipes import LAYOUTS
-from smp_core.backends.capabilities import EVERYTHING, Capabilities, Capability
 from smp_core.topology import GroupKind, Topology
 
 T = TypeVar("T")

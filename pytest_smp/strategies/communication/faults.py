@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 from hypothesis.strategies import DrawFn, SearchStrategy
 
+from pytest_smp.ranks.capabilities import EVERYTHING, Capabilities
+from pytest_smp.ranks.protocols import Report, VerdictKind
 from pytest_smp.strategies.communication import code
 from pytest_smp.strategies.communication.coverage import claimed, claimed_dtypes, reduce_ops
 from pytest_smp.strategies.communication.drawing import (
@@ -32,8 +34,6 @@ from pytest_smp.strategies.communication.matching import ending
 from pytest_smp.strategies.communication.operations import OPERATIONS
 from pytest_smp.strategies.communication.program import Program, Runnable
 from pytest_smp.strategies.communication.steps import Action, Plans, Step
-from smp_core.backends.base import Report, VerdictKind
-from smp_core.backends.capabilities import EVERYTHING, Capabilities
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pytest_smp.ranks.capabilities import Capability
 from pytest_smp.strategies.communication.steps import Shape, Step
 from pytest_smp.strategies.communication.values import Values, bound, reduced, stream
-from smp_core.backends.capabilities import Capability
 
 Shapes = Callable[[Step, int], Sequence[Shape]]
 #: By rank, its tensors' values. None: the operation leaves them undefined.

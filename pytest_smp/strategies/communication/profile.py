@@ -16,13 +16,13 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from pytest_smp.ranks.backends import find_backend, open_backend
+from pytest_smp.ranks.capabilities import Capabilities
+from pytest_smp.ranks.protocols import Host, Job, Report, VerdictKind
 from pytest_smp.strategies.communication.coverage import Cell, all_cells, cells
 from pytest_smp.strategies.communication.drawing import sample
 from pytest_smp.strategies.communication.faults import FAULTS, Score, Unused, sample_invalid
 from pytest_smp.strategies.communication.program import Runnable
-from smp_core.backends import find_backend, open_backend
-from smp_core.backends.base import Host, Job, Report, VerdictKind
-from smp_core.backends.capabilities import Capabilities
 
 
 @dataclass

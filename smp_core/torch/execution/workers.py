@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from smp_core.backends.hosts import current as rank_threads
+from smp_core.transport import current_rank as rank_threads
 
 _SLICE = 1.0  # seconds between two looks at whether the rank's own thread has been interrupted
 

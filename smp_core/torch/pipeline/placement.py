@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from smp_core.backends.base import Group
 from smp_core.errors import SmpError
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import PartitionError, UnsupportedTrainingError
@@ -24,6 +23,7 @@ from smp_core.torch.parameters.sharing import Entry
 from smp_core.torch.pipeline import partitioner
 from smp_core.torch.pipeline.tracing import Trace
 from smp_core.torch.session import Owners, Session
+from smp_core.transport.protocols import Group
 
 MARK = "_smp_partition"  #: attribute in which smp.partition leaves its index on a module
 SHAPES = (

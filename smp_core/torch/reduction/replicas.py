@@ -21,10 +21,10 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from smp_core import reduction
-from smp_core.backends.base import Group
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.execution import counted
+from smp_core.transport.protocols import Group
 
 _c10d: Any = distributed_c10d  # its stubs lack some options
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}

@@ -23,13 +23,13 @@ import torch
 from torch.distributed import distributed_c10d
 
 from smp_core import reduction
-from smp_core.backends.base import Group
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.execution import counted
 from smp_core.torch.sharding import gathering
 from smp_core.torch.sharding.layout import Layout
 from smp_core.torch.sharding.traffic import Sent, Traffic
+from smp_core.transport.protocols import Group
 
 Tensor = torch.Tensor
 _c10d: Any = distributed_c10d  # its stubs lack some options

@@ -83,9 +83,9 @@ def test_a_property_of_which_no_part_applies_is_not_supported(small: Any) -> Non
 
 
 BACKENDS = """
-from smp_core.backends import BACKENDS
-from smp_core.backends.base import Backend
-from smp_core.backends.capabilities import FLOAT8, DTYPES, Capabilities, Capability
+from pytest_smp.ranks.backends import BACKENDS
+from pytest_smp.ranks.protocols import Backend
+from pytest_smp.ranks.capabilities import FLOAT8, DTYPES, Capabilities, Capability
 
 def backend(**claims):
     return Backend("mine", "mine", BACKENDS["sim"].open_host, Capabilities(**claims))
@@ -127,8 +127,8 @@ OWN = """
 from pathlib import Path
 from types import SimpleNamespace
 from conformance.session import session
-from smp_core.backends import BACKENDS
-from smp_core.backends.base import Backend
+from pytest_smp.ranks.backends import BACKENDS
+from pytest_smp.ranks.protocols import Backend
 
 def backend(expectations):
     return Backend("mine", "mine", BACKENDS["sim"].open_host, expectations=expectations)
@@ -432,7 +432,7 @@ def test_a_rehearsal_is_short_and_certifies_nothing(small: Any, tmp_path: Path) 
 # ---- Trouble -------------------------------------------------------------------------------------
 
 BROKEN = """
-from smp_core.backends.base import Backend
+from pytest_smp.ranks.protocols import Backend
 from conformance.session import session
 session.Session.open_backend = __import__("planted").OPEN
 
@@ -467,7 +467,7 @@ def test_a_backend_that_cannot_be_opened_ends_the_session(small: Any, tmp_path: 
 UNCLOSABLE = """
 import planted
 from conformance.session import session
-from smp_core.backends.base import Backend
+from pytest_smp.ranks.protocols import Backend
 
 session.Session.open_backend = planted.OPEN
 

@@ -20,7 +20,7 @@ from conformance.session import report
 from conformance.session.results import Result
 from conformance.session.verdicts import Outcome, Verdict
 from pytest_smp import written
-from smp_core.backends.capabilities import Capability
+from pytest_smp.ranks.capabilities import Capability
 
 SCHEMA = json.loads(report.SCHEMA.read_text())
 TYPES = {
@@ -118,9 +118,9 @@ reason = "It is known."
 link = "https://example.com/1"
 """
 MINE = """
-from smp_core.backends import BACKENDS
-from smp_core.backends.base import Backend
-from smp_core.backends.capabilities import Capabilities, Capability
+from pytest_smp.ranks.backends import BACKENDS
+from pytest_smp.ranks.protocols import Backend
+from pytest_smp.ranks.capabilities import Capabilities, Capability
 less = Backend("mine", "mine, and less", BACKENDS["sim"].open_host, Capabilities(
     claims=frozenset(Capability) - {Capability.ALL_REDUCE}, dtypes=frozenset({"int8"})))
 """

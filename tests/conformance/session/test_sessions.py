@@ -12,7 +12,7 @@ from conformance.requirements.catalogue import REQUIREMENTS
 from conformance.requirements.registry import Level
 from conformance.session.results import HERE, argument, property_name
 from conformance.session.session import basic_first, claims_text, requirement_of
-from smp_core.backends.capabilities import DTYPES, EVERYTHING, Capabilities, Capability
+from pytest_smp.ranks.capabilities import DTYPES, EVERYTHING, Capabilities, Capability
 
 
 @pytest.mark.parametrize("mode", ["prepend", "append", "importlib"])
@@ -199,16 +199,16 @@ def test_a_failure_shows_the_requirement(sessions: Any) -> None:
 
 
 BACKENDS = """
-from smp_core.backends import BACKENDS
-from smp_core.backends.base import Backend
-from smp_core.backends.capabilities import EVERYTHING, Capabilities, Capability
+from pytest_smp.ranks.backends import BACKENDS
+from pytest_smp.ranks.protocols import Backend
+from pytest_smp.ranks.capabilities import EVERYTHING, Capabilities, Capability
 from smp_core.errors import UnsupportedError
 
 def refuse(self, *arguments):
     raise UnsupportedError("scatter: not here")
 
 def open_host():
-    from smp_core.backends.fabrics.sim.process_group import SimProcessGroup
+    from pytest_smp.ranks.sim.process_group import SimProcessGroup
     SimProcessGroup.scatter = refuse
     return BACKENDS["sim"].open_host()
 

@@ -26,9 +26,9 @@ from conformance.requirements.catalogue import REQUIREMENTS
 from conformance.session.amounts import LEAST_DRAWS
 from conformance.session.verdicts import NotSupported
 from pytest_smp.proxies import SmpWorld
-from smp_core.backends.capabilities import Capabilities, Capability
-from smp_core.backends.fabrics.sim.objects import SimObjects
-from smp_core.backends.fabrics.sim.process_group import SimProcessGroup
+from pytest_smp.ranks.capabilities import Capabilities, Capability
+from pytest_smp.ranks.sim.objects import SimObjects
+from pytest_smp.ranks.sim.process_group import SimProcessGroup
 
 # Before the suite is imported, which takes its settings from the profile.
 settings.register_profile(

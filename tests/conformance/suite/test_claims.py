@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from conformance.requirements.catalogue import REQUIREMENTS
-from smp_core.backends.capabilities import Capability
+from pytest_smp.ranks.capabilities import Capability
 
 #: Ways to use the operations. Without an operation there is nothing to draw.
 WAYS = frozenset(
@@ -29,9 +29,9 @@ WAYS = frozenset(
 BACKENDS = f"""
 import torch
 import torch.distributed as dist
-from smp_core.backends import BACKENDS
-from smp_core.backends.base import Backend
-from smp_core.backends.capabilities import COMPLEX, DTYPES, EVERYTHING, Capabilities, Capability
+from pytest_smp.ranks.backends import BACKENDS
+from pytest_smp.ranks.protocols import Backend
+from pytest_smp.ranks.capabilities import COMPLEX, DTYPES, EVERYTHING, Capabilities, Capability
 from smp_core.errors import UnsupportedError
 
 def refuse(what):
@@ -73,7 +73,7 @@ def message(function):
     return called
 
 def open_host():
-    from smp_core.backends.fabrics.sim.process_group import SimProcessGroup as group
+    from pytest_smp.ranks.sim.process_group import SimProcessGroup as group
     for name in ("broadcast", "allreduce", "reduce", "allgather", "all_gather_single", "gather",
                  "scatter", "reduce_scatter", "reduce_scatter_single", "alltoall",
                  "all_to_all_single"):

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils import checkpoint as torchs
 
 import smp_core.torch as smp
-from smp_core.backends import open_backend
-from smp_core.backends.base import Host, HostOptions, Job
+from pytest_smp.ranks.backends import open_backend
+from pytest_smp.ranks.protocols import Host, HostOptions, Job
 from smp_core.torch.exceptions import ReplicaDriftError, UnsupportedTrainingError
 
 RANKS = 4

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
-from smp_core.backends.base import Group
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.execution.remote import packets
 from smp_core.torch.execution.remote.packets import Frozen, Parcel
+from smp_core.transport.protocols import Group
 
 ENVELOPE = 4096  # bytes
 _ENVELOPES, _RESTS = 0, 1  # tags

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from pytest_smp.ranks.backends import open_backend
+from pytest_smp.ranks.protocols import Job, Report
 from pytest_smp.strategies.communication import Program, Step
 from pytest_smp.strategies.communication.program import Runnable
-from smp_core.backends import open_backend
-from smp_core.backends.base import Job, Report
 
 
 def _program(ranks: int, *calls: dict[str, Any], **groups: tuple[int, ...]) -> Program:

@@ -16,11 +16,11 @@ import pytest
 import torch.distributed as dist
 
 import smp_core.torch as api
+from pytest_smp.ranks.protocols import Report
 from pytest_smp.strategies import invalid_programs, programs
 from pytest_smp.strategies.communication import Fault, InvalidProgram, Lie, Program
 from pytest_smp.strategies.communication.code import FILENAME
 from pytest_smp.strategies.communication.program import Runnable
-from smp_core.backends.base import Report
 from smp_core.errors import ArgumentError
 
 Make = Callable[..., Program]

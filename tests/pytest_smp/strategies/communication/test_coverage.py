@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from pytest_smp.ranks.capabilities import EVERYTHING, REDUCTIONS, Capabilities, Capability
 from pytest_smp.strategies.communication import Cell, Lie, Program, all_cells, cells, sample
 from pytest_smp.strategies.communication.coverage import reduce_ops
-from smp_core.backends.capabilities import EVERYTHING, REDUCTIONS, Capabilities, Capability
 
 Make = Callable[..., Program]
 

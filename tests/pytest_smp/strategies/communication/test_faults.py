@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import InvalidArgument
 
+from pytest_smp.ranks.protocols import Report, VerdictKind
 from pytest_smp.strategies import invalid_programs
 from pytest_smp.strategies.communication import (
     FAULTS,
@@ -26,7 +27,6 @@ from pytest_smp.strategies.communication import (
 from pytest_smp.strategies.communication.code import FILENAME
 from pytest_smp.strategies.communication.faults import Unused, named, sample_invalid
 from pytest_smp.strategies.communication.program import Runnable
-from smp_core.backends.base import Report, VerdictKind
 
 Make = Callable[..., Program]
 Run = Callable[[Runnable], Report]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from pytest_smp.ranks.backends import open_backend
+from pytest_smp.ranks.capabilities import Capabilities, Capability
 from pytest_smp.strategies.communication import profile
-from smp_core.backends import open_backend
-from smp_core.backends.capabilities import Capabilities, Capability
 
 GROUPS = {Capability.GROUPS, Capability.GROUP_ORDER}
 FEW = Capabilities(frozenset({Capability.PROCESS_GROUPS, Capability.BARRIER, *GROUPS}))

@@ -18,13 +18,13 @@ from hypothesis.errors import InvalidArgument
 
 import pytest_smp.strategies
 import smp_core.torch as api
+from pytest_smp.ranks.capabilities import EVERYTHING, Capabilities, Capability
+from pytest_smp.ranks.protocols import Report, VerdictKind
 from pytest_smp.strategies import programs
 from pytest_smp.strategies.communication import Lie, Program, Step, all_cells, cells
 from pytest_smp.strategies.communication.coverage import kind_of
 from pytest_smp.strategies.communication.drawing import sample
 from pytest_smp.strategies.communication.program import Runnable
-from smp_core.backends.base import Report, VerdictKind
-from smp_core.backends.capabilities import EVERYTHING, Capabilities, Capability
 
 Run = Callable[[Runnable], Report]
 Draw = Callable[..., list[Any]]

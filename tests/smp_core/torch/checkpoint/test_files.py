@@ -21,9 +21,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smp_core.backends import open_backend
-from smp_core.backends.base import HostOptions, Job
-from smp_core.backends.faults import FullDisk
+from pytest_smp.ranks.backends import open_backend
+from pytest_smp.ranks.faults import FullDisk
+from pytest_smp.ranks.protocols import HostOptions, Job
 from smp_core.torch.checkpoint import files, folders, plain
 from smp_core.torch.exceptions import CheckpointError
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import smp_core.torch as smp
 from pytest_smp import strategies
-from smp_core.backends.schedule import Schedule
+from pytest_smp.ranks.schedule import Schedule
 from smp_core.torch import session as sessions
 from smp_core.torch.partitioning import partition
 from tests.smp_core.torch.execution.test_engine import linear

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import smp_core.torch as smp
-from smp_core.backends.hosts import current as hosts
 from smp_core.errors import SmpError
 from smp_core.torch.exceptions import (
     BatchSizeError,
@@ -23,6 +22,7 @@ from smp_core.torch.exceptions import (
 )
 from smp_core.torch.execution import workers
 from smp_core.torch.partitioning import partition
+from smp_core.transport import current_rank as hosts
 
 PARTS = 3
 CONFIG = {

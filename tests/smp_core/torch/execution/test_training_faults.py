@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import smp_core.torch as smp
-from smp_core.backends import open_backend
-from smp_core.backends.base import HostOptions, Job, VerdictKind
-from smp_core.backends.faults import Corrupt, Drop, Exit, Kill, Raise, Stall
+from pytest_smp.ranks.backends import open_backend
+from pytest_smp.ranks.faults import Corrupt, Drop, Exit, Kill, Raise, Stall
+from pytest_smp.ranks.protocols import HostOptions, Job, VerdictKind
 from smp_core.errors import CrashError, InjectedError
 
 RANKS = 4

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import smp_core.torch as smp
-from smp_core.backends.base import VerdictKind
+from pytest_smp.ranks.protocols import VerdictKind
 from smp_core.errors import ArgumentTypeError, SmpError
 from smp_core.torch.exceptions import (
     ShardingError,

@@ -1,0 +1,1 @@
+"""How ranks of a test come to exist, and what simulated ones exchange data through."""

@@ -1,0 +1,592 @@
+"""The verdicts that follow from the records of all ranks: mismatch, deadlock, leaks.
+
+No I/O, and no clock of its own. Two rules make a verdict a fact.
+
+*Mismatch*: two members of a group have made calls of one number that differ. A call counts once the
+backend has taken it: one that it refuses is withdrawn.
+
+*Deadlock*: every rank whose body is not over waits, and no wait can end. Records of different ranks
+may be of different ages; that does no harm. Suppose that one of these ranks had gone on since, and
+take the first: its wait ended because of calls that other ranks made before they went on from
+where their records end, so all of those calls are on the board, and the wait is not one that cannot
+end. The rule needs that nobody else can help a rank: a body with Python threads of its own, or one
+that does not wait in what is recorded, keeps the verdict away, and the time limit decides.
+
+A wait that *surely* cannot end (see calls) counts at once. One that would not end on `sim`, and
+might on a backend that lets calls end early, or refuses them late, counts once nothing has happened
+anywhere for ``patience`` seconds, and longer where much data may be on its way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+
+from pytest_smp.ranks.board.calls import (
+    Box,
+    GroupKey,
+    Handover,
+    Issued,
+    Joined,
+    Meeting,
+    Objects,
+    Post,
+    Stray,
+)
+from pytest_smp.ranks.board.ranks import RankState
+from pytest_smp.ranks.board.recorder import UNKNOWN
+from pytest_smp.ranks.protocols import VerdictKind
+from smp_core.errors import BackendError, CollectiveMismatchError, RankError, SmpError
+from smp_core.transport import diagnosis, messages
+from smp_core.transport.diagnosis import Wait, ranks_text, wait_lines
+from smp_core.transport.stack_frames import Place
+
+#: Elements that a backend moves in a second at the very least.
+_SLOWEST = 10_000_000
+
+
+_MOST_UNWAITED = 4  # calls that a time-out lists for each rank
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finding:
+    """A verdict.
+
+    Attributes:
+        error: CollectiveMismatchError, DeadlockError, or RankError where a rank has named one that
+            there is not and the backend took it.
+        root: the rank that it is raised on.
+        waits: for each rank that waits, in what and for whom, in words.
+        follows: some rank had caught the error of an earlier call, so what it did then may follow
+            from another rank's death.
+        place: the line of the root's call.
+    """
+
+    error: SmpError
+    root: int
+    waits: dict[int, str]
+    follows: bool = False
+    place: Place | None = None
+
+    def shown(self) -> SmpError:
+        """The error, as if that line had raised it."""
+        return self.error.with_traceback(None if self.place is None else self.place.traceback())
+
+    @property
+    def verdict(self) -> VerdictKind:
+        """The verdict on the run that follows from it."""
+        if isinstance(self.error, CollectiveMismatchError):
+            return VerdictKind.MISMATCH
+        return VerdictKind.FAILED if isinstance(self.error, RankError) else VerdictKind.DEADLOCK
+
+
+class Board:
+    """What ``size`` ranks have written down in one run.
+
+    ``patience``: how many seconds nothing may happen before ranks in calls that some backends end
+    early count as blocked. ``synchronous_sends``: the backend ends a send of a tensor only when its
+    receive has been posted (Gloo does), so that sends without one are blocked at once.
+    """
+
+    def __init__(
+        self, size: int, *, patience: float = 1.0, synchronous_sends: bool = False
+    ) -> None:
+        self.size, self._patience, self._meets = size, patience, synchronous_sends
+        self._ranks = [RankState(rank, self) for rank in range(size)]
+        self.reset()
+
+    # Feeding.
+
+    def reset(self, run: int | None = None) -> None:
+        """Forget everything: a run starts.
+
+        With ``run``, records count from that run's ``Recorder.begin`` on, so that late ones of the
+        last run do no harm.
+        """
+        self._meetings: dict[tuple[GroupKey, int], Meeting] = {}
+        self._counts: dict[tuple[GroupKey, int], int] = {}
+        self._boxes: dict[tuple[GroupKey, int | None, int], Box] = {}
+        self._objects = Objects()
+        #: Calls that differ, and when that was first seen.
+        self._suspects: dict[Meeting | tuple[Post, Post], float | None] = {}
+        self._strays: list[Stray] = []  # that the backend has not refused
+        self._spoilt: set[GroupKey] = set()  # whose numbers no longer mean anything
+        self._gone: set[int] = set()
+        self._fed = 0
+        self._damaged = False
+        self._since: dict[str, tuple[int, float]] = {}
+        for rank in self._ranks:
+            rank.clear(run)
+
+    def feed(self, rank: int, data: bytes) -> None:
+        """Read what a rank has written; it may end in the middle of a record.
+
+        Raises BackendError, naming the rank, for what is no record. From then on there is no verdict
+        in this run: nobody knows what was lost.
+        """
+        try:
+            self._fed += self._ranks[rank].feed(data)
+        except BackendError:
+            self._damaged = True
+            raise
+
+    def gone(self, rank: int) -> None:
+        """The rank's process is no more, and all that it wrote has been fed."""
+        self._gone.add(rank)
+        self._fed += 1
+        self._ranks[rank].renew()
+
+    # Calls, from RankState.
+
+    def issued(self, call: Issued, partners: list[int]) -> None:
+        """See ranks.Calls."""
+        if isinstance(call, Joined):
+            self._join(call)
+        elif isinstance(call, Post):
+            self._post(call)
+        elif isinstance(call, Stray):
+            self._strays.append(call)
+        elif isinstance(call, Handover):
+            self._objects.add(call, partners)
+
+    def withdrawn(self, call: Issued) -> None:
+        """See ranks.Calls."""
+        if isinstance(call, Joined):
+            self._leave(call)
+        elif isinstance(call, Post) and call.box is not None:
+            for pair in [
+                each for each in self._suspects if isinstance(each, tuple) and call in each
+            ]:
+                del self._suspects[pair]
+            call.box.withdraw(call)
+        elif isinstance(call, Stray):
+            self._strays.remove(call)
+        elif isinstance(call, Handover):
+            self._objects.withdraw(call)
+
+    def over(self, call: Issued) -> None:
+        """See ranks.Calls."""
+        if isinstance(call, Post) and call.box is not None and call.box.wild:
+            call.box.settle()
+
+    def _join(self, call: Joined) -> None:
+        if call.rank not in call.group.ranks:
+            raise ValueError("a call on a group by a rank that is no member")
+        member = call.group, call.rank
+        number = self._counts[member] = self._counts.get(member, 0) + 1
+        meeting = self._meetings.get((call.group, number))
+        if meeting is None:
+            meeting = self._meetings[call.group, number] = Meeting(call.group, number)
+        call.meeting = meeting
+        if any(_differ(call, other) for other in meeting.calls.values()):
+            self._suspects.setdefault(meeting, None)
+        meeting.calls[call.rank] = call
+        if meeting.complete:
+            self._forget_old(call.group, number)
+            # Of a group of one, the sums of its split sizes say as much, and the backend checks them.
+            alone = len(call.group.ranks) == 1
+            if call.description.sent and not alone and _pairs(meeting) is not None:
+                self._suspects.setdefault(meeting, None)
+
+    def _forget_old(self, group: GroupKey, number: int) -> None:
+        # The last but one: of the last, a member may still withdraw its call.
+        old = self._meetings.get((group, number - 1))
+        if old is not None and old.complete and old not in self._suspects:
+            del self._meetings[group, number - 1]
+
+    def _leave(self, call: Joined) -> None:
+        meeting, member = call.meeting, (call.group, call.rank)
+        assert meeting is not None
+        if self._counts[member] != meeting.number:  # another thread has called since
+            self._spoilt.add(call.group)
+            return
+        del meeting.calls[call.rank]
+        self._counts[member] -= 1
+        if len(set(_comparable([*meeting.calls.values()]).values())) < 2:
+            self._suspects.pop(meeting, None)
+        if not meeting.calls:
+            self._meetings.pop((call.group, meeting.number), None)
+
+    def _post(self, post: Post) -> None:
+        if post.rank not in post.group.ranks:
+            raise ValueError("a call on a group by a rank that is no member")
+        receiver = post.peer if post.sends else post.rank
+        box = self._boxes.setdefault((post.group, receiver, post.tag), Box())
+        post.box, post.meets = box, self._meets
+        other = box.add(post)
+        if other is not None:
+            pair = (post, other) if post.sends else (other, post)
+            if _post_difference(*pair):
+                self._suspects[pair] = None
+
+    # Looking.
+
+    def look(self, running: Collection[int], now: float) -> Finding | None:
+        """The verdict, if there is one. ``running``: the ranks whose outcome is not known.
+
+        ``now`` are seconds of any clock that only goes forward. A rank that is not running counts
+        as gone once its END has been fed, or ``gone`` was called: what it wrote last may still be
+        on its way. Ranks that raised are not the board's business: the run has ended with them.
+        """
+        if self._damaged:
+            return None
+        pending = [
+            state
+            for state in self._ranks
+            if not state.ended and (state.rank in running or state.rank not in self._gone)
+        ]
+        mismatch = self._mismatch(now, bool(pending))
+        if mismatch is not None or pending:
+            return mismatch or self._deadlock(pending, now)
+        return self._astray()
+
+    def _quiet(self, what: str, now: float) -> float:
+        """For how many seconds nothing has happened; below 0 if it has just now."""
+        fed, since = self._since.get(what, (-1, now))
+        if fed != self._fed:
+            self._since[what] = self._fed, now
+            return -1.0
+        return now - since
+
+    # Mismatches.
+
+    def _mismatch(self, now: float, pending: bool) -> Finding | None:
+        for suspect in self._suspects:
+            calls: list[Issued] = [
+                *(suspect.calls.values() if isinstance(suspect, Meeting) else suspect)
+            ]
+            quiet = self._quiet("mismatch", now)
+            # The others' calls may be on their way, and show who the odd one is.
+            early = pending and self._may_learn(suspect, now)
+            if early or calls[0].group in self._spoilt:
+                continue
+            # A call that the backend never comes back from has not been refused either.
+            inside = all(call.taken or self._ranks[call.rank].inside is call for call in calls)
+            if inside and not all(call.taken for call in calls):
+                patient = not pending or quiet >= self._patience
+                calls = calls if patient else [call for call in calls if call.taken]
+            else:
+                calls = [call for call in calls if call.taken]
+            found = self._verdict(suspect, calls)
+            if found is not None:
+                error, root = found
+                follows = any(self._ranks[call.rank].raised for call in calls)
+                place = next((call.place for call in calls if call.rank == root), None)
+                return Finding(error, root, self._all_waits(), follows, place)
+        return None
+
+    def _may_learn(self, suspect: Meeting | tuple[Post, Post], now: float) -> bool:
+        """Whether to wait for the calls of those that have not come: at least until the next look,
+        and for ``patience`` as long as one of them is under way.
+        """
+        if not isinstance(suspect, Meeting):
+            return False
+        absent = [*suspect.missing()]
+        absent += [call.rank for call in suspect.calls.values() if not call.taken]
+        if not absent:
+            return False
+        since = self._suspects[suspect]
+        if since is None:
+            self._suspects[suspect] = now
+            return True
+        return now - since < self._patience and any(self._under_way(rank) for rank in absent)
+
+    def _under_way(self, rank: int) -> bool:
+        state = self._ranks[rank]
+        over = state.ended or state.failed is not None or rank in self._gone
+        return not over and not self.blocked(rank)
+
+    def _verdict(
+        self, suspect: Meeting | tuple[Post, Post], calls: Sequence[Issued]
+    ) -> tuple[CollectiveMismatchError, int] | None:
+        if isinstance(suspect, tuple):
+            send, receive = suspect
+            if len(calls) < 2 or send.partner is not receive:
+                return None
+            what = _post_difference(send, receive)
+            error = messages.post_mismatch(send.shown, what, send.made(), receive.made())
+            return error, receive.rank
+        ordered = [
+            call
+            for rank in suspect.group.ranks
+            if (call := suspect.calls.get(rank)) is not None and call in calls
+        ]
+        odd = _odd_one_out(ordered)
+        if odd is None:
+            return _pairs(suspect) if len(ordered) == len(suspect.group.ranks) else None
+        if ordered[0].group.kind == _GROUPS:
+            groups = {
+                call.rank: (dict(call.description.fields or ()).get("ranks"), call.place)
+                for call in ordered
+            }
+            return messages.group_mismatch(str(suspect.number), groups), odd
+        said = _comparable(ordered)
+        what, made = messages.differing([*said.values()]), [call.made() for call in ordered]
+        return messages.mismatch(suspect.number, ordered[0].shown, what, made, said), odd
+
+    # Deadlocks.
+
+    def _deadlock(self, pending: list[RankState], now: float) -> Finding | None:
+        if not pending or any(state.unsure for state in self._ranks):
+            return None
+        waits: list[Wait] = []
+        sure, elements = True, 0
+        for state in pending:
+            calls = state.current()
+            blocked = [call for call in calls if call.group not in self._spoilt and call.blocked()]
+            if not blocked or state.accompanied:
+                return None
+            sure &= any(call.taken and call.needs() for call in blocked)
+            sure &= not any(call.may_end for call in calls)  # of several, one that raises ends all
+            elements += sum(call.description.elements for call in calls)
+            waits.append(self._wait(state, blocked))
+        quiet = self._quiet("deadlock", now)
+        if quiet < (0.0 if sure else self._patience + elements / _SLOWEST):
+            return None
+        astray = self._astray()
+        if astray is not None:  # whoever waits may wait because of it
+            return astray
+        finished = [state.rank for state in self._ranks if state not in pending]
+        error, root = diagnosis.deadlock(waits, finished, self.size)
+        place = next(wait.place for wait in waits if wait.rank == root)
+        return Finding(error, root, {wait.rank: _lines(wait) for wait in waits}, place=place)
+
+    def _wait(self, state: RankState, blocked: list[Issued]) -> Wait:
+        missing = sorted({rank for call in blocked for rank in call.wants()})
+        first = blocked[0]
+        place = state.place if state.waits else first.place
+        hint = None
+        if isinstance(first, Handover) and first.sends:
+            hint = self._hint(first)
+        elif isinstance(first, Post) and not first.sends:
+            hint = self._tag_hint(first)
+        return Wait(state.rank, first.described(), tuple(missing), place, hint, first.place)
+
+    def _astray(self) -> Finding | None:
+        """The first call that names a member which its group does not have, and that the backend
+        took without an error.
+        """
+        call = next((each for each in self._strays if not each.raised), None)
+        if call is None:
+            return None
+        return Finding(call.error(), call.rank, self._all_waits(), place=call.place)
+
+    def _hint(self, call: Handover) -> str | None:
+        others: dict[str, list[int]] = {}
+        for rank in call.open:
+            for wait in self._ranks[rank].waits:
+                if isinstance(wait, Handover) and wait.sends:
+                    others.setdefault(wait.call, []).extend(wait.open)
+        return messages.object_hint(call.call, call.rank, others)
+
+    def _tag_hint(self, receive: Post) -> str | None:
+        wanted = receive.wants()
+        sent = [
+            (post.rank, tag)
+            for (group, receiver, tag), box in self._boxes.items()
+            if group == receive.group and receiver == receive.rank and tag != receive.tag
+            for post in box.left()
+            if post.sends and post.rank in wanted
+        ]
+        return messages.tag_hint(receive.rank, receive.tag, sent)
+
+    def _all_waits(self) -> dict[int, str]:
+        return {
+            state.rank: _lines(self._wait(state, calls))
+            for state in self._ranks
+            if (calls := state.current())
+        }
+
+    # For time-outs.
+
+    def where(self, rank: int) -> str:
+        """In which call a rank is, for whom it waits and at which line, or nothing: ``in barrier()
+        [group WORLD, call 3], waiting for rank 1`` and the line.
+        """
+        state = self._ranks[rank]
+        calls = state.current()
+        if not calls:
+            return ""
+        call = next((each for each in calls if each.blocked()), calls[0])
+        missing = sorted({rank for each in calls for rank in each.wants()})
+        why = f", waiting for {ranks_text(missing)}" if missing else ", which all have joined"
+        if isinstance(call, Stray):
+            why = f": {call.why()}"
+        place = state.place if state.waits else call.place
+        return f"in {call.described()}{why}{messages.at(place)}"
+
+    def last(self, rank: int) -> str:
+        """The call that a rank made last, whether it is over or not, and its line, or nothing:
+        ``after barrier() [group WORLD, call 3]`` and the line.
+        """
+        call = self._ranks[rank].last
+        if call is None:
+            return ""
+        why = f": {call.why()}" if isinstance(call, Stray) else ""
+        return f"after {call.described()}{why}{messages.at(call.place)}"
+
+    def unwaited(self, rank: int) -> list[str]:
+        """The calls of a rank that it has issued and not waited for, with their lines: some backends
+        hang where such a call's handle is dropped.
+        """
+        state = self._ranks[rank]
+        calls = [call for call in state.calls.values() if call not in state.current()]
+        lines = [
+            f"  rank {rank} has not waited for {call.described()}{messages.at(call.place)}"
+            for call in calls[:_MOST_UNWAITED]
+        ]
+        rest = len(calls) - len(lines)
+        return [*lines, *([f"  and {rest} more"] if rest else [])]
+
+    def waits(self, rank: int) -> bool:
+        """Whether a rank is in a communication call, or has left its body by one that raised."""
+        state = self._ranks[rank]
+        return bool(state.current()) or state.failed is not None
+
+    def parted(self) -> bool:
+        """Whether the members of a group may have counted its calls differently."""
+        return any(True for _ in self._left())
+
+    def body_is_over(self, rank: int) -> bool:
+        """Whether a rank's body is over, so that its outcome is on its way."""
+        return self._ranks[rank].ended
+
+    def settled(self) -> bool:
+        """Whether nothing is on its way: every body is over, every call has met its partners and is
+        over too.
+        """
+        ended = all(state.ended and not state.unsure for state in self._ranks)
+        calls = any(state.calls for state in self._ranks)
+        odd = bool(self._damaged or self._suspects or self._spoilt or self._strays) or any(
+            True for _ in self._left()
+        )
+        return ended and not calls and not odd
+
+    def unfinished(self, rank: int) -> bool:
+        """Whether a call of a rank may still be under way in its backend, though the body is over."""
+        state = self._ranks[rank]
+        return bool(self._damaged or state.calls or state.raised or state.unsure)
+
+    def blocked(self, rank: int) -> bool:
+        """Whether a rank is in a call that cannot end unless others come."""
+        state = self._ranks[rank]
+        return any(call.blocked() for call in state.current())
+
+    def missing(self) -> list[str]:
+        """Which ranks never arrived where others wait, one line a call."""
+        lines: dict[int, str] = {}
+        for state in self._ranks:
+            for call in state.current():
+                if absent := call.wants():
+                    what = call.meeting if isinstance(call, Joined) else call
+                    lines[id(what)] = f"{ranks_text(absent)} never arrived at {call.described()}"
+        return list(lines.values())
+
+    # Leaks.
+
+    def leaks(self, strict: bool) -> tuple[list[str], list[str]]:
+        """What is left after every rank has returned: what fails the run, what is a warning.
+
+        Process groups are the fabric's business (RankFabric.leave), so ``strict`` changes nothing
+        here.
+        """
+        if self._damaged:
+            return [], []
+        # Of a call that raised, the body was told.
+        kept = [call for call in self._left() if not call.raised]
+        left = sorted(kept, key=lambda call: (call.rank, call.number))
+        found = [(call.rank, f"{_never(call)}{messages.at(call.place)}") for call in left]
+        for state in self._ranks:
+            for call in state.calls.values():
+                direct = call.place is None or call.place.direct
+                if call not in left and direct and not isinstance(call, Handover):
+                    name = call.description.operation if isinstance(call, Joined) else call.text()
+                    found.append(
+                        (call.rank, f"{name} was never waited for{messages.at(call.place)}")
+                    )
+        return messages.left(found), []
+
+    def _left(self) -> Iterator[Issued]:
+        for box in self._boxes.values():
+            yield from box.left()
+        for meeting in self._meetings.values():
+            if not meeting.complete and meeting.group not in self._spoilt:
+                yield from meeting.calls.values()
+
+
+_GROUPS = "new_group"  # the kind of group whose meetings are calls of new_group
+
+
+def _never(call: Issued) -> str:
+    if isinstance(call, Joined) and call.meeting is not None:
+        return messages.never_joined(call.described(), ranks_text(call.meeting.missing()))
+    return f"{call.text()} was never matched"
+
+
+def _lines(wait: Wait) -> str:
+    return "\n".join(wait_lines([wait])).strip()
+
+
+def _differ(one: Issued, other: Issued) -> bool:
+    said, heard = one.description, other.description
+    if said.fields == heard.fields and said.operation == heard.operation:
+        return False  # nearly always
+    return len(set(_comparable([one, other]).values())) > 1
+
+
+def _comparable(calls: Sequence[Issued]) -> dict[int, tuple[str, messages.Fields]]:
+    """Operation and fields by rank, without the fields that nobody knows of some call."""
+    known = {call.rank: call.description for call in calls if call.description.fields is not None}
+    unknown = {
+        name
+        for description in known.values()
+        for name, value in description.fields or ()
+        if value == UNKNOWN
+    }
+    return {
+        rank: (
+            description.operation,
+            tuple(field for field in description.fields or () if field[0] not in unknown),
+        )
+        for rank, description in known.items()
+    }
+
+
+def _odd_one_out(calls: list[Joined]) -> int | None:
+    """A rank of the smallest set of equal calls, if they are not all equal."""
+    sets = messages.by_what_they_say(_comparable(calls))
+    return sets[0][0] if len(sets) > 1 else None
+
+
+def _post_difference(send: Post, receive: Post) -> str:
+    """In what a send and its receive differ."""
+    one, other = (dict(post.description.fields or ()) for post in (send, receive))
+    if not one or not other:
+        return ""
+    if one["dtype"] != other["dtype"]:
+        return "dtype"
+    return "" if send.description.sent == receive.description.sent else "element count"
+
+
+def _pairs(meeting: Meeting) -> tuple[CollectiveMismatchError, int] | None:
+    """The first pair of members that disagree on how much one sends to the other."""
+    calls = [meeting.calls[rank] for rank in meeting.group.ranks]
+    size = len(calls)
+    for at, target in enumerate(calls):
+        expected = target.description.expected
+        for index, source in itertools.product(range(len(expected) // size), range(size)):
+            sent = calls[source].description.sent
+            # A gathering sends each of its tensors to all; an exchange a tensor to each.
+            place = at if target.description.operation.startswith("all_to_all") else index
+            if place < len(sent) and sent[place] != expected[index * size + source]:
+                made = calls[source].made(), target.made()
+                error = messages.pair_mismatch(
+                    target.description.operation,
+                    made[0],
+                    sent[place],
+                    made[1],
+                    expected[index * size + source],
+                )
+                return error, target.rank
+    return None

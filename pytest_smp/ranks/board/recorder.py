@@ -1,0 +1,291 @@
+"""The rank's side of the board: calls and waits become records.
+
+What repeats (groups, lines of code, descriptions of calls) is sent once and then named by a number,
+so that a call in a loop costs some tens of bytes. A record is written before the call that it
+announces, so that the controller never knows less than the other ranks can observe.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import os
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from pytest_smp.ranks.board import records
+from pytest_smp.ranks.board.records import ACCOMPANIED, FRAMES, MAIN, OTHER, encode
+from smp_core.errors import CollectiveMismatchError
+from smp_core.transport import messages, stack_frames
+from smp_core.transport.messages import Size
+from smp_core.transport.peers import ANY, Source
+from smp_core.transport.protocols import Group
+
+Fields = tuple[tuple[str, str | int], ...]
+
+_COLLECTIVE, _SEND, _RECEIVE, _RECEIVE_ANY = (
+    FRAMES[kind]
+    for kind in (records.COLLECTIVE, records.SEND, records.RECEIVE, records.RECEIVE_ANY)
+)
+_TOOK = FRAMES[records.TOOK]
+_RETURNED, _WITHDRAWN = FRAMES[records.RETURNED], FRAMES[records.WITHDRAWN]
+_WAITS = f'["{records.WAITS}",[%b],%d,%d]\n'.encode()
+_DONE = f'["{records.DONE}",[%b]]\n'.encode()
+
+
+def _listed(numbers: Sequence[int]) -> bytes:
+    return b"%d" % numbers[0] if len(numbers) == 1 else ",".join(map(str, numbers)).encode()
+
+
+#: Stands in ``fields`` for what nobody knows of a call.
+UNKNOWN = "?"
+
+
+class Description(NamedTuple):
+    """What a call says.
+
+    ``fields`` are what all members of the group must agree on, None where nobody knows; ``told`` is
+    of interest all the same. ``sent`` and ``expected`` are sizes, where they are compared by pairs of
+    members: shapes of whole tensors, numbers of elements of parts; ``elements`` is how many the
+    call moves, 0 if some of its tensors are empty.
+    """
+
+    operation: str
+    fields: Fields | None
+    told: Fields = ()
+    sent: tuple[Size, ...] = ()
+    expected: tuple[Size, ...] = ()
+    elements: int = 1
+
+
+class _Depth(threading.local):
+    """How deep this thread is in calls that are recorded, or in what must not be."""
+
+    depth = 0
+
+
+class Recorder:
+    """Writes one rank's records. A base.Recorder.
+
+    Silent before ``begin`` and after ``end``, in a child that the body forks, and inside
+    ``quiet()`` and the calls that it records: what a transport does on a private group is its own.
+    ``inside.depth`` is what ``quiet`` counts, for callers that cannot afford a context manager.
+    """
+
+    def __init__(self, rank: int, write: Callable[[bytes], object]) -> None:
+        self.rank = rank
+        self.run = 0  # counts begins: what others keep per run is stale when it changes
+        self._write, self._on, self._pid = write, False, 0
+        self._words = b""  # what the next record needs: written with it, in one go
+        self._lock = threading.Lock()
+        self.inside = _Depth()
+        self._main = self._threads = self._number = 0
+        self._groups: dict[tuple[object, ...], int] = {}
+        self._places: dict[tuple[types.CodeType, int, bool], int] = {}
+        self._descriptions: dict[object, int] = {}
+        self._plumbing: dict[types.CodeType, bool] = {}
+
+    # A run.
+
+    def begin(self, run: int = 0) -> None:
+        """From now on calls are recorded, as those of run number ``run``.
+
+        Called by the thread that then runs the body.
+        """
+        for table in (self._groups, self._places, self._descriptions, self._plumbing):
+            table.clear()
+        self._main, self._threads = _thread.get_ident(), _thread._count()
+        self._number, self._on, self._pid = 0, True, os.getpid()
+        self.run += 1
+        self._words = encode(records.BEGIN, run)
+
+    def end(self) -> None:
+        """The body is over, however it ended; nothing is recorded any more."""
+        with self._lock:
+            if self._on:
+                self._on = False
+                self._tell(encode(records.END, self._thread()))
+
+    @property
+    def active(self) -> bool:
+        """Whether a call made here and now is to be recorded."""
+        return self._on and not self.inside.depth and os.getpid() == self._pid
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """While entered, this thread's calls are not recorded."""
+        self.inside.depth += 1
+        try:
+            yield
+        finally:
+            self.inside.depth -= 1
+
+    # Synchronous calls as a whole.
+
+    @contextlib.contextmanager
+    def call(
+        self, call: str, group: Group, *, to: Sequence[int] = (), source: int | None = None
+    ) -> Iterator[None]:
+        """See base.Recorder.
+
+        Entered when nothing but the other ranks can keep the call from ending: the arguments have
+        been checked, the object has been pickled.
+        """
+        if not self.active:
+            with self.quiet():
+                yield
+            return
+        with self._lock:
+            number = self._next()
+            shown = messages.group_text(group.name, group.ranks)
+            own = self._group("smp", group.name, shown, 0, group.ranks)
+            place = self._place(sys._getframe(1))
+            from_ = -1 if source is None else source
+            thread = self._thread()
+            text = messages.object_call_text(call, shown, to, source)
+            self._tell(encode(records.OBJECT, number, own, text, place, thread, [*to], from_))
+        try:
+            with self.quiet():
+                yield
+        except CollectiveMismatchError:  # it took part: the board knows what the others called
+            self.failed((number,))
+            raise
+        except BaseException:
+            self.withdrawn(number)
+            raise
+        self.done((number,))
+
+    # What instrumentation calls. A number names the call from then on.
+
+    def collective(
+        self, group: int, key: object, describe: Callable[[], Description], place: int | None = None
+    ) -> int:
+        """A call that all members of the group join. ``key`` stands for the description."""
+        with self._lock:
+            number, description = self._next(), self._description(key, describe)
+            where = self._place(sys._getframe(1)) if place is None else place
+            thread = self._thread()
+            self._tell(_COLLECTIVE % (number, group, description, where, thread))
+        return number
+
+    def post(
+        self,
+        sends: bool,
+        group: int,
+        peer: Source,
+        tag: int,
+        key: object,
+        describe: Callable[[], Description],
+    ) -> int:
+        """A send to, or a receive from, the group's member number ``peer``, or a receive from ANY.
+
+        The number is recorded as the caller gave it: the group may have no such member.
+        """
+        with self._lock:
+            number, description = self._next(), self._description(key, describe)
+            where, thread = self._place(sys._getframe(1)), self._thread()
+            if peer is ANY:
+                self._tell(_RECEIVE_ANY % (number, group, description, where, thread, tag))
+            else:
+                frame = _SEND if sends else _RECEIVE
+                self._tell(frame % (number, group, description, where, thread, peer, tag))
+        return number
+
+    def returned(self, number: int) -> None:
+        """The backend has taken the call."""
+        self._say(_RETURNED % number)
+
+    def took(self, number: int, source: int) -> None:
+        """A receive from any source has received from the group's member number ``source``."""
+        self._say(_TOOK % (number, source))
+
+    def withdrawn(self, number: int) -> None:
+        """The backend has refused the call: it counts nowhere."""
+        self._say(_WITHDRAWN % number)
+
+    def waits(self, numbers: Sequence[int]) -> None:
+        """This thread waits until these calls are over."""
+        with self._lock:
+            place = self._place(sys._getframe(1))
+            self._tell(_WAITS % (_listed(numbers), place, self._thread()))
+
+    def done(self, numbers: Sequence[int]) -> None:
+        """This thread has learnt that these calls are over."""
+        self._say(_DONE % _listed(numbers))
+
+    def failed(self, numbers: Sequence[int]) -> None:
+        """Waiting for these calls has raised."""
+        self._say(encode(records.FAILED, [*numbers]))
+
+    def group(self, kind: str, name: str, shown: str, generation: int, ranks: Sequence[int]) -> int:
+        """The number of a group: of this kind and name, made as the n-th of that name in this run."""
+        with self._lock:
+            return self._group(kind, name, shown, generation, tuple(ranks))
+
+    # Inside; the caller has the lock.
+
+    def _say(self, record: bytes) -> None:
+        with self._lock:
+            if self._on and os.getpid() == self._pid:
+                self._tell(record)
+
+    def _tell(self, record: bytes) -> None:
+        self._write(self._words + record)
+        self._words = b""
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _thread(self) -> int:
+        if _thread.get_ident() != self._main:
+            return OTHER
+        return ACCOMPANIED if _thread._count() > self._threads else MAIN
+
+    def _group(
+        self, kind: str, name: str, shown: str, generation: int, ranks: tuple[int, ...]
+    ) -> int:
+        key = kind, name, generation, ranks
+        known = self._groups.get(key)
+        if known is None:
+            known = self._groups[key] = len(self._groups)
+            self._words += encode(records.GROUP, known, kind, name, shown, generation, [*ranks])
+        return known
+
+    def _description(self, key: object, describe: Callable[[], Description]) -> int:
+        known = self._descriptions.get(key)
+        if known is None:
+            known = self._descriptions[key] = len(self._descriptions)
+            self._words += encode(records.DESCRIPTION, known, *describe())
+        return known
+
+    def _place(self, frame: types.FrameType | None) -> int:
+        """The number of the user's line in this stack, or -1.
+
+        As frames.user_place, which asks anew about every frame.
+        """
+        direct = True
+        while frame is not None:
+            code = frame.f_code
+            plumbing = self._plumbing.get(code)
+            if plumbing is None:
+                plumbing = self._plumbing[code] = stack_frames.is_plumbing(code)
+            if not plumbing:
+                break
+            direct = direct and (
+                stack_frames.is_own_code(code) or code.co_filename.endswith(stack_frames.FRONT_DOOR)
+            )
+            frame = frame.f_back
+        else:
+            return -1
+        key = code, frame.f_lineno, direct
+        known = self._places.get(key)
+        if known is None:
+            known = self._places[key] = len(self._places)
+            line = frame.f_lineno
+            record = (known, code.co_filename, line, code.co_name, direct)
+            self._words += encode(records.PLACE, *record)
+        return known

@@ -1,0 +1,97 @@
+"""Which calls a work belongs to: waiting for it is recorded, and learning that it is over."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from pytest_smp.ranks.board.recorder import Recorder
+
+Method = Callable[..., Any]
+
+#: Methods of a work that end when it is over, or count as having waited for it.
+_WAITS = ("wait", "synchronize", "get_future", "result")
+#: Methods that tell whether it is over.
+_TESTS = ("is_completed", "is_success")
+
+
+class Works:
+    """The works whose end their rank has not learnt of."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._numbers: dict[int, tuple[weakref.ref[Any], list[int], int]] = {}
+        self._anybody: set[int] = set()  # numbers of receives from any source
+
+    def from_anybody(self, number: int) -> None:
+        """This call is a receive from any source: who sent is asked of its work once it is over."""
+        self._anybody.add(number)
+
+    def _done(self, work: Any, numbers: list[int]) -> None:
+        """The rank has learnt that these calls, of one work, are over."""
+        if len(numbers) == 1 and numbers[0] in self._anybody:
+            self._anybody.discard(numbers[0])
+            with contextlib.suppress(Exception):  # a backend that cannot tell
+                self._recorder.took(numbers[0], int(work._source_rank()))
+        self._recorder.done(numbers)
+
+    def add(self, work: Any, numbers: list[int]) -> None:
+        """``work`` is of these calls."""
+        identity = id(work)
+        forget = functools.partial(_forget, self._numbers, identity)
+        self._numbers[identity] = weakref.ref(work, forget), numbers, self._recorder.run
+
+    def method(self, name: str, original: Method) -> Method | None:
+        """A wrapper for this method of a class of works, if it needs one."""
+        if name in _WAITS:
+            return self._waiting(original)
+        if name in _TESTS:
+            return self._testing(original)
+        return None
+
+    def _waiting(self, original: Method) -> Method:
+        recorder, numbers_of, done = self._recorder, self._numbers, self._done
+        inside = recorder.inside
+
+        @functools.wraps(original)
+        def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+            entry = numbers_of.get(id(self))
+            if entry is None or entry[2] != recorder.run or not recorder.active:
+                return original(self, *args, **kwargs)
+            recorder.waits(entry[1])
+            inside.depth += 1
+            try:
+                result = original(self, *args, **kwargs)
+            except BaseException:
+                recorder.failed(entry[1])
+                raise
+            finally:
+                inside.depth -= 1
+            numbers_of.pop(id(self), None)
+            done(self, entry[1])
+            return result
+
+        return wait
+
+    def _testing(self, original: Method) -> Method:
+        recorder, numbers_of, done = self._recorder, self._numbers, self._done
+
+        @functools.wraps(original)
+        def test(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            entry = numbers_of.get(id(self))
+            if result and entry is not None and entry[2] == recorder.run and recorder.active:
+                numbers_of.pop(id(self), None)
+                done(self, entry[1])
+            return result
+
+        return test
+
+
+def _forget(numbers: dict[int, Any], identity: int, reference: weakref.ref[Any]) -> None:
+    entry = numbers.get(identity)
+    if entry is not None and entry[0] is reference:
+        del numbers[identity]

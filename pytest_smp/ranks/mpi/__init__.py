@@ -1,0 +1,1 @@
+"""Ranks of an MPI job that the harness starts by mpiexec."""

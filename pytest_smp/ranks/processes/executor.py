@@ -1,0 +1,543 @@
+"""The controller's side of every host whose ranks are processes: it has them started and replaced,
+forms worlds of them, and runs one job at a time.
+
+How the processes come to exist is a Crew's business (pool, mpiexec, external).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import itertools
+import logging
+import os
+import pickle
+import selectors
+import shutil
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Collection
+from multiprocessing.connection import Connection
+from typing import Any
+
+from pytest_smp.ranks import serialization
+from pytest_smp.ranks.board.analysis import Board
+from pytest_smp.ranks.faults import Claim
+from pytest_smp.ranks.processes import wire
+from pytest_smp.ranks.processes.output import output_files, read_output
+from pytest_smp.ranks.processes.process_state import changes, environment
+from pytest_smp.ranks.processes.rank import DISMISSED
+from pytest_smp.ranks.processes.run import TICK, Run
+from pytest_smp.ranks.processes.stacks import stacks_file
+from pytest_smp.ranks.processes.tasks import Errand, Forming, Orders, Preparing
+from pytest_smp.ranks.processes.worker_pool import Crew, Ended, RankProcess
+from pytest_smp.ranks.protocols import PROTOCOL_VERSION, Factory, HostOptions, Job, Report, World
+from smp_core.errors import BackendError, JobLost
+
+log = logging.getLogger("smp_core.hosts")
+
+_START = 60.0  # seconds for rank processes to start and connect
+_FORM = 60.0  # seconds for a world to form
+_ATTEMPTS = 3  # to have a world, if its processes are lost meanwhile
+_ENDED = "its process has ended"
+_SETTLE = 2.0  # seconds that a rank which has sent its result gets to wait for the next errand
+
+
+class _ProcessLost(BackendError):
+    """A rank process has ended before its world was there, for no reason of its own."""
+
+
+class _Lobby:
+    """Pairs the two connections of each rank process that connects."""
+
+    def __init__(self) -> None:
+        self._halves: dict[tuple[int, int, str, str], dict[str, Connection]] = {}
+        self._ready: dict[int, RankProcess] = {}
+        self._changed = threading.Condition()
+
+    def welcome(self, connection: Connection, hello: dict[str, Any]) -> None:
+        """Called by the listener's threads."""
+        with self._changed:
+            key = hello["slot"], hello["pid"], hello["host"], hello["folder"]
+            halves = self._halves.setdefault(key, {})
+            halves[hello["wire"]] = connection
+            if len(halves) == 2:
+                rank = RankProcess(*key, halves["control"], halves["line"])
+                self._ready[rank.slot] = rank
+                del self._halves[key]
+                self._changed.notify_all()
+
+    def take(self, slot: int, timeout: float) -> RankProcess | None:
+        """The rank of this slot, once it is there."""
+        with self._changed:
+            self._changed.wait_for(lambda: slot in self._ready, timeout)
+            return self._ready.pop(slot, None)
+
+    def leftover(self) -> list[RankProcess]:
+        """Those that nobody took."""
+        with self._changed:
+            ranks, self._ready = [*self._ready.values()], {}
+        return ranks
+
+
+class ProcessWorld:
+    """A world of ``size`` rank processes."""
+
+    def __init__(self, host: ProcessHost, size: int) -> None:
+        self.size = size
+        self._host = host
+
+    def run(self, job: Job) -> Report:
+        """Run the job on every rank; see the World protocol."""
+        return self._host.run(job, self.size)
+
+
+class ProcessHost:
+    """Keeps rank processes warm, and runs one job at a time on as many of them as it needs.
+
+    ``factory`` makes the fabric on each rank. ``synchronous_sends`` says that its sends of tensors
+    are over only when their receives have come, so that the board knows.
+    """
+
+    protocol = PROTOCOL_VERSION
+    steady = False  # a run may take long because ranks are started or replaced: no deadline on it
+
+    def __init__(
+        self,
+        crew: Callable[[HostOptions], Crew],
+        factory: Factory,
+        *,
+        synchronous_sends: bool = False,
+    ) -> None:
+        self._make_crew, self._factory = crew, factory
+        self.injects = {Claim.STRIKES, Claim.PROCESSES}
+        if factory.loses_tensors:
+            self.injects.add(Claim.TENSORS)
+        self._synchronous_sends = synchronous_sends
+        self.lost = ""  # why nothing more can run, once that is so
+        self._ranks: dict[int, RankProcess] = {}
+        self._starting: set[int] = set()
+        self._killed: set[tuple[int | None, int | None]] = set()  # their ends are no news
+        self._unclaimed: list[Ended] = []
+        self._folders: dict[int, str] = {}
+        self._numbers = itertools.count(1)
+        self._formings = itertools.count(1)
+        self._running = False
+        self._process = os.getpid()
+        self.replaced = 0  # rank processes that had to be
+
+    def configure(self, options: HostOptions) -> None:
+        """Get ready to start rank processes."""
+        self._check = options.check
+        self._renew_book()
+        self._prelude = None if options.prelude is None else serialization.dumps(options.prelude)
+        self._crew = crew = self._make_crew(options)
+        self._lobby = _Lobby()
+        self._listener = wire.Listener(crew.address, crew.secret, self._welcome)
+        self.selector: selectors.BaseSelector = selectors.DefaultSelector()
+        descriptor = crew.fileno()
+        if descriptor is not None:
+            self.selector.register(descriptor, selectors.EVENT_READ, None)
+
+    @property
+    def refused(self) -> int:
+        """Strangers that tried to connect."""
+        return self._listener.refused
+
+    def open(self, size: int) -> World:
+        """A world of ``size`` ranks; processes are started when a run needs them."""
+        if size < 1:
+            raise BackendError(f"a world needs at least one rank, not {size}")
+        if self._crew.limit is not None and size > self._crew.limit:
+            raise BackendError(
+                f"a world of {size} ranks was asked for, and there are {self._crew.limit} rank "
+                "processes: start the job with more, or ask for fewer (--smp-ranks)"
+            )
+        return ProcessWorld(self, size)
+
+    def close(self) -> None:
+        """End all rank processes."""
+        if os.getpid() != self._process:  # a fork of the controller has nothing to end
+            return
+        with contextlib.suppress(BackendError, JobLost):
+            self._crew.gather()
+            if self._crew.final and not self.lost:  # they end together, or not at all
+                self._muster(self._crew.limit or 0, news=[])
+        self._listener.close()
+        ranks = [*self._ranks.values(), *self._lobby.leftover()]
+        for rank in ranks:
+            with contextlib.suppress(OSError):
+                rank.control.send_bytes(pickle.dumps(None))
+        self._crew.close()
+        for rank in ranks:
+            self._forget(rank)
+        self.selector.close()
+
+    def run(self, job: Job, size: int) -> Report:
+        """Run ``job`` on ranks 0 to ``size`` - 1."""
+        if self._running:
+            raise BackendError(
+                "a run was started inside another run; a world runs one job at a time"
+            )
+        if self.lost:
+            raise BackendError(self.lost)
+        self._running = True
+        try:
+            news = self._gather(size)
+            ranks = [self._ranks[slot] for slot in range(size)]
+            number = next(self._numbers)
+            board = None
+            if self._check:
+                board = Board(size, synchronous_sends=self._synchronous_sends)
+            run = Run(self, self._crew, ranks, job, number, board)
+            try:
+                report = run.report(self._errands(job, size, number))
+            finally:
+                self._heal(run)
+            report.warnings[:0] = news
+            return report
+        finally:
+            self._running = False
+
+    # Rank processes.
+
+    def _welcome(self, connection: Connection, hello: dict[str, Any]) -> None:
+        if hello["wire"] == "nursery":
+            self._crew.welcome(connection, hello)
+        else:
+            self._lobby.welcome(connection, hello)
+
+    def ends(self) -> list[Ended]:
+        """Those that ended, but for those that this host killed."""
+        told, self._unclaimed = [*self._unclaimed, *self._crew.ended()], []
+        news = [ended for ended in told if (ended.slot, ended.pid) not in self._killed]
+        self._killed.difference_update((ended.slot, ended.pid) for ended in told)
+        for ended in told:
+            rank = None if ended.slot is None else self._ranks.get(ended.slot)
+            if rank is not None and rank.pid == ended.pid:
+                rank.over = True
+        return news
+
+    def unclaimed(self, ended: Ended) -> None:
+        """For whoever asks next."""
+        self._unclaimed.append(ended)
+
+    def _kill(self, ranks: Collection[RankProcess]) -> None:
+        self._killed.update((rank.slot, rank.pid) for rank in ranks if not rank.over)
+        self._crew.kill(ranks)
+
+    def _gather(self, size: int) -> list[str]:
+        """Have a world. What happened to its ranks since the last run, in words."""
+        news: list[str] = []  # of all attempts: an end is told of once
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                self._muster(size, news)
+                self._form(size)
+            except BaseException as error:  # a signal handler's too: answers may be on their way
+                if not self._crew.final:
+                    self._dismiss(list(self._ranks.values()))
+                if not isinstance(error, _ProcessLost) or self._crew.final or attempt == _ATTEMPTS:
+                    raise
+                log.warning("%s; they are started again", error)
+            else:
+                return news
+        raise AssertionError("unreachable")
+
+    def _muster(self, size: int, news: list[str]) -> None:
+        """Have a rank process for each rank. `news` gets what happened to some since the last run, in words."""
+        ranks = [self._ranks.get(slot) for slot in range(size)]
+        if all(rank is not None and not rank.busy for rank in ranks) and not (
+            self._starting or self._unclaimed or self.selector.select(0)
+        ):
+            return  # nobody has anything to tell
+        told = len(news)
+        self._settle()
+        for ended in self.ends():
+            rank = None if ended.slot is None else self._ranks.get(ended.slot)
+            now = rank is not None and ended.pid in (rank.pid, None) and not ended.past
+            if rank is not None and now:
+                self._forget(rank)
+            if now or ended.past:
+                text = f"the process of rank {ended.slot} ended after its last run ({ended})"
+                news.append(
+                    text if self._crew.final else f"{text}; another one has taken its place"
+                )
+            elif ended.slot in self._starting:  # before any run needed it
+                self._starting.discard(ended.slot)
+                self._lobby.take(ended.slot, 0.0)
+        if news[told:] and self._crew.final:
+            self.lost = (
+                "the job has lost its ranks, and its launcher starts no others: run it again"
+            )
+            raise JobLost("\n".join(["the job has lost its ranks", *news]))
+        if news[told:] and self._crew.restarts_together:
+            self.replace(list(self._ranks.values()))
+        missing = [
+            slot for slot in range(size) if slot not in self._ranks and slot not in self._starting
+        ]
+        if missing:
+            self._start(missing)
+        deadline = time.monotonic() + _START
+        newcomers = []
+        for slot in sorted(self._starting & set(range(size))):
+            self._ranks[slot] = rank = self._await(slot, deadline)
+            os.set_blocking(rank.line.fileno(), False)
+            self._starting.discard(slot)
+            self.selector.register(rank.control, selectors.EVENT_READ, rank)
+            newcomers.append(rank)
+        if newcomers and not self._crew.prepares and self._prelude is not None:
+            problems = self._ask(newcomers, Preparing(self._prelude), _START)
+            if problems:
+                self._dismiss(newcomers)
+                raise BackendError("the rank processes cannot be prepared: " + "; ".join(problems))
+
+    def _settle(self) -> None:
+        """Have every rank wait for its next errand: one may have ended after it sent its result,
+        and the next run must not be blamed for that.
+        """
+        late = []
+        deadline = time.monotonic() + _SETTLE
+        told_of = {key.data for key, _ in self.selector.select(0)}
+        for rank in [each for each in self._ranks.values() if each.busy or each in told_of]:
+            try:
+                if rank.control.poll(max(0.0, deadline - time.monotonic())):
+                    rank.settle()
+                else:
+                    late.append(rank)
+            except (EOFError, OSError):
+                late.append(rank)
+        told: list[Ended] = []
+        while late and time.monotonic() < deadline:  # how they ended is told in a moment
+            told += self.ends()
+            late = [each for each in late if each.slot not in {ended.slot for ended in told}]
+            time.sleep(0.001)
+        self._unclaimed += told
+        self.replace(late)
+
+    def _start(self, slots: list[int]) -> None:
+        if self._crew.restarts_together and not self._crew.final:
+            self._killed.clear()  # of the last job
+            # So is what nobody has asked for: the new ranks have the same numbers.
+            self._unclaimed = [dataclasses.replace(ended, past=True) for ended in self._unclaimed]
+            for rank in self._lobby.leftover():  # of the last job too: no run had needed them
+                self._forget(rank)
+            self._renew_book()  # the new job begins with what is set now
+        self._starting.update(self._crew.start(slots))
+
+    def _await(self, slot: int, deadline: float) -> RankProcess:
+        while True:
+            left = deadline - time.monotonic()
+            rank = self._lobby.take(slot, max(0.0, min(left, 0.2)))
+            state = None if rank is None else self._crew.state(rank)
+            if rank is not None and state is not None and state.ends:
+                # Of the last job: it ended while its connections were being made. (A new one that
+                # has ended is told by `ends`.)
+                rank.control.close()
+                rank.line.close()
+            elif rank is not None:
+                return rank
+            for ended in self.ends():
+                if ended.slot not in self._starting:
+                    self._unclaimed.append(ended)
+                else:
+                    self._starting.discard(ended.slot)  # the next run tries again
+                    if self._crew.restarts_together:
+                        self._starting.clear()
+                        self._dismiss(list(self._ranks.values()))
+                    if self._crew.final:
+                        self.lost = f"the job has lost rank {ended.slot} before it was ready"
+                    text = self._crew.last_words()
+                    text += "".join(read_output(self._crew.folder, ended.pid or 0))[-2000:]
+                    # What exits by itself has a reason, and would do so again.
+                    kind = BackendError if (ended.code or 0) > 0 else _ProcessLost
+                    raise kind(
+                        f"the process of rank {ended.slot} ended before it was ready: "
+                        f"{ended}\n{text}".rstrip()
+                    )
+            if left <= 0:
+                raise BackendError(f"the process of rank {slot} was not ready within {_START:g} s")
+
+    def _forget(self, rank: RankProcess) -> None:
+        self._ranks.pop(rank.slot, None)
+        with contextlib.suppress(KeyError, ValueError):
+            self.selector.unregister(rank.control)
+        # It may live a little longer, and must not take this for the controller's end, at which a rank
+        # removes the run's folder.
+        with contextlib.suppress(OSError):
+            rank.line.send_bytes(str(DISMISSED).encode())
+        rank.control.close()
+        rank.line.close()
+        for path in (*output_files(rank.folder, rank.pid), stacks_file(rank.folder, rank.pid)):
+            with contextlib.suppress(OSError):  # on another machine, or gone with the folder
+                path.unlink()
+
+    def replace(self, ranks: Collection[RankProcess]) -> None:
+        """Kill these rank processes and start others in their places; does not wait for them."""
+        if not ranks or self.lost:
+            return
+        if self._crew.final:
+            slots = ", ".join(str(rank.slot) for rank in ranks)
+            self.lost = (
+                f"the job has lost rank {slots}, and its launcher starts no other: run it again"
+            )
+            self._dismiss(list(ranks))
+            return
+        if self._crew.restarts_together:
+            ranks = list(self._ranks.values())
+        self._kill(ranks)
+        for rank in ranks:
+            self._forget(rank)
+        self.replaced += len(ranks)
+        self._start([rank.slot for rank in ranks])
+
+    # Worlds.
+
+    def _form(self, size: int) -> None:
+        ranks = [self._ranks[slot] for slot in range(size)]
+        formings = {rank.worlds.get(size) for rank in ranks}
+        if len(formings) == 1 and None not in formings:
+            return
+        number = next(self._formings)
+        folder = os.path.join(self._crew.folder, f"world-{number}")
+        os.mkdir(folder, 0o700)
+        shutil.rmtree(self._folders.get(size, ""), ignore_errors=True)  # of the last forming
+        self._folders[size] = folder
+        requests = []
+        for rank in ranks:
+            rank.worlds[size] = number
+            local_rank, local_size = self._crew.place(rank.slot, size)
+            requests.append(
+                Forming(
+                    number, size, local_rank, local_size, folder, self._crew.store, self._factory
+                )
+            )
+        problems = self._ask(ranks, requests, _FORM)
+        if problems:
+            self._dismiss(ranks)
+            kind = _ProcessLost if any(_ENDED in each for each in problems) else BackendError
+            raise kind(f"the world of {size} ranks cannot form: " + "; ".join(problems))
+
+    def _ask(self, ranks: list[RankProcess], requests: Any, timeout: float) -> list[str]:
+        """Send each rank a request (one for all, or a list) and take the answers: what went wrong."""
+        if not isinstance(requests, list):
+            requests = [requests] * len(ranks)
+        problems = []
+        for rank, request in zip(ranks, requests, strict=True):
+            try:
+                rank.control.send_bytes(pickle.dumps(request))
+            except OSError:
+                problems.append(f"rank {rank.slot}: {_ENDED}")
+        waiting = {rank.slot: rank for rank in ranks}
+        deadline = time.monotonic() + timeout
+        while waiting and not problems:
+            if time.monotonic() > deadline:
+                return self._late(waiting, timeout)
+            for key, _ in self.selector.select(TICK):
+                rank = key.data
+                if rank is None:
+                    self._unclaimed += self.ends()
+                if rank is None or rank.slot not in waiting:
+                    continue
+                del waiting[rank.slot]
+                try:
+                    answer = pickle.loads(rank.control.recv_bytes())
+                except (EOFError, OSError):
+                    answer = _ENDED
+                if answer is not None:
+                    problems.append(f"rank {rank.slot}: {answer}")
+        return problems
+
+    def _late(self, waiting: dict[int, RankProcess], timeout: float) -> list[str]:
+        """Which ranks have not answered, and where they are instead."""
+        stacks = self._crew.stacks(list(waiting.values()))
+        return [
+            "\n".join([f"rank {slot} did not answer within {timeout:g} s", *stacks.get(slot, ())])
+            for slot in waiting
+        ]
+
+    def _dismiss(self, ranks: list[RankProcess]) -> None:
+        if self._crew.restarts_together and not self._crew.final:
+            ranks = list(self._ranks.values())  # their job ends with them
+        self._kill(ranks)
+        for rank in ranks:
+            self._forget(rank)
+
+    def _heal(self, run: Run) -> None:
+        """After a run: replace who is broken, and let a world whose traffic stopped midway go."""
+        self.replace(run.broken)
+        if not run.whole:
+            for rank in run.ranks:
+                rank.worlds.pop(len(run.ranks), None)
+
+    # Jobs.
+
+    def _renew_book(self) -> None:
+        self._book = _Book(dict(os.environ), self._check)
+
+    def _errands(self, job: Job, size: int, number: int) -> Callable[[RankProcess], bytes]:
+        orders = self._book.orders(job)
+        arguments = serialization.dumps(job.arguments)
+
+        @functools.cache  # ranks that have the orders get the same bytes
+        def errand(known: bool) -> bytes:
+            told = None if known else orders
+            return Errand(number, size, told, job.seed, arguments, bool(job.faults)).packed()
+
+        def errand_of(rank: RankProcess) -> bytes:
+            known, rank.orders = rank.orders == orders.key, orders.key
+            return errand(known)
+
+        return errand_of
+
+
+class _Book:
+    """The orders that were given last: others are made when something has changed."""
+
+    def __init__(self, started_with: dict[str, str], check: bool) -> None:
+        self._started_with, self._check = started_with, check
+        self._body: Any = None
+        self._basis: tuple[Any, ...] = ()
+        self._orders = Orders(0, b"", b"", {}, None, [], check)
+
+    def orders(self, job: Job) -> Orders:
+        """Those that hold now."""
+        fields = {
+            name: getattr(job, name)
+            for name in (
+                *("parameters", "automatic_init", "strict", "capture", "skips"),
+                *(("faults",) if job.faults else ()),
+            )
+        }
+        try:
+            directory: str | None = os.getcwd()
+        except OSError:
+            directory = None
+        last, body = self._orders, self._orders.body
+        if job.body is not self._body or not serialization.is_constant(job.body):
+            body = serialization.dumps(job.body)
+        # Of the parameters their pickle, which tells 1 from True; the others are compared by value.
+        told = {**fields, "parameters": _pickled(job.parameters)}
+        basis = (told, directory, sys.path, warnings.filters, environment())
+        if not last.key or body != last.body or basis != self._basis:
+            self._orders = Orders(
+                last.key + 1,
+                body,
+                serialization.dumps((fields, list(warnings.filters))),
+                changes(self._started_with, os.environ),
+                directory,
+                list(sys.path),
+                self._check,
+            )
+        self._body, self._basis = job.body, tuple(map(copy.copy, basis))
+        return self._orders
+
+
+def _pickled(parameters: object) -> bytes:
+    try:
+        return pickle.dumps(parameters)  # a hundred times faster, where it can
+    except Exception:
+        return serialization.dumps(parameters)

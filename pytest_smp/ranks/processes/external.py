@@ -1,0 +1,466 @@
+"""The `external` host: ranks that somebody's launcher started (mpiexec, torchrun, srun), on one
+machine or several.
+
+Every process of the job runs the same command. The one of rank 0 forks the controller, which goes on
+as if it had been started alone; apart from that, each becomes the warden of its own rank: a nursery
+of one. The launcher sees the wardens only. When a rank is lost, its warden stays until the controller
+has said so, and the launcher does not tear the job down before the verdict is out.
+
+How the ranks learn where the controller listens is the launcher's business: by torch's rendezvous
+(``env://``) where there is one, else by MPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Collection, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from pytest_smp.ranks.processes import wire
+from pytest_smp.ranks.processes.fork_pool import PRELOAD, NurseryCrew, Ward
+from pytest_smp.ranks.processes.fork_server import Nursery, die_with_parent
+from pytest_smp.ranks.processes.process_status import ProcessState
+from pytest_smp.ranks.processes.rank import Berth
+from pytest_smp.ranks.processes.rank import main as rank_main
+from pytest_smp.ranks.processes.worker_pool import Ended, RankProcess, describe_exit
+from pytest_smp.ranks.protocols import HostOptions
+from smp_core.errors import BackendError
+from smp_core.transport.launchers import LAUNCHERS, Launch
+from smp_core.transport.private_folder import private_folder
+
+_GATHER = 120.0  # seconds for all wardens to connect
+_LAST_WORDS = 20.0  # seconds that a controller gets to report when its launcher has killed the job
+_AFTER_YOU = 2.0  # seconds that rank 0 gets to end first, so that its exit code is the job's
+_QUIT = 5.0  # seconds for MPI to be finalised
+_KEY = "smp-controller"
+
+
+class Job:
+    """What the process of rank 0 knows before it splits, and its controller inherits."""
+
+    current: Job | None = None
+
+    def __init__(self, launch: Launch, fabric: str, capture: bool) -> None:
+        self.launch, self.fabric, self.capture = launch, fabric, capture
+        self.socket = _listen(launch)
+        self.folder = private_folder()  # the controller's
+        self.folders = [self.folder]  # on its machine: it removes what a killed warden could not
+        self.secret = wire.new_secret()
+
+    def contact(self) -> dict[str, Any]:
+        """What every rank must know to connect."""
+        address = self.socket.getsockname()
+        return {"address": address, "secret": self.secret.hex(), "capture": self.capture}
+
+    def remove_folders(self) -> None:
+        """Those on the controller's machine."""
+        for folder in self.folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _listen(launch: Launch) -> socket.socket:
+    """Where the ranks connect: on the loopback device, unless the job spans machines.
+
+    Raises BackendError if no address is known under which the other machines reach this one.
+    """
+    if launch.one_machine:
+        return wire.listen(("127.0.0.1", 0))
+    names = os.environ.get("MASTER_ADDR"), socket.gethostname(), socket.getfqdn()
+    for name in filter(None, names):
+        with contextlib.suppress(OSError):  # unknown, or not this machine's
+            address = socket.gethostbyname(name)
+            if not address.startswith("127."):  # Debian lists the host's own name there
+                return wire.listen((address, 0))
+    raise BackendError(
+        f"the ranks are on several machines, and none of {', '.join(filter(None, names))} is an "
+        "address under which they reach rank 0's: set MASTER_ADDR to one, for all ranks"
+    )
+
+
+# The processes of the job.
+
+
+def split(launch: Launch, fabric: str = "", *, capture: bool = True) -> int | None:
+    """Become a warden, for as long as the job lasts, and return the exit code; or, in the one process
+    that the controller is forked into, return None at once.
+    """
+    fabric = fabric or launch.fabric
+    job = Job(launch, fabric, capture) if launch.rank == 0 else None
+    controller = 0
+    if job is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        alive, kept = os.pipe()
+        controller = os.fork()
+        if controller == 0:
+            os.close(kept)
+            threading.Thread(target=_end_with, args=(alive, job), daemon=True).start()
+            Job.current = job
+            for launcher in LAUNCHERS:  # also of an srun above torchrun
+                for name in (launcher.rank, launcher.size):
+                    os.environ.pop(name, None)  # what the controller starts is no rank of the job
+            return None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: _pass_on(controller, number))
+    else:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller's to handle
+        signal.signal(signal.SIGTERM, _leave)  # of a launcher that has seen another rank end
+    served = False
+    try:
+        code, served = _Warden(launch, fabric, job).serve(), True
+    except BackendError as error:
+        print(f"smp: rank {launch.rank}: {error}", file=sys.stderr)
+        code = 1
+    except ConnectionError:  # the controller has ended already, and said why: its code is the job's
+        code, served = (1 if fabric == "mpi" else 0), True
+    except OSError as error:
+        if wire.is_silence(error) or isinstance(error, TimeoutError):
+            print(f"smp: rank {launch.rank}: rank 0's machine does not answer", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        code = 1
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if controller:
+        if not served:  # it would wait for this rank
+            _pass_on(controller, signal.SIGTERM)
+        _, status = os.waitpid(controller, 0)
+        assert job is not None
+        job.remove_folders()  # it may have ended before it took over, or have been killed
+        ended = os.waitstatus_to_exitcode(status)
+        if ended < 0:  # without a word
+            print(f"smp: the controller was {describe_exit(ended)}", file=sys.stderr)
+        code = ended if ended >= 0 else 1
+    elif code:
+        time.sleep(_AFTER_YOU)
+    return code
+
+
+def _leave(number: int, _: object) -> None:
+    """Leave by the front door, past everything that tidies up."""
+    raise SystemExit(128 + number)
+
+
+def _end_with(alive: int, job: Job) -> None:
+    """End the controller when its warden is gone, but not before it could say why."""
+    os.read(alive, 1)  # nobody writes: it returns when the other end is closed
+    time.sleep(_LAST_WORDS)
+    job.remove_folders()
+    os._exit(1)
+
+
+def _pass_on(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+class _Warden:
+    """One process of the job, apart from the controller."""
+
+    def __init__(self, launch: Launch, fabric: str, job: Job | None) -> None:
+        self._launch, self._fabric, self._job = launch, fabric, job
+        self._folder = private_folder()
+
+    def serve(self) -> int:
+        try:
+            return self._with_mpi() if self._fabric == "mpi" else self._with_torch()
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _setting(self, contact: dict[str, Any]) -> dict[str, Any]:
+        address = contact["address"]
+        return {
+            "folder": self._folder,
+            "address": tuple(address) if isinstance(address, list) else address,
+            "secret": contact["secret"],
+            "capture": contact["capture"],
+        }
+
+    def _nursery(self, contact: dict[str, Any]) -> Nursery:
+        setting = self._setting(contact)
+        hello = {
+            "wire": "nursery",
+            "slot": self._launch.rank,
+            "size": self._launch.size,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "folder": self._folder,
+        }
+        secret = bytes.fromhex(contact["secret"])
+        connection = wire.connect(setting["address"], secret, hello, patience=int(_GATHER))
+        return Nursery(connection, setting, launcher=os.getppid())
+
+    def _with_torch(self) -> int:
+        """Meet at torch's own rendezvous; ranks are forked as often as need be."""
+        for module in PRELOAD:
+            __import__(module)
+        import torch
+        from torch import distributed as dist
+
+        torch.set_num_threads(1)
+        launch = self._launch
+        rendezvous = dist.rendezvous(  # type: ignore[attr-defined]
+            "env://", launch.rank, launch.size, timeout=datetime.timedelta(seconds=_GATHER)
+        )
+        try:
+            store, _, _ = next(rendezvous)
+        except RuntimeError as error:  # torch's own lists every frame of C++
+            raise BackendError(
+                f"it has not met the others at {os.environ['MASTER_ADDR']}:"
+                f"{os.environ['MASTER_PORT']}: {str(error).splitlines()[0]}"
+            ) from None
+        if self._job is not None:
+            store.set(_KEY, json.dumps(self._job.contact()))
+            self._job.socket.close()
+        contact = json.loads(store.get(_KEY))
+        self._nursery(contact).serve()
+        return 0
+
+    def _with_mpi(self) -> int:
+        """Fork the rank before MPI starts: it meets the others by MPI, and says where."""
+        reading, writing = os.pipe()
+        warden = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                die_with_parent(warden)
+                os.close(reading)
+                os.setsid()
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                self._mpi_rank(writing)
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+            finally:
+                os._exit(1)
+        os.close(writing)
+        if self._job is not None:
+            self._job.socket.close()
+        with os.fdopen(reading) as told:
+            came, _, _ = select.select([told], [], [], _GATHER)
+            line = told.readline() if came else ""
+        try:
+            if not came:
+                raise BackendError(f"it has not met the others by MPI within {_GATHER:g} s")
+            if not line:
+                raise BackendError("its process has ended before it had met the others by MPI")
+            nursery = self._nursery(json.loads(line))
+        except BaseException:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
+        nursery.adopt(pid, self._launch.rank)
+        nursery.serve()
+        # MPICH's mpiexec returns 0, whatever comes later, if the first process to end without
+        # MPI_Finalize says 0.
+        return 0 if nursery.codes == [0] else 1
+
+    def _mpi_rank(self, writing: int) -> None:
+        for module in PRELOAD:
+            __import__(module)
+        import torch
+
+        from smp_core.transport.mpi.job import Pulse, join
+        from smp_core.transport.mpi.library import finalize
+
+        torch.set_num_threads(1)
+        contact = self._job.contact() if self._job is not None else None
+        if self._job is not None:
+            self._job.socket.close()
+        launch = self._launch
+        try:
+            world = join(launch)
+        except BackendError as error:
+            print(f"smp: rank {launch.rank}: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+        contact = world.bcast(contact, root=0)
+        world.alltoall([launch.rank] * launch.size)  # connections now: descriptors are counted
+        pulse = Pulse.of(launch, world)
+        with os.fdopen(writing, "w") as told:
+            told.write(json.dumps(contact) + "\n")
+
+        def at_end() -> None:
+            if pulse is not None:
+                pulse.stop()
+            finalize()
+
+        rank_main(Berth(slot=launch.rank, **self._setting(contact)), at_end=at_end)
+
+
+# The controller.
+
+
+class _RemoteWard(Ward):
+    """The warden of one rank."""
+
+    def last_words(self) -> str:
+        """See Ward."""
+        if self.silent:
+            return wire.silence(self.host)
+        return f"the process that its launcher started on {self.host} has ended"
+
+
+class ExternalCrew(NurseryCrew):
+    """The ranks of a launcher's job. See processes.Crew."""
+
+    def __init__(self, options: HostOptions) -> None:
+        job = Job.current
+        if job is None:
+            raise BackendError(
+                "the external backend runs on ranks that a launcher started, and this process was "
+                "started alone: mpiexec -n 8 pytest ..., torchrun --nproc-per-node 8 -m pytest ..., "
+                "or srun ...; --smp-backend=gloo starts ranks itself"
+            )
+        super().__init__(options)
+        self._job = job
+        self.limit = job.launch.size
+        self.folder = job.folder
+        self.address = job.socket
+        self.secret = job.secret
+        self.prepares = job.fabric != "mpi"
+        self.final = job.fabric == "mpi"
+        self.store = "file" if job.fabric == "mpi" else "env"
+        self.restarts_together = job.fabric == "mpi"
+        self._arrived = threading.Condition()
+        self._there: dict[int, _RemoteWard] = {}
+        self._lost: list[Ended] = []  # with their wardens; not told yet
+        self._host = socket.gethostname()
+        self._deadline = time.monotonic() + _GATHER
+
+    def welcome(self, connection: Connection, hello: dict[str, Any]) -> None:
+        """See Crew."""
+        with self._arrived:
+            ward = _RemoteWard(connection, {hello["slot"]}, hello["host"])
+            if ward.host == self._host:
+                self._job.folders.append(hello["folder"])
+            self._there[hello["slot"]] = ward
+            self._arrived.notify_all()
+
+    def gather(self) -> None:
+        """Wait until every warden is there. Raises BackendError, naming those that are not."""
+        if self._wards:
+            return
+        size = self._job.launch.size
+        with self._arrived:
+            left = self._deadline - time.monotonic()
+            self._arrived.wait_for(lambda: len(self._there) == size, max(0.0, left))
+            missing = [slot for slot in range(size) if slot not in self._there]
+            if missing:
+                raise BackendError(
+                    f"ranks {missing} of {size} have not come within {_GATHER:g} s; the launcher "
+                    "must start the same command on all ranks"
+                )
+            prelude, self._prelude = self._prelude, None
+            for slot in range(size):
+                self.add(self._there[slot])
+                if prelude is not None and self.prepares:
+                    self._there[slot].prepare(prelude)
+
+    def start(self, slots: Collection[int]) -> Collection[int]:
+        """See Crew. Ranks of an MPI job are there once, and for all."""
+        self.gather()
+        if self._job.fabric != "mpi":
+            return super().start(slots)
+        return range(self._job.launch.size)
+
+    def kill(self, ranks: Collection[RankProcess]) -> None:
+        """See Crew."""
+        for ward in self._wards:
+            with contextlib.suppress(BackendError):  # `ended` tells it
+                running = ward.running()
+                wanted = [rank.pid for rank in ranks if running.get(rank.pid) == rank.slot]
+                if wanted:
+                    ward.ask(kill=wanted)
+
+    def ended(self) -> list[Ended]:
+        """See Crew."""
+        ended = []
+        for ward in list(self._wards):
+            if ward not in self._wards:  # it was on a machine that does not answer
+                continue
+            try:
+                ended += ward.ended()
+            except BackendError:  # the warden is gone: with its machine, or killed
+                if ward.silent:
+                    self.silent(ward.host)
+                else:
+                    self._lose(ward)
+        ended, self._lost = [*ended, *self._lost], []
+        return ended
+
+    def silent(self, host: str) -> None:
+        """See Crew."""
+        for ward in [each for each in self._wards if each.host == host]:
+            ward.silent = True
+            self._lose(ward)
+
+    def _lose(self, ward: Ward) -> None:
+        """Who starts no rank any more."""
+        self.final = True
+        self._wards.remove(ward)
+        self._news.unregister(ward.connection.fileno())
+        for pid, slot in ward.ranks.items():
+            self._lost.append(Ended(slot, pid, None, ward.last_words()))
+        ward.ranks = {}
+        ward.connection.close()
+
+    def place(self, slot: int, size: int) -> tuple[int, int]:
+        """See Crew."""
+        hosts = [self._there[each].host for each in range(size)]
+        return hosts[:slot].count(hosts[slot]), hosts.count(hosts[slot])
+
+    def stacks(self, ranks: Sequence[RankProcess]) -> dict[int, list[str]]:
+        """See Crew."""
+        near = [rank for rank in ranks if rank.host == self._host]
+        found = super().stacks(near)
+        for rank in ranks:
+            if rank.host != self._host:
+                found[rank.slot] = self._look(rank).get("stacks", [])
+        return found
+
+    def state(self, rank: RankProcess) -> ProcessState | None:
+        """See Crew."""
+        return super().state(rank) if rank.host == self._host else None
+
+    def written(self, rank: RankProcess) -> tuple[str, str]:
+        """See Crew."""
+        if rank.host == self._host:
+            return super().written(rank)
+        out, err = self._look(rank).get("written", ("", ""))
+        return out, err
+
+    def _look(self, rank: RankProcess) -> dict[str, Any]:
+        ward = self._there[rank.slot]
+        if ward not in self._wards:
+            return {}
+        try:
+            return ward.look(rank.pid)
+        except BackendError:
+            return {}
+
+    def _let_finalize(self) -> None:
+        """Ranks of an MPI job end together, if all are there; else they are killed."""
+        deadline = time.monotonic() + _QUIT
+        while any(ward.running() for ward in self._wards) and time.monotonic() < deadline:
+            select.select([self.fileno()], [], [], 0.1)
+
+    def close(self) -> None:
+        """See Crew: the wardens end when their connections do."""
+        with contextlib.suppress(BackendError):
+            if self.final:
+                self._let_finalize()
+        super().close()
+        self._job.remove_folders()

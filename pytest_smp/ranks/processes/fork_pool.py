@@ -1,0 +1,274 @@
+"""The `pool` host: warm local rank processes, forked from a nursery that has torch imported."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Collection
+from multiprocessing.connection import Connection
+from typing import Any
+
+from pytest_smp.ranks import serialization
+from pytest_smp.ranks.processes import wire
+from pytest_smp.ranks.processes.process_status import ProcessState
+from pytest_smp.ranks.processes.worker_pool import Crew, Ended, RankProcess, describe_exit
+from pytest_smp.ranks.protocols import HostOptions
+from smp_core.errors import BackendError
+from smp_core.transport.private_folder import private_folder
+
+log = logging.getLogger("smp_core.hosts")
+
+_START = (
+    "import sys; from pytest_smp.ranks.processes.fork_server import start; start(int(sys.argv[1]))"
+)
+#: What a nursery imports before it forks.
+PRELOAD = (
+    "torch",
+    "torch.distributed.nn.functional",  # its default arguments capture the default group: now none
+    "numpy.random",
+    "smp_core.torch",
+    "pytest_smp.ranks.board.instrument",
+    "pytest_smp.ranks.processes.torch_fabric",
+    "pytest_smp.ranks.isolation",
+    "pytest_smp.ranks.serialization",
+)
+_PATIENCE = 60.0  # seconds for a nursery to import and prepare
+_ANSWER = 5.0  # seconds for one that has nothing else to do
+
+
+class Ward:
+    """The controller's end of one nursery. ``slots`` are the ranks that it can fork."""
+
+    def __init__(self, connection: Connection, slots: Collection[int] | None, host: str) -> None:
+        self.connection, self.slots, self.host = connection, slots, host
+        self.ranks: dict[int, int] = {}  # pid: slot, of those that run
+        self.asked: list[int] = []  # slots whose ranks have not been forked yet
+        self.served = False  # whether any was
+        self.looked: dict[str, Any] = {}
+        self.silent = False  # its machine does not answer
+        self._ended: list[Ended] = []
+        self._preparing = False
+
+    def ask(self, **request: Any) -> None:
+        """Send a request. Raises BackendError if the nursery is gone."""
+        try:
+            self.connection.send_bytes(json.dumps(request).encode())
+        except OSError as error:
+            raise self.lost(error) from None
+
+    def lost(self, error: BaseException | None = None) -> BackendError:
+        """The error that says that the nursery is gone."""
+        self.silent = self.silent or (error is not None and wire.is_silence(error))
+        return BackendError(f"the nursery of rank processes is gone: {self.last_words()}")
+
+    def last_words(self) -> str:
+        """How it ended, as far as is known."""
+        return f"its connection from {self.host} closed"
+
+    def prepare(self, prelude: bytes) -> None:
+        """Have it run the prelude; ``prepared`` waits for that."""
+        self.ask(prepare=prelude.hex())
+        self._preparing = True
+
+    def prepared(self) -> None:
+        """Wait until the prelude has run. Raises BackendError if it failed."""
+        while self._preparing:
+            if not self.connection.poll(_PATIENCE):
+                raise BackendError(f"the rank processes were not prepared within {_PATIENCE:g} s")
+            self._hear()
+
+    def look(self, pid: int) -> dict[str, Any]:
+        """A rank's stacks and output, from a nursery on another machine."""
+        self.looked = {}
+        self.ask(look=pid)
+        while self.looked.get("looked") != pid and self.connection.poll(_ANSWER):
+            self._hear()
+        return self.looked
+
+    def running(self) -> dict[int, int]:
+        """Its ranks that run, by process, as far as it has told."""
+        while self.connection.poll(0):
+            self._hear()
+        return self.ranks
+
+    def ended(self) -> list[Ended]:
+        """Its ranks that ended since the last call."""
+        self.running()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _hear(self) -> None:
+        try:
+            told = json.loads(self.connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise self.lost(error) from None
+        if "prepared" in told:
+            self._preparing = False
+            if told["prepared"] is not None:
+                raise BackendError(f"the rank processes cannot be prepared: {told['prepared']}")
+        elif "forked" in told:
+            self.ranks[told["pid"]] = told["forked"]
+            self.served = True
+            if told["forked"] in self.asked:
+                self.asked.remove(told["forked"])
+        elif "looked" in told:
+            self.looked = told
+        else:
+            pid = told["ended"]
+            self._ended.append(Ended(self.ranks.pop(pid, None), pid, told["status"]))
+
+
+class NurseryCrew(Crew):
+    """Rank processes that nurseries fork. See processes.Crew."""
+
+    restarts_together = False
+    prepares = True
+
+    def __init__(self, options: HostOptions) -> None:
+        self.limit: int | None = None
+        self._prelude = None if options.prelude is None else serialization.dumps(options.prelude)
+        self._wards: list[Ward] = []
+        self._news = select.epoll()
+
+    def add(self, ward: Ward) -> None:
+        """One more nursery."""
+        self._wards.append(ward)
+        self._news.register(ward.connection.fileno(), select.EPOLLIN)
+        if self._prelude is not None:
+            ward.prepare(self._prelude)
+
+    def fileno(self) -> int:
+        """Readable when a rank process has ended."""
+        return self._news.fileno()
+
+    def start(self, slots: Collection[int]) -> Collection[int]:
+        """See Crew."""
+        for ward in self._wards:
+            wanted = [slot for slot in slots if ward.slots is None or slot in ward.slots]
+            if wanted:
+                ward.prepared()
+                ward.ask(fork=wanted)
+                ward.asked += wanted
+        return slots
+
+    def ended(self) -> list[Ended]:
+        """See Crew."""
+        return [ended for ward in self._wards for ended in ward.ended()]
+
+    def kill(self, ranks: Collection[RankProcess]) -> None:
+        """See Crew."""
+        for ward in self._wards:
+            # The others have ended, and their numbers are free.
+            running = ward.running()
+            wanted = [rank.pid for rank in ranks if running.get(rank.pid) == rank.slot]
+            if wanted:
+                ward.ask(kill=wanted)
+
+    def close(self) -> None:
+        """See Crew."""
+        self._news.close()
+        for ward in self._wards:
+            ward.connection.close()
+
+
+class _LocalWard(Ward):
+    """The nursery that the pool started."""
+
+    def __init__(self, connection: Connection, process: subprocess.Popen[bytes]) -> None:
+        super().__init__(connection, None, "this machine")
+        self.process = process
+
+    def ask(self, **request: Any) -> None:
+        """See Ward. A body may have stopped its rank's parent, which would never answer."""
+        state = ProcessState.of(self.process.pid)
+        if state is not None and state.stopped:
+            log.warning("the nursery of rank processes was stopped, and goes on")
+            self.process.send_signal(signal.SIGCONT)
+        super().ask(**request)
+
+    def last_words(self) -> str:
+        """See Ward."""
+        try:
+            code = self.process.wait(timeout=_ANSWER)
+        except subprocess.TimeoutExpired:
+            return "it closed its connection and still runs"
+        return describe_exit(code)
+
+
+class PoolCrew(NurseryCrew):
+    """One nursery on this machine, which forks as many ranks as are asked for."""
+
+    def __init__(self, options: HostOptions) -> None:
+        super().__init__(options)
+        self.folder = private_folder()
+        self.secret = wire.new_secret()
+        self.address = os.path.join(self.folder, "ranks")
+        self._capture = options.capture
+        # Of every nursery: what changes later, ranks are told as changes to this.
+        self._environment = dict(os.environ)
+        self._open()
+
+    def _open(self) -> None:
+        """Start a nursery."""
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={
+                    **self._environment,
+                    "OMP_NUM_THREADS": self._environment.get("OMP_NUM_THREADS", "1"),
+                    "PYTHONPATH": os.pathsep.join(each for each in sys.path if each),
+                },
+                start_new_session=True,  # Ctrl-C in the terminal is the controller's to handle
+            )
+            connection = Connection(os.dup(ours.fileno()))
+        setting = {
+            "folder": self.folder,
+            "address": self.address,
+            "secret": self.secret.hex(),
+            "capture": self._capture,
+            "preload": PRELOAD,
+            "environment": {"PYTHONPATH": self._environment.get("PYTHONPATH")},
+        }
+        ward = _LocalWard(connection, self._process)
+        ward.ask(**setting)
+        self.add(ward)
+
+    def ended(self) -> list[Ended]:
+        """See Crew. A nursery that was killed took its ranks with it; another takes its place."""
+        (ward,) = self._wards
+        try:
+            return ward.ended()
+        except BackendError as error:
+            if not ward.served or self._process.poll() is None:
+                raise
+            log.warning("%s; another one takes its place", error)
+            words = f"its nursery has ended: {ward.last_words()}"
+            lost = [Ended(slot, pid, None, words) for pid, slot in ward.ranks.items()]
+            lost += [Ended(slot, None, None, words) for slot in ward.asked]
+            self._wards.clear()
+            self._news.unregister(ward.connection.fileno())
+            ward.connection.close()
+            self._open()
+            return lost
+
+    def close(self) -> None:
+        """See Crew."""
+        super().close()
+        try:
+            self._process.wait(timeout=_ANSWER)
+        except subprocess.TimeoutExpired:  # stopped, or stuck in an import
+            self._process.kill()
+            self._process.wait()
+        with contextlib.suppress(OSError):
+            shutil.rmtree(self.folder)

@@ -1,0 +1,409 @@
+"""What a process has once, beside what surroundings.py restores: limits, modes, tables of the
+interpreter and of torch, and the functions of much used modules.
+
+A rank process notes each value before a body and compares it afterwards. What the body has changed
+is put back; what cannot be is told, and the rank is replaced. What a module has changed while the body
+imported it stays, as the module does: no later import would change it again.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import ctypes
+import functools
+import gc
+import locale
+import os
+import resource
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable
+from operator import is_, itemgetter
+from typing import Any, NamedTuple
+
+from pytest_smp.ranks import rank_state
+
+_TINY, _ONE = 5e-324, 1.0  # their product is 0 where denormal numbers are flushed
+#: Whose functions and classes are compared. A name that is added is no harm.
+PATCHED = (
+    *("builtins", "os", "time", "random", "math", "socket", "threading", "pickle"),
+    *("gc", "locale", "resource", "signal", "tempfile"),
+    *("torch", "torch.nn.functional", "torch.distributed", "torch.distributed.distributed_c10d"),
+    *("torch.autograd", "smp_core.torch"),
+)
+_CLASSES = (("torch", "Tensor"), ("torch.nn", "Module"), ("torch.optim", "Optimizer"))
+_BUILTINS = vars(builtins)
+# Bodies patch what a module has; here is what it had.
+_setlocale, _get_priority, _set_priority = locale.setlocale, os.getpriority, os.setpriority
+_get_affinity: Callable[[int], Any] = getattr(os, "sched_getaffinity", lambda process: None)
+_set_affinity: Callable[[int, Any], None] = getattr(os, "sched_setaffinity", lambda *_: None)
+_get_limit, _set_limit = resource.getrlimit, resource.setrlimit
+_tzset, _fstat, _put_variable, _unset_variable = time.tzset, os.fstat, os.putenv, os.unsetenv
+
+
+class State(NamedTuple):
+    """One thing that a process has once: how it is read, and how it is put back."""
+
+    name: str
+    get: Callable[[], Any]
+    put: Callable[[Any], None]
+
+
+# ---- Of the process ------------------------------------------------------------------------------
+
+
+def _input() -> object:
+    try:
+        stat = _fstat(0)
+    except OSError:
+        return None
+    return stat.st_dev, stat.st_ino, stat.st_rdev
+
+
+def _open_input(before: object) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    if null != 0:
+        os.dup2(null, 0)
+        os.close(null)
+
+
+class _CEnvironment:
+    """The environment as C sees it: ``os.environ`` does not know what ``putenv`` did."""
+
+    def __init__(self) -> None:
+        self._pointers = ctypes.POINTER(ctypes.c_void_p).in_dll(ctypes.CDLL(None), "environ")
+        self._seen: list[Any] = []  # up to the null pointer that ends it
+        self._value: frozenset[bytes] = frozenset()
+
+    def __call__(self) -> frozenset[bytes]:
+        # Nobody makes the table of pointers shorter, so what was there can be read again: 5 us.
+        if self._seen and self._pointers and self._pointers[: len(self._seen)] == self._seen:
+            return self._value
+        seen: list[Any] = []
+        while self._pointers and (not seen or seen[-1] is not None):
+            seen.append(self._pointers[len(seen)])
+        self._seen = seen
+        self._value = frozenset(ctypes.string_at(each) for each in seen if each is not None)
+        return self._value
+
+
+_c_environment = _CEnvironment()
+
+
+def _put_c_environment(before: frozenset[bytes]) -> None:
+    for entry in _c_environment() - before:
+        _unset_variable(entry.partition(b"=")[0])
+    for entry in before - _c_environment():
+        name, _, value = entry.partition(b"=")
+        _put_variable(name, value)
+
+
+_LIMITS = tuple(
+    sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
+)
+
+
+def _limits() -> tuple[tuple[int, int], ...]:
+    return tuple(map(_get_limit, _LIMITS))
+
+
+def _put_limits(before: tuple[tuple[int, int], ...]) -> None:
+    for limit, pair in zip(_LIMITS, before, strict=True):
+        if _get_limit(limit) != pair:
+            _set_limit(limit, pair)
+
+
+def _put_list(name: str) -> Callable[[Any], None]:
+    def put(before: tuple[Any, ...]) -> None:
+        getattr(sys, name)[:] = before
+
+    return put
+
+
+def _list(name: str) -> State:
+    return State(f"sys.{name}", lambda: tuple(getattr(sys, name)), _put_list(name))
+
+
+def _attribute(owner: Any, name: str) -> State:
+    full = f"{owner.__name__}.{name}"
+    return State(full, lambda: getattr(owner, name), lambda before: setattr(owner, name, before))
+
+
+#: What measures coverage sets these anew for each run.
+TRACING = (
+    State("the trace function", sys.gettrace, sys.settrace),
+    State("the profile function", sys.getprofile, sys.setprofile),
+    State("the trace function of threads", threading.gettrace, threading.settrace),
+    State("the profile function of threads", threading.getprofile, threading.setprofile),
+)
+PROCESS = (
+    State("descriptor 0", _input, _open_input),
+    State("the environment of C", _c_environment, _put_c_environment),
+    State(
+        "the time zone",
+        lambda: (time.tzname, time.timezone, time.altzone),
+        lambda before: _tzset(),
+    ),
+    State("a resource limit", _limits, _put_limits),
+    State(
+        "the locale",
+        lambda: _setlocale(locale.LC_ALL),
+        lambda before: (_setlocale(locale.LC_ALL, before), None)[1],
+    ),
+    State(
+        "the niceness",
+        lambda: _get_priority(os.PRIO_PROCESS, 0),
+        lambda before: _set_priority(os.PRIO_PROCESS, 0, before),
+    ),
+    State(
+        "the CPU affinity",
+        lambda: _get_affinity(0),
+        lambda before: _set_affinity(0, before),
+    ),
+    State(
+        "the garbage collector's threshold",
+        gc.get_threshold,
+        functools.partial(lambda put, before: put(*before), gc.set_threshold),
+    ),
+    State("the garbage collector's debugging", gc.get_debug, gc.set_debug),
+    State("the switch interval", sys.getswitchinterval, sys.setswitchinterval),
+    _list("meta_path"),
+    _list("path_hooks"),
+    _attribute(sys, "displayhook"),
+    _attribute(sys, "unraisablehook"),
+    _attribute(threading, "excepthook"),
+)
+
+
+# ---- Of torch, beside the list in rank_state.py ---------------------------------------------------
+
+
+def _torch_states() -> tuple[State, ...]:
+    import torch
+
+    set_denormal: Callable[[bool], object] = torch.set_flush_denormal
+    return (
+        State("torch's number of threads", torch.get_num_threads, torch.set_num_threads),
+        State(
+            "torch's flushing of denormals",
+            lambda: _TINY * _ONE == 0.0,
+            lambda before: (set_denormal(before), None)[1],
+        ),
+    )
+
+
+class _OfEachRank:
+    """The list in rank_state.py: what a rank has for itself on `sim`, it finds anew here."""
+
+    def __init__(self) -> None:
+        self._loaded = rank_state.find()
+        self._values = self._loaded.read()
+        self._copies = [
+            (value, value.copy()) for value in self._values if isinstance(value, dict)
+        ]  # hooks
+
+    def put_back(self) -> list[str]:
+        """Undo what a body changed; what could not be undone."""
+        left = []
+        values: tuple[Any, ...] | None = None
+        with contextlib.suppress(Exception):  # an attribute that the body has deleted
+            values = self._loaded.read()
+        if values is None or not all(map(is_, values, self._values)):
+            loaded = self._loaded
+            for index, name in enumerate(loaded.names):
+                write, value = loaded.writes[index], self._values[index]
+                if values is not None and values[index] is value:
+                    continue
+                try:
+                    write(value)
+                except Exception as error:
+                    left.append(f"{name} was changed: {_told(error)}")
+        for container, copy in self._copies:
+            if container != copy:
+                container.clear()
+                container.update(copy)
+        return left
+
+
+# ---- Functions of modules ------------------------------------------------------------------------
+
+
+class _Patches:
+    """The functions and classes of one module, or the attributes of one class."""
+
+    def __init__(self, name: str, owner: Any) -> None:
+        self._name, self._owner = name, owner
+        self.note()
+
+    def note(self) -> None:
+        """These are the ones."""
+        found = [(name, value) for name, value in vars(self._owner).items() if _is_code(value)]
+        self._names = tuple(name for name, _ in found)
+        self._values = tuple(value for _, value in found)
+        self._read = itemgetter(*self._names)
+
+    def put_back(self, imports: _Imports) -> list[str]:
+        """Undo what a body changed; what could not be undone."""
+        now = vars(self._owner)
+        missing = object()
+        try:  # nearly always the same objects; a thousand names take 20 us
+            if all(map(is_, self._read(now), self._values)):
+                return []
+        except KeyError:
+            pass
+        values = [now.get(name, missing) for name in self._names]
+        left = []
+        accepted = False
+        for name, old, new in zip(self._names, self._values, values, strict=True):
+            if new is old:
+                continue
+            if new is not missing and imports.have_made(new, old):
+                accepted = True
+                continue
+            try:
+                setattr(self._owner, name, old)
+            except Exception as error:
+                left.append(f"{self._name}.{name} was replaced: {_told(error)}")
+        if accepted:
+            self.note()
+        return left
+
+
+def _is_code(value: object) -> bool:
+    # By type: to ask some of torch's objects for their class is deprecated, and warns.
+    return callable(value) or issubclass(type(value), staticmethod | classmethod | property)
+
+
+class _Imports:
+    """The modules that a body was the first to import. What they have made is not the body's."""
+
+    def __init__(self) -> None:
+        self._before = sys.modules.copy()  # 5 us; a set of the names takes 35
+
+    def have_made(self, new: Any, old: Any) -> bool:
+        """Whether one of them has put ``new`` where ``old`` was, as far as the object shows it."""
+        if type(new).__module__.startswith("unittest.mock"):
+            return False  # the body made it, even if it was the first to import that
+        now = sys.modules.copy()
+        modules = {name: each for name, each in now.items() if name not in self._before}
+        if not modules:
+            return False
+        inner = _innermost(new)
+        definer = _definer(inner)
+        if definer in modules:
+            return True
+        if isinstance(inner, types.FunctionType):
+            # torch._dynamo wraps a function of torch in one of torch, made by a module that was there.
+            package = definer.partition(".")[0]
+            return vars(inner).get("__wrapped__") is old and any(
+                name.partition(".")[0] == package for name in modules
+            )
+        if isinstance(inner, type | types.BuiltinFunctionType):
+            return False
+        # An object that says nothing of who made it: a partial, an instance.
+        spaces = [getattr(each, "__dict__", None) for each in modules.values()]
+        return any(
+            value is new
+            for space in spaces
+            if isinstance(space, dict)
+            for value in space.copy().values()
+        )
+
+
+def _innermost(value: Any) -> Any:
+    """The function within a method or a property; by type: what bodies make may answer anything."""
+    kind = type(value)
+    if issubclass(kind, staticmethod | classmethod | types.MethodType):
+        return value.__func__
+    return value.fget if issubclass(kind, property) else value
+
+
+def _definer(value: Any) -> str:
+    """The name of the module whose code defines a function, a class or an instance's class."""
+    kind = type(value)
+    if issubclass(kind, types.FunctionType):  # functools.wraps copies __module__ from elsewhere
+        name = value.__globals__.get("__name__")
+    else:
+        of = value if issubclass(kind, type | types.BuiltinFunctionType) else kind
+        name = getattr(of, "__module__", None)
+    return name if isinstance(name, str) else ""
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+class ProcessTable:
+    """The values of one rank process."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._tracing: list[Any] = []
+        self._states: tuple[State, ...] = ()
+        self._values: list[Any] = []
+        self._patches: list[_Patches] = []
+        self._imports = _Imports()
+        self._of_each_rank: _OfEachRank | None = None
+        self._builtins: dict[str, Any] = {}
+
+    def note(self, key: object) -> None:
+        """A body is about to run; what it finds is what the next body is to find. ``key`` changes
+        whenever something was imported, or the controller has changed something.
+        """
+        self._tracing = [state.get() for state in TRACING]
+        self._imports = _Imports()
+        self._of_each_rank = _OfEachRank()  # streams and warning filters are new for each run
+        if key == self._key:
+            return
+        self._key = key
+        self._states = (*PROCESS, *_torch_states())
+        self._values = [state.get() for state in self._states]
+        owners = [(name, sys.modules.get(name)) for name in PATCHED]
+        owners += [
+            (f"{module}.{name}", getattr(sys.modules.get(module), name, None))
+            for module, name in _CLASSES
+        ]
+        self._patches = [_Patches(name, owner) for name, owner in owners if owner is not None]
+        self._builtins = _BUILTINS.copy()
+
+    def put_back(self) -> list[str]:
+        """A body is over: undo what it changed. What could not be undone, in words. Raises nothing:
+        a body may have patched whatever this calls.
+        """
+        left: list[str] = []
+        try:
+            self._put_back(left)
+        except Exception as error:
+            _BUILTINS.update(self._builtins)
+            left.append(f"what the body changed could not be put back: {_told(error)}")
+        return left
+
+    def _put_back(self, left: list[str]) -> None:
+        for state, before in zip(TRACING, self._tracing, strict=False):
+            if state.get() is not before:
+                state.put(before)
+        for patches in self._patches:  # first: the rest calls what these have
+            left += patches.put_back(self._imports)
+        for index, state in enumerate(self._states):
+            try:
+                self._put_state_back(index, state, left)
+            except Exception as error:
+                left.append(f"{state.name} was changed: {_told(error)}")
+        if self._of_each_rank is not None:
+            left += self._of_each_rank.put_back()
+
+    def _put_state_back(self, index: int, state: State, left: list[str]) -> None:
+        before, now = self._values[index], state.get()
+        if now == before:
+            return
+        if isinstance(now, tuple) and state.name.startswith("sys."):
+            added = [each for each in now if each not in before]
+            if added and all(self._imports.have_made(each, None) for each in added):
+                self._values[index] = now
+                return
+        state.put(before)
+        if state.get() != before:
+            left.append(f"{state.name} was changed")

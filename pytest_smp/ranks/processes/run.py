@@ -1,0 +1,479 @@
+"""One run on rank processes: from sending the job to every rank's outcome, and the verdict when a
+rank crashes or does not come back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import pickle
+import selectors
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from pytest_smp.ranks.board.analysis import Board, Finding
+from pytest_smp.ranks.processes import wire
+from pytest_smp.ranks.processes.tasks import Done
+from pytest_smp.ranks.processes.worker_pool import Crew, Ended, RankProcess, describe_exit
+from pytest_smp.ranks.protocols import Job, Outcome, OutcomeKind, Report, VerdictKind
+from pytest_smp.ranks.remote_errors import RemoteError
+from smp_core.errors import (
+    BackendError,
+    CrashError,
+    JobLost,
+    LeakError,
+    PayloadError,
+    RunTimeout,
+)
+from smp_core.transport import messages
+
+log = logging.getLogger("smp_core.hosts")
+
+_CHUNK = 1 << 16  # bytes read at a time
+_CHUNKS = 4  # at most, at a look: a rank may write faster than we read
+_LATE = 1.0  # seconds that a record may take that was sent before a rank came back
+TICK = 0.02  # seconds between two looks at the board
+_GRACE = 0.5  # seconds that the others get after a rank has failed, to end by themselves
+_TOLD = 1.0  # seconds for the end to be told of a rank whose connection closed
+_TOLD_OF_ENDS = 20.0  # of one whose process ends for certain: a large one takes its time
+_CANCEL = 2.0  # seconds that a cooperative fabric gets to unwind
+
+
+class Ends(Protocol):
+    """Who hears of rank processes that end, whichever run they were in."""
+
+    selector: selectors.BaseSelector  # control connections, by rank; None: the crew has news
+
+    def ends(self) -> list[Ended]:
+        """Those that ended since the last call."""
+
+    def unclaimed(self, ended: Ended) -> None:
+        """For whoever asks next."""
+
+
+class Run:
+    """One run: from sending the job to every rank's outcome."""
+
+    def __init__(
+        self,
+        host: Ends,
+        crew: Crew,
+        ranks: list[RankProcess],
+        job: Job,
+        number: int,
+        board: Board | None,
+    ) -> None:
+        self._host, self._crew, self._job = host, crew, job
+        self.ranks = ranks
+        self.broken: list[RankProcess] = []  # to be replaced
+        self.whole = True  # the world can serve again
+        self._checks = board is not None
+        self._board = Board(len(ranks)) if board is None else board
+        self._board.reset(number)
+        self._done: dict[int, Done] = {}
+        self._errors: dict[int, BaseException] = {}
+        self._running = {rank.slot: rank for rank in ranks}
+        self._crashed: dict[int, str] = {}
+        self._gone: dict[
+            int, RankProcess
+        ] = {}  # its connection closed; how it ended is not known yet
+        self._before: set[int] = set()  # ended without having read their errands
+        self._finding: Finding | None = None
+        self._number = number
+
+    def report(self, errand: Callable[[RankProcess], bytes]) -> Report:
+        """Send each rank its errand, wait for all, and say how it went."""
+        try:
+            for rank in self.ranks:
+                rank.records = 0
+                request = errand(rank)
+                rank.busy = bool(self._job.faults)
+                try:
+                    rank.control.send_bytes(request)
+                except OSError:
+                    self._before.add(rank.slot)
+                    self._lost(rank)
+            timed_out = self._wait()
+            report = self._timeout() if timed_out else self._conclude()
+            self._replace_the_unfinished()
+            return report
+        except BaseException:  # Ctrl-C, or a signal handler of another plugin
+            self._stop(list(self._running.values()))
+            raise
+
+    # Waiting.
+
+    def _wait(self) -> bool:
+        """Until all ranks have ended, or one's failure has ended the run. Whether time was up."""
+        limit = math.inf if self._job.timeout is None else self._job.timeout
+        start = looked = time.monotonic()
+        failed_at = found_at = math.inf
+        while self._running:
+            self._hear(TICK)
+            now = time.monotonic()
+            failed = self._failed()
+            if self._running and self._checks and (failed or now - looked >= TICK):
+                looked = now
+                self._read_lines()
+                if self._finding is None:
+                    finding = self._board.look(self._running, now)
+                    found_at = min(found_at, now) if finding is not None else math.inf
+                    # A body that is over may have raised, which would be the cause.
+                    leaving = any(self._board.body_is_over(slot) for slot in self._running)
+                    if not leaving or now - found_at > _GRACE:
+                        self._finding = finding
+            if self._failed() or now - start > limit:
+                self._notice_deaths()
+            if self._failed():
+                failed_at = min(failed_at, now)
+                if self._finding is not None or now - failed_at > _GRACE or self._all_wait():
+                    self._stop(list(self._running.values()))
+                    return False
+            elif now - start > limit:
+                if not self._job.patience():
+                    return True
+                start = now
+        return False
+
+    def _failed(self) -> bool:
+        return bool(self._crashed or self._gone or self._errors or self._finding)
+
+    def _all_wait(self) -> bool:
+        """Whether nobody who still runs can change the verdict: each waits for others, and lives."""
+        return self._checks and all(
+            self._board.blocked(slot) and (self._gone or self._crew.state(rank) is not None)
+            for slot, rank in self._running.items()
+        )
+
+    def _notice_deaths(self) -> None:
+        """Take ranks for gone whose processes end: what the others raise may follow from that, and
+        be heard before the dead rank's connections close.
+        """
+        for rank in list(self._running.values()):
+            state = self._crew.state(rank)
+            if state is not None and state.ends:
+                self._hear_last(rank)
+
+    def _hear(self, timeout: float) -> None:
+        for key, _ in self._host.selector.select(timeout):
+            rank = key.data
+            if rank is None:
+                self._hear_of_ends()
+            elif rank.slot in self._running and self._running[rank.slot] is rank:
+                try:
+                    done = Done.of(rank.control.recv_bytes())
+                except Exception as error:  # it has ended, or its body wrote to this descriptor
+                    self._note_early(rank, error)
+                    self._lost(rank)
+                    if wire.is_silence(error):
+                        self._silent(rank.host)
+                else:
+                    self._came_back(rank, done)
+            else:
+                try:
+                    if not rank.busy:
+                        raise EOFError
+                    rank.settle()
+                except (EOFError, OSError):  # its end is told elsewhere; it would wake us for ever
+                    rank.busy = True  # with dying: the next run waits until that is told
+                    with contextlib.suppress(KeyError, ValueError):
+                        self._host.selector.unregister(rank.control)
+        if self._gone:
+            self._hear_of_ends()
+
+    def _came_back(self, rank: RankProcess, done: Done) -> None:
+        del self._running[rank.slot]
+        self._done[rank.slot] = done
+        if done.error is not None:
+            try:
+                error = pickle.loads(done.error)
+            except Exception as reason:
+                error = RemoteError(
+                    f"rank {rank.slot} raised what cannot be unpickled here: {reason}"
+                )
+            done.outcome.error = error
+            if done.outcome.kind is OutcomeKind.RAISED:
+                self._errors[rank.slot] = error
+        if done.value is not None:
+            try:
+                done.outcome.value = pickle.loads(done.value)
+            except Exception as reason:
+                error = PayloadError(
+                    f"rank {rank.slot}: what the body returned was pickled there and cannot be "
+                    f"unpickled here: {type(reason).__name__}: {reason}"
+                )
+                done.outcome.kind, done.outcome.error = OutcomeKind.RAISED, error
+                self._errors[rank.slot] = error
+        if done.unclean and self._crew.final:  # there is no other
+            log.warning("rank %d goes on with %s", rank.slot, "; ".join(done.unclean))
+            self.whole = False
+        elif done.unclean:
+            log.info("rank %d is replaced: %s", rank.slot, "; ".join(done.unclean))
+            self.broken.append(rank)
+
+    def _note_early(self, rank: RankProcess, error: Exception) -> None:
+        """The kernel resets a connection that closes with something unread in it: the errand."""
+        if isinstance(error, ConnectionResetError):
+            self._before.add(rank.slot)
+
+    def _lost(self, rank: RankProcess) -> None:
+        """Its connection closed: it has ended, or will be ended."""
+        if self._checks:
+            self._read_line(rank)
+            self._board.gone(rank.slot)
+        self._running.pop(rank.slot, None)
+        self._gone[rank.slot] = rank
+        self.broken.append(rank)
+        with contextlib.suppress(KeyError, ValueError):
+            self._host.selector.unregister(rank.control)
+
+    def _silent(self, host: str) -> None:
+        """A machine does not answer: none of its ranks will."""
+        self._crew.silent(host)
+        for rank in self.ranks:
+            if rank.host == host and rank.slot not in self._done:
+                if rank.slot in self._running:
+                    self._lost(rank)
+                self._gone.pop(rank.slot, None)
+                self._crashed.setdefault(rank.slot, wire.silence(host))
+
+    def _hear_of_ends(self) -> None:
+        for ended in self._host.ends():
+            who = ended.slot, ended.pid
+            rank = next((each for each in self.ranks if (each.slot, each.pid) == who), None)
+            if rank is None:  # another's, or one that its launcher took down with the job
+                self._host.unclaimed(ended)
+                continue
+            self._hear_last(rank)
+            self._gone.pop(rank.slot, None)
+            if rank not in self.broken:
+                self.broken.append(rank)
+            self._crashed[rank.slot] = str(ended)
+
+    def _hear_last(self, rank: RankProcess) -> None:
+        """What a rank sent before it ended, which still lies in its connection."""
+        while rank.slot in self._running and rank.control.poll(0):
+            try:
+                self._came_back(rank, Done.of(rank.control.recv_bytes()))
+            except Exception as error:  # as in _hear
+                self._note_early(rank, error)
+                break
+        if rank.slot in self._running:
+            self._lost(rank)
+
+    def _read_lines(self) -> None:
+        for rank in self.ranks:
+            self._read_line(rank)
+
+    def _read_line(self, rank: RankProcess, upto: int | None = None) -> None:
+        """What a rank has written for the board, or, with ``upto``, so many bytes of this run."""
+        descriptor = rank.line.fileno()
+        looks = 0
+        while rank.records < upto if upto is not None else looks < _CHUNKS:
+            looks += 1
+            try:
+                data = os.read(descriptor, _CHUNK)
+            except BlockingIOError:
+                if upto is None or not rank.line.poll(_LATE):
+                    return
+                continue
+            except OSError:
+                return  # it has ended
+            if not data:
+                return  # it has ended; its control connection says so too
+            rank.records += len(data)
+            try:
+                self._board.feed(rank.slot, data)
+            except BackendError as error:  # no verdict from the board, in this run
+                log.warning("%s", error)
+                if upto is None:
+                    return  # else read on: the next run's records must not follow on this run's rest
+
+    # The end.
+
+    def _stop(self, ranks: list[RankProcess]) -> None:
+        """End those that still run: ask where the fabric listens, kill otherwise."""
+        self.whole = False
+        for rank in ranks:
+            with contextlib.suppress(OSError):
+                rank.line.send_bytes(str(self._number).encode())
+        deadline = time.monotonic() + (_CANCEL if self._crew.restarts_together else 0.0)
+        while self._running and time.monotonic() < deadline:
+            self._hear(TICK)
+            if self._checks:
+                self._read_lines()  # who writes a record does not look whether it is to end
+        self.broken += self._running.values()
+        self._running = {}
+
+    def _replace_the_unfinished(self) -> None:
+        """Where a call went wrong, its process group may be at work for ever, and whoever destroys
+        the group, the garbage collector of a later run among them, would wait for that.
+        """
+        if self.whole or self._crew.restarts_together or self._crew.final:
+            return
+        self.broken += [
+            rank
+            for rank in self.ranks
+            if rank not in self.broken
+            and rank.slot in self._done
+            and (not self._checks or self._board.unfinished(rank.slot))
+        ]
+
+    def _finish_reading(self) -> None:
+        """Read every record that the ranks sent before they came back."""
+        for rank in self.ranks:
+            done = self._done.get(rank.slot)
+            self._read_line(rank, None if done is None else done.records)
+
+    def _conclude(self) -> Report:
+        start = time.monotonic()
+        while self._gone and time.monotonic() - start < self._until_told():
+            self._hear_of_ends()
+            time.sleep(0.001)
+        if not self._crashed:
+            self._crashed = {slot: describe_exit(None) for slot in self._gone}
+        if self._checks:
+            self._finish_reading()
+            if self._finding is None:
+                self._finding = self._board.look((), time.monotonic())
+        root, error, verdict = self._cause()
+        if self._crew.final and self.broken:
+            error = JobLost(f"the job has lost its ranks\n{error}")
+        outcomes = [self._outcome(rank, root, error) for rank in self.ranks]
+        if error is None and not any(each.kind is OutcomeKind.SKIPPED for each in outcomes):
+            return self._leaks(outcomes)
+        if self.whole:  # a run that skipped may have left messages as well
+            self.whole = self._checks and self._board.settled()
+        return Report(verdict, outcomes, root, error)
+
+    def _until_told(self) -> float:
+        """How many seconds to wait for how the ranks that are gone have ended."""
+        states = [self._crew.state(rank) for rank in self._gone.values()]
+        ends = any(state is not None and state.ends for state in states)
+        return _TOLD_OF_ENDS if ends else _TOLD
+
+    def _cause(self) -> tuple[int | None, BaseException | None, VerdictKind]:
+        """The root cause: a crash, a finding of the board, or the first that raised by itself."""
+        finding = self._finding
+        mismatch = finding is not None and finding.verdict is VerdictKind.MISMATCH
+        if finding is not None and mismatch and not (finding.follows and self._crashed):
+            return finding.root, finding.shown(), finding.verdict
+        if self._crashed:
+            self.whole = False
+            slot = next(iter(self._crashed))  # the first that was told: others may follow from it
+            return slot, self._crash(slot), VerdictKind.CRASHED
+        if self._errors:
+            slot = min(self._errors, key=self._rank_of_cause)
+            return slot, self._errors[slot], VerdictKind.FAILED
+        if finding is not None:
+            return finding.root, finding.shown(), finding.verdict
+        return None, None, VerdictKind.PASSED
+
+    def _rank_of_cause(self, slot: int) -> tuple[bool, int]:
+        """Errors out of a communication call are often the consequence of another rank's. Among the
+        others the lowest rank's, not the first in time: the same failure must look the same again.
+        """
+        return self._waits(slot), slot
+
+    def _crash(self, slot: int) -> CrashError:
+        how = self._crashed[slot]
+        where = self._where(slot) or (self._board.last(slot) if self._checks else "")
+        if where and how == wire.silence(self.ranks[slot].host):
+            how += "; it was last seen"
+        if slot in self._before:
+            how += ", before it began this run: an earlier run left what ended it, or somebody else did"
+        lines = [f"rank {slot} crashed: {how} {where}".rstrip()]
+        others = [each for each in self._crashed if each != slot]
+        lines += [f"rank {each} crashed too: {self._crashed[each]}" for each in others]
+        lines += self._last_words(slot)
+        return CrashError("\n".join(lines))
+
+    def _last_words(self, slot: int) -> list[str]:
+        stderr = self._crew.written(self.ranks[slot])[1].strip().splitlines()
+        return ["it wrote last:", *(f"    {line}" for line in stderr[-12:])] if stderr else []
+
+    def _outcome(self, rank: RankProcess, root: int | None, error: BaseException | None) -> Outcome:
+        slot = rank.slot
+        done = self._done.get(slot)
+        if slot in self._crashed:
+            outcome = Outcome(slot, OutcomeKind.CRASHED, detail=f"crashed: {self._crashed[slot]}")
+        elif done is not None and done.outcome.kind is not OutcomeKind.CANCELLED:
+            return done.outcome
+        else:
+            outcome = Outcome(slot, OutcomeKind.CANCELLED)
+            outcome.measured = b"" if done is None else done.outcome.measured
+        outcome.stdout, outcome.stderr = self._crew.written(rank)
+        finding = self._finding
+        if outcome.kind is OutcomeKind.CANCELLED:
+            if finding is not None and error is finding.error and slot in finding.waits:
+                outcome.kind, outcome.detail = OutcomeKind.STUCK, finding.waits[slot]
+            else:
+                blame = f"rank {root}" if root is not None else "another rank"
+                outcome.detail = f"cancelled because of {blame}"
+        return outcome
+
+    def _leaks(self, outcomes: list[Outcome]) -> Report:
+        strict = self._job.strict
+        fatal, minor = self._board.leaks(strict) if self._checks else ([], [])
+        groups = [(slot, text) for slot, done in sorted(self._done.items()) for text in done.groups]
+        (fatal if strict else minor).extend(messages.left(groups))
+        if fatal:
+            self.whole = False
+            error = LeakError(
+                "\n".join(["leak: the run left something behind", *(f"  {each}" for each in fatal)])
+            )
+            return Report(VerdictKind.LEAK, outcomes, None, error, warnings=minor)
+        self.whole = self.whole and not (self._checks and self._board.parted())
+        return Report(VerdictKind.PASSED, outcomes, warnings=minor)
+
+    def _timeout(self) -> Report:
+        """The verdict on a run that did not end in time: every rank's state and stack."""
+        stuck = dict(self._running)
+        # Before the stacks are asked for: the signal that does so wakes a rank from a pause or a
+        # sleep in C, and what it does then is no news of why the run did not end.
+        if self._checks:
+            self._finish_reading()
+        details = {slot: f"rank {slot} {self._where(slot) or 'never came back'}" for slot in stuck}
+        unwaited = {slot: self._unwaited(slot) for slot in stuck}
+        order = sorted(stuck, key=self._blame)
+        for slot in stuck:
+            if self._is_stopped(slot):
+                details[slot] += "\n      its process is stopped, by a signal or a debugger"
+        stacks = self._crew.stacks(list(stuck.values()))
+        limit = f"{self._job.timeout:g} s (--smp-timeout)"
+        lines = [f"timeout: the run did not end within {limit}"]
+        for slot in order:
+            lines += [details[slot], *unwaited[slot], *stacks.get(slot, ())]
+        for slot, done in sorted(self._done.items()):
+            error = done.outcome.error
+            text = "" if error is None else f" {type(error).__name__}: {error}"
+            lines += [f"rank {slot} has {done.outcome.kind}{text}", *self._unwaited(slot)]
+        self._stop(list(stuck.values()))
+        outcomes = [self._outcome(rank, None, None) for rank in self.ranks]
+        for slot, detail in details.items():
+            outcomes[slot].kind, outcomes[slot].detail = OutcomeKind.STUCK, detail
+        timeout = RunTimeout("\n".join(lines))
+        return Report(VerdictKind.TIMED_OUT, outcomes, None, timeout)
+
+    def _unwaited(self, slot: int) -> list[str]:
+        return self._board.unwaited(slot) if self._checks else []
+
+    def _blame(self, slot: int) -> tuple[bool, bool, bool, int]:
+        """Sorts ranks by how much they are to blame for a time-out: one that is stopped; one in no
+        call; one in a call that nobody keeps from ending; one that waits for others.
+        """
+        blocked = self._checks and self._board.blocked(slot)
+        return not self._is_stopped(slot), blocked, self._waits(slot), slot
+
+    def _is_stopped(self, slot: int) -> bool:
+        state = self._crew.state(self.ranks[slot])
+        return state is not None and state.stopped
+
+    def _where(self, slot: int) -> str:
+        return self._board.where(slot) if self._checks else ""
+
+    def _waits(self, slot: int) -> bool:
+        return self._checks and self._board.waits(slot)

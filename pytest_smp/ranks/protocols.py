@@ -1,0 +1,205 @@
+"""The protocols between the harness and a backend, and the values that pass between them.
+
+A *host* opens a *world* of ranks; ``World.run(job)`` runs one body on every rank and returns a
+*report*. A rank's fabric is in smp_core/transport/protocols.py. Nothing here imports torch.
+
+The protocols carry a version: a backend states which one it was written for, and another one is
+refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pytest_smp.ranks.capabilities import EVERYTHING, Capabilities
+from pytest_smp.ranks.schedule import ROUND_ROBIN, Schedule
+from smp_core.transport import torch_parts
+from smp_core.transport.protocols import RankFabric, Seat
+
+if TYPE_CHECKING:
+    from pytest_smp.ranks.faults import Fault
+
+PROTOCOL_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Factory:
+    """Makes a rank's fabric: names a callable ``module:attribute``, imported on the rank alone, that
+    takes the Seat and then ``arguments``.
+    """
+
+    reference: str
+    arguments: tuple[Any, ...] = ()
+    loses_tensors: bool = False  # its messages of tensors can be lost and damaged (faults)
+
+    def __call__(self, seat: Seat) -> RankFabric:
+        torch_parts.require(
+            "rank processes", "the board"
+        )  # before what looks them up when imported
+        module, _, attribute = self.reference.partition(":")
+        make = getattr(importlib.import_module(module), attribute)
+        fabric: RankFabric = make(seat, *self.arguments)
+        return fabric
+
+
+class VerdictKind(enum.StrEnum):
+    """What a run says of the world as a whole."""
+
+    PASSED = "passed"
+    FAILED = "failed"  # a rank raised
+    DEADLOCK = "deadlock"
+    MISMATCH = "mismatch"
+    LEAK = "leak"
+    RACE = "race"  # memory of an operation in flight was changed
+    CRASHED = "crashed"  # a rank process ended before its body did
+    TIMED_OUT = "timed out"
+
+
+class OutcomeKind(enum.StrEnum):
+    """How one rank's part in a run ended."""
+
+    RETURNED = "returned"
+    RAISED = "raised"
+    SKIPPED = "skipped"  # raised what the job's `skips` names
+    CANCELLED = "cancelled"  # unwound, because another rank ended the run
+    STUCK = "stuck"  # did not come back within the time limit, or waited in a deadlock
+    CRASHED = "crashed"
+
+
+@dataclasses.dataclass(slots=True)
+class Outcome:
+    """How one rank's part in a run ended.
+
+    ``error`` is the exception of a rank that raised or skipped; ``detail`` says in words where a
+    stuck rank was and whom it waited for, or because of whom a rank was cancelled.
+    """
+
+    rank: int
+    kind: OutcomeKind
+    value: Any = None
+    error: BaseException | None = None
+    detail: str = ""
+    stdout: str = ""
+    stderr: str = ""
+    struck: tuple[int, ...] = ()  # which of the job's faults have; unknown of a rank that is gone
+    measured: bytes = b""  # what a prelude has measured on the rank (ranks/processes/measuring.py)
+
+
+@dataclasses.dataclass(slots=True)
+class Report:
+    """What a run gave: the world's verdict, the rank and exception that caused it, one outcome per
+    rank.
+    """
+
+    verdict: VerdictKind
+    outcomes: list[Outcome]
+    root: int | None = None
+    error: BaseException | None = None
+    warnings: list[str] = dataclasses.field(default_factory=list)
+    schedule: Schedule = ROUND_ROBIN  # the deviations that took effect: it replays the run
+    decisions: int = 0  # how many a schedule can deviate at
+
+    @property
+    def values(self) -> list[Any]:
+        """The ranks' return values, in rank order."""
+        return [outcome.value for outcome in self.outcomes]
+
+
+def no_patience() -> bool:
+    """The default of ``Job.patience``: time that is up is up."""
+    return False
+
+
+def no_context() -> AbstractContextManager[Any] | None:
+    """The default of ``Job.context``: nothing to enter."""
+    return None
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Job:
+    """One body to run on every rank of a world.
+
+    ``arguments(rank)`` gives the positional and keyword arguments of that rank; it is called in the
+    rank's own thread or process and must return values that no other rank shares.
+    """
+
+    body: Callable[..., Any]
+    arguments: Callable[[int], tuple[Sequence[Any], Mapping[str, Any]]]
+    parameters: Mapping[str, Any] | None = None  # of smp.init, used when the body does not call it
+    automatic_init: bool = True  # the first API call initialises, with `parameters`
+    timeout: float | None = None  # seconds for the whole run; None waits for ever
+    patience: Callable[[], bool] = (
+        no_patience  # asked when time is up: true (a debugger is open) starts it anew
+    )
+    seed: int = 0  # of every rank's random generators
+    strict: bool = False  # a process group that is not destroyed is a leak, too
+    capture: bool = False  # keep each rank's stdout and stderr apart
+    skips: tuple[
+        type[BaseException], ...
+    ] = ()  # exceptions by which a body says that it does not apply
+    context: Callable[[], AbstractContextManager[Any] | None] = (
+        no_context  # entered around each rank's body
+    )
+    schedule: Schedule = ROUND_ROBIN  # the order of turns, where the backend decides it
+    faults: tuple[Fault, ...] = ()  # what is to go wrong; those that Host.injects allows
+
+
+class World(Protocol):
+    """``size`` ranks, ready to run jobs one after the other."""
+
+    size: int
+
+    def run(self, job: Job) -> Report:
+        """Run the job on every rank.
+
+        Never raises for what a rank does; KeyboardInterrupt passes through.
+        """
+
+
+class Host(Protocol):
+    """How ranks come to exist. One host lives as long as a session and opens worlds of any size.
+
+    One that injects faults has an attribute ``injects`` (see faults.Claim).
+    """
+
+    protocol: int
+
+    def open(self, size: int) -> World:
+        """A world of ``size`` ranks, numbered from 0."""
+
+    def close(self) -> None:
+        """End every rank. Nothing of the host outlives this call."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostOptions:
+    """What a host of rank processes is told before it starts any.
+
+    ``prelude`` is run once where ranks come from, before the first body: it gets them ready to
+    import what bodies refer to. A host that needs any of this has a method ``configure(options)``.
+    """
+
+    ranks: int = 8  # the most that a world will have: an MPI job starts with so many
+    mpiexec: str = ""  # how an MPI job is started, with its arguments; found by itself if empty
+    capture: bool = True  # the ranks' output is kept apart, rather than let through
+    check: bool = True  # the board (--smp-check)
+    prelude: Callable[[], Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Backend:
+    """A named pair of a host and a fabric."""
+
+    name: str
+    summary: str
+    open_host: Callable[[], Host]
+    capabilities: Capabilities = EVERYTHING  # claims of its own, or everything
+    #: The file of failures that are expected of it (docs/conformance.md): a path (that starts at
+    #: ``__file__``), or ``package:path`` below an importable package. The suite alone reads it.
+    expectations: Path | str | None = None

@@ -1,0 +1,363 @@
+"""What Python and torch keep once per process and a body may change: on `sim`, each rank's own.
+
+Rank threads share a process. At each hand-over what the outgoing rank has is put away, and what the
+incoming rank had is put back. A rank starts with what the process has when the run starts; what it
+changes, no other rank and no later run sees.
+
+``STATES`` is the whole list, with the environment beside it. Nearly no body changes any of it, so a
+hand-over reads all and compares, and a container that is changed in place (hooks, warning filters) is
+shared until a rank changes it. Random generators and the default dtype are in isolation.py; what torch
+keeps per thread (gradient mode, autocast, dispatch modes, saved-tensor hooks) needs no switching and
+is cleared by ``clear_thread``. docs/sim.md lists what stays shared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import operator
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from pytest_smp.ranks.working_folders import WorkingFolders
+
+
+class Attribute(NamedTuple):
+    """A module global, or an attribute of an object that lives as long as the process."""
+
+    module: str
+    path: str
+
+
+class Switch(NamedTuple):
+    """A switch of torch's C++: how it is read and set, by names in the module."""
+
+    module: str
+    read: tuple[str, ...]  # each is called without arguments
+    write: str  # called with all that was read
+    keywords: tuple[str, ...] = ()  # how all but the first are passed
+
+
+_MODULE, _C = "torch.nn.modules.module", "torch._C"
+_HOOKS = (
+    "buffer_registration_hooks module_registration_hooks parameter_registration_hooks "
+    "backward_pre_hooks backward_hooks forward_pre_hooks forward_hooks "
+    "forward_hooks_always_called forward_hooks_with_kwargs"
+)
+
+#: Whatever a process has once and a rank has for itself.
+STATES: tuple[Attribute | Switch, ...] = (
+    Attribute("sys", "stdout"),
+    Attribute("sys", "stderr"),
+    Attribute("sys", "excepthook"),
+    Attribute("warnings", "filters"),
+    Attribute("warnings", "showwarning"),
+    Attribute("warnings", "_showwarnmsg_impl"),
+    Attribute("tempfile", "tempdir"),
+    Switch("socket", ("getdefaulttimeout",), "setdefaulttimeout"),
+    Switch(_C, ("_get_float32_matmul_precision",), "_set_float32_matmul_precision"),
+    *(Attribute(_MODULE, f"_global_{name}") for name in _HOOKS.split()),
+    Attribute(_MODULE, "_global_is_full_backward_hook"),
+    Attribute("torch.optim.optimizer", "_global_optimizer_pre_hooks"),
+    Attribute("torch.optim.optimizer", "_global_optimizer_post_hooks"),
+    Attribute("torch.utils._python_dispatch", "_is_in_torch_dispatch_mode"),
+    Attribute("torch.utils._python_dispatch", "_is_in_non_infra_torch_dispatch_mode"),
+    Attribute("torch.utils._python_dispatch", "_is_in_any_mode_without_ignore_compile_internals"),
+    Attribute("torch.autograd.profiler", "_is_profiler_enabled"),
+    Attribute("torch.autograd.graph", "_allow_mutation_on_saved_tensors_enabled"),
+    Attribute("torch.utils.checkpoint", "_checkpoint_debug_enabled"),
+    Attribute("torch.utils.checkpoint", "_enable_checkpoint_early_stop"),
+    Attribute("torch.nn.utils.parametrize", "_cache_enabled"),
+    Attribute("torch.nn.utils.parametrize", "_cache"),
+    Attribute("torch.__future__", "_overwrite_module_params_on_conversion"),
+    Attribute("torch.__future__", "_swap_module_params_on_conversion"),
+    *(
+        Attribute("torch._tensor_str", f"PRINT_OPTS.{name}")
+        for name in ("precision", "threshold", "edgeitems", "linewidth", "sci_mode")
+    ),
+    Attribute("torch.distributed.tensor._random", "_rng_tracker"),
+    Switch("torch", ("is_anomaly_enabled", "is_anomaly_check_nan_enabled"), "set_anomaly_enabled"),
+    Switch(
+        _C,
+        ("_get_deterministic_algorithms", "_get_deterministic_algorithms_warn_only"),
+        "_set_deterministic_algorithms",
+        ("warn_only",),
+    ),
+    Switch(
+        _C,
+        ("_get_deterministic_fill_uninitialized_memory",),
+        "_set_deterministic_fill_uninitialized_memory",
+    ),
+    Switch(_C, ("_get_warnAlways",), "_set_warnAlways"),
+    Switch(_C, ("_get_mkldnn_enabled",), "_set_mkldnn_enabled"),
+    Switch(_C, ("_get_flash_sdp_enabled",), "_set_sdp_use_flash"),
+    Switch(_C, ("_get_mem_efficient_sdp_enabled",), "_set_sdp_use_mem_efficient"),
+    Switch(_C, ("_get_math_sdp_enabled",), "_set_sdp_use_math"),
+    Switch(_C, ("_get_cudnn_benchmark",), "_set_cudnn_benchmark"),
+    Switch(_C, ("_get_cudnn_deterministic",), "_set_cudnn_deterministic"),
+    Switch(_C, ("_check_sparse_tensor_invariants",), "_set_check_sparse_tensor_invariants"),
+)
+
+
+Values = tuple[Any, ...]
+
+
+class _Loaded(NamedTuple):
+    """The part of the list whose modules are loaded."""
+
+    read: Callable[[], Values]
+    writes: tuple[Callable[[Any], None], ...]  # one for each value
+    filters: int  # which of the values the warning filters are
+    names: tuple[str, ...]  # one for each value
+
+
+def _attribute(state: Attribute) -> tuple[Any, str] | None:
+    """The object that has it and its name there; None where this process has no such thing."""
+    owner: Any = sys.modules.get(state.module)
+    *way, name = state.path.split(".")
+    for each in way:
+        owner = getattr(owner, each, None)
+    return (owner, name) if owner is not None and hasattr(owner, name) else None
+
+
+def _switch(state: Switch) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
+    """How to read it and to set it; None where this process has no such thing."""
+    module = sys.modules.get(state.module)
+    names = (*state.read, state.write)
+    if module is None or not all(hasattr(module, name) for name in names):
+        return None
+    *reads, write = (getattr(module, name) for name in names)
+    if len(reads) == 1:
+        return reads[0], write
+
+    def read_bits() -> int:
+        """All of them in one small number, of which there is one object."""
+        return sum(bool(read()) << bit for bit, read in enumerate(reads))
+
+    def write_bits(bits: int) -> None:
+        values = [bool(bits >> bit & 1) for bit in range(len(reads))]
+        positional = len(values) - len(state.keywords)
+        write(*values[:positional], **dict(zip(state.keywords, values[positional:], strict=True)))
+
+    return read_bits, write_bits
+
+
+def _look() -> _Loaded:
+    """One expression reads all of it: this is done at every hand-over."""
+    names: dict[str, Any] = {"intern": sys.intern}
+    terms: list[str] = []
+    writes: list[Callable[[Any], None]] = []
+    filters = 0
+    texts: list[str] = []
+    for number, state in enumerate(STATES):
+        if isinstance(state, Attribute):
+            found = _attribute(state)
+            if found is None:
+                continue
+            if state == Attribute("warnings", "filters"):
+                filters = len(terms)
+            owner, name = names[f"o{number}"], _ = found
+            terms.append(f"o{number}.{name}")
+            texts.append(f"{state.module}.{state.path}")
+            writes.append(functools.partial(setattr, owner, name))
+        else:
+            switch = _switch(state)
+            if switch is not None:
+                names[f"o{number}"] = switch[0]
+                text = state.read[0].endswith("precision")  # a new text each time, unlike the rest
+                terms.append(f"intern(o{number}())" if text else f"o{number}()")
+                writes.append(switch[1])
+                texts.append(f"{state.module}.{state.read[0]}")
+    read: Callable[[], Values] = eval(f"lambda: ({', '.join(terms)},)", names)
+    return _Loaded(read, tuple(writes), filters, tuple(texts))
+
+
+_loaded: tuple[int, _Loaded] | None = None
+
+
+def find() -> _Loaded:
+    """What reads and writes the list, as far as its modules are loaded."""
+    global _loaded
+    if _loaded is None or _loaded[0] != len(sys.modules):
+        _loaded = len(sys.modules), _look()
+    return _loaded[1]
+
+
+#: The environment variables that a rank has beside the process's. Each run asks for them, so they are cached.
+Variables = Callable[[int], dict[str, str]]
+
+
+@functools.lru_cache(maxsize=4096)
+def _encoded(variables: Variables, rank: int) -> dict[Any, Any]:
+    """As os.environ keeps them."""
+    environment: Any = os.environ
+    return {
+        environment.encodekey(name): environment.encodevalue(value)
+        for name, value in variables(rank).items()
+    }
+
+
+class _HooksOfRanks:
+    """Stands in for torch.utils.hooks where the optimizer looks for it."""
+
+    RemovableHandle: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.modules["torch.utils.hooks"], name)
+
+
+_hooks_of_ranks = _HooksOfRanks()
+
+
+class RankStates:
+    """The list above, for the ranks of one run and the controller outside it."""
+
+    def __init__(self, size: int, variables: Variables | None) -> None:
+        self._variables = variables
+        self._read, self._writes, self._filters, _ = find()
+        self._outside: Values = self._read()
+        self._ranks: list[Values | None] = [None] * size
+        self._environment: dict[Any, Any] = vars(os.environ)["_data"]
+        self._environments: list[dict[Any, Any] | None] = [None] * size
+        self._changed: set[Any] = set()  # variables that ranks have set or unset
+        self._folders = WorkingFolders()
+
+    def _given(self, rank: int) -> dict[Any, Any]:
+        """The environment that a rank starts with."""
+        if self._variables is None:
+            return dict(self._environment)
+        return {**self._environment, **_encoded(self._variables, rank)}
+
+    def switch(self, leaving: int | None, entering: int | None) -> None:
+        """Put away what ``leaving`` has and put back what ``entering`` had; None is the controller."""
+        now = self._read()
+        if leaving is None:
+            self._outside = now
+        else:
+            self._ranks[leaving] = now
+        wanted = self._outside if entering is None else self._ranks[entering] or self._outside
+        try:
+            if not all(map(operator.is_, wanted, now)):
+                self._load(wanted, now)
+        finally:
+            self._switch_environment(entering)
+            self._folders.now = entering
+            if self._folders.changed:
+                self._folders.enter()
+
+    def _switch_environment(self, entering: int | None) -> None:
+        if entering is None:
+            data = self._environment
+        else:
+            kept = self._environments[entering]
+            data = self._given(entering) if kept is None else kept  # a rank may have cleared it
+            self._environments[entering] = data
+        os.environ._data = os.environb._data = data  # type: ignore[attr-defined]
+
+    def _load(self, wanted: Values, now: Values) -> None:
+        failed: Exception | None = None
+        for write, want, have in zip(self._writes, wanted, now, strict=True):
+            if want is not have:
+                try:
+                    write(want)
+                except Exception as error:  # the others are put back all the same
+                    failed = error
+        if wanted[self._filters] is not now[self._filters]:
+            warnings._filters_mutated()  # type: ignore[attr-defined]
+        if failed is not None:
+            raise failed
+
+    # Around a run: what is changed in place is made the rank's own before that.
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """While entered, ranks that change a container or the working folder change their own."""
+        modules: Any = importlib.import_module(_MODULE)
+        optimizers: Any = importlib.import_module("torch.optim.optimizer")
+        add_filter: Any = warnings._add_filter  # type: ignore[attr-defined]
+        handle: Any = modules.RemovableHandle
+
+        def own_filter(*item: Any, append: bool) -> None:
+            if warnings.filters is self._outside[self._filters]:
+                warnings.filters = list(warnings.filters)
+            add_filter(*item, append=append)
+
+        def own_handle(hooks: Any, *, extra_dict: Any = None) -> Any:
+            copies = self._own_hooks(hooks, (modules, optimizers))
+            if isinstance(extra_dict, list):
+                extra_dict = [copies.get(id(each), each) for each in extra_dict]
+            elif extra_dict is not None:
+                extra_dict = copies.get(id(extra_dict), extra_dict)
+            return handle(copies.get(id(hooks), hooks), extra_dict=extra_dict)
+
+        _hooks_of_ranks.RemovableHandle, utils = own_handle, optimizers.hooks
+        optimizers.hooks = _hooks_of_ranks
+        self._putenv, self._unsetenv = os.putenv, os.unsetenv
+        os.putenv, os.unsetenv = self._set_variable, self._unset_variable
+        self._folders.watch()
+        warnings._add_filter = own_filter  # type: ignore[attr-defined]
+        modules.RemovableHandle = own_handle
+        try:
+            yield
+        finally:
+            modules.RemovableHandle = handle
+            warnings._add_filter = add_filter  # type: ignore[attr-defined]
+            optimizers.hooks = utils
+            os.putenv, os.unsetenv = self._putenv, self._unsetenv
+            self._restore_environment()
+            self._folders.close()
+
+    def _own_hooks(self, hooks: Any, modules: tuple[Any, ...]) -> dict[int, Any]:
+        """Copies of all global hooks of the module that ``hooks`` are of, if they are still the
+        controller's, by the identity of what they stand for from now on.
+        """
+        if not any(hooks is each for each in self._outside):
+            return {}
+        copies = {}
+        for module in modules:
+            known = {
+                name: value for name, value in vars(module).items() if name.startswith("_global_")
+            }
+            if any(hooks is each for each in known.values()):
+                for name, value in known.items():
+                    if isinstance(value, dict):
+                        copies[id(value)] = value.copy()
+                        setattr(module, name, copies[id(value)])
+        return copies
+
+    def _set_variable(self, name: Any, value: Any) -> None:
+        self._putenv(name, value)
+        self._changed.add(os.fsencode(name))  # as os.environ keeps it
+
+    def _unset_variable(self, name: Any) -> None:
+        self._unsetenv(name)
+        self._changed.add(os.fsencode(name))
+
+    def _restore_environment(self) -> None:
+        """What ranks set went to the C library's environment, too, which is one per process."""
+        for name in self._changed:
+            if name in self._environment:
+                self._putenv(name, self._environment[name])
+            else:
+                self._unsetenv(name)
+
+
+def clear_thread() -> None:
+    """End what a body has entered and not left, of what torch keeps per thread: the thread serves
+    again.
+    """
+    import torch
+
+    inner: Any = torch._C
+    while inner._len_torch_dispatch_stack():
+        inner._pop_torch_dispatch_stack(None)
+    while inner._len_torch_function_stack():
+        inner._pop_torch_function_stack()
+    hooks: Any = inner._autograd
+    while hooks._top_saved_tensors_default_hooks(True) is not None:
+        hooks._pop_saved_tensors_default_hooks()
+    inner._set_dtensor_allow_implicit_replication(False)

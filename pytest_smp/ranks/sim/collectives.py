@@ -1,0 +1,156 @@
+"""What each tensor collective gives each member, once all of them have called.
+
+Each function gets the members' calls in group order; a call's data are the tensors that the member
+brings, in a list. It returns a list per member: the values of that member's outputs, in new memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pytest_smp.ranks.sim.matching import Call
+from smp_core.reduction import reduce_tensors
+from smp_core.transport import messages
+from smp_core.transport.memory import copy
+
+Tensor = torch.Tensor
+Values = list[list[Tensor]]
+Complete = Callable[[list[Call]], Values]
+
+
+def _snapshot(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors' values, in one new block of memory."""
+    sizes = [tensor.numel() for tensor in tensors]
+    block = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    return [
+        part.view(tensor.shape)
+        for part, tensor in zip(torch.split(block, sizes), tensors, strict=True)
+    ]
+
+
+def barrier(calls: list[Call]) -> Values:
+    """Nothing moves."""
+    return [[] for _ in calls]
+
+
+def all_reduce(op: str) -> Complete:
+    """Brought: tensors, reduced one by one."""
+
+    def complete(calls: list[Call]) -> Values:
+        columns = zip(*(call.data for call in calls), strict=True)
+        results = [reduce_tensors(column, op) for column in columns]
+        return [results for _ in calls]
+
+    return complete
+
+
+def reduce(op: str, root: int) -> Complete:
+    """Brought: tensors, reduced one by one; the root gets the results."""
+
+    def complete(calls: list[Call]) -> Values:
+        columns = zip(*(call.data for call in calls), strict=True)
+        results = [reduce_tensors(column, op) for column in columns]
+        return [results if index == root else [] for index in range(len(calls))]
+
+    return complete
+
+
+def broadcast(root: int) -> Complete:
+    """Brought by the root: tensors; the others get them."""
+
+    def complete(calls: list[Call]) -> Values:
+        values = [copy(tensor) for tensor in calls[root].data]
+        return [[] if index == root else values for index in range(len(calls))]
+
+    return complete
+
+
+def all_gather(calls: list[Call]) -> Values:
+    """Brought: (tensors, sizes): for each tensor, a member gets those of all; ``sizes`` are those
+    that it expects of them, tensor by tensor. Sizes may differ between members.
+
+    Raises CollectiveMismatchError if a member brings another size than another member expects.
+    """
+    columns = [*zip(*(call.data[0] for call in calls), strict=True)]
+    sent = [tensor for column in columns for tensor in column]
+    for target in calls:
+        for index, (tensor, expected) in enumerate(zip(sent, target.data[1], strict=True)):
+            _check_pair(calls[index % len(calls)], target, tensor, expected)
+    values = [value for column in columns for value in _snapshot(column)]
+    return [values for _ in calls]
+
+
+def all_gather_single(calls: list[Call]) -> Values:
+    """Brought: tensors; for each of them, a member gets those of all, one behind the other."""
+    columns = zip(*(call.data for call in calls), strict=True)
+    values = [torch.cat([tensor.detach().reshape(-1) for tensor in column]) for column in columns]
+    return [values for _ in calls]
+
+
+def reduce_scatter(op: str) -> Complete:
+    """Brought: tensors, one per member, and again; member i gets the reduction of everybody's
+    i-th.
+    """
+
+    def complete(calls: list[Call]) -> Values:
+        columns = zip(*(call.data for call in calls), strict=True)
+        results = [reduce_tensors(column, op) for column in columns]
+        return [results[index :: len(calls)] for index in range(len(calls))]
+
+    return complete
+
+
+def reduce_scatter_single(op: str) -> Complete:
+    """Brought: tensors; member i gets the i-th part of their reduction."""
+
+    def complete(calls: list[Call]) -> Values:
+        columns = zip(*(call.data for call in calls), strict=True)
+        results = [reduce_tensors(column, op).reshape(-1) for column in columns]
+        parts = [torch.split(result, result.numel() // len(calls) or 1) for result in results]
+        return [
+            [part[index] if part[0].numel() else part[0] for part in parts]
+            for index in range(len(calls))
+        ]
+
+    return complete
+
+
+def scatter(root: int) -> Complete:
+    """Brought by the root: one tensor per member, who gets it."""
+
+    def complete(calls: list[Call]) -> Values:
+        return [[value] for value in _snapshot(calls[root].data)]
+
+    return complete
+
+
+def gather(root: int) -> Complete:
+    """Brought: a tensor; the root gets all of them."""
+
+    def complete(calls: list[Call]) -> Values:
+        values = _snapshot([call.data[0] for call in calls])
+        return [values if index == root else [] for index in range(len(calls))]
+
+    return complete
+
+
+def all_to_all(calls: list[Call]) -> Values:
+    """Brought: (tensors, sizes): one tensor per member, who gets it, and the size of what each
+    member is to bring for this one.
+
+    Raises CollectiveMismatchError if a pair of members disagrees on that size.
+    """
+    for (sender, source), (receiver, target) in itertools.product(enumerate(calls), repeat=2):
+        _check_pair(source, target, source.data[0][receiver], target.data[1][sender])
+    values = [_snapshot(call.data[0]) for call in calls]
+    return [[value[index] for value in values] for index in range(len(calls))]
+
+
+def _check_pair(source: Call, target: Call, tensor: Tensor, expected: messages.Size) -> None:
+    sent = tensor.numel() if isinstance(expected, int) else tuple(tensor.shape)
+    if sent != expected:
+        sender, receiver = ((call.rank, call.text(), call.place) for call in (source, target))
+        raise messages.pair_mismatch(source.operation, sender, sent, receiver, expected)

@@ -1,0 +1,165 @@
+"""Matching collective calls: the n-th call of one member of a group meets the n-th call of every
+other.
+
+Calls that meet must agree in everything that their description names: operation, reduce op, root,
+dtype, shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pytest_smp.ranks.sim.rank_context import RankContext
+from smp_core.errors import CollectiveMismatchError
+from smp_core.transport import messages
+from smp_core.transport.protocols import Group
+from smp_core.transport.stack_frames import Place
+
+Fields = tuple[tuple[str, Any], ...]
+
+
+@dataclasses.dataclass(slots=True)
+class Call:
+    """One member's call: what it says (compared), what it brings (``data``), where it was made."""
+
+    operation: str
+    fields: Fields
+    data: Any
+    place: Place | None = None
+    rank: int = -1  # in the world; set when the call meets the others
+    told: Fields = ()  # what may differ, and is of interest all the same
+
+    def text(self) -> str:
+        """The call in words: ``all_reduce(reduce op=SUM, dtype=float32, shape=[4])``."""
+        return messages.call_text(self.operation, (*self.fields, *self.told))
+
+
+class Meeting:
+    """The calls that meet: one per member of the group. An Operation of the scheduler."""
+
+    __slots__ = ("arrived", "calls", "channel", "differs", "done", "number", "result")
+
+    def __init__(self, channel: Channel, number: int) -> None:
+        self.channel, self.number = channel, number
+        self.calls: list[Call | None] = [None] * len(channel.group.ranks)
+        self.arrived = 0
+        self.done = self.differs = False
+        self.result: Any = None
+
+    def describe(self, rank: int) -> str:
+        """See Operation."""
+        call = self.calls[self.channel.position[rank]]
+        assert call is not None
+        return f"{call.text()} [group {self.channel.shown}, call {self.number}]"
+
+    def missing(self, rank: int) -> Sequence[int]:
+        """See Operation."""
+        ranks = self.channel.group.ranks
+        return [rank for rank, call in zip(ranks, self.calls, strict=True) if call is None]
+
+    def issued(self, rank: int) -> Place | None:
+        """The line of this member's call."""
+        call = self.calls[self.channel.position[rank]]
+        return None if call is None else call.place
+
+    def values(self, rank: int) -> Any:
+        """What a member gets, once done, if the result has a part for each member."""
+        return self.result[self.channel.position[rank]]
+
+
+Complete = Callable[[list[Call]], Any]
+
+
+class Channel:
+    """The collective calls of one group, matched by number. Numbers count from 1."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.shown = messages.group_text(group.name, group.ranks)
+        self.position = {rank: index for index, rank in enumerate(group.ranks)}
+        self._counts = [0] * len(group.ranks)
+        self._open: dict[int, Meeting] = {}
+
+    def join(self, context: RankContext, call: Call, complete: Complete) -> Meeting:
+        """Take part in the next meeting. The last to come runs ``complete`` on all calls, in group
+        order.
+
+        Does not return if the call differs from those that came before: once the other members have
+        come as well, or will not, the run ends with a CollectiveMismatchError.
+        """
+        context.scheduler.check(context.seat)
+        position, call.rank = self.position[context.rank], context.rank
+        number = self._counts[position] = self._counts[position] + 1
+        meeting = self._open.get(number)
+        if meeting is None:
+            meeting = self._open[number] = Meeting(self, number)
+        differs = meeting.differs or not self._agrees(meeting, call)
+        meeting.calls[position] = call
+        meeting.arrived += 1
+        if differs:
+            meeting.differs = True
+            context.scheduler.judge(context.seat, Mismatch(meeting, context))
+        if meeting.arrived == len(meeting.calls):
+            del self._open[number]
+            calls: list[Call] = meeting.calls  # type: ignore[assignment]
+            try:
+                meeting.result = complete(calls)
+            except (
+                Exception
+            ) as error:  # nothing that the caller could catch and go on from: the others wait
+                context.scheduler.fail(context.seat, error)
+                raise
+            meeting.done = True
+            for rank in self.group.ranks:
+                context.scheduler.wake(rank, meeting)
+        return meeting
+
+    def _agrees(self, meeting: Meeting, call: Call) -> bool:
+        other = next((each for each in meeting.calls if each is not None), call)
+        return other.operation == call.operation and other.fields == call.fields
+
+    def unfinished(self) -> list[Meeting]:
+        """The meetings that some members have not come to."""
+        return list(self._open.values())
+
+
+class Mismatch:
+    """The verdict on a meeting whose calls differ. A Judgement of the scheduler: whoever comes to
+    such a meeting waits, so that the verdict can tell which of the members are the odd ones.
+    """
+
+    def __init__(self, meeting: Meeting, context: RankContext) -> None:
+        self._meeting, self._context = meeting, context
+        self.done = False
+
+    def describe(self, rank: int) -> str:
+        """See Operation."""
+        return self._meeting.describe(rank)
+
+    def missing(self, rank: int) -> Sequence[int]:
+        """See Operation."""
+        return self._meeting.missing(rank)
+
+    @property
+    def ripe(self) -> bool:
+        """Whether every member has come."""
+        return self._meeting.arrived == len(self._meeting.calls)
+
+    def verdict(self) -> tuple[CollectiveMismatchError, int]:
+        """What differs, every call that was made, and the rank to blame."""
+        group, meeting = self._meeting.channel.group, self._meeting
+        calls = {
+            rank: call
+            for rank, call in zip(group.ranks, meeting.calls, strict=True)
+            if call is not None
+        }
+        unknown = [rank for rank, call in calls.items() if call.place is None]
+        for rank, place in self._context.scheduler.locate(unknown).items():
+            calls[rank].place = place  # each waits in this call, or makes it now
+        said = {rank: (call.operation, call.fields) for rank, call in calls.items()}
+        made = [(rank, call.text(), call.place) for rank, call in calls.items()]
+        what = messages.differing([*said.values()])
+        error = messages.mismatch(meeting.number, meeting.channel.shown, what, made, said)
+        return error, messages.by_what_they_say(said)[0][0]

@@ -1,0 +1,155 @@
+"""The native object transport of `sim`: one operation of the scheduler per call.
+
+A send waits until its receiver has taken the object, so at most one message lies between a sender
+and a receiver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pytest_smp.ranks.sim.matching import Call, Channel
+from pytest_smp.ranks.sim.rank_context import RankContext
+from smp_core.transport import messages
+from smp_core.transport.payload import Payload
+from smp_core.transport.protocols import Group
+
+
+class _Message:
+    """An object on its way to one or more receivers.
+
+    An Operation of the scheduler: done when all have taken it.
+    """
+
+    __slots__ = ("call", "done", "outstanding", "payload", "seats", "src")
+
+    def __init__(self, context: RankContext, call: str, payload: Payload, dests: set[int]) -> None:
+        self.src, self.seats = context.rank, context.scheduler.seats
+        self.call, self.payload = call, payload
+        self.outstanding = dests
+        self.done = not dests
+
+    def describe(self, rank: int) -> str:
+        return self.call
+
+    def missing(self, rank: int) -> Sequence[int]:
+        return sorted(self.outstanding)
+
+    @property
+    def hint(self) -> str | None:
+        """What often is wrong when a message is never taken."""
+        waits = [self.seats[rank].waiting for rank in self.outstanding]
+        others: dict[str, list[int]] = {}
+        for wait in waits:
+            if isinstance(wait, _Message):
+                others.setdefault(wait.call, []).extend(wait.outstanding)
+        return messages.object_hint(self.call, self.src, others)
+
+
+class _Receive:
+    """A rank that waits for an object. An Operation of the scheduler."""
+
+    __slots__ = ("done", "payload", "src")
+
+    def __init__(self, src: int) -> None:
+        self.src = src
+        self.payload: Payload | None = None
+        self.done = False
+
+    def describe(self, rank: int) -> str:
+        return f"smp.recv_from(world rank {self.src})"
+
+    def missing(self, rank: int) -> Sequence[int]:
+        return (self.src,)
+
+
+class ObjectRouter:
+    """What the object transports of a world's ranks share."""
+
+    def __init__(self) -> None:
+        self.messages: dict[tuple[int, int], _Message] = {}
+        self.receives: dict[tuple[int, int], _Receive] = {}
+        self.channels: dict[Group, Channel] = {}
+
+    def channel(self, group: Group) -> Channel:
+        """The collective object calls of a group."""
+        channel = self.channels.get(group)
+        if channel is None:
+            channel = self.channels[group] = Channel(group)
+        return channel
+
+
+def _thaw_all(calls: list[Call]) -> list[Payload]:
+    return [call.data for call in calls]
+
+
+def _nothing(calls: list[Call]) -> None:
+    return None
+
+
+class SimObjects:
+    """One rank's object transport."""
+
+    __slots__ = ("_context", "_router")
+
+    def __init__(self, context: RankContext, router: ObjectRouter) -> None:
+        self._context, self._router = context, router
+
+    def send(self, obj: object, dest: int) -> None:
+        """See ObjectTransport."""
+        call = f"smp.send(world rank {dest})"
+        self._context.check(call)
+        self._post(call, Payload(obj, call), {dest})
+
+    def broadcast(self, obj: object, group: Group) -> None:
+        """See ObjectTransport."""
+        call = f"smp.broadcast(group {messages.group_text(group.name, group.ranks)})"
+        self._context.check(call)
+        self._post(call, Payload(obj, call), set(group.ranks) - {self._context.rank})
+
+    def _post(self, call: str, payload: Payload, dests: set[int]) -> None:
+        context, router = self._context, self._router
+        message = _Message(context, call, payload, dests)
+        for dest in sorted(dests):  # the order of waking is part of the run: never a set's
+            receive = router.receives.pop((context.rank, dest), None)
+            if receive is None:
+                router.messages[context.rank, dest] = message
+                continue
+            receive.payload, receive.done = payload, True
+            message.outstanding.discard(dest)
+            context.scheduler.wake(dest, receive)
+        message.done = not message.outstanding
+        context.scheduler.wait(context.seat, message)
+
+    def recv_from(self, src: int) -> Any:
+        """See ObjectTransport."""
+        context, router = self._context, self._router
+        context.check("smp.recv_from")
+        message = router.messages.pop((src, context.rank), None)
+        if message is not None:
+            message.outstanding.discard(context.rank)
+            if not message.outstanding:
+                message.done = True
+                context.scheduler.wake(src, message)
+            return message.payload.thaw()
+        receive = router.receives[src, context.rank] = _Receive(src)
+        context.scheduler.wait(context.seat, receive)
+        assert receive.payload is not None
+        return receive.payload.thaw()
+
+    def allgather(self, obj: object, group: Group) -> list[Any]:
+        """See ObjectTransport."""
+        context = self._context
+        context.check("smp.allgather")
+        call = Call("smp.allgather", (), Payload(obj, "smp.allgather"))
+        meeting = self._router.channel(group).join(context, call, _thaw_all)
+        context.scheduler.wait(context.seat, meeting)
+        return [payload.thaw() for payload in meeting.result]
+
+    def barrier(self, group: Group) -> None:
+        """See ObjectTransport."""
+        context = self._context
+        context.check("smp.barrier")
+        meeting = self._router.channel(group).join(context, Call("smp.barrier", (), None), _nothing)
+        context.scheduler.wait(context.seat, meeting)

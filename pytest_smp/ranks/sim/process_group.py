@@ -1,0 +1,208 @@
+"""The process group of `sim`: what torch.distributed, DDP and FSDP2 call, on a rank thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from pytest_smp.ranks.sim import collectives
+from pytest_smp.ranks.sim.mailbox import Mailbox, Post
+from pytest_smp.ranks.sim.matching import Call, Channel, Complete
+from pytest_smp.ranks.sim.rank_context import RankContext
+from pytest_smp.ranks.sim.work import SimWork
+from smp_core.errors import ArgumentError, NotInitializedError
+from smp_core.transport.checked_group import CheckedGroup, Fields
+from smp_core.transport.memory import Flight
+from smp_core.transport.messages import Size
+from smp_core.transport.peers import Source
+from smp_core.transport.protocols import Group
+from smp_core.transport.stack_frames import Place, caller_place
+
+Tensor = torch.Tensor
+
+
+class SharedGroup:
+    """What the members' process groups of one group have in common."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.channel = Channel(group)
+        self.mailbox = Mailbox(len(group.ranks))
+        self.rank_map = {rank: index for index, rank in enumerate(group.ranks)}
+
+
+# What completes a collective, by its reduce op and root. Looked up when the call is issued.
+_COMPLETE: dict[str, Callable[[str, Any], Complete]] = {
+    "barrier": lambda op, root: collectives.barrier,
+    "monitored_barrier": lambda op, root: collectives.barrier,
+    "broadcast": lambda op, root: collectives.broadcast(root),
+    "all_reduce": lambda op, root: collectives.all_reduce(op),
+    "all_reduce_coalesced": lambda op, root: collectives.all_reduce(op),
+    "reduce": lambda op, root: collectives.reduce(op, root),
+    "all_gather": lambda op, root: collectives.all_gather,
+    "all_gather_coalesced": lambda op, root: collectives.all_gather,
+    "all_gather_single": lambda op, root: collectives.all_gather_single,
+    "all_gather_single_coalesced": lambda op, root: collectives.all_gather_single,
+    "reduce_scatter": lambda op, root: collectives.reduce_scatter(op),
+    "reduce_scatter_single": lambda op, root: collectives.reduce_scatter_single(op),
+    "reduce_scatter_single_coalesced": lambda op, root: collectives.reduce_scatter_single(op),
+    "scatter": lambda op, root: collectives.scatter(root),
+    "gather": lambda op, root: collectives.gather(root),
+    "all_to_all": lambda op, root: collectives.all_to_all,
+    "all_to_all_single": lambda op, root: collectives.all_to_all,
+}
+
+
+def _users(place: Place | None) -> bool:
+    """Whether the user's own line issued a call, rather than torch's code on its own account."""
+    return place is None or place.direct
+
+
+class SimProcessGroup(CheckedGroup):
+    """One rank's handle on a group. Belongs to the rank's own thread."""
+
+    def __init__(self, context: RankContext, shared: SharedGroup, name: str) -> None:
+        group = shared.group
+        super().__init__(shared.rank_map[context.rank], len(group.ranks), name)
+        self._context, self._shared = context, shared
+
+    # Issuing.
+
+    def _enter(self, call: str) -> RankContext:
+        context = self._context
+        context.check(call, "process group")
+        if self._destroyed:
+            raise NotInitializedError(f"{call}: process group {self._name} has been destroyed")
+        return context
+
+    def _collective(
+        self,
+        operation: str,
+        fields: Fields,
+        opts: Any,
+        *,
+        op: str = "",
+        root: int | None = None,
+        brings: Sequence[Tensor] = (),
+        gets: Sequence[Tensor] = (),
+        sizes: Sequence[Size] | None = None,
+        told: Fields = (),
+        result: Any = None,
+    ) -> SimWork:
+        """See CheckedGroup."""
+        context = self._enter(operation)
+        call = Call(operation, fields, None, caller_place(), told=told)
+        flight = Flight(brings, gets)
+        self._take_off(flight, operation, asynchronous=getattr(opts, "asyncOp", True))
+        call.data = flight.inputs if sizes is None else (flight.inputs, sizes)
+        complete = _COMPLETE[operation](op, root)
+
+        def completed(calls: list[Call]) -> Any:
+            with torch.no_grad():
+                return complete(calls)
+
+        meeting = self._shared.channel.join(context, call, completed)
+        outputs = list(gets) if result is None else result
+        return self._issued(SimWork(context, meeting, flight, outputs, operation, call.place))
+
+    def _take_off(
+        self,
+        flight: Flight,
+        call: str,
+        *,
+        asynchronous: bool,
+        forgives: Callable[[SimWork], bool] | None = None,
+    ) -> None:
+        """The tensors of a call may not be those of another one in flight, but for those that
+        ``forgives`` is true of.
+        """
+        if flight.outputs_meet():
+            raise ArgumentError(
+                f"{call}: two outputs share memory: one value would overwrite the other"
+            )
+        work = self._context.fabric.airspace.conflict(flight, forgives)
+        if work is not None:
+            work.race(f"{call} uses memory of {work.name}, which is still in flight")
+        if asynchronous:
+            flight.take_off(call)
+
+    def _issued(self, work: SimWork) -> SimWork:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _post(self, verb: str, tensors: list[Tensor], peer: Source, tag: int) -> SimWork:
+        context = self._enter(verb)
+        (tensor,) = tensors
+        peer = self._check_message(verb, tensors, peer)
+        # torch issues its synchronous send and recv in the same way, so each is in flight.
+        sends, place = verb == "send", caller_place()
+        flight = Flight(tensors if sends else (), () if sends else tensors)
+        post = Post(
+            context, self._shared.group, verb, self._position, peer, tag, tensor, flight, place
+        )
+        dummies: list[SimWork] = []
+
+        def is_dummy(work: SimWork) -> bool:
+            """torch's pipelines receive what nobody reads into one buffer, several times at once."""
+            if sends or _users(place) or _users(work.place) or not work.receives:
+                return False
+            dummies.append(work)
+            return True
+
+        self._take_off(flight, post.text(), asynchronous=True, forgives=is_dummy)
+        if dummies:
+            for each in (flight, *(work.flight for work in dummies)):
+                each.unwatch()
+        self._shared.mailbox.post(post)
+        return self._issued(SimWork(context, post, flight, tensors, post.text(), place))
+
+    # Life cycle and what torch asks a group about itself.
+
+    def new_group(
+        self,
+        ranks: list[int],
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+        pg_options: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+    ) -> SimProcessGroup | None:
+        """The hook of torch's ``new_group``: every rank of the world calls it, members get their
+        handle.
+        """
+        context = self._enter("new_group")
+        group: SimProcessGroup | None = context.fabric.new_group(
+            tuple(ranks), group_name, group_desc
+        )
+        return group
+
+    def shutdown(self) -> None:
+        if not self._destroyed:
+            self._destroyed = True
+
+    abort = shutdown
+
+    @property
+    def alive(self) -> bool:
+        """Whether nobody has destroyed it."""
+        return not self._destroyed
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The world ranks, in the group's order."""
+        return self._shared.group.ranks
+
+    def name(self) -> str:
+        return "sim"
+
+    def getBackendName(self) -> str:
+        return "sim"
+
+    _get_backend_name = getBackendName
+
+    def __repr__(self) -> str:
+        return f"SimProcessGroup(rank {self._context.rank}, group {self._name} of ranks {self._shared.group.ranks})"

@@ -1,0 +1,52 @@
+"""A rank of `sim`: what its thread (threads.py) and the fabric keep for one run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pytest_smp.ranks.protocols import Job, Outcome
+from pytest_smp.ranks.sim.scheduler import Scheduler
+from smp_core.errors import ThreadError
+from smp_core.transport import current_rank
+
+
+class RankContext:
+    """One rank of one run, as its own thread sees it."""
+
+    __slots__ = (
+        "fabric",
+        "job",
+        "outcome",
+        "rank",
+        "runtime",
+        "scheduler",
+        "seat",
+        "size",
+        "thread",
+    )
+
+    def __init__(self, rank: int, size: int, job: Job, scheduler: Scheduler, thread: Any) -> None:
+        self.rank, self.size, self.job = rank, size, job
+        self.scheduler, self.seat, self.thread = scheduler, scheduler.seats[rank], thread
+        self.outcome: Outcome | None = None
+        self.runtime: Any = None  # what smp.init builds
+        self.fabric: Any = None  # what the fabric's `rank_fabric` builds, when the rank starts
+
+    def finished_outcome(self) -> Outcome:
+        """How the rank's part ended, once it has."""
+        assert self.outcome is not None
+        return self.outcome
+
+    def check(self, call: str, what: str = "call") -> None:
+        """Every communication call starts here: unwinds the rank if the run has ended."""
+        self.check_thread(call, what)
+        self.scheduler.enter(self.seat)
+
+    def check_thread(self, call: str, what: str = "call") -> None:
+        """Raise ThreadError in another thread: it would put the wrong rank to sleep."""
+        if current_rank.current() is not self:
+            current_rank.refuse_child_thread()
+            raise ThreadError(
+                f"{call}: this {what} belongs to rank {self.rank}, and another thread used it. "
+                "What a default argument or a module global captured is another rank's"
+            )

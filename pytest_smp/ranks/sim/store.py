@@ -1,0 +1,127 @@
+"""The store of `sim`: torch's key-value store, with waits that the scheduler sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+
+from pytest_smp.ranks.sim.rank_context import RankContext
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+class StoreData:
+    """What the ranks' stores share: the values, and who waits for which keys."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.waits: list[_KeyWait] = []
+
+    def changed(self) -> None:
+        """Let those go on whose keys are all there now."""
+        for wait in list(self.waits):
+            if all(key in self.values for key in wait.keys):
+                wait.done = True
+                self.waits.remove(wait)
+                wait.context.scheduler.wake(wait.context.rank, wait)
+
+
+class _KeyWait:
+    """A rank that waits for keys. An Operation of the scheduler."""
+
+    def __init__(self, context: RankContext, keys: Sequence[str], data: StoreData) -> None:
+        self.context, self.keys, self._data = context, list(keys), data
+        self.done = False
+
+    def describe(self, rank: int) -> str:
+        lacking = [key for key in self.keys if key not in self._data.values]
+        return f"store.wait for {', '.join(map(repr, lacking))}"
+
+    def missing(self, rank: int) -> Sequence[int]:
+        return ()  # any rank may set a key
+
+
+class SimStore(Store):
+    """One rank's view of the world's store.
+
+    Timeouts are not used: a wait that cannot end is a verdict.
+    """
+
+    def __init__(self, context: RankContext, data: StoreData) -> None:
+        super().__init__()
+        self._context, self._data = context, data
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Return when all keys are set."""
+        self._context.check("torch.distributed store")
+        if not all(key in self._data.values for key in keys):
+            wait = _KeyWait(self._context, keys, self._data)
+            self._data.waits.append(wait)
+            self._context.scheduler.wait(self._context.seat, wait)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._context.check("torch.distributed store")
+        self._data.values[key] = _bytes(value)
+        self._data.changed()
+
+    def get(self, key: str) -> bytes:
+        """The value, once it is set."""
+        self.wait([key])
+        return self._data.values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, which starts at 0; returns the new value."""
+        self._context.check("torch.distributed store")
+        total = int(self._data.values.get(key, b"0")) + amount
+        self.set(key, str(total))
+        return total
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self.set(key, self._data.values.get(key, b"") + _bytes(value))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set ``key`` to ``desired`` if it is ``expected``, or is not set and ``expected`` is
+        empty.
+        """
+        self._context.check("torch.distributed store")
+        value = self._data.values.get(key)
+        if value == _bytes(expected) or (value is None and not expected):
+            self.set(key, desired)
+            return _bytes(desired)
+        return _bytes(expected) if value is None else value
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are set. Lets the others run first: it is made for polling."""
+        self._context.check("torch.distributed store")
+        self._context.scheduler.give_way(self._context.seat)
+        return all(key in self._data.values for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        self._context.check("torch.distributed store")
+        return self._data.values.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        return len(self._data.values)
+
+    # By these names C++ calls them, behind a prefix.
+    getNumKeys = num_keys
+    deleteKey = delete_key
+
+    def clone(self) -> SimStore:
+        """Another handle on the same values."""
+        return SimStore(self._context, self._data)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        self.wait(keys)
+        return [self._data.values[key] for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def has_extended_api(self) -> bool:
+        return True

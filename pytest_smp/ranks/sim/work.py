@@ -1,0 +1,159 @@
+"""The handle of an asynchronous operation.
+
+Every operation of the process group gives one; torch waits for it. The outputs are written when the
+rank learns that the operation is done: in ``wait``, or when ``is_completed`` says so.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch._C._distributed_c10d import Work
+from torch.futures import Future
+
+from pytest_smp.ranks.sim.mailbox import Post
+from pytest_smp.ranks.sim.rank_context import RankContext
+from pytest_smp.ranks.sim.scheduler import Operation
+from smp_core.errors import RaceError
+from smp_core.transport.memory import Flight
+from smp_core.transport.stack_frames import Place
+from smp_core.transport.unseen import hide
+
+
+class Exchange(Operation, Protocol):
+    """An operation that gives its ranks tensors."""
+
+    def values(self, rank: int) -> list[torch.Tensor]:
+        """What a rank gets, once done: one value per output."""
+
+
+class SimWork(Work):
+    """Done when the scheduler says that its operation is. Waiting passes the turn."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        operation: Exchange,
+        flight: Flight,
+        outputs: Any,
+        name: str,
+        place: Place | None,
+    ) -> None:
+        super().__init__()
+        self._context, self._operation, self._outputs = context, operation, outputs
+        self.flight, self.name, self.place = flight, name, place
+        self._forgotten = False
+        context.fabric.unwaited[id(self)] = self
+        context.fabric.airspace.enter(flight, self)
+
+    @property
+    def receives(self) -> bool:
+        """Whether it is a receive of a message."""
+        return isinstance(self._operation, Post) and bool(self.flight.outputs)
+
+    def _wait(self) -> None:
+        if self._forgotten:
+            return
+        context = self._context
+        context.check_thread(self.name)
+        context.scheduler.wait(context.seat, self._operation)
+        self._land()
+
+    def _land(self) -> None:
+        """The rank has learnt that the operation is done."""
+        context = self._context
+        if context.fabric.unwaited.pop(id(self), None) is None:
+            return
+        context.fabric.airspace.leave(self.flight)
+        what = self.flight.changed()
+        if what is not None:
+            self.race(f"{what} while the operation was in flight")
+        self.flight.land(self._operation.values(context.rank))
+
+    def race(self, what: str) -> NoReturn:
+        """End the run: memory of this operation was used before it was waited for."""
+        context, issued = self._context, "" if self.place is None else f"\n      {self.place}"
+        error = RaceError(
+            f"race: rank {context.rank}: {what}\n"
+            f"  {self.name} was issued here, and not waited for{issued}\n"
+            "hint: from issue to wait, the tensors of an asynchronous operation belong to it"
+        )
+        context.scheduler.fail(context.seat, error)
+        raise error
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when the operation is done.
+
+        The timeout is not used: a wait that cannot end is a verdict.
+        """
+        self._wait()
+        return True
+
+    def synchronize(self) -> None:
+        """As ``wait``."""
+        self._wait()
+
+    def forget(self) -> None:
+        """At the rank's end: leave torch's registry of functional collectives, which would keep the
+        work and its tensors for ever.
+        """
+        outputs, self._outputs, self._forgotten = self._outputs, [], True
+        for output in outputs if isinstance(outputs, list) else ():
+            if isinstance(output, torch.Tensor):
+                torch.ops._c10d_functional.wait_tensor(output)
+
+    def get_future(self) -> Future[Any]:
+        """A future that is complete.
+
+        DDP waits for futures in C++, where no turn can pass, so we wait here.
+        """
+        self._wait()
+        future: Future[Any] = Future()
+        future.set_result(self._outputs)
+        return future
+
+    getFuture = get_future
+
+    def is_completed(self) -> bool:
+        """Let the others run once, then tell whether the operation is done."""
+        context = self._context
+        context.check_thread(self.name)
+        if id(self) not in context.fabric.unwaited:
+            return True
+        if not self._operation.done:
+            context.scheduler.give_way(context.seat)
+        if not self._operation.done or context.scheduler.decide(2):
+            return False
+        self._land()
+        return True
+
+    @property
+    def done(self) -> bool:
+        """Whether the operation is done; the rank may not have learnt it yet."""
+        return self._operation.done
+
+    def is_success(self) -> bool:
+        """As ``is_completed``: an operation cannot fail by itself."""
+        return self.is_completed()
+
+    def exception(self) -> None:
+        """None: a failed operation ends the run."""
+        return
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that the operation writes, once it is done."""
+        self._wait()
+        outputs: list[torch.Tensor] = self._outputs
+        return outputs
+
+    def source_rank(self) -> int:
+        """Of a receive from any source: the group rank that sent."""
+        self._wait()
+        return int(getattr(self._operation, "source", -1))
+
+    _source_rank = source_rank
+
+
+hide(SimWork, ("_wait", "is_completed"))

@@ -1,1 +1,0 @@
-"""Fabrics: what ranks exchange data through."""

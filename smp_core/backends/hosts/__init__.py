@@ -1,1 +1,0 @@
-"""Hosts: how ranks come to exist."""

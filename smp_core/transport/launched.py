@@ -1,0 +1,400 @@
+"""The fabric of a plain script: a process that a launcher started as one of several ranks, or alone.
+
+What the ranks exchange data through is the launcher's (transport/launchers.py), or the process group that
+the script has made itself. The first ``smp.init`` forms it; it stays until the process ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from smp_core.errors import BackendError, NotInitializedError
+from smp_core.transport import ending
+from smp_core.transport.launchers import Launch, half_set, launch_of
+from smp_core.transport.protocols import Fabric, Group, ObjectTransport, Seat
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_WORLD = "WORLD"
+
+
+class Place(Protocol):
+    """Where this process stands: in a world of ``size`` ranks, which ``join`` forms."""
+
+    size: int
+
+    def join(self, collectives: str) -> Fabric:
+        """Meet the other ranks. ``collectives`` is the configuration's ``ddp_dist_backend``.
+
+        Raises BackendError if they cannot be met.
+        """
+
+
+def find_place() -> Place:
+    """Where this process stands; nobody is met yet.
+
+    Raises BackendError if the launcher's environment is half set, or gives the ranks no way to
+    meet.
+    """
+    if _joined.fabric is not None and _joined.holds():
+        return _joined
+    launch = launch_of(os.environ)
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if size > 1:
+            return _Torch(rank, size, launch, ours=False)
+        if launch is not None and launch.size > 1:
+            raise BackendError(
+                f"smp.init: {launch.launcher.name} has started {launch.size} ranks, and the script "
+                "has initialised torch.distributed for one: leave that to smp.init, or give it all"
+            )
+        return _Alone()
+    if launch is None:
+        trouble = half_set(os.environ)
+        if trouble:
+            raise BackendError(f"smp.init: {trouble}")
+        return _Alone()
+    if launch.size == 1 and not launch.rendezvous:
+        return _Alone()  # srun's own shell is such a process
+    trouble = launch.refusal(launch.fabric)
+    if trouble:
+        raise BackendError(f"smp.init: rank {launch.rank} of {launch.size}: {trouble}")
+    if launch.fabric == "mpi":
+        return _Mpi(launch)
+    return _Torch(launch.rank, launch.size, launch, ours=True)
+
+
+class _Joined:
+    """The world that this process is in already."""
+
+    fabric: Any = None
+    size = 0
+
+    def holds(self) -> bool:
+        """Whether it is still there: the script may have destroyed its process group."""
+        return bool(self.fabric.holds())
+
+    def join(self, collectives: str) -> Fabric:
+        """See Place."""
+        fabric: Fabric = self.fabric
+        return fabric
+
+    def keep(self, fabric: Fabric) -> None:
+        """This is the one from now on."""
+        self.fabric, self.size = fabric, fabric.size
+
+
+_joined = _Joined()
+
+
+class _Alone:
+    """See Place."""
+
+    size = 1
+
+    def join(self, collectives: str) -> Fabric:
+        """See Place."""
+        from smp_core.transport.solo import SoloFabric
+
+        return SoloFabric()
+
+
+class _NoBoard:
+    """A base.Recorder for ranks that no controller watches."""
+
+    def call(
+        self, call: str, group: Group, *, to: Sequence[int] = (), source: int | None = None
+    ) -> AbstractContextManager[None]:
+        """See Recorder."""
+        return contextlib.nullcontext()
+
+
+def _seat(rank: int, size: int, folder: Path, local: tuple[int, int] = (0, 0)) -> Seat:
+    return Seat(rank, size, *local, folder, 0, _nothing, _NoBoard())
+
+
+def _nothing() -> None:
+    """A wait of a plain script ends when it ends."""
+
+
+def _local(rank: int, size: int, objects: ObjectTransport) -> tuple[int, int]:
+    """The rank among those of its machine, and how many they are. Once it returns, all have met."""
+    hosts = objects.allgather(socket.gethostname(), Group(_WORLD, tuple(range(size))))
+    return hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
+
+
+# Over a process group of torch.
+
+#: The launcher's, and one below it for each process group that was made.
+_stores: list[Any] = []
+
+
+class _Torch:
+    """See Place. By torch's rendezvous, or in the script's own process group."""
+
+    def __init__(self, rank: int, size: int, launch: Launch | None, *, ours: bool) -> None:
+        self.rank, self.size, self._launch, self._ours = rank, size, launch, ours
+
+    def join(self, collectives: str) -> Fabric:
+        """See Place."""
+        import torch.distributed as dist
+
+        if not dist.is_gloo_available():
+            raise BackendError("smp.init: this torch was built without Gloo, which carries objects")
+        ending.watch()
+        if self._ours:
+            self._meet(_names(collectives))
+        fabric = _TorchFabric(self.rank, self.size)
+        _joined.keep(fabric)
+        atexit.register(_leave_torch, os.getpid(), fabric if self._ours else None)
+        return fabric
+
+    def _meet(self, names: str) -> None:
+        import torch.distributed as dist
+
+        launch = self._launch
+        assert launch is not None
+        if launch.one_machine:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        try:
+            if not _stores:
+                met = dist.rendezvous("env://", self.rank, self.size)  # type: ignore[attr-defined]
+                _stores.append(next(met)[0])
+            # torch numbers groups anew after they were destroyed, and would find their addresses.
+            _stores.append(dist.PrefixStore(f"smp-{len(_stores)}", _stores[0]))  # type: ignore[attr-defined]
+            dist.init_process_group(names, store=_stores[-1], rank=self.rank, world_size=self.size)
+        except (RuntimeError, ValueError) as error:  # torch's own lists every frame of C++
+            raise BackendError(
+                f"smp.init: rank {self.rank} of {self.size} has not met the others at "
+                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} (MASTER_ADDR, "
+                f"MASTER_PORT): {str(error).partition(chr(10))[0]}"
+            ) from None
+
+
+def _names(collectives: str) -> str:
+    """The backends by torch's names: Gloo for tensors of the CPU, NCCL for those of GPUs if there
+    are any. ``nccl`` insists on it where there are.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if not torch.cuda.is_available():
+        return "gloo"
+    if dist.is_nccl_available():
+        return "cpu:gloo,cuda:nccl"
+    if collectives == "nccl":
+        raise BackendError("ddp_dist_backend='nccl': this torch was built without NCCL")
+    return "gloo"
+
+
+class _TorchFabric:
+    """See base.Fabric. The default process group is there already."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        import torch.distributed as dist
+
+        from smp_core.transport.torch_objects import GroupObjects
+
+        self.rank, self.size = rank, size
+        self._default: Any = dist.group.WORLD
+        self._handles: dict[Group, Any] = {}
+        private = dist.new_group(backend="gloo", group_desc="smp objects")
+        self.objects: ObjectTransport = GroupObjects(_seat(rank, size, Path()), private)
+        self.local_rank, self.local_size = _local(rank, size, self.objects)
+
+    def forget(self) -> None:
+        """Let go of all groups, which ends Gloo's threads: one that still gives up the tensors of the
+        last call when Python ends finds no interpreter, and ends the process with SIGABRT.
+        """
+        self._handles.clear()
+        self._default = None
+        del self.objects
+
+    def holds(self) -> bool:
+        """Whether the default process group is the one of the beginning."""
+        import torch.distributed as dist
+
+        return dist.group.WORLD is self._default
+
+    def process_group(self, group: Group) -> ProcessGroup:
+        """See base.Fabric."""
+        import torch.distributed as dist
+
+        if not self.holds():
+            raise NotInitializedError("the default process group has been destroyed")
+        if group.name == _WORLD:
+            default: ProcessGroup = self._default
+            return default
+        if group not in self._handles:
+            with _together():
+                self._handles[group] = dist.new_group(
+                    list(group.ranks),
+                    use_local_synchronization=True,
+                    sort_ranks=False,
+                    group_desc=group.name,
+                )
+        made: ProcessGroup = self._handles[group]
+        return made
+
+
+@contextlib.contextmanager
+def _together() -> Any:
+    """Members leave ``new_group`` together: who ends right behind it may otherwise be gone while
+    another still connects to it.
+    """
+    name = "TORCH_DIST_INIT_BARRIER"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _leave_torch(pid: int, made: _TorchFabric | None) -> None:
+    """At exit: destroy the process group that we have made, if the script has not.
+
+    Not after an error: Gloo's waits until its operations in flight are over, which may need ranks
+    that wait for this one. So does what Python does next, in its own time.
+    """
+    global _leaving
+    if os.getpid() != pid or _leaving:
+        return
+    status = ending.status()
+    if status:
+        _leaving = True
+        ending.end_at_once(status)
+    if made is not None and made.holds():
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+        made.forget()
+
+
+_leaving = False
+
+
+# Over MPI.
+
+
+class _Mpi:
+    """See Place. In the job of an mpiexec, or of srun."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.size, self._launch = launch.size, launch
+
+    def join(self, collectives: str) -> Fabric:
+        """See Place."""
+        from smp_core.transport.mpi.job import join
+
+        try:
+            world = join(self._launch)
+        except BackendError as error:
+            raise BackendError(
+                f"smp.init: rank {self._launch.rank} of {self.size}: {error}"
+            ) from None
+
+        if _MpiFabric.made is None:
+            ending.watch()
+            atexit.register(_leave_mpi, os.getpid())
+            _MpiFabric.made = _MpiFabric(self._launch, world)
+        else:
+            _MpiFabric.made.renew()
+        _joined.keep(_MpiFabric.made)
+        return _MpiFabric.made
+
+
+class _MpiFabric:
+    """See base.Fabric. That of the `mpi` backend, in a run that lasts until the process ends."""
+
+    made: _MpiFabric | None = None
+
+    def __init__(self, launch: Launch, world: Any) -> None:
+        from smp_core.transport.mpi import open_fabric
+        from smp_core.transport.mpi.job import Pulse
+        from smp_core.transport.private_folder import private_folder
+
+        self.rank, self.size, self._world = world.rank, world.size, world
+        hosts = world.allgather(socket.gethostname())
+        host = hosts[self.rank]
+        self.local_rank, self.local_size = hosts[: self.rank].count(host), hosts.count(host)
+        # Of torch's store, which its other backends meet in: on this machine, if the script makes
+        # a group of one.
+        folders = world.allgather(private_folder() if self.local_rank == 0 else "")
+        self._folder = folders[hosts.index(host)]
+        local = self.local_rank, self.local_size
+        seat = _seat(self.rank, self.size, Path(self._folder), local)
+        self._fabric: Any = open_fabric(seat)
+        self.objects = self._fabric.objects
+        self._enter()
+        self._pulse = Pulse.of(launch, world)
+
+    def _enter(self) -> None:
+        import torch.distributed as dist
+
+        self._fabric.enter()
+        self._default = dist.group.WORLD
+        self._world.Barrier()  # who has entered sends, and nobody may still be in the run before
+
+    def renew(self) -> None:
+        """Another default process group: the script has destroyed the first."""
+        self._fabric.leave()
+        self._enter()
+
+    def holds(self) -> bool:
+        """Whether the default process group is the one of the beginning."""
+        import torch.distributed as dist
+
+        return dist.group.WORLD is self._default
+
+    def process_group(self, group: Group) -> ProcessGroup:
+        """See base.Fabric."""
+        if not self.holds():
+            raise NotInitializedError("the default process group has been destroyed")
+        made: ProcessGroup = self._fabric.process_group(group)
+        return made
+
+    def leave(self) -> None:
+        """The end of the script; all ranks come to it together."""
+        self._fabric.leave()
+        self._fabric.close()
+        self._world.Barrier()  # nobody uses the folder any more
+
+    def tidy(self) -> None:
+        """What this rank has to do alone, however it ends."""
+        if self._pulse is not None:
+            self._pulse.stop()
+        # Every rank of the machine, whoever is the first: an aborted job kills the others.
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _leave_mpi(pid: int) -> None:
+    """At exit. All ranks of an MPI job end together, unless one ends by an error: the others wait
+    for it, and it would for them in MPI_Finalize.
+    """
+    if os.getpid() != pid:  # a fork of the script's
+        return
+    status = ending.status()
+    if status:
+        from mpi4py.run import set_abort_status
+
+        set_abort_status(status)
+    made = _MpiFabric.made
+    if made is not None:
+        if not status:
+            made.leave()
+        made.tidy()

@@ -1,0 +1,233 @@
+"""An object transport over any torch backend: over messages of a process group where it has them,
+and over the store otherwise.
+
+Whatever carries it, a message is answered by an acknowledgement, which is what makes a send
+synchronous.
+"""
+
+from __future__ import annotations
+
+import pickle
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from smp_core.transport.payload import Payload
+from smp_core.transport.protocols import Group, Seat
+
+
+class _Objects(ABC):
+    """See base.ObjectTransport. What carries the bytes is a subclass's business."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._rank, self._board = seat.rank, seat.board
+
+    @abstractmethod
+    def _deliver(self, data: bytes, dests: list[int]) -> None:
+        """Return after all of ``dests`` have taken it."""
+
+    @abstractmethod
+    def _receive(self, source: int) -> bytes:
+        """The next that ``source`` delivers to this rank."""
+
+    @abstractmethod
+    def _exchange(self, data: bytes, group: Group) -> list[bytes]:
+        """Every member's data, in the order of the group."""
+
+    def send(self, obj: object, dest: int) -> None:
+        """See ObjectTransport."""
+        data = _frozen(obj, f"smp.send(world rank {dest})")
+        with self._board.call("smp.send", _pair(self._rank, dest), to=(dest,)):
+            self._deliver(data, [dest])
+
+    def broadcast(self, obj: object, group: Group) -> None:
+        """See ObjectTransport."""
+        data = _frozen(obj, f"smp.broadcast(group {group.name})")
+        others = [rank for rank in group.ranks if rank != self._rank]
+        with self._board.call("smp.broadcast", group, to=others):
+            self._deliver(data, others)
+
+    def recv_from(self, src: int) -> Any:
+        """See ObjectTransport."""
+        with self._board.call("smp.recv_from", _pair(self._rank, src), source=src):
+            data = self._receive(src)
+        payload: Payload = pickle.loads(data)
+        return payload.thaw()
+
+    def allgather(self, obj: object, group: Group) -> list[Any]:
+        """See ObjectTransport."""
+        data = _frozen(obj, "smp.allgather")
+        with self._board.call("smp.allgather", group):
+            gathered = self._exchange(data, group)
+        payloads: list[Payload] = [pickle.loads(each) for each in gathered]
+        return [payload.thaw() for payload in payloads]
+
+    def barrier(self, group: Group) -> None:
+        """See ObjectTransport."""
+        with self._board.call("smp.barrier", group):
+            self._exchange(b"", group)
+
+
+_MESSAGE, _TAKEN, _GATHER, _SHARE = range(4)  # tags
+_FIRST = 512  # bytes that travel with the length: most objects need no second message
+
+
+class GroupObjects(_Objects):
+    """Over point-to-point messages of a group that is private to it and holds all ranks of the world.
+
+    A message is its length and then its bytes. Messages, acknowledgements, and the two halves of a
+    collective have tags of their own, so that no two of them can be taken for each other. A
+    collective goes through the first member of its group: 2 (n - 1) messages instead of the
+    2 (n - 1)^2 of torch's rings.
+    """
+
+    def __init__(self, seat: Seat, group: Any) -> None:
+        super().__init__(seat)
+        self._group = group
+        self._taken = torch.zeros(1, dtype=torch.uint8)
+
+    # One message: a first part of fixed size, and what is longer in a second one.
+
+    def _post(self, data: bytes, dest: int, tag: int) -> list[Any]:
+        head = len(data).to_bytes(8, "little") + data[:_FIRST]
+        parts = [head.ljust(8 + _FIRST, b"\0")]
+        if len(data) > _FIRST:
+            parts.append(data[_FIRST:])
+        works = []
+        for part in parts:
+            tensor = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+            works.append((self._group.send([tensor], dest, tag), tensor))
+        return works
+
+    def _take(self, source: int, tag: int) -> bytes:
+        head = torch.empty(8 + _FIRST, dtype=torch.uint8)
+        self._group.recv([head], source, tag).wait()
+        first = head.numpy().tobytes()
+        length = int.from_bytes(first[:8], "little")
+        if length <= _FIRST:
+            return first[8 : 8 + length]
+        rest = torch.empty(length - _FIRST, dtype=torch.uint8)
+        self._group.recv([rest], source, tag).wait()
+        return first[8:] + rest.numpy().tobytes()
+
+    @staticmethod
+    def _finish(works: Iterable[tuple[Any, torch.Tensor]]) -> None:
+        for work, _ in works:
+            work.wait()
+
+    def _deliver(self, data: bytes, dests: list[int]) -> None:
+        works = [work for dest in dests for work in self._post(data, dest, _MESSAGE)]
+        answers = [(torch.empty_like(self._taken), dest) for dest in dests]
+        taken = [(self._group.recv([answer], dest, _TAKEN), answer) for answer, dest in answers]
+        self._finish(works)
+        self._finish(taken)
+
+    def _receive(self, source: int) -> bytes:
+        data = self._take(source, _MESSAGE)
+        self._group.send([self._taken], source, _TAKEN).wait()
+        return data
+
+    def _exchange(self, data: bytes, group: Group) -> list[bytes]:
+        first = group.ranks[0]
+        if self._rank != first:
+            self._finish(self._post(data, first, _GATHER))
+            shared = self._take(first, _SHARE)
+            gathered: list[bytes] = pickle.loads(shared)
+            return gathered
+        parts = [data if rank == first else self._take(rank, _GATHER) for rank in group.ranks]
+        shared = pickle.dumps(parts)
+        works = [work for rank in group.ranks[1:] for work in self._post(shared, rank, _SHARE)]
+        self._finish(works)
+        return parts
+
+
+class StoreObjects(_Objects):
+    """Over the keys of a store, which every torch backend has: for those without messages.
+
+    Slow (a file store looks every 10 ms whether a key is there), and right. A message is the key of
+    its two ranks and its number; the receiver takes it out and sets the key of its answer, which the
+    sender takes out.
+    """
+
+    def __init__(self, seat: Seat, store: Any) -> None:
+        super().__init__(seat)
+        self._store = store
+        self._numbers: Counter[Any] = Counter()
+
+    def _number(self, *what: Any) -> int:
+        self._numbers[what] += 1
+        return self._numbers[what]
+
+    def _pop(self, key: str) -> bytes:
+        value: bytes = self._store.get(key)  # waits for it
+        self._store.delete_key(key)
+        return value[1:]
+
+    def _put(self, key: str, data: bytes) -> None:
+        self._store.set(key, b"." + data)  # a file store takes an empty value for none
+
+    def _deliver(self, data: bytes, dests: list[int]) -> None:
+        keys = [f"{self._rank}-{dest}-{self._number('to', dest)}" for dest in dests]
+        for key in keys:
+            self._put(key, data)
+        for key in keys:
+            self._pop(f"{key} taken")
+
+    def _receive(self, source: int) -> bytes:
+        key = f"{source}-{self._rank}-{self._number('from', source)}"
+        data = self._pop(key)
+        self._put(f"{key} taken", b"")
+        return data
+
+    def _exchange(self, data: bytes, group: Group) -> list[bytes]:
+        number = self._number(group)
+        name = f"{group.name} {'-'.join(map(str, group.ranks))}"
+        self._put(f"{name} {number} {self._rank}", data)
+        values = [self._store.get(f"{name} {number} {rank}")[1:] for rank in group.ranks]
+        # All are in this exchange, so that nobody is in the one before.
+        self._store.delete_key(f"{name} {number - 1} {self._rank}")
+        return values
+
+
+def _frozen(obj: object, call: str) -> bytes:
+    return pickle.dumps(Payload(obj, call), pickle.HIGHEST_PROTOCOL)
+
+
+def _pair(rank: int, partner: int) -> Group:
+    return Group("WORLD", (rank, partner))
+
+
+def choose(seat: Seat, group: Any, store: Any) -> _Objects:
+    """The transport that this backend can carry: messages of ``group`` if one around a ring arrived
+    on every rank, keys of ``store`` otherwise. All ranks choose the same.
+    """
+    messages = seat.size == 1 or _ring(seat, group)
+    store.set(f"ring {seat.rank}", str(int(messages)))
+    if all(store.get(f"ring {rank}") == b"1" for rank in range(seat.size)):
+        return GroupObjects(seat, group)
+    return StoreObjects(seat, store)
+
+
+def _ring(seat: Seat, group: Any) -> bool:
+    """Whether a message to the next rank and one from the last arrive as they were sent."""
+    ahead, behind = (seat.rank + 1) % seat.size, (seat.rank - 1) % seat.size
+    mine = torch.tensor([251, seat.rank % 250], dtype=torch.uint8)
+    theirs = torch.zeros(2, dtype=torch.uint8)
+
+    def send() -> Any:
+        return group.send([mine], ahead, _TAKEN)
+
+    def receive() -> Any:
+        return group.recv([theirs], behind, _TAKEN)
+
+    try:
+        # The odd ranks receive first: a send may last until it is received.
+        works = [call() for call in ((receive, send) if seat.rank % 2 else (send, receive))]
+        for work in works:
+            work.wait()
+    except Exception:  # it has no messages, and says so by whatever it likes
+        return False
+    return theirs.tolist() == [251, behind % 250]

@@ -1,0 +1,84 @@
+"""A time-out names first the rank that keeps the others waiting, whatever that rank is doing."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+import smp_core.torch as smp
+from pytest_smp.ranks.backends import open_backend
+from pytest_smp.ranks.protocols import HostOptions, Job, VerdictKind
+
+RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def host():
+    host = open_backend("gloo", HostOptions(ranks=RANKS))
+    yield host
+    host.close()
+
+
+def _once_inside(act):
+    """Have a thread act when the main thread is in a barrier."""
+    main = threading.get_ident()
+
+    def watch():
+        while True:
+            frame = sys._current_frames()[main]
+            while frame is not None:
+                if frame.f_code.co_name == "barrier":
+                    act()
+                    return
+                frame = frame.f_back
+            time.sleep(0.001)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _hold_the_interpreter():
+    ctypes.PyDLL(None).sleep(600)  # a PyDLL keeps the lock
+
+
+def _stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _wait_in_python():
+    signal.pause()
+
+
+def _wait_in_c():
+    ctypes.CDLL(None).pause()
+
+
+STUCK = {
+    "a pause": _wait_in_python,
+    "a pause in C": _wait_in_c,
+    "stopped": _stop,
+    "stopped in a call": lambda: _once_inside(_stop),
+    "a thread holds the interpreter": lambda: _once_inside(_hold_the_interpreter),
+}
+
+
+@pytest.mark.parametrize("how", sorted(STUCK))
+def test_the_rank_that_keeps_the_others_is_named_first(host, how):
+    def body():
+        if smp.rank() == 1:
+            STUCK[how]()
+        dist.barrier()
+        smp.barrier()
+
+    job = Job(body=body, arguments=lambda rank: ((), {}), timeout=3.0)
+    report = host.open(RANKS).run(job)
+    assert report.verdict is VerdictKind.TIMED_OUT, report.error
+    blamed = str(report.error).splitlines()[1]
+    assert blamed.startswith("rank 1 "), report.error
+    assert ("its process is stopped" in str(report.error)) is how.startswith("stopped")

@@ -1,0 +1,267 @@
+"""A rank's death is the cause of whatever its peers see, in whichever order the controller hears of
+it: from the peers' errors, the rank's two connections, and whoever waits for the process.
+
+A run's real controller hears a drawn order of these from sockets; no process is started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import selectors
+import signal
+from multiprocessing import Pipe
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_smp.ranks import serialization
+from pytest_smp.ranks.board import Board, Recorder
+from pytest_smp.ranks.board.recorder import Description
+from pytest_smp.ranks.processes import run as run_module
+from pytest_smp.ranks.processes.process_status import ProcessState
+from pytest_smp.ranks.processes.run import Run
+from pytest_smp.ranks.processes.tasks import Done
+from pytest_smp.ranks.processes.worker_pool import Crew, Ended, RankProcess
+from pytest_smp.ranks.protocols import Job, Outcome, OutcomeKind, VerdictKind
+from smp_core.transport.protocols import Group
+
+RESET = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection reset by peer"
+NUMBER = 5  # of the run
+
+
+class Rank:
+    """A rank process's end of its connections, and what it writes there."""
+
+    def __init__(self, slot: int, size: int) -> None:
+        control, self.control = Pipe()
+        line, self.line = Pipe()
+        os.set_blocking(line.fileno(), False)
+        self.process = RankProcess(slot, 1_000_000 + slot, "here", "/nowhere", control, line)
+        self.sent = 0
+        self.recorder = Recorder(slot, self._write)
+        self.recorder.begin(NUMBER)
+        self._group = self.recorder.group("torch", "WORLD", "WORLD", 0, range(size))
+        self._world = Group("WORLD", tuple(range(size)))
+
+    def _write(self, data: bytes) -> None:
+        self.sent += len(data)
+        if not self.line.closed:
+            os.write(self.line.fileno(), data)
+
+    def enters(self, call: str) -> None:
+        """Be in a collective: of a tensor, or (``smp.``) of objects."""
+        self._number = self._object = None
+        if call.startswith("smp."):
+            self._object = self.recorder.call(call, self._world)
+            self._object.__enter__()
+        else:
+            what = Description(call, ())
+            self._number = self.recorder.collective(self._group, call, lambda: what)
+            self.recorder.waits([self._number])
+
+    def leaves(self) -> None:
+        """The collective is over."""
+        if self._object is not None:
+            self._object.__exit__(None, None, None)
+        else:
+            self.recorder.done([self._number])
+
+    def fails(self) -> RuntimeError:
+        """The collective raises this."""
+        error = RuntimeError(RESET)
+        if self._object is not None:
+            with contextlib.suppress(RuntimeError):
+                self._object.__exit__(RuntimeError, error, None)
+        else:
+            self.recorder.failed([self._number])
+        return error
+
+    def sends_result(self, error: Exception | None) -> None:
+        self.recorder.end()
+        slot = self.process.slot
+        outcome = Outcome(slot, OutcomeKind.RETURNED if error is None else OutcomeKind.RAISED)
+        packed = None if error is None else serialization.dump_error(error)
+        done = Done(NUMBER, outcome, packed, None, [], [], self.sent)
+        self.control.send_bytes(done.packed())
+
+
+class Scene(Crew):
+    """Ranks, and what happens to them: one event whenever the controller looks.
+
+    A Crew and, for the run, its host and its clock.
+    """
+
+    restarts_together = final = prepares = False
+    limit = None
+
+    def __init__(self, size: int, dead: int) -> None:
+        self.ranks = [Rank(slot, size) for slot in range(size)]
+        self.dead, self.events = self.ranks[dead].process, []
+        self._real = selectors.DefaultSelector()
+        for rank in self.ranks:
+            self._real.register(rank.process.control, selectors.EVENT_READ, rank.process)
+        self.dies = self.told = False
+        self._news: list[Ended] = []
+        self._now = 0.0
+
+    # What happens.
+
+    def death(self) -> None:
+        self.dies = True
+
+    def control_closes(self) -> None:
+        self.ranks[self.dead.slot].control.close()
+
+    def line_closes(self) -> None:
+        self.ranks[self.dead.slot].line.close()
+
+    def is_waited_for(self) -> None:
+        self.told = True
+        self._news.append(Ended(self.dead.slot, self.dead.pid, -signal.SIGKILL))
+
+    def _next(self) -> None:
+        if self.events:
+            self.events.pop(0)()
+
+    # Crew, host, selector, clock.
+
+    def state(self, rank):
+        return ProcessState(exists=not self.told, ends=self.dies and rank is self.dead)
+
+    def written(self, rank):
+        return "", ""
+
+    def stacks(self, ranks):
+        return {}
+
+    def ended(self):
+        return []
+
+    def start(self, slots):
+        return slots
+
+    def kill(self, ranks):
+        pass
+
+    def close(self):
+        self._real.close()
+        for rank in self.ranks:
+            for end in (rank.control, rank.line, rank.process.control, rank.process.line):
+                with contextlib.suppress(OSError):
+                    end.close()
+
+    @property
+    def selector(self):
+        return self
+
+    def select(self, timeout):
+        self._now += timeout
+        self._next()
+        return self._real.select(0)
+
+    def unregister(self, what):
+        self._real.unregister(what)
+
+    def ends(self):
+        self._next()
+        news, self._news = self._news, []
+        return news
+
+    def unclaimed(self, ended):
+        raise AssertionError(ended)
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is drawn.
+
+    Attributes:
+        call: the collective in which the rank dies.
+        other: what a body calls that has caught an error of the first.
+        peers: what each rank's call does if it sees the death: raise, return, wait, or raise into a
+            body that catches the error and calls something else.
+        order: what happens, and to which rank.
+    """
+
+    size: int
+    dead: int
+    call: str
+    other: str
+    peers: tuple[str, ...]
+    order: tuple[tuple[str, int], ...]
+
+
+CALLS = "all_reduce", "barrier", "smp.allgather()", "smp.barrier()"
+PEERS = "raises", "returns", "waits", "cleans up"
+ENDS = "control_closes", "line_closes", "is_waited_for"
+
+
+@st.composite
+def plans(draw) -> Plan:
+    """Ranks enter a collective at different times or never; one of them dies; whoever was in the
+    collective by then, or enters it later, may see that before the controller does.
+    """
+    size = draw(st.integers(2, 4))
+    dead = draw(st.integers(0, size - 1))
+    late = draw(st.sets(st.integers(0, size - 1), max_size=size - 1))
+    peers = [draw(st.sampled_from(PEERS)) for _ in range(size)]
+    after = [*((what, dead) for what in ENDS), *(("peer", slot) for slot in range(size))]
+    after += [("enters", slot) for slot in late if slot != dead]
+    before = [("enters", slot) for slot in range(size) if slot not in late]
+    order = [*before, ("death", dead), *draw(st.permutations(after))]
+    call, other = draw(st.sampled_from(CALLS)), draw(st.sampled_from(CALLS))
+    return Plan(size, dead, call, other, tuple(peers), tuple(order))
+
+
+def _events(scene: Scene, plan: Plan):
+    """All that happens, in order, as functions."""
+    inside = set()
+
+    def enters(slot):
+        inside.add(slot)
+        scene.ranks[slot].enters(plan.call)
+
+    def peer(slot):
+        rank, does = scene.ranks[slot], plan.peers[slot]
+        if slot == plan.dead or slot not in inside or does == "waits":
+            return
+        if does == "returns":
+            rank.leaves()
+            rank.sends_result(None)
+        elif does == "raises":
+            rank.sends_result(rank.fails())
+        else:
+            rank.fails()
+            rank.enters(plan.other)
+
+    for what, slot in plan.order:
+        if what in ("enters", "peer"):
+            yield functools.partial({"enters": enters, "peer": peer}[what], slot)
+        else:
+            yield getattr(scene, what)
+
+
+@given(plans())
+def test_a_death_is_the_cause_of_what_its_peers_see(plan):
+    scene = Scene(plan.size, plan.dead)
+    scene.events = [*_events(scene, plan)]
+    job = Job(body=print, arguments=lambda rank: ((), {}), timeout=60.0)
+    board = Board(plan.size)
+    with pytest.MonkeyPatch.context() as patch, contextlib.closing(scene):
+        patch.setattr(run_module, "time", scene)
+        processes = [rank.process for rank in scene.ranks]
+        report = Run(scene, scene, processes, job, NUMBER, board).report(lambda rank: b"errand")
+    assert report.verdict is VerdictKind.CRASHED, report.error
+    assert report.root == plan.dead
+    assert "killed by SIGKILL (signal 9)" in str(report.error)
+    assert report.outcomes[plan.dead].kind is OutcomeKind.CRASHED

@@ -1,0 +1,114 @@
+"""The API's own process groups on `gloo`: made once for a world, and no body's business."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import smp_core.torch as smp
+from pytest_smp.ranks.backends import open_backend
+from pytest_smp.ranks.protocols import HostOptions, Job, VerdictKind
+from smp_core import runtime
+from smp_core.transport.protocols import Group
+
+RANKS = 3
+kept: list[object] = []  # on a rank, from run to run
+
+
+@pytest.fixture(scope="module")
+def host():
+    host = open_backend("gloo", HostOptions(ranks=RANKS))
+    yield host
+    host.close()
+
+
+@pytest.fixture
+def run(host):
+    def run(body, *args):
+        job = Job(body=body, arguments=_Arguments(args), timeout=20.0)
+        return host.open(RANKS).run(job)
+
+    return run
+
+
+class _Arguments:
+    def __init__(self, args):
+        self._args = args
+
+    def __call__(self, rank):
+        return self._args, {}
+
+
+def _group(name: str, ranks: tuple[int, ...] = (0, 1, 2)) -> Any:
+    return runtime.current("this test").fabric.process_group(Group(name, ranks))
+
+
+def _sum(name: str, ranks: tuple[int, ...] = (0, 1, 2)) -> float:
+    tensor = torch.tensor([smp.rank() + 1.0])
+    _group(name, ranks).allreduce([tensor]).wait()
+    return float(tensor)
+
+
+def _again(name: str) -> tuple[float, bool, int]:
+    value = _sum(name)
+    group = _group(name)
+    known = any(group is each for each in kept)
+    kept.append(group)
+    return value, known, os.getpid()
+
+
+def test_it_is_made_once_and_the_ranks_stay(run):
+    first, second = run(_again, "smp test"), run(_again, "smp test")
+    assert [value[:2] for value in first.values] == [(6.0, False)] * RANKS
+    assert [value[:2] for value in second.values] == [(6.0, True)] * RANKS
+    assert [value[2] for value in first.values] == [value[2] for value in second.values]
+
+
+def test_one_that_bodies_may_have_is_made_anew(run):
+    run(_again, "PP_GROUP")
+    assert [value[1] for value in run(_again, "PP_GROUP").values] == [False] * RANKS
+
+
+def test_members_need_not_have_made_the_same_groups(run):
+    def some():
+        return _sum("smp two", (0, 1)) if smp.rank() < 2 else None
+
+    def all_and_new():
+        return _sum("smp later"), dist.new_group([0, 1, 2]) is not None
+
+    assert run(some).values == [3.0, 3.0, None]
+    assert run(all_and_new).values == [(6.0, True)] * RANKS
+
+
+def test_what_a_body_leaves_beside_it_is_found(run, host):
+    def leaves():
+        kept.append(os.open(os.devnull, os.O_RDONLY))
+        value = _sum("smp beside")
+        kept.append(os.open(os.devnull, os.O_RDONLY))
+        return value
+
+    before = host.replaced
+    assert run(leaves).values == [6.0] * RANKS
+    assert host.replaced == before + RANKS
+    assert run(_sum, "smp beside").values == [6.0] * RANKS  # of a world formed anew
+    assert host.replaced == before + RANKS
+
+
+def test_a_body_that_destroys_all_groups_gets_no_lasting_one_of_the_next(run):
+    def destroys():
+        _sum("smp gone")
+        dist.destroy_process_group()
+
+    run(destroys)
+    assert run(_sum, "smp gone").values == [6.0] * RANKS
+
+
+def test_a_member_that_never_comes_is_a_deadlock(run):
+    report = run(lambda: smp.rank() or _sum("smp nobody"))
+    assert report.verdict is VerdictKind.DEADLOCK
+    assert "smp.process_group" in str(report.error)
+    assert run(_sum, "smp nobody").values == [6.0] * RANKS

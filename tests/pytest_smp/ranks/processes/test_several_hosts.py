@@ -1,0 +1,250 @@
+"""Two machines: network namespaces with hostnames, processes and temporary folders of their own, and
+a link between them that can be cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_smp.ranks.mpi.mpiexec import find_mpiexec
+from smp_core.errors import BackendError
+
+pytestmark = pytest.mark.timeout(900)
+
+EACH = 4  # ranks on each machine
+PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no"]
+
+#: Becomes a command on one machine. Nothing but the network reaches the other: /tmp is shared in
+#: truth, so that TMPDIR is a file system of its own.
+ENTER = """#!/bin/sh
+host=$1; shift
+exec ip netns exec {name}-$host unshare --mount --uts --ipc --pid --fork --kill-child \\
+    --mount-proc sh -c '
+        set -e
+        hostname {name}-$0
+        mount -t tmpfs none {folder}/tmp
+        mount --bind {folder}/hosts /etc/hosts
+        export TMPDIR={folder}/tmp
+        exec "$@"
+    ' $host "$@"
+"""
+#: What mpiexec takes for ssh.
+RSH = """#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do shift; done
+host=${{1#{name}-}}; shift
+exec {folder}/enter $host sh -c "$*"
+"""
+
+
+class Machines:
+    """Two machines, ``a`` and ``b``."""
+
+    _numbers = itertools.count()
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="hosts-", dir="/tmp"))  # short, for sockets
+        number = os.getpid() % 100_000  # a device's name has 15 characters
+        self.name = f"smp{number}{next(self._numbers)}"
+        self.hosts = [f"{self.name}-a", f"{self.name}-b"]
+        self.address = "10.213.77.1"
+
+    def make(self) -> None:
+        a, b = self.hosts
+        for host in self.hosts:
+            _ip("netns", "add", host)
+        _ip("link", "add", a, "netns", a, "type", "veth", "peer", "name", b, "netns", b)
+        lines = ["127.0.0.1 localhost"]
+        for number, host in enumerate(self.hosts, start=1):
+            address = f"10.213.77.{number}"
+            lines.append(f"{address} {host}")
+            _ip("-n", host, "address", "add", f"{address}/24", "dev", host)
+            _ip("-n", host, "link", "set", host, "up")
+            _ip("-n", host, "link", "set", "lo", "up")
+        (self.folder / "hosts").write_text("\n".join(lines) + "\n")
+        (self.folder / "tmp").mkdir()
+        for name, text in (("enter", ENTER), ("rsh", RSH)):
+            path = self.folder / name
+            path.write_text(text.format(name=self.name, folder=self.folder))
+            path.chmod(0o755)
+        subprocess.run(self.on("a", "true"), check=True, capture_output=True, timeout=600)
+
+    def on(self, host: str, *words: str) -> list[str]:
+        """A command, as one on that machine."""
+        return [str(self.folder / "enter"), host, *words]
+
+    def cut(self) -> None:
+        """No packet passes any more, and nobody is told: the link is down at the far end."""
+        _ip("-n", self.hosts[1], "link", "set", self.hosts[1], "down")
+
+    def remove(self) -> None:
+        for host in self.hosts:
+            with contextlib.suppress(subprocess.SubprocessError):
+                _ip("netns", "delete", host)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=600)
+
+
+@pytest.fixture
+def machines() -> Iterator[Machines]:
+    for program in ("ip", "unshare", "mount", "hostname"):
+        if shutil.which(program) is None:
+            pytest.skip(f"two machines are made by {program}, which is not here")
+    made = Machines()
+    try:
+        try:
+            made.make()
+        except subprocess.CalledProcessError as error:
+            pytest.skip(
+                f"network namespaces are not permitted here: {error.stderr or error}".strip()
+            )
+        yield made
+    finally:
+        made.remove()
+
+
+def torchrun(machines: Machines, command: Callable[..., Any], *arguments: str) -> tuple[Any, Any]:
+    """The job, as its two launchers: that of rank 0's machine first."""
+    static = ["--nnodes=2", f"--nproc-per-node={EACH}", f"--master-addr={machines.address}"]
+    started = []
+    for node, host in enumerate("ab"):
+        words = [sys.executable, "-m", "torch.distributed.run", *static, "--master-port=29511"]
+        words += [f"--node-rank={node}", "-m", *PYTEST[2:], *arguments]
+        started.append(command(machines.on(host, *words)))
+    return started[0], started[1]
+
+
+def mpiexec(machines: Machines, command: Callable[..., Any], *arguments: str) -> tuple[Any, Any]:
+    pytest.importorskip("mpi4py", reason="the mpi backend needs mpi4py")
+    try:
+        words, _ = find_mpiexec("")
+    except BackendError as error:
+        pytest.skip(str(error))
+    rsh, (a, b), ranks = str(machines.folder / "rsh"), machines.hosts, str(2 * EACH)
+    if "--oversubscribe" in words:  # Open MPI
+        words = [*words, "-H", f"{a}:{EACH},{b}:{EACH}", "--map-by", f"ppr:{EACH}:node"]
+        words += ["--mca", "plm_rsh_agent", rsh]
+    else:
+        words = [*words, "-hosts", f"{a},{b}", "-ppn", str(EACH), "-launcher", "ssh"]
+        words += ["-launcher-exec", rsh]
+    return command(machines.on("a", *words, "-n", ranks, *PYTEST, *arguments)), None
+
+
+LAUNCHERS = pytest.mark.parametrize("launch", [torchrun, mpiexec])
+
+WHERE = """
+    import os, socket, tempfile
+    import pytest
+    import torch
+    import torch.distributed as dist
+
+    @pytest.mark.smp
+    def test_where(smp, smp_tmp_path):
+        hosts = smp.allgather(socket.gethostname(), smp.WORLD)
+        assert len(set(hosts)) == 2, hosts
+        assert hosts == sorted(hosts)
+        assert (smp.local_size(), smp.local_rank()) == (4, smp.rank() % 4)
+        total = torch.full((5,), 2.0 ** smp.rank())
+        dist.all_reduce(total)
+        assert total.tolist() == [255.0] * 5
+
+    @pytest.mark.smp
+    def test_far_rank_fails(smp):
+        print("printed by", smp.rank())
+        assert smp.rank() < 7, "the last one"
+
+    @pytest.mark.smp
+    def test_far_rank_is_stuck(smp):
+        while smp.rank() == 7:
+            pass
+        smp.barrier()
+"""
+
+#: Of the levels L0, L1 and L2: these take seconds, and all of them many minutes on two cores.
+REQUIREMENTS = ["lifecycle", "allgather", "barriers", "process_groups", "errors"]
+
+
+@LAUNCHERS
+def test_requirements_hold_on_two_machines(machines, command, tmp_path, launch):
+    modules = [f"conformance.suite.test_{name}" for name in REQUIREMENTS]
+    shared = f"--basetemp={tmp_path / 'shared'}"  # for smp_tmp_path
+    started, other = launch(machines, command, "--pyargs", *modules, "-q", shared)
+    code, text = started.end(240)
+    if other is not None:
+        other.end(30)
+    assert code == 0, text
+    assert re.search(r"\d+ passed", text), text
+
+
+@LAUNCHERS
+def test_ranks_on_two_machines(machines, command, pytester, launch):
+    """They know where they are; far ranks fail as near ones do."""
+    pytester.makepyfile(test_where=WHERE)
+    started, other = launch(
+        machines, command, str(pytester.path / "test_where.py"), "--smp-timeout=8"
+    )
+    code, text = started.end(200)
+    if other is not None:
+        other.end(30)
+    assert code != 0
+    assert "2 failed, 1 passed" in text, text
+    for expected in (
+        r"raised by rank 7 of 8 ranks \(external\)",
+        r"Captured stdout \(rank 7\) .*\nprinted by 7\n",
+        r"rank 7 never came back\n +File .*\n +(while|pass)",
+    ):
+        assert re.search(expected, text), (expected, text)
+
+
+CUT = """
+    import pytest
+
+    @pytest.mark.smp
+    def test_until_the_link_is_cut(smp):
+        smp.barrier()
+        if smp.rank() == 0:
+            print("cut it now", flush=True)
+        while True:
+            smp.barrier()
+
+    @pytest.mark.smp
+    def test_next(smp):
+        smp.barrier()
+"""
+
+
+@LAUNCHERS
+def test_a_machine_that_vanishes_is_a_verdict(machines, command, pytester, launch):
+    pytester.makepyfile(test_cut=CUT)
+    started, other = launch(
+        machines, command, str(pytester.path / "test_cut.py"), "-s", "--smp-timeout=60"
+    )
+    started.shows("cut it now", 120)
+    machines.cut()
+    started.shows("JobLost: the job has lost its ranks", 40)  # and not --smp-timeout
+    started.shows("1 failed in")  # the session has stopped
+    if other is not None:
+        assert other.end(100)[0] != 0
+    else:
+        started.without(sys.executable)
+        started.process.kill()  # mpiexec waits for its own process there: no MPI's watches its links
+    code, text = started.end(60)
+    assert code != 0
+    far = machines.hosts[1]
+    assert f"rank 4 crashed: its machine, {far}, does not answer" in text, text
+    for rank in (5, 6, 7):
+        assert f"rank {rank} crashed too: its machine, {far}, does not answer" in text, text
