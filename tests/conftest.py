@@ -1,7 +1,21 @@
-"""What all tests share: pytest's own fixture for running pytest, and one terminal for everybody."""
+"""What all tests share: pytest's own fixture for running pytest, one terminal for everybody, and commands that
+tests start, with the proof that nothing of them stays.
+"""
 
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -32,3 +46,113 @@ def _no_ci() -> Iterator[None]:
         for name in ("CI", "BUILD_NUMBER", "__TOX_ENVIRONMENT_VARIABLE_ORIGINAL_CI"):
             patch.delenv(name, raising=False)
         yield
+
+
+# Commands that tests start.
+
+
+_MARK = "SMP_TEST_JOB"
+_GONE = 40.0  # seconds for what is left to end by itself: a controller gets 20 to say why
+
+
+@dataclasses.dataclass
+class Started:
+    """A command that runs in a session of its own."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
+    mark: str
+    folder: Path  # its TMPDIR
+
+    @property
+    def text(self) -> str:
+        """What it has written so far."""
+        return self.output.read_text(errors="replace")
+
+    def shows(self, words: str, timeout: float = 60.0) -> None:
+        """Wait until it has written this."""
+        deadline = time.monotonic() + timeout
+        while words not in self.text:
+            assert self.process.poll() is None, self.text
+            assert time.monotonic() < deadline, self.text
+            time.sleep(0.02)
+
+    def end(self, timeout: float = 100.0) -> tuple[int, str]:
+        """Its exit code, and all that it wrote, once nothing of it is left."""
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"it did not end within {timeout:g} s and wrote\n{self.text}")
+        self.leaves_nothing()
+        return code, self.text
+
+    def processes(self) -> dict[int, str]:
+        """What runs of it, with its command line."""
+        found = {}
+        for path in Path("/proc").iterdir():
+            try:
+                if path.name.isdecimal() and self.mark.encode() in (path / "environ").read_bytes():
+                    words = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    if words:  # a zombie has none
+                        found[int(path.name)] = words
+            except OSError:
+                pass
+        return found
+
+    def without(self, program: str) -> None:
+        """Wait until no process of this program is left."""
+        deadline = time.monotonic() + _GONE
+        while left := [each for each in self.processes().values() if each.startswith(program)]:
+            assert time.monotonic() < deadline, f"{left}\n{self.text}"
+            time.sleep(0.05)
+
+    def leaves_nothing(self) -> None:
+        """No process, and no folder of ours."""
+        deadline = time.monotonic() + _GONE
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not left, f"{left}\n{self.text}"
+        assert not list(self.folder.glob("smp-*")), self.text
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[Callable[..., Started]]:
+    """Starts commands; ends what is left of them."""
+    started = []
+    folders = []
+
+    def start(words: Sequence[str], **environment: str) -> Started:
+        mark = uuid.uuid4().hex
+        output = tmp_path / f"{mark}.log"
+        folder = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # short: sockets are made in it
+        folders.append(folder)
+        inherited = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                words,
+                cwd=tmp_path,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={
+                    **inherited,
+                    "OMP_NUM_THREADS": "1",
+                    "TMPDIR": str(folder),
+                    "COLUMNS": "200",
+                    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+                    _MARK: mark,
+                    **environment,
+                },
+                start_new_session=True,
+            )
+        started.append(Started(process, output, mark, folder))
+        return started[-1]
+
+    yield start
+    for each in started:
+        for pid in each.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        each.process.wait()
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,8 +1,8 @@
 """A small process above each rank of an MPI job, and above the job itself.
 
-    warden.py --job PID FOLDER COMMAND...   runs a job; when the process PID, its controller, is gone,
+    supervisor.py --job PID FOLDER COMMAND...   runs a job; when the process PID, its controller, is gone,
                                             ends all of the job and removes FOLDER
-    warden.py TOLD COMMAND...               runs a rank; writes how it ended to the folder TOLD
+    supervisor.py TOLD COMMAND...               runs a rank; writes how it ended to the folder TOLD
 
 Runs by itself, without this project or anything else imported: it must cost next to nothing.
 """

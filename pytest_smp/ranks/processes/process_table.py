@@ -1,4 +1,4 @@
-"""What a process has once, beside what surroundings.py restores: limits, modes, tables of the
+"""What a process has once, beside what process_state.py restores: limits, modes, tables of the
 interpreter and of torch, and the functions of much used modules.
 
 A rank process notes each value before a body and compares it afterwards. What the body has changed

@@ -1,4 +1,4 @@
-"""A rank of `sim`: what its thread (threads.py) and the fabric keep for one run."""
+"""A rank of `sim`: what its thread (executor.py) and the fabric keep for one run."""
 
 from __future__ import annotations
 

@@ -38,12 +38,12 @@ def run(backend: tuple[str, Host]) -> Callable[..., Report]:
 
 
 def line_of(body: Body, text: str) -> str:
-    """``test_words.py:NN in NAME:  SOURCE``, of the one line of a body with this text."""
+    """``test_messages.py:NN in NAME:  SOURCE``, of the one line of a body with this text."""
     import inspect
 
     lines, first = inspect.getsourcelines(body)
     (at,) = [at for at, line in enumerate(lines) if text in line]
-    return f"test_words.py:{first + at} in {body.__name__}:  {lines[at].strip()}"
+    return f"test_messages.py:{first + at} in {body.__name__}:  {lines[at].strip()}"
 
 
 # ---- Mismatches ----------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def test_a_verdict_is_raised_at_the_line_of_its_rank(
     report = run(body)
     assert report.error is not None
     last = traceback.extract_tb(report.error.__traceback__)[-1]
-    where = f"test_words.py:{last.lineno} in {last.name}:  {last.line}"
+    where = f"test_messages.py:{last.lineno} in {last.name}:  {last.line}"
     assert where == line_of(body, text)
     assert last.filename == __file__
 

@@ -102,7 +102,7 @@ def test_shared_memory_of_a_killed_job_is_removed_and_no_other(tmp_path):
             path.unlink(missing_ok=True)
 
 
-#: warden.py, where the kernel has no pidfd_open, as below some sandboxes.
+#: supervisor.py, where the kernel has no pidfd_open, as below some sandboxes.
 WITHOUT_PIDFD = """
 import os, runpy, sys
 def pidfd_open(pid, flags=0):

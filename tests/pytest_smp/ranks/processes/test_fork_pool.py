@@ -249,7 +249,9 @@ def test_a_rank_that_dies_is_named_with_its_end(run, ending, where):
     assert isinstance(report.error, CrashError)
     last = ("" if where == "at the end" else "smp.") + "barrier() [group WORLD, call 1]"
     where_text = (
-        "" if where == "first" else f" after {re.escape(last)}\n +.*test_pool.py:[0-9]+ in body"
+        ""
+        if where == "first"
+        else f" after {re.escape(last)}\n +.*test_fork_pool.py:[0-9]+ in body"
     )
     assert re.search(f"rank 1 crashed: {ENDINGS[ending][1]}{where_text}", str(report.error))
     assert report.outcomes[1].kind is OutcomeKind.CRASHED
@@ -273,7 +275,7 @@ def test_a_peer_that_ends_the_process_is_named_with_the_call(run, call):
     assert re.search(
         rf"rank 1 crashed: killed by SIG\w+ .* (in|after) {way} rank 2147483647 \(float32, shape \[2\], "
         r"tag 0\) \[group WORLD\]: rank 2147483647 is not in the group; group ranks are 0 to 2\n"
-        r" +.*test_pool.py:[0-9]+ in body: +work = getattr",
+        r" +.*test_fork_pool.py:[0-9]+ in body: +work = getattr",
         str(report.error),
     ), report.error
 
