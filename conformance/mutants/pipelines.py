@@ -162,14 +162,14 @@ def second_call_gets_the_first_input(patch: Patch) -> None:
     """a module that is called again in a microbatch by another rank gets the input of its first call"""
     forward, inputs = boundary.run_forward, dict[Any, Any]()
 
-    def aliased(message: Any, parcel: Any, run: Any) -> Any:
+    def aliased(message: Any, received: Any, run: Any) -> Any:
         key = message.seed, message.microbatch, message.key.path
-        known = inputs.setdefault(key, parcel.tensors)
-        if [each.shape for each in known] == [each.shape for each in parcel.tensors]:
-            for mine, first in zip(parcel.tensors, list(known), strict=True):
+        known = inputs.setdefault(key, received.tensors)
+        if [each.shape for each in known] == [each.shape for each in received.tensors]:
+            for mine, first in zip(received.tensors, list(known), strict=True):
                 if mine is not first and mine.is_floating_point():
                     mine.data.copy_(first.data)
-        return forward(message, parcel, run)
+        return forward(message, received, run)
 
     patch.setattr(boundary, "run_forward", aliased)
 
@@ -179,10 +179,10 @@ def random_numbers_of_the_rank(patch: Patch) -> None:
     """modules on other ranks draw from a stream that does not depend on the step's seed"""
     asked = Server._asked
 
-    def unseeded(self: Server, message: Any, parcel: Any) -> None:
+    def unseeded(self: Server, message: Any, received: Any) -> None:
         if isinstance(message, Forward):
             message = message._replace(key=dataclasses.replace(message.key, stream=0))
-        asked(self, message, parcel)
+        asked(self, message, received)
 
     patch.setattr(Server, "_asked", unseeded)
 

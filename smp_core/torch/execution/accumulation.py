@@ -1,11 +1,12 @@
-"""The ledger of a step: gradients summed within each microbatch, and folded over microbatches.
+"""The gradient ledger of a step: gradients are summed within each microbatch and folded over microbatches.
 
-The published order. Within a microbatch contributions are added as backward reaches them: a module
-call counts once per parameter (uses.py), the last call first; a microbatch is one thread of control
-whichever ranks it passes, so that is the order on every partition. Microbatches are folded from the
-left in index order, whatever order they end in: a sum waits until those before it have been folded,
-and is freed by it. All of it in the parameter's dtype, as plain PyTorch accumulates; of 16-bit parameters
-that have float32 masters in float32, from the first contribution on (``Ledger.wide``).
+The published order has two parts. Within a microbatch, contributions are added as backward reaches them: one per module
+call and parameter (uses.py), the last call first. A microbatch is one thread of control, so that order is the same on
+every partition. Over microbatches, sums are folded from the left in index order. A microbatch that ends early keeps its
+sum until all before it have been folded.
+
+Sums have the parameter's dtype, as in plain PyTorch. For 16-bit parameters with float32 masters they are float32 from
+the first contribution on (``Ledger.wide``).
 """
 
 from __future__ import annotations
@@ -22,25 +23,24 @@ from smp_core.torch.execution import counted
 
 
 class Listener(Protocol):
-    """Who wants to know early which totals seem to be complete (reduction/gradients.py)."""
+    """The reducer, which hears during the backward pass which totals seem complete (reduction/gradients.py)."""
 
     def ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
-        """All that was expected has come; the tensor does not change."""
+        """Take the total of a parameter whose expected contributions have all come. The tensor does not change."""
 
     def late(self, parameter: nn.Parameter) -> None:
-        """Something else is coming for a parameter that was ready."""
+        """Note that another contribution will come for a parameter that was ready."""
 
 
 class Ledger:
     """Gradients of one step on one rank, of the parameters that this rank holds.
 
-    ``add`` and ``close`` may come for several microbatches in turn. A parameter that no microbatch has
-    a gradient for is not in the totals. Sparse gradients stay sparse, and are coalesced.
+    ``add`` and ``close`` may alternate between microbatches. A parameter without a gradient in any microbatch is not in
+    the totals. Sparse gradients stay sparse, and are coalesced.
 
-    The listener hears of a parameter once every microbatch has had a contribution for each use, or is
-    closed without one: in the thread that calls ``add`` or ``close``; not of parameters with hooks of
-    the user's, which see the sum at the end. With ``moves`` it is given the sum itself, which leaves the
-    ledger: the totals have what came later.
+    The listener hears of a parameter once every microbatch has a contribution for each use of the parameter, or is
+    closed. It is called in the thread that calls ``add`` or ``close``. With ``moves`` the listener gets the sum itself,
+    and the totals keep only later contributions.
     """
 
     def __init__(
@@ -50,15 +50,15 @@ class Ledger:
             raise ValueError(f"a step has at least one microbatch, not {microbatches}")
         self._microbatches = microbatches
         self._sums: dict[int, dict[nn.Parameter, torch.Tensor]] = {}
-        self._closed: set[int] = set()  # waiting for an earlier microbatch
+        self._closed: set[int] = set()  # closed microbatches that wait for an earlier one
         self._next = 0
         self._totals: dict[nn.Parameter, torch.Tensor] = {}
         self._listener, self._moves = listener, moves
-        self._expected: dict[int, Counter[nn.Parameter]] = {}  # uses that have brought nothing yet
+        self._expected: dict[int, Counter[nn.Parameter]] = {}  # uses without a contribution yet
         self._told: set[nn.Parameter] = set()
 
     def expect(self, microbatch: int, parameter: nn.Parameter) -> None:
-        """A contribution to the microbatch may come, and is not to be overtaken by ``ready``."""
+        """Announce a contribution to the microbatch, so that ``ready`` waits for it."""
         if self._listener is not None:
             self._expected.setdefault(microbatch, Counter())[parameter] += 1
             if parameter in self._told:
@@ -68,9 +68,9 @@ class Ledger:
     wide = False  #: whether 16-bit gradients are summed in float32
 
     def add(self, microbatch: int, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Add one contribution to the sum of the microbatch; the tensor belongs to the ledger.
+        """Add one contribution to the sum of the microbatch. The ledger takes over the tensor.
 
-        Raises SmpError after ``close(microbatch)``: a late contribution is never lost.
+        Raises SmpError after ``close(microbatch)``, so no contribution is lost silently.
         """
         if microbatch < self._next or microbatch in self._closed:
             raise SmpError(
@@ -89,7 +89,8 @@ class Ledger:
             self._tell(self._listener, parameter)
 
     def _tell(self, listener: Listener, parameter: nn.Parameter) -> None:
-        """If all of it seems to be there."""
+        """Tell the listener if all contributions seem to be there."""
+        # Hooks of the user's on the parameter see the sum of a microbatch, which only close() has.
         if parameter._backward_hooks or parameter in self._told:
             return
         for microbatch in reversed(range(self._next, self._microbatches)):
@@ -101,7 +102,7 @@ class Ledger:
         listener.ready(parameter, self._moved(parameter) if self._moves else self._total(parameter))
 
     def _total(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The fold of what is there, in memory of its own: the sums may go on."""
+        """Fold the present sums into new memory, because contributions may still be added to them."""
         sums = [self._sums.get(each, {}) for each in range(self._next, self._microbatches)]
         parts = [each[parameter] for each in (self._totals, *sums) if parameter in each]
         total = parts[0].clone()
@@ -111,7 +112,7 @@ class Ledger:
         return total
 
     def _moved(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The fold of what is there, which the ledger has no more."""
+        """Fold the present sums, and remove them from the ledger."""
         sums = [self._sums.get(each, {}) for each in range(self._next, self._microbatches)]
         parts = [each.pop(parameter) for each in (self._totals, *sums) if parameter in each]
         total = parts[0]
@@ -120,9 +121,7 @@ class Ledger:
         return total
 
     def close(self, microbatch: int) -> None:
-        """The microbatch contributes no more: its parameters' hooks (``p.register_hook``) see its sums,
-        and what can be folded is folded.
-        """
+        """End a microbatch: hooks of parameters (``p.register_hook``) see its sums, and the next sums are folded."""
         if not 0 <= microbatch < self._microbatches or microbatch < self._next:
             raise ValueError(f"microbatch {microbatch} of {self._microbatches} cannot be closed")
         if microbatch in self._closed:
@@ -145,7 +144,7 @@ class Ledger:
 
     @property
     def waiting(self) -> int:
-        """How many microbatches have sums that are not folded yet."""
+        """The number of microbatches whose sums are not folded yet."""
         return len(self._sums)
 
     @property
@@ -163,9 +162,9 @@ class Ledger:
 
 
 def _add(total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """``total + gradient``, in the memory of ``total`` where possible: both are the ledger's."""
+    """Compute ``total + gradient``, in the memory of ``total`` where possible. The ledger owns both."""
     if total.is_sparse and gradient.is_sparse:
-        # Coalesced first: each element is then the sum of two, in this order.
+        # Coalesce first: each element is then the sum of two values, in this order.
         return (total.coalesce() + gradient.coalesce()).coalesce()
     if total.is_sparse:
         return gradient + total
@@ -177,5 +176,5 @@ def _hooked(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
     for hook in tuple((parameter._backward_hooks or {}).values()):
         changed = hook(gradient)
         if changed is not None:
-            gradient = changed.clone()  # the hook's owner may keep it, and the ledger adds in place
+            gradient = changed.clone()  # the ledger adds in place, and the hook may keep its tensor
     return gradient

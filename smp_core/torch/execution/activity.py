@@ -1,6 +1,6 @@
-"""What a worker is doing: one microbatch's body, or one call of a module that another rank asked for.
+"""An activity: the body of one microbatch, or one module call that this rank runs for another rank.
 
-What it calls, and with which random stream, is the affair of uses.py.
+The module calls of an activity and their random streams are those of uses.py.
 """
 
 from __future__ import annotations
@@ -9,29 +9,39 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from smp_core.torch.execution.remote.packets import Frozen, Parcel
+from smp_core.torch.execution.remote.packets import Payload, ReceivedPayload
 from smp_core.torch.execution.running import RunningStep
 from smp_core.torch.execution.schedule import Phase
 from smp_core.torch.execution.workers import Unwound, Worker
 
 
 class Activity:
-    """One task of a worker; or of the rank's own thread, if it is sure not to pause.
+    """One task of a worker, or of the rank's own thread if the task is sure not to pause.
 
-    ``crossed``: it has called a module of another rank. ``entered`` is the module whose forward hooks
-    run, until its ``forward`` is called. ``request`` is what the rank's own thread is to send when the
-    activity has paused, None if it only waits for its turn; ``reply`` is what it was resumed with.
-    ``aside``: what it has paused for, that the rank's own thread does; then it goes on at once.
+    Attributes:
+        step: the step in progress.
+        phase: forward or backward.
+        microbatch: its index.
+        path: of the module; None for the body of a microbatch.
+        aside: an action that the rank's own thread carries out in a pause, before it resumes the activity.
+        called_remote: the activity has called a module of another rank.
+        entered: the module whose hooks run, until its ``forward`` is called.
+        worker: the thread of the activity; None in the rank's own thread.
+        request: the message that the rank's own thread sends in a pause; None if the activity waits for its turn.
+        reply: the answer to the request.
+        finished: the task has ended.
+        unwound: the task has ended because the step has failed.
+        error: the exception that the task has raised.
+        value: the task's result.
     """
 
     __slots__ = (
         "aside",
-        "crossed",
+        "called_remote",
         "entered",
         "error",
         "finished",
         "microbatch",
-        "number",
         "path",
         "phase",
         "reply",
@@ -44,28 +54,28 @@ class Activity:
 
     def __init__(self, step: RunningStep, phase: Phase, microbatch: int, path: str | None) -> None:
         self.step, self.phase, self.microbatch, self.path = step, phase, microbatch, path
-        self.number = -1
         self.aside: Callable[[], object] | None = None
-        self.crossed = False
+        self.called_remote = False
         self.entered: Any = None
         self.worker: Worker | None = None
-        self.request: tuple[int, Any, Frozen] | None = None
-        self.reply: Parcel | None = None
+        self.request: tuple[int, Any, Payload] | None = None
+        self.reply: ReceivedPayload | None = None
         self.finished = self.unwound = False
         self.error: BaseException | None = None
         self.value: Any = None
 
     def pause(self) -> None:
-        """Let others go on; returns when this is resumed, with modules in training mode that were.
+        """Let other activities run until this one is resumed. Modules keep their training modes.
 
-        Raises Unwound if the step was given up.
+        Raises Unwound if the step has failed.
         """
         self.check()
         if self.worker is None and self.path is None:
-            return  # the one body of a step that nobody else has a part in
+            return  # the one body of a step with one microbatch and one stage: nothing else could run
         if self.worker is None:
             raise RuntimeError(f"module {self.path!r} pauses, which was not to be expected of it")
         root = self.step.sites.get("")
+        # A body sets modes for the whole rank, and other bodies run in the pause.
         training = b"" if root is None else root.training()
         self.worker.pause()
         if root is not None:
@@ -73,28 +83,28 @@ class Activity:
         self.check()
 
     def step_aside(self, action: Callable[[], object]) -> None:
-        """Have the rank's own thread, the only one that communicates, carry out ``action``.
+        """Have the rank's own thread carry out ``action``, because no other thread communicates.
 
-        Raises Unwound if the step was given up.
+        Raises Unwound if the step has failed.
         """
         self.check()
-        if self.worker is None:  # in that thread
+        if self.worker is None:  # this is the rank's own thread
             action()
         else:
             self.aside = action
             self.worker.pause()
             self.check()
 
-    def ask(self, rank: int, message: Any, frozen: Frozen) -> Parcel:
+    def ask(self, rank: int, message: Any, payload: Payload) -> ReceivedPayload:
         """Send a request to another pp rank, and wait for the answer."""
-        self.request = rank, message, frozen
+        self.request = rank, message, payload
         self.pause()
         reply, self.reply = self.reply, None
         assert reply is not None
         return reply
 
     def check(self) -> None:
-        """Raise Unwound if the step was given up."""
+        """Raise Unwound if the step has failed."""
         if self.step.failure is not None or self.step.unwinding:
             self.request = None
             raise Unwound
@@ -108,10 +118,10 @@ _thread = _Thread()
 
 
 def current() -> Activity | None:
-    """What the calling thread is doing; None outside of steps."""
+    """The activity of the calling thread; None outside of steps."""
     return _thread.activity
 
 
 def set_current(activity: Activity | None) -> None:
-    """Say what the calling thread is doing."""
+    """Set the activity of the calling thread."""
     _thread.activity = activity

@@ -1,9 +1,9 @@
-"""Every call of a module goes through here, to the rank that owns the module.
+"""Module calls, which run on the rank that owns the module.
 
-``module(...)`` is caught by the attribute that torch looks at first, ``_compiled_call_impl``, so that
-the module's forward hooks run once, where it runs; ``module.forward(...)`` by an attribute of the
-instance. The class's own ``forward`` stays in reach as ``_orig_forward`` (API 1.7), of modules and, by
-:func:`keep_forwards`, of their classes: ``super()._orig_forward(x)``.
+An attribute ``_compiled_call_impl``, which torch looks at first, catches ``module(...)``, so the module's forward hooks
+run once, on the owner. An attribute ``forward`` of the instance catches ``module.forward(...)``. The class's own
+``forward`` stays available as ``_orig_forward`` (API 1.7), on modules and, by :func:`keep_forwards`, on their classes:
+``super()._orig_forward(x)``.
 """
 
 from __future__ import annotations
@@ -29,21 +29,28 @@ Alone = Callable[[], AbstractContextManager[None]]
 
 
 class Site:
-    """One module of the tree.
+    """One module of the model, where its calls are caught.
 
-    ``hooked`` calls it, hooks and all; ``plain`` is its own ``forward``. ``away``: another rank owns it.
     A subclass decides what a call keeps for backward: see ``_around``, ``_refuse`` and ``_own``.
+
+    Attributes:
+        module: the module.
+        path: as in ``named_modules``.
+        remote: another rank owns the module.
+        plain: the module's own ``forward``.
     """
 
     __slots__ = (
-        "_alone", "_copied", "_heard", "_torchs", "_tree", "away", "module", "path", "plain",
+        "_alone", "_copied", "_of_torch", "_received", "_tree", "module", "path", "plain", "remote",
     )  # fmt: skip
 
-    def __init__(self, module: nn.Module, path: str, away: bool, alone: Alone | None) -> None:
-        self.module, self.path, self.away, self._alone = module, path, away, alone
+    def __init__(self, module: nn.Module, path: str, remote: bool, alone: Alone | None) -> None:
+        self.module, self.path, self.remote, self._alone = module, path, remote, alone
         self._tree = list(module.modules())
-        self._heard: dict[int, bytes] = {}
-        self._torchs = None if away else _all_of_torch(module)
+        self._received: dict[
+            int, bytes
+        ] = {}  # training modes by calling rank, as its last request had them
+        self._of_torch = None if remote else _all_of_torch(module)
         self.plain: Callable[..., Any] = module.forward
         self._copied = False
 
@@ -56,61 +63,61 @@ class Site:
                     f"parameter {name!r} there is only this rank's part. Call model.cpu() on every rank first, which "
                     "gathers the model until its next step; or load model.state_dict() into a new module"
                 )
-        return {name: getattr(self, name) for name in ("away", "module", "path", "plain")}
+        return {name: getattr(self, name) for name in ("module", "path", "plain", "remote")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy of a module of the model, or one that was saved with torch.save, is none of the model:
-        a plain module again, if all that it calls was here.
-        """
+        """Restore a copied or unpickled module, which is not part of the model: a plain module again."""
         for name, value in state.items():
             setattr(self, name, value)
         self._copied, self._alone = True, None
 
-    def opens(self) -> None:
-        """A module below it is another rank's."""
-        self._torchs = None
+    def has_remote_child(self) -> None:
+        """Note that another rank owns a module below this one."""
+        self._of_torch = None
 
     @property
     def closed(self) -> bool:
-        """Whether its forward pass is sure to call no module of another rank: it is all of torch's own
-        modules on this rank, without hooks.
+        """Whether the forward pass is sure to call no module of another rank.
+
+        True for trees of torch's own modules on this rank without hooks, whose code is known.
         """
-        return self._torchs is not None and not any(
-            each._forward_hooks or each._forward_pre_hooks for each in self._torchs
+        return self._of_torch is not None and not any(
+            each._forward_hooks or each._forward_pre_hooks for each in self._of_torch
         )
 
     def training(self) -> bytes:
-        """Which modules from this one on are in training mode, as this rank knows."""
+        """The training modes of this module and its children on this rank, one byte each."""
         return bytes(each.training for each in self._tree)
 
     def train(self, training: bytes) -> None:
-        """Set the modules from this one on to what ``training`` gave. A body sets modes for the whole
-        rank, and others run while it is paused: so each finds its own again.
+        """Set the training modes to those that ``training`` returned.
+
+        A body sets modes for the whole rank, and other bodies run in its pauses, so each restores its own.
         """
         for each, flag in zip(self._tree, training, strict=False):
             if each.training != flag:
                 each.training = bool(flag)
 
     def follow(self, caller: int, training: bytes) -> None:
-        """A rank that calls the module says which it knows to be in training mode: what has changed since
-        it last said so is taken over. So ``model.eval()`` holds on every rank, though it be called on
-        pp_rank 0 alone, or in the function of the step, which runs there; and what a module does to its
-        own mode on its own rank stays.
+        """Take over the training modes that the calling rank has changed since its last request.
+
+        ``model.eval()`` thereby holds on every rank, even if pp_rank 0 alone or the body of the step calls it.
         """
-        heard = self._heard.get(caller)
+        heard = self._received.get(caller)
         if training == heard:
             return
-        self._heard[caller] = training
+        self._received[caller] = training
+        # Only changes: a module may have set its own mode on its own rank.
         for index, (each, flag) in enumerate(zip(self._tree, training, strict=False)):
             if heard is None or heard[index] != flag:
                 each.training = bool(flag)
 
     def called(self, /, *args: Any, **kwargs: Any) -> Any:
-        """``module(...)``."""
+        """Run ``module(...)``."""
         return self._call(True, args, kwargs)
 
     def forward(self, /, *args: Any, **kwargs: Any) -> Any:
-        """``module.forward(...)``, by the module's own call or by the user's."""
+        """Run ``module.forward(...)``, called by the module's own ``__call__`` or by the user."""
         if self._copied:
             return self._of_a_copy(args, kwargs)
         activity = activities.current()
@@ -118,20 +125,20 @@ class Site:
             activity.entered = None
             return self._own(*args, **kwargs)
         if activity is None:
-            return self._outside(self._own, args, kwargs)
+            return self._eager(self._own, args, kwargs)
         return self._call(False, args, kwargs)
 
     def _call(self, hooked: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         activity = activities.current()
         if activity is None:
-            return self._around(args, kwargs, self._hooked_outside)
+            return self._around(args, kwargs, self._eager_hooked)
         activity.check()
         self._refuse(activity)
         key = uses.next_key(self.path)
         owner = activity.step.owner(self.path)
         if owner is None or owner == activity.step.rank:
             return self.run(activity, key, hooked, args, kwargs)
-        return boundary.call_there(activity, owner, key, hooked, args, kwargs)
+        return boundary.call_remote(activity, owner, key, hooked, args, kwargs)
 
     def run(
         self,
@@ -141,7 +148,7 @@ class Site:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run the module on this rank; again in backward, if its activations are not kept."""
+        """Run the module on this rank. With activation checkpointing it runs again in backward."""
         return self._around(args, kwargs, functools.partial(self._once, key, hooked))
 
     def _once(self, key: CallKey, hooked: bool, /, *args: Any, **kwargs: Any) -> Any:
@@ -157,7 +164,7 @@ class Site:
             activity.entered = before
 
     def _of_a_copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.away:
+        if self.remote:
             raise OutsideStepError(
                 f"{module_text(self.path)}, of a copy of the model's modules, was called on a rank "
                 "that held no parameters of it when the copy was made: another pp rank owns it. Load a state_dict "
@@ -168,23 +175,21 @@ class Site:
     def _around(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], once: Callable[..., Any]
     ) -> Any:
-        """Carry out a call where the module runs: ``once(*args, **kwargs)``, which may be repeated later."""
+        """Make a call on the owner by ``once(*args, **kwargs)``, which a subclass may repeat in backward."""
         return once(*args, **kwargs)
 
     def _refuse(self, activity: Activity) -> None:
-        """Raise for a call that cannot be made as it is now."""
+        """Raise if the call cannot be made at this moment."""
 
     def _own(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own ``forward``."""
         return self.plain(*args, **kwargs)
 
-    def _hooked_outside(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self._outside(self.module._call_impl, args, kwargs)
+    def _eager_hooked(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self._eager(self.module._call_impl, args, kwargs)
 
-    def _outside(
-        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if self.away:
+    def _eager(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.remote:
             raise OutsideStepError(
                 f"{module_text(self.path)} was called outside of a step, and another pp rank "
                 "owns it. Call the model in a function that smp.step decorates"
@@ -196,7 +201,7 @@ class Site:
 
 
 def _all_of_torch(module: nn.Module) -> list[nn.Module] | None:
-    """The modules of a tree, if all of them are torch's."""
+    """The modules of a tree if all of them are torch's own; None otherwise."""
     tree = list(module.modules())
     own = all(type(each).__module__.startswith("torch.nn.modules.") for each in tree)
     return tree if own else None
@@ -206,7 +211,7 @@ _ORIGINAL = "_orig_forward"
 
 
 class _OrigForward:
-    """As an attribute of a class: the ``forward`` that this class defines."""
+    """A class attribute whose value is the ``forward`` that the class defines."""
 
     __slots__ = ("_owner",)
 
@@ -219,8 +224,9 @@ class _OrigForward:
 
 
 def keep_forwards(module: nn.Module) -> None:
-    """Give each class that defines a forward of a module of the tree an ``_orig_forward``, unless the module has
-    something of that name. It stays: the class is the same for models to come.
+    """Give each class that defines the forward of a module of the tree an attribute ``_orig_forward``.
+
+    A module that has a member of that name keeps the member. The attribute stays after the model, for later models.
     """
     for child in module.modules():
         if _has_member(child, _ORIGINAL):
@@ -228,7 +234,7 @@ def keep_forwards(module: nn.Module) -> None:
         for kind in type(child).__mro__:
             own = vars(kind)
             if kind is not nn.Module and "forward" in own and _ORIGINAL not in own:
-                with contextlib.suppress(TypeError):  # a class that takes no attributes
+                with contextlib.suppress(TypeError):  # some classes take no attributes
                     setattr(kind, _ORIGINAL, _OrigForward(kind))
 
 
@@ -246,17 +252,17 @@ def install(
     alone: Alone | None = None,
     kind: type[Site] = Site,
 ) -> dict[str, Site]:
-    """Catch the calls of every module of the tree; gives the sites, of a ``kind``, by path.
+    """Catch the calls of every module of the tree. Returns the sites, instances of ``kind``, by path.
 
-    ``alone``, if it is given, is entered around calls outside of steps.
+    ``alone``, if it is given, is entered around eager calls.
     """
-    elsewhere = {path: owner(path) not in (None, rank) for path, _ in module.named_modules()}
+    remote = {path: owner(path) not in (None, rank) for path, _ in module.named_modules()}
     sites = {}
     for path, child in module.named_modules():
-        site = sites[path] = kind(child, path, elsewhere[path], alone)
-        below = [other for other in elsewhere if other.startswith(f"{path}." if path else "")]
-        if any(elsewhere[other] for other in below):
-            site.opens()
+        site = sites[path] = kind(child, path, remote[path], alone)
+        below = [other for other in remote if other.startswith(f"{path}." if path else "")]
+        if any(remote[other] for other in below):
+            site.has_remote_child()
         if not _has_member(child, _ORIGINAL):
             child.__dict__[_ORIGINAL] = site.plain
         child.__dict__["forward"] = site.forward

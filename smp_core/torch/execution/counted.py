@@ -1,7 +1,7 @@
-"""What a recorder of memory (memory.py) is told by those that hold some: nothing, where there is none.
+"""Notifications to the recorder of memory (memory/recorder.py). Without a recorder they do nothing.
 
-The recorder of a rank is that of its thread, and of the threads of its activities, which have a copy of
-its context (execution/workers.py).
+A rank's recorder is a context variable of its thread. The threads of its activities run in copies of that context
+(execution/workers.py).
 """
 
 from __future__ import annotations
@@ -11,44 +11,44 @@ from typing import Any, Protocol
 
 import torch
 
-#: Kinds of memory. What lies in one storage counts once, as the first of these that it is.
+#: Kinds of memory. A storage of several kinds counts once, as the first of them.
 PARAMETERS, MASTERS, OPTIMIZER, GRADIENTS = "parameters", "masters", "optimizer", "gradients"
 GATHERED, ACTIVATIONS, EXCHANGED = "gathered", "activations", "exchanged"
 KINDS = (PARAMETERS, MASTERS, OPTIMIZER, GRADIENTS, GATHERED, ACTIVATIONS, EXCHANGED)
 
 
 class Counter(Protocol):
-    """memory.Recorder."""
+    """The protocol of ``memory.recorder.Recorder``."""
 
     def holds(self, kind: str, tensor: torch.Tensor) -> None:
-        """This tensor's memory is of a kind, for as long as it lives."""
+        """Count a tensor's memory as of this kind, until the memory is freed."""
 
     def saved(self, value: Any) -> None:
-        """Autograd keeps ``value``, and by that ``value.tensor``."""
+        """Count ``value.tensor`` as an activation while autograd keeps ``value``."""
 
     def sample(self, event: str, what: str = "") -> Any:
-        """Something has happened: count."""
+        """Count the bytes of each kind after an event."""
 
 
 current: ContextVar[Counter | None] = ContextVar("smp memory", default=None)
 
 
 def holds(kind: str, tensor: torch.Tensor) -> None:
-    """This tensor's memory is of a kind, for as long as it lives."""
+    """Count a tensor's memory as of this kind, until the memory is freed."""
     counter = current.get()
     if counter is not None:
         counter.holds(kind, tensor)
 
 
 def saved(value: Any) -> None:
-    """Autograd keeps ``value``, and by that ``value.tensor``."""
+    """Count ``value.tensor`` as an activation while autograd keeps ``value``."""
     counter = current.get()
     if counter is not None:
         counter.saved(value)
 
 
 def happened(event: str, what: str = "") -> None:
-    """Count, if there is somebody to do it."""
+    """Count the bytes of each kind after an event."""
     counter = current.get()
     if counter is not None:
         counter.sample(event, what)

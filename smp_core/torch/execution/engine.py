@@ -1,19 +1,19 @@
 """One step, and the path of a microbatch through the ranks.
 
 1. The driver (pp rank 0 of each pipeline) splits the arguments and runs the body once per microbatch,
-   each in a worker (``run_step``, server.drive). The other pp ranks serve (server.serve).
-2. The body calls the model. A call of a module that this rank owns runs here; any other becomes a
-   request to its owner (calls.py, boundary.call_there), and the worker pauses: another microbatch gets
-   its turn (schedule.choose).
+   each in a worker (``run_step``, ``Server.drive``). The other pp ranks serve (``Server.serve``).
+2. The body calls the model. A module that this rank owns runs here. A call of any other module becomes a
+   request to its owner (calls.py, ``boundary.call_remote``), the worker pauses, and another microbatch may run
+   (``schedule.choose``).
 3. The owner runs the module in a worker of its own, which may call modules of any rank in the same way,
-   and answers with the outputs (boundary.run_forward). The caller's worker goes on when it is its turn.
-4. ``model.backward(loss)`` waits for its turn, then runs autograd in the body's worker. Where it comes
-   to a call that has crossed, it asks the owner for that call's backward pass (boundary.run_backward),
-   which crosses further in the same way, and goes on with the gradients of the inputs.
-5. When all bodies are over, nothing is on its way. The driver ends the step, and every rank gets the
-   results (``End``); the replicas agree that all went well; gradients are reduced.
+   and answers with the outputs (``boundary.run_forward``). The caller's worker continues when it is its turn.
+4. ``model.backward(loss)`` waits for its turn, then runs autograd in the body's worker. At a remote call autograd
+   asks the owner for the backward pass of the call (``boundary.run_backward``), which may ask further ranks in the
+   same way, and continues with the gradients of the inputs.
+5. When all bodies have ended, no message is in flight. The driver ends the step, and every rank gets the
+   results (``End``). The replicas agree that the step has succeeded, and gradients are reduced.
 
-Whatever fails, the microbatches that have begun come back first, so no message outlives its step.
+If the step fails, the microbatches that have begun are unwound first, so no message outlives its step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from smp_core.torch.exceptions import (
 from smp_core.torch.execution import activity as activities
 from smp_core.torch.execution import agreement, streams
 from smp_core.torch.execution.remote.messages import End, Failure
-from smp_core.torch.execution.remote.packets import NOTHING, Frozen, Parcel, freeze
+from smp_core.torch.execution.remote.packets import NOTHING, Payload, ReceivedPayload, freeze
 from smp_core.torch.execution.running import Callee, RunningStep
 from smp_core.torch.execution.server import Server
 from smp_core.torch.session import Reducer, Session
@@ -61,11 +61,11 @@ def run_step(
     split: Callable[[], list[Call]],
     detach_outputs: bool,
 ) -> list[Any]:
-    """Run one step; every rank of the world calls it. Gives the body's result for each microbatch, in
+    """Run one step; every rank of the world calls it. Returns the body's result for each microbatch, in
     order, on every pp rank.
 
-    ``split`` gives the arguments of each microbatch; it is called on the driver alone. What it or a
-    body raises, each rank raises: see RunningStep.refuse.
+    ``split`` returns the arguments of each microbatch, and is called on the driver alone. If it or a body raises, every
+    rank raises: see ``RunningStep.refuse``.
     """
     if session.step is not None:
         raise OutsideStepError("smp.step: a step was entered inside a step")
@@ -84,10 +84,9 @@ def run_step(
         results = _run(step, body, split, detach_outputs)
     finally:
         session.step, session.timeline = None, step.timeline.events
-        step.crew.close()
-        del (
-            step.ledger
-        )  # its listener knows the step: gradients would wait for the garbage collector
+        step.workers.close()
+        # The ledger's listener refers to the step: in that cycle gradients would wait for the garbage collector.
+        del step.ledger
     if model is not None:
         model.finished()
     return results
@@ -99,8 +98,8 @@ def _run(
     split: Callable[[], list[Call]],
     detach_outputs: bool,
 ) -> list[Any]:
-    # On every rank, though the driver's is the one that counts: generators that began alike stay alike, and a
-    # script may restore the state of any of them everywhere.
+    # Every rank draws, although only the driver's seed is used: generators that began alike stay alike, so a script
+    # may restore the state of any of them on all ranks.
     step.seed = streams.draw_seed()
     server = Server(step)
     results: list[Any] = []
@@ -112,12 +111,12 @@ def _run(
             if end.failure is None:
                 try:
                     results = parcel.thaw()
-                except Exception as error:  # of a value's own __setstate__
+                except Exception as error:  # a value's own __setstate__ may raise anything
                     step.fail(None, error)
                 for microbatch in range(step.microbatches):
-                    step.is_over(microbatch)
+                    step.end_microbatch(microbatch)
             else:
-                step.failure = end.failure  # the driver's choice, if several failed
+                step.failure = end.failure  # if several ranks failed, the driver's choice holds
     finally:
         server.close()
     if step.transport is not None:
@@ -159,7 +158,7 @@ def _drive(
             if step.transport is not None:
                 sent = _sendable(results)
     except VerdictError:
-        raise  # on the whole world, and it has ended
+        raise  # the whole world has ended with it
     except Exception as error:
         step.fail(None, error)
     server.end(End(step.failure), sent)
@@ -169,8 +168,9 @@ def _drive(
 def _in_mode(
     root: Callee, training: bytes, left: dict[int, bytes], microbatch: int, body: Callable[[], Any]
 ) -> Any:
-    """Run a body whose modules begin in the modes that the step began in, whatever other bodies, that
-    are paused, have set; keep those in which it leaves them.
+    """Run a body with the training modes at the start of the step, and keep the modes at its end.
+
+    Other bodies, which are paused, may have set other modes in between.
     """
     root.train(training)
     result = body()
@@ -178,14 +178,12 @@ def _in_mode(
     return result
 
 
-def _sendable(results: list[Any]) -> Frozen:
-    """The results, as every rank can put them together again: tried here, where an error still reaches
-    all of them.
-    """
+def _sendable(results: list[Any]) -> Payload:
+    """Pickle the results, and unpickle them on trial: here an error still reaches every rank."""
     what = "smp.step: what the function returned"
     sent = freeze(results, what, False)
     try:
-        Parcel(sent.nest, sent.tensors, sent.requires).thaw()
+        ReceivedPayload(sent.pickled, sent.tensors, sent.requires).thaw()
     except Exception as error:
         raise PayloadError(
             f"{what} cannot be put together on another rank: {type(error).__name__}: {error}. Return "

@@ -1,5 +1,5 @@
-"""What a thread of torch's is set to, taken over by the worker that goes on with its work: recording of
-gradients, inference mode, autocast, default device.
+"""Torch's modes of a thread, which travel to the thread that continues its work: recording of gradients, inference
+mode, autocast, default device.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 class Modes(NamedTuple):
-    """As :func:`current` found them. Picklable."""
+    """The modes of one thread, picklable."""
 
     grad: bool
     inference: bool
@@ -21,7 +21,7 @@ class Modes(NamedTuple):
 
 
 def current() -> Modes:
-    """Those of the calling thread."""
+    """The modes of the calling thread."""
     context: Any = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     return Modes(
         torch.is_grad_enabled(),
@@ -37,7 +37,7 @@ def current() -> Modes:
 
 @contextlib.contextmanager
 def entered(modes: Modes) -> Iterator[None]:
-    """While entered, the calling thread is set to these. Enters only what differs: most often nothing."""
+    """Set the calling thread to these modes while entered. Only modes that differ cost anything."""
     now = current()
     with contextlib.ExitStack() as stack:
         if modes.inference != now.inference:

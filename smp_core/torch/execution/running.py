@@ -1,4 +1,4 @@
-"""The state of the step in progress: what its activities, their server and the calls that cross ranks share."""
+"""The state of the step in progress, which its activities, their server and remote calls share."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from smp_core.torch.execution.remote.transport import Transport
 from smp_core.torch.execution.source import ParameterSource
 from smp_core.torch.execution.timeline import Timed, Timeline
 from smp_core.torch.execution.uses import CallKey
-from smp_core.torch.execution.workers import Crew
+from smp_core.torch.execution.workers import WorkerThreads
 from smp_core.torch.session import Reducer, Session
 
 
 class Callee(Protocol):
-    """One module of the model, as its rank runs it for itself and for others (calls.py)."""
+    """A module of the model, which a rank runs for itself and for other ranks (calls.py)."""
 
     @property
     def closed(self) -> bool:
-        """Whether its forward pass is sure to call no module of another rank."""
+        """Whether the forward pass is sure to call no module of another rank."""
 
     def training(self) -> bytes:
-        """Which modules from this one on are in training mode."""
+        """The training modes of this module and its children, one byte each."""
 
     def train(self, training: bytes) -> None:
-        """Set the modules from this one on to what ``training`` gave."""
+        """Set the training modes to those that ``training`` returned."""
 
     def follow(self, caller: int, training: bytes) -> None:
-        """Take over what a calling rank has changed of the training modes."""
+        """Take over the training modes that a calling rank has changed."""
 
     def run(
         self,
@@ -47,9 +47,9 @@ class Callee(Protocol):
 
 
 class RunningStep:
-    """The step in progress, on one rank.
+    """The step in progress on one rank.
 
-    ``departures`` makes what tells the reducer of complete gradients during the backward pass.
+    ``departures`` makes the listener that launches buckets during the backward pass.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class RunningStep:
         self.transport: Transport | None = None if model is None else model.transport()
         self.sites: Mapping[str, Callee] = {} if model is None else model.sites
         self.owner: Callable[[str], int | None] = _here if model is None else model.owner
-        self.crew = Crew()
-        self.modes = modes.current()  # of the caller of the step: those of the bodies
+        self.workers = WorkerThreads()
+        self.modes = modes.current()  # of the step's caller, for the bodies
         self.gradients = None if model is None else model.gradients
         listens = self.gradients is not None and self.gradients.listens
         listener = departures(self, self.gradients) if listens and self.gradients else None
@@ -75,46 +75,48 @@ class RunningStep:
         self.ledger = Ledger(self.microbatches, listener, moves=sharding is not None)
         self.ledger.wide = model is not None and model.wide
         self.computing = contextlib.nullcontext if model is None else model.computing
-        self.seed = 0  # of the random streams: the driver's, which comes with each request
+        self.seed = 0  # of the random streams: drawn by the driver, and part of each request
         self.timeline = Timeline(runtime.rank)
         self.failure: Failure | None = None
-        self.unwinding = False  # every activity is to end, though nobody is told
+        self.unwinding = False  # every activity is to end, and no rank is told
         self._own: tuple[Failure, BaseException] | None = None
         self._calls = 0
-        self._over: list[int] = []  # microbatches whose bodies are over, as far as this rank knows
-        self._told: dict[int, int] = {}  # how many of them by pp rank
+        self._ended: list[
+            int
+        ] = []  # microbatches whose bodies have ended, as far as this rank knows
+        self._sent: dict[int, int] = {}  # how many of them a pp rank has been sent
 
     def next_call(self) -> int:
-        """A number for a request of this rank."""
+        """Draw the number of the next request of this rank."""
         self._calls += 1
         return self._calls
 
-    def news_for(self, rank: int) -> tuple[int, ...]:
-        """The microbatches that are over, as far as a rank has not been told."""
-        told, self._told[rank] = self._told.get(rank, 0), len(self._over)
-        return tuple(self._over[told:])
+    def ended_since_last_request(self, rank: int) -> tuple[int, ...]:
+        """The microbatches whose bodies have ended since the last request to ``rank``."""
+        sent, self._sent[rank] = self._sent.get(rank, 0), len(self._ended)
+        return tuple(self._ended[sent:])
 
-    def is_over(self, microbatch: int) -> bool:
-        """The body of a microbatch is over: no gradient of it will come. Whether that is news."""
-        if microbatch in self._over:
+    def end_microbatch(self, microbatch: int) -> bool:
+        """Close a microbatch whose body has ended, so no gradient of it will come. False if it was closed."""
+        if microbatch in self._ended:
             return False
-        self._over.append(microbatch)
+        self._ended.append(microbatch)
         self.ledger.close(microbatch)
         return True
 
     def fail(self, activity: Timed | None, error: BaseException) -> None:
-        """This rank raised: the step has failed, if it has not yet."""
+        """Record an exception of this rank, unless the step has failed before."""
         if self.failure is None:
             self.failure = failure_of(self.session.runtime, activity, error)
             self._own = self.failure, error
 
     def failed(self, failure: Failure) -> None:
-        """Another rank says that the step has failed."""
+        """Record the failure of another rank, unless the step has failed before."""
         if self.failure is None:
             self.failure = failure
 
     def refuse(self, failure: Failure) -> NoReturn:
-        """Raise what failed: as itself where it was raised, and everywhere if it is an error of ours."""
+        """Raise the failure: the exception itself on its rank and for errors of this project, StepAbortedError else."""
         if self._own is not None and self._own[0] == failure:
             raise self._own[1]
         raise elsewhere(failure)

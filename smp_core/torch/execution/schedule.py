@@ -1,17 +1,16 @@
-"""Which of the things that a rank could do now it does: the one place that decides.
+"""The pipeline schedules: this module alone decides which ready activity a rank runs next.
 
-A schedule of this API is a rule of precedence, not a list: modules may be called in any order, so
-what becomes ready when is only known when it does (API 5). The rules are data, and deciding is
-a function of what is ready and how far the microbatches are.
+A schedule of this API is a rule of precedence, not a list of actions, because modules may be called in any order (API
+5). The rules are data. The decision is a function of the ready activities and the progress of the microbatches.
 
-What is ready when depends on which message comes first. With ``deterministic_server`` it must not, so
-that all replicas do the same things in the same order (API 3.3). Then nobody looks for messages
-while there is something to do: two ranks, with one queue in each direction, are determined by that.
-Among more, messages of several ranks could still come in any order: so the driver does nothing for
-another microbatch while one is with another rank. That costs the overlap between the ranks.
+The set of ready activities depends on which message comes first. With ``deterministic_server`` the decision must not,
+so that all replicas do the same things in the same order (API 3.3). The server then takes no message while an activity
+is ready, which determines two ranks, with one queue in each direction. Messages of three or more ranks could still come
+in any order, so the driver runs no other microbatch while one is on another rank. The price is the overlap between
+ranks.
 
-The public record has ``simple`` run all forwards before any backward, and ``active_microbatches`` cap
-the microbatches in progress. Taken literally they conflict; here the cap does not apply to ``simple``.
+The public record has ``simple`` run all forwards before any backward, and ``active_microbatches`` cap the microbatches
+in progress. The two conflict. Here the cap does not apply to ``simple``.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ from typing import NamedTuple
 
 
 class Phase(enum.StrEnum):
-    """What is computed for a microbatch."""
+    """The pass that is computed for a microbatch."""
 
     FORWARD = "F"
     BACKWARD = "B"
 
 
 class Kind(enum.Enum):
-    """How an activity comes to be ready."""
+    """The reason for which an activity is ready."""
 
-    START = "start"  # a microbatch whose body has not begun
-    TURN = "turn"  # a body has come to model.backward
-    GO_ON = "go on"  # what it waited for is there, or another rank asks for it
+    START = "start"  # the body of the microbatch has not begun
+    TURN = "turn"  # the body has reached model.backward
+    GO_ON = "go on"  # the answer has come, or another rank requests the activity
 
 
 class Ready(NamedTuple):
-    """One thing that a rank could do now. ``order``: since when, to tell apart what is else equal."""
+    """An activity that a rank can run now. ``order`` counts the ready activities, and breaks ties."""
 
     phase: Phase
     microbatch: int
@@ -48,12 +47,19 @@ class Ready(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Policy:
-    """The rule of one schedule."""
+    """The rule of one schedule.
+
+    Attributes:
+        name: the value of the key ``pipeline``.
+        prefers: the phase that runs first if both are ready.
+        turns_together: no backward begins while a microbatch has forwards to do.
+        capped: ``active_microbatches`` applies.
+    """
 
     name: str
-    prefers: Phase  # what is done first where both phases are ready
-    turns_together: bool  # no backward begins while a microbatch has forwards to do
-    capped: bool  # active_microbatches applies
+    prefers: Phase
+    turns_together: bool
+    capped: bool
 
 
 POLICIES = {
@@ -66,18 +72,25 @@ POLICIES = {
 
 
 class Progress(NamedTuple):
-    """How far the microbatches are, as the driver knows."""
+    """The progress of the microbatches, as the driver knows it.
 
-    forward: int  # have forwards to do: not begun, or begun and not waiting for their turn
-    active: int  # begun and not finished
-    cap: int  # active_microbatches
-    alone: int | None = None  # a microbatch that no other may overtake (``deterministic_server``)
+    Attributes:
+        forward: the number of microbatches with forwards to do, begun or not.
+        active: the number of microbatches that have begun and not finished.
+        cap: ``active_microbatches``.
+        alone: the only microbatch that may run, under ``deterministic_server``; None if any may.
+    """
+
+    forward: int
+    active: int
+    cap: int
+    alone: int | None = None
 
 
 def choose(policy: Policy, ready: Sequence[Ready], progress: Progress) -> int | None:
-    """The index of what is to be done next, or None if nothing of it may be done yet.
+    """The index of the ready activity to run next; None if none may run yet.
 
-    Within a phase the lowest microbatch goes first, and what was ready first.
+    Within a phase the lowest microbatch goes first, then the activity that was ready first.
     """
     best: tuple[bool, int, int] | None = None
     chosen = None

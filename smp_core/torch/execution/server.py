@@ -1,8 +1,8 @@
-"""One rank's part in a step: it takes messages, decides by the schedule what runs next, lets it run
-until it pauses, and sends what it asked for.
+"""One rank's own thread during a step. The server takes messages, chooses the next activity by the schedule, runs it
+until it pauses, and sends its request.
 
-The driver of the pipeline (pp rank 0) begins the microbatches and ends the step. The others serve
-until it does. So a rank waits only where another one is sure to send something.
+The driver of the pipeline (pp rank 0) begins the microbatches and ends the step. The other ranks serve requests until
+the end. A rank therefore waits for a message only where another rank is sure to send one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from smp_core.torch.execution import modes, saving, schedule, streams, uses
 from smp_core.torch.execution.activity import Activity
 from smp_core.torch.execution.remote import boundary
 from smp_core.torch.execution.remote.messages import Backward, End, Failed, Forward, Returned
-from smp_core.torch.execution.remote.packets import NOTHING, Frozen, Parcel, freeze
+from smp_core.torch.execution.remote.packets import NOTHING, Payload, ReceivedPayload, freeze
 from smp_core.torch.execution.running import RunningStep
 from smp_core.torch.execution.schedule import Kind, Phase, Progress, Ready
 from smp_core.torch.execution.workers import Unwound, Worker
@@ -33,27 +33,30 @@ def _body(body: Callable[[], Any], activity: Activity) -> Any:
 class Server:
     """The rank's own thread during a step.
 
-    ``_ready`` is what could run now, and how: a function to begin, or an activity to resume.
-    ``_waiting`` are the activities that wait for an answer, by the number of their call; ``_live`` are
-    all that have begun and not finished.
+    Attributes:
+        _ready: the activities that can run now, each with the function to begin, or None to resume it.
+        _waiting: the activities that wait for an answer, by the number of their request.
+        _live: the activities that have begun and not finished.
+        _requests: the request that an activity runs for.
+        _records: the calls that this rank has run for others, by caller and number, until their backward passes.
     """
 
     def __init__(self, step: RunningStep) -> None:
-        self._step, self._transport, self._crew = step, step.transport, step.crew
+        self._step, self._transport, self._workers = step, step.transport, step.workers
         self._ready: list[tuple[Ready, Activity, Function | None]] = []
         self._waiting: dict[int, Activity] = {}
         self._live: set[Activity] = set()
-        self._answers: dict[Activity, Forward | Backward] = {}  # whom an activity runs for
+        self._requests: dict[Activity, Forward | Backward] = {}
         self._records: dict[tuple[int, int], boundary.Record] = {}
         self._deterministic = step.session.runtime.config.deterministic_server
         self._order = 0
-        self._ended: tuple[End, Parcel] | None = None
+        self._ended: tuple[End, ReceivedPayload] | None = None
         self._results: dict[int, Any] = {}
 
     # The driver.
 
     def drive(self, bodies: Sequence[Callable[[], Any]]) -> dict[int, Any]:
-        """Run the microbatches; what each gave, if the step has not failed."""
+        """Run the microbatches, and return the result of each, unless the step has failed."""
         step = self._step
         for microbatch, body in enumerate(bodies):
             activity = Activity(step, Phase.FORWARD, microbatch, None)
@@ -62,21 +65,21 @@ class Server:
             self._turn(expecting=bool(self._waiting))
         return self._results
 
-    def end(self, end: End, results: Frozen) -> None:
-        """Tell the others that the step is over."""
+    def end(self, end: End, results: Payload) -> None:
+        """Send the end of the step to the other ranks."""
         if self._transport is not None:
             for rank in range(1, self._transport.size):
                 self._transport.send(rank, end, results, None)
 
-    # The others.
+    # The other ranks.
 
-    def serve(self) -> tuple[End, Parcel]:
-        """Run what other ranks ask for, until the driver ends the step."""
+    def serve(self) -> tuple[End, ReceivedPayload]:
+        """Run the requests of other ranks until the driver ends the step."""
         while self._ended is None:
             self._turn(expecting=True)
         return self._ended
 
-    # Both.
+    # All ranks.
 
     def _put(self, activity: Activity, kind: Kind, function: Function | None = None) -> None:
         self._order += 1
@@ -85,7 +88,7 @@ class Server:
 
     def _choose(self) -> int | None:
         step = self._step
-        if step.failure is not None:  # what has begun is unwound, and nothing begins
+        if step.failure is not None:  # begun activities unwind in any order, and none begins
             return 0 if self._ready else None
         bodies = [each.phase for each in self._live if each.path is None]
         left = step.microbatches - len(self._results) - bodies.count(Phase.BACKWARD)
@@ -99,7 +102,7 @@ class Server:
         return None
 
     def _turn(self, expecting: bool) -> None:
-        """Take what has come; then run one thing, or wait for a message if there is none."""
+        """Take a message if one has come, then run one activity; wait for a message if none is ready."""
         self._advance()
         choice = self._choose()
         transport = self._transport
@@ -119,14 +122,14 @@ class Server:
         step.timeline.begins(activity, time.perf_counter())
         if function is None:
             assert activity.worker is not None
-            self._crew.resume(activity.worker)
+            self._workers.resume(activity.worker)
         else:
             self._begin(activity, function)
         while activity.aside is not None:
             action, activity.aside = activity.aside, None
             action()
             assert activity.worker is not None
-            self._crew.resume(activity.worker)
+            self._workers.resume(activity.worker)
         step.timeline.ends(activity, time.perf_counter())
         self._look_after(activity)
 
@@ -136,20 +139,21 @@ class Server:
             gradients.advance()
 
     def _pauses(self, activity: Activity) -> bool:
-        """Whether an activity may come to a point where it has to wait. One that does not needs no
-        worker, which saves two changes of thread.
+        """Whether an activity may have to wait for something.
+
+        An activity that never waits runs in the rank's own thread, which saves two changes of thread.
         """
-        asked = self._answers.get(activity)
-        if asked is None:  # a body: with others, or ranks that it calls
+        asked = self._requests.get(activity)
+        if asked is None:  # a body, which waits for other bodies and other ranks
             return self._transport is not None or self._step.microbatches > 1
         if isinstance(asked, Backward):
             record = self._records.get((asked.caller, asked.of))
-            return record is not None and record.crosses
+            return record is not None and record.called_remote
         return not self._step.sites[asked.key.path].closed
 
     def _begin(self, activity: Activity, function: Function) -> None:
         step = self._step
-        if step.failure is not None:  # asked for before this rank knew
+        if step.failure is not None:  # the request came before the news of the failure
             activity.finished = activity.unwound = True
             return
         self._live.add(activity)
@@ -175,28 +179,27 @@ class Server:
 
         if self._pauses(activity):
             try:
-                worker = self._crew.hire()
-            except RuntimeError as error:  # no thread to be had
+                worker = self._workers.acquire()
+            except RuntimeError as error:  # the system starts no more threads
                 activity.error, activity.finished = error, True
                 return
-            self._crew.begin(worker, task)
+            self._workers.begin(worker, task)
         else:
-            with (
-                streams.suspended()
-            ):  # as where a worker runs: what backward passes draw is not missed here
-                self._crew.context.copy().run(task, None)
+            # As in a worker: the draws of the activity do not move the generator of this thread.
+            with streams.suspended():
+                self._workers.context.copy().run(task, None)
 
     def _look_after(self, activity: Activity) -> None:
-        """An activity has paused, or is over."""
+        """Send the request, the result or the failure of an activity that has paused or finished."""
         step = self._step
         if not activity.finished:
             request, activity.request = activity.request, None
             if request is None:
                 self._put(activity, Kind.TURN)
             else:
-                to, message, frozen = request
+                to, message, payload = request
                 self._waiting[message.call] = activity
-                self._send(to, message, frozen, activity.microbatch)
+                self._send(to, message, payload, activity.microbatch)
             return
         self._live.discard(activity)
         if activity.error is not None:
@@ -206,7 +209,7 @@ class Server:
             return
         if step.rank == 0:
             self._drop_starts()
-        asked = self._answers.pop(activity, None)
+        asked = self._requests.pop(activity, None)
         if asked is not None:
             assert step.failure is not None
             answer = Failed(activity.microbatch, asked.call, step.failure)
@@ -214,10 +217,10 @@ class Server:
 
     def _deliver(self, activity: Activity) -> None:
         value, activity.value = activity.value, None
-        asked = self._answers.pop(activity, None)
+        asked = self._requests.pop(activity, None)
         if asked is None:
             self._results[activity.microbatch] = value
-            self._step.is_over(activity.microbatch)
+            self._step.end_microbatch(activity.microbatch)
         else:
             answer = Returned(activity.microbatch, asked.call)
             self._send(asked.caller, answer, value, activity.microbatch)
@@ -225,21 +228,21 @@ class Server:
     def _drop_starts(self) -> None:
         self._ready = [each for each in self._ready if each[0].kind is not Kind.START]
 
-    def _send(self, to: int, message: Any, frozen: Frozen, microbatch: int) -> None:
+    def _send(self, to: int, message: Any, payload: Payload, microbatch: int) -> None:
         assert self._transport is not None
-        self._transport.send(to, message, frozen, microbatch)
+        self._transport.send(to, message, payload, microbatch)
 
     # Messages.
 
-    def _take(self, sender: int, message: Any, parcel: Parcel) -> None:
+    def _take(self, sender: int, message: Any, received: ReceivedPayload) -> None:
         transport, step = self._transport, self._step
         assert transport is not None
         if isinstance(message, End):
-            self._ended = message, parcel
+            self._ended = message, received
             return
         transport.taken(message.microbatch)
         if isinstance(message, Forward | Backward):
-            self._asked(message, parcel)
+            self._asked(message, received)
             return
         activity = self._waiting.pop(message.call)
         if isinstance(message, Failed):
@@ -247,51 +250,53 @@ class Server:
             if step.rank == 0:
                 self._drop_starts()
         else:
-            activity.reply = parcel
+            activity.reply = received
         self._put(activity, Kind.GO_ON)
 
-    def _asked(self, message: Forward | Backward, parcel: Parcel) -> None:
+    def _asked(self, message: Forward | Backward, received: ReceivedPayload) -> None:
         step = self._step
         if step.failure is not None:
             answer = Failed(message.microbatch, message.call, step.failure)
             self._send(message.caller, answer, NOTHING, message.microbatch)
             return
         if message.over:
-            self._forget([each for each in message.over if step.is_over(each)])
+            self._forget([each for each in message.over if step.end_microbatch(each)])
         if isinstance(message, Forward):
             step.seed = message.seed
             activity = Activity(step, Phase.FORWARD, message.microbatch, message.key.path)
-            function: Function = lambda each: self._forward(each, message, parcel)  # noqa: E731
+            function: Function = lambda each: self._forward(each, message, received)  # noqa: E731
         else:
-            # Unknown, it says so when its graph is asked for.
+            # An unknown call gets an empty record, whose backward pass raises that its graph was freed.
             record = self._records.get((message.caller, message.of)) or boundary.Record("")
             activity = Activity(step, Phase.BACKWARD, message.microbatch, record.path)
-            function = lambda _: self._backward(record, message, parcel)  # noqa: E731
-        self._answers[activity] = message
+            function = lambda _: self._backward(record, message, received)  # noqa: E731
+        self._requests[activity] = message
         self._put(activity, Kind.GO_ON, function)
 
     def _forget(self, microbatches: Sequence[int]) -> None:
-        """What is kept for backward passes that will not come, as in evaluation."""
+        """Drop the records whose backward passes will not come, as in evaluation."""
         gone = [key for key, each in self._records.items() if each.microbatch in microbatches]
         for key in gone:
             self._records.pop(key).close()
 
-    def _forward(self, activity: Activity, message: Forward, parcel: Parcel) -> Frozen:
+    def _forward(self, activity: Activity, message: Forward, received: ReceivedPayload) -> Payload:
         site = self._step.sites[message.key.path]
         site.follow(message.caller, message.training)
-        frozen, record = boundary.run_forward(
+        payload, record = boundary.run_forward(
             message,
-            parcel,
+            received,
             lambda args, kwargs: site.run(activity, message.key, message.hooked, args, kwargs),
         )
         if record is not None:
-            record.crosses, record.microbatch = activity.crossed, activity.microbatch
+            record.called_remote, record.microbatch = activity.called_remote, activity.microbatch
             self._records[message.caller, message.call] = record
-        return frozen
+        return payload
 
-    def _backward(self, record: boundary.Record, message: Backward, parcel: Parcel) -> Frozen:
-        grads = boundary.run_backward(record, parcel.thaw())
-        if not record.rest:
+    def _backward(
+        self, record: boundary.Record, message: Backward, received: ReceivedPayload
+    ) -> Payload:
+        grads = boundary.run_backward(record, received.thaw())
+        if not record.outstanding:
             self._records.pop((message.caller, message.of), None)
             record.close()
         return freeze(grads, "gradients", False)
@@ -299,14 +304,14 @@ class Server:
     # The end.
 
     def close(self) -> None:
-        """However the step ended: unwind what has begun, and keep nothing."""
+        """Unwind the activities that have begun, however the step has ended, and keep nothing."""
         step = self._step
         self._drop_starts()
         while self._live:
             step.unwinding = True
             for activity in list(self._live):
-                if activity.worker is not None:  # else it ended with what interrupted it
-                    self._crew.resume(activity.worker)
+                if activity.worker is not None:  # else the interruption of this thread has ended it
+                    self._workers.resume(activity.worker)
                 if activity.finished or activity.worker is None:
                     self._live.discard(activity)
         for record in self._records.values():

@@ -1,13 +1,13 @@
-"""Random streams: each module call of a microbatch has its own, wherever and whenever it runs.
+"""Random streams: each module call of a microbatch has a stream of its own, on every rank and at any time.
 
-The numbers that a call draws from torch's default CPU generator depend on the seed of the step, the
-microbatch, and the chain of calls that led to it (each a module path, and the how-manieth call of it
-its caller made); not on the partition, the schedule, or what ran before. A call that is repeated, as
-an activation checkpoint does in backward, finds the same chain and draws the same numbers again.
+The numbers that a call draws from torch's default CPU generator depend on the seed of the step, the microbatch, and the
+chain of calls that led to it. A link of the chain is a module path and the zero-based index of the call among its
+caller's calls of that module. The numbers do not depend on the partition, the schedule, or earlier draws. An activation
+checkpoint repeats a call in backward with the same chain, so it draws the same numbers again.
 
-Seeds are 64 bits, of which torch's CPU generator takes 32: of 10,000 calls in a step, two share a
-stream with a chance of about 1 in 100. Only torch's default CPU generator has streams; those of
-``random`` and numpy are as the caller left them.
+Seeds have 64 bits, of which torch's CPU generator takes 32: among 10,000 calls of a step, two share a stream with a
+chance of about 1 in 100. Only torch's default CPU generator has streams. The generators of ``random`` and numpy stay as
+the caller left them.
 """
 
 from __future__ import annotations
@@ -21,22 +21,20 @@ _MASK = 2**64 - 1
 
 
 def draw_seed() -> int:
-    """A seed for one step, drawn from torch's default generator: 63 bits, so that it fits a tensor.
+    """Draw a seed for one step from torch's default generator: 63 bits, so that it fits a tensor.
 
-    Every rank of a pipeline draws once per step. The driver's seed is the one of the step, which it tells the others.
+    Every rank of a pipeline draws once per step. The step uses the driver's seed, which travels with each request.
     """
     return int(torch.randint(2**63 - 1, (), device="cpu").item())
 
 
 def root(seed: int, microbatch: int) -> int:
-    """The stream of the body of a microbatch, from which those of its calls derive."""
+    """The stream of the body of a microbatch, from which the streams of its calls derive."""
     return _digest(seed, microbatch, "body")
 
 
 def derive(caller: int, path: str, nth: int) -> int:
-    """The stream of the ``nth`` call (from 0) of the module at ``path`` by the call with the stream
-    ``caller``.
-    """
+    """The stream of call ``nth``, zero-based, of the module at ``path`` by the call with the stream ``caller``."""
     return _digest(caller, nth, path)
 
 
@@ -46,8 +44,8 @@ def _digest(parent: int, number: int, text: str) -> int:
 
 
 class entered:
-    """While entered, torch's default CPU generator is at the start of the stream; afterwards, also
-    after an exception, at the point where the caller left it. Takes 5 microseconds.
+    """While entered, torch's default CPU generator is at the start of the stream. On exit, also by an exception, it
+    returns to its state before. Takes 5 microseconds.
     """
 
     __slots__ = ("_caller", "_stream")
@@ -58,7 +56,7 @@ class entered:
     def __enter__(self) -> None:
         generator = torch.default_generator
         self._caller = generator.get_state()
-        # The upper half would be lost, and streams differ in either.
+        # The generator drops the upper 32 bits, and two streams may differ only there.
         generator.manual_seed((self._stream ^ self._stream >> 32) & 0xFFFFFFFF)
 
     def __exit__(
@@ -71,10 +69,10 @@ class entered:
 
 
 class suspended:
-    """While entered, the generator may be used by others; afterwards it is where it was.
+    """While entered, other activities may use the generator. On exit it returns to its state before.
 
-    To be entered wherever a worker gives its turn away: the generator belongs to the whole rank.
-    Takes 2 microseconds.
+    A thread enters it wherever it gives the baton away, because the generator belongs to the whole rank. Takes 2
+    microseconds.
     """
 
     __slots__ = ("_state",)

@@ -1,14 +1,14 @@
-"""What was executed, as data: which rank computed what for which microbatch, when; and what a schedule
-says against it.
+"""The timeline of a step as data: each rank's events, with their microbatch, phase and time; and the events that a
+schedule forbids.
 
-A rank records *stretches*: an activity (a microbatch's body, or one call of a module for another rank)
-runs from when it is given the turn until it pauses or is over, in one phase. One stretch of a rank
-runs at a time. ``order`` counts the beginnings and ends on that rank, so that tests need no clock;
-``started`` and ``seconds`` are of the monotonic clock, which the ranks of one machine share.
+An activity is the body of a microbatch, or one module call for another rank. An *event* is one stretch of an activity,
+from the moment at which it gets the baton until it pauses or ends, in one phase. One event of a rank runs at a time.
+``begun`` and ``ended`` count beginnings and ends on the rank, so tests need no clock. ``started`` and ``seconds`` are
+of the monotonic clock, which the ranks of one machine share.
 
-    events = [*session_events_of_rank_0, *of_rank_1]        # gathered, if several ranks are wanted
+    events = [*events_of_rank_0, *events_of_rank_1]         # gathered from several ranks
     assert timeline.violations(events, "interleaved", cap=4) == []
-    timeline.write("step.json", events)                      # to be opened in https://ui.perfetto.dev
+    timeline.write("step.json", events)                     # opens in https://ui.perfetto.dev
 
 In Perfetto each rank is a process and each microbatch a track, with slices like ``F layers.0``.
 """
@@ -28,35 +28,35 @@ from smp_core.torch.execution.schedule import POLICIES, Phase
 
 
 class Timed(Protocol):
-    """What is asked of an activity."""
+    """The facts of an activity that an event records."""
 
     @property
     def microbatch(self) -> int:
-        """Whose."""
+        """The index of the microbatch."""
 
     @property
     def path(self) -> str | None:
-        """The module, None for a body."""
+        """The path of the module; None for the body of a microbatch."""
 
     @property
     def phase(self) -> Phase:
-        """What the next stretch computes."""
+        """The phase of the next event."""
 
 
 class Event(NamedTuple):
-    """One stretch.
+    """One uninterrupted stretch of an activity.
 
     Attributes:
         rank: the world rank.
         microbatch: its index.
         path: the module that another rank called, "" for the root; None for the body of the step.
         phase: ``F`` or ``B``.
-        activity: numbers the activities of the rank, in the order of their beginning.
-        begun: its place among all beginnings and ends on the rank, from 0.
-        ended: likewise.
+        activity: the number of the activity on the rank, in the order of beginnings.
+        begun: the zero-based position of the beginning among all beginnings and ends on the rank.
+        ended: the zero-based position of the end among them.
         started: seconds of the monotonic clock.
-        seconds: how long it took.
-        recompute: a forward pass that an activation checkpoint repeats, inside of a ``B`` stretch.
+        seconds: the duration.
+        recompute: the event is a forward pass that an activation checkpoint repeats, inside of a ``B`` event.
     """
 
     rank: int
@@ -76,7 +76,7 @@ class Event(NamedTuple):
 
 
 class Timeline:
-    """Records the stretches of one step on one rank; ``events`` are those that have ended, in order."""
+    """Records the events of one step on one rank. ``events`` lists those that have ended, in order."""
 
     def __init__(self, rank: int = 0) -> None:
         self.events: list[Event] = []
@@ -86,13 +86,13 @@ class Timeline:
         self._running: dict[Any, tuple[Phase, int, float]] = {}
 
     def begins(self, activity: Timed, now: float) -> None:
-        """The activity has the turn: for the first time, or again."""
+        """Note that an activity has got the baton, for the first time or again."""
         self._numbers.setdefault(activity, len(self._numbers))
         self._running[activity] = activity.phase, self._clock, now
         self._clock += 1
 
     def ends(self, activity: Timed, now: float) -> None:
-        """The activity has paused, or is over."""
+        """Note that an activity has paused or ended."""
         phase, begun, started = self._running.pop(activity)
         self.events.append(
             Event(
@@ -111,7 +111,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def recomputes(self, activity: Timed, path: str) -> Iterator[None]:
-        """Entered while the activity, whose turn it is, repeats the forward pass of a module."""
+        """Record an event while the activity that has the baton repeats the forward pass of a module."""
         begun, started = self._clock, time.perf_counter()
         self._clock += 1
         try:
@@ -135,17 +135,16 @@ class Timeline:
 
 
 def violations(events: Iterable[Event], schedule: str, cap: int) -> list[str]:
-    """What the timeline of a step has that the schedule forbids, in words; empty if nothing.
+    """The violations of a schedule in the timeline of a step, in words.
 
-    ``events`` may be of several ranks. Under ``simple`` no backward stretch begins on a rank before the
-    last forward stretch there has ended; under ``interleaved`` at most ``cap`` microbatches are in
-    flight on a rank, and of the microbatches not begun the lowest begins first. For functions that
-    call ``backward`` once, after their forward.
+    ``events`` may be of several ranks. Under ``simple`` no backward event of a rank begins before the rank's last
+    forward event has ended. Under ``interleaved`` at most ``cap`` microbatches are in flight on a rank. Under both,
+    microbatches begin in the order of their indices. The step function must call ``backward`` once, after its forward.
     """
     policy = POLICIES[schedule]
     found = []
-    stretches = [event for event in events if not event.recompute]
-    for rank, own in sorted(by_rank(stretches).items()):
+    passes = [event for event in events if not event.recompute]
+    for rank, own in sorted(by_rank(passes).items()):
         forward = [event for event in own if event.phase is Phase.FORWARD]
         backward = [event for event in own if event.phase is Phase.BACKWARD]
         for late in forward:
@@ -168,8 +167,9 @@ def violations(events: Iterable[Event], schedule: str, cap: int) -> list[str]:
 
 
 def in_flight(events: Iterable[Event]) -> int:
-    """The most microbatches that were in progress at once on the one rank that the events are of: a
-    microbatch is from its first stretch to its last, and holds its activations so long.
+    """The highest number of microbatches that were in progress at once. ``events`` are of one rank.
+
+    A microbatch is in progress from its first event to its last one, and holds its activations for that time.
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -183,7 +183,7 @@ def in_flight(events: Iterable[Event]) -> int:
 
 
 def by_rank(events: Iterable[Event]) -> Mapping[int, list[Event]]:
-    """The events of each rank, in the order of their beginning."""
+    """The events of each rank, in the order of beginnings."""
     ranks: dict[int, list[Event]] = {}
     for event in events:
         ranks.setdefault(event.rank, []).append(event)
@@ -193,7 +193,7 @@ def by_rank(events: Iterable[Event]) -> Mapping[int, list[Event]]:
 
 
 def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
-    """The timeline in Chrome's trace format, as data for JSON: times in microseconds from the first."""
+    """The timeline in Chrome's trace format, as data for JSON. Times are microseconds since the first event."""
     zero = min((event.started for event in events), default=0.0)
     ranks = sorted({event.rank for event in events})
     tracks = sorted({(event.rank, event.microbatch) for event in events})

@@ -1,8 +1,7 @@
-"""The threads that the activities of one rank run in. One of them runs at a time, or the rank's own:
-the baton is handed over.
+"""The threads that run the activities of one rank. One thread of the rank runs at a time: the one that has the baton.
 
-Only the rank's own thread communicates. An activity that needs another rank leaves a request and
-pauses; the rank's own thread resumes it with the answer.
+Only the rank's own thread communicates. An activity that needs another rank leaves a request and pauses. The rank's own
+thread sends the request and resumes the activity with the answer.
 """
 
 from __future__ import annotations
@@ -18,20 +17,18 @@ import torch
 
 from smp_core.transport import current_rank as rank_threads
 
-_SLICE = 1.0  # seconds between two looks at whether the rank's own thread has been interrupted
+_SLICE = 1.0  # seconds: an interruption of the rank's own thread takes effect between two waits
 
 
 class Unwound(BaseException):
-    """Raised in an activity whose step has been given up, to unwind it. Passes through ``except
-    Exception``.
-    """
+    """Raised in an activity to unwind it, because its step has failed. No ``except Exception`` catches it."""
 
 
 class Worker:
-    """One thread. It runs a task, is idle, runs the next."""
+    """One thread that runs tasks one after the other, and is idle in between."""
 
-    def __init__(self, crew: Crew) -> None:
-        self._crew = crew
+    def __init__(self, pool: WorkerThreads) -> None:
+        self._pool = pool
         self.turn = _thread.allocate_lock()
         self.turn.acquire()
         self.task: Callable[[], None] | None = None
@@ -39,39 +36,37 @@ class Worker:
         self.thread.start()
 
     def _serve(self) -> None:
-        crew = self._crew
+        pool = self._pool
         self.turn.acquire()
         before = torch.get_num_threads()
-        if before != crew.compute_threads:
-            torch.set_num_threads(crew.compute_threads)
-        rank_threads.set_current(crew.rank)
+        if before != pool.compute_threads:
+            torch.set_num_threads(pool.compute_threads)
+        rank_threads.set_current(pool.rank)
         try:
             while self.task is not None:
                 task, self.task = self.task, None
-                crew.context.copy().run(task)
+                pool.context.copy().run(task)
                 del task
                 torch.set_grad_enabled(True)
-                crew.idle.append(self)
-                crew.baton.release()
+                pool.idle.append(self)
+                pool.baton.release()
                 self.turn.acquire()
         finally:
             rank_threads.set_current(None)
-            if before != crew.compute_threads:
-                torch.set_num_threads(before)  # the default of threads to come is the last set
+            if before != pool.compute_threads:
+                torch.set_num_threads(before)  # new threads get the number that was set last
 
     def pause(self) -> None:
-        """Called in this thread: give the baton back, and return when it comes again.
-
-        The random state is this activity's own, though torch keeps one for the process.
-        """
+        """Give the baton back, and return when it comes again. Called in this thread."""
+        # Torch has one generator for the process, and each activity needs a state of its own.
         state = torch.default_generator.get_state()
-        self._crew.baton.release()
+        self._pool.baton.release()
         self.turn.acquire()
         torch.default_generator.set_state(state)
 
 
-class Crew:
-    """The workers of one rank in one step."""
+class WorkerThreads:
+    """The worker threads of one rank in one step."""
 
     def __init__(self) -> None:
         self.baton = _thread.allocate_lock()
@@ -81,23 +76,23 @@ class Crew:
         self.compute_threads = torch.get_num_threads()
         self.rank: Any = rank_threads.current()
 
-    def hire(self) -> Worker:
-        """A worker that is idle. Raises RuntimeError if there is none, and no thread to be had."""
+    def acquire(self) -> Worker:
+        """Return an idle worker, or a new one. Raises RuntimeError if no thread can be started."""
         return self.idle.pop() if self.idle else Worker(self)
 
     def begin(self, worker: Worker, task: Callable[[Worker], None]) -> None:
-        """Run a task in a worker; returns when it pauses or is over. The task does not raise."""
+        """Run a task, which does not raise, in a worker. Returns when the task pauses or has ended."""
         worker.task = lambda: task(worker)
         self.resume(worker)
 
     def resume(self, worker: Worker) -> None:
-        """Let a worker run; returns when it pauses or its task is over."""
+        """Give a worker the baton. Returns when the worker pauses or its task has ended."""
         state = torch.default_generator.get_state()
         worker.turn.release()
         try:
             while not self.baton.acquire(timeout=_SLICE):
                 pass
-        except BaseException as interruption:  # Ctrl-C, or the harness gives this rank up
+        except BaseException as interruption:  # Ctrl-C, or the harness cancels this rank
             _interrupt(worker.thread, type(interruption))
             self.baton.acquire()
             raise
@@ -105,7 +100,7 @@ class Crew:
             torch.default_generator.set_state(state)
 
     def close(self) -> None:
-        """End the threads. All tasks are over."""
+        """End the threads, once all tasks have ended."""
         idle, self.idle = self.idle, []
         for worker in idle:
             worker.task = None
@@ -115,6 +110,6 @@ class Crew:
 
 
 def _interrupt(thread: threading.Thread, kind: type[BaseException]) -> None:
-    """Raise in a thread at its next bytecode: ends a loop in Python, not one in C."""
+    """Raise an exception in a thread at its next bytecode, which ends a loop in Python but not one in C."""
     assert thread.ident is not None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(kind))

@@ -1,9 +1,8 @@
-"""A call of a module that crosses ranks, on either side, forwards and backwards.
+"""A module call that one rank asks another one for: both sides, forward and backward.
 
-On the caller's side the outputs come out of an autograd node whose backward pass is the same crossing
-in the other direction. On the owner's side the inputs come out of a node that keeps the gradients that
-reach it. Both nodes hand on what they get, strides and all, so that no sum is made where an
-unpartitioned model makes none.
+The caller gets its outputs from an autograd node whose backward pass asks the owner for the gradients of the inputs.
+The owner gets its inputs from a node that keeps the gradients that reach it. Neither node adds or copies: strides
+travel along, so no sum is made where an unpartitioned model makes none.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from smp_core.torch.execution import modes
 from smp_core.torch.execution.activity import Activity
 from smp_core.torch.execution.failures import module_text
 from smp_core.torch.execution.remote.messages import Backward, Forward
-from smp_core.torch.execution.remote.packets import Frozen, Parcel, freeze
+from smp_core.torch.execution.remote.packets import Payload, ReceivedPayload, freeze
 from smp_core.torch.execution.uses import CallKey
 
 Tensor = torch.Tensor
@@ -28,7 +27,7 @@ Tensor = torch.Tensor
 # The caller's side.
 
 
-def call_there(
+def call_remote(
     activity: Activity,
     owner: int,
     key: CallKey,
@@ -36,12 +35,12 @@ def call_there(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Have ``owner`` run a module, and give its outputs. Raises PayloadError if an argument cannot be
+    """Have ``owner`` run a module, and return its outputs. Raises PayloadError if an argument cannot be
     sent.
     """
     grad = torch.is_grad_enabled()
-    frozen = freeze((args, kwargs), f"{module_text(key.path)}: an argument", grad)
-    step, activity.crossed = activity.step, True
+    payload = freeze((args, kwargs), f"{module_text(key.path)}: an argument", grad)
+    step, activity.called_remote = activity.step, True
     message = Forward(
         activity.microbatch,
         step.rank,
@@ -50,30 +49,30 @@ def call_there(
         hooked,
         modes.current(),
         step.seed,
-        step.news_for(owner),
+        step.ended_since_last_request(owner),
         step.sites[key.path].training(),
     )
-    parcel = activity.ask(owner, message, frozen)
-    wanted = parcel.differentiable()
+    received = activity.ask(owner, message, payload)
+    wanted = received.differentiable()
     if not wanted:
-        return parcel.thaw()
-    inputs = [t for t, requires in zip(frozen.tensors, frozen.requires, strict=True) if requires]
-    outputs = [parcel.tensors[index] for index in wanted]
-    crossing = _Crossing(owner, message, outputs)
-    tied: Any = _Departure.apply(crossing, _anchor(), *inputs)  # type: ignore[no-untyped-call]
-    tensors = list(parcel.tensors)
+        return received.thaw()
+    inputs = [t for t, requires in zip(payload.tensors, payload.requires, strict=True) if requires]
+    outputs = [received.tensors[index] for index in wanted]
+    call = _RemoteCall(owner, message, outputs)
+    tied: Any = _RemoteOutputs.apply(call, _anchor(), *inputs)  # type: ignore[no-untyped-call]
+    tensors = list(received.tensors)
     for index, tensor in zip(wanted, tied, strict=True):
         tensors[index] = tensor
-    return parcel.thaw(tensors)
+    return received.thaw(tensors)
 
 
 def _anchor() -> Tensor:
-    """What makes a node's outputs require a gradient, though no input of the call does."""
+    """An input by which a node's outputs require a gradient, even if no input of the call does."""
     return torch.empty(0, requires_grad=True)
 
 
-class _Crossing:
-    """One call that has crossed, for its node on the caller's side."""
+class _RemoteCall:
+    """The request and the outputs of a remote call, for its node on the caller."""
 
     __slots__ = ("message", "outputs", "owner")
 
@@ -81,12 +80,14 @@ class _Crossing:
         self.owner, self.message, self.outputs = owner, message, outputs
 
 
-class _Departure(torch.autograd.Function):
+class _RemoteOutputs(torch.autograd.Function):
+    """The caller's node: its backward pass asks the owner for the backward pass of the call."""
+
     @staticmethod
-    def forward(ctx: Any, crossing: _Crossing, anchor: Tensor, *inputs: Tensor) -> Any:
-        ctx.owner, ctx.message, ctx.count = crossing.owner, crossing.message, len(inputs)
+    def forward(ctx: Any, call: _RemoteCall, anchor: Tensor, *inputs: Tensor) -> Any:
+        ctx.owner, ctx.message, ctx.count = call.owner, call.message, len(inputs)
         ctx.set_materialize_grads(False)
-        outputs, crossing.outputs = tuple(crossing.outputs), []
+        outputs, call.outputs = tuple(call.outputs), []
         return outputs
 
     @staticmethod
@@ -107,46 +108,55 @@ class _Departure(torch.autograd.Function):
             step.rank,
             step.next_call(),
             message.call,
-            step.news_for(ctx.owner),
+            step.ended_since_last_request(ctx.owner),
         )
-        parcel = activity.ask(ctx.owner, request, freeze(list(grads), "gradients", False))
-        return (None, None, *parcel.thaw())
+        received = activity.ask(ctx.owner, request, freeze(list(grads), "gradients", False))
+        return (None, None, *received.thaw())
 
 
 # The owner's side.
 
 
 class Record:
-    """A call that this rank has run for another, until its backward pass.
+    """A module call that this rank has run for another rank, kept until its backward pass.
 
-    ``grads`` are the inputs' gradients that the backward pass in progress has brought.
+    Attributes:
+        path: of the module.
+        microbatch: its index.
+        called_remote: the call has called modules of other ranks, and so will its backward pass.
+        count: how many inputs require a gradient.
+        outputs: those that require a gradient.
+        outstanding: the indices of the outputs that no backward pass has come from.
+        grads: the gradients of the inputs that the backward pass in progress has brought.
     """
 
     __slots__ = (
+        "called_remote",
         "count",
-        "crosses",
         "grads",
         "microbatch",
         "outputs",
+        "outstanding",
         "path",
-        "rest",
     )
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.microbatch = -1
-        self.crosses = False  # it called modules of other ranks, and so will its backward pass
-        self.count = 0  # of the inputs that require a gradient
-        self.outputs: list[Tensor] = []  # those that require a gradient
-        self.rest: set[int] = set()  # of them, those that no backward pass has come from
+        self.called_remote = False
+        self.count = 0
+        self.outputs: list[Tensor] = []
+        self.outstanding: set[int] = set()
         self.grads: Sequence[Tensor | None] | None = None
 
     def close(self) -> None:
-        """Let the graph go: it leads to a node that knows the record, a cycle."""
+        """Drop the graph, whose node refers to the record: a cycle."""
         self.outputs = []
 
 
-class _Arrival(torch.autograd.Function):
+class _ReceivedInputs(torch.autograd.Function):
+    """The owner's node: its backward pass keeps the gradients of the inputs in the record."""
+
     @staticmethod
     def forward(ctx: Any, record: Record, anchor: Tensor, received: list[Tensor]) -> Any:
         ctx.record = record
@@ -160,34 +170,36 @@ class _Arrival(torch.autograd.Function):
 
 
 def run_forward(
-    message: Forward, parcel: Parcel, run: Callable[[Any, Any], Any]
-) -> tuple[Frozen, Record | None]:
-    """Run a module for another rank: ``run(args, kwargs)``. Gives the outputs, and the record that
-    their backward pass needs, if they have one.
+    message: Forward, received: ReceivedPayload, run: Callable[[Any, Any], Any]
+) -> tuple[Payload, Record | None]:
+    """Run a module for another rank by ``run(args, kwargs)``.
+
+    Returns the outputs, and the record for their backward pass if an output requires a gradient.
     """
     record = Record(message.key.path)
     with modes.entered(message.modes):
-        wanted = parcel.differentiable()
-        tensors = list(parcel.tensors)
+        wanted = received.differentiable()
+        tensors = list(received.tensors)
         if wanted:
-            received = [tensors[index] for index in wanted]
-            tied: Any = _Arrival.apply(record, _anchor(), received)  # type: ignore[no-untyped-call]
+            inputs = [tensors[index] for index in wanted]
+            tied: Any = _ReceivedInputs.apply(record, _anchor(), inputs)  # type: ignore[no-untyped-call]
             for index, tensor in zip(wanted, tied, strict=True):
                 tensors[index] = tensor
             record.count = len(wanted)
-        args, kwargs = parcel.thaw(tensors)
+        args, kwargs = received.thaw(tensors)
         value = run(args, kwargs)
-        frozen = freeze(value, f"{module_text(message.key.path)}: an output", message.modes.grad)
+        payload = freeze(value, f"{module_text(message.key.path)}: an output", message.modes.grad)
     record.outputs = [
-        t for t, requires in zip(frozen.tensors, frozen.requires, strict=True) if requires
+        t for t, requires in zip(payload.tensors, payload.requires, strict=True) if requires
     ]
-    record.rest = set(range(len(record.outputs)))
-    return frozen, record if record.outputs else None
+    record.outstanding = set(range(len(record.outputs)))
+    return payload, record if record.outputs else None
 
 
 def run_backward(record: Record, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The backward pass of a call that this rank has run; gives the inputs' gradients, None for one that
-    the outputs do not depend on, as autograd does.
+    """Run the backward pass of a call that this rank has run.
+
+    Returns the gradients of the inputs; None for an input that the outputs do not depend on, as autograd does.
     """
     if not record.outputs:
         raise RuntimeError(
@@ -199,8 +211,8 @@ def run_backward(record: Record, grads: Sequence[Tensor | None]) -> list[Tensor 
     torch.autograd.backward(
         [record.outputs[index] for index in given], [grads[index] for index in given]
     )
-    came = record.grads
-    inputs: list[Tensor | None] = [None] * record.count if came is None else list(came)
+    reached = record.grads
+    inputs: list[Tensor | None] = [None] * record.count if reached is None else list(reached)
     record.grads = None
-    record.rest.difference_update(given)
+    record.outstanding.difference_update(given)
     return inputs

@@ -1,5 +1,5 @@
-"""What the ranks of a pipeline say to each other. Every message but the last belongs to a microbatch,
-and a microbatch is in one place at a time.
+"""Messages between the ranks of a pipeline. Every message except ``End`` belongs to a microbatch, and a microbatch is
+in one place at a time.
 """
 
 from __future__ import annotations
@@ -12,15 +12,22 @@ from smp_core.torch.execution.uses import CallKey
 
 
 class Forward(NamedTuple):
-    """Run a module; comes with its ``(args, kwargs)``.
+    """A request to run a module. Its payload is ``(args, kwargs)``.
 
-    ``call`` is a number of the caller's. ``hooked``: the module was called, rather than its
-    ``forward``. ``over`` are microbatches whose bodies are over: no backward pass of theirs will come.
-    ``training``: see calls.Site.training.
+    Attributes:
+        microbatch: its index.
+        caller: the pp rank that asks.
+        call: the caller's number of the request.
+        key: of the module call.
+        hooked: the module was called, rather than its ``forward``.
+        modes: torch's modes of the calling thread.
+        seed: that of the step's random streams.
+        over: microbatches whose bodies have ended, so that no backward pass of theirs will come.
+        training: the training modes of the module and its children, as ``calls.Site.training`` packs them.
     """
 
     microbatch: int
-    caller: int  # pp rank
+    caller: int
     call: int
     key: CallKey
     hooked: bool
@@ -31,40 +38,59 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """Run the backward pass of that call; comes with one gradient, or None, per differentiable
-    output. ``over`` as above.
+    """A request to run the backward pass of an earlier call. Its payload is one gradient, or None, for each
+    differentiable output.
+
+    Attributes:
+        microbatch: its index.
+        caller: the pp rank that asks.
+        call: the caller's number of this request.
+        of: the caller's number of the forward pass.
+        over: microbatches whose bodies have ended.
     """
 
     microbatch: int
     caller: int
     call: int
-    of: int  # the call of the forward pass
+    of: int
     over: tuple[int, ...]
 
 
 class Returned(NamedTuple):
-    """The answer to either; comes with the outputs, or the inputs' gradients."""
+    """The answer of success to a request. Its payload is the outputs, or the gradients of the inputs."""
 
     microbatch: int
     call: int
 
 
 class Failure(NamedTuple):
-    """An exception in an activity, as other ranks learn of it."""
+    """An exception in an activity, in the form in which other ranks learn of it.
+
+    Attributes:
+        pp_rank: of the rank that raised.
+        rank: its world rank.
+        microbatch: its index; None before the first one.
+        path: of the module; None in the body of the step.
+        phase: forward or backward; None outside of activities.
+        type: the name of the exception's class.
+        text: ``str`` of the exception.
+        traceback: as text.
+        api: the exception itself, pickled, if it is an error of this project: every rank raises a copy.
+    """
 
     pp_rank: int
     rank: int
     microbatch: int | None
-    path: str | None  # of the module; None: the body of the step
+    path: str | None
     phase: Phase | None
     type: str
     text: str
     traceback: str
-    api: bytes | None  # an error of this project, pickled: every rank raises its like
+    api: bytes | None
 
 
 class Failed(NamedTuple):
-    """The other answer."""
+    """The answer of failure to a request."""
 
     microbatch: int
     call: int
@@ -72,6 +98,6 @@ class Failed(NamedTuple):
 
 
 class End(NamedTuple):
-    """The step is over; comes with the results of all microbatches, if nothing failed."""
+    """The end of the step. Its payload is the results of all microbatches, if nothing has failed."""
 
     failure: Failure | None

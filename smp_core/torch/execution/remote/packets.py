@@ -1,10 +1,9 @@
-"""One request as one run of bytes: what it says, the nest of its arguments, and the tensors in it.
+"""One message as one run of bytes: the message, the pickled payload, and the tensors of the payload.
 
-A nest is pickled with every tensor left out of it (a persistent id), so that any picklable value may
-hold tensors anywhere, and a tensor that stands in two places is one tensor on the other side, too.
-A module of the model is named by its path.
-Tensors keep dtype, shape, strides and, if contiguous, their place within 64 bytes: kernels choose their order of
-summation by them.
+The payload is pickled with a persistent id in place of every tensor. Any picklable value may therefore hold
+tensors anywhere, and a tensor that stands in two places is one tensor on the receiver, too. A module of the model
+is pickled as its path. Tensors keep dtype, shape, strides and, if contiguous, their offset within 64 bytes,
+because kernels choose their order of summation by them.
 """
 
 from __future__ import annotations
@@ -27,16 +26,20 @@ _DTYPES: list[torch.dtype] = sorted(
     {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str
 )
 _NUMBER = {dtype: number for number, dtype in enumerate(_DTYPES)}
-_LENGTHS = struct.Struct("<QQQQ")  # of all, of the head, of the nest; and who sent it
-_ALIGNMENT = 64  # bytes: of torch's memory
+_LENGTHS = struct.Struct("<QQQQ")  # bytes of all, of the head, of the pickle; the sender's pp rank
+_ALIGNMENT = 64  # bytes, that of torch's allocator
 
 
-class Frozen(NamedTuple):
-    """A nest ready to be sent: its pickle, the tensors left out of it, and which of them are part of
-    the graph.
+class Payload(NamedTuple):
+    """A value ready to be sent.
+
+    Attributes:
+        pickled: the value without its tensors.
+        tensors: the tensors of the value, each once.
+        requires: for each tensor, whether it is part of the sender's graph.
     """
 
-    nest: bytes
+    pickled: bytes
     tensors: list[Tensor]
     requires: list[bool]
 
@@ -77,15 +80,15 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: int | str) -> Any:
         if isinstance(pid, str):
             model = sessions.current("a module as an argument").model
-            assert model is not None  # the sender's path is of it
+            assert model is not None  # only a path in the model is pickled as a path
             return model.sites[pid].module
         return self._tensors[pid]
 
 
 def _path(module: nn.Module) -> str | None:
-    """Where a module stands in the model, None if it does not: then it is a value like others.
+    """The path of a module in the model; None for any other module, which is pickled by value.
 
-    One that does is the receiver's own module there, not a copy: a call of it goes to its owner.
+    The receiver finds its own module at the path, not a copy, so a call of the module goes to its owner.
     """
     model = sessions.current("a module as an argument").model
     if model is None:
@@ -93,10 +96,11 @@ def _path(module: nn.Module) -> str | None:
     return next((path for path, site in model.sites.items() if site.module is module), None)
 
 
-def freeze(value: object, what: str, grad: bool) -> Frozen:
-    """Take a nest apart. ``grad``: whether tensors that require a gradient are part of the graph.
+def freeze(value: object, what: str, grad: bool) -> Payload:
+    """Pickle a value and list its tensors.
 
-    Raises PayloadError, beginning with ``what``, if it cannot be pickled.
+    With ``grad``, tensors that require a gradient are part of the graph. Raises PayloadError, whose text begins
+    with ``what``, if the value cannot be pickled.
     """
     file = io.BytesIO()
     pickler = _Pickler(file)
@@ -108,54 +112,56 @@ def freeze(value: object, what: str, grad: bool) -> Frozen:
             "Pass tensors and picklable values, or keep caller and module in one partition"
         ) from error
     tensors = pickler.tensors
-    return Frozen(file.getvalue(), tensors, [grad and each.requires_grad for each in tensors])
+    return Payload(file.getvalue(), tensors, [grad and each.requires_grad for each in tensors])
 
 
-NOTHING = Frozen(pickle.dumps(None), [], [])
+NOTHING = Payload(pickle.dumps(None), [], [])
 
 
-class Parcel:
-    """What has come: the tensors first, so that they can be tied into a graph before the nest is put
-    together around them.
+class ReceivedPayload:
+    """A payload on its receiver.
+
+    The tensors are there before the value is unpickled, so the receiver can tie them into a graph first.
     """
 
-    __slots__ = ("_nest", "requires", "tensors")
+    __slots__ = ("_pickled", "requires", "tensors")
 
-    def __init__(self, nest: bytes, tensors: list[Tensor], requires: list[bool]) -> None:
-        self._nest, self.tensors, self.requires = nest, tensors, requires
+    def __init__(self, pickled: bytes, tensors: list[Tensor], requires: list[bool]) -> None:
+        self._pickled, self.tensors, self.requires = pickled, tensors, requires
 
     def differentiable(self) -> list[int]:
-        """Which tensors are part of the sender's graph."""
+        """The indices of the tensors that are part of the sender's graph."""
         return [index for index, requires in enumerate(self.requires) if requires]
 
     def thaw(self, tensors: Sequence[Any] | None = None) -> Any:
-        """The nest, with these tensors in the places of those that came."""
+        """Unpickle the value, with ``tensors`` in place of the received ones if they are given."""
         given = self.tensors if tensors is None else tensors
-        return _Unpickler(io.BytesIO(self._nest), given).load()
+        return _Unpickler(io.BytesIO(self._pickled), given).load()
 
 
-def encode(sender: int, message: object, frozen: Frozen, least: int) -> Tensor:
-    """One uint8 tensor of at least ``least`` elements. The rest is of no account, and ends in zeros."""
-    packed = [_packed(tensor) for tensor in frozen.tensors]
+def encode(sender: int, message: object, payload: Payload, least: int) -> Tensor:
+    """Encode a message and its payload as one uint8 tensor of at least ``least`` elements, padded at the end."""
+    packed = [_packed(tensor) for tensor in payload.tensors]
     specs, at = [], 0
     for tensor, (flat, strides), requires in zip(
-        frozen.tensors, packed, frozen.requires, strict=True
+        payload.tensors, packed, payload.requires, strict=True
     ):
-        # A tensor lies in the receiver's memory as it does in the sender's, a part of a batch in the midst of a
-        # row of 64 bytes: MKL sums in another order where it lies otherwise.
+        # The receiver gets the sender's offset within 64 bytes, such as that of a slice of a batch: MKL sums in
+        # another order at another offset.
         at += flat.data_ptr() % _ALIGNMENT // flat.itemsize * flat.itemsize if flat.numel() else 0
         specs.append(_Spec(_NUMBER[tensor.dtype], tuple(tensor.shape), strides, requires, at))
         at = -(-(at + flat.numel() * flat.itemsize) // _ALIGNMENT) * _ALIGNMENT
     head = pickle.dumps((message, [tuple(spec) for spec in specs]), 5)
-    text = _LENGTHS.size + len(head) + len(frozen.nest)
+    text = _LENGTHS.size + len(head) + len(payload.pickled)
     first = -(-text // _ALIGNMENT) * _ALIGNMENT
     total = first + at
     buffer = torch.empty(max(total, least), dtype=torch.uint8)
     memory = _memory(buffer)
-    buffer[max(total, least - _ALIGNMENT) :] = 0  # not what its memory held before: transport.py
+    # Old memory could hold the bytes by which transport.py tells that an envelope has not come.
+    buffer[max(total, least - _ALIGNMENT) :] = 0
     memory[:text] = (
-        _LENGTHS.pack(total, len(head), len(frozen.nest), sender) + head + frozen.nest
-    )  # one copy: they are short
+        _LENGTHS.pack(total, len(head), len(payload.pickled), sender) + head + payload.pickled
+    )  # one copy is cheapest: the three are short
     for (flat, _), spec in zip(packed, specs, strict=True):
         if flat.numel():
             place = torch.frombuffer(
@@ -166,21 +172,21 @@ def encode(sender: int, message: object, frozen: Frozen, least: int) -> Tensor:
 
 
 def beginning(buffer: Tensor) -> tuple[int, int]:
-    """Of the message that begins in ``buffer``: how many bytes it takes, and who sent it."""
+    """The size in bytes and the sender of the message that begins in ``buffer``."""
     total, _, _, sender = _LENGTHS.unpack_from(_memory(buffer))
     return total, sender
 
 
-def decode(buffer: Tensor) -> tuple[Any, Parcel]:
-    """The message, and what came with it. The tensors lie in the buffer's memory."""
+def decode(buffer: Tensor) -> tuple[Any, ReceivedPayload]:
+    """Decode a message and its payload, whose tensors lie in the buffer's memory."""
     memory = _memory(buffer)
-    _, head, nest, _ = _LENGTHS.unpack_from(memory)
+    _, head, length, _ = _LENGTHS.unpack_from(memory)
     begin = _LENGTHS.size
     message, specs = pickle.loads(memory[begin : begin + head])
-    first = -(-(begin + head + nest) // _ALIGNMENT) * _ALIGNMENT
+    first = -(-(begin + head + length) // _ALIGNMENT) * _ALIGNMENT
     tensors = [_unpacked(memory, first, _Spec(*spec)) for spec in specs]
-    text = bytes(memory[begin + head : begin + head + nest])
-    return message, Parcel(text, tensors, [spec[3] for spec in specs])
+    pickled = bytes(memory[begin + head : begin + head + length])
+    return message, ReceivedPayload(pickled, tensors, [spec[3] for spec in specs])
 
 
 def _memory(buffer: Tensor) -> memoryview:
@@ -189,7 +195,7 @@ def _memory(buffer: Tensor) -> memoryview:
 
 
 def _packed(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
-    """Its elements, flat, each once; and the strides, if they are not those of a contiguous one."""
+    """The elements of a tensor, flat and each once; its strides, None if it is contiguous."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_contiguous():
         return tensor.view(-1), None
@@ -197,7 +203,7 @@ def _packed(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
 
 
 def _once(shape: Sequence[int], strides: Sequence[int]) -> tuple[slice, ...]:
-    """An index that takes one element of every dimension of stride 0 (an expanded one)."""
+    """The index of one element along every expanded dimension, whose stride is 0."""
     return tuple(
         slice(0, 1) if not stride and side else slice(None)
         for side, stride in zip(shape, strides, strict=True)
@@ -212,10 +218,10 @@ def _unpacked(memory: memoryview, first: int, spec: _Spec) -> Tensor:
     if not count:
         empty = torch.empty(shape, dtype=_DTYPES[dtype])
         return empty if strides is None else empty.as_strided(shape, strides)
-    # A tensor of its own, not a view of the buffer: views would share one version counter.
+    # No view of the buffer: views would share one version counter.
     flat = torch.frombuffer(memory, dtype=_DTYPES[dtype], count=count, offset=first + start)
     if strides is None:
-        return flat.resize_(shape)  # no view, which modules could not modify in place
+        return flat.resize_(shape)  # modules could not modify a view in place
     spread = torch.empty_strided(shape, strides, dtype=_DTYPES[dtype])
     once = spread[_once(shape, strides)]
     once.copy_(flat.view(once.shape))

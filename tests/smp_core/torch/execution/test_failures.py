@@ -432,20 +432,20 @@ def test_a_graph_is_used_once(smp_world):
 def no_thread(part):
     model = smp.DistributedModel(Net())
     train(model, batch())
-    here, hire = hosts.current(), workers.Crew.hire
+    here, acquire = hosts.current(), workers.WorkerThreads.acquire
 
-    def refused(crew):
-        if crew.rank is here:
+    def refused(pool):
+        if pool.rank is here:
             raise RuntimeError("can't start new thread")
-        return hire(crew)
+        return acquire(pool)
 
     if smp.rank() == part:  # one rank alone: on sim the others share the class
-        workers.Crew.hire = refused
+        workers.WorkerThreads.acquire = refused
     try:
         result = caught(train, model, batch())
     finally:
         if smp.rank() == part:
-            workers.Crew.hire = hire
+            workers.WorkerThreads.acquire = acquire
     train(model, batch())
     return result
 

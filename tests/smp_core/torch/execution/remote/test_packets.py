@@ -1,4 +1,4 @@
-"""What is frozen, encoded, decoded and thawed is what it was."""
+"""What is payload, encoded, decoded and thawed is what it was."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from smp_core.torch.execution.remote.packets import decode, encode, freeze
 
 
 def crossed(value, grad=True, least=64):
-    frozen = freeze(value, "a value", grad)
-    buffer = encode(3, "message", frozen, least)
+    payload = freeze(value, "a value", grad)
+    buffer = encode(3, "message", payload, least)
     total, sender = packets.beginning(buffer[:64])
     assert (sender, len(buffer)) == (3, max(total, least))
-    message, parcel = decode(buffer)
+    message, received = decode(buffer)
     assert message == "message"
-    return parcel
+    return received
 
 
 BASE = torch.arange(24, dtype=torch.float32).reshape(4, 6)
@@ -43,8 +43,8 @@ TENSORS = {
 @pytest.mark.parametrize("name", TENSORS)
 def test_a_tensor_keeps_values_and_strides(name):
     tensor = TENSORS[name]
-    parcel = crossed([tensor])
-    (came,) = parcel.thaw()
+    received = crossed([tensor])
+    (came,) = received.thaw()
     assert torch.equal(came, tensor)
     if tensor.numel() > 1:  # of fewer elements no kernel looks at them
         assert came.stride() == tensor.stride()
@@ -65,14 +65,14 @@ def test_a_tensor_keeps_its_place_within_64_bytes(dtype):
 def test_a_nest_keeps_its_identities():
     a, b = torch.ones(2), torch.zeros(3, requires_grad=True)
     nest = {"a": a, "list": [b, a, (None, 3, "text")], "again": b}
-    parcel = crossed(nest)
-    assert parcel.requires == [False, True]
-    assert parcel.differentiable() == [1]
-    came = parcel.thaw()
+    received = crossed(nest)
+    assert received.requires == [False, True]
+    assert received.differentiable() == [1]
+    came = received.thaw()
     assert came["a"] is came["list"][1]
     assert came["again"] is came["list"][0]
     assert came["list"][2] == (None, 3, "text")
-    other = parcel.thaw(["first", "second"])
+    other = received.thaw(["first", "second"])
     assert other == {
         "a": "first",
         "list": ["second", "first", (None, 3, "text")],
@@ -85,8 +85,8 @@ def test_without_gradients_nothing_is_part_of_the_graph():
 
 
 def test_tensors_share_no_version_counter():
-    parcel = crossed([torch.ones(2), torch.ones(3)])
-    first, second = parcel.tensors
+    received = crossed([torch.ones(2), torch.ones(3)])
+    first, second = received.tensors
     first.add_(1)
     assert first._version == 1
     assert second._version == 0

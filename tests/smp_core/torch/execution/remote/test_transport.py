@@ -27,12 +27,12 @@ def test_a_message_that_has_come_is_seen(smp: Any, size: int) -> None:
             transport.send(other, Returned(0, number), payload, 0)
             while not transport.arrived():  # ends with the test's time, if never
                 pass
-            sender, message, parcel = transport.receive()
+            sender, message, received = transport.receive()
         else:
-            sender, message, parcel = transport.receive()
+            sender, message, received = transport.receive()
             transport.send(other, message, payload, 0)
         assert (sender, message) == (other, Returned(0, number))
-        assert torch.equal(parcel.thaw(), torch.arange(size, dtype=torch.uint8))
+        assert torch.equal(received.thaw(), torch.arange(size, dtype=torch.uint8))
         # Counted once each, though what was sent before has not been waited for.
         assert transport.messages == (number + 1) * (1 if size < ENVELOPE else 2)
     transport.settle()
