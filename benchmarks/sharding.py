@@ -115,7 +115,7 @@ def ours(module: GPT, x: torch.Tensor, wanted: torch.Tensor) -> tuple[Engine, An
             shard = sharding.shard(parameter)
             assert shard is not None
             assert parameter.grad is not None
-            yield parameter.grad, shard.own[0]
+            yield parameter.grad, shard.owned_range[0]
 
     return Engine(forward_backward, optimizer.step, parts), sharding.collectives.traffic
 

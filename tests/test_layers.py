@@ -210,7 +210,7 @@ def test_a_loop_is_told_with_its_arrows(tmp_path: Path, back: str) -> None:
 
 
 def test_an_arrow_to_a_higher_layer_is_told(tmp_path: Path) -> None:
-    source = "def later():\n    from smp_core.torch.sharding.state import Sharding"
+    source = "def later():\n    from smp_core.torch.sharding.sharded_model import ShardedModel"
     root = write(
         tmp_path, smp_core__torch__execution__engine=source, smp_core__torch__sharding__state=""
     )

@@ -28,7 +28,7 @@ class SmpSession(Script):
     def live(self) -> int | None:
         """By the engine's own count, if it has one."""
         sharding = getattr(self.model, "sharding", None)
-        return None if sharding is None else sharding.gathered.peak
+        return None if sharding is None else sharding.unsharded.peak
 
     def _ranks(self, kind: Any) -> tuple[int, ...]:
         """The ranks of this rank's group of a kind (API 4.3)."""

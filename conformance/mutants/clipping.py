@@ -10,24 +10,24 @@ from conformance.mutants.defences import unseen_drift
 from conformance.mutants.protocol import Bugs, Patch
 from conformance.mutants.sharded_gradients import Result, Sums, windows
 from smp_core.torch.precision import masters
-from smp_core.torch.sharding import state
+from smp_core.torch.sharding import sharded_model
 from smp_core.torch.sharding.collectives import Collectives
 from smp_core.torch.sharding.gradients import ShardedGradients
-from smp_core.torch.sharding.state import Sharding
+from smp_core.torch.sharding.sharded_model import ShardedModel
 
 BUGS = Bugs("clipping of sharded gradients")
 
 
 def coefficient(patch: Patch, number: Callable[[float, float], float]) -> None:
     """Multiply gradients by ``number(most, norm)``."""
-    clip = Sharding.clip
+    clip = ShardedModel.clip
 
-    def changed(self: Sharding, targets: Sequence[nn.Parameter], scale: float = 1.0) -> None:
+    def changed(self: ShardedModel, targets: Sequence[nn.Parameter], scale: float = 1.0) -> None:
         clip(self, targets, scale)
         masters.multiply(targets, number(self._clipping, self.norm) / scale)
 
-    patch.setattr(state, "multiply", lambda targets, factor: None)
-    patch.setattr(Sharding, "clip", changed)
+    patch.setattr(sharded_model, "multiply", lambda targets, factor: None)
+    patch.setattr(ShardedModel, "clip", changed)
 
 
 @BUGS.enter("SHARD-CLIP-ONE-PROCESS")
@@ -58,14 +58,14 @@ def norm_of_the_first_rank(patch: Patch) -> None:
 @BUGS.enter("SHARD-CLIP-ONE-PROCESS", origin="B104")
 def tied_count_twice(patch: Patch) -> None:
     """a parameter that modules share counts in the norm once for each of them"""
-    own = Sharding._own
+    own = ShardedModel._own
 
-    def repeated(self: Sharding, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    def repeated(self: ShardedModel, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
         named = self._module.named_parameters(remove_duplicate=False)
         times = sum(each is parameter for _, each in named)
         return own(self, parameter, gradient).repeat(times)
 
-    patch.setattr(Sharding, "_own", repeated)
+    patch.setattr(ShardedModel, "_own", repeated)
 
 
 @BUGS.enter("SHARD-CLIP-EQUAL")
@@ -78,10 +78,10 @@ def norm_before_the_second_hop(patch: Patch) -> None:
         seen.update((id(each), total) for each, total in sums.items())
 
     windows(patch, noted)
-    patch.setattr(Sharding, "_own", lambda self, parameter, gradient: seen[id(parameter)])
+    patch.setattr(ShardedModel, "_own", lambda self, parameter, gradient: seen[id(parameter)])
 
 
 @BUGS.enter("SHARD-REPLAYED")
 def norm_in_bfloat16(patch: Patch) -> None:
     """squares are summed in bfloat16, as where the model computes in it"""
-    patch.setattr(state, "_square", lambda gradient: gradient.bfloat16().square().sum())
+    patch.setattr(sharded_model, "_square", lambda gradient: gradient.bfloat16().square().sum())

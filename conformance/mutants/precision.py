@@ -253,7 +253,7 @@ def first_element_is_looked_at(patch: Patch) -> None:
 @BUGS.enter("PREC-OVERFLOW")
 def padding_is_looked_at(patch: Patch) -> None:
     """padding has any value, and one that is not finite makes an overflow"""
-    parts, results, look = Layout.parts, Round.results, update.look
+    parts, results, look = Layout.shards, Round.results, update.look
     found: dict[int, bool] = {}
 
     def garbage(self: Layout, flat: Tensor) -> Tensor:
@@ -272,7 +272,7 @@ def padding_is_looked_at(patch: Patch) -> None:
             return Found.OVERFLOW
         return look(targets)
 
-    patch.setattr(Layout, "parts", garbage)
+    patch.setattr(Layout, "shards", garbage)
     patch.setattr(Round, "results", noticing)
     patch.setattr(update, "look", looking)
 

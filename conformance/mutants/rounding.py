@@ -21,7 +21,7 @@ from smp_core.torch.precision import casting, update
 from smp_core.torch.precision.masters import Masters
 from smp_core.torch.precision.update import Update
 from smp_core.torch.sharding.layout import Layout
-from smp_core.torch.sharding.state import Sharding
+from smp_core.torch.sharding.sharded_model import ShardedModel
 
 BUGS = Bugs("16 bits, clipping, split state")
 
@@ -265,7 +265,7 @@ def clipped_in_two_roundings(patch: Patch) -> None:
 def shards_clip_by_their_own_norm(patch: Patch) -> None:
     """the norm is that of the rank's own shards"""
     unseen_drift(patch)
-    clip = Sharding.clip
+    clip = ShardedModel.clip
 
     @dataclasses.dataclass
     class Alone:
@@ -278,7 +278,7 @@ def shards_clip_by_their_own_norm(patch: Patch) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(self.right, name)
 
-    def own(self: Sharding, *args: Any) -> None:
+    def own(self: ShardedModel, *args: Any) -> None:
         right = self.collectives
         self.collectives = Alone(right)  # type: ignore[assignment]
         try:
@@ -286,27 +286,27 @@ def shards_clip_by_their_own_norm(patch: Patch) -> None:
         finally:
             self.collectives = right
 
-    patch.setattr(Sharding, "clip", own)
+    patch.setattr(ShardedModel, "clip", own)
 
 
 @BUGS.enter("PREC-SHARDED-CLIP", origin="B104")
 def persistent_count_on_each_rank(patch: Patch) -> None:
     """what is not split is counted whole on each rank of the sharding group"""
-    patch.setattr(Sharding, "_own", lambda self, parameter, gradient: gradient.reshape(-1))
+    patch.setattr(ShardedModel, "_own", lambda self, parameter, gradient: gradient.reshape(-1))
 
 
 @BUGS.enter("PREC-SHARDED-CLIP")
 def shards_clip_with_the_scale_in(patch: Patch) -> None:
     """the norm that is compared with sdp_gradient_clipping has the loss scale in it"""
-    clip = Sharding.clip
+    clip = ShardedModel.clip
 
-    def scaled(self: Sharding, targets: Sequence[nn.Parameter], scale: float = 1.0) -> None:
+    def scaled(self: ShardedModel, targets: Sequence[nn.Parameter], scale: float = 1.0) -> None:
         clip(self, targets)
         for each in targets:
             assert each.grad is not None
             each.grad.mul_(1 / scale)
 
-    patch.setattr(Sharding, "clip", scaled)
+    patch.setattr(ShardedModel, "clip", scaled)
 
 
 # ---- shard_optimizer_state -----------------------------------------------------------------------
@@ -320,7 +320,7 @@ def rest_of_a_division_is_left_out(patch: Patch) -> None:
         part = self.numel // self.ranks
         return rank * part, (rank + 1) * part
 
-    patch.setattr(Layout, "own", own)
+    patch.setattr(Layout, "owned_range", own)
 
 
 @BUGS.enter("PREC-STATE-EQUAL", origin="B116")

@@ -17,9 +17,9 @@ from smp_core.torch.checkpoint import save_and_resume as checkpoint
 from smp_core.torch.optimizer import state as optimizer_state
 from smp_core.torch.optimizer.parameters import OptimizerParameters
 from smp_core.torch.precision.masters import is_elementwise
-from smp_core.torch.sharding import records, states
-from smp_core.torch.sharding.shards import Shard
-from smp_core.torch.sharding.state import Sharding
+from smp_core.torch.sharding import optimizer_states, records
+from smp_core.torch.sharding.sharded_model import ShardedModel
+from smp_core.torch.sharding.sharded_parameter import ShardedParameter
 
 BUGS = Bugs("checkpoints of sharded training")
 
@@ -31,16 +31,16 @@ BUGS = Bugs("checkpoints of sharded training")
 @BUGS.enter("SHARD-CKPT-FULL", origin="B124")
 def the_last_part_is_zeros(patch: Patch) -> None:
     """of what is gathered for a state the last rank's part is zeros"""
-    wholes = Sharding.wholes
+    wholes = ShardedModel.full_tensors
 
-    def partly(self: Sharding, given: Sequence[Any]) -> Iterator[torch.Tensor]:
+    def partly(self: ShardedModel, given: Sequence[Any]) -> Iterator[torch.Tensor]:
         for (parameter, _), whole in zip(given, wholes(self, given), strict=True):
             shard = self.shard(parameter)
             assert shard is not None
-            whole.reshape(-1)[shard.layout.own(shard.layout.ranks - 1)[0] :] = 0
+            whole.reshape(-1)[shard.layout.owned_range(shard.layout.ranks - 1)[0] :] = 0
             yield whole
 
-    patch.setattr(Sharding, "wholes", partly)
+    patch.setattr(ShardedModel, "full_tensors", partly)
 
 
 @BUGS.enter("SHARD-CKPT-STATE", origin="B125")
@@ -50,27 +50,27 @@ def the_first_part_for_all(patch: Patch) -> None:
     def local(runtime: Any, sharding: Any, state: Any, *others: Any) -> dict[Any, Any]:
         return dict(state)
 
-    patch.setattr(states, "wholes", local)
+    patch.setattr(optimizer_states, "full_state", local)
 
 
 @BUGS.enter("SHARD-CKPT-STATE", origin="B116")
 def small_parameters_have_no_state(patch: Patch) -> None:
     """a parameter that some rank has no element of has no state in the whole one"""
-    wholes = states.wholes
+    wholes = optimizer_states.full_state
 
     def some(
-        runtime: Any, sharding: Sharding, state: Mapping[Any, Any], parameters: Any, keep: bool
+        runtime: Any, sharding: ShardedModel, state: Mapping[Any, Any], parameters: Any, keep: bool
     ) -> dict[Any, Any]:
         found = wholes(runtime, sharding, state, parameters, keep)
         tiny = {
             index
             for index, each in parameters.items()
             if (shard := sharding.shard(each)) is not None
-            and shard.layout.own(shard.layout.ranks - 1)[0] == shard.numel
+            and shard.layout.owned_range(shard.layout.ranks - 1)[0] == shard.numel
         }
         return {index: value for index, value in found.items() if index not in tiny}
 
-    patch.setattr(states, "wholes", some)
+    patch.setattr(optimizer_states, "full_state", some)
 
 
 @BUGS.enter("SHARD-CKPT-STATE", origin="B128")
@@ -85,7 +85,7 @@ def every_rank_takes_the_first_part(patch: Patch) -> None:
         if shard is None or not isinstance(state, Mapping):
             return moved(self, parameter, state)
         return {
-            key: value.reshape(-1)[: shard.owned].clone()
+            key: value.reshape(-1)[: shard.owned_numel].clone()
             if is_elementwise(key, value, shard.shape)
             else value
             for key, value in state.items()
@@ -97,12 +97,12 @@ def every_rank_takes_the_first_part(patch: Patch) -> None:
 @BUGS.enter("SHARD-CKPT-STATE")
 def loaded_weights_are_taken_from_the_front(patch: Patch) -> None:
     """of a whole model every rank takes the first elements of each parameter"""
-    take = Shard.take
+    take = ShardedParameter.copy_from_full
 
-    def first(self: Shard, value: torch.Tensor) -> torch.Tensor:
-        return take(self, value.reshape(-1).roll(self.own[0]))
+    def first(self: ShardedParameter, value: torch.Tensor) -> torch.Tensor:
+        return take(self, value.reshape(-1).roll(self.owned_range[0]))
 
-    patch.setattr(Shard, "take", first)
+    patch.setattr(ShardedParameter, "copy_from_full", first)
 
 
 # ---- Files ---------------------------------------------------------------------------------------

@@ -343,8 +343,8 @@ def partly_padded_gets_nothing(patch: Patch) -> None:
 
     def lost(self: ShardedGradients, sums: Sums, result: Result) -> None:
         for each in result:
-            shard = self._gathered.shard(each)
-            if shard is not None and shard.owned < shard.layout.part:
+            shard = self._unsharded.shard(each)
+            if shard is not None and shard.owned_numel < shard.layout.shard_numel:
                 result[each] = torch.zeros_like(result[each])
 
     windows(patch, lost)
@@ -367,7 +367,7 @@ def scalars_are_not_trained(patch: Patch) -> None:
 
     def skipped(self: ShardedGradients, sums: Sums, result: Result) -> None:
         for each in list(result):
-            shard = self._gathered.shard(each)
+            shard = self._unsharded.shard(each)
             if not (each.shape if shard is None else shard.shape):
                 del result[each]
 
@@ -381,7 +381,7 @@ def persistent_stay_in_their_block(patch: Patch) -> None:
 
     def local(self: ShardedGradients, sums: Sums, result: Result) -> None:
         for each in sums:
-            if self._gathered.shard(each) is None:
+            if self._unsharded.shard(each) is None:
                 bucket = Bucket([each], [self._layout(each)])
                 gathered = self._collectives.all_gather(sums[each]).result()
                 result.update(bucket.wholes(gathered * self._collectives.replicas))
@@ -395,8 +395,8 @@ def gradients_stay_whole(patch: Patch) -> None:
 
     def views(self: ShardedGradients, sums: Sums, result: Result) -> None:
         for each, gradient in result.items():
-            shard = self._gathered.shard(each)
+            shard = self._unsharded.shard(each)
             if shard is not None:
-                result[each] = shard.slice_of(gradient.new_zeros(shard.numel)).copy_(gradient)
+                result[each] = shard.owned_slice(gradient.new_zeros(shard.numel)).copy_(gradient)
 
     windows(patch, views)

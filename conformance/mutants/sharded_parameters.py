@@ -14,11 +14,11 @@ from smp_core.errors import VerdictError
 from smp_core.torch import session as sessions
 from smp_core.torch.parameters import creation, registration
 from smp_core.torch.pipeline import placement
-from smp_core.torch.sharding import gathering, state, units
+from smp_core.torch.sharding import gather_plan, sharded_model, units
 from smp_core.torch.sharding.collectives import Collectives
-from smp_core.torch.sharding.gathered import Gathered
-from smp_core.torch.sharding.gathering import Route
-from smp_core.torch.sharding.shards import Shard, Unit
+from smp_core.torch.sharding.gather_plan import GatherPlan
+from smp_core.torch.sharding.sharded_parameter import ShardedParameter, Unit
+from smp_core.torch.sharding.unsharding import Unsharded
 
 BUGS = Bugs("sharded parameters")
 
@@ -30,7 +30,7 @@ def splits(patch: Patch, rule: Callable[[nn.Parameter, int], bool]) -> None:
         least = sessions.current("the mutant").runtime.config.sdp_param_persistence_threshold
         return units.groups(root, [(name, p) for name, p in sharded if rule(p, least)], most)
 
-    patch.setattr(state, "groups", some)
+    patch.setattr(sharded_model, "groups", some)
 
 
 # ---- What is split -------------------------------------------------------------------------------
@@ -71,14 +71,14 @@ def optimizer_state_is_whole(patch: Patch) -> None:
 @BUGS.enter("SHARD-INIT")
 def every_rank_keeps_its_own_weights(patch: Patch) -> None:
     """what a rank keeps are elements of the weights that it made, not of those of rank 0"""
-    take = Shard.take
+    take = ShardedParameter.copy_from_full
 
-    def own(self: Shard, value: Tensor) -> Tensor:
+    def own(self: ShardedParameter, value: Tensor) -> Tensor:
         here = self.parameter.data
         made = here.shape == self.shape and not here.is_meta
         return take(self, here if made else value)
 
-    patch.setattr(Shard, "take", own)
+    patch.setattr(ShardedParameter, "copy_from_full", own)
 
 
 @BUGS.enter("SHARD-INIT")
@@ -109,19 +109,21 @@ def parts_are_drawn_one_by_one(patch: Patch) -> None:
 @BUGS.enter("SHARD-EQUALS-PLAIN", origin="B013")
 def last_part_is_lost(patch: Patch) -> None:
     """the last rank of several keeps zeros where its part is filled up with padding"""
-    take = Shard.take
+    take = ShardedParameter.copy_from_full
 
-    def losing(self: Shard, value: Tensor) -> Tensor:
+    def losing(self: ShardedParameter, value: Tensor) -> Tensor:
         kept = take(self, value)
-        return kept.zero_() if self.owned < self.layout.part else kept
+        return kept.zero_() if self.owned_numel < self.layout.shard_numel else kept
 
-    patch.setattr(Shard, "take", losing)
+    patch.setattr(ShardedParameter, "copy_from_full", losing)
 
 
 @BUGS.enter("SHARD-ANY-PARAMETER", origin="B004")
 def parts_in_the_order_of_memory(patch: Patch) -> None:
     """the elements of a parameter that lies column by column are taken for rows"""
-    patch.setattr(Shard, "shaped", lambda self, flat: flat.as_strided(self.shape, self.stride))
+    patch.setattr(
+        ShardedParameter, "shaped", lambda self, flat: flat.as_strided(self.shape, self.stride)
+    )
 
 
 # ---- How it becomes whole ------------------------------------------------------------------------
@@ -130,51 +132,51 @@ def parts_in_the_order_of_memory(patch: Patch) -> None:
 @BUGS.enter("SHARD-EQUALS-PLAIN", origin="B124")
 def offsets_without_padding(patch: Patch) -> None:
     """the second parameter of a unit is looked for where it would begin without padding"""
-    wholes = Unit.wholes
+    wholes = Unit.full_tensors
 
     def shifted(self: Unit, gathered: Tensor) -> Iterator[Tensor]:
         first, rows = self.shards[0].layout, gathered.view(-1, self.flat.numel())
-        padding = first.padded - first.numel
+        padding = first.padded_numel - first.numel
         moved = rows.clone()
-        moved[:, first.part :] = rows[:, first.part :].roll(padding, 1)
+        moved[:, first.shard_numel :] = rows[:, first.shard_numel :].roll(padding, 1)
         return wholes(self, moved.view(-1))
 
-    patch.setattr(Unit, "wholes", shifted)
+    patch.setattr(Unit, "full_tensors", shifted)
 
 
 @BUGS.enter("SHARD-HIERARCHICAL")
 def places_for_nodes(patch: Patch) -> None:
     """what comes from between nodes and then within them is put in order the other way"""
-    original = gathering.hierarchical
+    original = gather_plan.hierarchical
 
-    def inverted(*args: Any) -> Route:
+    def inverted(*args: Any) -> GatherPlan:
         route = original(*args)
         if route.order is None:
             return route
         order = tuple(route.order.index(row) for row in range(len(route.order)))
         return route._replace(order=order)
 
-    patch.setitem(gathering.STRATEGIES, "hierarchical", inverted)
+    patch.setitem(gather_plan.PLANNERS, "hierarchical", inverted)
 
 
 @BUGS.enter("SHARD-LIVE")
 def any_guess_is_right(patch: Patch) -> None:
     """what was fetched ahead is of the unit after the next, and taken for the next, if the sizes agree"""
-    prefetch = Gathered._prefetch
+    prefetch = Unsharded._prefetch
 
-    def wrong(self: Gathered) -> None:
-        before = set(self._states)
+    def wrong(self: Unsharded) -> None:
+        before = set(self._live_units)
         prefetch(self)
-        for number in set(self._states) - before:
+        for number in set(self._live_units) - before:
             at = self._at or 0
             next_ = self.units[(self._expected[at + 1 :] or [number])[0]]
             if [each.shape for each in next_.shards] == [
                 each.shape for each in self.units[number].shards
             ]:
-                self._states[number].pending.result()
-                self._states[number].pending = self._collectives.all_gather(next_.flat)
+                self._live_units[number].all_gather.result()
+                self._live_units[number].all_gather = self._collectives.all_gather(next_.flat)
 
-    patch.setattr(Gathered, "_prefetch", wrong)
+    patch.setattr(Unsharded, "_prefetch", wrong)
 
 
 # ---- For how long --------------------------------------------------------------------------------
@@ -183,34 +185,34 @@ def any_guess_is_right(patch: Patch) -> None:
 @BUGS.enter("SHARD-REPLAYED", origin="B118")
 def kept_over_the_update(patch: Patch) -> None:
     """what was gathered in one step is used in the next one, after the update"""
-    patch.setattr(Gathered, "_release", lambda self, number: None)
+    patch.setattr(Unsharded, "_reshard", lambda self, number: None)
 
 
 @BUGS.enter("SHARD-FREED")
 def freed_after_backward_only(patch: Patch) -> None:
     """what a layer has used stays whole until the step is over"""
-    patch.setattr(Gathered, "leave", lambda self, frame, backward: None)
+    patch.setattr(Unsharded, "leave", lambda self, frame, backward: None)
 
 
 @BUGS.enter("SHARD-LIVE-BOUND")
 def nothing_makes_room(patch: Patch) -> None:
     """what nobody uses any more is not given back before the next is gathered"""
-    leave = Gathered.leave
-    patch.setattr(Gathered, "leave", lambda self, frame, backward: leave(self, frame, True))
-    patch.setattr(Gathered, "_make_room", lambda self, wanted: None)
+    leave = Unsharded.leave
+    patch.setattr(Unsharded, "leave", lambda self, frame, backward: leave(self, frame, True))
+    patch.setattr(Unsharded, "_make_room", lambda self, wanted: None)
 
 
 @BUGS.enter("SHARD-LIVE-BOUND")
 def fetched_ahead_without_limit(patch: Patch) -> None:
     """what is fetched ahead does not count as live"""
-    prefetch = Gathered._prefetch
+    prefetch = Unsharded._prefetch
 
-    def unbounded(self: Gathered) -> None:
+    def unbounded(self: Unsharded) -> None:
         most, self._most = self._most, 10**9
         prefetch(self)
         self._most = most
 
-    patch.setattr(Gathered, "_prefetch", unbounded)
+    patch.setattr(Unsharded, "_prefetch", unbounded)
 
 
 # ---- Parameters of other modules -----------------------------------------------------------------
@@ -249,12 +251,12 @@ def models_are_not_compared(patch: Patch) -> None:
 @BUGS.enter("SHARD-STEPS")
 def gathers_bring_the_parameters_of_the_step_before(patch: Patch) -> None:
     """what a step gathers is what the step before it began with"""
-    begin = Gathered.begin_step
+    begin = Unsharded.begin_step
     all_gather = Collectives.all_gather
     kept: dict[Unit, tuple[Tensor, Tensor]] = {}  # mutants live for one session
 
-    def keeping(self: Gathered, outside: bool = False) -> None:
-        begin(self, outside)
+    def keeping(self: Unsharded, eager: bool = False) -> None:
+        begin(self, eager)
         for unit in self.units:
             now = unit.flat.clone()
             kept[unit] = kept.get(unit, (now, now))[1], now
@@ -265,7 +267,7 @@ def gathers_bring_the_parameters_of_the_step_before(patch: Patch) -> None:
                 return all_gather(self, before)
         return all_gather(self, flat)
 
-    patch.setattr(Gathered, "begin_step", keeping)
+    patch.setattr(Unsharded, "begin_step", keeping)
     patch.setattr(Collectives, "all_gather", late)
 
 

@@ -13,12 +13,12 @@ from smp_core.torch.memory import recompute
 from smp_core.torch.parameters import registration
 from smp_core.torch.pipeline import placement
 from smp_core.torch.precision.masters import Masters
-from smp_core.torch.sharding import collectives, gathering, shards, state
+from smp_core.torch.sharding import collectives, gather_plan, sharded_model, sharded_parameter
 from smp_core.torch.sharding.collectives import Collectives
-from smp_core.torch.sharding.gathered import Gathered
 from smp_core.torch.sharding.gradients import Bucket, Round, ShardedGradients
-from smp_core.torch.sharding.shards import Shard
-from smp_core.torch.sharding.state import Sharding
+from smp_core.torch.sharding.sharded_model import ShardedModel
+from smp_core.torch.sharding.sharded_parameter import ShardedParameter
+from smp_core.torch.sharding.unsharding import Unsharded
 
 BUGS = Bugs("sharded state, gathered and reduced")
 
@@ -53,19 +53,19 @@ def replicas_left_out(patch: Patch) -> None:
 def columns_for_rows(patch: Patch) -> None:
     """the elements of a parameter are split as they lie in memory, and put together row by row"""
 
-    def take(self: Shard, value: Tensor) -> Tensor:
-        own = self.part[: self.owned]
+    def take(self: ShardedParameter, value: Tensor) -> Tensor:
+        own = self.padded[: self.owned_numel]
         flat = value.detach().t().reshape(-1) if value.dim() == 2 else value.detach().reshape(-1)
-        own.copy_(flat[slice(*self.own)])
+        own.copy_(flat[slice(*self.owned_range)])
         return own
 
-    patch.setattr(Shard, "take", take)
+    patch.setattr(ShardedParameter, "copy_from_full", take)
 
 
 @BUGS.enter("SHARD-MEMORY")
 def padded_to_the_whole(patch: Patch) -> None:
     """each rank keeps memory of the size of the whole parameters"""
-    make = shards.make_unit
+    make = sharded_parameter.make_unit
 
     def large(number: int, module: nn.Module, named: Any, ranks: int, rank: int) -> Any:
         unit = make(number, module, named, ranks, rank)
@@ -73,25 +73,25 @@ def padded_to_the_whole(patch: Patch) -> None:
         flat = memory[: unit.flat.numel()]
         at = 0
         for shard in unit.shards:
-            shard.part = flat[at : at + shard.layout.part]
-            at += shard.layout.part
+            shard.padded = flat[at : at + shard.layout.shard_numel]
+            at += shard.layout.shard_numel
         unit.flat = flat
         return unit
 
-    patch.setattr(state, "make_unit", large)
+    patch.setattr(sharded_model, "make_unit", large)
 
 
 @BUGS.enter("SHARD-THRESHOLD")
 def not_split_at_the_threshold(patch: Patch) -> None:
     """a parameter of exactly as many elements as the threshold is not split"""
-    init = Sharding.__init__
+    init = ShardedModel.__init__
 
-    def more(self: Sharding, runtime: Any, module: nn.Module, masters: Any) -> None:
+    def more(self: ShardedModel, runtime: Any, module: nn.Module, masters: Any) -> None:
         threshold = runtime.config.sdp_param_persistence_threshold + 1
         config = _Instead(runtime.config, sdp_param_persistence_threshold=threshold)
         init(self, _as_any(_Instead(runtime, config=config)), module, masters)
 
-    patch.setattr(Sharding, "__init__", more)
+    patch.setattr(ShardedModel, "__init__", more)
 
 
 def _as_any(value: Any) -> Any:
@@ -112,12 +112,12 @@ class _Instead:
 @BUGS.enter("SHARD-DELAYED", kind="initialization")
 def each_part_of_ones_own(patch: Patch) -> None:
     """parts hold twice the values that they are given, on all ranks but the first of a group"""
-    take = Shard.take
+    take = ShardedParameter.copy_from_full
 
-    def other(self: Shard, value: Tensor) -> Tensor:
-        return take(self, value if self.own[0] == 0 else value * 2)
+    def other(self: ShardedParameter, value: Tensor) -> Tensor:
+        return take(self, value if self.owned_range[0] == 0 else value * 2)
 
-    patch.setattr(Shard, "take", other)
+    patch.setattr(ShardedParameter, "copy_from_full", other)
 
 
 # ---- Gradients -----------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def frozen_get_gradients(patch: Patch) -> None:
 
     def ending(self: ShardedGradients, *args: Any, **kwargs: Any) -> Any:
         failure = end(self, *args, **kwargs)
-        for shard in self._gathered.shards():
+        for shard in self._unsharded.shards():
             if not shard.parameter.requires_grad:
                 shard.parameter.grad = torch.zeros_like(shard.parameter)
         return failure
@@ -264,7 +264,7 @@ def persistent_by_own_norm(patch: Patch) -> None:
 @BUGS.enter("SHARD-CLIP-ONE-PROCESS")
 def persistent_counted_often(patch: Patch) -> None:
     """what is not split counts in the norm once for each rank"""
-    patch.setattr(Sharding, "_own", lambda self, parameter, gradient: gradient)
+    patch.setattr(ShardedModel, "_own", lambda self, parameter, gradient: gradient)
 
 
 # ---- Whole, and for how long ---------------------------------------------------------------------
@@ -275,52 +275,52 @@ def persistent_counted_often(patch: Patch) -> None:
 def never_released(patch: Patch) -> None:
     """what is gathered for a layer stays until the step is over, and longer"""
     kept: list[Any] = []
-    read = Gathered.read
+    read = Unsharded.read
 
-    def keeping(self: Gathered, parameter: nn.Parameter, frame: Any) -> Tensor:
+    def keeping(self: Unsharded, parameter: nn.Parameter, frame: Any) -> Tensor:
         whole = read(self, parameter, frame)
         kept.append(whole)
         return whole
 
-    patch.setattr(Gathered, "read", keeping)
+    patch.setattr(Unsharded, "read", keeping)
 
 
 @BUGS.enter("SHARD-LIVE")
 def prefetched_is_stale(patch: Patch) -> None:
     """what is fetched ahead is a little off"""
-    prefetch, fetch = Gathered._prefetch, Gathered._fetch
+    prefetch, fetch = Unsharded._prefetch, Unsharded._unshard
 
-    def ahead(self: Gathered) -> None:
-        before = set(self._states)
+    def ahead(self: Unsharded) -> None:
+        before = set(self._live_units)
         prefetch(self)
-        for number in set(self._states) - before:
-            self._states[number].users.add(-1)
+        for number in set(self._live_units) - before:
+            self._live_units[number].users.add(-1)
 
-    def fetched(self: Gathered, unit: Any) -> None:
-        guessed = self._states.get(unit.number)
+    def fetched(self: Unsharded, unit: Any) -> None:
+        guessed = self._live_units.get(unit.number)
         stale = guessed is not None and -1 in guessed.users
         if guessed is not None:
             guessed.users.discard(-1)
         fetch(self, unit)
         if stale:
-            for tensor in self._states[unit.number].tensors.values():
+            for tensor in self._live_units[unit.number].tensors:
                 tensor.data.mul_(1.5)
 
-    patch.setattr(Gathered, "_prefetch", ahead)
-    patch.setattr(Gathered, "_fetch", fetched)
+    patch.setattr(Unsharded, "_prefetch", ahead)
+    patch.setattr(Unsharded, "_unshard", fetched)
 
 
 @BUGS.enter("SHARD-HIERARCHICAL")
 def nodes_not_reordered(patch: Patch) -> None:
     """after two hops the parts lie in the order of places on nodes"""
-    strategies = dict(gathering.STRATEGIES)
+    strategies = dict(gather_plan.PLANNERS)
     right = strategies["hierarchical"]
 
     def wrong(*args: Any) -> Any:
         route = right(*args)
         return route._replace(order=None if route.order is None else tuple(range(len(route.order))))
 
-    patch.setattr(gathering, "STRATEGIES", {**strategies, "hierarchical": wrong})
+    patch.setattr(gather_plan, "PLANNERS", {**strategies, "hierarchical": wrong})
 
 
 @BUGS.enter("SHARD-CHECKPOINTING")

@@ -46,9 +46,9 @@ from smp_core.torch.pipeline.placement import Placement
 from smp_core.torch.precision import casting, half
 from smp_core.torch.precision.masters import Masters
 from smp_core.torch.reduction.gradients import Gradients, Options
+from smp_core.torch.sharding.eager_calls import EagerCalls
 from smp_core.torch.sharding.gradients import ShardedGradients
-from smp_core.torch.sharding.outside import Outside
-from smp_core.torch.sharding.state import Sharding
+from smp_core.torch.sharding.sharded_model import ShardedModel
 from smp_core.transport import torch_parts
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
@@ -81,7 +81,7 @@ class DistributedModel(nn.Module):
             step raises that, and what else is wrong with the partition.
 
     ``module`` is what was wrapped; ``partitioned``: whether it has been partitioned. ``sharding`` has what
-    is split over the sharding group (sharding/state.py), None at degree 1. ``masters`` is what
+    is split over the sharding group (sharding/sharded_model.py), None at degree 1. ``masters`` is what
     the optimizer works on (precision/masters.py); None where that is the parameters themselves. With
     ``fp16`` or ``bf16`` the module is converted, in place (precision/casting.py).
     """
@@ -125,8 +125,8 @@ class DistributedModel(nn.Module):
         self.placement: Placement | None = None
         self.sites: dict[str, Site] = {}
         self.gradients: Gradients | None = None  # once partitioned
-        self.sharding: Sharding | None = None  # once partitioned, where parameters are split
-        self._outside: Outside | None = None
+        self.sharding: ShardedModel | None = None  # once partitioned, where parameters are split
+        self._outside: EagerCalls | None = None
         self._options = Options(
             overlapping_allreduce=bool(overlapping_allreduce),
             backward_passes_per_step=backward_passes_per_step,
@@ -199,7 +199,7 @@ class DistributedModel(nn.Module):
         activity.pause()  # until it is the microbatch's turn
         torch.autograd.backward(given, grad_tensors)
         if self.sharding is not None:
-            self.sharding.gathered.over(activity.microbatch)
+            self.sharding.unsharded.end_backward(activity.microbatch)
         activity.phase = Phase.FORWARD  # if it raises, that is where
 
     def _scaled(self, tensors: tuple[torch.Tensor, ...], grad_tensors: Any) -> Any:
@@ -417,7 +417,7 @@ class DistributedModel(nn.Module):
             self._partition(lambda: self._decide(body, split))
         else:
             self._check_calls()
-        weights.part_again(self)
+        weights.reshard(self)
         self.settle()
         assert self._watch is not None
         self._watch.refresh()
@@ -521,11 +521,11 @@ class DistributedModel(nn.Module):
         placement.prepare(session, self)
         if session.runtime.topology.sharding > 1:
             # Before values come: each rank takes its own part of a parameter and never holds the rest.
-            self.sharding = Sharding(session.runtime, self.module, self.masters)
+            self.sharding = ShardedModel(session.runtime, self.module, self.masters)
         placement.distribute(session, self, decided, self.sharding)
         self.placement = decided
         if self.sharding is not None:
-            self._outside = Outside(self.sharding, self.wide)
+            self._outside = EagerCalls(self.sharding, self.wide)
         alone = None if self._outside is None else self._outside.call
         self.sites = calls.install(
             self.module, self.owner, self._pp_rank, alone, activations.CheckpointedSite

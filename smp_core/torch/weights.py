@@ -83,7 +83,7 @@ def local_state_dict(model: Model) -> dict[str, Any]:
     communication. Tensors share memory with the model, as those of torch's ``state_dict`` do.
     """
     if model.sharding is not None:
-        model.sharding.part_again()
+        model.sharding.reshard()
     state = {key: value for key, value in _entries(model).items() if value is not _ELSEWHERE}
     state[PARTIAL] = model.placement is not None
     if model.sharding is not None:
@@ -103,7 +103,7 @@ def state_dict(model: Model, gather_to_rank0: bool = False) -> dict[str, Any]:
     runtime = model._session.runtime
     keep = not gather_to_rank0 or runtime.rank == 0
     sharding = model.sharding
-    with sharding.whole_tree(model.module, keep) if sharding else contextlib.nullcontext():
+    with sharding.full_tree(model.module, keep) if sharding else contextlib.nullcontext():
         entries = _entries(model)
     group = runtime.group(GroupKind.PP)
     if model.placement is not None and len(group.ranks) > 1:
@@ -267,7 +267,7 @@ _SAID = {PARTIAL, SHARD}
 
 def _load_values(model: Model, state: Mapping[str, Any], strict: bool, same_partition: bool) -> Any:
     if model.sharding is not None:
-        model.sharding.part_again()
+        model.sharding.reshard()
     partial = bool(state.get(PARTIAL, False))
     if partial:
         records.check("model.load_state_dict: the state", state.get(SHARD), model.sharding)
@@ -373,10 +373,10 @@ def cpu(model: Model) -> None:
     buffers are gathered (API 1.7). Collective over the PP group and the sharding group.
 
     The copies of what others own are for reading, as after training; the next step empties them again
-    (``part_again``). Shards are themselves again at the next step, call, update, or state, too.
+    (``reshard``). Shards are themselves again at the next step, call, update, or state, too.
     """
     if model.sharding is not None:
-        model.sharding.make_whole()
+        model.sharding.unshard()
     model.module.cpu()
     if model.placement is None or model.placement.degree == 1:
         return
@@ -397,7 +397,7 @@ def cpu(model: Model) -> None:
     vars(model)["_smp_whole"] = True
 
 
-def part_again(model: Model) -> None:
+def reshard(model: Model) -> None:
     """Before a step: give up what ``cpu`` gathered of other pp ranks."""
     if vars(model).pop("_smp_whole", False):
         assert model.placement is not None

@@ -29,7 +29,7 @@ class Report:
         microbatches: how many its gradients are sums of; 0 if it has no input.
         fresh: whether the step has brought a gradient.
         again: whether a gradient came for a parameter whose sum had seemed to be complete.
-        route: a digest of what it has gathered (sharding/gathered.py).
+        gather_digest: a checksum of the units that it has gathered, in order (sharding/unsharding.py).
         held: a checksum of the parameters that all replicas hold (reduction/drift.py); None where nobody compares.
         parts: one of its parts of sharded parameters.
         trained: for each parameter of the rank, in the order of registration, whether it is trained; empty where
@@ -44,7 +44,7 @@ class Report:
     microbatches: int = 0
     fresh: bool = True
     again: bool = False
-    route: int = 0
+    gather_digest: int = 0
     held: int | None = None
     parts: int | None = None
     trained: bytes = b""

@@ -202,7 +202,7 @@ def _agreed(step: RunningStep) -> Failure | None:
             # The others wait for this rank's part of something, and not to hear how it ended here.
             model.sharding.interrupt()
             return step.failure
-        model.sharding.gathered.end_step()
+        model.sharding.unsharded.end_step()
     failure: Failure | None
     if model is None or model.gradients is None:
         told = agreement.Report(failure=step.failure)

@@ -12,7 +12,7 @@ from smp_core.torch.execution.accumulation import Ledger, Listener
 from smp_core.torch.execution.failures import elsewhere, failure_of
 from smp_core.torch.execution.remote.messages import Failure
 from smp_core.torch.execution.remote.transport import Transport
-from smp_core.torch.execution.source import ParameterSource
+from smp_core.torch.execution.source import WHOLE, ParameterSource
 from smp_core.torch.execution.timeline import Timed, Timeline
 from smp_core.torch.execution.uses import CallKey
 from smp_core.torch.execution.workers import WorkerThreads
@@ -71,7 +71,7 @@ class RunningStep:
         listens = self.gradients is not None and self.gradients.listens
         listener = departures(self, self.gradients) if listens and self.gradients else None
         sharding = None if model is None else model.sharding
-        self.gathered: ParameterSource | None = None if sharding is None else sharding.gathered
+        self.source: ParameterSource = WHOLE if sharding is None else sharding.unsharded
         self.ledger = Ledger(self.microbatches, listener, moves=sharding is not None)
         self.ledger.wide = model is not None and model.wide
         self.computing = contextlib.nullcontext if model is None else model.computing

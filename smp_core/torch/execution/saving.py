@@ -1,6 +1,7 @@
-"""What autograd saves of gathered parameters is kept as a reference, and gathered again in backward.
+"""Autograd saves a reference (unit, parameter, view geometry) instead of an unsharded parameter.
 
-Everything else is saved as torch would; since torch leaves the check to whoever takes over the saving, a
+So unsharded memory is freed between forward and backward, and backward unshards the unit again. Every other tensor is
+saved as torch would; since torch leaves the check to whoever takes over the saving, a
 tensor that was modified in place in between is noticed here.
 
 torch asks the innermost hooks only. Whoever puts its own inside (recompute.py) passes what it keeps for
@@ -18,38 +19,38 @@ from typing import Any
 import torch
 
 from smp_core.torch.execution import counted
-from smp_core.torch.execution.source import ParameterSource
+from smp_core.torch.execution.source import WHOLE, ParameterSource
 
 
 class _Reference:
-    """A view of a gathered parameter."""
+    """A view of an unsharded parameter."""
 
     __slots__ = (
         "conjugated",
         "dtype",
-        "gathered",
         "geometry",
         "index",
         "microbatch",
         "negated",
+        "source",
         "unit",
     )
 
     def __init__(
         self,
-        gathered: ParameterSource,
+        source: ParameterSource,
         place: tuple[Any, int],
         tensor: torch.Tensor,
         microbatch: Any,
     ) -> None:
-        self.gathered, self.microbatch = gathered, microbatch
+        self.source, self.microbatch = source, microbatch
         self.unit, self.index = place
         self.geometry = tensor.storage_offset(), tensor.shape, tensor.stride()
         self.dtype, self.conjugated, self.negated = tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
     def open(self) -> torch.Tensor:
-        whole = self.gathered.again(self.unit, self.index, self.microbatch)
-        view = torch.empty(0, dtype=self.dtype).set_(whole.untyped_storage(), *self.geometry)
+        full = self.source.unshard_for_backward(self.unit, self.index, self.microbatch)
+        view = torch.empty(0, dtype=self.dtype).set_(full.untyped_storage(), *self.geometry)
         view = view.conj() if self.conjugated else view
         return torch._neg_view(view) if self.negated else view
 
@@ -75,41 +76,41 @@ class _Value:
 
 
 class _Thread(threading.local):
-    gathered: ParameterSource | None = None
+    source = WHOLE
     microbatch: Any = None
+    entered = False  # whether `keep` takes over the saving of every tensor
 
 
 _thread = _Thread()
 
 
 @contextlib.contextmanager
-def entered(gathered: ParameterSource, microbatch: Any) -> Iterator[None]:
-    """While entered, what autograd saves in this thread refers to gathered parameters."""
-    before = _thread.gathered, _thread.microbatch
-    _thread.gathered, _thread.microbatch = gathered, microbatch
+def entered(source: ParameterSource, microbatch: Any) -> Iterator[None]:
+    """While entered, autograd saves references to the source's unsharded parameters in this thread."""
+    before = _thread.source, _thread.microbatch, _thread.entered
+    _thread.source, _thread.microbatch, _thread.entered = source, microbatch, True
     try:
         with torch.autograd.graph.saved_tensors_hooks(keep, opened):
             yield
     finally:
-        _thread.gathered, _thread.microbatch = before
+        _thread.source, _thread.microbatch, _thread.entered = before
 
 
 def counting() -> AbstractContextManager[Any]:
     """While entered, a recorder of memory, if there is one, sees what autograd saves in this thread."""
-    if counted.current.get() is None or _thread.gathered is not None:
+    if counted.current.get() is None or _thread.entered:
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(keep, opened)
 
 
 def keep(tensor: torch.Tensor) -> Any:
     """The tensor in the form in which it is to be kept until backward."""
-    gathered = _thread.gathered
-    if gathered is None:
-        return tensor if counted.current.get() is None else _Value(tensor)
-    place = gathered.place(tensor)
-    if place is None:
+    place = _thread.source.place(tensor)
+    if place is not None:
+        return _Reference(_thread.source, place, tensor, _thread.microbatch)
+    if _thread.entered or counted.current.get() is not None:
         return _Value(tensor)
-    return _Reference(gathered, place, tensor, _thread.microbatch)
+    return tensor
 
 
 def opened(kept: Any) -> torch.Tensor:

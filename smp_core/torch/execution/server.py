@@ -164,7 +164,7 @@ class Server:
             try:
                 enter = uses.body if activity.path is None else uses.activity
                 with (
-                    enter(step.ledger, activity.microbatch, step.seed, step.gathered),
+                    enter(step.ledger, activity.microbatch, step.seed, step.source),
                     saving.counting(),
                     step.computing(),
                 ):

@@ -1,11 +1,13 @@
-"""What module calls and saved tensors ask of a model whose parameters are not kept whole.
+"""Where module calls and saved tensors get the model's parameters from.
 
-``sharding/gathered.py`` is such a source. It is handed to ``uses.activity``; without one every
-parameter is whole, and is read as it is.
+``sharding/unsharding.py`` is the source of a sharded model. ``WHOLE`` is that of every other: each parameter of a
+rank is whole there, and is read as it is.
 """
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -20,18 +22,18 @@ class Frame(Protocol):
 
 
 class Kept(Protocol):
-    """What a rank keeps of a parameter."""
+    """The shard that a rank keeps of a parameter."""
 
     @property
     def name(self) -> str:
         """The parameter's first name in the wrapped module."""
 
-    def take(self, value: torch.Tensor) -> torch.Tensor:
-        """Keep this rank's part of the whole value; gives it as the parameter's new data."""
+    def copy_from_full(self, value: torch.Tensor) -> torch.Tensor:
+        """Copy this rank's elements of a full tensor into the shard; gives the parameter's new data."""
 
 
 class ParameterSource(Protocol):
-    """Parameters that are whole only while somebody uses them.
+    """Gives module calls the full parameters, for as long as they use them.
 
     A place is a unit of parameters and an index in it; both are the source's own.
     """
@@ -40,19 +42,62 @@ class ParameterSource(Protocol):
         """What is kept of a parameter, None if it is whole on every rank."""
 
     def read(self, parameter: nn.Parameter, frame: Frame) -> torch.Tensor:
-        """The whole parameter, for a call that has to be ended with :meth:`leave`."""
+        """The full parameter, for a call that has to be ended with :meth:`leave`."""
 
     def leave(self, frame: Frame, backward: bool) -> None:
         """End a call. In a backward pass its parameters wait for their gradients."""
 
     def expect(self, microbatch: Any, parameter: nn.Parameter) -> None:
-        """Count one use of the parameter that is to bring a gradient."""
+        """Announce one gradient: a use of the parameter is to bring it."""
 
-    def came(self, microbatch: Any, parameter: nn.Parameter) -> None:
-        """Count one gradient that ``expect`` announced."""
+    def on_grad(self, microbatch: Any, parameter: nn.Parameter) -> None:
+        """Count one gradient announced by ``expect``."""
+
+    def end_backward(self, microbatch: Any) -> None:
+        """End a backward pass of the microbatch: gradients that have not come are not waited for any more."""
+
+    def saved_tensor_hooks(self, microbatch: Any) -> AbstractContextManager[Any]:
+        """While entered, autograd saves references to full parameters instead of the tensors."""
 
     def place(self, tensor: torch.Tensor) -> tuple[Any, int] | None:
         """The place of the parameter in whose memory a tensor lies, if there is one."""
 
-    def again(self, unit: Any, index: int, microbatch: Any) -> torch.Tensor:
-        """The whole parameter at a place, for a backward pass of the microbatch."""
+    def unshard_for_backward(self, unit: Any, index: int, microbatch: Any) -> torch.Tensor:
+        """The full parameter at a place, for a backward pass of the microbatch."""
+
+
+class WholeParameters:
+    """The source of a model that is not sharded: nothing is gathered, counted or freed."""
+
+    def shard(self, parameter: torch.Tensor) -> Kept | None:
+        return None
+
+    def read(self, parameter: nn.Parameter, frame: Frame) -> torch.Tensor:
+        return parameter.detach()
+
+    def leave(self, frame: Frame, backward: bool) -> None:
+        """Nothing is held for a call."""
+
+    def expect(self, microbatch: Any, parameter: nn.Parameter) -> None:
+        """Nothing waits for a gradient."""
+
+    def on_grad(self, microbatch: Any, parameter: nn.Parameter) -> None:
+        """Nothing waits for a gradient."""
+
+    def end_backward(self, microbatch: Any) -> None:
+        """Nothing waits for a gradient."""
+
+    def saved_tensor_hooks(self, microbatch: Any) -> AbstractContextManager[Any]:
+        return _NO_HOOKS
+
+    def place(self, tensor: torch.Tensor) -> tuple[Any, int] | None:
+        return None
+
+    def unshard_for_backward(self, unit: Any, index: int, microbatch: Any) -> torch.Tensor:
+        raise AssertionError("autograd saves no reference to a whole parameter")
+
+
+_NO_HOOKS: AbstractContextManager[None] = contextlib.nullcontext()
+
+#: It has no state, so all models without shards have the same one.
+WHOLE: ParameterSource = WholeParameters()

@@ -48,8 +48,8 @@ from torch.nn.parameter import is_lazy
 
 from smp_core.torch import tensor_tree
 from smp_core.torch.exceptions import OutsideStepError, ShardingError
-from smp_core.torch.execution import saving, streams
-from smp_core.torch.execution.source import ParameterSource
+from smp_core.torch.execution import streams
+from smp_core.torch.execution.source import WHOLE, ParameterSource
 from smp_core.torch.parameters import registration
 
 
@@ -83,7 +83,7 @@ class CallKey:
 class _Frame:
     """One call in progress, or the body: counts the calls it makes, and keeps its uses.
 
-    ``units`` are the numbers of the units of sharded parameters that it has used (sharding/gathered.py).
+    ``units`` are the numbers of the units of sharded parameters that it has used (sharding/unsharding.py).
     """
 
     __slots__ = ("counts", "module", "parent", "stream", "units", "uses")
@@ -100,13 +100,13 @@ class _Frame:
 class _Activity:
     """What the current thread works on."""
 
-    __slots__ = ("frame", "gathered", "ledger", "microbatch")
+    __slots__ = ("frame", "ledger", "microbatch", "source")
 
     def __init__(
-        self, ledger: GradientSink, microbatch: int, frame: _Frame, gathered: ParameterSource | None
+        self, ledger: GradientSink, microbatch: int, frame: _Frame, source: ParameterSource
     ) -> None:
         self.ledger, self.microbatch, self.frame = ledger, microbatch, frame
-        self.gathered = gathered
+        self.source = source
 
 
 class _Local(threading.local):
@@ -120,40 +120,36 @@ _local = _Local()
 
 @contextlib.contextmanager
 def activity(
-    ledger: GradientSink, microbatch: int, seed: int, gathered: ParameterSource | None = None
+    ledger: GradientSink, microbatch: int, seed: int, source: ParameterSource = WHOLE
 ) -> Iterator[None]:
     """While entered, this thread works for the microbatch: gradients go to the ledger.
 
-    ``seed`` is that of the step; ``gathered`` has the sharded parameters, if there are any. Activities
+    ``seed`` is that of the step; ``source`` gives the parameters. Activities
     nest; a backward pass is one, too.
     """
     before = _local.activity, _local.call
     frame = _Frame(streams.root(seed, microbatch))
-    _local.activity = _Activity(ledger, microbatch, frame, gathered)
+    _local.activity = _Activity(ledger, microbatch, frame, source)
     _local.call = None
     try:
-        if gathered is None:
+        with source.saved_tensor_hooks(microbatch):
             yield
-        else:
-            with saving.entered(gathered, microbatch):
-                yield
     finally:
         try:
             if frame.uses:
-                _write_back(frame, gathered)
+                _write_back(frame, source)
         finally:
-            if gathered is not None:
-                _leave(frame, gathered)
+            _leave(frame, source)
             _local.activity, _local.call = before
 
 
 @contextlib.contextmanager
 def body(
-    ledger: GradientSink, microbatch: int, seed: int, gathered: ParameterSource | None = None
+    ledger: GradientSink, microbatch: int, seed: int, source: ParameterSource = WHOLE
 ) -> Iterator[None]:
     """:func:`activity` for the body of a microbatch, whose random stream is entered as well."""
     with (
-        activity(ledger, microbatch, seed, gathered),
+        activity(ledger, microbatch, seed, source),
         streams.entered(streams.root(seed, microbatch)),
     ):
         yield
@@ -187,7 +183,7 @@ def run(
 ) -> Any:
     """``forward(*args, **kwargs)`` as the call ``key`` of ``module``; what it raises passes through."""
     before, work = _local.call, _local.activity
-    gathered = None if work is None else work.gathered
+    source = WHOLE if work is None else work.source
     frame = _Frame(key.stream, before or (None if work is None else work.frame), module)
     _local.call = frame
     try:
@@ -197,19 +193,18 @@ def run(
                     args = (_identity(args[0]),)  # most calls; tensor trees take 10 times as long
                 else:
                     args, kwargs = identities((args, kwargs))
-            if isinstance(module, nn.RNNBase) and (gathered or torch.is_grad_enabled()):
+            if isinstance(module, nn.RNNBase):
                 output = _run_recurrent(module, forward, args, kwargs)
             else:
                 output = forward(*args, **kwargs)
-            return output if gathered is None or not frame.uses else _released(output)
+            return _released(output) if frame.units else output
     finally:
         _local.call = before
         try:
             if frame.uses:
-                _write_back(frame, gathered)
+                _write_back(frame, source)
         finally:
-            if gathered is not None:
-                _leave(frame, gathered)
+            _leave(frame, source)
 
 
 def hold(
@@ -223,8 +218,6 @@ def hold(
     """
     before, work = _local.call, _local.activity
     assert work is not None
-    gathered = work.gathered
-    assert gathered is not None
     frame = _local.call = _Frame(0, before or work.frame, module)
     try:
         with registration.entered(module, _read):
@@ -234,9 +227,9 @@ def hold(
     finally:
         _local.call = before
         try:
-            _write_back(frame, gathered)
+            _write_back(frame, work.source)
         finally:
-            _leave(frame, gathered)
+            _leave(frame, work.source)
 
 
 @contextlib.contextmanager
@@ -272,8 +265,8 @@ def same_keys(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         finally:
             _local.call = before
-            if work is not None and work.gathered is not None:
-                _leave(frame, work.gathered)
+            if work is not None:
+                _leave(frame, work.source)
 
     return run
 
@@ -324,25 +317,35 @@ class _Alias(torch.autograd.Function):
 class _Delivery:
     """Hook of a use: what backward has accumulated in it goes to the ledger."""
 
-    __slots__ = ("gathered", "ledger", "microbatch", "parameter")
+    __slots__ = ("ledger", "microbatch", "parameter")
 
-    def __init__(
-        self, work: _Activity, parameter: nn.Parameter, gathered: ParameterSource | None
-    ) -> None:
+    def __init__(self, work: _Activity, parameter: nn.Parameter) -> None:
         self.ledger, self.microbatch, self.parameter = work.ledger, work.microbatch, parameter
-        self.gathered = gathered
 
     def __call__(self, use: torch.Tensor) -> None:
         gradient, use.grad = use.grad, None
-        if self.gathered is not None and _local.activity is None:
+        if gradient is not None:
+            self.ledger.add(self.microbatch, self.parameter, gradient)
+
+
+class _ShardedDelivery(_Delivery):
+    """The same for a use of a sharded parameter, whose unit waits for its gradients."""
+
+    __slots__ = ("source",)
+
+    def __init__(self, work: _Activity, parameter: nn.Parameter) -> None:
+        super().__init__(work, parameter)
+        self.source = work.source
+
+    def __call__(self, use: torch.Tensor) -> None:
+        if _local.activity is None:
+            use.grad = None
             raise OutsideStepError(
                 "backward was called outside of a step, and not as model.backward(loss): the gradients of "
                 "sharded parameters would be lost. Call model.backward(loss) instead of loss.backward()"
             )
-        if gradient is not None:
-            self.ledger.add(self.microbatch, self.parameter, gradient)
-        if self.gathered is not None:
-            self.gathered.came(self.microbatch, self.parameter)
+        super().__call__(use)
+        self.source.on_grad(self.microbatch, self.parameter)
 
 
 def _read(parameter: nn.Parameter) -> nn.Parameter:
@@ -350,7 +353,7 @@ def _read(parameter: nn.Parameter) -> nn.Parameter:
     frame, work = _local.call, _local.activity
     if frame is None:
         # A body that reads a parameter itself: caught by a hook, unless there is only a shard to be read.
-        if work is None or work.gathered is None or work.gathered.shard(parameter) is None:
+        if work is None or work.source.shard(parameter) is None:
             return parameter
         frame = work.frame
     return _use(parameter, frame)
@@ -364,35 +367,33 @@ def _use(parameter: nn.Parameter, frame: _Frame) -> nn.Parameter:
     known = frame.uses.get((id(parameter), recorded))
     if known is not None:
         return known[1]
-    gathered = work.gathered
-    if gathered is not None and gathered.shard(parameter) is None:
-        gathered = None  # whole on every rank
-    if not recorded and gathered is None:
+    sharded = work.source.shard(parameter) is not None
+    if not recorded and not sharded:
         return parameter
-    value = parameter.detach() if gathered is None else gathered.read(parameter, frame)
+    value = work.source.read(parameter, frame) if sharded else parameter.detach()
     use = torch.Tensor._make_subclass(type(parameter), value, recorded)
     use.__dict__.update(parameter.__dict__)
     use._smp_parameter = parameter  # type: ignore[attr-defined]
     if recorded:
         use.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-            _Delivery(work, parameter, gathered)
+            _ShardedDelivery(work, parameter) if sharded else _Delivery(work, parameter)
         )
         if not _local.repeats:
             work.ledger.expect(work.microbatch, parameter)
-            if gathered is not None:
-                gathered.expect(work.microbatch, parameter)
+            if sharded:
+                work.source.expect(work.microbatch, parameter)
     frame.uses[id(parameter), recorded] = (parameter, use)
     return use
 
 
-def _write_back(frame: _Frame, gathered: ParameterSource | None) -> None:
+def _write_back(frame: _Frame, source: ParameterSource) -> None:
     """What a module did to a use rather than into its memory: new data, or freezing."""
-    replaced: list[nn.Parameter] = []
+    replaced: list[str] = []
     for (_, recorded), (parameter, use) in frame.uses.items():
-        shard = None if gathered is None else gathered.shard(parameter)
-        if gathered is not None and shard is not None:
-            if gathered.place(use) is None:
-                replaced.append(parameter)
+        shard = source.shard(parameter)
+        if shard is not None:
+            if source.place(use) is None:
+                replaced.append(shard.name)
             if use.requires_grad and not recorded:
                 raise ShardingError(
                     f"parameter {shard.name!r} was set to require a gradient in a step, where what a module gives is a "
@@ -406,11 +407,9 @@ def _write_back(frame: _Frame, gathered: ParameterSource | None) -> None:
             parameter.data = use.data
         if recorded and not use.requires_grad and use.is_leaf:
             parameter.requires_grad_(False)
-    if gathered is not None and replaced:
-        shard = gathered.shard(replaced[0])
-        assert shard is not None
+    if replaced:
         raise ShardingError(
-            f"parameter {shard.name!r} was given other data in a module call, and each rank keeps its own part "
+            f"parameter {replaced[0]!r} was given other data in a module call, and each rank keeps its own part "
             "only, so the change would be lost on the others. Change parameters between steps"
         )
 
@@ -439,9 +438,9 @@ def _alone_in_graph() -> int:
 _ALONE, _ALONE_IN_GRAPH = _alone(object()), _alone_in_graph()
 
 
-def _leave(frame: _Frame, gathered: ParameterSource) -> None:
+def _leave(frame: _Frame, source: ParameterSource) -> None:
     if frame.units:
-        gathered.leave(frame, _local.repeats)
+        source.leave(frame, _local.repeats)
 
 
 def _released(output: Any) -> Any:
@@ -584,8 +583,8 @@ class _Stray:
 
     def before(self, gradients: tuple[Any, ...]) -> None:
         work = _local.activity
-        if work is not None and work.gathered is not None:
-            shard = work.gathered.shard(self._parameter)
+        if work is not None:
+            shard = work.source.shard(self._parameter)
             if shard is not None:
                 raise ShardingError(
                     f"parameter {shard.name!r} was read past the model, where only this rank's part of it is to be "

@@ -162,7 +162,7 @@ class DistributedOptimizer(Internals, Optimizer):
         if masters is None and sharding is None:
             return self._step(closure)
         if sharding is not None:
-            sharding.part_again()
+            sharding.reshard()
         result = None
         if closure is not None:
             with torch.enable_grad():

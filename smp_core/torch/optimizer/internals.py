@@ -93,8 +93,8 @@ class Internals:
             for each in group["params"]:
                 values, shard = each.detach().reshape(-1), sharding.shard(of.get(each, each))
                 layout = Layout(values.numel(), size) if shard is None else shard.layout
-                own = values[slice(*layout.own(rank))] if shard is None else values
-                flat += [own.float(), torch.zeros(layout.part - own.numel())]
+                own = values[slice(*layout.owned_range(rank))] if shard is None else values
+                flat += [own.float(), torch.zeros(layout.shard_numel - own.numel())]
             groups.append(torch.cat(flat))
         return groups
 

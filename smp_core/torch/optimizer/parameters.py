@@ -20,7 +20,7 @@ from smp_core.torch.parameters import foreign
 from smp_core.torch.precision.masters import Masters, is_elementwise
 from smp_core.torch.precision.scaler import LossScaler
 from smp_core.torch.session import Model
-from smp_core.torch.sharding.state import Sharding
+from smp_core.torch.sharding.sharded_model import ShardedModel
 
 
 class OptimizerParameters:
@@ -41,7 +41,7 @@ class OptimizerParameters:
         self.names = [group.get("param_names") for group in optimizer.param_groups]
         self.partitioned = False
         self.masters: Masters | None = None
-        self.sharding: Sharding | None = None
+        self.sharding: ShardedModel | None = None
         self._elsewhere: set[int] = set()
 
     def add_last_group(self) -> None:
@@ -94,7 +94,7 @@ class OptimizerParameters:
         if shard is None or not isinstance(state, Mapping):
             return state
         return {
-            key: shard.slice_of(value.detach().reshape(-1)).clone()
+            key: shard.owned_slice(value.detach().reshape(-1)).clone()
             if is_elementwise(key, value, shard.shape)
             else value
             for key, value in state.items()

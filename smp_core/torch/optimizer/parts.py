@@ -41,7 +41,7 @@ class OwnParts:
         """This rank's elements of a tensor, 1-D, in row-major order; a view where it is contiguous."""
         dense = tensor.to_dense() if tensor.is_sparse else tensor
         layout = Layout(tensor.numel(), self.collectives.size)
-        return dense.reshape(-1)[slice(*layout.own(self.collectives.rank))]
+        return dense.reshape(-1)[slice(*layout.owned_range(self.collectives.rank))]
 
     def gather(self, parameters: Iterable[nn.Parameter], own: Iterable[torch.Tensor]) -> None:
         """Give parameters the values of the ranks' own parts of them, in place. Every rank of the RDP
@@ -58,18 +58,18 @@ class OwnParts:
         """Of one dtype."""
         size = self.collectives.size
         layouts = [Layout(parameter.numel(), size) for parameter, _ in pairs]
-        sent = pairs[0][1].new_zeros(sum(layout.part for layout in layouts))
+        sent = pairs[0][1].new_zeros(sum(layout.shard_numel for layout in layouts))
         start = 0
         for layout, (_, part) in zip(layouts, pairs, strict=True):
             sent[start : start + part.numel()] = part
-            start += layout.part
+            start += layout.shard_numel
         rows = self.collectives.all_gather(sent).result().view(size, -1)
         start = 0
         with torch.no_grad():
             for layout, (parameter, _) in zip(layouts, pairs, strict=True):
-                whole = layout.whole(rows[:, start : start + layout.part])
+                whole = layout.full(rows[:, start : start + layout.shard_numel])
                 parameter.copy_(whole.view(parameter.shape))
-                start += layout.part
+                start += layout.shard_numel
 
 
 def check_elementwise(optimizer: Optimizer, what: str) -> None:

@@ -25,8 +25,8 @@ from smp_core.errors import ArgumentTypeError
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import CheckpointError, UnsupportedTrainingError
 from smp_core.torch.optimizer.parameters import OptimizerParameters
-from smp_core.torch.sharding import states
-from smp_core.torch.sharding.state import Sharding
+from smp_core.torch.sharding import optimizer_states
+from smp_core.torch.sharding.sharded_model import ShardedModel
 
 PARTIAL = "_smp_is_partial"
 FP16 = "fp16_states"
@@ -55,7 +55,7 @@ def local_state_dict(parameters: OptimizerParameters, gather_if_shard: bool = Tr
 
 def _local(parameters: OptimizerParameters) -> dict[str, Any]:
     if parameters.sharding is not None:
-        parameters.sharding.part_again()
+        parameters.sharding.reshard()
     parameters.take_masters()
     indices = _indices(parameters)
     state = {
@@ -81,7 +81,7 @@ def _local(parameters: OptimizerParameters) -> dict[str, Any]:
     return part if parameters.sharding is None else {**part, SHARD: _shard(parameters.sharding)}
 
 
-def _shard(sharding: Sharding) -> tuple[int, int]:
+def _shard(sharding: ShardedModel) -> tuple[int, int]:
     return sharding.collectives.rank, sharding.collectives.size
 
 
@@ -105,7 +105,9 @@ def state_dict(parameters: OptimizerParameters, keep: bool = True) -> dict[str, 
     group = runtime.group(GroupKind.MP)
     if parameters.sharding is not None:
         known = {index: each for each, index in _parameters(parameters)}
-        whole = states.wholes(runtime, parameters.sharding, part["state"], known, keep)
+        whole = optimizer_states.full_state(
+            runtime, parameters.sharding, part["state"], known, keep
+        )
         part["state"] = {index: whole[index] for index in sorted(whole, key=_place)}
         if FP16 in part:
             part[FP16]["masters"] = _whole_masters(parameters, parameters.sharding, keep)
@@ -123,7 +125,7 @@ def state_dict(parameters: OptimizerParameters, keep: bool = True) -> dict[str, 
 
 
 def _whole_masters(
-    parameters: OptimizerParameters, sharding: Sharding, keep: bool
+    parameters: OptimizerParameters, sharding: ShardedModel, keep: bool
 ) -> dict[str, torch.Tensor]:
     """The masters of shards, of whole parameters. Collective over the sharding group."""
     assert parameters.masters is not None
@@ -131,7 +133,7 @@ def _whole_masters(
     for name, parameter, master in parameters.masters.named():
         value = master.detach()
         if sharding.shard(parameter) is not None:
-            (value,) = sharding.wholes([(parameter, value)])
+            (value,) = sharding.full_tensors([(parameter, value)])
         if keep:
             whole[name] = value
     return whole
@@ -174,7 +176,7 @@ def load(parameters: OptimizerParameters, given: Any) -> None:
     """
     runtime = parameters.runtime
     if parameters.sharding is not None:
-        parameters.sharding.part_again()
+        parameters.sharding.reshard()
     if isinstance(given, list):
         ranks = len(runtime.group(GroupKind.RDP).ranks)
         if len(given) != ranks:
@@ -267,7 +269,7 @@ def _own_masters(
             continue
         shard = None if sharding is None else sharding.shard(parameter)
         if shard is not None and tuple(value.shape) == shard.shape:
-            value = shard.slice_of(value.reshape(-1))
+            value = shard.owned_slice(value.reshape(-1))
         elif masters.parts is not None and value.shape == parameter.shape:
             value = masters.parts.own(value)
         if value.shape != master.shape:

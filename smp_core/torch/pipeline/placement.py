@@ -50,7 +50,7 @@ class Placement:
 
 
 class Sharded(Protocol):
-    """The parameters of a model of which each rank keeps a shard (sharding/state.py)."""
+    """The parameters of a model of which each rank keeps a shard (sharding/sharded_model.py)."""
 
     def shard(self, parameter: torch.Tensor) -> Kept | None:
         """What is kept of a parameter, None if it is whole on every rank."""
@@ -321,7 +321,7 @@ def _send_part(
                 for entry, value in zip(chunk, values, strict=True):
                     shard = None if sharded is None else sharded.shard(entry.tensor)
                     if shard is not None:
-                        replace(entry.tensor, shard.take(value))
+                        replace(entry.tensor, shard.copy_from_full(value))
                     elif entry.tensor.is_meta:
                         replace(entry.tensor, value)
             del values
@@ -331,7 +331,7 @@ def _send_part(
                 if shard is None:
                     assign(entry.tensor, value)
                 else:
-                    replace(entry.tensor, shard.take(value))
+                    replace(entry.tensor, shard.copy_from_full(value))
 
 
 def _chunks(module: nn.Module, placement: Placement, owner: int) -> Iterator[list[Entry]]:

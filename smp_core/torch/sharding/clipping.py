@@ -1,12 +1,12 @@
 """torch's norms of gradients, in ``clip_grad_norm_`` and ``get_total_norm``, are of whole gradients of a sharded model.
 
-Each rank has its own part of most gradients, and by the norm of that part alone ranks would multiply what they hold in
-common by different numbers. So for parts of a sharded model torch takes the norm over the sharding group: every rank of
+Each rank has its own shard of most gradients, and by the norm of that shard alone ranks would multiply what they hold
+in common by different numbers. So for shards torch takes the norm over the shard group: every rank of
 it calls, for the same parameters, and gets the same bits.
 
 Both names lead to one private function of torch, ``_get_total_norm`` of ``torch.nn.utils.clip_grad``, which calls what
 its decorator keeps in a closure. That is replaced, once, when this module is imported: however and whenever a script
-has imported either name, it gets ours. Gradients that are no parts of the rank's sharded model go to torch's own.
+has imported either name, it gets ours. Gradients that are no shards of the rank's model go to torch's own.
 Checked with torch 2.13. Where torch has no such function nothing is replaced; what ranks then multiply by numbers of
 their own is found by ``optimizer.step()``, which raises ReplicaDriftError, if all of them hold it.
 """
@@ -43,7 +43,7 @@ def _over(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     ) -> torch.Tensor:
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         sharding = _current()
-        if sharding is None or not sharding.has_parts(given):
+        if sharding is None or not sharding.has_shards(given):
             return original(given, norm_type, error_if_nonfinite, foreach)
         norm = float(norm_type)
         if not norm > 0:

@@ -1,11 +1,11 @@
-"""The collectives of sharded data parallelism: parts gathered, gradients summed, in an order that is ours.
+"""The ordered collectives of sharded data parallelism: shards gathered, gradients summed in a published order.
 
-Two groups. The training state is split over the one (the sharding group); the other, *across*, has the
-ranks that hold the same shard (the replication group). No sum is left to the backend: values are
+Two groups. The training state is split over the *shard group*; the *replicate group* has the
+ranks that hold the same shard. No sum is left to the backend: values are
 exchanged, and folded along the tree of ``smp_core.reduction`` over the order of the group, so that the
 bits are the same on every backend. Nothing is divided here. Everything travels as bytes, because not
-every backend moves every dtype. A part goes to each other member on its own: that is one hop, where a
-ring has as many as there are members. A ring is left to gathers that would otherwise send a part
+every backend moves every dtype. A shard goes to each other member on its own: that is one hop, where a
+ring has as many as there are members. A ring is left to gathers that would otherwise send a shard
 between the same two nodes more than once.
 
 All members of a group begin the same operations in the same order, and so all of :meth:`all_reduce`
@@ -15,6 +15,7 @@ may call anything here.
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 from collections.abc import Generator, Sequence
 from typing import Any, Protocol
@@ -26,7 +27,7 @@ from smp_core import reduction
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.execution import counted
-from smp_core.torch.sharding import gathering
+from smp_core.torch.sharding import gather_plan
 from smp_core.torch.sharding.layout import Layout
 from smp_core.torch.sharding.traffic import Sent, Traffic
 from smp_core.transport.protocols import Group
@@ -42,13 +43,13 @@ _Exchanges = Generator[Any, None, Tensor]
 
 
 class Pending(Protocol):
-    """An operation under way."""
+    """An operation in flight."""
 
     def result(self) -> Tensor:
         """Wait for it. The memory is new, and the same however often this is called."""
 
-    def look(self) -> None:
-        """If what is under way has come, go on with it, and give its memory back; without waiting."""
+    def poll(self) -> None:
+        """If the exchange in flight has completed, go on and free its buffers; without waiting."""
 
 
 class _Members:
@@ -61,7 +62,7 @@ class _Members:
             self.process_group = runtime.fabric.process_group(Group(f"smp {name}", ranks))
         here, all_ = nodes[runtime.rank], {nodes[rank] for rank in ranks}
         #: Whether the backend's own gather is used. Gloo's goes around a ring, one hop after the other: on
-        #: one machine every part by itself takes half the time (benchmarks/sharding.py). Where some members
+        #: one machine every shard by itself takes half the time (benchmarks/sharding.py). Where some members
         #: share a node, and some do not, a ring crosses between nodes less often.
         self.ring = not _is_gloo(self.process_group) or 1 < len(all_) < self.size
         #: How many of the others are on other nodes.
@@ -87,64 +88,64 @@ class Collectives:
     Args:
         runtime: this rank's.
         group: the kind of group that state is split over.
-        across: the kind of group whose members hold the same shard; None: there are no others.
+        replicate: the kind of group whose members hold the same shard; None: there are no others.
     """
 
     def __init__(
         self,
         runtime: Runtime,
         group: GroupKind = GroupKind.SHARDING,
-        across: GroupKind | None = GroupKind.REPLICATION,
+        replicate: GroupKind | None = GroupKind.REPLICATION,
     ) -> None:
-        nodes = gathering.nodes_of(runtime)
+        nodes = gather_plan.nodes_of(runtime)
         ranks = runtime.group(group).ranks
-        others = (runtime.rank,) if across is None else runtime.group(across).ranks
+        others = (runtime.rank,) if replicate is None else runtime.group(replicate).ranks
         name = "hierarchical" if runtime.config.sdp_hierarchical_allgather else "flat"
         self.traffic = Traffic()
-        self._kind, self._across_kind = group, across or group
-        self._group = _Members(runtime, group.value, ranks, nodes)
-        # Sums of their own: they set out when gradients are complete, which may be earlier on one rank than on
-        # another, between other gathers.
+        self._shard_kind, self._replicate_kind = group, replicate or group
+        self._shard_group = _Members(runtime, group.value, ranks, nodes)
+        # A process group of their own: reduce-scatters are launched when gradients are complete, which may be
+        # earlier on one rank than on another, between other gathers.
         self._sums = _Members(runtime, f"{group.value} sums", ranks, nodes)
-        self._across = _Members(runtime, (across or group).value, others, nodes)
-        self._flat = (("all_gather", self._group),)
-        #: The hops of the route, each with its operation's name for the counters.
+        self._replicate_group = _Members(runtime, (replicate or group).value, others, nodes)
+        self._flat = (("all_gather", self._shard_group),)
+        #: The hops of the plan, each with its operation's name for the counters.
         self._hops: Sequence[tuple[str, _Members]] = self._flat
         self._order: Tensor | None = None
-        route = gathering.STRATEGIES[name](ranks, runtime.rank, nodes)
-        if len(route.hops) > 1:
+        plan = gather_plan.PLANNERS[name](ranks, runtime.rank, nodes)
+        if len(plan.hops) > 1:
             self._hops = tuple(
                 (
                     f"all_gather {hop.name}",
                     _Members(runtime, f"{group.value} {hop.name}", hop.ranks, nodes),
                 )
-                for hop in route.hops
+                for hop in plan.hops
             )
-            self._order = torch.tensor(route.order, device="cpu")
-        self.size, self.rank, self.replicas = len(ranks), self._group.rank, len(others)
+            self._order = torch.tensor(plan.order, device="cpu")
+        self.size, self.rank, self.replicas = len(ranks), self._shard_group.rank, len(others)
         self._queue: deque[_Operation] = deque()
         self._reductions: deque[_Operation] = deque()
         self._open: dict[_Operation, None] = {}  # in the order in which they began
         #: How many operations have begun: the same on all members that have done the same.
         self.begun = 0
 
-    def all_gather(self, part: Tensor) -> Pending:
-        """The parts of all members, one after the other in the order of the group.
+    def all_gather(self, shard: Tensor) -> Pending:
+        """The shards of all members, one after the other in the order of the group.
 
-        ``part`` is ``(n,)``, contiguous, of any dtype and the same size on all, 0 included; the result
+        ``shard`` is ``(n,)``, contiguous, of any dtype and the same size on all, 0 included; the result
         is ``(size * n,)``.
         """
-        exchanges = self._gather(part.detach(), self._hops, self._order)
+        exchanges = self._gather(shard.detach(), self._hops, self._order)
         return self._begin(exchanges, self._queue if len(self._hops) > 1 else None)
 
-    def reduce_scatter(self, parts: Tensor) -> Pending:
+    def reduce_scatter(self, rows: Tensor) -> Pending:
         """The sum over the members of what each has for this rank: of its row with this one's number.
 
-        ``parts`` is ``(size, n)``, contiguous, float32, float64 or complex; the result is ``(n,)``.
+        ``rows`` is ``(size, n)``, contiguous, float32, float64 or complex; the result is ``(n,)``.
         Raises TypeError for another dtype.
         """
-        _check("reduce_scatter", parts)
-        return self._begin(self._reduce(parts.detach()))
+        _check("reduce_scatter", rows)
+        return self._begin(self._reduce(rows.detach()))
 
     def all_reduce(self, flat: Tensor) -> Pending:
         """The sum over the ranks that hold the same shard; ``(n,)`` to ``(n,)``, with the same bits on all.
@@ -156,9 +157,11 @@ class Collectives:
 
     def all_gather_values(self, values: Sequence[float]) -> list[list[float]]:
         """The values of each member, as many of all, in the order of the group; exactly."""
-        mine = torch.tensor(list(values), dtype=torch.float64, device="cpu")
-        told = self._begin(self._gather(mine, self._flat, None)).result()
-        return told.view(self.size, -1).tolist() if len(mine) else [[] for _ in range(self.size)]
+        local = torch.tensor(list(values), dtype=torch.float64, device="cpu")
+        gathered = self._begin(self._gather(local, self._flat, None)).result()
+        return (
+            gathered.view(self.size, -1).tolist() if len(local) else [[] for _ in range(self.size)]
+        )
 
     def settle(self) -> None:
         """Complete what has begun and nobody waited for, as after a step that failed on every rank."""
@@ -175,45 +178,48 @@ class Collectives:
         return _Operation(exchanges, queue, self._open, together)
 
     def _gather(
-        self, part: Tensor, hops: Sequence[tuple[str, _Members]], order: Tensor | None
+        self, shard: Tensor, hops: Sequence[tuple[str, _Members]], order: Tensor | None
     ) -> _Exchanges:
-        parts = part
+        shards = shard
         for operation, members in hops:
-            parts = yield from self._gather_from(parts, members, operation, self._kind)
-        if order is None or not part.numel():
-            return part.clone() if parts is part else parts
-        rows = parts.view(torch.uint8).view(self.size, -1)
-        return rows.index_select(0, order.to(rows.device)).view(-1).view(part.dtype)
+            shards = yield from self._gather_from(shards, members, operation, self._shard_kind)
+        if order is None or not shard.numel():
+            return shard.clone() if shards is shard else shards
+        # After several hops the shards lie in the order of the last hop, not in that of the group.
+        rows = shards.view(torch.uint8).view(self.size, -1)
+        return rows.index_select(0, order.to(rows.device)).view(-1).view(shard.dtype)
 
-    def _reduce(self, parts: Tensor) -> _Exchanges:
-        rows = yield from self._exchange_rows(parts, self._sums, "reduce_scatter", self._kind)
-        return _fold(rows)
+    def _reduce(self, rows: Tensor) -> _Exchanges:
+        received = yield from self._exchange_rows(
+            rows, self._sums, "reduce_scatter", self._shard_kind
+        )
+        return _fold(received)
 
     def _reduce_all(self, flat: Tensor) -> _Exchanges:
-        members, kind = self._across, self._across_kind
+        members, kind = self._replicate_group, self._replicate_kind
         layout = Layout(flat.numel(), members.size)
-        even = layout.padded == layout.numel
-        rows = flat.view(members.size, layout.part) if even else layout.parts(flat)
+        even = layout.padded_numel == layout.numel
+        rows = flat.view(members.size, layout.shard_numel) if even else layout.shards(flat)
         rows = yield from self._exchange_rows(rows, members, "all_reduce", kind)
         whole = yield from self._gather_from(_fold(rows), members, "all_reduce, handed out", kind)
         return whole[: flat.numel()]
 
     def _gather_from(
-        self, part: Tensor, members: _Members, operation: str, kind: GroupKind
+        self, shard: Tensor, members: _Members, operation: str, kind: GroupKind
     ) -> Generator[Any, None, Tensor]:
-        size, each = members.size, part.numel() * part.element_size()
+        size, each = members.size, shard.numel() * shard.element_size()
         ring = members.ring
-        # Alone as on a ring: parts go alone where all members are on one node, or each on its own.
+        # Alone as on a ring: shards go alone where all members are on one node, or each on its own.
         crossing = size - 1 if members.next_elsewhere else 0
         sent = each * (size - 1)
         self.traffic.add(
-            Sent(operation, kind, part.numel() * size, part.dtype, sent, each * crossing)
+            Sent(operation, kind, shard.numel() * size, shard.dtype, sent, each * crossing)
         )
-        if size == 1 or not part.numel():
-            return part
-        whole = part.new_empty(part.numel() * size)
+        if size == 1 or not shard.numel():
+            return shard
+        whole = shard.new_empty(shard.numel() * size)
         counted.holds(counted.EXCHANGED, whole)
-        to, from_ = whole.view(torch.uint8), part.view(torch.uint8)
+        to, from_ = whole.view(torch.uint8), shard.view(torch.uint8)
         group = members.process_group
         if ring:
             yield group._allgather_base(to, from_, _c10d.AllgatherOptions())
@@ -253,12 +259,25 @@ class Collectives:
         return received
 
 
+class OperationState(enum.Enum):
+    """How far an operation has come, and what memory it holds. No state holds what an earlier one has folded."""
+
+    FIRST_EXCHANGE = "first exchange"
+    """What is sent, and a buffer of the same size (of a gather: of all shards) that is being received into."""
+
+    LATER_EXCHANGE = "later exchange"
+    """What the exchange before gave, folded or gathered, and a buffer for what the present one brings."""
+
+    DONE = "done"
+    """The result alone."""
+
+
 class _Operation:
     """See Pending. The first exchange begins at once, the next ones when the result is asked for.
 
-    Those of several exchanges go through a queue: the later exchanges begin in the order in which the
-    operations did, whatever is asked for first, and so in the same order on all ranks. Where they go on
-    ``together``, the first result that is asked for begins the second exchange of all that have begun.
+    Operations of several exchanges go through a queue: the later exchanges begin in the order in which the
+    operations did, whatever is asked for first, and so in the same order on all ranks. If they are batched
+    (``together``), the first result that is asked for begins the second exchange of all that have begun.
     """
 
     def __init__(
@@ -269,48 +288,52 @@ class _Operation:
         together: bool = False,
     ) -> None:
         self._exchanges, self._queue, self._open = exchanges, queue, open_
-        self._together, self._gone_on = together, False
+        self._together = together
         self._work: Any = None
         self._result: Tensor | None = None
+        self._state = OperationState.FIRST_EXCHANGE
         open_[self] = None
-        if self._advance() and queue is not None:
+        self._advance(OperationState.FIRST_EXCHANGE)
+        if self._state is not OperationState.DONE and queue is not None:
             queue.append(self)
 
     def result(self) -> Tensor:
-        while self._result is None and self._queue:
+        while self._state is not OperationState.DONE and self._queue:
             if self._together:
                 for each in self._queue:
-                    each._go_on()
+                    each._begin_second()
             self._queue.popleft()._finish()
         self._finish()
         assert self._result is not None
         return self._result
 
-    def look(self) -> None:
-        if self._queue is None and self._result is None and self._work.is_completed():
-            self._work.wait()
-            self._advance()
+    def poll(self) -> None:
+        # Operations in a queue have a second exchange, which begins in the queue's order alone.
+        waits = self._queue is None and self._state is not OperationState.DONE
+        if waits and self._work.is_completed():
+            self._go_on()
 
-    def _go_on(self) -> None:
-        """Wait for the first exchange and begin the second, if that has not been done."""
-        if not self._gone_on and self._result is None:
-            self._gone_on = True
-            self._work.wait()
-            self._advance()
+    def _begin_second(self) -> None:
+        if self._state is OperationState.FIRST_EXCHANGE:
+            self._go_on()
 
     def _finish(self) -> None:
-        while self._result is None:
-            self._work.wait()
-            self._advance()
+        while self._state is not OperationState.DONE:
+            self._go_on()
 
-    def _advance(self) -> bool:
-        """Begin the next exchange; whether there is one."""
+    def _go_on(self) -> None:
+        self._work.wait()
+        self._advance(OperationState.LATER_EXCHANGE)
+
+    def _advance(self, state: OperationState) -> None:
+        """Begin the next exchange, or keep the result if there is none."""
         try:
             self._work = next(self._exchanges)
+            self._state = state
         except StopIteration as stop:
             self._work, self._result = None, stop.value
+            self._state = OperationState.DONE
             self._open.pop(self, None)
-        return self._result is None
 
 
 def _fold(rows: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ from smp_core.torch.reduction import drift
 from smp_core.torch.reduction.gradients import Gradients, Options
 from smp_core.torch.sharding.collectives import Collectives, Pending
 from smp_core.torch.sharding.layout import Layout, bins
-from smp_core.torch.sharding.state import Sharding
+from smp_core.torch.sharding.sharded_model import ShardedModel
 
 Totals = Mapping[nn.Parameter, torch.Tensor]
 #: What sums are taken in, where that is not the parameter's own dtype.
@@ -56,25 +56,25 @@ class Bucket:
 
     def rows(self, totals: Totals) -> torch.Tensor:
         """The parts of each rank as a row; zeros for a parameter without a gradient."""
-        width = sum(layout.part for layout in self.layouts)
+        width = sum(layout.shard_numel for layout in self.layouts)
         rows = torch.empty((self.ranks, width), dtype=self.dtype)
         start = 0
         for parameter, layout in zip(self.parameters, self.layouts, strict=True):
-            columns = rows[:, start : start + layout.part]
+            columns = rows[:, start : start + layout.shard_numel]
             total = totals.get(parameter)
             if total is None:
                 columns.zero_()
             else:
                 total = total.to_dense() if total.is_sparse else total
-                whole = layout.padded == layout.numel
+                whole = layout.padded_numel == layout.numel
                 flat = total.reshape(-1)
-                columns.copy_(flat.view(self.ranks, -1) if whole else layout.parts(flat))
-            start += layout.part
+                columns.copy_(flat.view(self.ranks, -1) if whole else layout.shards(flat))
+            start += layout.shard_numel
         return rows
 
     def parts(self, row: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Each parameter's part of a row."""
-        widths = [layout.part for layout in self.layouts]
+        widths = [layout.shard_numel for layout in self.layouts]
         yield from zip(self.parameters, torch.split(row, widths), strict=True)
 
     def wholes(self, gathered: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
@@ -82,10 +82,10 @@ class Bucket:
         rows = gathered.view(self.ranks, -1)
         start = 0
         for parameter, layout in zip(self.parameters, self.layouts, strict=True):
-            flat = layout.whole(rows[:, start : start + layout.part])
+            flat = layout.full(rows[:, start : start + layout.shard_numel])
             whole = torch.empty_like(parameter, dtype=flat.dtype, requires_grad=False)
             yield parameter, whole.copy_(flat.view(parameter.shape))
-            start += layout.part
+            start += layout.shard_numel
 
 
 class Round:
@@ -144,7 +144,7 @@ class Round:
         # What has come is folded, and its memory given back. Nobody waits: another rank may begin a
         # bucket at the end of the step only.
         for pending in self._sent:
-            pending.look()
+            pending.poll()
         bucket = self._buckets[self.launched]
         rows = bucket.rows(self._ready)
         for parameter in bucket.parameters:
@@ -213,11 +213,11 @@ class ShardedGradients(Gradients):
         runtime: Runtime,
         parameters: Mapping[str, nn.Parameter],
         options: Options,
-        sharding: Sharding,
+        sharding: ShardedModel,
         masters: Masters | None = None,
     ) -> None:
         super().__init__(runtime, parameters, options, masters)
-        self._collectives, self._gathered = sharding.collectives, sharding.gathered
+        self._collectives, self._unsharded = sharding.collectives, sharding.unsharded
         self._round: Round | None = None
         self._has: set[nn.Parameter] = set()  # of a gradient in this window
         self._early = self._was_late = False
@@ -293,7 +293,7 @@ class ShardedGradients(Gradients):
                 microbatches=count,
                 fresh=bool(round_.present),
                 again=round_.was_late,
-                route=self._gathered.route,
+                gather_digest=self._unsharded.gather_digest,
                 held=drift.checksum(held.values()),
                 parts=drift.checksum(parts.values()),
                 trained=self._trained(),
@@ -303,7 +303,7 @@ class ShardedGradients(Gradients):
         if agreed.failure is not None:
             round_.discard()
             return agreed.failure
-        self._check_route(agreed, round_)
+        self._check_gathers(agreed, round_)
         frozen = self._frozen(agreed)
         if frozen is not None:
             round_.discard()
@@ -333,14 +333,14 @@ class ShardedGradients(Gradients):
         counted.happened("accumulated" if self._passes else "reduced")
         return None
 
-    def _check_route(self, agreed: Agreement, round_: Round) -> None:
+    def _check_gathers(self, agreed: Agreement, round_: Round) -> None:
         """Raise ShardingError, on every rank, if those of a sharding group gathered different units: what one
         sent was not what the other took it for.
         """
         topology = self._runtime.topology
-        routes = dict(zip(self._runtime.group(GroupKind.DP).ranks, agreed.reports, strict=True))
+        reports = dict(zip(self._runtime.group(GroupKind.DP).ranks, agreed.reports, strict=True))
         for group in topology.groups(GroupKind.SHARDING):
-            told = {rank: routes[rank].route for rank in group if rank in routes}
+            told = {rank: reports[rank].gather_digest for rank in group if rank in reports}
             other = next((rank for rank in told if told[rank] != told[group[0]]), None)
             if other is not None:
                 round_.discard()
@@ -357,11 +357,11 @@ class ShardedGradients(Gradients):
         parts: dict[nn.Parameter, int] = {}
         alone = self._collectives.replicas == 1
         for parameter in self._trainable():
-            shard = self._gathered.shard(parameter)
+            shard = self._unsharded.shard(parameter)
             if shard is None:
                 held[parameter] = drift.digest(parameter)
             elif not alone:
-                parts[parameter] = drift.digest(shard.part[: shard.owned])
+                parts[parameter] = drift.digest(shard.padded[: shard.owned_numel])
         return held, parts
 
     def _check_drift(
@@ -402,11 +402,11 @@ class ShardedGradients(Gradients):
             parts = dict(bucket.parts(divided(pending.result(), divisor)))
             persistent = []
             for parameter, part in parts.items():
-                shard = self._gathered.shard(parameter)
+                shard = self._unsharded.shard(parameter)
                 if shard is None:
                     persistent.append(parameter)
                 else:
-                    reduced[parameter] = part[: shard.owned]
+                    reduced[parameter] = part[: shard.owned_numel]
             if persistent:
                 row = torch.cat([parts[each] for each in persistent])
                 made = Bucket(persistent, [self._layout(each) for each in persistent])
@@ -434,7 +434,7 @@ class ShardedGradients(Gradients):
         return made
 
     def _layout(self, parameter: nn.Parameter) -> Layout:
-        shard = self._gathered.shard(parameter)
+        shard = self._unsharded.shard(parameter)
         return Layout(parameter.numel(), self._collectives.size) if shard is None else shard.layout
 
 

@@ -1,7 +1,7 @@
-"""How one tensor is split over the ranks of a group: flat, padded, in equal parts.
+"""How one tensor is split over the ranks of a group: flat, padded, in equal shards.
 
-A tensor of ``numel`` elements is laid out flat and cut into one part of ``ceil(numel / ranks)`` elements
-for each rank, in rank order; the last parts are filled up with zeros, and may be nothing else
+A tensor of ``numel`` elements is laid out flat and cut into one shard of ``ceil(numel / ranks)`` elements
+for each rank, in rank order; the last shards are filled up with zeros, and may be nothing else
 (ENGINES 1.4). Shapes play no role, and no rank has more than another. Pure functions of sizes; no
 communication.
 """
@@ -19,7 +19,7 @@ class Layout:
     """``numel`` elements over ``ranks`` ranks.
 
     >>> layout = Layout(numel=5, ranks=4)
-    >>> layout.part, [layout.own(rank) for rank in range(4)]
+    >>> layout.shard_numel, [layout.owned_range(rank) for rank in range(4)]
     (2, [(0, 2), (2, 4), (4, 5), (5, 5)])
     """
 
@@ -27,31 +27,32 @@ class Layout:
     ranks: int
 
     @property
-    def part(self) -> int:
-        """The elements of each rank's part, padding included."""
+    def shard_numel(self) -> int:
+        """The elements of each rank's shard, padding included."""
         return -(-self.numel // self.ranks)
 
     @property
-    def padded(self) -> int:
-        """The elements of all parts together."""
-        return self.part * self.ranks
+    def padded_numel(self) -> int:
+        """The elements of all shards together, padding included."""
+        return self.shard_numel * self.ranks
 
-    def own(self, rank: int) -> tuple[int, int]:
+    def owned_range(self, rank: int) -> tuple[int, int]:
         """Where the elements of a rank begin and end in the flat tensor, without padding."""
-        return min(rank * self.part, self.numel), min((rank + 1) * self.part, self.numel)
+        size = self.shard_numel
+        return min(rank * size, self.numel), min((rank + 1) * size, self.numel)
 
-    def parts(self, flat: torch.Tensor) -> torch.Tensor:
-        """The parts of all ranks, of shape ``(ranks, part)``: a copy, padded with zeros.
+    def shards(self, flat: torch.Tensor) -> torch.Tensor:
+        """The shards of all ranks, of shape ``(ranks, shard_numel)``: a copy, padded with zeros.
 
         ``flat`` has ``numel`` elements, in any shape and layout; they count in row-major order.
         """
-        parts = flat.new_zeros(self.padded)
-        parts[: self.numel] = flat.detach().reshape(-1)
-        return parts.view(self.ranks, self.part)
+        shards = flat.new_zeros(self.padded_numel)
+        shards[: self.numel] = flat.detach().reshape(-1)
+        return shards.view(self.ranks, self.shard_numel)
 
-    def whole(self, parts: torch.Tensor) -> torch.Tensor:
-        """The flat tensor of ``numel`` elements that these parts, ``(ranks, part)``, are of."""
-        return parts.reshape(-1)[: self.numel]
+    def full(self, shards: torch.Tensor) -> torch.Tensor:
+        """The flat tensor of ``numel`` elements that these shards, ``(ranks, shard_numel)``, are of."""
+        return shards.reshape(-1)[: self.numel]
 
 
 def bins(sizes: Sequence[int], most: int) -> Iterator[list[int]]:

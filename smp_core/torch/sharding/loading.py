@@ -1,7 +1,7 @@
-"""Whole parameters that stand in the tree while modules give or take their state, and what shards take of them.
+"""Full parameters that stand in the tree while modules give or load their state, and the copy into the shards.
 
-torch's ``load_state_dict`` knows nothing of shards. So for its time each sharded parameter is replaced by
-one of the true shape; what was loaded into it then goes to the shard.
+torch's ``load_state_dict`` knows nothing of shards. So while it runs each sharded parameter is replaced by
+one of the full shape; values that were loaded into that are then copied to the shard.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from smp_core.torch.exceptions import ShardingError
-from smp_core.torch.sharding.shards import Shard
+from smp_core.torch.sharding.sharded_parameter import ShardedParameter
 
 #: These copy values into parameters, all of each, and do nothing else to them.
 _COMMON = {nn.Module._load_from_state_dict, nn.modules.batchnorm._NormBase._load_from_state_dict}
@@ -33,42 +33,42 @@ def is_special(module: nn.Module) -> bool:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class StandIn:
-    """A whole parameter in the place of a sharded one."""
+    """A full parameter in the place of a sharded one."""
 
     parameter: nn.Parameter
-    shard: Shard
-    whole: nn.Parameter
+    shard: ShardedParameter
+    full: nn.Parameter
     version: int
 
-    def take(self, look: bool) -> None:
-        """Let the shard have what was loaded. ``look``: also what was written past torch's version counter,
-        as into ``weight.data``; then the whole had its true values before.
+    def copy_to_shard(self, look: bool) -> None:
+        """Copy what was loaded to the shard. ``look``: also what was written past torch's version counter,
+        as into ``weight.data``; then the full parameter had its true values before.
 
         Raises ShardingError for values of another shape.
         """
-        if tuple(self.whole.shape) != self.shard.shape:
+        if tuple(self.full.shape) != self.shard.shape:
             raise ShardingError(
-                f"model.load_state_dict: parameter {self.shard.name!r} was given the shape {list(self.whole.shape)} "
+                f"model.load_state_dict: parameter {self.shard.name!r} was given the shape {list(self.full.shape)} "
                 f"while its module loaded it, and each rank keeps its part of {list(self.shard.shape)}. Build the "
                 "module in the shape of the state"
             )
-        changed = self.whole._version != self.version
+        changed = self.full._version != self.version
         if not changed and look:
-            own = self.shard.slice_of(self.whole.detach().reshape(-1))
-            changed = not torch.equal(own, self.shard.part[: self.shard.owned])
+            own = self.shard.owned_slice(self.full.detach().reshape(-1))
+            changed = not torch.equal(own, self.shard.padded[: self.shard.owned_numel])
         if changed:
-            self.shard.take(self.whole)
+            self.shard.copy_from_full(self.full)
             torch.autograd.graph.increment_version(self.parameter)  # masters go by it
 
 
 @contextlib.contextmanager
 def standing(
     module: nn.Module,
-    shard_of: Callable[[torch.Tensor], Shard | None],
-    value: Callable[[nn.Parameter, Shard], torch.Tensor],
+    shard_of: Callable[[torch.Tensor], ShardedParameter | None],
+    value: Callable[[nn.Parameter, ShardedParameter], torch.Tensor],
 ) -> Iterator[Sequence[StandIn]]:
-    """While entered, each sharded parameter of the tree is replaced by a whole one, with what ``value`` gives;
-    afterwards, by itself again. A parameter that somebody puts into its place meanwhile is the whole one then.
+    """While entered, each sharded parameter of the tree is replaced by a full one, with what ``value`` gives;
+    afterwards, by itself again. A parameter that somebody puts into its place meanwhile is the full one then.
     """
     stand_ins: dict[int, StandIn] = {}
     registries: list[tuple[Any, str, StandIn]] = []
@@ -79,17 +79,17 @@ def standing(
                 continue
             known = stand_ins.get(id(parameter))
             if known is None:
-                whole = nn.Parameter(value(parameter, shard), parameter.requires_grad)
-                known = stand_ins[id(parameter)] = StandIn(parameter, shard, whole, whole._version)
+                full = nn.Parameter(value(parameter, shard), parameter.requires_grad)
+                known = stand_ins[id(parameter)] = StandIn(parameter, shard, full, full._version)
             registries.append((child._parameters, name, known))
-            dict.__setitem__(child._parameters, name, known.whole)
-    originals = [(each, each.whole) for each in stand_ins.values()]
+            dict.__setitem__(child._parameters, name, known.full)
+    originals = [(each, each.full) for each in stand_ins.values()]
     try:
         yield list(stand_ins.values())
     finally:
-        before = {id(each): whole for each, whole in originals}
+        before = {id(each): full for each, full in originals}
         for registry, name, each in registries:
             found = dict.get(registry, name)
             if isinstance(found, nn.Parameter) and found is not before[id(each)]:
-                each.whole, each.version = found, -1
+                each.full, each.version = found, -1
             dict.__setitem__(registry, name, each.parameter)

@@ -74,7 +74,7 @@ def checkpointed(how, place):
         return told
     if model.sharding is not None:
         own = dict(model.module.named_parameters())
-        grads = model.sharding.wholes([(p, p.grad) for p in own.values()])
+        grads = model.sharding.full_tensors([(p, p.grad) for p in own.values()])
         return dict(zip(own, [each.clone() for each in grads], strict=True))
     return {name: parameter.grad for name, parameter in model.local_named_parameters()}
 
@@ -106,7 +106,7 @@ def of_functions(how):
     own = dict(model.local_named_parameters())
     if model.sharding is None:
         return {name: parameter.grad for name, parameter in own.items()}
-    grads = model.sharding.wholes([(p, p.grad) for p in own.values()])
+    grads = model.sharding.full_tensors([(p, p.grad) for p in own.values()])
     return dict(zip(own, [each.clone() for each in grads], strict=True))
 
 

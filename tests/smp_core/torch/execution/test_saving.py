@@ -10,8 +10,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from smp_core.torch.execution import saving
-from smp_core.torch.sharding.gathered import Gathered
-from smp_core.torch.sharding.shards import make_unit
+from smp_core.torch.sharding.sharded_parameter import make_unit
+from smp_core.torch.sharding.unsharding import Unsharded
 
 
 class OneRank:
@@ -42,16 +42,16 @@ class Model:
         units = []
         for number, parameter in enumerate(self.parameters):
             unit = make_unit(number, nn.Module(), [(f"p{number}", parameter)], 1, 0)
-            parameter.data = unit.shards[0].take(parameter)
+            parameter.data = unit.shards[0].copy_from_full(parameter)
             units.append(unit)
         self.collectives = OneRank()
-        self.gathered = Gathered(self.collectives, units, 10**9)
-        self.gathered.begin_step()
+        self.unsharded = Unsharded(self.collectives, units, 10**9)
+        self.unsharded.begin_step()
 
     def read(self, number=0):
         """A whole parameter, and the call that reads it."""
         call = Call()
-        return self.gathered.read(self.parameters[number], call), call
+        return self.unsharded.read(self.parameters[number], call), call
 
 
 VALUE = torch.arange(24.0).view(4, 6)
@@ -81,13 +81,13 @@ def check_view(value, view):
     model = Model(value)
     whole, call = model.read()
     expected = view(value.clone())
-    with saving.entered(model.gathered, 0):
+    with saving.entered(model.unsharded, 0):
         kept = saving.keep(view(whole))
     memory = StorageWeakRef(whole.untyped_storage())
     del whole
-    model.gathered.leave(call, False)
+    model.unsharded.leave(call, False)
     assert memory.expired()
-    assert model.gathered.live == 0
+    assert model.unsharded.live == 0
     again = saving.opened(kept)
     assert torch.equal(again, expected)
     assert again.dtype == expected.dtype
@@ -109,7 +109,7 @@ def test_views_of_a_complex_parameter(view):
 def test_what_is_still_whole_is_not_gathered_again():
     model = Model(VALUE)
     whole, _ = model.read()
-    with saving.entered(model.gathered, 0):
+    with saving.entered(model.unsharded, 0):
         kept = saving.keep(whole.t())
     assert saving.opened(kept).data_ptr() == whole.data_ptr()
     assert model.collectives.calls == 1
@@ -119,7 +119,7 @@ def test_a_tensor_of_other_memory_is_kept_itself():
     model = Model(VALUE)
     model.read()
     other = torch.ones(3)
-    with saving.entered(model.gathered, 0):
+    with saving.entered(model.unsharded, 0):
         kept = saving.keep(other)
     assert saving.opened(kept).data_ptr() == other.data_ptr()
 
@@ -128,9 +128,9 @@ def test_what_somebody_kept_of_a_parameter_that_was_given_back():
     """No longer a gathered one's memory: kept as any tensor."""
     model = Model(VALUE, VALUE + 1)
     whole, call = model.read()
-    model.gathered.leave(call, False)
+    model.unsharded.leave(call, False)
     model.read(1)
-    with saving.entered(model.gathered, 0):
+    with saving.entered(model.unsharded, 0):
         kept = saving.keep(whole[1])
     assert torch.equal(saving.opened(kept), VALUE[1])
     assert model.collectives.calls == 2
@@ -140,7 +140,7 @@ def test_sparse_tensors_are_kept():
     model = Model(VALUE)
     model.read()
     sparse = torch.eye(3).to_sparse()
-    with saving.entered(model.gathered, 0):
+    with saving.entered(model.unsharded, 0):
         kept = saving.keep(sparse)
     assert torch.equal(saving.opened(kept).to_dense(), torch.eye(3))
 
@@ -148,7 +148,7 @@ def test_sparse_tensors_are_kept():
 def test_in_place_modification_in_between_is_noticed():
     model = Model(VALUE)
     x = torch.ones(3, requires_grad=True)
-    with saving.entered(model.gathered, 0):
+    with saving.entered(model.unsharded, 0):
         y = x.exp()
         z = y * 1
     y.mul_(2)
@@ -160,10 +160,10 @@ def test_in_place_modification_in_between_is_noticed():
 def test_modes_nest_and_end():
     model, other = Model(VALUE), Model(VALUE)
     whole, _ = model.read()
-    with saving.entered(model.gathered, 0):
-        with saving.entered(other.gathered, 1):
+    with saving.entered(model.unsharded, 0):
+        with saving.entered(other.unsharded, 1):
             assert saving.opened(saving.keep(whole)).data_ptr() == whole.data_ptr()
-        assert saving.keep(whole).gathered is model.gathered
+        assert saving.keep(whole).source is model.unsharded
     assert saving.keep(whole) is whole
 
 
@@ -173,19 +173,19 @@ def test_backward_gathers_again_and_leaves_no_memory():
     x = torch.ones(3, 4, requires_grad=True)
     gc.disable()
     try:
-        with saving.entered(model.gathered, 0):
+        with saving.entered(model.unsharded, 0):
             memory, y = [], x
             for number in range(2):
                 whole, call = model.read(number)
                 memory.append(StorageWeakRef(whole.untyped_storage()))
                 y = y @ whole if number == 0 else y @ whole.t()
                 del whole
-                model.gathered.leave(call, False)
+                model.unsharded.leave(call, False)
         assert all(each.expired() for each in memory)
         y.sum().backward()
         assert model.collectives.calls == 4
-        model.gathered.over(0)
-        assert (model.gathered.live, model.gathered._storages) == (0, {})
+        model.unsharded.end_backward(0)
+        assert (model.unsharded.live, model.unsharded._storages) == (0, {})
     finally:
         gc.enable()
     plain = torch.ones(3, 4, requires_grad=True)

@@ -96,7 +96,7 @@ def gradients(model: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
             and model.sharding is not None
             and model.sharding.shard(parameter) is not None
         ):
-            (gradient,) = model.sharding.wholes([(parameter, gradient)])
+            (gradient,) = model.sharding.full_tensors([(parameter, gradient)])
         yield name, None if gradient is None else dense(gradient).clone()
 
 

@@ -74,9 +74,9 @@ def failed(where):
         troubled(model, batch(1), where)
     model.module.where = None
     after = dict(gradients(model))
-    gathered = None if model.sharding is None else model.sharding.gathered
-    if gathered is not None:
-        assert (gathered.live, gathered._states, gathered._storages) == (0, {}, {})
+    unsharded = None if model.sharding is None else model.sharding.unsharded
+    if unsharded is not None:
+        assert (unsharded.live, unsharded._live_units, unsharded._storages) == (0, {}, {})
     unchanged = all(torch.equal(left[name], after[name]) for name in left)
     optimizer.zero_grad()
     second = step(model, batch(2)).stack()
@@ -273,8 +273,8 @@ def changes(how):
         ShardingError, match=f"'weight' was .*{said}.*Change parameters between steps"
     ):
         step(model, batch())
-    gathered = model.sharding.gathered
-    assert (gathered.live, gathered._states, gathered._storages) == (0, {}, {})
+    unsharded = model.sharding.unsharded
+    assert (unsharded.live, unsharded._live_units, unsharded._storages) == (0, {}, {})
     model.module.how = None
     step(model, batch())
 

@@ -34,7 +34,7 @@ def whole(model):
         if parameter.grad is None or shard is None:
             found[name] = None if parameter.grad is None else parameter.grad.clone()
         else:
-            (found[name],) = model.sharding.wholes([(parameter, parameter.grad)])
+            (found[name],) = model.sharding.full_tensors([(parameter, parameter.grad)])
     return found
 
 
@@ -188,7 +188,7 @@ def evaluation():
     traffic = model.sharding.collectives.traffic
     begun = model.sharding.collectives.begun
     step(model, values((2, 4)))
-    return model.sharding.collectives.begun - begun, len(model.sharding.gathered.units), traffic
+    return model.sharding.collectives.begun - begun, len(model.sharding.unsharded.units), traffic
 
 
 def test_a_step_without_gradients_reduces_nothing(smp_world):
@@ -210,7 +210,7 @@ def test_two_calls_outside_of_steps_before_the_first_backward_pass(smp_world):
 
 def peaks():
     model = smp.DistributedModel(net())
-    gathered = model.sharding.gathered
+    unsharded = model.sharding.unsharded
 
     @smp.step
     def step(model, x):
@@ -218,14 +218,14 @@ def peaks():
         model.backward(loss)
         return loss
 
-    gathered.prefetch = False
+    unsharded.prefetch = False
     found = []
     for validate in (False, True):
         if validate:
             model(values((2, 4)))  # with its graph, that no backward pass comes for
-        gathered.mark()
+        unsharded.mark()
         step(model, values((2, 4)))
-        found.append(gathered.peak)
+        found.append(unsharded.peak)
     return found
 
 

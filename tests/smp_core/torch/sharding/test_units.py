@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from smp_core.torch.exceptions import ShardingError
-from smp_core.torch.sharding.shards import dense_stride, make_unit
+from smp_core.torch.sharding.sharded_parameter import dense_stride, make_unit
 from smp_core.torch.sharding.units import groups
 from tests.smp_core.torch.sharding.degrees import Layers
 
@@ -113,10 +113,10 @@ def test_parts_of_all_ranks_make_the_parameters_again(kinds, ranks):
     units = [make_unit(0, nn.Module(), named, ranks, rank) for rank in range(ranks)]
     for unit in units:
         for shard, (_, parameter) in zip(unit.shards, named, strict=True):
-            own = shard.take(parameter)
-            assert own.numel() == shard.owned
+            own = shard.copy_from_full(parameter)
+            assert own.numel() == shard.owned_numel
             assert own.untyped_storage().data_ptr() == unit.flat.untyped_storage().data_ptr()
-    wholes = list(units[0].wholes(torch.cat([unit.flat for unit in units])))
+    wholes = list(units[0].full_tensors(torch.cat([unit.flat for unit in units])))
     for whole, (_, parameter) in zip(wholes, named, strict=True):
         assert torch.equal(whole, parameter)
         assert whole.stride() == dense_stride(parameter)
@@ -127,7 +127,7 @@ def test_parts_of_all_ranks_make_the_parameters_again(kinds, ranks):
 def one_unit(rank=0):
     parameter = nn.Parameter(torch.arange(6.0).view(2, 3))
     unit = make_unit(0, nn.Module(), [("layer.weight", parameter)], 2, rank)
-    parameter.data = unit.shards[0].take(parameter)
+    parameter.data = unit.shards[0].copy_from_full(parameter)
     return unit, parameter
 
 

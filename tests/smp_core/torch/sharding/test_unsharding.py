@@ -1,4 +1,4 @@
-"""What is whole, and when: gathered on demand, given back, never more than allowed; counted independently."""
+"""When units are unsharded: on demand, never above the limit, resharded after use; counted independently."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import smp_core.torch as smp
 from smp_core.torch.exceptions import ShardingError
-from smp_core.torch.sharding.gathered import Gathered
-from smp_core.torch.sharding.shards import Unit, make_unit
+from smp_core.torch.sharding.sharded_parameter import Unit, make_unit
+from smp_core.torch.sharding.unsharding import UnitState, Unsharded
 from tests.smp_core.torch.sharding.degrees import (
     Layers,
     batch,
@@ -56,116 +56,137 @@ def of_sizes(*sizes, most):
         units.append(make_unit(number, module, [(f"p{number}", parameter)], 1, 0))
     collectives = OneRank()
     return (
-        Gathered(collectives, units, most),
+        Unsharded(collectives, units, most),
         [unit.shards[0].parameter for unit in units],
         modules,
         collectives,
     )
 
 
-def forward(gathered, parameters, modules):
+def forward(unsharded, parameters, modules):
     """One call after the other; how much is live within each."""
     live = []
     for parameter, module in zip(parameters, modules, strict=True):
         call = Call(module)
-        gathered.read(parameter, call)
-        live.append(gathered.live)
-        gathered.leave(call, False)
+        unsharded.read(parameter, call)
+        live.append(unsharded.live)
+        unsharded.leave(call, False)
     return live
 
 
 def test_the_next_one_is_fetched_once_the_order_is_known():
-    gathered, parameters, modules, collectives = of_sizes(10, 10, 10, most=100)
-    gathered.begin_step()
-    assert forward(gathered, parameters, modules) == [10, 10, 10]
-    gathered.end_step()
-    gathered.begin_step()
-    assert forward(gathered, parameters, modules) == [20, 20, 10]
-    assert (gathered.peak, gathered.live, len(collectives.begun)) == (20, 0, 6)
+    unsharded, parameters, modules, collectives = of_sizes(10, 10, 10, most=100)
+    unsharded.begin_step()
+    assert forward(unsharded, parameters, modules) == [10, 10, 10]
+    unsharded.end_step()
+    unsharded.begin_step()
+    assert forward(unsharded, parameters, modules) == [20, 20, 10]
+    assert (unsharded.peak, unsharded.live, len(collectives.begun)) == (20, 0, 6)
+
+
+def test_a_unit_goes_through_its_states():
+    unsharded, parameters, modules, _ = of_sizes(10, 10, most=100)
+
+    def states():
+        return [unsharded.state(unit).name for unit in unsharded.units]
+
+    for expected in (["UNSHARDED", "SHARDED"], ["UNSHARDED", "UNSHARDING"]):
+        unsharded.begin_step()
+        assert states() == ["SHARDED", "SHARDED"]
+        first, second = Call(modules[0]), Call(modules[1])
+        unsharded.read(parameters[0], first)
+        assert states() == expected  # in the second step the next unit is prefetched
+        unsharded.leave(first, False)
+        unsharded.read(parameters[1], second)
+        assert states() == ["SHARDED", "UNSHARDED"]
+        unsharded.leave(second, False)
+        assert states() == ["SHARDED", "SHARDED"]
+        unsharded.end_step()
+    assert {state.name for state in UnitState} == {"SHARDED", "UNSHARDING", "UNSHARDED"}
 
 
 @pytest.mark.parametrize(("most", "live"), [(19, [10, 10, 10]), (20, [20, 20, 10])])
 def test_nothing_is_fetched_ahead_above_the_limit(most, live):
-    gathered, parameters, modules, _ = of_sizes(10, 10, 10, most=most)
+    unsharded, parameters, modules, _ = of_sizes(10, 10, 10, most=most)
     for expected in ([10, 10, 10], live):
-        gathered.begin_step()
-        assert forward(gathered, parameters, modules) == expected
-        gathered.end_step()
-    assert gathered.peak <= most
+        unsharded.begin_step()
+        assert forward(unsharded, parameters, modules) == expected
+        unsharded.end_step()
+    assert unsharded.peak <= most
 
 
 def test_what_is_demanded_is_gathered_above_the_limit():
-    gathered, parameters, modules, _ = of_sizes(10, 10, most=5)
+    unsharded, parameters, modules, _ = of_sizes(10, 10, most=5)
     outer = Call(modules[0])
-    gathered.read(parameters[0], outer)
+    unsharded.read(parameters[0], outer)
     inner = Call(modules[1], outer)
-    gathered.read(parameters[1], inner)
-    assert gathered.live == 20
-    gathered.leave(inner, False)
-    assert gathered.live == 10
-    gathered.leave(outer, False)
-    assert gathered.live == 0
+    unsharded.read(parameters[1], inner)
+    assert unsharded.live == 20
+    unsharded.leave(inner, False)
+    assert unsharded.live == 10
+    unsharded.leave(outer, False)
+    assert unsharded.live == 0
 
 
 def test_another_order_than_expected_ends_the_guessing():
-    gathered, parameters, modules, collectives = of_sizes(10, 10, 10, most=100)
+    unsharded, parameters, modules, collectives = of_sizes(10, 10, 10, most=100)
     for order in ([0, 1, 2], [0, 2, 1]):
-        gathered.begin_step()
-        forward(gathered, [parameters[each] for each in order], [modules[each] for each in order])
-        gathered.end_step()
+        unsharded.begin_step()
+        forward(unsharded, [parameters[each] for each in order], [modules[each] for each in order])
+        unsharded.end_step()
     # 1 had set out, and was found; nothing was fetched twice.
     assert len(collectives.begun) == 6
-    assert gathered.live == 0
+    assert unsharded.live == 0
 
 
 def test_a_unit_stays_for_the_call_of_its_module():
     """Though it is read in a call below; one whose module is not called stays for the call that reads."""
-    gathered, parameters, modules, _ = of_sizes(10, 10, most=100)
+    unsharded, parameters, modules, _ = of_sizes(10, 10, most=100)
     outer = Call(modules[0])
     inner = Call(nn.Module(), outer)
-    gathered.read(parameters[0], inner)
-    gathered.read(parameters[1], inner)
-    gathered.leave(inner, False)
-    assert gathered.live == 10
-    gathered.leave(outer, False)
-    assert gathered.live == 0
+    unsharded.read(parameters[0], inner)
+    unsharded.read(parameters[1], inner)
+    unsharded.leave(inner, False)
+    assert unsharded.live == 10
+    unsharded.leave(outer, False)
+    assert unsharded.live == 0
 
 
 def test_in_backward_the_last_gradient_gives_a_unit_back():
-    gathered, parameters, _, _ = of_sizes(10, 10, most=100)
+    unsharded, parameters, _, _ = of_sizes(10, 10, most=100)
     for number in (0, 0, 1):
-        gathered.expect("microbatch", parameters[number])
-    gathered.again(gathered.units[0], 0, "microbatch")
-    gathered.came("microbatch", parameters[0])
-    assert gathered.live == 10
-    gathered.again(gathered.units[1], 0, "microbatch")
-    assert gathered.live == 20  # a gradient of the first is due
-    gathered.came("microbatch", parameters[0])
-    assert gathered.live == 10
-    gathered.over("microbatch")  # the gradient of the second does not come
-    assert gathered.live == 0
+        unsharded.expect("microbatch", parameters[number])
+    unsharded.unshard_for_backward(unsharded.units[0], 0, "microbatch")
+    unsharded.on_grad("microbatch", parameters[0])
+    assert unsharded.live == 10
+    unsharded.unshard_for_backward(unsharded.units[1], 0, "microbatch")
+    assert unsharded.live == 20  # a gradient of the first is due
+    unsharded.on_grad("microbatch", parameters[0])
+    assert unsharded.live == 10
+    unsharded.end_backward("microbatch")  # the gradient of the second does not come
+    assert unsharded.live == 0
 
 
 def test_in_backward_what_is_frozen_makes_room():
-    gathered, _, _, _ = of_sizes(10, 10, most=100)
-    for unit in gathered.units:
-        gathered.again(unit, 0, "microbatch")
-        assert gathered.live == 10
+    unsharded, _, _, _ = of_sizes(10, 10, most=100)
+    for unit in unsharded.units:
+        unsharded.unshard_for_backward(unit, 0, "microbatch")
+        assert unsharded.live == 10
 
 
 def test_a_parameter_that_was_modified_holds_nobody_else_up():
-    gathered, _, _, _ = of_sizes(10, 10, most=100)
-    for unit in gathered.units:
-        gathered.expect(None, unit.shards[0].parameter)
-    whole = [gathered.again(unit, 0, None) for unit in reversed(gathered.units)]
+    unsharded, _, _, _ = of_sizes(10, 10, most=100)
+    for unit in unsharded.units:
+        unsharded.expect(None, unit.shards[0].parameter)
+    whole = [unsharded.unshard_for_backward(unit, 0, None) for unit in reversed(unsharded.units)]
     whole[0].add_(1)
-    assert gathered.live == 20
+    assert unsharded.live == 20
     with pytest.raises(ShardingError, match="'p1' was modified in place"):
-        gathered.rest()
-    assert (gathered.live, gathered._states, gathered._storages) == (0, {}, {})
+        unsharded.reshard_all()
+    assert (unsharded.live, unsharded._live_units, unsharded._storages) == (0, {}, {})
 
 
-# On ranks. Memory is looked at from outside: by weak references to the storages of all that was ever gathered.
+# On ranks. Memory is looked at from outside: by weak references to the storages of all that was ever unsharded.
 
 
 class Living:
@@ -177,15 +198,15 @@ class Living:
         class Watched(Unit):
             __slots__ = ()
 
-            def wholes(self, gathered):
-                for whole in Unit.wholes(self, gathered):
+            def full_tensors(self, gathered):
+                for whole in Unit.full_tensors(self, gathered):
                     living._storages.append(
                         (StorageWeakRef(whole.untyped_storage()), whole.numel())
                     )
                     living.most = max(living.most, living.elements)
                     yield whole
 
-        for unit in model.sharding.gathered.units:
+        for unit in model.sharding.unsharded.units:
             unit.__class__ = Watched
 
     @property
@@ -240,18 +261,25 @@ def test_memory_is_free_between_forward_and_backward_and_after_a_step(
         assert most > 0
 
 
+@pytest.mark.smp(ranks=2, ddp=True, sharded_data_parallel_degree=2)
+def test_the_former_name_warns(smp):
+    model = smp.DistributedModel(nn.Linear(2, 2))
+    with pytest.warns(DeprecationWarning, match=r"is called model\.sharding\.unsharded"):
+        assert model.sharding.gathered is model.sharding.unsharded
+
+
 def limited():
     """The most that is whole at once, counted here and by the engine; gathers a step."""
     model, optimizer = wrapped(Layers())
-    gathered, traffic = model.sharding.gathered, model.sharding.collectives.traffic
+    unsharded, traffic = model.sharding.unsharded, model.sharding.collectives.traffic
     counts, living = [], Living(model)
     for number in range(3):
         mark = traffic.mark()
-        gathered.mark()
+        unsharded.mark()
         step(model, batch(number))
         counts.append(traffic.calls(mark, "all_gather"))
         optimizer.step()
-    return living.most, gathered.peak, counts, [unit.numel for unit in gathered.units]
+    return living.most, unsharded.peak, counts, [unit.numel for unit in unsharded.units]
 
 
 @pytest.mark.parametrize("most", [300, 346, 347, 10**9])
@@ -282,17 +310,17 @@ def test_the_limit_changes_no_bit(smp_world, most):
 
 def without_prefetch():
     model, optimizer = wrapped(Layers())
-    gathered, traffic = model.sharding.gathered, model.sharding.collectives.traffic
+    unsharded, traffic = model.sharding.unsharded, model.sharding.collectives.traffic
     results = []
     for prefetch in (True, False):
-        gathered.prefetch = prefetch
+        unsharded.prefetch = prefetch
         for number in range(2):
             mark = traffic.mark()
-            gathered.mark()
+            unsharded.mark()
             optimizer.zero_grad()
             loss = step(model, batch(number)).stack()
             calls = traffic.calls(mark, "all_gather")
-        results.append((loss, outcome(model)["gradients"], calls, gathered.peak))
+        results.append((loss, outcome(model)["gradients"], calls, unsharded.peak))
     return results
 
 

@@ -10,46 +10,46 @@ import pytest
 from smp_core import runtime
 from smp_core.config import Config
 from smp_core.topology import Topology
-from smp_core.torch.sharding import gathering
-from smp_core.torch.sharding.gathering import Hop, Route
+from smp_core.torch.sharding import gather_plan
+from smp_core.torch.sharding.gather_plan import GatherPlan, Hop
 
 BETWEEN, WITHIN = "between nodes", "within nodes"
 
 
-def arrived(routes: dict[int, Route]) -> dict[int, list[int]]:
-    """Whose part each row of each rank's result has: the routes of a group, carried out."""
-    rows = {rank: [rank] for rank in routes}
-    for number in range(max(len(route.hops) for route in routes.values())):
+def arrived(plans: dict[int, GatherPlan]) -> dict[int, list[int]]:
+    """Whose part each row of each rank's result has: the plans of a group, carried out."""
+    rows = {rank: [rank] for rank in plans}
+    for number in range(max(len(plan.hops) for plan in plans.values())):
         rows = {
-            rank: [row for member in route.hops[number].ranks for row in rows[member]]
-            for rank, route in routes.items()
+            rank: [row for member in plan.hops[number].ranks for row in rows[member]]
+            for rank, plan in plans.items()
         }
     return {
-        rank: [rows[rank][row] for row in route.order] if route.order is not None else rows[rank]
-        for rank, route in routes.items()
+        rank: [rows[rank][row] for row in plan.order] if plan.order is not None else rows[rank]
+        for rank, plan in plans.items()
     }
 
 
-def left_a_node(routes: dict[int, Route], nodes: Sequence[int], node: int) -> int:
+def left_a_node(plans: dict[int, GatherPlan], nodes: Sequence[int], node: int) -> int:
     """The parts that ranks of ``node`` sent to others, with each hop as a ring."""
     count, held = 0, 1
-    for number in range(max(len(route.hops) for route in routes.values())):
-        for rank, route in routes.items():
-            ring = route.hops[number].ranks
+    for number in range(max(len(plan.hops) for plan in plans.values())):
+        for rank, plan in plans.items():
+            ring = plan.hops[number].ranks
             following = ring[(ring.index(rank) + 1) % len(ring)]
             if nodes[rank] == node != nodes[following]:
                 count += held * (len(ring) - 1)
-        held *= len(routes[0].hops[number].ranks)
+        held *= len(plans[0].hops[number].ranks)
     return count
 
 
-def routes_of(strategy: str, ranks: tuple[int, ...], nodes: Sequence[int]) -> dict[int, Route]:
-    return {rank: gathering.STRATEGIES[strategy](ranks, rank, nodes) for rank in ranks}
+def plans_of(strategy: str, ranks: tuple[int, ...], nodes: Sequence[int]) -> dict[int, GatherPlan]:
+    return {rank: gather_plan.PLANNERS[strategy](ranks, rank, nodes) for rank in ranks}
 
 
 def test_between_nodes_first_then_within_them() -> None:
-    route = gathering.hierarchical((0, 1, 2, 3), 2, (0, 0, 1, 1))
-    assert route == Route((Hop(BETWEEN, (0, 2)), Hop(WITHIN, (2, 3))), (0, 2, 1, 3))
+    plan = gather_plan.hierarchical((0, 1, 2, 3), 2, (0, 0, 1, 1))
+    assert plan == GatherPlan((Hop(BETWEEN, (0, 2)), Hop(WITHIN, (2, 3))), (0, 2, 1, 3))
 
 
 LAYOUTS = {
@@ -65,10 +65,10 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_route_ends_in_the_order_of_the_group(layout: str) -> None:
     ranks, nodes = LAYOUTS[layout]
-    for strategy in gathering.STRATEGIES:
-        routes = routes_of(strategy, ranks, nodes)
-        assert {len(route.hops) for route in routes.values()} == {1 + (strategy != "flat")}
-        assert arrived(routes) == {rank: list(ranks) for rank in ranks}
+    for strategy in gather_plan.PLANNERS:
+        plans = plans_of(strategy, ranks, nodes)
+        assert {len(plan.hops) for plan in plans.values()} == {1 + (strategy != "flat")}
+        assert arrived(plans) == {rank: list(ranks) for rank in ranks}
 
 
 @pytest.mark.parametrize(
@@ -86,23 +86,23 @@ def test_one_hop_where_two_gain_nothing_or_do_not_fit(
     ranks: tuple[int, ...], nodes: tuple[int, ...]
 ) -> None:
     for rank in ranks:
-        assert gathering.hierarchical(ranks, rank, nodes) == Route((Hop("", ranks),))
+        assert gather_plan.hierarchical(ranks, rank, nodes) == GatherPlan((Hop("", ranks),))
 
 
-def within_first(ranks: tuple[int, ...], rank: int, nodes: Sequence[int]) -> Route:
+def within_first(ranks: tuple[int, ...], rank: int, nodes: Sequence[int]) -> GatherPlan:
     """The order of AWS Sharded Data Parallelism."""
-    between, within = gathering.hierarchical(ranks, rank, nodes).hops
-    return Route((within, between))
+    between, within = gather_plan.hierarchical(ranks, rank, nodes).hops
+    return GatherPlan((within, between))
 
 
 @pytest.mark.parametrize(("p", "k"), [(16, 8), (32, 8), (64, 8), (12, 3)])
 def test_what_leaves_a_node_is_the_formula_of_each_order(p: int, k: int) -> None:
     ranks, nodes = tuple(range(p)), [rank // k for rank in range(p)]
     for node in range(p // k):
-        assert left_a_node(routes_of("flat", ranks, nodes), nodes, node) == p - 1
-        assert left_a_node(routes_of("hierarchical", ranks, nodes), nodes, node) == p - k
-        routes = {rank: within_first(ranks, rank, nodes) for rank in ranks}
-        assert left_a_node(routes, nodes, node) == k * (p - k)
+        assert left_a_node(plans_of("flat", ranks, nodes), nodes, node) == p - 1
+        assert left_a_node(plans_of("hierarchical", ranks, nodes), nodes, node) == p - k
+        plans = {rank: within_first(ranks, rank, nodes) for rank in ranks}
+        assert left_a_node(plans, nodes, node) == k * (p - k)
 
 
 def places(*hosts: str) -> list[tuple[int, int]]:
@@ -145,15 +145,15 @@ def test_nodes_are_found_from_local_ranks(
         Topology(len(hosts)),
         Fabric(),  # type: ignore[arg-type]
     )
-    assert gathering.nodes_of(here) == nodes
+    assert gather_plan.nodes_of(here) == nodes
 
 
 @pytest.mark.smp(ranks=5, ranks_per_node=2)
 def test_the_key_says_where_nodes_are(smp: Any) -> None:
     smp.init()
-    assert gathering.nodes_of(runtime.current("test")) == (0, 0, 1, 1, 2)
+    assert gather_plan.nodes_of(runtime.current("test")) == (0, 0, 1, 1, 2)
 
 
 @pytest.mark.smp(ranks=3)
 def test_without_the_key_the_launcher_does(smp: Any) -> None:
-    assert gathering.nodes_of(runtime.current("test")) == (0, 0, 0)
+    assert gather_plan.nodes_of(runtime.current("test")) == (0, 0, 0)

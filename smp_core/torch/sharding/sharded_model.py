@@ -1,7 +1,7 @@
-"""Sharded data parallelism of one rank's model: what is split, how it is had whole, and its norm.
+"""A sharded model on one rank: which parameters are split, full copies of them between steps, and the gradients' norm.
 
-Made when the model is placed (model.py), before its values come: so each rank takes its own
-part of a parameter and never holds the rest (AWS Sharded Data Parallelism (Tips and considerations:
+Made when the model is placed (model.py), before its values come: each rank copies its own shard
+of a parameter and never holds the rest (AWS Sharded Data Parallelism (Tips and considerations:
 delayed_parameter_initialization)).
 """
 
@@ -11,6 +11,7 @@ import contextlib
 import functools
 import math
 import operator
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,24 +27,24 @@ from smp_core.torch.precision.masters import Masters, multiply
 from smp_core.torch.reduction import drift
 from smp_core.torch.sharding import clipping, loading
 from smp_core.torch.sharding.collectives import Collectives
-from smp_core.torch.sharding.gathered import Gathered
 from smp_core.torch.sharding.layout import Layout
-from smp_core.torch.sharding.shards import Shard, describe, make_unit
+from smp_core.torch.sharding.sharded_parameter import ShardedParameter, describe, make_unit
 from smp_core.torch.sharding.units import groups
+from smp_core.torch.sharding.unsharding import Unsharded
 
 
-class Sharding:
+class ShardedModel:
     """The sharded parameters of a model, and the persistent ones.
 
-    ``collectives.traffic`` counts what is sent, ``gathered.live`` and ``gathered.peak`` the elements that
-    are whole for a while.
+    ``collectives.traffic`` counts the bytes that are sent, ``unsharded.live`` and ``unsharded.peak`` the elements
+    of parameters that are unsharded.
     """
 
     def __init__(self, runtime: Runtime, module: nn.Module, masters: Masters | None) -> None:
         config = runtime.config
         self._module, self._masters = module, masters
         self._runtime, self._interrupted = runtime, False
-        self._whole = False  # for reading, between steps
+        self._read_whole = False  # unshard() was called, and reshard() was not
         self.collectives = Collectives(runtime)
         self._clipping = config.sdp_gradient_clipping
         #: The norm of the last step's gradients before they were clipped.
@@ -59,11 +60,11 @@ class Sharding:
                 groups(module, split, config.sdp_max_live_parameters)
             )
         ]
-        self.gathered = Gathered(self.collectives, units, config.sdp_max_live_parameters)
+        self.unsharded = Unsharded(self.collectives, units, config.sdp_max_live_parameters)
         self.describe()
 
     def describe(self) -> None:
-        """Say on persistent parameters what scripts ask of any (shards.describe); again once they have
+        """Say on persistent parameters what scripts ask of any (sharded_parameter.describe); again once they have
         their values, which may lie elsewhere then.
         """
         for parameter in self._module.parameters():
@@ -73,125 +74,137 @@ class Sharding:
 
     # Steps.
 
-    def begin_step(self, *, outside: bool = False) -> None:
-        """Before a step, or a call outside of one.
+    def begin_step(self, *, eager: bool = False) -> None:
+        """Before a step, or before an ``eager`` call, outside of steps.
 
         Raises ShardingError as :meth:`resume` does, or if a parameter is not what it was left as.
         """
         self.resume()
-        self.gathered.begin_step(outside)
+        self.unsharded.begin_step(eager)
 
     def resume(self) -> None:
-        """Before anything that ranks exchange: after a failure, see whether they still fit together. Parameters
-        that ``make_whole`` gathered are shards again.
+        """Before any collective: reshard, and after a failed step compare how many collectives each rank has begun.
 
-        Ranks wait for each other in the midst of a step, so one on which it fails raises at once, and the
-        others may wait for what it will not send. If all have failed, after the same collectives, as for
-        the same bad input, they go on; each finds that out here.
+        A rank on which a step fails raises at once, in the midst of the step, and the others may wait for shards
+        that it will not send. If every rank has failed after the same number of collectives, as for the same bad
+        input, training goes on.
 
-        Raises ShardingError, on the ranks that have failed, if that is not so.
+        Raises ShardingError, on the ranks that have failed, if the numbers differ.
         """
-        self.part_again()
+        self.reshard()
         if self._interrupted:
-            told = self._runtime.fabric.objects.allgather(
+            begun = self._runtime.fabric.objects.allgather(
                 self.collectives.begun, self._runtime.group(GroupKind.RDP)
             )
-            if len(set(told)) > 1:
+            if len(set(begun)) > 1:
                 raise ShardingError(
                     "sharded data parallelism: a step failed, after other numbers of collectives on some ranks "
-                    f"than on others ({', '.join(map(str, told))}, in the order of rdp ranks), so that what one "
+                    f"than on others ({', '.join(map(str, begun))}, in the order of rdp ranks), so that what one "
                     "sends is not what another waits for. Start again from a checkpoint"
                 )
+            # The same collectives were begun everywhere, so each one that was left finds its partners.
             self.collectives.settle()
             self._interrupted = False
 
     def interrupt(self) -> None:
-        """A step, or a call outside of one, has failed on this rank."""
+        """After a step, or an eager call, that failed on this rank."""
         self._interrupted = True
-        self.gathered.abandon()
+        self.unsharded.abandon()
+
+    @property
+    def gathered(self) -> Unsharded:
+        """The former name of ``unsharded``, for one version."""
+        warnings.warn(
+            "model.sharding.gathered is called model.sharding.unsharded",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.unsharded
 
     # Parameters.
 
-    def shard(self, parameter: torch.Tensor) -> Shard | None:
+    def shard(self, parameter: torch.Tensor) -> ShardedParameter | None:
         """What is kept of a parameter, None if it is whole on every rank."""
-        return self.gathered.shard(parameter)
+        return self.unsharded.shard(parameter)
 
-    def wholes(self, given: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> Iterator[torch.Tensor]:
-        """What ranks keep for their own elements of a split parameter (values, a gradient, a state), whole
-        and in the parameter's shape; of each pair the second is this rank's, 1-D.
+    def full_tensors(
+        self, given: Sequence[tuple[nn.Parameter, torch.Tensor]]
+    ) -> Iterator[torch.Tensor]:
+        """All-gather tensors of the size of the owned range of a sharded parameter (values, a gradient, a state), and
+        give each in full, in the parameter's shape; of each pair the second is this rank's, 1-D.
 
-        Every rank of the sharding group calls it alike. One is gathered at a time. Raises ShardingError as
+        Every rank of the shard group calls it alike. One is gathered at a time. Raises ShardingError as
         :meth:`resume` does.
         """
         self.resume()
         for parameter, own in given:
             shard = self.shard(parameter)
             assert shard is not None
-            part = own.new_zeros(shard.layout.part)
-            part[: shard.owned] = own.detach()
-            gathered = self.collectives.all_gather(part).result()
-            yield shard.shaped(shard.layout.whole(gathered))
+            padded = own.new_zeros(shard.layout.shard_numel)
+            padded[: shard.owned_numel] = own.detach()
+            gathered = self.collectives.all_gather(padded).result()
+            yield shard.shaped(shard.layout.full(gathered))
 
-    def make_whole(self) -> None:
-        """Give every split parameter its whole ``data``, for reading, until ranks exchange or update anything
-        (``part_again``). Every rank of the sharding group calls it alike.
+    def unshard(self) -> None:
+        """Give every sharded parameter its full ``data``, for reading, until the next collective or update
+        (``reshard``). Every rank of the shard group calls it alike.
         """
         self.resume()
-        own = [(shard.parameter, shard.parameter.data) for shard in self.gathered.shards()]
+        own = [(shard.parameter, shard.parameter.data) for shard in self.unsharded.shards()]
         if self._masters is not None:
             for parameter, _ in own:
                 self._masters.of(parameter)  # of the shard, while it is one
-        for (parameter, _), whole in zip(own, self.wholes(own), strict=True):
-            parameter.data = whole
-        self._whole = True
+        for (parameter, _), full in zip(own, self.full_tensors(own), strict=True):
+            parameter.data = full
+        self._read_whole = True
 
-    def part_again(self) -> None:
-        """Give up what ``make_whole`` gathered, if it did; of values that were changed each rank keeps its own."""
-        if not self._whole:
+    def reshard(self) -> None:
+        """Undo ``unshard``: of values that were changed meanwhile each rank keeps its own."""
+        if not self._read_whole:
             return
-        self._whole = False
-        for shard in self.gathered.shards():
+        self._read_whole = False
+        for shard in self.unsharded.shards():
             if shard.parameter.shape == shard.shape:
-                shard.parameter.data = shard.take(shard.parameter)
+                shard.parameter.data = shard.copy_from_full(shard.parameter)
 
     @contextlib.contextmanager
-    def whole_tree(self, module: nn.Module, keep: bool = True) -> Iterator[None]:
-        """While entered, whole parameters with their values stand in the tree, for torch's ``state_dict``.
-        Every rank of the sharding group calls it alike.
+    def full_tree(self, module: nn.Module, keep: bool = True) -> Iterator[None]:
+        """While entered, full parameters with their values stand in the tree, for torch's ``state_dict``.
+        Every rank of the shard group calls it alike.
 
         Without ``keep`` this rank only helps the others to them, and has zeros that take no memory.
         """
 
-        def value(parameter: nn.Parameter, shard: Shard) -> torch.Tensor:
-            (whole,) = self.wholes([(parameter, parameter.data)])
-            return whole if keep else whole.new_zeros(()).expand(shard.shape)
+        def value(parameter: nn.Parameter, shard: ShardedParameter) -> torch.Tensor:
+            (full,) = self.full_tensors([(parameter, parameter.data)])
+            return full if keep else full.new_zeros(()).expand(shard.shape)
 
-        self.part_again()
+        self.reshard()
         with loading.standing(module, self.shard, value) as stand_ins:
             yield
         for each in stand_ins:
-            each.take(look=False)
+            each.copy_to_shard(look=False)
 
     @contextlib.contextmanager
     def loading_tree(self, module: nn.Module) -> Iterator[None]:
-        """The same for ``load_state_dict``: afterwards each shard takes its elements of what was loaded.
+        """The same for ``load_state_dict``: afterwards each shard copies its elements of what was loaded.
 
-        If modules load in ways of their own, whole parameters have their true values, since such a module may
-        look at them, or change a part of them only: then every rank of the sharding group calls it alike.
+        If modules load in ways of their own, full parameters have their true values, since such a module may
+        look at them, or change a part of them only: then every rank of the shard group calls it alike.
         Otherwise values are unspecified, and nothing is exchanged.
         """
         special = loading.is_special(module)
-        self.part_again()
+        self.reshard()
 
-        def value(parameter: nn.Parameter, shard: Shard) -> torch.Tensor:
+        def value(parameter: nn.Parameter, shard: ShardedParameter) -> torch.Tensor:
             if special:
-                return next(self.wholes([(parameter, parameter.data)]))
+                return next(self.full_tensors([(parameter, parameter.data)]))
             return torch.empty_strided(shard.shape, shard.stride, dtype=parameter.dtype)
 
         with loading.standing(module, self.shard, value) as stand_ins:
             yield
         for each in stand_ins:
-            each.take(look=special)
+            each.copy_to_shard(look=special)
 
     # Clipping.
 
@@ -202,11 +215,11 @@ class Sharding:
         ``targets`` are this rank's parameters, or masters, that have a gradient; it is changed in place. One that
         is none of the model's neither counts nor is clipped.
         Gradients are given multiplied by ``scale``, a loss scale, and come out without it. Every rank of the
-        sharding group calls it.
+        shard group calls it.
 
         Published order: the squares of a rank's own elements are summed in float64 parameter by
-        parameter (of a persistent one those of the part that would be its own, so that it counts once), then over
-        the parameters in their order from the left, then over the ranks of the sharding group along the tree.
+        parameter (of a persistent one those of the range that it would own, so that it counts once), then over
+        the parameters in their order from the left, then over the ranks of the shard group along the tree.
         The coefficient is ``clipping / (norm + 1e-6)`` and at most 1, the same bits on every rank; each gradient
         is multiplied once, by it divided by the scale, in its own dtype. A norm that is infinite or no number
         clips nothing.
@@ -223,11 +236,11 @@ class Sharding:
                 if self.shard(parameter) is None:
                     held[name] = drift.digest(target.grad)
         values = torch.stack(squares).tolist() if squares else []
-        own = functools.reduce(operator.add, values, 0.0)  # later Pythons' sum() compensates
+        local = functools.reduce(operator.add, values, 0.0)  # later Pythons' sum() compensates
         # Halves of the checksum: a float64 has 53 bits.
         halves = divmod(drift.checksum([*held.values(), len(held)]), 2**32)
-        answers = self.collectives.all_gather_values([own, *map(float, halves)])
-        if len({(high, low) for _, high, low in answers}) > 1:
+        gathered = self.collectives.all_gather_values([local, *map(float, halves)])
+        if len({(high, low) for _, high, low in gathered}) > 1:
             ranks = self._runtime.group(GroupKind.SHARDING).ranks
             drifted = drift.found(
                 self._runtime,
@@ -239,34 +252,34 @@ class Sharding:
             )
             assert drifted is not None
             raise drifted
-        told = [each for each, _, _ in answers]
-        self.norm = math.sqrt(reduction.fold(told, operator.add)) / scale
+        sums = [each for each, _, _ in gathered]
+        self.norm = math.sqrt(reduction.fold(sums, operator.add)) / scale
         coefficient = self._clipping / (self.norm + 1e-6)
         if not math.isfinite(self.norm) or coefficient > 1:
             coefficient = 1.0
         multiply(counted, coefficient / scale)
         multiply(with_gradient.difference(counted), 1 / scale)
 
-    def has_parts(self, gradients: Sequence[torch.Tensor]) -> bool:
+    def has_shards(self, gradients: Sequence[torch.Tensor]) -> bool:
         """Whether one of these is what this rank keeps of a gradient (clipping.py)."""
         given = {id(each) for each in gradients}
-        return any(id(each) in given for each in self._gradients_of_parts())
+        return any(id(each) in given for each in self._gradients_of_shards())
 
     def total_norm(self, gradients: Sequence[torch.Tensor], order: float) -> float:
         """The norm of the whole gradients of which these are what this rank has; the same bits on all ranks of the
-        sharding group, which all call. What every rank has counts once. Raises ShardingError as :meth:`resume` does.
+        shard group, which all call. What every rank has counts once. Raises ShardingError as :meth:`resume` does.
         """
         self.resume()
-        parts = {id(each) for each in self._gradients_of_parts()}
-        own = [each if id(each) in parts else self._slice(each) for each in gradients]
-        told = self.collectives.all_gather_values([clipping.norm_of(own, order)])
+        shards = {id(each) for each in self._gradients_of_shards()}
+        own = [each if id(each) in shards else self._slice(each) for each in gradients]
+        gathered = self.collectives.all_gather_values([clipping.norm_of(own, order)])
         return clipping.norm_of(
-            [torch.tensor([each for (each,) in told], dtype=torch.float64)], order
+            [torch.tensor([each for (each,) in gathered], dtype=torch.float64)], order
         )
 
-    def _gradients_of_parts(self) -> Iterator[torch.Tensor]:
+    def _gradients_of_shards(self) -> Iterator[torch.Tensor]:
         masters = self._masters
-        for shard in self.gathered.shards():
+        for shard in self.unsharded.shards():
             target = shard.parameter if masters is None else masters.made(shard.parameter)
             for each in {shard.parameter, target}:
                 if each.grad is not None:
@@ -276,9 +289,9 @@ class Sharding:
         return gradient if self.shard(parameter) is not None else self._slice(gradient)
 
     def _slice(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Of what every rank has the part that would be this rank's own."""
+        """Of what every rank has the range that this rank would own."""
         layout = Layout(gradient.numel(), self.collectives.size)
-        return gradient.reshape(-1)[slice(*layout.own(self.collectives.rank))]
+        return gradient.reshape(-1)[slice(*layout.owned_range(self.collectives.rank))]
 
 
 def _check_memory(module: nn.Module) -> None:

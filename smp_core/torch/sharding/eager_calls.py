@@ -1,6 +1,6 @@
-"""Calls of a sharded model outside of steps, which pipeline degree 1 allows (API 1.3.9).
+"""Eager calls: calls of a sharded model outside of steps, which pipeline degree 1 allows (API 1.3.9).
 
-What is called there gathers as in a step; ``model.backward`` then is a step of one microbatch, without its
+An eager call unshards as in a step. ``model.backward`` then is a step of one microbatch, without its
 body: whatever calls its gradients come from, they go to its ledger.
 """
 
@@ -14,17 +14,17 @@ from torch import nn
 
 from smp_core.torch.execution import uses
 from smp_core.torch.execution.accumulation import Ledger
-from smp_core.torch.sharding.state import Sharding
+from smp_core.torch.sharding.sharded_model import ShardedModel
 
-#: What stands for the microbatch of calls outside of steps, beside those of steps.
+#: The microbatch of eager calls.
 _NO_MICROBATCH = 0
 
 
-class Outside:
-    """The calls between two steps; a ledger that passes on what it gets to that of the backward pass."""
+class EagerCalls:
+    """The eager calls between two steps; a ledger that passes gradients on to that of the backward pass."""
 
-    def __init__(self, sharding: Sharding, wide: bool) -> None:
-        self._sharding, self._gathered, self._wide = sharding, sharding.gathered, wide
+    def __init__(self, sharding: ShardedModel, wide: bool) -> None:
+        self._sharding, self._unsharded, self._wide = sharding, sharding.unsharded, wide
         self._ledger = self._new()
         self._depth = 0
 
@@ -46,12 +46,12 @@ class Outside:
         if self._depth or uses.current_microbatch() is not None:  # in a call, or in backward
             yield
             return
-        self._sharding.begin_step(outside=True)
+        self._sharding.begin_step(eager=True)
         self._depth += 1
         try:
-            with uses.activity(self, _NO_MICROBATCH, 0, self._gathered):
+            with uses.activity(self, _NO_MICROBATCH, 0, self._unsharded):
                 yield
-            self._gathered.rest()
+            self._unsharded.reshard_all()
         except BaseException:
             self._sharding.interrupt()
             raise
@@ -63,9 +63,9 @@ class Outside:
         """Entered around a backward pass; gives the ledger that its gradients go to."""
         ledger = self._ledger
         try:
-            with uses.activity(self, _NO_MICROBATCH, 0, self._gathered):
+            with uses.activity(self, _NO_MICROBATCH, 0, self._unsharded):
                 yield ledger
-            self._gathered.end_step()
+            self._unsharded.end_step()
         except BaseException:
             self._sharding.interrupt()
             raise

@@ -1,14 +1,14 @@
-"""By which hops the parts of a tensor come together on the ranks of a group, as data.
+"""By which hops the shards of a tensor are all-gathered on the ranks of a group, as data.
 
-A *route* is a list of hops; in each, some ranks all-gather everything that they have so far. Where the
-parts then lie in another order than the group's, the route says so, and they are put right: the result
-of every route is the same, byte for byte.
+A *gather plan* is a list of hops; in each, some ranks all-gather everything that they have so far. Where the
+shards then lie in another order than the group's, the plan says so, and they are put right: the result
+of every plan is the same, byte for byte.
 
 ``flat``
     One hop over the group.
 ``hierarchical``
     Between nodes first: rank ``l`` of each node with rank ``l`` of every other. Then within each node.
-    What has come lies by ``[place in the node, node, part]`` and is reordered to ``[node, place, part]``.
+    What has come lies by ``[place in the node, node, shard]`` and is reordered to ``[node, place, shard]``.
     That reordering is easily forgotten: the size is right, and the values are where all are equal.
 
 AWS Sharded Data Parallelism (sdp_hierarchical_allgather) says that it works "within each node first, and then across
@@ -42,11 +42,11 @@ class Hop(NamedTuple):
     ranks: tuple[int, ...]  #: world ranks, this one among them, in the order of the result
 
 
-class Route(NamedTuple):
-    """How this rank gets the parts of all."""
+class GatherPlan(NamedTuple):
+    """How this rank gets the shards of all."""
 
     hops: tuple[Hop, ...]
-    #: For each member of the group the row of the last hop's result that has its part; None: in order.
+    #: For each member of the group the row of the last hop's result that has its shard; None: in order.
     order: tuple[int, ...] | None = None
 
 
@@ -79,12 +79,12 @@ def _by_places(places: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     return tuple(nodes)
 
 
-def flat(ranks: tuple[int, ...], rank: int, nodes: Sequence[int]) -> Route:
+def flat(ranks: tuple[int, ...], rank: int, nodes: Sequence[int]) -> GatherPlan:
     """Everybody with everybody."""
-    return Route((Hop("", ranks),))
+    return GatherPlan((Hop("", ranks),))
 
 
-def hierarchical(ranks: tuple[int, ...], rank: int, nodes: Sequence[int]) -> Route:
+def hierarchical(ranks: tuple[int, ...], rank: int, nodes: Sequence[int]) -> GatherPlan:
     """Between nodes, then within them. Flat, if the group has one node, or one rank of each, or more
     of one than of another.
     """
@@ -101,13 +101,13 @@ def hierarchical(ranks: tuple[int, ...], rank: int, nodes: Sequence[int]) -> Rou
         for number, members in enumerate(by_node.values())
         for place, member in enumerate(members)
     }
-    return Route(
+    return GatherPlan(
         (Hop("between nodes", peers), Hop("within nodes", tuple(here))),
         tuple(row[member] for member in ranks),
     )
 
 
 #: From the group's world ranks, this rank, and the node of every world rank.
-Strategy = Callable[[tuple[int, ...], int, Sequence[int]], Route]
+Planner = Callable[[tuple[int, ...], int, Sequence[int]], GatherPlan]
 
-STRATEGIES: Mapping[str, Strategy] = {"flat": flat, "hierarchical": hierarchical}
+PLANNERS: Mapping[str, Planner] = {"flat": flat, "hierarchical": hierarchical}

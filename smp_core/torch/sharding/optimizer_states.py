@@ -1,6 +1,6 @@
-"""What an optimizer keeps for split parameters: whole, as for the whole model.
+"""The optimizer's state of sharded parameters, in full, as for the whole model.
 
-An elementwise optimizer keeps for a parameter tensors of its shape, here of the shard's, and others, as
+An elementwise optimizer keeps for a parameter tensors of its shape, here of the owned range's, and others, as
 Adam's ``step``, which are the same on all ranks. The former are gathered; the latter are kept.
 """
 
@@ -16,13 +16,13 @@ from torch import nn
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import ShardingError
-from smp_core.torch.sharding.shards import Shard
-from smp_core.torch.sharding.state import Sharding
+from smp_core.torch.sharding.sharded_model import ShardedModel
+from smp_core.torch.sharding.sharded_parameter import ShardedParameter
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Part:
-    """Stands for a tensor of the size of a rank's shard."""
+class _Shard:
+    """Stands for a tensor of the size of a rank's owned range."""
 
     dtype: torch.dtype
 
@@ -30,9 +30,9 @@ class _Part:
 _MISSING: Any = object()
 
 
-def wholes(
+def full_state(
     runtime: Runtime,
-    sharding: Sharding,
+    sharding: ShardedModel,
     state: Mapping[Any, Any],
     parameters: Mapping[int, nn.Parameter],
     keep: bool = True,
@@ -51,56 +51,58 @@ def wholes(
     """
     known = {index: sharding.shard(each) for index, each in parameters.items()}
     shards = {index: shard for index, shard in known.items() if shard is not None}
-    mine = {
-        index: {key: _said(shard, value) for key, value in state[index].items()}
+    local = {
+        index: {key: _local(shard, value) for key, value in state[index].items()}
         for index, shard in shards.items()
         if isinstance(state.get(index), Mapping)
     }
-    told = runtime.fabric.objects.allgather(mine, runtime.group(GroupKind.SHARDING))
-    whole = {index: value for index, value in state.items() if index not in mine}
-    gathered: list[tuple[int, Any, torch.dtype]] = []
-    for index in sorted({index for each in told for index in each}):
-        whole[index] = {}
-        for key, said in _by_key([each.get(index, {}) for each in told]):
-            dtype = _checked(shards[index], index, key, said)
-            whole[index][key] = None  # so that keys stay in their order
+    gathered = runtime.fabric.objects.allgather(local, runtime.group(GroupKind.SHARDING))
+    full = {index: value for index, value in state.items() if index not in local}
+    sharded: list[tuple[int, Any, torch.dtype]] = []
+    for index in sorted({index for each in gathered for index in each}):
+        full[index] = {}
+        for key, values in _by_key([each.get(index, {}) for each in gathered]):
+            dtype = _checked(shards[index], index, key, values)
+            full[index][key] = None  # so that keys stay in their order
             if dtype is not None:
-                gathered.append((index, key, dtype))
+                sharded.append((index, key, dtype))
             else:
-                values = [each for each in said if each is not _MISSING]
+                present = [each for each in values if each is not _MISSING]
                 own = state.get(index, {})
-                whole[index][key] = own[key] if key in own else values[0]
-    for index, key, dtype in gathered:
+                full[index][key] = own[key] if key in own else present[0]
+    for index, key, dtype in sharded:
         own = state.get(index, {}).get(key)
         own = torch.empty(0, dtype=dtype) if own is None else own
-        (value,) = sharding.wholes([(parameters[index], own)])
+        (value,) = sharding.full_tensors([(parameters[index], own)])
         if keep:
-            whole[index][key] = value
+            full[index][key] = value
         else:
-            del whole[index][key]
-    return whole
+            del full[index][key]
+    return full
 
 
-def _said(shard: Shard, value: Any) -> Any:
-    """What the other ranks are told of a value: all of it, unless it is a part."""
+def _local(shard: ShardedParameter, value: Any) -> Any:
+    """What is sent to the other ranks of a value: all of it, unless it has the size of the owned range."""
     if isinstance(value, torch.Tensor):
-        if tuple(value.shape) == (shard.owned,):
-            return _Part(value.dtype)
+        if tuple(value.shape) == (shard.owned_numel,):
+            return _Shard(value.dtype)
         return value.detach().clone()  # a pickled view would drag its storage along
     return value
 
 
-def _by_key(told: Sequence[Mapping[Any, Any]]) -> Iterator[tuple[Any, list[Any]]]:
-    """What the ranks said, by key, in the order of the first that has it."""
-    for key in dict.fromkeys(key for each in told for key in each):
-        yield key, [each.get(key, _MISSING) for each in told]
+def _by_key(gathered: Sequence[Mapping[Any, Any]]) -> Iterator[tuple[Any, list[Any]]]:
+    """The values of the ranks, by key, in the order of the first rank that has it."""
+    for key in dict.fromkeys(key for each in gathered for key in each):
+        yield key, [each.get(key, _MISSING) for each in gathered]
 
 
-def _checked(shard: Shard, index: int, key: Any, said: Sequence[Any]) -> torch.dtype | None:
+def _checked(
+    shard: ShardedParameter, index: int, key: Any, values: Sequence[Any]
+) -> torch.dtype | None:
     """The dtype of what is to be gathered; None for what is not."""
-    there = [each for each in said if each is not _MISSING]
-    if not all(isinstance(each, _Part) for each in there):
-        if any(isinstance(each, _Part) for each in there):
+    there = [each for each in values if each is not _MISSING]
+    if not all(isinstance(each, _Shard) for each in there):
+        if any(isinstance(each, _Shard) for each in there):
             raise ShardingError(
                 f"optimizer.state_dict: the state {key!r} of parameter {index}, {shard.name!r}, has the size of "
                 "the shard on some ranks and not on others, so there is no whole one. Use an elementwise "
@@ -109,11 +111,11 @@ def _checked(shard: Shard, index: int, key: Any, said: Sequence[Any]) -> torch.d
         return None
     lacking = [
         rank
-        for rank, each in enumerate(said)
-        if each is _MISSING and len(range(*shard.layout.own(rank)))
+        for rank, each in enumerate(values)
+        if each is _MISSING and len(range(*shard.layout.owned_range(rank)))
     ]
     if lacking:
-        having = next(rank for rank, each in enumerate(said) if each is not _MISSING)
+        having = next(rank for rank, each in enumerate(values) if each is not _MISSING)
         raise ShardingError(
             f"optimizer.state_dict: rank {having} of the sharding group has a state {key!r} of parameter "
             f"{index}, {shard.name!r}, and rank {lacking[0]} has none. Step the optimizer on all ranks alike"
