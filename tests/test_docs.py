@@ -145,6 +145,18 @@ def test_every_option_is_documented():
     assert options
 
 
+def test_no_sentence_begins_with_a_word_that_names_nothing():
+    """A reader finds the subject of a sentence in the sentence."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    found = []
+    for page in [*pages, *(ROOT / "docs/decisions").glob("*.md")]:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        text = re.sub(r"^ {4,}.*$", "", text, flags=re.M)
+        starts = re.findall(r"(?:^|[.!?:] |[|] |- )[*]*((?:What|Who|It|That)\b[^.|]*)", text, re.M)
+        found += [f"{page.name}: {each}" for each in starts]
+    assert not found, "\n".join(found)
+
+
 def test_links_lead_somewhere():
     """Files exist, and so do the headings that a link names."""
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
