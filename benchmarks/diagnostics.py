@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.figures import Figure
 from pytest_smp.ranks.backends import find_backend, open_backend
-from pytest_smp.strategies.communication.profile import run_invalid, run_valid
+from tools.profiles.programs import run_invalid, run_valid
 
 INVALID = 1000
 VALID = 500

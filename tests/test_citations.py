@@ -15,7 +15,16 @@ from conformance.requirements.catalogue import REQUIREMENTS
 ROOT = Path(__file__).parent.parent
 SPEC = ROOT / "docs/spec"
 
-FOLDERS = ("benchmarks", "conformance", "docs", "examples", "pytest_smp", "smp_core", "tests")
+FOLDERS = (
+    "benchmarks",
+    "conformance",
+    "docs",
+    "examples",
+    "pytest_smp",
+    "smp_core",
+    "tests",
+    "tools",
+)
 FILES = [
     path
     for folder in (*FOLDERS, ".")

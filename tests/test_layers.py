@@ -19,6 +19,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("smp_core", "pytest_smp", "conformance")
 TORCH = "smp_core.torch"
+#: Folders that a clone has and a wheel has not.
+CLONE = {"benchmarks", "examples", "tests", "tools"}
 
 #: From the lowest to the highest. A module imports its own layer and those of the rows above, none beside it.
 ORDER = (
@@ -151,8 +153,9 @@ def test_the_table_of_layers_names_what_there_is() -> None:
 @pytest.mark.parametrize(
     ("package", "never"),
     [
-        ("smp_core", {"pytest_smp", "conformance", "pytest", "hypothesis"}),
-        ("pytest_smp", {"conformance"}),
+        ("smp_core", {"pytest_smp", "conformance", "pytest", "hypothesis", *CLONE}),
+        ("pytest_smp", {"conformance", *CLONE}),
+        ("conformance", CLONE),
     ],
 )
 def test_imports_point_one_way(package: str, never: set[str]) -> None:

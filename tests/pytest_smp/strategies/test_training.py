@@ -16,11 +16,11 @@ from pytest_smp.strategies import training_oracle as oracle
 from pytest_smp.strategies.training import features, owners
 from pytest_smp.strategies.training_lattice import certified
 from pytest_smp.strategies.training_models import KINDS, build
-from pytest_smp.strategies.training_profile import WANTED
 from pytest_smp.strategies.training_replay import replayed
 from pytest_smp.strategies.training_script import Seen, compare, merged
 from pytest_smp.strategies.training_sharding import ONLY_HERE
 from smp_core.config import Config
+from tools.profiles.training import WANTED
 
 Drawn = Callable[..., list[Any]]
 Minimal = Callable[..., Any]

@@ -20,13 +20,13 @@ from pytest_smp.strategies import (
     sharding_configurations,
 )
 from pytest_smp.strategies import training_oracle as oracle
-from pytest_smp.strategies.sharding_profile import WANTED
 from pytest_smp.strategies.training_lattice import certified
 from pytest_smp.strategies.training_models import KINDS, build
 from pytest_smp.strategies.training_replay import replayed
 from pytest_smp.strategies.training_script import Seen, compare
 from pytest_smp.strategies.training_sharding import DTYPES, HUGE, NO_CLIPPING, sharded_features
 from smp_core.config import Config
+from tools.profiles.sharding import WANTED
 
 Drawn = Callable[..., list[Any]]
 

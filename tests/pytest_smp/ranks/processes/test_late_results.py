@@ -18,7 +18,7 @@ from pytest_smp.ranks.faults import Kill
 from pytest_smp.ranks.processes import executor
 from pytest_smp.ranks.processes.worker_pool import Ended
 from pytest_smp.ranks.protocols import HostOptions, Job, VerdictKind
-from pytest_smp.soak import leaks
+from tools.soak import leaks
 
 RANKS = 3
 

@@ -11,9 +11,9 @@ import pytest
 from pytest_smp.ranks.backends import open_backend
 from pytest_smp.ranks.faults import Claim, Kill
 from pytest_smp.ranks.protocols import HostOptions, Job, OutcomeKind, VerdictKind
-from pytest_smp.soak import leaks, programs, verdicts
-from pytest_smp.soak.__main__ import main, soak
-from pytest_smp.soak.leaks import Held
+from tools.soak import leaks, programs, verdicts
+from tools.soak.__main__ import main, soak
+from tools.soak.leaks import Held
 
 
 @pytest.mark.parametrize(("backend", "faults", "tests"), [("sim", 200, 200), ("gloo", 25, 40)])

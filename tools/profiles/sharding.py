@@ -1,6 +1,6 @@
 """How well drawn cases of sharded training cover what they must, while each is run and compared::
 
-    python -m pytest_smp.strategies.sharding_profile --cases 2000
+    python -m tools.profiles.sharding --cases 2000
 
 Every case trains on a world of the backend, and is compared with one process, bit for bit: in the tier
 "exact" with the plain loop, in the tier "replayed" with the loop in the published order. The exit status is 1
@@ -16,13 +16,13 @@ import time
 
 from hypothesis import strategies as st
 
-from pytest_smp.strategies.training_profile import Profile, run_profile
 from pytest_smp.strategies.training_sharding import (
     DTYPES,
     ShardedTraining,
     sharded_features,
     sharded_trainings,
 )
+from tools.profiles.training import Profile, run_profile
 
 #: The rows that must be well covered, as far as there are ranks for them.
 WANTED = (

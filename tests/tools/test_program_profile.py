@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from pytest_smp.ranks.backends import open_backend
 from pytest_smp.ranks.capabilities import Capabilities, Capability
-from pytest_smp.strategies.communication import profile
+from tools.profiles import programs as profile
 
 GROUPS = {Capability.GROUPS, Capability.GROUP_ORDER}
 FEW = Capabilities(frozenset({Capability.PROCESS_GROUPS, Capability.BARRIER, *GROUPS}))

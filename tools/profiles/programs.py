@@ -1,6 +1,6 @@
 """Many programs on a backend: a count of false alarms and of cells hit, a score of the verdicts.
 
-    python -m pytest_smp.strategies.communication.profile --valid 20000 --invalid 5000
+    python -m tools.profiles.programs --valid 20000 --invalid 5000
 
 Program number n is drawn from the seed n alone, and valid ones are made to hit the cells in turn,
 so with more programs than cells each cell is hit.

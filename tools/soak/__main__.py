@@ -19,11 +19,11 @@ from typing import Any
 from pytest_smp.ranks.backends import open_backend
 from pytest_smp.ranks.faults import Claim
 from pytest_smp.ranks.protocols import Host, HostOptions, Job, Report, VerdictKind
-from pytest_smp.soak import leaks, programs, verdicts
-from pytest_smp.soak.inside import Inside
-from pytest_smp.soak.leaks import Held
-from pytest_smp.soak.programs import Arguments
-from pytest_smp.soak.verdicts import Case
+from tools.soak import leaks, programs, verdicts
+from tools.soak.inside import Inside
+from tools.soak.leaks import Held
+from tools.soak.programs import Arguments
+from tools.soak.verdicts import Case
 
 _ENDING = 5.0  # seconds that processes get to end after the host was closed
 
@@ -251,7 +251,7 @@ def _left(own: str, shared: set[str], processes: set[int]) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse, run, print."""
-    parser = argparse.ArgumentParser(prog="python -m pytest_smp.soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.soak", description=__doc__)
     parser.add_argument("--backend", default="gloo")
     parser.add_argument("--faults", type=int, default=0, help="random faults")
     parser.add_argument("--tests", type=int, default=0, help="short tests on one pool")

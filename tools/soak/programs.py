@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import smp_core.torch as smp
-from pytest_smp.soak.collectives import TORCH, Names, expect
-from pytest_smp.soak.inside import Inside
+from tools.soak.collectives import TORCH, Names, expect
+from tools.soak.inside import Inside
 
 #: Bytes that each rank writes in a step that writes.
 SIZE = 1 << 16

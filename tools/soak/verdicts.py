@@ -23,10 +23,10 @@ from pytest_smp.ranks.faults import (
     Unpicklable,
 )
 from pytest_smp.ranks.protocols import OutcomeKind, Report, VerdictKind
-from pytest_smp.soak import programs
-from pytest_smp.soak.inside import Inside
-from pytest_smp.soak.programs import Step
 from smp_core.errors import InjectedError, PayloadError
+from tools.soak import programs
+from tools.soak.inside import Inside
+from tools.soak.programs import Step
 
 
 @dataclasses.dataclass(frozen=True)

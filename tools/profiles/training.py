@@ -1,6 +1,6 @@
 """How well drawn training cases cover what they must, while each is run and compared::
 
-    python -m pytest_smp.strategies.training_profile --cases 2000
+    python -m tools.profiles.training --cases 2000
 
 Every case trains on a world of the backend, and is compared with plain PyTorch, bit for bit: in the
 tier "exact" with the plain loop, in the tier "replayed" with the loop in the published order. The exit
