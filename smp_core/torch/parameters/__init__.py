@@ -1,1 +1,1 @@
-"""Facts of single parameters: delayed values, the owning rank, ties and registered uses."""
+"""Single parameters of a model: delayed values, the owning rank, shared memory and registered uses."""

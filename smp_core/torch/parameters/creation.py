@@ -1,16 +1,15 @@
-"""Delayed initialisation: inside, tensors are made without memory, and what was done to them is
-written on a tape; later any one of them is made real by replaying its part of the tape.
+"""Delayed initialisation: in its context tensors are made without memory, and a tape records the operators on them.
+Later any tensor gets its values by a replay of its part of the tape.
 
-Every tensor that an operator makes inside is on ``meta``. An operator on such tensors runs on meta and
-is recorded, with the tensors named by storage and geometry, so views need no record. A random
-operator also runs once on scratch memory of the same shape, which moves the generator as if nothing
-were delayed, and its record holds the state that the generator had: so replay gives the very values
-of the code without the context, and what follows the context draws what it would have drawn. The most
-memory in use at a time is that of one operator. (ENGINES 1.11; no seed per name is needed, and
-values set by a parent, as by ``self.apply(self._init_weights)``, are kept.)
+Every tensor that an operator makes in the context is on ``meta``. An operator on such tensors runs on meta and is
+recorded. The record names tensors by storage and geometry, so views need no record of their own. A random operator also
+runs once on scratch memory of the same shape, which advances the generator as if nothing were delayed, and its record
+holds the generator's state before. A replay therefore gives exactly the values of the code without the context, and
+code after the context draws the same numbers as without it. The peak of memory is that of one operator. (ENGINES 1.11;
+seeds per name are not needed, and values that a parent sets, as by ``self.apply(self._init_weights)``, are kept.)
 
-An operator that needs values (``.item()``, ``nonzero``) gets them by a replay. What leaves torch
-(``.numpy()``) is refused by torch itself.
+An operator that needs values (``.item()``, ``nonzero``) gets them by a replay. Torch itself refuses conversions to
+other libraries (``.numpy()``).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _NEEDS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Ref:
-    """A recorded tensor: its storage's number on the tape, and how it lies in it."""
+    """A recorded tensor: the number of its storage on the tape, and its geometry there."""
 
     storage: int
     dtype: torch.dtype
@@ -47,43 +46,51 @@ class _Ref:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Record:
-    """One operator that made or changed storages."""
+    """One operator that made or changed storages.
+
+    Attributes:
+        func, args, kwargs: the call, with delayed tensors as references.
+        random: the generator's state before the call; None if the operator draws nothing.
+        made: pairs (position among the results, storage).
+        touches: the storages of the arguments.
+        writes: the storages that the operator makes or changes.
+    """
 
     func: Any
     args: Any
     kwargs: Any
-    random: torch.Tensor | None  # the generator's state before, if it drew
-    made: tuple[tuple[int, int], ...]  # (position among the results, storage)
-    touches: frozenset[int]  # storages that it reads
+    random: torch.Tensor | None
+    made: tuple[tuple[int, int], ...]
+    touches: frozenset[int]
     writes: frozenset[int]
 
 
 class Tape:
-    """What happened to the delayed tensors of one rank, in order."""
+    """The operators on the delayed tensors of one rank, in order."""
 
     def __init__(self) -> None:
         self._records: list[_Record] = []
         self._numbers: dict[int, int] = {}
-        self._storages: list[torch.UntypedStorage] = []  # kept, so that no number is used again
+        self._storages: list[torch.UntypedStorage] = []  # alive, so torch gives no address twice
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether this is a tensor that was made on this tape, or a view of one."""
+        """Whether a tensor was made on this tape, or is a view of one."""
         strided = tensor.layout is torch.strided
         return strided and tensor.untyped_storage()._cdata in self._numbers
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The real values of a known tensor, in its geometry; new memory."""
+        """The values of a delayed tensor, in its geometry and in new memory."""
         return self._replayed([self._refer(tensor)])(self._refer(tensor))
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Carry out one operator of the code inside the context."""
+        """Run and record one operator of the code in the context."""
         inputs = [each for each in _leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         delayed = [each for each in inputs if self.knows(each)]
         if any(tag in func.tags for tag in _NEEDS_VALUES) and delayed:
             real = self._replayed([self._refer(each) for each in delayed])
             return func(*self._swap(args, real), **self._swap(kwargs, real))
         if inputs and not delayed:
-            return func(*args, **kwargs)  # on values that are there
+            return func(*args, **kwargs)  # all arguments have values
         random = None
         if torch.Tag.nondeterministic_seeded in func.tags:
             generator = kwargs.get("generator")
@@ -93,7 +100,7 @@ class Tape:
             ).fill_(0)
             func(*self._swap(args, scratch), **self._swap(kwargs, scratch))
         if kwargs.get("device") == _META:
-            kwargs = {**kwargs, "device": torch.device("cpu")}  # where replay is to make it
+            kwargs = {**kwargs, "device": torch.device("cpu")}  # the device of the replay
         results = func(*_to_meta(args), **self._meta_kwargs(func, kwargs))
         self._record(func, args, kwargs, random, results)
         return results
@@ -101,7 +108,7 @@ class Tape:
     def _meta_kwargs(self, func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         meta: dict[str, Any] = _to_meta(kwargs)
         if "generator" in meta:
-            meta["generator"] = None  # one of the CPU does not serve meta
+            meta["generator"] = None  # meta takes no generator of the CPU
         if any(argument.name == "device" for argument in func._schema.arguments):
             meta["device"] = _META
         meta.pop("pin_memory", None)
@@ -123,7 +130,7 @@ class Tape:
                 self._storages.append(storage)
         writes.update(number for _, number in made)
         if not writes:
-            return  # a view, or nothing at all
+            return  # a view, or an operator without tensors
         args, kwargs = named = self._name((args, kwargs))
         touches = frozenset(each.storage for each in _leaves(named) if isinstance(each, _Ref))
         self._records.append(
@@ -137,7 +144,7 @@ class Tape:
         )
 
     def _name(self, tree: Any) -> Any:
-        """Delayed tensors by reference, others by value: they may change later."""
+        """Replace delayed tensors by references and copy the others, which may change before the replay."""
         return tree_map(
             lambda leaf: (
                 leaf
@@ -160,7 +167,7 @@ class Tape:
         )
 
     def _replayed(self, wanted: list[_Ref]) -> Callable[[_Ref], torch.Tensor]:
-        """Make real what the wanted tensors depend on; returns the look-up of real tensors."""
+        """Replay the records that the wanted tensors depend on. Returns the look-up from reference to tensor."""
         needed = {ref.storage for ref in wanted}
         part: list[_Record] = []
         for record in reversed(self._records):
@@ -188,7 +195,7 @@ class Tape:
 
 @contextlib.contextmanager
 def _drawing_from(state: torch.Tensor | None, kwargs: dict[str, Any]) -> Iterator[None]:
-    """While entered, random operators draw as from a generator in this state."""
+    """While entered, random operators draw from a generator in this state."""
     if state is None:
         yield
     elif kwargs.get("generator") is not None:
@@ -219,7 +226,7 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def _bound(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    """The schema's arguments with what was given for them."""
+    """The schema's arguments with the values given for them."""
     for index, argument in enumerate(func._schema.arguments):
         if index < len(args):
             yield argument, args[index]
@@ -228,7 +235,7 @@ def _bound(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
 
 
 class _Delaying(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sends every operator of this thread through the tape."""
+    """A mode that sends every operator of this thread through the tape."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -241,8 +248,9 @@ class _Delaying(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Pretending(TorchFunctionMode):
-    """Delayed tensors say that they are on the CPU: functions of ``torch.nn.init`` leave out what is
-    on meta, and would leave it without values.
+    """A mode in which delayed tensors claim to be on the CPU.
+
+    Functions of ``torch.nn.init`` skip tensors on meta, which would then stay without values.
     """
 
     def __init__(self, tape: Tape) -> None:
@@ -267,7 +275,7 @@ _PRETENDED: dict[Any, Any] = {
 
 @contextlib.contextmanager
 def delayed() -> Iterator[None]:
-    """While entered, this rank's new tensors are delayed. Inside another one it does nothing."""
+    """While entered, new tensors of this rank are delayed. A nested context does nothing."""
     session = sessions.current("smp.delay_param_initialization")
     if session.tape is None:
         session.tape = Tape()
@@ -281,20 +289,20 @@ def delayed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def recording(tape: Tape) -> Iterator[None]:
-    """While entered, what this thread makes goes to ``tape``."""
+    """While entered, ``tape`` records the operators of this thread."""
     with _Pretending(tape), _Delaying(tape):
         yield
 
 
 def is_delayed(module: nn.Module) -> bool:
-    """Whether a parameter of the module has no values yet; such a model cannot be traced."""
+    """Whether a parameter of the module has no values yet, so that the model cannot be traced."""
     return any(parameter.is_meta for parameter in module.parameters())
 
 
 def value(session: Session, tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """The values of a parameter or buffer: its own memory, or made now if it was delayed.
+    """The values of a parameter or buffer: its own memory, or new memory if the tensor is delayed.
 
-    Raises UnsupportedTrainingError for a tensor on meta that was not made in one of our contexts.
+    Raises UnsupportedTrainingError for a tensor on meta that no context of delayed initialisation has made.
     """
     if not tensor.is_meta:
         return tensor.detach()

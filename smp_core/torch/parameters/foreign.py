@@ -1,9 +1,8 @@
-"""A parameter or buffer that another rank owns says so when it is read, instead of failing by its
-shape.
+"""Parameters and buffers of another pipeline rank, which raise an error that names their owner if they are read.
 
-After placement the tensor object stays in the tree, emptied, and its class becomes one of these two.
-What only asks about the tensor, or moves or stores it (``model.to``, ``repr``, ``pickle``,
-``zero_grad``) goes on as for any empty tensor; what computes with it raises.
+After placement the tensor object stays in the module tree, emptied, and its class becomes one of the two classes here.
+Operations that query, move or store the tensor (``model.to``, ``repr``, ``pickle``, ``zero_grad``) work as on any empty
+tensor. Operations that compute with it raise.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _ASKING = {
     "is_same_size", "_has_compatible_shallow_copy_type", "_typed_storage", "storage",
     "_reduce_ex_internal", "_rev_view_func_unsafe", "is_inference", "is_nonzero_static",
 }  # fmt: skip
-#: Allowed, and what comes out is foreign, too: ``Module.to``, initialisation.
+#: Allowed, with a foreign result: ``Module.to``, initialisation.
 _MOVING = {
     "to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16", "clone", "contiguous",
     "zero_", "fill_", "copy_", "normal_", "uniform_", "set_", "empty_like",
@@ -36,7 +35,7 @@ _MOVING = {
 
 
 class _Foreign:
-    """What the two classes share; ``_smp_foreign`` is (full name, kind, owner, own pp rank)."""
+    """The base of the two classes. ``_smp_foreign`` is (full name, kind, owner, own pp rank)."""
 
     _smp_foreign: tuple[str, str, int, int]
 
@@ -63,10 +62,8 @@ class ForeignBuffer(_Foreign, torch.Tensor):
 
 
 def mark(tensor: torch.Tensor, name: str, kind: str, owner: int, here: int) -> None:
-    """Make ``tensor``, already emptied, refuse computations from now on.
-
-    A parameter of a class of its own keeps it: the shape error of an empty tensor is left then.
-    """
+    """Make ``tensor``, already emptied, refuse computations from now on."""
+    # A subclass stays as it is: a computation with it fails by its empty shape.
     if type(tensor) is nn.Parameter:
         tensor.__class__ = ForeignParameter
     elif type(tensor) is torch.Tensor:
@@ -77,7 +74,7 @@ def mark(tensor: torch.Tensor, name: str, kind: str, owner: int, here: int) -> N
 
 
 def unmark(tensor: torch.Tensor) -> None:
-    """Undo ``mark``: the tensor may be given values and read again."""
+    """Undo ``mark``, so that the tensor can be given values and read again."""
     before = {ForeignParameter: nn.Parameter, ForeignBuffer: torch.Tensor}.get(type(tensor))
     if before is not None:
         vars(tensor).pop("_smp_foreign", None)
@@ -85,12 +82,12 @@ def unmark(tensor: torch.Tensor) -> None:
 
 
 def is_foreign(tensor: object) -> bool:
-    """Whether the tensor is another rank's, as ``mark`` left it."""
+    """Whether ``mark`` has made the tensor refuse computations."""
     return isinstance(tensor, _Foreign)
 
 
 def refuse(tensor: _Foreign, operation: str) -> None:
-    """Raise PartitionError: which parameter, whose, who reads it, what to do."""
+    """Raise PartitionError with the name of the parameter, its owner, its reader and the remedy."""
     name, kind, owner, here = tensor._smp_foreign
     path, _, _ = name.rpartition(".")
     raise PartitionError(
@@ -101,9 +98,7 @@ def refuse(tensor: _Foreign, operation: str) -> None:
 
 
 def _reader() -> str:
-    """The innermost module among the callers, in words: only a message needs it, so it is looked for
-    when one is made.
-    """
+    """The innermost module among the callers, in words for an error message."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_locals.get("self")
@@ -122,7 +117,7 @@ def _model_modules() -> list[tuple[str, nn.Module]]:
 
 
 def _first(tree: Any) -> Any:
-    """The first foreign tensor in the arguments of an operation; there is one."""
+    """The first foreign tensor in the arguments of an operation, which have at least one."""
     if isinstance(tree, _Foreign):
         return tree
     parts = tree.values() if isinstance(tree, dict) else tree

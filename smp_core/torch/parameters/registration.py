@@ -1,9 +1,8 @@
 """``smp.register_parameter``: a module uses a parameter that it does not own (AWS Sharded Data Parallelism).
 
-What is read as an attribute of any module of the model is found without it: ``self.layer1.weight``. A
-parameter that a module holds in a list, a closure or any object of its own is read past the
-model, and there is only a shard to be seen. Registered, it is put in its place: while the module is called,
-functions of torch that are given the parameter get the whole one.
+Reads of a parameter as an attribute of any module of the model, such as ``self.layer1.weight``, need no registration.
+A parameter in a list, a closure or another object of a module's own is read past the model, where only its shard is
+visible. For a registered parameter, functions of torch get the unsharded one while the module is called.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def register_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Declare that ``module`` uses ``parameter``, which another module of the model owns; before or after
-    the model is wrapped. It is needed with sharded data parallelism only.
+    """Declare that ``module`` uses ``parameter``, which another module of the model owns.
 
-    Raises ArgumentTypeError for what is no module, or no parameter.
+    Call it before or after the model is wrapped. Only sharded data parallelism needs it. Raises ArgumentTypeError if an
+    argument is no module, or no parameter.
     """
     sessions.current("smp.register_parameter")
     if not isinstance(module, nn.Module):
@@ -48,11 +47,9 @@ def register_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
 def entered(
     module: nn.Module, read: Callable[[nn.Parameter], nn.Parameter]
 ) -> AbstractContextManager[Any]:
-    """While entered, a call of ``module`` finds the parameters that are registered with it whole, as
-    ``read`` gives them.
-
-    At degree 1, too: what is registered counts as read in the call, in one order of sums at every degree.
-    """
+    """While entered, a call of ``module`` gets its registered parameters unsharded, by ``read``."""
+    # At sharding degree 1, too: a registered parameter counts as read in the call at every degree, so sums have one
+    # order.
     registered = vars(module).get(REGISTERED)
     return _Replacing(registered, read) if registered else _NOTHING
 

@@ -1,5 +1,5 @@
-"""Which parameters and buffers of a model are one and the same memory, so that one rank must own
-them (API 1.7: modules that share a parameter go on the same partition).
+"""Shared memory between the parameters and buffers of a model, which one rank must own (API 1.7: modules that share a
+parameter go on the same partition).
 """
 
 from __future__ import annotations
@@ -13,18 +13,27 @@ from torch import nn
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """One registration of a parameter or buffer: the same tensor may be registered many times."""
+    """One registration of a parameter or buffer. A tensor may have several.
 
-    name: str  #: with the module's path in front, as ``named_parameters`` has it
-    module: str  #: path of the module that registers it; "" is the root
+    Attributes:
+        name: the full name, as in ``named_parameters``.
+        module: the path of the registering module; "" is the root.
+        owner: the registering module.
+        tensor: the parameter or buffer.
+        kind: "parameter" or "buffer".
+    """
+
+    name: str
+    module: str
     owner: nn.Module
     tensor: torch.Tensor
-    kind: str  #: "parameter" or "buffer"
+    kind: str
 
 
 def entries(module: nn.Module) -> Iterator[Entry]:
-    """Every registration below ``module``, in the order of ``named_modules``, parameters first in
-    each module. A module with several parents comes once, by its first path.
+    """Every registration below ``module`` in the order of ``named_modules``, parameters before buffers.
+
+    A module with several parents comes once, by its first path.
     """
     for path, child in module.named_modules():
         prefix = f"{path}." if path else ""
@@ -37,8 +46,9 @@ def entries(module: nn.Module) -> Iterator[Entry]:
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int, int] | None:
-    """(storage, first byte, byte after the last) of what the tensor can read; None if it reads
-    nothing, or its memory cannot be told (meta, sparse, not yet initialised).
+    """(storage, first byte, byte after the last) of the tensor's memory.
+
+    None for an empty tensor, and where memory is unknown (meta, sparse, not yet initialised).
     """
     if nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided or tensor.is_meta:
         return None
@@ -53,11 +63,10 @@ def span(tensor: torch.Tensor) -> tuple[int, int, int] | None:
 
 
 def shared(module: nn.Module) -> list[list[Entry]]:
-    """Groups of two or more registrations of the same memory, in order of their first names.
+    """Groups of two or more registrations that share memory, in the order of their first names.
 
-    The same memory is the same tensor, or tensors that overlap in one storage (as after
-    ``a.weight = nn.Parameter(b.weight.data)``): plain PyTorch changes both when one changes.
-    Slices of one storage that do not overlap (a flat buffer of parameters) are not shared.
+    Two registrations share memory if they have one tensor, or tensors that overlap in one storage (as after
+    ``a.weight = nn.Parameter(b.weight.data)``). Disjoint slices of one storage (a flat buffer) share none.
     """
     listed = list(entries(module))
     leader = list(range(len(listed)))

@@ -1,22 +1,20 @@
-"""The automatic partition: the model's *atoms* in the order of their first call, cut into contiguous
-segments of nearly equal cost.
+"""The automatic partition: the model's *atoms*, in the order of their first call, are cut into contiguous segments of
+nearly equal cost.
 
-An atom is what stays on one rank: a leaf, a module of torch.nn that is no container (it may read its
-children's parameters without calling them), or the own parameters of a module whose children are
-divided. Atoms that share a parameter, or of which one reads the other's parameters, are one atom. The
-children of every module come one after the other, so a cut in the sequence divides them into
-contiguous segments at every level of the tree; a module whose children are divided runs on the rank
-of its first atom, and the root on rank 0.
+An atom stays on one rank. Atoms are leaf modules, modules of torch.nn except containers (they may read parameters of
+their children without calling them), and the own parameters of a module whose children are divided. Atoms that share a
+parameter are merged, and so are two atoms of which one reads a parameter of the other. The atoms of a module are
+contiguous in the sequence, so a cut divides every module of the tree into contiguous segments. A module whose children
+are divided runs on the rank of its first atom. The root runs on rank 0.
 
-The cost of an atom is ``memory_weight`` x its share of all bytes + (1 - ``memory_weight``) x its share
-of all traced cost; without a trace, of bytes alone.
+The cost of an atom is ``memory_weight`` x its share of all bytes + (1 - ``memory_weight``) x its share of all traced
+cost; without a trace, its share of all bytes.
 
-**Bound.** With total cost T and largest atom A, over P partitions of n >= P atoms, the heaviest
-partition costs at most 1.1 T / P + A. Let M be the least possible maximum over P contiguous segments.
-Filling segments from the left, each closed as soon as it reaches T / P, costs at most T / P + A each
-and needs at most P of them, so M <= T / P + A. Cuts between modules high in the tree are preferred to
-cuts inside them, as long as no segment costs more than M + 0.1 T / P. (API 9.8: any balanced
-assignment that keeps shared parameters together.)
+**Bound.** With total cost T and largest atom A, over P partitions of n >= P atoms, the heaviest partition costs at most
+1.1 T / P + A. Let M be the least possible maximum over P contiguous segments. Segments that are filled from the left,
+each until it reaches T / P, cost at most T / P + A each, and P of them suffice, so M <= T / P + A. Cuts between modules
+high in the tree are preferred to cuts inside them, as long as no segment costs more than M + 0.1 T / P. (API 9.8: any
+balanced assignment that keeps shared parameters together.)
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from torch import nn
 from smp_core.torch.parameters import sharing
 from smp_core.torch.pipeline.tracing import Trace
 
-SLACK = 0.1  #: by how much of T / P a segment may be heavier than needed, for a better cut
+SLACK = 0.1  #: the part of T / P by which a segment may exceed the least maximum, for a cut higher in the tree
 _CONTAINERS = (
     nn.Sequential, nn.ModuleList, nn.ModuleDict,
     nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder,
@@ -38,7 +36,7 @@ _CONTAINERS = (
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Atom:
-    """Modules that stay together; ``depth`` is that of the cut before it (0: below the root)."""
+    """Modules that stay together. ``depth`` is the depth of the cut before the atom, 0 below the root."""
 
     modules: list[nn.Module]
     depth: int
@@ -50,9 +48,9 @@ class Atom:
 def assign(
     module: nn.Module, degree: int, memory_weight: float, trace: Trace | None = None
 ) -> dict[nn.Module, int]:
-    """The partition of each module of the tree; the same for the same arguments.
+    """The partition of each module of the tree, as a deterministic function of the arguments.
 
-    At least ``min(degree, atoms)`` partitions are used, the lowest ones.
+    The lowest ``min(degree, atoms)`` partitions are used.
     """
     atoms = weigh(module, atoms_of(module, trace), memory_weight, trace)
     starts = cut([atom.weight for atom in atoms], [atom.depth for atom in atoms], degree)
@@ -64,7 +62,7 @@ def assign(
 
 
 def atoms_of(module: nn.Module, trace: Trace | None) -> list[Atom]:
-    """The atoms in order of first call (of definition, without a trace), shared ones merged."""
+    """The atoms, merged where they share parameters, in the order of first calls; without a trace, of definition."""
     builder = _Builder(module, trace)
     builder.divide(module, 0)
     return builder.merged(module)
@@ -73,7 +71,7 @@ def atoms_of(module: nn.Module, trace: Trace | None) -> list[Atom]:
 def weigh(
     module: nn.Module, atoms: list[Atom], memory_weight: float, trace: Trace | None
 ) -> list[Atom]:
-    """Fill in bytes, cost and weight. Memory that is registered several times counts once."""
+    """Compute bytes, cost and weight of each atom. A tensor that is registered several times counts once."""
     home = {child: atom for atom in atoms for child in atom.modules}
     counted: set[int] = set()
     for entry in sharing.entries(module):
@@ -96,7 +94,7 @@ def weigh(
 
 
 def callable_module(module: nn.Module) -> bool:
-    """Whether the module has a forward. One without is read by the module above it."""
+    """Whether the module has a forward. The parent reads a module without one."""
     forward = getattr(type(module), "forward", None)
     return forward is not nn.Module.forward or "forward" in vars(module)
 
@@ -131,7 +129,7 @@ class _Builder:
         first = len(self.atoms)
         for part in parts:
             if part not in self.seen:
-                # What is entered first is entered where the module is: that cut is as high as it.
+                # The first child runs where the module runs, so the cut before it is as high as the module.
                 self.divide(part, depth if stay and len(self.atoms) == first else depth + 1)
         if len(self.atoms) > first:
             self.atoms[first].modules.extend(stay)
@@ -139,7 +137,7 @@ class _Builder:
             self.atoms.append(Atom(stay, depth))
 
     def _parts(self, module: nn.Module, stay: list[nn.Module]) -> list[nn.Module]:
-        """The modules below that can be elsewhere, in order; the others are added to ``stay``."""
+        """The modules below that may lie on other partitions, in order. The others are added to ``stay``."""
         parts: list[nn.Module] = []
         for child in module.children():
             if child in self.seen or child in parts or child in stay:
@@ -148,7 +146,9 @@ class _Builder:
                 stay.extend(each for each in child.modules() if each not in self.seen)
                 self.seen.update(child.modules())
             elif not callable_module(child):
-                stay.append(child)  # a list of modules: its members are the module's own parts
+                stay.append(
+                    child
+                )  # a list of modules, whose members count as the module's children
                 self.seen.add(child)
                 parts.extend(self._parts(child, stay))
             else:
@@ -156,7 +156,7 @@ class _Builder:
         return sorted(parts, key=self.rank.__getitem__)
 
     def _read_in_place(self, child: nn.Module) -> bool:
-        """Whether whoever is above uses the child's parameters without calling it."""
+        """Whether a module above uses the child's parameters without calling the child."""
         own = next(iter(child.parameters(recurse=False)), None) is not None
         if not callable_module(child):
             return own
@@ -165,7 +165,7 @@ class _Builder:
         )
 
     def merged(self, module: nn.Module) -> list[Atom]:
-        """Atoms that must be together, at the place of the first of them."""
+        """The atoms after merging. A merged atom has the place of its first part."""
         home = {child: index for index, atom in enumerate(self.atoms) for child in atom.modules}
         leader = list(range(len(self.atoms)))
 
@@ -195,8 +195,9 @@ def _divisible(module: nn.Module) -> bool:
 
 
 def cut(weights: list[float], depths: list[int], degree: int) -> list[int]:
-    """Where each of min(degree, n) segments starts: within the slack of the least maximum, the sum
-    of the depths of the cuts is least; the leftmost cuts among equals.
+    """The starts of min(degree, n) segments, none heavier than the least maximum plus the slack.
+
+    Among such cuts the sum of their depths is least; among equals, the cuts are leftmost.
     """
     count, segments = len(weights), min(degree, len(weights))
     sums = [0.0, *itertools.accumulate(weights)]

@@ -1,7 +1,7 @@
-"""Which rank owns which module, and how parameters and buffers get there.
+"""Placement: the owner of each module, and the distribution of parameters and buffers to their owners.
 
-``decide`` turns the contexts of ``smp.partition`` (or the automatic partition) into a Placement, on
-one rank; ``settle`` tells it to all; ``distribute`` moves what the module tree holds.
+On one rank, ``decide`` turns the contexts of ``smp.partition``, or the automatic partition, into a Placement. ``settle``
+broadcasts the Placement. ``distribute`` sends every owner its parameters and buffers.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from smp_core.torch.session import Owners, Session
 from smp_core.transport.protocols import Group
 
 MARK = "_smp_partition"  #: attribute in which smp.partition leaves its index on a module
-SHAPES = (
-    "_smp_shapes"  #: attribute of the model: true shapes by first name, of what is emptied, too
-)
-_CHUNK = 32 << 20  # bytes of tensors that pass between ranks at a time
+#: Attribute of the model: true shapes by first name, also of emptied parameters and buffers.
+SHAPES = "_smp_shapes"
+_CHUNK = 32 << 20  # bytes of tensors in one broadcast
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """The owner, a pp rank, of every module, parameter and buffer, by every name that it has.
+    """The owner, a pp rank, of every module, parameter and buffer, by each of its names.
 
-    A module on several paths, and a tensor of several names, has one owner.
+    A module with several paths has one owner, and so has a tensor with several names.
     """
 
     degree: int
@@ -60,17 +59,17 @@ class Sharded(Protocol):
 
 
 def decide(session: Session, module: nn.Module, trace: Trace | None = None) -> Placement:
-    """Where everything of ``module`` goes, by the configuration; computed without communication.
+    """Compute the placement of ``module`` from the configuration, without communication.
 
-    ``auto_partition`` is a balanced assignment (see partitioner); otherwise each module goes where
-    ``smp.partition`` or ``smp.set_partition`` put it, and to ``default_partition`` if neither did.
-    In both a module without parameters in its subtree runs where its parent does (1.13), and so
-    does one that cannot be called (ParameterList, ModuleList).
+    With ``auto_partition`` the assignment is balanced (partitioner.py). Otherwise a module goes to the partition that
+    ``smp.partition`` or ``smp.set_partition`` chose, or else to ``default_partition``. In both cases a module without
+    parameters in its subtree follows its parent (1.13), and so does a module without a forward (ParameterList,
+    ModuleList).
 
     Raises PartitionError if modules on different partitions share a parameter or buffer;
     UnsupportedTrainingError for a parameter that is not initialised (lazy modules).
     """
-    if session.restored is not None:  # by a partial checkpoint, which holds a partition
+    if session.restored is not None:  # the partition of a partial checkpoint that was resumed
         restored: Placement = session.restored
         return restored
     config = session.runtime.config
@@ -95,7 +94,7 @@ def decide(session: Session, module: nn.Module, trace: Trace | None = None) -> P
 
 
 def place(module: nn.Module, wanted: Mapping[nn.Module, int], degree: int) -> Placement:
-    """The placement that ``wanted`` asks for, where modules without parameters follow parents."""
+    """The placement by ``wanted``, in which modules without parameters follow their parents."""
     owner = follow_parents(module, wanted)
     modules = {path: owner[child] for path, child in module.named_modules(remove_duplicate=False)}
     parameters: dict[str, int] = {}
@@ -114,7 +113,7 @@ def place(module: nn.Module, wanted: Mapping[nn.Module, int], degree: int) -> Pl
 
 
 def follow_parents(module: nn.Module, wanted: Mapping[nn.Module, int]) -> dict[nn.Module, int]:
-    """The owner of each module: its own wish, or that of the nearest module above it that is called.
+    """The owner of each module: its own entry in ``wanted``, or the owner of its parent.
 
     A module with several parents follows the one that ``named_modules`` meets first.
     """
@@ -140,7 +139,8 @@ def _with_parameters(module: nn.Module) -> set[nn.Module]:
 
 
 def _check_indices(module: nn.Module, wanted: Mapping[nn.Module, int], degree: int) -> None:
-    """A model that was built under another configuration, or unpickled, may carry any index."""
+    """Raise PartitionError for an index out of range."""
+    # A model that was built under another configuration, or unpickled, may have any index.
     for path, child in module.named_modules():
         if not 0 <= wanted[child] < degree:
             raise PartitionError(
@@ -165,11 +165,10 @@ def _check_shared(module: nn.Module, placement: Placement) -> None:
 
 
 def settle(session: Session, make: Callable[[], Placement]) -> Placement:
-    """Collective over the world: ``make()`` runs on pp rank 0 of dp rank 0, and every rank returns
-    its result, or raises its SmpError in the same words.
-
-    One rank decides for all replicas: measured execution times differ between them.
+    """Run ``make()`` on pp rank 0 of dp rank 0. Collective over the world: every rank returns the result, or raises
+    the same SmpError.
     """
+    # One rank decides for all replicas, because measured execution times differ between them.
     runtime = session.runtime
     source, world = _source(session), runtime.group(GroupKind.WORLD)
     if runtime.rank != source:
@@ -198,9 +197,9 @@ def settle(session: Session, make: Callable[[], Placement]) -> Placement:
 
 
 def prepare(session: Session, model: Any) -> None:
-    """Collective over the world, before ``distribute``: keep the true shapes of ``model.module``.
+    """Record the true shapes of ``model.module``. Collective over the world, before ``distribute``.
 
-    Raises PartitionError, on every rank and before anything changes, if the ranks built different models.
+    If the ranks have built different models, every rank raises PartitionError before anything changes.
     """
     module: nn.Module = model.module
     _check_same(session, module)
@@ -211,12 +210,14 @@ def prepare(session: Session, model: Any) -> None:
 def distribute(
     session: Session, model: Any, placement: Placement, sharded: Sharded | None = None
 ) -> None:
-    """Collective over the world: give every rank its own part of ``model.module``, the same on all.
+    """Send every rank its partition of ``model.module``, and free the rest. Collective over the world.
 
-    ``placement`` is the one that ``settle`` returned; ``sharded`` has the parameters of which each rank
-    keeps a shard, if there are any. The values of (pp_rank 0, dp_rank 0) reach the owners and their
-    replicas (API 1.3.8); every rank empties what it does not own, and gives up the memory.
-    Tensor objects stay in the tree.
+    The owners and their replicas get the values of (pp_rank 0, dp_rank 0) (API 1.3.8). Tensor objects stay in the
+    module tree, emptied where another rank owns them.
+
+    Args:
+        placement: the result of ``settle``, the same on all ranks.
+        sharded: the parameters of which each rank keeps a shard.
     """
     module: nn.Module = model.module
     here, source = session.runtime.position(GroupKind.PP), _source(session)
@@ -232,13 +233,13 @@ def distribute(
 
 
 def _pin(module: nn.Module) -> None:
-    """Modules are found by path from now on: a mark is of no more use."""
+    """Remove the marks of ``smp.partition``: from now on the placement counts."""
     for child in module.modules():
         vars(child).pop(MARK, None)
 
 
 def _source(session: Session) -> int:
-    """The world rank whose values count."""
+    """The world rank whose values all ranks get: pp rank 0 of dp rank 0."""
     topology = session.runtime.topology
     return next(
         group[0]
@@ -248,7 +249,7 @@ def _source(session: Session) -> int:
 
 
 def _check_same(session: Session, module: nn.Module) -> None:
-    """Every rank must have built the same tree: names, shapes, dtypes, and what is one tensor."""
+    """Raise PartitionError unless all ranks have the same names, shapes, dtypes and ties between tensors."""
     runtime = session.runtime
     first: dict[int, str] = {}
     manifest = [
@@ -302,7 +303,7 @@ def _send_part(
     source: int,
     sharded: Sharded | None,
 ) -> None:
-    """The values of one partition, from the source to the ranks that own it."""
+    """Broadcast the values of one partition from the source to the ranks that own it."""
     runtime = session.runtime
     topology = runtime.topology
     members = tuple(
@@ -358,12 +359,12 @@ def unique(module: nn.Module) -> Iterator[Entry]:
 
 
 def _packed(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain tensor that shares no memory: a pickled view would drag its whole storage along."""
+    """A copy in memory of its own, because a pickled view brings its whole storage along."""
     return tensor.detach().clone(memory_format=torch.preserve_format)
 
 
 def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Give ``tensor`` these values; the object, and what views of it there are, stay."""
+    """Copy values into ``tensor``. The object stays, and so do views of it."""
     if tensor.is_meta:
         replace(tensor, value)
         return
@@ -372,7 +373,7 @@ def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
         for size, step in zip(tensor.shape, tensor.stride(), strict=True)
         if tensor.numel()
     )
-    if overlaps:  # an expanded buffer: elements share memory, which copy_ refuses
+    if overlaps:  # copy_ refuses an expanded buffer, whose elements share memory
         replace(tensor, value)
         return
     with torch.no_grad():
@@ -380,7 +381,7 @@ def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def replace(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Give ``tensor`` other memory; whoever holds the object, holds it still."""
+    """Give ``tensor`` other memory. The tensor object stays the same."""
     if tensor.is_meta != value.is_meta:
         # `.data =` refuses to change the device type of a tensor without memory.
         parameter = isinstance(tensor, nn.Parameter)
@@ -393,9 +394,7 @@ def replace(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def release(module: nn.Module, placement: Owners, here: int) -> None:
-    """Empty what other ranks own. An own tensor that lies in one storage with an emptied one is moved
-    out of it, since the storage is freed as a whole.
-    """
+    """Empty the tensors that other ranks own."""
     gone: set[int] = set()
     kept: list[tuple[Entry, tuple[int, int, int]]] = []
     for entry in unique(module):
@@ -415,4 +414,5 @@ def release(module: nn.Module, placement: Owners, here: int) -> None:
     together = {id(entry.tensor) for group in sharing.shared(module) for entry in group}
     for entry, (storage, _, _) in kept:
         if storage in gone and id(entry.tensor) not in together:
+            # An own tensor beside an emptied one would keep their common storage alive.
             entry.tensor.data = _packed(entry.tensor)

@@ -1,8 +1,7 @@
-"""A plain run of the whole model on one rank, written down: what is called, in which order, and what
-it costs (API 1.3.8: the trace comes before the partition).
+"""The trace: a plain run of the whole model on one rank that records module calls, their order and their cost (API
+1.3.8: the trace comes before the partition).
 
-The run must leave nothing behind, so buffers, random generators, training flags and gradients are put
-back after it.
+The run leaves no effects: buffers, random generators, training flags and gradients are restored.
 """
 
 from __future__ import annotations
@@ -30,23 +29,34 @@ from smp_core.torch.session import Session
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a module: the ``nth`` of it, by the module at ``caller`` (None: from outside)."""
+    """One module call.
+
+    Attributes:
+        path: of the module.
+        nth: the zero-based index of the call among all calls of the module.
+        caller: the path of the calling module; None for the call of the root.
+        inputs: shapes of the tensors among the arguments.
+        outputs: shapes of the tensors among the results.
+    """
 
     path: str
     nth: int
     caller: str | None
-    inputs: tuple[tuple[int, ...], ...]  #: shapes of the tensors among the arguments
+    inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclasses.dataclass(slots=True)
 class Trace:
-    """What a run showed; plain data.
+    """The record of a run, as plain data.
 
-    ``cost`` and ``bytes`` are a module's own, without those of the modules that it calls, summed
-    over its calls. Cost is floating-point operations of products plus elements of all results, or
-    seconds. Bytes are those of the results, or of what autograd keeps. ``reads`` are pairs (reader,
-    owner): the forward of the one used a parameter of the other.
+    Attributes:
+        unit: of ``cost``: "operations" or "seconds".
+        calls: in the order of their beginnings.
+        cost: by path, a module's own cost without that of modules that it calls, summed over its calls. Operations are
+            floating-point operations of products plus elements of all results.
+        bytes: by path, a module's own bytes: those of its results, or of the tensors that autograd keeps.
+        reads: pairs (reader, owner) of paths: the forward of the reader used a parameter of the owner.
     """
 
     unit: str
@@ -56,7 +66,7 @@ class Trace:
     reads: list[tuple[str, str]] = dataclasses.field(default_factory=list)
 
     def first_calls(self) -> dict[str, int]:
-        """Position of the first call of each module that was called."""
+        """The position of the first call of each module that was called."""
         first: dict[str, int] = {}
         for index, call in enumerate(self.calls):
             first.setdefault(call.path, index)
@@ -64,8 +74,9 @@ class Trace:
 
 
 def check_options(trace_device: object, trace_execution_times: bool) -> None:
-    """Refuse an unknown device, and times on "cpu" (API 1.7). On this port both devices mean
-    the CPU. Raises ArgumentError.
+    """Refuse an unknown device, and execution times on "cpu" (API 1.7). Raises ArgumentError.
+
+    Both names of devices mean the CPU here.
     """
     if trace_device not in ("cpu", "gpu"):
         raise ArgumentError(
@@ -79,11 +90,11 @@ def check_options(trace_device: object, trace_execution_times: bool) -> None:
 
 
 class Tracer(contextlib.ExitStack):
-    """While entered, calls of ``module`` and what is below it are recorded into ``trace``.
+    """While entered, ``trace`` records calls of ``module`` and of the modules below it.
 
-    ``execution_times`` measures seconds rather than counting operations; ``memory_usage`` measures
-    what autograd keeps rather than estimating it by the results. With a session, ``smp.is_tracing``
-    is true inside. Not re-entrant; raises what the run raises, after everything is put back.
+    ``execution_times`` measures seconds instead of counting operations. ``memory_usage`` measures the memory that
+    autograd keeps instead of estimating it from the results. With a session, ``smp.is_tracing`` is true in the context.
+    An exception of the run passes through after everything has been restored. The context cannot be entered twice.
     """
 
     def __init__(
@@ -98,9 +109,9 @@ class Tracer(contextlib.ExitStack):
         self.trace = Trace("seconds" if execution_times else "operations")
         self._module, self._session = module, session
         self._times, self._measured = execution_times, memory_usage
-        self._stack: list[list[Any]] = []  # path, seconds of callees
+        self._stack: list[list[Any]] = []  # of calls in progress: path, seconds of callees
         self._counts: dict[str, int] = {}
-        # Storages that are counted already; parameters are no activations, nor are views of them.
+        # Storages that do not count again. Parameters and views of them are no activations.
         self._kept = {each.untyped_storage()._cdata for each in module.parameters()}
 
     def __enter__(self) -> Tracer:
@@ -150,7 +161,7 @@ class Tracer(contextlib.ExitStack):
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is not torch.strided:
-            return tensor  # has no storage of its own
+            return tensor  # a sparse tensor has no storage of its own
         storage = tensor.untyped_storage()
         if self._stack and storage._cdata not in self._kept:
             self._kept.add(storage._cdata)
@@ -160,7 +171,7 @@ class Tracer(contextlib.ExitStack):
 
 
 def _patch(module: nn.Module, record: Callable[..., Any]) -> Callable[[], None]:
-    """Route calls of ``module.forward`` through ``record(forward, ...)``; returns the undoing."""
+    """Route calls of ``module.forward`` through ``record(forward, ...)``. Returns the function that undoes it."""
     before = vars(module).get("forward")
     vars(module)["forward"] = functools.partial(record, module.forward)
 
@@ -175,7 +186,7 @@ def _patch(module: nn.Module, record: Callable[..., Any]) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def _unchanged(module: nn.Module) -> Any:
-    """What a run may change in the model and in the process is as before afterwards."""
+    """Restore on exit everything that a run may change in the model and in the process."""
     buffers = [(child, dict(child._buffers)) for child in module.modules()]
     values = {
         id(each): (each, each.detach().clone()) for _, own in buffers for each in own.values()
@@ -211,7 +222,7 @@ def _unchanged(module: nn.Module) -> Any:
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what each operator costs, for the innermost module that is running."""
+    """A mode that adds the cost of each operator to the innermost module in progress."""
 
     def __init__(self, stack: list[list[Any]], trace: Trace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -232,7 +243,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Reads(TorchFunctionMode):
-    """Notes when a module's forward uses a parameter that is another module's."""
+    """A mode that records each use of another module's parameter in a module's forward."""
 
     def __init__(self, module: nn.Module, stack: list[list[Any]], trace: Trace) -> None:
         super().__init__()
