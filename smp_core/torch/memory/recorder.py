@@ -8,27 +8,26 @@
     recorder.samples[-1].bytes["gradients"]
     recorder.peak()
 
-Counted are storages: each once, whole, padding and all, from when somebody has it until it is freed,
-which a weak reference tells. Nothing is estimated, and what the engine believes it has freed but has not
-is seen. A storage that is of several kinds counts as the first of them:
+The recorder counts storages: each once, whole, with its padding, until a weak reference shows that it is freed. Nothing
+is estimated, so memory that the engine fails to free is counted. A storage of several kinds counts as the first of them:
 
 =============== ==============================================================================
-parameters      what ``p.data`` has, of a split parameter the part with its padding; buffers
-masters         the float32 values of 16-bit parameters, or the parts of shard_optimizer_state
+parameters      ``p.data``, for a sharded parameter the shard with its padding; buffers
+masters         the float32 values of 16-bit parameters, or the owned ranges of shard_optimizer_state
 optimizer       the tensors of the optimizer's state
 gradients       ``p.grad``, that of masters, sums of microbatches and of steps of accumulation
-gathered        parameters that are whole for a while
-activations     what autograd, or an activation checkpoint, has saved for backward
-exchanged       what collectives send from and receive into
+gathered        unsharded parameters
+activations     tensors that autograd, or an activation checkpoint, has saved for backward
+exchanged       the buffers that collectives send from and receive into
 =============== ==============================================================================
 
-Not counted: temporaries inside an operator or a module, inputs and outputs that autograd does not need,
-what a backend copies for itself, Python's objects.
+Temporaries inside an operator or a module, inputs and outputs that autograd does not need, copies of a backend's own
+and Python's objects are not counted.
 
-Events, with what they are about: ``begin`` (the recorder), ``call`` (of a module is over), ``gathered`` and
-``released`` (the first parameter of a unit), ``gradient`` (one has come, of a call), ``sent`` (a bucket of
-gradients), ``reduced`` or, before a window's end, ``accumulated`` (at the end of a step), ``update`` (by the
-optimizer), ``end``. A sample is taken right after its event.
+The events are ``begin`` (of the recorder), ``call`` (a module call has ended), ``gathered`` and ``released`` (a unit, by
+its first parameter), ``gradient`` (one contribution of a call), ``sent`` (a bucket of gradients), ``reduced`` or, within
+a window of accumulation, ``accumulated`` (the end of a step), ``update`` (by the optimizer) and ``end``. A sample is
+taken right after its event.
 """
 
 from __future__ import annotations
@@ -62,13 +61,14 @@ STATE = (PARAMETERS, MASTERS, OPTIMIZER, GRADIENTS)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """What was held after an event.
+    """The bytes that the rank holds after an event.
 
     Attributes:
-        event, what: see above.
+        event: its name, from the list above.
+        what: the subject of the event, such as a module path.
         phase: ``F`` or ``B`` in a step, else empty.
-        step: how many steps had begun on the rank.
-        bytes: by kind, all of ``counted.KINDS``.
+        step: the number of steps that have begun on the rank.
+        bytes: by kind, for all of ``counted.KINDS``.
     """
 
     event: str
@@ -89,7 +89,7 @@ class Sample:
 
 
 class Recorder:
-    """Counts while it is entered, on the rank that enters it; of several the innermost one.
+    """While entered, counts the memory of the rank that enters it. Of several recorders the innermost one counts.
 
     ``samples`` are in the order of events. Raises NotInitializedError before ``smp.init``.
     """
@@ -104,7 +104,7 @@ class Recorder:
     def __enter__(self) -> Self:
         token = counted.current.set(self)
         self._stack.callback(counted.current.reset, token)
-        # For calls outside of steps; bodies of steps enter it where they run (execution/server.py).
+        # For eager calls. Bodies of steps enter the hooks in their own threads (execution/server.py).
         self._stack.enter_context(saving.counting())
         optimizer = self._session.optimizer
         if optimizer is not None:
@@ -121,12 +121,12 @@ class Recorder:
         self.sample("update")
 
     def peak(self, *kinds: str) -> int:
-        """The most bytes of these kinds together, or of all, in any sample."""
+        """The highest sum of the bytes of these kinds, by default of all, in any sample."""
         chosen = kinds or KINDS
         return max(sum(each.bytes[kind] for kind in chosen) for each in self.samples)
 
     def sample(self, event: str, what: str = "") -> Sample:
-        """Count now, and keep it."""
+        """Count now, and append the sample."""
         activity = activities.current()
         phase = "" if activity is None else activity.phase.value
         taken = Sample(event, what, phase, self._session.steps, self._count())
@@ -134,7 +134,7 @@ class Recorder:
         return taken
 
     def holds(self, kind: str, tensor: torch.Tensor) -> None:
-        """This tensor's memory is of a kind, for as long as it lives."""
+        """Count a tensor's memory as of this kind, until the memory is freed."""
         for storage in _storages(tensor):
             known = self._held.get(storage._cdata)
             if known is None or known[0].expired() or KINDS.index(kind) < KINDS.index(known[2]):
@@ -142,7 +142,7 @@ class Recorder:
                 self._held[storage._cdata] = reference, storage.nbytes(), kind
 
     def saved(self, value: Any) -> None:
-        """Autograd keeps ``value``, and by that ``value.tensor``."""
+        """Count ``value.tensor`` as an activation while autograd keeps ``value``."""
         self._saved.add(value)
 
     def _count(self) -> dict[str, int]:
@@ -165,13 +165,13 @@ class Recorder:
 
 
 def _state(session: sessions.Session) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """What the rank keeps between steps, by kind, and may be asked for at any time."""
+    """The tensors that the rank keeps between steps, by kind."""
     model, optimizer = session.model, session.optimizer
     grads: list[Any] = []
     if model is not None:
         own: list[torch.Tensor] = []
         for module in model.module.modules():
-            # The dicts themselves: within a call, reading a parameter would gather it.
+            # The dicts themselves: a read of a parameter in a call would unshard it.
             for registry in (module._parameters, module._buffers):
                 tensors: Iterable[Any] = dict.values(registry)
                 for tensor in tensors:
@@ -190,7 +190,7 @@ def _state(session: sessions.Session) -> Iterator[tuple[str, list[torch.Tensor]]
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """All that are in a state, at any depth."""
+    """All tensors of a state, at any depth."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -201,7 +201,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """The memory that a tensor lies in."""
+    """The storages of a tensor."""
     if tensor.device.type == "meta":
         return
     if tensor.layout is torch.strided:

@@ -1,7 +1,7 @@
 """Placement: the owner of each module, and the distribution of parameters and buffers to their owners.
 
-On one rank, ``decide`` turns the contexts of ``smp.partition``, or the automatic partition, into a Placement. ``settle``
-broadcasts the Placement. ``distribute`` sends every owner its parameters and buffers.
+On one rank, ``decide`` turns the contexts of ``smp.partition``, or the automatic partition, into a Placement.
+``settle`` broadcasts the Placement. ``distribute`` sends every owner its parameters and buffers.
 """
 
 from __future__ import annotations
