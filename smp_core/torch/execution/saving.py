@@ -1,11 +1,10 @@
 """Autograd saves a reference (unit, parameter, view geometry) instead of an unsharded parameter.
 
-So unsharded memory is freed between forward and backward, and backward unshards the unit again. Every other tensor is
-saved as torch would; since torch leaves the check to whoever takes over the saving, a
-tensor that was modified in place in between is noticed here.
+Unsharded memory is therefore freed between forward and backward, and backward unshards the unit again. Every other
+tensor is saved as by torch, with a check of its version in place of torch's, which hooks turn off.
 
-torch asks the innermost hooks only. Whoever puts its own inside (recompute.py) passes what it keeps for
-backward through :func:`keep` and :func:`opened`.
+Torch calls the innermost hooks only. Code with hooks of its own inside (recompute.py) passes the tensors that it keeps
+for backward through :func:`keep` and :func:`opened`.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class ParameterSource(Protocol):
     """
 
     def shard(self, parameter: torch.Tensor) -> Kept | None:
-        """What is kept of a parameter, None if it is whole on every rank."""
+        """The shard of a parameter; None if the parameter is whole on every rank."""
 
     def read(self, parameter: nn.Parameter, frame: Frame) -> torch.Tensor:
         """The full parameter, for a call that has to be ended with :meth:`leave`."""

@@ -1,36 +1,35 @@
-"""Per-call uses: what makes the grouping of gradient sums independent of where ranks meet.
+"""Per-call uses of parameters, by which gradient sums are grouped the same way on every partition.
 
-A module call on another rank is a backward pass of its own: the gradients of its inputs, and of the
-parameters it uses, come out as one sum per call. Floating-point addition is not associative, so every
-call, also one that stays on its rank, is made to sum the same way:
+A module call on another rank is a backward pass of its own. The gradients of its inputs, and of the parameters that it
+uses, come out as one sum per call. Floating-point addition is not associative, so every call sums in this way, also a
+call that stays on its rank:
 
-* its tensor inputs pass an identity node (a view, so that in-place modification does what it does in
-  plain PyTorch). A tensor given twice stays one tensor: modules compare inputs by ``is``.
-* a parameter that is read during a call is a *use* there: a fresh leaf on the parameter's memory, one
-  per call and parameter, whose gradient goes to the ledger of the microbatch and not to ``p.grad``.
+* Tensor inputs of the call pass an identity node: a view, so that in-place modification works as in plain PyTorch. A
+  tensor that is given twice stays one tensor, because modules compare inputs by ``is``.
+* A parameter that is read during a call is a *use* there: a fresh leaf on the parameter's memory, one per call and
+  parameter. The gradient of a use goes to the ledger of the microbatch and not to ``p.grad``.
 
-Uses are made by the modules' dicts of parameters, on reading, for the innermost call of the reading
-thread. So they come to whoever reads: ``self.weight``, a ``ParameterList``, a parametrization, another
-module (``self.embedding.weight``, and ``nn.MultiheadAttention`` reads its unused child's), a module
-that calls itself. A use is a ``Parameter`` to ``isinstance``, shares memory and version counter with
-its parameter (in-place changes under ``no_grad`` arrive), and carries its attributes. RNNs keep their
-weights in a list, which is replaced for the time of their call. What reads past all of this (a
-parameter in a closure, or in the body of the step) is caught by a hook on the parameter itself; it
-counts once per backward pass, after the uses; hooks of the user's on the parameter see such a part by
-itself, too. Where no gradient is recorded, nothing of this happens.
+The modules' dicts of parameters make uses on reading, for the innermost call of the reading thread. Every reader
+therefore gets uses: ``self.weight``, a ``ParameterList``, a parametrization, another module (``self.embedding.weight``;
+``nn.MultiheadAttention`` reads its child's weight), a module that calls itself. A use is a ``Parameter`` to
+``isinstance``, shares memory and version counter with its parameter (in-place changes under ``no_grad`` arrive), and
+has the parameter's attributes. RNNs keep their weights in a list, which is replaced during their calls.
 
-How the engine calls it, in the thread that runs the body, or serves a request::
+A read past the dicts, such as of a parameter in a closure or in the body of the step, is caught by a hook on the
+parameter itself. Its gradient counts once per backward pass, after the uses, and hooks of the user's on the parameter
+see it by itself. Without recording of gradients, none of this happens.
 
-    watch = uses.Watch(module)                         # after placement; again when parameters change
+The engine calls this module in the thread that runs the body or serves a request::
+
+    watch = uses.Watch(module)                         # after placement
     with uses.body(ledger, microbatch, seed):          # the body of a microbatch
     with uses.activity(ledger, microbatch, seed):      # a served call, or its backward pass
-        key = uses.next_key("layers.0")                # where the call is made; travels with a request
-        output = uses.run(key, module, forward, args, kwargs)   # where the module runs
+        key = uses.next_key("layers.0")                # on the caller; travels with a request
+        output = uses.run(key, module, forward, args, kwargs)   # on the owner
 
 ``uses.run`` enters the random stream of the call (streams.py), makes the identity nodes and calls
-``forward(*args, **kwargs)``, which should include the module's hooks. A call that is repeated in
-backward is run with the same key again. A leaf received from another rank should come out of
-:func:`arrival`, or modules could not modify it in place.
+``forward(*args, **kwargs)``, which includes the module's hooks. A call that is repeated in backward runs with the same
+key again.
 """
 
 from __future__ import annotations
@@ -54,24 +53,24 @@ from smp_core.torch.parameters import registration
 
 
 class GradientSink(Protocol):
-    """Where the gradients of a microbatch go (accumulation.py)."""
+    """The protocol of the ledger that takes the gradients of microbatches (accumulation.py)."""
 
     def expect(self, microbatch: int, parameter: nn.Parameter) -> None:
-        """A call has begun to use the parameter: one contribution may come."""
+        """Announce one contribution: a call has begun to use the parameter."""
 
     def add(self, microbatch: int, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Take one contribution; the tensor is the ledger's from now on."""
+        """Take one contribution, and take over its tensor."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallKey:
-    """Which module call of a step this is.
+    """The identity of a module call in a step.
 
     Attributes:
         microbatch: its index.
         path: of the module, as in ``named_modules``.
-        nth: the how-manieth call of that module by its caller, from 0.
-        stream: the random stream of the call, which tells all of the chain of calls that led here.
+        nth: the zero-based index of the call among its caller's calls of the module.
+        stream: the random stream of the call, a digest of the chain of calls that led to it.
     """
 
     microbatch: int
@@ -81,9 +80,15 @@ class CallKey:
 
 
 class _Frame:
-    """One call in progress, or the body: counts the calls it makes, and keeps its uses.
+    """One call in progress, or the body of a microbatch.
 
-    ``units`` are the numbers of the units of sharded parameters that it has used (sharding/unsharding.py).
+    Attributes:
+        stream: the random stream.
+        parent: the calling frame.
+        module: the called module; None for the body.
+        counts: the number of calls that the frame has made, by path.
+        uses: pairs (parameter, use), by the parameter's id and whether gradients were recorded.
+        units: the numbers of the units that the frame has used (sharding/unsharding.py).
     """
 
     __slots__ = ("counts", "module", "parent", "stream", "units", "uses")
@@ -98,7 +103,7 @@ class _Frame:
 
 
 class _Activity:
-    """What the current thread works on."""
+    """The work of one thread: a microbatch, its ledger and the source of parameters."""
 
     __slots__ = ("frame", "ledger", "microbatch", "source")
 
@@ -122,10 +127,10 @@ _local = _Local()
 def activity(
     ledger: GradientSink, microbatch: int, seed: int, source: ParameterSource = WHOLE
 ) -> Iterator[None]:
-    """While entered, this thread works for the microbatch: gradients go to the ledger.
+    """While entered, this thread works for the microbatch, and gradients go to the ledger.
 
-    ``seed`` is that of the step; ``source`` gives the parameters. Activities
-    nest; a backward pass is one, too.
+    ``seed`` is that of the step, and ``source`` gives the parameters. Activities may be nested. A backward pass is an
+    activity, too.
     """
     before = _local.activity, _local.call
     frame = _Frame(streams.root(seed, microbatch))
@@ -147,7 +152,7 @@ def activity(
 def body(
     ledger: GradientSink, microbatch: int, seed: int, source: ParameterSource = WHOLE
 ) -> Iterator[None]:
-    """:func:`activity` for the body of a microbatch, whose random stream is entered as well."""
+    """Enter :func:`activity` for the body of a microbatch, and the body's random stream."""
     with (
         activity(ledger, microbatch, seed, source),
         streams.entered(streams.root(seed, microbatch)),
@@ -156,7 +161,7 @@ def body(
 
 
 def current_microbatch() -> int | None:
-    """The microbatch that this thread works for, or None outside of activities."""
+    """The microbatch that this thread works for; None outside of activities."""
     return None if _local.activity is None else _local.activity.microbatch
 
 
@@ -181,7 +186,7 @@ def run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """``forward(*args, **kwargs)`` as the call ``key`` of ``module``; what it raises passes through."""
+    """Run ``forward(*args, **kwargs)`` as the call ``key`` of ``module``. Exceptions pass through."""
     before, work = _local.call, _local.activity
     source = WHOLE if work is None else work.source
     frame = _Frame(key.stream, before or (None if work is None else work.frame), module)
@@ -234,7 +239,7 @@ def hold(
 
 @contextlib.contextmanager
 def repeating() -> Iterator[None]:
-    """While entered, calls are repeated for their activations: no gradient comes out of their uses."""
+    """While entered, calls are repeated for their activations, and their uses expect no gradient."""
     before, _local.repeats = _local.repeats, True
     try:
         yield
@@ -243,8 +248,9 @@ def repeating() -> Iterator[None]:
 
 
 def same_keys(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose module calls are counted from where they are now, however often it runs in
-    the present call. In a body, or outside of steps, the function as it is.
+    """Wrap a function so that each of its runs in the present call makes module calls with the same keys.
+
+    In a body, or outside of steps, the function is returned as it is.
     """
     first = _local.call
     if first is None:
@@ -272,14 +278,15 @@ def same_keys(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def identities(tree: Any) -> Any:
-    """The tensor tree with a view in place of each tensor that requires a gradient; a tensor that occurs
-    twice is one view twice.
+    """The tensor tree with a view in place of each tensor that requires a gradient.
+
+    A tensor that occurs twice becomes one view, which occurs twice.
     """
     if not any(tensor.requires_grad for tensor in tensor_tree.tensors(tree)):
         return tree
     given, rest = tensor_tree.flatten(tree)
-    # Nodes made later run first in backward: made from the last to the first, the gradients reach a
-    # common source in the order of the inputs, as they do from one node for all of them.
+    # Autograd runs nodes that were made later first. Made from the last to the first, the nodes pass gradients to a
+    # common source in the order of the inputs, as one node for all of them does.
     for number in reversed(range(len(given))):
         given[number] = _identity(given[number])
     return tensor_tree.unflatten(given, rest)
@@ -291,19 +298,12 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view_as(tensor) if tensor.layout is torch.strided else _alias(tensor)
 
 
-def arrival(tensor: torch.Tensor) -> torch.Tensor:
-    """A leaf from another rank as an intermediate result on the same memory, which modules may modify
-    in place. A leaf that requires no gradient is returned as it is.
-    """
-    return _alias(tensor) if tensor.requires_grad else tensor
-
-
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
     return _Alias.apply(tensor)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Alias(torch.autograd.Function):
-    """The identity, without torch's bookkeeping of views."""
+    """The identity without torch's record of views."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -349,10 +349,10 @@ class _ShardedDelivery(_Delivery):
 
 
 def _read(parameter: nn.Parameter) -> nn.Parameter:
-    """What somebody gets who reads a parameter of the model now."""
+    """The value of a read of a parameter of the model: its use in the innermost call."""
     frame, work = _local.call, _local.activity
     if frame is None:
-        # A body that reads a parameter itself: caught by a hook, unless there is only a shard to be read.
+        # The read of a body is caught by a hook on the parameter, unless the parameter is sharded.
         if work is None or work.source.shard(parameter) is None:
             return parameter
         frame = work.frame
@@ -387,7 +387,7 @@ def _use(parameter: nn.Parameter, frame: _Frame) -> nn.Parameter:
 
 
 def _write_back(frame: _Frame, source: ParameterSource) -> None:
-    """What a module did to a use rather than into its memory: new data, or freezing."""
+    """Carry over changes of a use object that its memory does not show: new data, or freezing."""
     replaced: list[str] = []
     for (_, recorded), (parameter, use) in frame.uses.items():
         shard = source.shard(parameter)
@@ -399,8 +399,8 @@ def _write_back(frame: _Frame, source: ParameterSource) -> None:
                     f"parameter {shard.name!r} was set to require a gradient in a step, where what a module gives is a "
                     "whole copy of it. Set it between steps, or keep the parameter from before the step"
                 )
-            # The graph keeps the use, which is to keep no memory. If somebody else has it, as a function
-            # that keeps it for its own backward pass, it stays as it is, memory and all.
+            # The graph keeps the use alive, so its unsharded memory is dropped here. A use with another holder, such
+            # as an autograd function that keeps it for its own backward pass, keeps its memory.
             if sys.getrefcount(use) <= (_ALONE_IN_GRAPH if use._use_count() > 1 else _ALONE):  # type: ignore[attr-defined]
                 use.data = use.new_zeros(()).expand(use.shape)
         elif use.data_ptr() != parameter.data_ptr() or use.shape != parameter.shape:
@@ -415,7 +415,7 @@ def _write_back(frame: _Frame, source: ParameterSource) -> None:
 
 
 def _alone(value: object) -> int:
-    """How many references there are to what only a frame's dict has, seen as _write_back sees it."""
+    """The reference count of an object that only a frame's dict holds, as ``_write_back`` reads it."""
     uses = {0: (None, value)}
     del value
     for _, (_, use) in uses.items():
@@ -424,7 +424,7 @@ def _alone(value: object) -> int:
 
 
 def _alone_in_graph() -> int:
-    """The same of a parameter that a graph has, too: some versions of torch let it count as one."""
+    """The same count for a parameter that a graph holds, too: some versions of torch add no reference."""
     use = nn.Parameter(torch.zeros(1))
     graph = use * 1
     uses = {0: (None, use)}
@@ -507,14 +507,14 @@ class _Parameters(dict[str, "nn.Parameter | None"]):
         return dict.values(self) if _local.activity is None else [self[name] for name in self]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(dict.items(self)),)  # a copy, or a pickle, is nothing special
+        return dict, (dict(dict.items(self)),)  # a copy, or a pickle, is a plain dict
 
 
 class Watch:
-    """Makes uses come out of a module tree, and catches what goes past them.
+    """Replaces the dicts of parameters in a module tree, and hooks parameters against reads past the dicts.
 
-    ``refresh()`` is called when parameters have been added, moved to other memory or unfrozen (cheap:
-    at every step); ``remove()`` makes the tree plain again.
+    The engine calls ``refresh()`` at every step, because parameters may have been added, moved to other memory or
+    unfrozen. ``remove()`` makes the tree plain again.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -524,9 +524,9 @@ class Watch:
         self.refresh()
 
     def refresh(self) -> None:
-        """Bring all modules and parameters under watch that are not."""
+        """Watch the modules and parameters that have been added or changed."""
         self._members.clear()
-        # A parameter of another rank (foreign.py) refuses whatever looks like a computation.
+        # A parameter of another rank (parameters/foreign.py) refuses whatever looks like a computation.
         with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
             for module in self._module.modules():
                 given = module._parameters
@@ -539,7 +539,7 @@ class Watch:
                             self._catch(parameter)
 
     def _catch(self, parameter: nn.Parameter) -> None:
-        lazy: bool = is_lazy(parameter)  # not made yet
+        lazy: bool = is_lazy(parameter)  # has no memory yet
         if lazy:
             return
         node = torch.autograd.graph.get_gradient_edge(parameter).node
@@ -547,13 +547,13 @@ class Watch:
         if known is not None:
             if known[1] is node:
                 return
-            self._release(known)  # torch has made it anew: the memory is of another kind
-        hooks = _Stray(parameter)
+            self._release(known)  # torch has made a new node, because the memory is of another kind
+        hooks = _DirectReads(parameter)
         handles = [
             node.register_prehook(hooks.before),
             parameter.register_post_accumulate_grad_hook(hooks.after),  # type: ignore[no-untyped-call]
         ]
-        # The node is kept: torch makes a new one, without the hook, once nobody holds it.
+        # Keep the node alive: torch would make a new one, without the hook.
         self._caught[id(parameter)] = (parameter, node, handles)
 
     def _release(self, known: tuple[nn.Parameter, Any, list[Any]]) -> None:
@@ -570,9 +570,10 @@ class Watch:
                 module.__dict__["_parameters"] = dict(dict.items(module._parameters))
 
 
-class _Stray:
-    """Hooks of a parameter that was read past its uses: its ``grad`` is put aside while torch
-    accumulates, and what came goes to the ledger.
+class _DirectReads:
+    """Hooks of a parameter for reads past its uses.
+
+    The hooks set ``grad`` aside while torch accumulates, and move the accumulated gradient to the ledger.
     """
 
     __slots__ = ("_aside", "_parameter")

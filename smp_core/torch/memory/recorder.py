@@ -8,8 +8,9 @@
     recorder.samples[-1].bytes["gradients"]
     recorder.peak()
 
-The recorder counts storages: each once, whole, with its padding, until a weak reference shows that it is freed. Nothing
-is estimated, so memory that the engine fails to free is counted. A storage of several kinds counts as the first of them:
+The recorder counts storages: each once, whole, with its padding, until a weak reference shows that it is freed.
+Nothing is estimated, so memory that the engine fails to free is counted. A storage of several kinds counts as the first
+of them:
 
 =============== ==============================================================================
 parameters      ``p.data``, for a sharded parameter the shard with its padding; buffers
@@ -24,10 +25,10 @@ exchanged       the buffers that collectives send from and receive into
 Temporaries inside an operator or a module, inputs and outputs that autograd does not need, copies of a backend's own
 and Python's objects are not counted.
 
-The events are ``begin`` (of the recorder), ``call`` (a module call has ended), ``gathered`` and ``released`` (a unit, by
-its first parameter), ``gradient`` (one contribution of a call), ``sent`` (a bucket of gradients), ``reduced`` or, within
-a window of accumulation, ``accumulated`` (the end of a step), ``update`` (by the optimizer) and ``end``. A sample is
-taken right after its event.
+The events are ``begin`` (of the recorder), ``call`` (a module call has ended), ``gathered`` and ``released`` (a unit,
+by its first parameter), ``gradient`` (one contribution of a call), ``sent`` (a bucket of gradients), ``reduced`` or,
+within a window of accumulation, ``accumulated`` (the end of a step), ``update`` (by the optimizer) and ``end``. A
+sample is taken right after its event.
 """
 
 from __future__ import annotations

@@ -52,10 +52,10 @@ class Sharded(Protocol):
     """The parameters of a model of which each rank keeps a shard (sharding/sharded_model.py)."""
 
     def shard(self, parameter: torch.Tensor) -> Kept | None:
-        """What is kept of a parameter, None if it is whole on every rank."""
+        """The shard of a parameter; None if the parameter is whole on every rank."""
 
     def describe(self) -> None:
-        """Say on parameters what they are a part of, once they have their values."""
+        """Set the attributes of persistent parameters that scripts read, once parameters have values."""
 
 
 def decide(session: Session, module: nn.Module, trace: Trace | None = None) -> Placement:

@@ -250,16 +250,6 @@ def test_in_place_modification_of_a_leaf_is_torchs_own_error() -> None:
         recorded(module, lambda: module(torch.ones(2, requires_grad=True)))
 
 
-def test_an_arrival_may_be_modified_in_place() -> None:
-    module = nn.ReLU(inplace=True)
-    leaf = torch.tensor([-1.0, 2.0], requires_grad=True)
-    recorded(module, lambda: module(uses.arrival(leaf)).sum().backward())
-    assert leaf.grad is not None
-    assert leaf.grad.tolist() == [0.0, 1.0]
-    plain = torch.ones(2)
-    assert uses.arrival(plain) is plain
-
-
 def test_nothing_is_made_without_gradients() -> None:
     module = Own()
     seen: list[bool] = []
