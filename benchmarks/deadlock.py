@@ -27,10 +27,10 @@ def tensors():
 
 def measure() -> list[Figure]:
     """Milliseconds from the start of the run to the verdict in words."""
-    host = open_backend("sim")
+    executor = open_backend("sim")
     figures = []
     try:
-        world = host.open(RANKS)
+        world = executor.open(RANKS)
         for body, label in ((objects, "smp.barrier"), (tensors, "dist.barrier")):
             job = Job(body=body, arguments=lambda rank: ((), {}))
 
@@ -45,5 +45,5 @@ def measure() -> list[Figure]:
             budget = "under 10 ms"
             figures.append(Figure(name, median(times), "ms", (min(times), max(times)), "", budget))
     finally:
-        host.close()
+        executor.close()
     return figures

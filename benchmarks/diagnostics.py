@@ -13,12 +13,12 @@ VALID = 500
 def measure() -> list[Figure]:
     """The share of invalid programs whose verdict has the right class, rank and line; false alarms."""
     capabilities = find_backend("sim").capabilities
-    host = open_backend("sim")
+    executor = open_backend("sim")
     try:
-        scores = run_invalid(host, capabilities, range(INVALID))
-        coverage = run_valid(host, capabilities, range(VALID))
+        scores = run_invalid(executor, capabilities, range(INVALID))
+        coverage = run_valid(executor, capabilities, range(VALID))
     finally:
-        host.close()
+        executor.close()
     told = f"sim: {INVALID} invalid programs:"
     rows: tuple[tuple[str, str, str], ...] = (
         ("verdict", "verdict of the right class", "100 %"),

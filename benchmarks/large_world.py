@@ -47,13 +47,13 @@ def run() -> None:
     from pytest_smp.ranks.backends import open_backend
     from pytest_smp.ranks.protocols import Job
 
-    host = open_backend("sim")
+    executor = open_backend("sim")
     job = Job(body=body, arguments=lambda rank: ((), {}), parameters=PARAMETERS)
-    report = host.open(RANKS).run(job)
+    report = executor.open(RANKS).run(job)
     if report.error is not None:
         raise report.error
     assert max(report.values) == RANKS // 8 - 1
-    host.close()
+    executor.close()
     elapsed = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(json.dumps({"seconds": elapsed, "bytes": peak}))

@@ -78,11 +78,11 @@ def samples(degree: int) -> Samples:
     from pytest_smp.ranks.backends import open_backend
     from pytest_smp.ranks.protocols import Job
 
-    host = open_backend("sim")
+    executor = open_backend("sim")
     parameters = {**PARAMETERS, "sharded_data_parallel_degree": degree}
     job = Job(body=body, arguments=lambda rank: ((), {}), parameters=parameters)
-    report = host.open(RANKS).run(job)
-    host.close()
+    report = executor.open(RANKS).run(job)
+    executor.close()
     if report.error is not None:
         raise report.error
     return max(report.values, key=peak)

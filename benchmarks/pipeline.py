@@ -101,7 +101,7 @@ def measure_pair(name: str, x: torch.Tensor, wanted: torch.Tensor) -> dict[str, 
             parameter.grad = None
         train_step(model, x, wanted)
 
-    theirs, flights = torchs(PAIRS[name], rank, x, wanted)
+    theirs, in_flight_buffers = torchs(PAIRS[name], rank, x, wanted)
     times: dict[str, list[float]] = {"ours": [], "theirs": []}
     for number in range(WARM + TIMED):
         for who, step in (("ours", ours), ("theirs", theirs.step)):
@@ -115,13 +115,13 @@ def measure_pair(name: str, x: torch.Tensor, wanted: torch.Tensor) -> dict[str, 
     before = transport.bytes, transport.messages
     ours()
     sent = transport.bytes - before[0], transport.messages - before[1]
-    flights.clear()
+    in_flight_buffers.clear()
     theirs.step()
     return {
         "ours": times["ours"],
         "theirs": times["theirs"],
         "in_flight": smp.allgather(peak_of_session(), smp.WORLD),
-        "their_in_flight": smp.allgather(peak(flights), smp.WORLD),
+        "their_in_flight": smp.allgather(peak(in_flight_buffers), smp.WORLD),
         "bytes": sum(each for each, _ in smp.allgather(sent, smp.WORLD)),
         "messages": sum(each for _, each in smp.allgather(sent, smp.WORLD)),
     }
@@ -141,15 +141,15 @@ def torchs(
     module = Stage(rank)
     stage = PipelineStage(module, rank, STAGES, torch.device("cpu"), group=dist.group.WORLD)
     runner = schedule(stage, MICROBATCHES, loss_fn=loss_of)
-    flights: list[tuple[str, int]] = []
+    in_flight_buffers: list[tuple[str, int]] = []
     forward, backward = stage.forward_one_chunk, stage.backward_one_chunk
 
     def counted_forward(number: int, *args: Any, **kwargs: Any) -> Any:
-        flights.append(("F", number))
+        in_flight_buffers.append(("F", number))
         return forward(number, *args, **kwargs)
 
     def counted_backward(number: int, *args: Any, **kwargs: Any) -> Any:
-        flights.append(("B", number))
+        in_flight_buffers.append(("B", number))
         return backward(number, *args, **kwargs)
 
     stage.forward_one_chunk, stage.backward_one_chunk = counted_forward, counted_backward
@@ -163,7 +163,7 @@ def torchs(
         else:
             runner.step()
 
-    return Theirs(step, module), flights
+    return Theirs(step, module), in_flight_buffers
 
 
 def check(ours: Iterable[nn.Parameter], theirs: Iterable[nn.Parameter]) -> None:

@@ -15,7 +15,7 @@ from torch import distributed as dist
 import smp_core.torch as smp
 from benchmarks.figures import Figure, median, seconds
 from pytest_smp.ranks.backends import open_backend
-from pytest_smp.ranks.protocols import HostOptions, Job, Report, VerdictKind, World
+from pytest_smp.ranks.protocols import ExecutorOptions, Job, Report, VerdictKind, World
 
 RANKS = 8
 RUNS = 200  # of one body
@@ -137,21 +137,21 @@ def measure() -> list[Figure]:
         times = []
         for _ in range(3):
             start = time.perf_counter()
-            host = open_backend(backend, HostOptions(ranks=RANKS))
+            executor = open_backend(backend, ExecutorOptions(ranks=RANKS))
             try:
-                _run(host.open(RANKS), gather)
+                _run(executor.open(RANKS), gather)
                 times.append(time.perf_counter() - start)
             finally:
-                host.close()
+                executor.close()
         _milliseconds(
             figures, f"{backend}: 8 ranks from nothing to their first run", times, budget=ready
         )
-        host = open_backend(backend, HostOptions(ranks=RANKS))
+        executor = open_backend(backend, ExecutorOptions(ranks=RANKS))
         try:
-            world = host.open(RANKS)
+            world = executor.open(RANKS)
             _run(world, gather)
             _costs(figures, backend, world)
             _verdicts(figures, backend, world, replaced)
         finally:
-            host.close()
+            executor.close()
     return figures

@@ -17,7 +17,7 @@ from typing import Any
 import hypothesis
 from hypothesis.internal.conjecture import providers
 
-from pytest_smp.ranks.protocols import Host, Job
+from pytest_smp.ranks.protocols import Executor, Job
 
 _SETTINGS = "_hypothesis_internal_use_settings"
 
@@ -31,7 +31,7 @@ def _nothing() -> None:
     """The body of a run that brings the ranks to life."""
 
 
-def prepare(host: Host, ranks: int, function: Any, timeout: float) -> None:
+def prepare(executor: Executor, ranks: int, function: Any, timeout: float) -> None:
     """Bring ``ranks`` ranks to life, and whatever examples of the property ``function`` would load.
 
     ``timeout`` is in seconds. Where ranks are processes their start is timed by nobody, and is left to
@@ -39,12 +39,12 @@ def prepare(host: Host, ranks: int, function: Any, timeout: float) -> None:
     """
     for name in _OURS:
         importlib.import_module(name)
-    if getattr(host, "steady", True):
+    if getattr(executor, "steady", True):
         if deadline_of(function) is not None:
             for name in _TORCHS:
                 with contextlib.suppress(Exception):  # who does not use it needs no reason
                     importlib.import_module(name)
-        host.open(ranks).run(Job(body=_nothing, arguments=lambda _: ((), {}), timeout=timeout))
+        executor.open(ranks).run(Job(body=_nothing, arguments=lambda _: ((), {}), timeout=timeout))
     # Numbers and strings in the source of local modules, of which all are drawn from now on. Searched
     # for in the middle of a draw, whenever modules have been imported since.
     search = getattr(providers, "_get_local_constants", None)  # private
@@ -76,13 +76,13 @@ def _builtin_deadline() -> datetime.timedelta | None:
 
 
 @contextlib.contextmanager
-def deadline_in_force(host: Host, function: Any) -> Iterator[None]:
+def deadline_in_force(executor: Executor, function: Any) -> Iterator[None]:
     """Leave out a deadline that nobody asked for; every one where ranks are started and replaced
     within examples.
     """
     function = getattr(function, "__func__", function)  # a method's attributes are its function's
     settings = getattr(function, _SETTINGS, None)
-    asked = deadline_of(function) if getattr(host, "steady", True) else None
+    asked = deadline_of(function) if getattr(executor, "steady", True) else None
     if settings is None or asked is not None:
         yield
         return

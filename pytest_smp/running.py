@@ -30,7 +30,14 @@ from pytest_smp.ranks import serialization
 from pytest_smp.ranks.backends import open_backend
 from pytest_smp.ranks.faults import Fault, unreached
 from pytest_smp.ranks.faults import check as check_faults
-from pytest_smp.ranks.protocols import Host, HostOptions, Job, OutcomeKind, Report, VerdictKind
+from pytest_smp.ranks.protocols import (
+    Executor,
+    ExecutorOptions,
+    Job,
+    OutcomeKind,
+    Report,
+    VerdictKind,
+)
 from pytest_smp.ranks.schedule import ROUND_ROBIN, Schedule
 from pytest_smp.settings import Settings
 from pytest_smp.strategies.schedules import schedules
@@ -132,20 +139,20 @@ class Controller:
         self.faults: tuple[Fault, ...] = ()  # of the test that runs
         self.tmp_path: TmpPath | None = None
         self._last: Report | None = None
-        self._host: Host | None = None
+        self._executor: Executor | None = None
 
-    def open(self) -> Host:
-        """The backend's host, opened at the first call."""
-        if self._host is None:
-            options = HostOptions(
+    def open(self) -> Executor:
+        """The backend's executor, opened at the first call."""
+        if self._executor is None:
+            options = ExecutorOptions(
                 ranks=self.settings.ranks,
                 mpiexec=self.settings.mpiexec,
                 capture=self.capture,
                 check=self.settings.check,
                 prelude=self._prelude,
             )
-            self._host = open_backend(self.settings.backend, options)
-        return self._host
+            self._executor = open_backend(self.settings.backend, options)
+        return self._executor
 
     @property
     def explores(self) -> bool:
@@ -171,10 +178,10 @@ class Controller:
         Raises FaultNotReachedError if it ended well, and a fault did not strike.
         """
         runtime.validate(config, ranks)
-        host = self.open()
+        executor = self.open()
         faults = (*self.faults, *faults)
         if faults:
-            check_faults(faults, ranks, getattr(host, "injects", ()), self.settings.backend)
+            check_faults(faults, ranks, getattr(executor, "injects", ()), self.settings.backend)
         job = Job(
             body=body,
             arguments=Arguments(args, kwargs, _leading_names(body, args)),
@@ -191,7 +198,7 @@ class Controller:
             faults=faults,
         )
         started = time.monotonic()
-        report = host.open(ranks).run(job)
+        report = executor.open(ranks).run(job)
         if self.coverage is not None:
             self.coverage.add(report.outcomes)
         if report.verdict is VerdictKind.PASSED:
@@ -215,16 +222,16 @@ class Controller:
     @property
     def abandons(self) -> bool:
         """Whether ranks that do not come back are left behind, and go on: threads are."""
-        return bool(getattr(self._host, "steady", True))
+        return bool(getattr(self._executor, "steady", True))
 
     @contextlib.contextmanager
     def prepared(self, function: Any, ranks: int | None = None) -> Iterator[None]:
         """Entered around a property whose examples run on ranks: all that there are, if not given."""
         __tracebackhide__ = True
-        host = self.open()
+        executor = self.open()
         ranks = self.settings.ranks if ranks is None else ranks
-        readiness.prepare(host, ranks, function, self.settings.timeout)
-        with readiness.deadline_in_force(host, function):
+        readiness.prepare(executor, ranks, function, self.settings.timeout)
+        with readiness.deadline_in_force(executor, function):
             yield
 
     def _schedule(self, asked: Schedule | None) -> Schedule:
@@ -269,7 +276,7 @@ class Controller:
     @property
     def lost(self) -> str:
         """Why nothing more can run, once that is so."""
-        return getattr(self._host, "lost", "")
+        return getattr(self._executor, "lost", "")
 
     def take_last(self) -> Report | None:
         """The report of the last run since this was last called."""
@@ -278,9 +285,9 @@ class Controller:
 
     def close(self) -> None:
         """End the ranks."""
-        host, self._host = self._host, None
-        if host is not None:
-            host.close()
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.close()
 
 
 def _check_reached(faults: tuple[Fault, ...], report: Report) -> None:

@@ -16,7 +16,7 @@ from pytest_smp.ranks.sim.matching import Call
 from pytest_smp.ranks.sim.process_group import SharedGroup, SimProcessGroup
 from pytest_smp.ranks.sim.work import SimWork
 from smp_core.errors import VerdictError
-from smp_core.transport.memory import Flight
+from smp_core.transport.memory import InFlightBuffer
 
 BUGS = Bugs("asynchronous work")
 
@@ -59,7 +59,7 @@ def second_wait_clears(patch: Patch) -> None:
 
     def clear(self: SimWork, timeout: Any = None) -> bool:
         if id(self) not in self._context.fabric.unwaited:
-            for tensor in self.flight.outputs:
+            for tensor in self.in_flight.outputs:
                 tensor.data.zero_()
         return wait(self)
 
@@ -83,7 +83,7 @@ def future_before_the_reduction(patch: Patch) -> None:
     """the future of an all_reduce holds what this rank brought"""
 
     def get_future(self: SimWork) -> Future[Any]:
-        brought = [tensor.clone() for tensor in self.flight.inputs]
+        brought = [tensor.clone() for tensor in self.in_flight.inputs]
         self.wait()
         future: Future[Any] = Future()
         future.set_result(brought)
@@ -116,9 +116,9 @@ def one_result_buffer(patch: Patch) -> None:
 @BUGS.enter("ASYNC-REUSE", origin="B026")
 def inputs_read_late(patch: Patch) -> None:
     """all_gather reads the others' inputs when a rank waits, not before they are let go"""
-    take_off = Flight.take_off
+    take_off = InFlightBuffer.take_off
 
-    def keep(self: Flight, name: str) -> None:
+    def keep(self: InFlightBuffer, name: str) -> None:
         originals = self.inputs
         take_off(self, name)
         self.inputs = originals
@@ -126,7 +126,7 @@ def inputs_read_late(patch: Patch) -> None:
     def by_reference(calls: list[Call]) -> list[list[torch.Tensor]]:
         return [[call.data[0][0] for call in calls] for _ in calls]
 
-    patch.setattr(Flight, "take_off", keep)
+    patch.setattr(InFlightBuffer, "take_off", keep)
     patch.setattr(collectives, "all_gather", by_reference)
 
 
@@ -155,7 +155,7 @@ def one_group_at_a_time(patch: Patch) -> None:
         for work in list(context.fabric.unwaited.values()):
             channel = getattr(work._operation, "channel", self._shared.channel)
             if channel is not self._shared.channel:
-                context.scheduler.wait(context.seat, work._operation)
+                context.scheduler.wait(context.thread_state, work._operation)
         return join(self, *args, **kwargs)
 
     patch.setattr(SimProcessGroup, "_collective", queue)

@@ -67,11 +67,11 @@ def mailbox(
             waiting = box(me, dest)
             waiting.insert(0 if broadcast_first else len(waiting), Payload(obj, "smp.broadcast"))
         while wait_for_first and others and box(me, others[0]):
-            self._context.scheduler.give_way(self._context.seat)
+            self._context.scheduler.give_way(self._context.thread_state)
 
     def recv_from(self: SimObjects, src: int) -> Any:
         while not box(src, self._context.rank):
-            self._context.scheduler.give_way(self._context.seat)
+            self._context.scheduler.give_way(self._context.thread_state)
         return box(src, self._context.rank).pop(take).thaw()
 
     for call in (send, broadcast, recv_from):

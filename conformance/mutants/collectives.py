@@ -23,7 +23,7 @@ from pytest_smp.ranks.sim import collectives
 from smp_core import reduction
 from smp_core.errors import ArgumentError, VerdictError
 from smp_core.transport.checked_group import CheckedGroup
-from smp_core.transport.memory import Flight, copy, poison
+from smp_core.transport.memory import InFlightBuffer, copy, poison
 
 BUGS = Bugs("collectives and layout")
 RANKS = "groups, roots and rank mapping"
@@ -705,20 +705,20 @@ def fixed_buffer_of_tensors(name: str, original: Call, *arguments: Any, **how: A
 @BUGS.enter("COLL-LARGE", kind=ERRORS)
 def tail_lost(patch: Patch) -> None:
     """elements behind the last multiple of 4096 are not moved"""
-    land = Flight.land
+    land = InFlightBuffer.land
 
-    def landed(flight: Flight, values: Sequence[Tensor]) -> None:
+    def landed(in_flight: InFlightBuffer, values: Sequence[Tensor]) -> None:
         tails = [
             out.view(-1)[out.numel() // 4096 * 4096 :]
-            for out in flight.outputs
+            for out in in_flight.outputs
             if out.numel() > 4096 and out.is_contiguous()
         ]
         before = [tail.clone() for tail in tails]
-        land(flight, values)
+        land(in_flight, values)
         for tail, old in zip(tails, before, strict=True):
             tail.copy_(old)
 
-    patch.setattr(Flight, "land", landed)
+    patch.setattr(InFlightBuffer, "land", landed)
 
 
 @in_call("all_to_all", "COLL-ALL-TO-ALL-EMPTY")
@@ -737,28 +737,28 @@ def no_work_for_nothing(original: Call, outs: list[Tensor], *rest: Any, **how: A
 @BUGS.enter("COLL-ALL-TO-ALL-SINGLE-LAYOUT-OUT")
 def landed_in_memory_order(patch: Patch) -> None:
     """what an asynchronous call gets is written to a view that is not contiguous in memory order"""
-    land = Flight.land
+    land = InFlightBuffer.land
 
-    def landed(flight: Flight, values: Sequence[Tensor]) -> None:
-        if flight._stands:
-            flight.outputs = [in_memory_order(tensor) for tensor in flight.outputs]
-            pairs = zip(values, flight.outputs, strict=False)
+    def landed(in_flight: InFlightBuffer, values: Sequence[Tensor]) -> None:
+        if in_flight._stands:
+            in_flight.outputs = [in_memory_order(tensor) for tensor in in_flight.outputs]
+            pairs = zip(values, in_flight.outputs, strict=False)
             values = [value.reshape(out.shape) for value, out in pairs]
-        land(flight, values)
+        land(in_flight, values)
 
-    patch.setattr(Flight, "land", landed)
+    patch.setattr(InFlightBuffer, "land", landed)
 
 
 def read_in_flight(patch: Patch, change: Callable[[Tensor], Tensor]) -> None:
     """An asynchronous call reads other views of its inputs."""
-    take_off = Flight.take_off
+    take_off = InFlightBuffer.take_off
 
-    def taken_off(flight: Flight, *arguments: Any) -> None:
-        read = [copy(change(tensor)).reshape(tensor.shape) for tensor in flight.inputs]
-        take_off(flight, *arguments)
-        flight.inputs = read
+    def taken_off(in_flight: InFlightBuffer, *arguments: Any) -> None:
+        read = [copy(change(tensor)).reshape(tensor.shape) for tensor in in_flight.inputs]
+        take_off(in_flight, *arguments)
+        in_flight.inputs = read
 
-    patch.setattr(Flight, "take_off", taken_off)
+    patch.setattr(InFlightBuffer, "take_off", taken_off)
 
 
 @BUGS.enter("COLL-BROADCAST-LAYOUT")
@@ -778,14 +778,14 @@ def taken_off_without_offset(patch: Patch) -> None:
 @BUGS.enter("COLL-IN-PLACE")
 def poisoned_before_the_copy(patch: Patch) -> None:
     """an asynchronous call gives up its outputs before it has copied its inputs"""
-    take_off = Flight.take_off
+    take_off = InFlightBuffer.take_off
 
-    def taken_off(flight: Flight, *arguments: Any) -> None:
-        for tensor in flight.outputs:
+    def taken_off(in_flight: InFlightBuffer, *arguments: Any) -> None:
+        for tensor in in_flight.outputs:
             poison(tensor)
-        take_off(flight, *arguments)
+        take_off(in_flight, *arguments)
 
-    patch.setattr(Flight, "take_off", taken_off)
+    patch.setattr(InFlightBuffer, "take_off", taken_off)
 
 
 # ---- Special numbers -----------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from pytest_smp.ranks.sim.process_group import SharedGroup, SimProcessGroup
 from pytest_smp.ranks.sim.work import SimWork
 from smp_core.errors import RankError, UnsupportedError, VerdictError
 from smp_core.transport import current_rank
-from smp_core.transport.memory import Flight
+from smp_core.transport.memory import InFlightBuffer
 from smp_core.transport.peers import ANY, Source
 
 BUGS = Bugs("point-to-point")
@@ -202,7 +202,7 @@ def sent_without_a_copy(patch: Patch) -> None:
     def send(self: SimProcessGroup, tensors: list[Tensor], dest: int, tag: int) -> Any:
         work = post(self, "send", tensors, dest, tag)
         if not work._operation.done:
-            work.flight.inputs = tensors
+            work.in_flight.inputs = tensors
         self._context.fabric.unwaited.pop(id(work), None)
         return Done()
 
@@ -212,9 +212,9 @@ def sent_without_a_copy(patch: Patch) -> None:
 def landing_twice(patch: Patch) -> None:
     """What lands is written to the outputs of this rank's operation before, too."""
     before = PerRun(dict)
-    land = Flight.land
+    land = InFlightBuffer.land
 
-    def again(self: Flight, values: Any) -> None:
+    def again(self: InFlightBuffer, values: Any) -> None:
         context = current_rank.current()
         assert context is not None
         land(self, values)
@@ -224,7 +224,7 @@ def landing_twice(patch: Patch) -> None:
             old.data.copy_(new)
         before()[context.rank, shapes] = self.outputs
 
-    patch.setattr(Flight, "land", again)
+    patch.setattr(InFlightBuffer, "land", again)
 
 
 @BUGS.enter("P2P-SEPARATE", origin="B059", kind="collectives and layout")

@@ -1,4 +1,4 @@
-"""Backends: how ranks come to exist (host) and what they exchange data through (fabric).
+"""Backends: how ranks come to exist (executor) and what they exchange data through (fabric).
 
 The table of names, and how other people's backends are found: by entry point (group
 ``smp.backends``), or as ``module:attribute``.
@@ -16,7 +16,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from pytest_smp.ranks.capabilities import Capabilities
-from pytest_smp.ranks.protocols import PROTOCOL_VERSION, Backend, Factory, Host, HostOptions
+from pytest_smp.ranks.protocols import PROTOCOL_VERSION, Backend, Executor, ExecutorOptions, Factory
 from pytest_smp.ranks.torch_backends import PREFIX as TORCH
 from pytest_smp.ranks.torch_backends import torch_named
 from pytest_smp.ranks.torch_claims import GLOO
@@ -27,29 +27,29 @@ ENTRY_POINTS = "smp.backends"
 EXTERNAL = "external"
 
 
-def _open_sim() -> Host:
+def _open_sim() -> Executor:
     torch_parts.require("the sim backend")  # first: what follows looks them up when imported
-    from pytest_smp.ranks.sim.fabric import open_host
+    from pytest_smp.ranks.sim.fabric import open_executor
 
-    return open_host()
+    return open_executor()
 
 
 _GLOO = Factory("pytest_smp.ranks.processes.torch_fabric:open_gloo")
 _MPI = Factory("smp_core.transport.mpi:open_fabric", loses_tensors=True)
 
 
-def _open_gloo() -> Host:
-    from pytest_smp.ranks.processes.executor import ProcessHost
-    from pytest_smp.ranks.processes.fork_pool import PoolCrew
+def _open_gloo() -> Executor:
+    from pytest_smp.ranks.processes.executor import ProcessExecutor
+    from pytest_smp.ranks.processes.fork_pool import LocalPool
 
-    return ProcessHost(PoolCrew, _GLOO, synchronous_sends=True)
+    return ProcessExecutor(LocalPool, _GLOO, synchronous_sends=True)
 
 
-def _open_mpi() -> Host:
-    from pytest_smp.ranks.mpi.mpiexec import MpiexecCrew
-    from pytest_smp.ranks.processes.executor import ProcessHost
+def _open_mpi() -> Executor:
+    from pytest_smp.ranks.mpi.mpiexec import MpiexecPool
+    from pytest_smp.ranks.processes.executor import ProcessExecutor
 
-    return ProcessHost(MpiexecCrew, _MPI, synchronous_sends=True)
+    return ProcessExecutor(MpiexecPool, _MPI, synchronous_sends=True)
 
 
 #: What a launcher's ranks can exchange data through.
@@ -69,23 +69,23 @@ def _external(name: str) -> Backend:
             f"{' or '.join(_LAUNCHED)}: --smp-backend=external:gloo"
         )
 
-    def open_host() -> Host:
-        from pytest_smp.ranks.processes.executor import ProcessHost
-        from pytest_smp.ranks.processes.external import ExternalCrew
+    def open_executor() -> Executor:
+        from pytest_smp.ranks.processes.executor import ProcessExecutor
+        from pytest_smp.ranks.processes.external import ExternalPool
 
-        return ProcessHost(ExternalCrew, _LAUNCHED[fabric], synchronous_sends=True)
+        return ProcessExecutor(ExternalPool, _LAUNCHED[fabric], synchronous_sends=True)
 
     known = BACKENDS[fabric]
     return dataclasses.replace(
         known,
         name=name,
         summary=f"ranks that a launcher started, and {fabric}",
-        open_host=open_host,
+        open_executor=open_executor,
     )
 
 
-def _open_external() -> Host:
-    return _external(EXTERNAL).open_host()
+def _open_external() -> Executor:
+    return _external(EXTERNAL).open_executor()
 
 
 BACKENDS = {
@@ -157,7 +157,7 @@ def _blaming(what: str, *passed: type[Exception]) -> Iterator[None]:
 _FIELDS = (
     ("name", lambda value: isinstance(value, str) and value.strip(), "a text"),
     ("summary", lambda value: isinstance(value, str), "a text"),
-    ("open_host", callable, "callable"),
+    ("open_executor", callable, "callable"),
     ("capabilities", lambda value: isinstance(value, Capabilities), "a Capabilities"),
     (
         "expectations",
@@ -194,36 +194,36 @@ def _load(name: str, reference: str) -> Backend:
     return found
 
 
-def open_backend(name: str, options: HostOptions | None = None) -> Host:
-    """Open the host of the backend of this name; one that has ``configure`` gets the options.
+def open_backend(name: str, options: ExecutorOptions | None = None) -> Executor:
+    """Open the executor of the backend of this name; one that has ``configure`` gets the options.
 
-    Raises BackendError if there is none, it cannot be opened, what it opens is no host, or it was
-    written for another version of the protocol. A host that is refused is closed. Warns with
+    Raises BackendError if there is none, it cannot be opened, what it opens is no executor, or it was
+    written for another version of the protocol. An executor that is refused is closed. Warns with
     UnknownTorchWarning, once, of a torch that was not tried.
     """
     backend = find_backend(name)
     torch_parts.warn()
     with _blaming(f"backend {name!r} cannot be opened", BackendError):
-        host = backend.open_host()
-    with _blaming(f"backend {name!r}: what it opens is no host"):
-        refused = _why_refused(host)
-        configure = getattr(host, "configure", None)
+        executor = backend.open_executor()
+    with _blaming(f"backend {name!r}: what it opens is no executor"):
+        refused = _why_refused(executor)
+        configure = getattr(executor, "configure", None)
     if refused is None:
         if configure is not None:
-            configure(options or HostOptions())
-        return host
+            configure(options or ExecutorOptions())
+        return executor
     with contextlib.suppress(BackendError), _blaming("it is refused anyway"):
-        host.close()
+        executor.close()
     raise BackendError(f"backend {name!r}: what it opens {refused}")
 
 
-def _why_refused(host: object) -> str | None:
-    protocol = getattr(host, "protocol", None)
+def _why_refused(executor: object) -> str | None:
+    protocol = getattr(executor, "protocol", None)
     if protocol is None:
-        return f"is no host: it names no protocol; this version has {PROTOCOL_VERSION}"
+        return f"is no executor: it names no protocol; this version has {PROTOCOL_VERSION}"
     if protocol != PROTOCOL_VERSION:
         return f"was written for {protocol} of the protocol; this version has {PROTOCOL_VERSION}"
     for method in ("open", "close"):
-        if not callable(getattr(host, method, None)):
-            return f"is no host: it has no method {method}"
+        if not callable(getattr(executor, method, None)):
+            return f"is no executor: it has no method {method}"
     return None

@@ -1,6 +1,6 @@
 """The protocols between the harness and a backend, and the values that pass between them.
 
-A *host* opens a *world* of ranks; ``World.run(job)`` runs one body on every rank and returns a
+A *executor* opens a *world* of ranks; ``World.run(job)`` runs one body on every rank and returns a
 *report*. A rank's fabric is in smp_core/transport/protocols.py. Nothing here imports torch.
 
 The protocols carry a version: a backend states which one it was written for, and another one is
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pytest_smp.ranks.capabilities import EVERYTHING, Capabilities
 from pytest_smp.ranks.schedule import ROUND_ROBIN, Schedule
 from smp_core.transport import torch_parts
-from smp_core.transport.protocols import RankFabric, Seat
+from smp_core.transport.protocols import RankEnvironment, RankFabric
 
 if TYPE_CHECKING:
     from pytest_smp.ranks.faults import Fault
@@ -31,20 +31,20 @@ PROTOCOL_VERSION = 1
 @dataclasses.dataclass(frozen=True, slots=True)
 class Factory:
     """Makes a rank's fabric: names a callable ``module:attribute``, imported on the rank alone, that
-    takes the Seat and then ``arguments``.
+    takes the RankEnvironment and then ``arguments``.
     """
 
     reference: str
     arguments: tuple[Any, ...] = ()
     loses_tensors: bool = False  # its messages of tensors can be lost and damaged (faults)
 
-    def __call__(self, seat: Seat) -> RankFabric:
+    def __call__(self, environment: RankEnvironment) -> RankFabric:
         torch_parts.require(
             "rank processes", "the board"
         )  # before what looks them up when imported
         module, _, attribute = self.reference.partition(":")
         make = getattr(importlib.import_module(module), attribute)
-        fabric: RankFabric = make(seat, *self.arguments)
+        fabric: RankFabric = make(environment, *self.arguments)
         return fabric
 
 
@@ -147,7 +147,7 @@ class Job:
         no_context  # entered around each rank's body
     )
     schedule: Schedule = ROUND_ROBIN  # the order of turns, where the backend decides it
-    faults: tuple[Fault, ...] = ()  # what is to go wrong; those that Host.injects allows
+    faults: tuple[Fault, ...] = ()  # what is to go wrong; those that Executor.injects allows
 
 
 class World(Protocol):
@@ -162,8 +162,8 @@ class World(Protocol):
         """
 
 
-class Host(Protocol):
-    """How ranks come to exist. One host lives as long as a session and opens worlds of any size.
+class Executor(Protocol):
+    """How ranks come to exist. One executor lives as long as a session and opens worlds of any size.
 
     One that injects faults has an attribute ``injects`` (see faults.Claim).
     """
@@ -174,15 +174,15 @@ class Host(Protocol):
         """A world of ``size`` ranks, numbered from 0."""
 
     def close(self) -> None:
-        """End every rank. Nothing of the host outlives this call."""
+        """End every rank. Nothing of the executor outlives this call."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class HostOptions:
-    """What a host of rank processes is told before it starts any.
+class ExecutorOptions:
+    """What an executor of rank processes is told before it starts any.
 
     ``prelude`` is run once where ranks come from, before the first body: it gets them ready to
-    import what bodies refer to. A host that needs any of this has a method ``configure(options)``.
+    import what bodies refer to. An executor that needs any of this has a method ``configure(options)``.
     """
 
     ranks: int = 8  # the most that a world will have: an MPI job starts with so many
@@ -194,11 +194,11 @@ class HostOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Backend:
-    """A named pair of a host and a fabric."""
+    """A named pair of an executor and a fabric."""
 
     name: str
     summary: str
-    open_host: Callable[[], Host]
+    open_executor: Callable[[], Executor]
     capabilities: Capabilities = EVERYTHING  # claims of its own, or everything
     #: The file of failures that are expected of it (docs/conformance.md): a path (that starts at
     #: ``__file__``), or ``package:path`` below an importable package. The suite alone reads it.

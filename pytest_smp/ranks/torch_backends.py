@@ -12,7 +12,7 @@ import importlib
 from pathlib import Path
 
 from pytest_smp.ranks.capabilities import EVERYTHING, Capabilities
-from pytest_smp.ranks.protocols import Backend, Factory, Host
+from pytest_smp.ranks.protocols import Backend, Executor, Factory
 from pytest_smp.ranks.torch_claims import GLOO
 from smp_core.errors import BackendError
 
@@ -68,7 +68,7 @@ def torch_backend(
     expectations: Path | str | None = None,
     synchronous_sends: bool = False,
 ) -> Backend:
-    """A backend of one's own around a process group that torch knows as ``name``, on the `pool` host:
+    """A backend of one's own around a process group that torch knows as ``name``, on the `pool` executor:
     what an entry point of the group ``smp.backends`` may name.
 
     Args:
@@ -87,18 +87,18 @@ def torch_backend(
 
 
 def _backend(name: str, summary: str, plain: str, module: str, known: _Known) -> Backend:
-    def open_host() -> Host:
+    def open_executor() -> Executor:
         _check(plain, module or known.module)
-        from pytest_smp.ranks.processes.executor import ProcessHost
-        from pytest_smp.ranks.processes.fork_pool import PoolCrew
+        from pytest_smp.ranks.processes.executor import ProcessExecutor
+        from pytest_smp.ranks.processes.fork_pool import LocalPool
 
         factory = Factory(
             "pytest_smp.ranks.processes.torch_fabric:open_torch",
             (plain.lower(), module or known.module),
         )
-        return ProcessHost(PoolCrew, factory, synchronous_sends=known.synchronous_sends)
+        return ProcessExecutor(LocalPool, factory, synchronous_sends=known.synchronous_sends)
 
-    return Backend(name, summary, open_host, known.capabilities, known.expectations)
+    return Backend(name, summary, open_executor, known.capabilities, known.expectations)
 
 
 def _check(plain: str, module: str) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from smp_core.errors import BackendError, NotInitializedError
 from smp_core.transport import ending
 from smp_core.transport.launchers import Launch, half_set, launch_of
-from smp_core.transport.protocols import Fabric, Group, ObjectTransport, Seat
+from smp_core.transport.protocols import Fabric, Group, ObjectTransport, RankEnvironment
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -120,8 +120,10 @@ class _NoBoard:
         return contextlib.nullcontext()
 
 
-def _seat(rank: int, size: int, folder: Path, local: tuple[int, int] = (0, 0)) -> Seat:
-    return Seat(rank, size, *local, folder, 0, _nothing, _NoBoard())
+def _environment(
+    rank: int, size: int, folder: Path, local: tuple[int, int] = (0, 0)
+) -> RankEnvironment:
+    return RankEnvironment(rank, size, *local, folder, 0, _nothing, _NoBoard())
 
 
 def _nothing() -> None:
@@ -210,7 +212,7 @@ class _TorchFabric:
         self._default: Any = dist.group.WORLD
         self._handles: dict[Group, Any] = {}
         private = dist.new_group(backend="gloo", group_desc="smp objects")
-        self.objects: ObjectTransport = GroupObjects(_seat(rank, size, Path()), private)
+        self.objects: ObjectTransport = GroupObjects(_environment(rank, size, Path()), private)
         self.local_rank, self.local_size = _local(rank, size, self.objects)
 
     def forget(self) -> None:
@@ -337,8 +339,8 @@ class _MpiFabric:
         folders = world.allgather(private_folder() if self.local_rank == 0 else "")
         self._folder = folders[hosts.index(host)]
         local = self.local_rank, self.local_size
-        seat = _seat(self.rank, self.size, Path(self._folder), local)
-        self._fabric: Any = open_fabric(seat)
+        environment = _environment(self.rank, self.size, Path(self._folder), local)
+        self._fabric: Any = open_fabric(environment)
         self.objects = self._fabric.objects
         self._enter()
         self._pulse = Pulse.of(launch, world)

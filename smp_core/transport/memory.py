@@ -140,7 +140,7 @@ def is_freed(tensor: Tensor) -> bool:
     return end > tensor.untyped_storage().nbytes()
 
 
-class Flight:
+class InFlightBuffer:
     """The tensors of one rank's part in one operation.
 
     Args:
@@ -221,7 +221,7 @@ class Flight:
 Owner = TypeVar("Owner")
 
 
-class Airspace(Generic[Owner]):
+class OverlapTable(Generic[Owner]):
     """The memory of all operations of one rank that are in flight, by address.
 
     A rank may have thousands in flight: only spans that begin near an address are looked at.
@@ -233,7 +233,7 @@ class Airspace(Generic[Owner]):
         self._count = 0
 
     def conflict(
-        self, flight: Flight, forgives: Callable[[Owner], bool] | None = None
+        self, in_flight: InFlightBuffer, forgives: Callable[[Owner], bool] | None = None
     ) -> Owner | None:
         """Whose operation writes where this one reads or writes, or reads where it writes.
 
@@ -241,7 +241,7 @@ class Airspace(Generic[Owner]):
         """
         if not self._spans:
             return None
-        for mine in flight.spans():
+        for mine in in_flight.spans():
             at = bisect.bisect_left(self._spans, (mine.start - self._longest, -1))
             while at < len(self._spans) and self._spans[at][0] < mine.stop:
                 _, _, theirs, owner = self._spans[at]
@@ -251,16 +251,16 @@ class Airspace(Generic[Owner]):
                 at += 1
         return None
 
-    def enter(self, flight: Flight, owner: Owner) -> None:
+    def enter(self, in_flight: InFlightBuffer, owner: Owner) -> None:
         """An operation has been issued."""
-        for span in flight.spans():
+        for span in in_flight.spans():
             self._count += 1
             bisect.insort(self._spans, (span.start, self._count, span, owner))
             self._longest = max(self._longest, span.stop - span.start)
 
-    def leave(self, flight: Flight) -> None:
+    def leave(self, in_flight: InFlightBuffer) -> None:
         """An operation was waited for."""
-        for span in flight.spans():
+        for span in in_flight.spans():
             at = bisect.bisect_left(self._spans, (span.start, -1))
             while self._spans[at][2] is not span:
                 at += 1

@@ -91,7 +91,7 @@ class Recorder(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Seat:
+class RankEnvironment:
     """What the fabric is told on a rank process when a world forms.
 
     ``folder`` is private to this forming of the world, the same on all of its ranks, and empty at
@@ -111,7 +111,7 @@ class Seat:
 
 
 class RankFabric(Fabric, Protocol):
-    """The fabric as a host of rank processes drives it: formed once, entered for every run.
+    """The fabric as an executor of rank processes drives it: formed once, entered for every run.
 
     One that destroys the groups of a run only when the next is entered has an attribute ``holds``:
     whether there are any. Their descriptors are not counted as left open by the body. One that makes
@@ -119,7 +119,9 @@ class RankFabric(Fabric, Protocol):
     opened since the last call.
     """
 
-    cooperative: bool  # waits call Seat.check, so that a rank can be unwound without killing it
+    cooperative: (
+        bool  # waits call RankEnvironment.check, so that a rank can be unwound without killing it
+    )
 
     def enter(self) -> None:
         """Before each body: torch.distributed is this world's from now on."""

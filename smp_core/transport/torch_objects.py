@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from smp_core.transport.payload import Payload
-from smp_core.transport.protocols import Group, Seat
+from smp_core.transport.protocols import Group, RankEnvironment
 
 
 class _Objects(ABC):
     """See base.ObjectTransport. What carries the bytes is a subclass's business."""
 
-    def __init__(self, seat: Seat) -> None:
-        self._rank, self._board = seat.rank, seat.board
+    def __init__(self, environment: RankEnvironment) -> None:
+        self._rank, self._board = environment.rank, environment.board
 
     @abstractmethod
     def _deliver(self, data: bytes, dests: list[int]) -> None:
@@ -84,8 +84,8 @@ class GroupObjects(_Objects):
     2 (n - 1)^2 of torch's rings.
     """
 
-    def __init__(self, seat: Seat, group: Any) -> None:
-        super().__init__(seat)
+    def __init__(self, environment: RankEnvironment, group: Any) -> None:
+        super().__init__(environment)
         self._group = group
         self._taken = torch.zeros(1, dtype=torch.uint8)
 
@@ -152,8 +152,8 @@ class StoreObjects(_Objects):
     sender takes out.
     """
 
-    def __init__(self, seat: Seat, store: Any) -> None:
-        super().__init__(seat)
+    def __init__(self, environment: RankEnvironment, store: Any) -> None:
+        super().__init__(environment)
         self._store = store
         self._numbers: Counter[Any] = Counter()
 
@@ -200,21 +200,24 @@ def _pair(rank: int, partner: int) -> Group:
     return Group("WORLD", (rank, partner))
 
 
-def choose(seat: Seat, group: Any, store: Any) -> _Objects:
+def choose(environment: RankEnvironment, group: Any, store: Any) -> _Objects:
     """The transport that this backend can carry: messages of ``group`` if one around a ring arrived
     on every rank, keys of ``store`` otherwise. All ranks choose the same.
     """
-    messages = seat.size == 1 or _ring(seat, group)
-    store.set(f"ring {seat.rank}", str(int(messages)))
-    if all(store.get(f"ring {rank}") == b"1" for rank in range(seat.size)):
-        return GroupObjects(seat, group)
-    return StoreObjects(seat, store)
+    messages = environment.size == 1 or _ring(environment, group)
+    store.set(f"ring {environment.rank}", str(int(messages)))
+    if all(store.get(f"ring {rank}") == b"1" for rank in range(environment.size)):
+        return GroupObjects(environment, group)
+    return StoreObjects(environment, store)
 
 
-def _ring(seat: Seat, group: Any) -> bool:
+def _ring(environment: RankEnvironment, group: Any) -> bool:
     """Whether a message to the next rank and one from the last arrive as they were sent."""
-    ahead, behind = (seat.rank + 1) % seat.size, (seat.rank - 1) % seat.size
-    mine = torch.tensor([251, seat.rank % 250], dtype=torch.uint8)
+    ahead, behind = (
+        (environment.rank + 1) % environment.size,
+        (environment.rank - 1) % environment.size,
+    )
+    mine = torch.tensor([251, environment.rank % 250], dtype=torch.uint8)
     theirs = torch.zeros(2, dtype=torch.uint8)
 
     def send() -> Any:
@@ -225,7 +228,7 @@ def _ring(seat: Seat, group: Any) -> bool:
 
     try:
         # The odd ranks receive first: a send may last until it is received.
-        works = [call() for call in ((receive, send) if seat.rank % 2 else (send, receive))]
+        works = [call() for call in ((receive, send) if environment.rank % 2 else (send, receive))]
         for work in works:
             work.wait()
     except Exception:  # it has no messages, and says so by whatever it likes

@@ -165,11 +165,11 @@ def test_a_host_that_injects_nothing_is_named(pytester):
     pytester.makepyfile(
         theirs="""
         from pytest_smp.ranks.protocols import Backend, PROTOCOL_VERSION
-        class Host:
+        class Executor:
             protocol = PROTOCOL_VERSION
             def open(self, size): raise AssertionError("a world was opened")
             def close(self): pass
-        backend = Backend("theirs", "a host of somebody's", Host)
+        backend = Backend("theirs", "a host of somebody's", Executor)
         """,
         test_theirs="""
         import pytest

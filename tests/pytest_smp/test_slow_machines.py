@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
-from pytest_smp.ranks.sim.executor import ThreadHost
+from pytest_smp.ranks.sim.executor import ThreadExecutor
 
 if TYPE_CHECKING:
     from tests.pytest_smp.conftest import Session
@@ -195,7 +195,7 @@ def test_a_deadline_is_in_force_if_somebody_asked_for_it(
 ) -> None:
     """And on rank processes none, for an example may wait for ranks that are started or replaced."""
     monkeypatch.setattr(time, "perf_counter", _Clock())
-    monkeypatch.setattr(ThreadHost, "steady", not processes, raising=False)
+    monkeypatch.setattr(ThreadExecutor, "steady", not processes, raising=False)
     session.pytester.makeconftest("" if profile is None else _PROFILE.replace("PROFILE", profile))
     if profile is None:
         hypothesis.settings.load_profile("default")

@@ -38,14 +38,14 @@ _BACKEND = """
             outcomes = [Outcome(rank, OutcomeKind.STUCK) for rank in range(self.size)]
             return Report(VerdictKind.TIMED_OUT, outcomes, None, RunTimeout("it took too long"))
 
-    class Host:
+    class Executor:
         protocol = 1
         steady = False
         open = staticmethod(World)
         def close(self):
             pass
 
-    backend = Backend("slow", "as slow as its bodies say", Host)
+    backend = Backend("slow", "as slow as its bodies say", Executor)
 """
 
 _HEAD = """

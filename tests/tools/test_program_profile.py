@@ -25,9 +25,9 @@ def test_small_profiles_print_their_tables(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_every_cell_is_hit_when_there_are_as_many_programs() -> None:
-    host = open_backend("sim")
-    coverage = profile.run_valid(host, FEW, range(10))
-    host.close()
+    executor = open_backend("sim")
+    coverage = profile.run_valid(executor, FEW, range(10))
+    executor.close()
     assert len(coverage.claimed) == 10
     assert not coverage.missed
     assert not coverage.alarms
@@ -41,13 +41,13 @@ def test_a_wrong_backend_gives_alarms_and_wrong_scores(
         raise AssertionError("planted")
 
     monkeypatch.setattr(dist, "barrier", wrong)
-    host = open_backend("sim")
+    executor = open_backend("sim")
     if known:
-        coverage = profile.run_valid(host, FEW, range(5))
+        coverage = profile.run_valid(executor, FEW, range(5))
         assert [seed for seed, message in coverage.alarms if "planted" in message] == [*range(5)]
         assert not coverage.hits
     else:
-        scores = profile.run_invalid(host, FEW, range(5), kinds=("missing wait",))
+        scores = profile.run_invalid(executor, FEW, range(5), kinds=("missing wait",))
         assert len(scores.wrong) == 5
         assert scores.share("verdict") == 0.0
-    host.close()
+    executor.close()

@@ -10,7 +10,7 @@ import pytest
 
 from pytest_smp.ranks.backends import open_backend
 from pytest_smp.ranks.faults import Claim, Kill
-from pytest_smp.ranks.protocols import HostOptions, Job, OutcomeKind, VerdictKind
+from pytest_smp.ranks.protocols import ExecutorOptions, Job, OutcomeKind, VerdictKind
 from tools.soak import leaks, programs, verdicts
 from tools.soak.__main__ import main, soak
 from tools.soak.leaks import Held
@@ -31,23 +31,23 @@ def test_without_the_board_ranks_that_wait_use_up_their_time(kind, capsys):
 
 
 @pytest.fixture(scope="module")
-def host():
-    host = open_backend("sim", HostOptions(ranks=3))
-    yield host
-    host.close()
+def executor():
+    executor = open_backend("sim", ExecutorOptions(ranks=3))
+    yield executor
+    executor.close()
 
 
-def _run(host, case, *faults):
+def _run(executor, case, *faults):
     arguments = programs.Arguments((case.steps, case.folder))
     job = Job(body=programs.run, arguments=arguments, faults=faults)
-    return host.open(case.size).run(job)
+    return executor.open(case.size).run(job)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_programs_make_the_calls_that_they_say(host, size, tmp_path):
+def test_programs_make_the_calls_that_they_say(executor, size, tmp_path):
     steps = tuple(programs.Step(kind, number) for number, kind in enumerate(programs.STEPS, 1))
     arguments = programs.Arguments((steps, str(tmp_path)))
-    report = host.open(size).run(Job(body=programs.run, arguments=arguments))
+    report = executor.open(size).run(Job(body=programs.run, arguments=arguments))
     said = [programs.calls(steps, rank, size).total() for rank in range(size)]
     assert report.values == said, report.error
 
@@ -69,18 +69,18 @@ def test_a_seed_draws_the_same_case_again(tmp_path):
     ],
     ids=["verdict", "rank", "cause", "text"],
 )
-def test_a_wrong_verdict_is_a_miss(host, tmp_path, change, text):
+def test_a_wrong_verdict_is_a_miss(executor, tmp_path, change, text):
     steps = (programs.Step("allgather", 1),)
     case = verdicts.Case(steps, Kill(rank=1, at="allgather"), "kill", 3, str(tmp_path))
-    report = _run(host, case, case.fault)
+    report = _run(executor, case, case.fault)
     assert verdicts.complaints(case, report, processes=False) == []
     wrong = verdicts.complaints(case, dataclasses.replace(report, **change), processes=False)
     assert any(text in each for each in wrong), wrong
 
 
-def test_harm_to_another_rank_is_a_miss(host, tmp_path):
+def test_harm_to_another_rank_is_a_miss(executor, tmp_path):
     case = verdicts.Case((), Kill(rank=1), "kill", 3, str(tmp_path))
-    report = _run(host, case, case.fault)
+    report = _run(executor, case, case.fault)
     report.outcomes[2].kind, report.outcomes[2].error = OutcomeKind.RAISED, AssertionError("x")
     assert len(verdicts.complaints(case, report, processes=False)) == 2
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from pytest_smp.ranks.backends import find_backend, open_backend
 from pytest_smp.ranks.capabilities import Capabilities
-from pytest_smp.ranks.protocols import Host, Job, Report, VerdictKind
+from pytest_smp.ranks.protocols import Executor, Job, Report, VerdictKind
 from pytest_smp.strategies.communication.coverage import Cell, all_cells, cells
 from pytest_smp.strategies.communication.drawing import sample
 from pytest_smp.strategies.communication.faults import FAULTS, Score, Unused, sample_invalid
@@ -101,14 +101,14 @@ class Scores:
         return "\n".join([*lines, f"right: {shares}", noise, f"drawn and not used: {unused}"])
 
 
-def run_valid(host: Host, capabilities: Capabilities, seeds: Iterable[int]) -> Coverage:
+def run_valid(executor: Executor, capabilities: Capabilities, seeds: Iterable[int]) -> Coverage:
     """Run a valid program for each seed."""
     claimed = all_cells(capabilities)
     result, start = Coverage(collections.Counter(), claimed), time.monotonic()
     for seed in seeds:
         choose = random.Random(seed).randrange
         program = sample(choose, capabilities=capabilities, cell=claimed[seed % len(claimed)])
-        report = _run(host, program)
+        report = _run(executor, program)
         if report.error is not None or report.warnings:
             result.alarms.append((seed, f"{report.verdict}: {report.error} {report.warnings}"))
         else:
@@ -118,7 +118,7 @@ def run_valid(host: Host, capabilities: Capabilities, seeds: Iterable[int]) -> C
 
 
 def run_invalid(
-    host: Host,
+    executor: Executor,
     capabilities: Capabilities,
     seeds: Iterable[int],
     kinds: tuple[str, ...] = tuple(FAULTS),
@@ -132,7 +132,7 @@ def run_invalid(
             kinds=kinds,
             unused=result.unused,
         )
-        report = _run(host, program)
+        report = _run(executor, program)
         score, key = program.score(report), (program.fault.kind, program.verdict)
         result.counts[key] += 1
         result.noise.append(program.noise(report))
@@ -144,9 +144,9 @@ def run_invalid(
     return result
 
 
-def _run(host: Host, program: Runnable) -> Report:
+def _run(executor: Executor, program: Runnable) -> Report:
     job = Job(body=program.run, arguments=lambda rank: ((), {}), timeout=60)
-    return host.open(program.ranks).run(job)
+    return executor.open(program.ranks).run(job)
 
 
 def main(arguments: list[str]) -> int:
@@ -158,22 +158,22 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--backend", default="sim")
     asked = parser.parse_args(arguments)
     capabilities = find_backend(asked.backend).capabilities
-    host, failed = open_backend(asked.backend), False
+    executor, failed = open_backend(asked.backend), False
     parts: list[tuple[int, Callable[[range], bool]]] = [
-        (asked.valid, lambda seeds: _print_valid(host, capabilities, seeds)),
-        (asked.invalid, lambda seeds: _print_invalid(host, capabilities, seeds)),
+        (asked.valid, lambda seeds: _print_valid(executor, capabilities, seeds)),
+        (asked.invalid, lambda seeds: _print_invalid(executor, capabilities, seeds)),
     ]
     try:
         for count, part in parts:
             if count:
                 failed |= not part(range(asked.seed, asked.seed + count))
     finally:
-        host.close()
+        executor.close()
     return int(failed)
 
 
-def _print_valid(host: Host, capabilities: Capabilities, seeds: range) -> bool:
-    coverage = run_valid(host, capabilities, seeds)
+def _print_valid(executor: Executor, capabilities: Capabilities, seeds: range) -> bool:
+    coverage = run_valid(executor, capabilities, seeds)
     print(coverage.table())
     print(
         f"{len(seeds)} valid programs, {len(coverage.alarms)} false alarms, "
@@ -185,8 +185,8 @@ def _print_valid(host: Host, capabilities: Capabilities, seeds: range) -> bool:
     return not coverage.alarms and not coverage.missed
 
 
-def _print_invalid(host: Host, capabilities: Capabilities, seeds: range) -> bool:
-    scores = run_invalid(host, capabilities, seeds)
+def _print_invalid(executor: Executor, capabilities: Capabilities, seeds: range) -> bool:
+    scores = run_invalid(executor, capabilities, seeds)
     print(scores.table())
     print(f"{len(seeds)} invalid programs, {len(seeds) / scores.seconds:.0f} programs/s")
     for seed, score, message in scores.wrong[:10]:

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from pytest_smp.ranks.backends import open_backend
-from pytest_smp.ranks.protocols import Host, HostOptions, Job
+from pytest_smp.ranks.protocols import Executor, ExecutorOptions, Job
 from pytest_smp.strategies import training_oracle as oracle
 from pytest_smp.strategies.training import Training, features
 from pytest_smp.strategies.training_draws import trainings
@@ -69,7 +69,7 @@ class Profile:
     failures: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     cases: int = 0
 
-    def run(self, host: Host, case: Training) -> None:
+    def run(self, executor: Executor, case: Training) -> None:
         """Run one case, compare, and count it."""
         self.cases += 1
         self.rows.update((name, case.tier) for name in self.features(case) | {"all"})
@@ -79,7 +79,7 @@ class Profile:
             parameters=case.config,
             timeout=300.0,  # of a case that takes a second: the machine may be busy
         )
-        report = host.open(case.ranks).run(job)
+        report = executor.open(case.ranks).run(job)
         try:
             if report.error is not None:
                 raise report.error
@@ -129,7 +129,7 @@ def run_profile(
     found: Profile, drawn: st.SearchStrategy[Any], cases: int, ranks: int, start: int, backend: str
 ) -> Profile:
     """Draw so many cases from the seed ``start``, and run them on worlds of the backend."""
-    host = open_backend(backend, HostOptions(ranks=ranks))
+    executor = open_backend(backend, ExecutorOptions(ranks=ranks))
 
     @hypothesis.seed(start)
     @settings(
@@ -142,14 +142,14 @@ def run_profile(
     @given(drawn)
     def run(case: Training) -> None:
         if found.cases < cases:
-            found.run(host, case)
+            found.run(executor, case)
             if found.cases % 200 == 0:
                 print(f"{found.cases} cases, {len(found.failures)} failed", flush=True)
 
     try:
         run()
     finally:
-        host.close()
+        executor.close()
     return found
 
 

@@ -18,21 +18,21 @@ from typing import Any
 
 from pytest_smp.ranks.backends import open_backend
 from pytest_smp.ranks.faults import Claim
-from pytest_smp.ranks.protocols import Host, HostOptions, Job, Report, VerdictKind
+from pytest_smp.ranks.protocols import Executor, ExecutorOptions, Job, Report, VerdictKind
 from tools.soak import leaks, programs, verdicts
 from tools.soak.inside import Inside
 from tools.soak.leaks import Held
 from tools.soak.programs import Arguments
 from tools.soak.verdicts import Case
 
-_ENDING = 5.0  # seconds that processes get to end after the host was closed
+_ENDING = 5.0  # seconds that processes get to end after the executor was closed
 
 
 @dataclasses.dataclass
 class Soak:
-    """One host, what ran on it, and what was wrong."""
+    """One executor, what ran on it, and what was wrong."""
 
-    host: Any
+    executor: Any
     size: int
     timeout: float
     checked: bool = True
@@ -47,7 +47,7 @@ class Soak:
         """One run on all ranks."""
         fields.setdefault("timeout", 120.0)
         job = Job(body=body, arguments=Arguments(args), capture=True, **fields)
-        report: Report = self.host.open(self.size).run(job)
+        report: Report = self.executor.open(self.size).run(job)
         return report
 
     # Faults.
@@ -56,7 +56,7 @@ class Soak:
         """So many cases, each followed by a clean run."""
         for number in range(first, first + count):
             name = f"{seed}-{number}"
-            case = verdicts.draw(name, self.size, self.host.injects, folder, self.checked)
+            case = verdicts.draw(name, self.size, self.executor.injects, folder, self.checked)
             start = time.monotonic()
             wrong = self._fault(case)
             self.seconds[case.kind].append(time.monotonic() - start)
@@ -70,7 +70,7 @@ class Soak:
                 print(f"{done} faults, {len(self.misses)} misses; {self.held[-1][1]}", flush=True)
 
     def _fault(self, case: Case) -> list[str]:
-        processes = Claim.PROCESSES in self.host.injects
+        processes = Claim.PROCESSES in self.executor.injects
         limit = {"timeout": self.timeout} if case.lasts else {}
         report = self.run(programs.run, *case.arguments, faults=case.faults, **limit)
         wrong = verdicts.complaints(case, report, processes)
@@ -109,7 +109,7 @@ class Soak:
     @property
     def replaced(self) -> int:
         """Rank processes that had to be."""
-        return int(getattr(self.host, "replaced", 0))
+        return int(getattr(self.executor, "replaced", 0))
 
 
 def _miss(number: int, case: Case, wrong: list[str]) -> str:
@@ -180,18 +180,18 @@ def _soak(
         os.environ["TMPDIR"] = tempfile.tempdir = own
         try:
             start = time.monotonic()
-            options = HostOptions(ranks=ranks, capture=True, check=check)
-            host: Host = open_backend(backend, options)
+            options = ExecutorOptions(ranks=ranks, capture=True, check=check)
+            executor: Executor = open_backend(backend, options)
             try:
-                claims = getattr(host, "injects", ())
+                claims = getattr(executor, "injects", ())
                 checked = check or Claim.PROCESSES not in claims  # `sim` needs no board
-                run = Soak(host, ranks, timeout, checked)
+                run = Soak(executor, ranks, timeout, checked)
                 run.run(programs.run, programs.draw(random.Random(0)), disk)
                 run.faults(faults, first, seed, disk)
                 if tests:
                     run.tests(tests)
             finally:
-                host.close()
+                executor.close()
         finally:
             tempfile.tempdir = kept
             if outside is None:
@@ -238,7 +238,7 @@ def _grown(run: Soak) -> list[str]:
 
 
 def _left(own: str, shared: set[str], processes: set[int]) -> list[str]:
-    """What outlives the host."""
+    """What outlives the executor."""
     deadline = time.monotonic() + _ENDING
     while True:
         wrong = [f"process {pid} is left" for pid in set(leaks.descendants()) - processes]

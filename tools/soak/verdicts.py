@@ -65,7 +65,7 @@ class Case:
 def draw(
     seed: str, size: int, claims: Collection[Claim], folder: str, checked: bool = True
 ) -> Case:
-    """The case of this seed, on a host that can do so much."""
+    """The case of this seed, on an executor that can do so much."""
     rng = random.Random(seed)
     while True:
         steps, rank = programs.draw(rng), rng.randrange(size)

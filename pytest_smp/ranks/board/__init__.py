@@ -3,7 +3,7 @@
 On the rank, ``recorder`` turns calls into records and ``instrument`` calls it for everything that
 goes through torch.distributed. In the controller, ``analysis`` reads the records of all ranks and
 finds mismatches, deadlocks and leaks: the verdicts that `sim` has for free. How the bytes travel is
-the host's business.
+the executor's business.
 """
 
 from pytest_smp.ranks.board.analysis import Board, Finding

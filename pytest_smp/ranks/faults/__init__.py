@@ -20,7 +20,7 @@ from smp_core.errors import ArgumentError, ArgumentTypeError, RankError, Unsuppo
 
 
 class Claim(enum.StrEnum):
-    """What a host must be able to do for a fault to strike on its ranks."""
+    """What an executor must be able to do for a fault to strike on its ranks."""
 
     STRIKES = "strikes"  #: calls can be counted and interfered with
     PROCESSES = "processes"  #: ranks are processes: they send results, and receive none
@@ -96,7 +96,7 @@ class Fault:
 
     @property
     def needs(self) -> frozenset[Claim]:
-        """What a host must be able to do."""
+        """What an executor must be able to do."""
         return frozenset({Claim.STRIKES})
 
     def moment(self) -> str:
@@ -369,7 +369,7 @@ def check(faults: Iterable[Fault], size: int, claims: Collection[Claim], backend
 
 
 _WHY = {
-    Claim.STRIKES: "the host of this backend injects no faults",
+    Claim.STRIKES: "the executor of this backend injects no faults",
     Claim.PROCESSES: "the ranks of this backend are no processes: their results are not sent",
     Claim.TENSORS: (
         "messages of tensors belong to torch on this backend, and cannot be lost or damaged by us; "

@@ -18,7 +18,7 @@ from pytest_smp.ranks.processes.worker_pool import describe_exit
 from pytest_smp.ranks.protocols import Job, Outcome, OutcomeKind
 from pytest_smp.ranks.sim.process_group import SimProcessGroup
 from pytest_smp.ranks.sim.rank_context import RankContext
-from pytest_smp.ranks.sim.scheduler import Scheduler, Seat
+from pytest_smp.ranks.sim.scheduler import Scheduler, ThreadState
 from pytest_smp.ranks.sim.work import SimWork
 from smp_core.errors import Cancelled, CrashError
 
@@ -44,7 +44,7 @@ class FaultyRun:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.slow: set[Seat] = set()  # those that stand still until no other can go on
+        self.slow: set[ThreadState] = set()  # those that stand still until no other can go on
         self._stack = contextlib.ExitStack()
 
     def context(self, rank: int, size: int, job: Job, scheduler: Scheduler, thread: Any) -> Any:
@@ -107,20 +107,20 @@ class FaultyContext(RankContext):
         error = CrashError(
             f"rank {self.rank} crashed: {self._crash}\nit wrote last:\n    smp_faults: {text}"
         )
-        self.scheduler.fail(self.seat, error)
+        self.scheduler.fail(self.thread_state, error)
         raise Cancelled(text)
 
     def stand_still(self, seconds: float | None, text: str) -> None:
         """Without time: for ever, or until no other rank can go on."""
-        scheduler, seat, slow = self.scheduler, self.seat, self._run.slow
+        scheduler, thread_state, slow = self.scheduler, self.thread_state, self._run.slow
         if seconds is None:
-            scheduler.wait(seat, _Standing(self.rank, text))
-        slow.add(seat)
+            scheduler.wait(thread_state, _Standing(self.rank, text))
+        slow.add(thread_state)
         try:
             while scheduler.others_ready(slow):
-                scheduler.give_way(seat)
+                scheduler.give_way(thread_state)
         finally:
-            slow.discard(seat)
+            slow.discard(thread_state)
 
 
 def _context_of(group_or_work: Any) -> FaultyContext:

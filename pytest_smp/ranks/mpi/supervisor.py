@@ -37,17 +37,17 @@ def rank_of_launcher() -> str:
     for name in RANK_VARIABLES:
         if os.environ.get(name, "").isdecimal():
             return os.environ[name]
-    sys.exit(f"warden: none of {', '.join(RANK_VARIABLES)} says which rank this is")
+    sys.exit(f"supervisor: none of {', '.join(RANK_VARIABLES)} says which rank this is")
 
 
-def _ward(told: str, command: list[str]) -> int:
+def _server(told: str, command: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    slot, warden = rank_of_launcher(), os.getpid()
+    slot, supervisor = rank_of_launcher(), os.getpid()
     _adopt_orphans()
     pid = os.fork()
     if pid == 0:
         try:
-            die_with(warden)
+            die_with(supervisor)
             os.setsid()  # a group of its own, with what the bodies start
             os.execv(command[0], command)
         finally:
@@ -218,7 +218,7 @@ def main(arguments: list[str]) -> None:
             die_with(int(arguments[1]))
             os.execvp(arguments[3], arguments[3:])
         sys.exit(_keep(int(arguments[1]), arguments[2], arguments[3:]))
-    sys.exit(_ward(arguments[0], arguments[1:]))
+    sys.exit(_server(arguments[0], arguments[1:]))
 
 
 if __name__ == "__main__":

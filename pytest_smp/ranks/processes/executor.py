@@ -1,7 +1,7 @@
-"""The controller's side of every host whose ranks are processes: it has them started and replaced,
+"""The controller's side of every executor whose ranks are processes: it has them started and replaced,
 forms worlds of them, and runs one job at a time.
 
-How the processes come to exist is a Crew's business (pool, mpiexec, external).
+How the processes come to exist is a WorkerPool's business (pool, mpiexec, external).
 """
 
 from __future__ import annotations
@@ -33,25 +33,32 @@ from pytest_smp.ranks.processes.process_state import changes, environment
 from pytest_smp.ranks.processes.rank import DISMISSED
 from pytest_smp.ranks.processes.run import TICK, Run
 from pytest_smp.ranks.processes.stacks import stacks_file
-from pytest_smp.ranks.processes.tasks import Errand, Forming, Orders, Preparing
-from pytest_smp.ranks.processes.worker_pool import Crew, Ended, RankProcess
-from pytest_smp.ranks.protocols import PROTOCOL_VERSION, Factory, HostOptions, Job, Report, World
+from pytest_smp.ranks.processes.tasks import Forming, JobSpec, Preparing, Task
+from pytest_smp.ranks.processes.worker_pool import Ended, RankProcess, WorkerPool
+from pytest_smp.ranks.protocols import (
+    PROTOCOL_VERSION,
+    ExecutorOptions,
+    Factory,
+    Job,
+    Report,
+    World,
+)
 from smp_core.errors import BackendError, JobLost
 
-log = logging.getLogger("smp_core.hosts")
+log = logging.getLogger("pytest_smp.ranks")
 
 _START = 60.0  # seconds for rank processes to start and connect
 _FORM = 60.0  # seconds for a world to form
 _ATTEMPTS = 3  # to have a world, if its processes are lost meanwhile
 _ENDED = "its process has ended"
-_SETTLE = 2.0  # seconds that a rank which has sent its result gets to wait for the next errand
+_SETTLE = 2.0  # seconds that a rank which has sent its result gets to wait for the next task
 
 
 class _ProcessLost(BackendError):
     """A rank process has ended before its world was there, for no reason of its own."""
 
 
-class _Lobby:
+class _PendingConnections:
     """Pairs the two connections of each rank process that connects."""
 
     def __init__(self) -> None:
@@ -87,7 +94,7 @@ class _Lobby:
 class ProcessWorld:
     """A world of ``size`` rank processes."""
 
-    def __init__(self, host: ProcessHost, size: int) -> None:
+    def __init__(self, host: ProcessExecutor, size: int) -> None:
         self.size = size
         self._host = host
 
@@ -96,7 +103,7 @@ class ProcessWorld:
         return self._host.run(job, self.size)
 
 
-class ProcessHost:
+class ProcessExecutor:
     """Keeps rank processes warm, and runs one job at a time on as many of them as it needs.
 
     ``factory`` makes the fabric on each rank. ``synchronous_sends`` says that its sends of tensors
@@ -108,12 +115,12 @@ class ProcessHost:
 
     def __init__(
         self,
-        crew: Callable[[HostOptions], Crew],
+        pool: Callable[[ExecutorOptions], WorkerPool],
         factory: Factory,
         *,
         synchronous_sends: bool = False,
     ) -> None:
-        self._make_crew, self._factory = crew, factory
+        self._make_crew, self._factory = pool, factory
         self.injects = {Claim.STRIKES, Claim.PROCESSES}
         if factory.loses_tensors:
             self.injects.add(Claim.TENSORS)
@@ -130,16 +137,16 @@ class ProcessHost:
         self._process = os.getpid()
         self.replaced = 0  # rank processes that had to be
 
-    def configure(self, options: HostOptions) -> None:
+    def configure(self, options: ExecutorOptions) -> None:
         """Get ready to start rank processes."""
         self._check = options.check
         self._renew_book()
         self._prelude = None if options.prelude is None else serialization.dumps(options.prelude)
-        self._crew = crew = self._make_crew(options)
-        self._lobby = _Lobby()
-        self._listener = wire.Listener(crew.address, crew.secret, self._welcome)
+        self._pool = pool = self._make_crew(options)
+        self._pending = _PendingConnections()
+        self._listener = wire.Listener(pool.address, pool.secret, self._welcome)
         self.selector: selectors.BaseSelector = selectors.DefaultSelector()
-        descriptor = crew.fileno()
+        descriptor = pool.fileno()
         if descriptor is not None:
             self.selector.register(descriptor, selectors.EVENT_READ, None)
 
@@ -152,9 +159,9 @@ class ProcessHost:
         """A world of ``size`` ranks; processes are started when a run needs them."""
         if size < 1:
             raise BackendError(f"a world needs at least one rank, not {size}")
-        if self._crew.limit is not None and size > self._crew.limit:
+        if self._pool.limit is not None and size > self._pool.limit:
             raise BackendError(
-                f"a world of {size} ranks was asked for, and there are {self._crew.limit} rank "
+                f"a world of {size} ranks was asked for, and there are {self._pool.limit} rank "
                 "processes: start the job with more, or ask for fewer (--smp-ranks)"
             )
         return ProcessWorld(self, size)
@@ -164,15 +171,15 @@ class ProcessHost:
         if os.getpid() != self._process:  # a fork of the controller has nothing to end
             return
         with contextlib.suppress(BackendError, JobLost):
-            self._crew.gather()
-            if self._crew.final and not self.lost:  # they end together, or not at all
-                self._muster(self._crew.limit or 0, news=[])
+            self._pool.gather()
+            if self._pool.final and not self.lost:  # they end together, or not at all
+                self._ensure_ranks(self._pool.limit or 0, news=[])
         self._listener.close()
-        ranks = [*self._ranks.values(), *self._lobby.leftover()]
+        ranks = [*self._ranks.values(), *self._pending.leftover()]
         for rank in ranks:
             with contextlib.suppress(OSError):
                 rank.control.send_bytes(pickle.dumps(None))
-        self._crew.close()
+        self._pool.close()
         for rank in ranks:
             self._forget(rank)
         self.selector.close()
@@ -193,7 +200,7 @@ class ProcessHost:
             board = None
             if self._check:
                 board = Board(size, synchronous_sends=self._synchronous_sends)
-            run = Run(self, self._crew, ranks, job, number, board)
+            run = Run(self, self._pool, ranks, job, number, board)
             try:
                 report = run.report(self._errands(job, size, number))
             finally:
@@ -206,14 +213,14 @@ class ProcessHost:
     # Rank processes.
 
     def _welcome(self, connection: Connection, hello: dict[str, Any]) -> None:
-        if hello["wire"] == "nursery":
-            self._crew.welcome(connection, hello)
+        if hello["wire"] == "fork_server":
+            self._pool.welcome(connection, hello)
         else:
-            self._lobby.welcome(connection, hello)
+            self._pending.welcome(connection, hello)
 
     def ends(self) -> list[Ended]:
-        """Those that ended, but for those that this host killed."""
-        told, self._unclaimed = [*self._unclaimed, *self._crew.ended()], []
+        """Those that ended, but for those that this executor killed."""
+        told, self._unclaimed = [*self._unclaimed, *self._pool.ended()], []
         news = [ended for ended in told if (ended.slot, ended.pid) not in self._killed]
         self._killed.difference_update((ended.slot, ended.pid) for ended in told)
         for ended in told:
@@ -228,26 +235,26 @@ class ProcessHost:
 
     def _kill(self, ranks: Collection[RankProcess]) -> None:
         self._killed.update((rank.slot, rank.pid) for rank in ranks if not rank.over)
-        self._crew.kill(ranks)
+        self._pool.kill(ranks)
 
     def _gather(self, size: int) -> list[str]:
         """Have a world. What happened to its ranks since the last run, in words."""
         news: list[str] = []  # of all attempts: an end is told of once
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                self._muster(size, news)
+                self._ensure_ranks(size, news)
                 self._form(size)
             except BaseException as error:  # a signal handler's too: answers may be on their way
-                if not self._crew.final:
-                    self._dismiss(list(self._ranks.values()))
-                if not isinstance(error, _ProcessLost) or self._crew.final or attempt == _ATTEMPTS:
+                if not self._pool.final:
+                    self._terminate(list(self._ranks.values()))
+                if not isinstance(error, _ProcessLost) or self._pool.final or attempt == _ATTEMPTS:
                     raise
                 log.warning("%s; they are started again", error)
             else:
                 return news
         raise AssertionError("unreachable")
 
-    def _muster(self, size: int, news: list[str]) -> None:
+    def _ensure_ranks(self, size: int, news: list[str]) -> None:
         """Have a rank process for each rank. `news` gets what happened to some since the last run, in words."""
         ranks = [self._ranks.get(slot) for slot in range(size)]
         if all(rank is not None and not rank.busy for rank in ranks) and not (
@@ -264,17 +271,17 @@ class ProcessHost:
             if now or ended.past:
                 text = f"the process of rank {ended.slot} ended after its last run ({ended})"
                 news.append(
-                    text if self._crew.final else f"{text}; another one has taken its place"
+                    text if self._pool.final else f"{text}; another one has taken its place"
                 )
             elif ended.slot in self._starting:  # before any run needed it
                 self._starting.discard(ended.slot)
-                self._lobby.take(ended.slot, 0.0)
-        if news[told:] and self._crew.final:
+                self._pending.take(ended.slot, 0.0)
+        if news[told:] and self._pool.final:
             self.lost = (
                 "the job has lost its ranks, and its launcher starts no others: run it again"
             )
             raise JobLost("\n".join(["the job has lost its ranks", *news]))
-        if news[told:] and self._crew.restarts_together:
+        if news[told:] and self._pool.restarts_together:
             self.replace(list(self._ranks.values()))
         missing = [
             slot for slot in range(size) if slot not in self._ranks and slot not in self._starting
@@ -289,14 +296,14 @@ class ProcessHost:
             self._starting.discard(slot)
             self.selector.register(rank.control, selectors.EVENT_READ, rank)
             newcomers.append(rank)
-        if newcomers and not self._crew.prepares and self._prelude is not None:
+        if newcomers and not self._pool.prepares and self._prelude is not None:
             problems = self._ask(newcomers, Preparing(self._prelude), _START)
             if problems:
-                self._dismiss(newcomers)
+                self._terminate(newcomers)
                 raise BackendError("the rank processes cannot be prepared: " + "; ".join(problems))
 
     def _settle(self) -> None:
-        """Have every rank wait for its next errand: one may have ended after it sent its result,
+        """Have every rank wait for its next task: one may have ended after it sent its result,
         and the next run must not be blamed for that.
         """
         late = []
@@ -319,20 +326,20 @@ class ProcessHost:
         self.replace(late)
 
     def _start(self, slots: list[int]) -> None:
-        if self._crew.restarts_together and not self._crew.final:
+        if self._pool.restarts_together and not self._pool.final:
             self._killed.clear()  # of the last job
             # So is what nobody has asked for: the new ranks have the same numbers.
             self._unclaimed = [dataclasses.replace(ended, past=True) for ended in self._unclaimed]
-            for rank in self._lobby.leftover():  # of the last job too: no run had needed them
+            for rank in self._pending.leftover():  # of the last job too: no run had needed them
                 self._forget(rank)
             self._renew_book()  # the new job begins with what is set now
-        self._starting.update(self._crew.start(slots))
+        self._starting.update(self._pool.start(slots))
 
     def _await(self, slot: int, deadline: float) -> RankProcess:
         while True:
             left = deadline - time.monotonic()
-            rank = self._lobby.take(slot, max(0.0, min(left, 0.2)))
-            state = None if rank is None else self._crew.state(rank)
+            rank = self._pending.take(slot, max(0.0, min(left, 0.2)))
+            state = None if rank is None else self._pool.state(rank)
             if rank is not None and state is not None and state.ends:
                 # Of the last job: it ended while its connections were being made. (A new one that
                 # has ended is told by `ends`.)
@@ -345,13 +352,13 @@ class ProcessHost:
                     self._unclaimed.append(ended)
                 else:
                     self._starting.discard(ended.slot)  # the next run tries again
-                    if self._crew.restarts_together:
+                    if self._pool.restarts_together:
                         self._starting.clear()
-                        self._dismiss(list(self._ranks.values()))
-                    if self._crew.final:
+                        self._terminate(list(self._ranks.values()))
+                    if self._pool.final:
                         self.lost = f"the job has lost rank {ended.slot} before it was ready"
-                    text = self._crew.last_words()
-                    text += "".join(read_output(self._crew.folder, ended.pid or 0))[-2000:]
+                    text = self._pool.last_words()
+                    text += "".join(read_output(self._pool.folder, ended.pid or 0))[-2000:]
                     # What exits by itself has a reason, and would do so again.
                     kind = BackendError if (ended.code or 0) > 0 else _ProcessLost
                     raise kind(
@@ -379,14 +386,14 @@ class ProcessHost:
         """Kill these rank processes and start others in their places; does not wait for them."""
         if not ranks or self.lost:
             return
-        if self._crew.final:
+        if self._pool.final:
             slots = ", ".join(str(rank.slot) for rank in ranks)
             self.lost = (
                 f"the job has lost rank {slots}, and its launcher starts no other: run it again"
             )
-            self._dismiss(list(ranks))
+            self._terminate(list(ranks))
             return
-        if self._crew.restarts_together:
+        if self._pool.restarts_together:
             ranks = list(self._ranks.values())
         self._kill(ranks)
         for rank in ranks:
@@ -402,22 +409,22 @@ class ProcessHost:
         if len(formings) == 1 and None not in formings:
             return
         number = next(self._formings)
-        folder = os.path.join(self._crew.folder, f"world-{number}")
+        folder = os.path.join(self._pool.folder, f"world-{number}")
         os.mkdir(folder, 0o700)
         shutil.rmtree(self._folders.get(size, ""), ignore_errors=True)  # of the last forming
         self._folders[size] = folder
         requests = []
         for rank in ranks:
             rank.worlds[size] = number
-            local_rank, local_size = self._crew.place(rank.slot, size)
+            local_rank, local_size = self._pool.place(rank.slot, size)
             requests.append(
                 Forming(
-                    number, size, local_rank, local_size, folder, self._crew.store, self._factory
+                    number, size, local_rank, local_size, folder, self._pool.store, self._factory
                 )
             )
         problems = self._ask(ranks, requests, _FORM)
         if problems:
-            self._dismiss(ranks)
+            self._terminate(ranks)
             kind = _ProcessLost if any(_ENDED in each for each in problems) else BackendError
             raise kind(f"the world of {size} ranks cannot form: " + "; ".join(problems))
 
@@ -453,14 +460,14 @@ class ProcessHost:
 
     def _late(self, waiting: dict[int, RankProcess], timeout: float) -> list[str]:
         """Which ranks have not answered, and where they are instead."""
-        stacks = self._crew.stacks(list(waiting.values()))
+        stacks = self._pool.stacks(list(waiting.values()))
         return [
             "\n".join([f"rank {slot} did not answer within {timeout:g} s", *stacks.get(slot, ())])
             for slot in waiting
         ]
 
-    def _dismiss(self, ranks: list[RankProcess]) -> None:
-        if self._crew.restarts_together and not self._crew.final:
+    def _terminate(self, ranks: list[RankProcess]) -> None:
+        if self._pool.restarts_together and not self._pool.final:
             ranks = list(self._ranks.values())  # their job ends with them
         self._kill(ranks)
         for rank in ranks:
@@ -476,34 +483,34 @@ class ProcessHost:
     # Jobs.
 
     def _renew_book(self) -> None:
-        self._book = _Book(dict(os.environ), self._check)
+        self._job_cache = _JobCache(dict(os.environ), self._check)
 
     def _errands(self, job: Job, size: int, number: int) -> Callable[[RankProcess], bytes]:
-        orders = self._book.orders(job)
+        job_spec = self._job_cache.job_spec(job)
         arguments = serialization.dumps(job.arguments)
 
         @functools.cache  # ranks that have the orders get the same bytes
-        def errand(known: bool) -> bytes:
-            told = None if known else orders
-            return Errand(number, size, told, job.seed, arguments, bool(job.faults)).packed()
+        def task(known: bool) -> bytes:
+            told = None if known else job_spec
+            return Task(number, size, told, job.seed, arguments, bool(job.faults)).packed()
 
-        def errand_of(rank: RankProcess) -> bytes:
-            known, rank.orders = rank.orders == orders.key, orders.key
-            return errand(known)
+        def task_of(rank: RankProcess) -> bytes:
+            known, rank.job_spec = rank.job_spec == job_spec.key, job_spec.key
+            return task(known)
 
-        return errand_of
+        return task_of
 
 
-class _Book:
+class _JobCache:
     """The orders that were given last: others are made when something has changed."""
 
     def __init__(self, started_with: dict[str, str], check: bool) -> None:
         self._started_with, self._check = started_with, check
         self._body: Any = None
         self._basis: tuple[Any, ...] = ()
-        self._orders = Orders(0, b"", b"", {}, None, [], check)
+        self._job_spec = JobSpec(0, b"", b"", {}, None, [], check)
 
-    def orders(self, job: Job) -> Orders:
+    def job_spec(self, job: Job) -> JobSpec:
         """Those that hold now."""
         fields = {
             name: getattr(job, name)
@@ -516,14 +523,14 @@ class _Book:
             directory: str | None = os.getcwd()
         except OSError:
             directory = None
-        last, body = self._orders, self._orders.body
+        last, body = self._job_spec, self._job_spec.body
         if job.body is not self._body or not serialization.is_constant(job.body):
             body = serialization.dumps(job.body)
         # Of the parameters their pickle, which tells 1 from True; the others are compared by value.
         told = {**fields, "parameters": _pickled(job.parameters)}
         basis = (told, directory, sys.path, warnings.filters, environment())
         if not last.key or body != last.body or basis != self._basis:
-            self._orders = Orders(
+            self._job_spec = JobSpec(
                 last.key + 1,
                 body,
                 serialization.dumps((fields, list(warnings.filters))),
@@ -533,7 +540,7 @@ class _Book:
                 self._check,
             )
         self._body, self._basis = job.body, tuple(map(copy.copy, basis))
-        return self._orders
+        return self._job_spec
 
 
 def _pickled(parameters: object) -> bytes:

@@ -2,8 +2,8 @@
 machine or several.
 
 Every process of the job runs the same command. The one of rank 0 forks the controller, which goes on
-as if it had been started alone; apart from that, each becomes the warden of its own rank: a nursery
-of one. The launcher sees the wardens only. When a rank is lost, its warden stays until the controller
+as if it had been started alone; apart from that, each becomes the supervisor of its own rank: a fork server
+of one. The launcher sees the supervisors only. When a rank is lost, its supervisor stays until the controller
 has said so, and the launcher does not tear the job down before the verdict is out.
 
 How the ranks learn where the controller listens is the launcher's business: by torch's rendezvous
@@ -29,18 +29,18 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from pytest_smp.ranks.processes import wire
-from pytest_smp.ranks.processes.fork_pool import PRELOAD, NurseryCrew, Ward
-from pytest_smp.ranks.processes.fork_server import Nursery, die_with_parent
-from pytest_smp.ranks.processes.process_status import ProcessState
-from pytest_smp.ranks.processes.rank import Berth
+from pytest_smp.ranks.processes.fork_pool import PRELOAD, ForkServerConnection, ForkServerPool
+from pytest_smp.ranks.processes.fork_server import ForkServer, die_with_parent
+from pytest_smp.ranks.processes.process_status import ProcessStatus
+from pytest_smp.ranks.processes.rank import Membership
 from pytest_smp.ranks.processes.rank import main as rank_main
 from pytest_smp.ranks.processes.worker_pool import Ended, RankProcess, describe_exit
-from pytest_smp.ranks.protocols import HostOptions
+from pytest_smp.ranks.protocols import ExecutorOptions
 from smp_core.errors import BackendError
 from smp_core.transport.launchers import LAUNCHERS, Launch
 from smp_core.transport.private_folder import private_folder
 
-_GATHER = 120.0  # seconds for all wardens to connect
+_GATHER = 120.0  # seconds for all supervisors to connect
 _LAST_WORDS = 20.0  # seconds that a controller gets to report when its launcher has killed the job
 _AFTER_YOU = 2.0  # seconds that rank 0 gets to end first, so that its exit code is the job's
 _QUIT = 5.0  # seconds for MPI to be finalised
@@ -56,7 +56,9 @@ class Job:
         self.launch, self.fabric, self.capture = launch, fabric, capture
         self.socket = _listen(launch)
         self.folder = private_folder()  # the controller's
-        self.folders = [self.folder]  # on its machine: it removes what a killed warden could not
+        self.folders = [
+            self.folder
+        ]  # on its machine: it removes what a killed supervisor could not
         self.secret = wire.new_secret()
 
     def contact(self) -> dict[str, Any]:
@@ -93,7 +95,7 @@ def _listen(launch: Launch) -> socket.socket:
 
 
 def split(launch: Launch, fabric: str = "", *, capture: bool = True) -> int | None:
-    """Become a warden, for as long as the job lasts, and return the exit code; or, in the one process
+    """Become a supervisor, for as long as the job lasts, and return the exit code; or, in the one process
     that the controller is forked into, return None at once.
     """
     fabric = fabric or launch.fabric
@@ -119,7 +121,7 @@ def split(launch: Launch, fabric: str = "", *, capture: bool = True) -> int | No
         signal.signal(signal.SIGTERM, _leave)  # of a launcher that has seen another rank end
     served = False
     try:
-        code, served = _Warden(launch, fabric, job).serve(), True
+        code, served = _Supervisor(launch, fabric, job).serve(), True
     except BackendError as error:
         print(f"smp: rank {launch.rank}: {error}", file=sys.stderr)
         code = 1
@@ -155,7 +157,7 @@ def _leave(number: int, _: object) -> None:
 
 
 def _end_with(alive: int, job: Job) -> None:
-    """End the controller when its warden is gone, but not before it could say why."""
+    """End the controller when its supervisor is gone, but not before it could say why."""
     os.read(alive, 1)  # nobody writes: it returns when the other end is closed
     time.sleep(_LAST_WORDS)
     job.remove_folders()
@@ -167,7 +169,7 @@ def _pass_on(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-class _Warden:
+class _Supervisor:
     """One process of the job, apart from the controller."""
 
     def __init__(self, launch: Launch, fabric: str, job: Job | None) -> None:
@@ -189,10 +191,10 @@ class _Warden:
             "capture": contact["capture"],
         }
 
-    def _nursery(self, contact: dict[str, Any]) -> Nursery:
+    def _fork_server(self, contact: dict[str, Any]) -> ForkServer:
         setting = self._setting(contact)
         hello = {
-            "wire": "nursery",
+            "wire": "fork_server",
             "slot": self._launch.rank,
             "size": self._launch.size,
             "pid": os.getpid(),
@@ -201,7 +203,7 @@ class _Warden:
         }
         secret = bytes.fromhex(contact["secret"])
         connection = wire.connect(setting["address"], secret, hello, patience=int(_GATHER))
-        return Nursery(connection, setting, launcher=os.getppid())
+        return ForkServer(connection, setting, launcher=os.getppid())
 
     def _with_torch(self) -> int:
         """Meet at torch's own rendezvous; ranks are forked as often as need be."""
@@ -226,17 +228,17 @@ class _Warden:
             store.set(_KEY, json.dumps(self._job.contact()))
             self._job.socket.close()
         contact = json.loads(store.get(_KEY))
-        self._nursery(contact).serve()
+        self._fork_server(contact).serve()
         return 0
 
     def _with_mpi(self) -> int:
         """Fork the rank before MPI starts: it meets the others by MPI, and says where."""
         reading, writing = os.pipe()
-        warden = os.getpid()
+        supervisor = os.getpid()
         pid = os.fork()
         if pid == 0:
             try:
-                die_with_parent(warden)
+                die_with_parent(supervisor)
                 os.close(reading)
                 os.setsid()
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -257,16 +259,16 @@ class _Warden:
                 raise BackendError(f"it has not met the others by MPI within {_GATHER:g} s")
             if not line:
                 raise BackendError("its process has ended before it had met the others by MPI")
-            nursery = self._nursery(json.loads(line))
+            fork_server = self._fork_server(json.loads(line))
         except BaseException:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             raise
-        nursery.adopt(pid, self._launch.rank)
-        nursery.serve()
+        fork_server.adopt(pid, self._launch.rank)
+        fork_server.serve()
         # MPICH's mpiexec returns 0, whatever comes later, if the first process to end without
         # MPI_Finalize says 0.
-        return 0 if nursery.codes == [0] else 1
+        return 0 if fork_server.codes == [0] else 1
 
     def _mpi_rank(self, writing: int) -> None:
         for module in PRELOAD:
@@ -297,26 +299,26 @@ class _Warden:
                 pulse.stop()
             finalize()
 
-        rank_main(Berth(slot=launch.rank, **self._setting(contact)), at_end=at_end)
+        rank_main(Membership(slot=launch.rank, **self._setting(contact)), at_end=at_end)
 
 
 # The controller.
 
 
-class _RemoteWard(Ward):
-    """The warden of one rank."""
+class _RemoteForkServer(ForkServerConnection):
+    """The supervisor of one rank."""
 
     def last_words(self) -> str:
-        """See Ward."""
+        """See ForkServerConnection."""
         if self.silent:
             return wire.silence(self.host)
         return f"the process that its launcher started on {self.host} has ended"
 
 
-class ExternalCrew(NurseryCrew):
-    """The ranks of a launcher's job. See processes.Crew."""
+class ExternalPool(ForkServerPool):
+    """The ranks of a launcher's job. See processes.WorkerPool."""
 
-    def __init__(self, options: HostOptions) -> None:
+    def __init__(self, options: ExecutorOptions) -> None:
         job = Job.current
         if job is None:
             raise BackendError(
@@ -335,23 +337,23 @@ class ExternalCrew(NurseryCrew):
         self.store = "file" if job.fabric == "mpi" else "env"
         self.restarts_together = job.fabric == "mpi"
         self._arrived = threading.Condition()
-        self._there: dict[int, _RemoteWard] = {}
-        self._lost: list[Ended] = []  # with their wardens; not told yet
+        self._there: dict[int, _RemoteForkServer] = {}
+        self._lost: list[Ended] = []  # with their supervisors; not told yet
         self._host = socket.gethostname()
         self._deadline = time.monotonic() + _GATHER
 
     def welcome(self, connection: Connection, hello: dict[str, Any]) -> None:
-        """See Crew."""
+        """See WorkerPool."""
         with self._arrived:
-            ward = _RemoteWard(connection, {hello["slot"]}, hello["host"])
-            if ward.host == self._host:
+            server = _RemoteForkServer(connection, {hello["slot"]}, hello["host"])
+            if server.host == self._host:
                 self._job.folders.append(hello["folder"])
-            self._there[hello["slot"]] = ward
+            self._there[hello["slot"]] = server
             self._arrived.notify_all()
 
     def gather(self) -> None:
-        """Wait until every warden is there. Raises BackendError, naming those that are not."""
-        if self._wards:
+        """Wait until every supervisor is there. Raises BackendError, naming those that are not."""
+        if self._servers:
             return
         size = self._job.launch.size
         with self._arrived:
@@ -370,60 +372,60 @@ class ExternalCrew(NurseryCrew):
                     self._there[slot].prepare(prelude)
 
     def start(self, slots: Collection[int]) -> Collection[int]:
-        """See Crew. Ranks of an MPI job are there once, and for all."""
+        """See WorkerPool. Ranks of an MPI job are there once, and for all."""
         self.gather()
         if self._job.fabric != "mpi":
             return super().start(slots)
         return range(self._job.launch.size)
 
     def kill(self, ranks: Collection[RankProcess]) -> None:
-        """See Crew."""
-        for ward in self._wards:
+        """See WorkerPool."""
+        for server in self._servers:
             with contextlib.suppress(BackendError):  # `ended` tells it
-                running = ward.running()
+                running = server.running()
                 wanted = [rank.pid for rank in ranks if running.get(rank.pid) == rank.slot]
                 if wanted:
-                    ward.ask(kill=wanted)
+                    server.ask(kill=wanted)
 
     def ended(self) -> list[Ended]:
-        """See Crew."""
+        """See WorkerPool."""
         ended = []
-        for ward in list(self._wards):
-            if ward not in self._wards:  # it was on a machine that does not answer
+        for server in list(self._servers):
+            if server not in self._servers:  # it was on a machine that does not answer
                 continue
             try:
-                ended += ward.ended()
-            except BackendError:  # the warden is gone: with its machine, or killed
-                if ward.silent:
-                    self.silent(ward.host)
+                ended += server.ended()
+            except BackendError:  # the supervisor is gone: with its machine, or killed
+                if server.silent:
+                    self.silent(server.host)
                 else:
-                    self._lose(ward)
+                    self._lose(server)
         ended, self._lost = [*ended, *self._lost], []
         return ended
 
     def silent(self, host: str) -> None:
-        """See Crew."""
-        for ward in [each for each in self._wards if each.host == host]:
-            ward.silent = True
-            self._lose(ward)
+        """See WorkerPool."""
+        for server in [each for each in self._servers if each.host == host]:
+            server.silent = True
+            self._lose(server)
 
-    def _lose(self, ward: Ward) -> None:
+    def _lose(self, server: ForkServerConnection) -> None:
         """Who starts no rank any more."""
         self.final = True
-        self._wards.remove(ward)
-        self._news.unregister(ward.connection.fileno())
-        for pid, slot in ward.ranks.items():
-            self._lost.append(Ended(slot, pid, None, ward.last_words()))
-        ward.ranks = {}
-        ward.connection.close()
+        self._servers.remove(server)
+        self._news.unregister(server.connection.fileno())
+        for pid, slot in server.ranks.items():
+            self._lost.append(Ended(slot, pid, None, server.last_words()))
+        server.ranks = {}
+        server.connection.close()
 
     def place(self, slot: int, size: int) -> tuple[int, int]:
-        """See Crew."""
+        """See WorkerPool."""
         hosts = [self._there[each].host for each in range(size)]
         return hosts[:slot].count(hosts[slot]), hosts.count(hosts[slot])
 
     def stacks(self, ranks: Sequence[RankProcess]) -> dict[int, list[str]]:
-        """See Crew."""
+        """See WorkerPool."""
         near = [rank for rank in ranks if rank.host == self._host]
         found = super().stacks(near)
         for rank in ranks:
@@ -431,34 +433,34 @@ class ExternalCrew(NurseryCrew):
                 found[rank.slot] = self._look(rank).get("stacks", [])
         return found
 
-    def state(self, rank: RankProcess) -> ProcessState | None:
-        """See Crew."""
+    def state(self, rank: RankProcess) -> ProcessStatus | None:
+        """See WorkerPool."""
         return super().state(rank) if rank.host == self._host else None
 
     def written(self, rank: RankProcess) -> tuple[str, str]:
-        """See Crew."""
+        """See WorkerPool."""
         if rank.host == self._host:
             return super().written(rank)
         out, err = self._look(rank).get("written", ("", ""))
         return out, err
 
     def _look(self, rank: RankProcess) -> dict[str, Any]:
-        ward = self._there[rank.slot]
-        if ward not in self._wards:
+        server = self._there[rank.slot]
+        if server not in self._servers:
             return {}
         try:
-            return ward.look(rank.pid)
+            return server.look(rank.pid)
         except BackendError:
             return {}
 
     def _let_finalize(self) -> None:
         """Ranks of an MPI job end together, if all are there; else they are killed."""
         deadline = time.monotonic() + _QUIT
-        while any(ward.running() for ward in self._wards) and time.monotonic() < deadline:
+        while any(server.running() for server in self._servers) and time.monotonic() < deadline:
             select.select([self.fileno()], [], [], 0.1)
 
     def close(self) -> None:
-        """See Crew: the wardens end when their connections do."""
+        """See WorkerPool: the supervisors end when their connections do."""
         with contextlib.suppress(BackendError):
             if self.final:
                 self._let_finalize()

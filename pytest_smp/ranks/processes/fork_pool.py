@@ -1,4 +1,4 @@
-"""The `pool` host: warm local rank processes, forked from a nursery that has torch imported."""
+"""The `pool` executor: warm local rank processes, forked from a fork server that has torch imported."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from typing import Any
 
 from pytest_smp.ranks import serialization
 from pytest_smp.ranks.processes import wire
-from pytest_smp.ranks.processes.process_status import ProcessState
-from pytest_smp.ranks.processes.worker_pool import Crew, Ended, RankProcess, describe_exit
-from pytest_smp.ranks.protocols import HostOptions
+from pytest_smp.ranks.processes.process_status import ProcessStatus
+from pytest_smp.ranks.processes.worker_pool import Ended, RankProcess, WorkerPool, describe_exit
+from pytest_smp.ranks.protocols import ExecutorOptions
 from smp_core.errors import BackendError
 from smp_core.transport.private_folder import private_folder
 
-log = logging.getLogger("smp_core.hosts")
+log = logging.getLogger("pytest_smp.ranks")
 
 _START = (
     "import sys; from pytest_smp.ranks.processes.fork_server import start; start(int(sys.argv[1]))"
 )
-#: What a nursery imports before it forks.
+#: What a fork server imports before it forks.
 PRELOAD = (
     "torch",
     "torch.distributed.nn.functional",  # its default arguments capture the default group: now none
@@ -40,12 +40,12 @@ PRELOAD = (
     "pytest_smp.ranks.isolation",
     "pytest_smp.ranks.serialization",
 )
-_PATIENCE = 60.0  # seconds for a nursery to import and prepare
+_PATIENCE = 60.0  # seconds for a fork server to import and prepare
 _ANSWER = 5.0  # seconds for one that has nothing else to do
 
 
-class Ward:
-    """The controller's end of one nursery. ``slots`` are the ranks that it can fork."""
+class ForkServerConnection:
+    """The controller's end of one fork server. ``slots`` are the ranks that it can fork."""
 
     def __init__(self, connection: Connection, slots: Collection[int] | None, host: str) -> None:
         self.connection, self.slots, self.host = connection, slots, host
@@ -58,16 +58,16 @@ class Ward:
         self._preparing = False
 
     def ask(self, **request: Any) -> None:
-        """Send a request. Raises BackendError if the nursery is gone."""
+        """Send a request. Raises BackendError if the fork server is gone."""
         try:
             self.connection.send_bytes(json.dumps(request).encode())
         except OSError as error:
             raise self.lost(error) from None
 
     def lost(self, error: BaseException | None = None) -> BackendError:
-        """The error that says that the nursery is gone."""
+        """The error that says that the fork server is gone."""
         self.silent = self.silent or (error is not None and wire.is_silence(error))
-        return BackendError(f"the nursery of rank processes is gone: {self.last_words()}")
+        return BackendError(f"the fork server of rank processes is gone: {self.last_words()}")
 
     def last_words(self) -> str:
         """How it ended, as far as is known."""
@@ -86,7 +86,7 @@ class Ward:
             self._hear()
 
     def look(self, pid: int) -> dict[str, Any]:
-        """A rank's stacks and output, from a nursery on another machine."""
+        """A rank's stacks and output, from a fork server on another machine."""
         self.looked = {}
         self.ask(look=pid)
         while self.looked.get("looked") != pid and self.connection.poll(_ANSWER):
@@ -126,76 +126,76 @@ class Ward:
             self._ended.append(Ended(self.ranks.pop(pid, None), pid, told["status"]))
 
 
-class NurseryCrew(Crew):
-    """Rank processes that nurseries fork. See processes.Crew."""
+class ForkServerPool(WorkerPool):
+    """Rank processes that fork servers fork. See processes.WorkerPool."""
 
     restarts_together = False
     prepares = True
 
-    def __init__(self, options: HostOptions) -> None:
+    def __init__(self, options: ExecutorOptions) -> None:
         self.limit: int | None = None
         self._prelude = None if options.prelude is None else serialization.dumps(options.prelude)
-        self._wards: list[Ward] = []
+        self._servers: list[ForkServerConnection] = []
         self._news = select.epoll()
 
-    def add(self, ward: Ward) -> None:
-        """One more nursery."""
-        self._wards.append(ward)
-        self._news.register(ward.connection.fileno(), select.EPOLLIN)
+    def add(self, server: ForkServerConnection) -> None:
+        """One more fork server."""
+        self._servers.append(server)
+        self._news.register(server.connection.fileno(), select.EPOLLIN)
         if self._prelude is not None:
-            ward.prepare(self._prelude)
+            server.prepare(self._prelude)
 
     def fileno(self) -> int:
         """Readable when a rank process has ended."""
         return self._news.fileno()
 
     def start(self, slots: Collection[int]) -> Collection[int]:
-        """See Crew."""
-        for ward in self._wards:
-            wanted = [slot for slot in slots if ward.slots is None or slot in ward.slots]
+        """See WorkerPool."""
+        for server in self._servers:
+            wanted = [slot for slot in slots if server.slots is None or slot in server.slots]
             if wanted:
-                ward.prepared()
-                ward.ask(fork=wanted)
-                ward.asked += wanted
+                server.prepared()
+                server.ask(fork=wanted)
+                server.asked += wanted
         return slots
 
     def ended(self) -> list[Ended]:
-        """See Crew."""
-        return [ended for ward in self._wards for ended in ward.ended()]
+        """See WorkerPool."""
+        return [ended for server in self._servers for ended in server.ended()]
 
     def kill(self, ranks: Collection[RankProcess]) -> None:
-        """See Crew."""
-        for ward in self._wards:
+        """See WorkerPool."""
+        for server in self._servers:
             # The others have ended, and their numbers are free.
-            running = ward.running()
+            running = server.running()
             wanted = [rank.pid for rank in ranks if running.get(rank.pid) == rank.slot]
             if wanted:
-                ward.ask(kill=wanted)
+                server.ask(kill=wanted)
 
     def close(self) -> None:
-        """See Crew."""
+        """See WorkerPool."""
         self._news.close()
-        for ward in self._wards:
-            ward.connection.close()
+        for server in self._servers:
+            server.connection.close()
 
 
-class _LocalWard(Ward):
-    """The nursery that the pool started."""
+class _LocalForkServer(ForkServerConnection):
+    """The fork server that the pool started."""
 
     def __init__(self, connection: Connection, process: subprocess.Popen[bytes]) -> None:
         super().__init__(connection, None, "this machine")
         self.process = process
 
     def ask(self, **request: Any) -> None:
-        """See Ward. A body may have stopped its rank's parent, which would never answer."""
-        state = ProcessState.of(self.process.pid)
+        """See ForkServerConnection. A body may have stopped its rank's parent, which would never answer."""
+        state = ProcessStatus.of(self.process.pid)
         if state is not None and state.stopped:
-            log.warning("the nursery of rank processes was stopped, and goes on")
+            log.warning("the fork server of rank processes was stopped, and goes on")
             self.process.send_signal(signal.SIGCONT)
         super().ask(**request)
 
     def last_words(self) -> str:
-        """See Ward."""
+        """See ForkServerConnection."""
         try:
             code = self.process.wait(timeout=_ANSWER)
         except subprocess.TimeoutExpired:
@@ -203,21 +203,21 @@ class _LocalWard(Ward):
         return describe_exit(code)
 
 
-class PoolCrew(NurseryCrew):
-    """One nursery on this machine, which forks as many ranks as are asked for."""
+class LocalPool(ForkServerPool):
+    """One fork server on this machine, which forks as many ranks as are asked for."""
 
-    def __init__(self, options: HostOptions) -> None:
+    def __init__(self, options: ExecutorOptions) -> None:
         super().__init__(options)
         self.folder = private_folder()
         self.secret = wire.new_secret()
         self.address = os.path.join(self.folder, "ranks")
         self._capture = options.capture
-        # Of every nursery: what changes later, ranks are told as changes to this.
+        # Of every fork server: what changes later, ranks are told as changes to this.
         self._environment = dict(os.environ)
         self._open()
 
     def _open(self) -> None:
-        """Start a nursery."""
+        """Start a fork server."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
             self._process = subprocess.Popen(
@@ -240,30 +240,30 @@ class PoolCrew(NurseryCrew):
             "preload": PRELOAD,
             "environment": {"PYTHONPATH": self._environment.get("PYTHONPATH")},
         }
-        ward = _LocalWard(connection, self._process)
-        ward.ask(**setting)
-        self.add(ward)
+        server = _LocalForkServer(connection, self._process)
+        server.ask(**setting)
+        self.add(server)
 
     def ended(self) -> list[Ended]:
-        """See Crew. A nursery that was killed took its ranks with it; another takes its place."""
-        (ward,) = self._wards
+        """See WorkerPool. A fork server that was killed took its ranks with it; another takes its place."""
+        (server,) = self._servers
         try:
-            return ward.ended()
+            return server.ended()
         except BackendError as error:
-            if not ward.served or self._process.poll() is None:
+            if not server.served or self._process.poll() is None:
                 raise
             log.warning("%s; another one takes its place", error)
-            words = f"its nursery has ended: {ward.last_words()}"
-            lost = [Ended(slot, pid, None, words) for pid, slot in ward.ranks.items()]
-            lost += [Ended(slot, None, None, words) for slot in ward.asked]
-            self._wards.clear()
-            self._news.unregister(ward.connection.fileno())
-            ward.connection.close()
+            words = f"its fork server has ended: {server.last_words()}"
+            lost = [Ended(slot, pid, None, words) for pid, slot in server.ranks.items()]
+            lost += [Ended(slot, None, None, words) for slot in server.asked]
+            self._servers.clear()
+            self._news.unregister(server.connection.fileno())
+            server.connection.close()
             self._open()
             return lost
 
     def close(self) -> None:
-        """See Crew."""
+        """See WorkerPool."""
         super().close()
         try:
             self._process.wait(timeout=_ANSWER)

@@ -1,10 +1,10 @@
-"""The nursery: a process that has everything imported and forks ranks, of the `pool` host and of a
+"""The fork server: a process that has everything imported and forks ranks, of the `pool` host and of a
 launcher's job.
 
-Importing torch takes about a second, forking what has imported it a few milliseconds. The nursery
+Importing torch takes about a second, forking what has imported it a few milliseconds. The fork server
 runs no thread and no body. It takes requests from the controller, tells it which of its children
 ended and how, and ends with it: when the controller's end of the connection closes, however that
-came about, the nursery kills the ranks and removes the run's folder.
+came about, the fork server kills the ranks and removes the run's folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from pytest_smp.ranks.processes.output import read_output
 from pytest_smp.ranks.processes.process_state import adopt_orphans, children
-from pytest_smp.ranks.processes.rank import Berth, main
+from pytest_smp.ranks.processes.rank import Membership, main
 from pytest_smp.ranks.processes.stacks import STACKS, read_stacks
 from pytest_smp.ranks.processes.wire import is_silence
 
@@ -35,14 +35,14 @@ _LOOK = 2.0  # seconds between two looks at whether the launcher is still there
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel for SIGKILL when the nursery dies (Linux)."""
+    """Ask the kernel for SIGKILL when the fork server dies (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it died in between
             os._exit(1)
 
 
-class Nursery:
+class ForkServer:
     """Serves one controller.
 
     ``launcher`` is the process whose end ends everything, if there is one: torchrun's workers would
@@ -133,19 +133,19 @@ class Nursery:
         self._tell(looked=pid, stacks=stacks, written=read_output(self._setting["folder"], pid))
 
     def _fork(self, slot: int) -> None:
-        nursery = os.getpid()
+        fork_server = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
         if pid == 0:
             try:
-                die_with_parent(nursery)
+                die_with_parent(fork_server)
                 os.setsid()  # a group of its own, with what the body starts
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for descriptor in (self._signals, self._wakeup, self._controller.fileno()):
                     os.close(descriptor)
-                main(Berth(slot=slot, **self._setting))
+                main(Membership(slot=slot, **self._setting))
             except BaseException:
                 sys.excepthook(*sys.exc_info())
                 sys.stderr.flush()
@@ -204,7 +204,7 @@ def _kill_group(pid: int) -> None:
 
 
 def start(descriptor: int) -> None:
-    """The nursery's main: ``python -c "...start(fd)"``; what it is to do comes by the connection."""
+    """The fork server's main: ``python -c "...start(fd)"``; what it is to do comes by the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
     controller = Connection(descriptor)
     setting = json.loads(controller.recv_bytes())
@@ -220,7 +220,7 @@ def start(descriptor: int) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    Nursery(controller, setting).serve()
+    ForkServer(controller, setting).serve()
     os._exit(0)
 
 

@@ -48,7 +48,7 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str 
     return changed
 
 
-class Surroundings:
+class ProcessState:
     """Those of one rank process.
 
     ``set_environment`` and ``path`` are the controller's to say, and stay until it says otherwise.

@@ -11,7 +11,7 @@ _GONE = frozenset("ZX")  # ended, and not yet waited for
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ProcessState:
+class ProcessStatus:
     """What ``/proc/PID/stat`` says.
 
     Attributes:
@@ -26,7 +26,7 @@ class ProcessState:
     stopped: bool = False
 
     @classmethod
-    def of(cls, pid: int) -> ProcessState | None:
+    def of(cls, pid: int) -> ProcessStatus | None:
         """The state of a process; None where the kernel does not tell (no Linux)."""
         if not _tells():
             return None

@@ -30,15 +30,15 @@ from pytest_smp.ranks.board.recorder import Recorder
 from pytest_smp.ranks.isolation import reset
 from pytest_smp.ranks.processes import measuring, wire
 from pytest_smp.ranks.processes.output import Output
-from pytest_smp.ranks.processes.process_state import Belongings, Surroundings, adopt_orphans
+from pytest_smp.ranks.processes.process_state import Belongings, ProcessState, adopt_orphans
 from pytest_smp.ranks.processes.process_table import ProcessTable
 from pytest_smp.ranks.processes.stacks import Stacks
-from pytest_smp.ranks.processes.tasks import Done, Errand, Forming, Orders, Preparing
+from pytest_smp.ranks.processes.tasks import Done, Forming, JobSpec, Preparing, Task
 from pytest_smp.ranks.protocols import Job, Outcome, OutcomeKind
 from smp_core.errors import Cancelled, PayloadError, SmpError
 from smp_core.transport import current_rank, stack_frames
 from smp_core.transport.launchers import RENDEZVOUS, launch_variables
-from smp_core.transport.protocols import RankFabric, Seat
+from smp_core.transport.protocols import RankEnvironment, RankFabric
 
 if TYPE_CHECKING:
     from pytest_smp.ranks.faults.process import ProcessStrikes
@@ -47,7 +47,7 @@ DISMISSED = -1  # in the place of the number of a run: another rank takes this o
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Berth:
+class Membership:
     """Where a rank process finds its controller, and which of its ranks it is."""
 
     slot: int
@@ -121,25 +121,25 @@ class _Server:
     """What a rank process keeps from run to run."""
 
     def __init__(
-        self, berth: Berth, control: Connection, line: Connection, output: Output | None
+        self, membership: Membership, control: Connection, line: Connection, output: Output | None
     ) -> None:
         self._output = output
-        self._berth, self._control = berth, control
-        self._line = _Line(line, berth.folder)
-        self._recorder = Recorder(berth.slot, self._line.write)
+        self._membership, self._control = membership, control
+        self._line = _Line(line, membership.folder)
+        self._recorder = Recorder(membership.slot, self._line.write)
         self._instrument: Any = None
         self._covered: tuple[int, int] | None = None
         self._worlds: dict[int, RankFabric] = {}
         self._launch: dict[int, dict[str, str]] = {}  # by the size of the world
-        self._orders: Orders | None = None
+        self._job_spec: JobSpec | None = None
         self._standing: _Standing | None = None
         self._retired: list[str] = []  # why this process is not to serve another run
         self._strikes: ProcessStrikes | None = None  # from the run's start until its result is sent
-        self._surroundings = Surroundings()
+        self._process_state = ProcessState()
         self._belongings = Belongings()
         self._table = ProcessTable()
         self._process = os.getpid()
-        self._stacks = Stacks(berth.folder)
+        self._stacks = Stacks(membership.folder)
 
     def serve(self) -> None:
         """Until the controller says exit, or is gone."""
@@ -148,38 +148,38 @@ class _Server:
             os.set_blocking(self._control.fileno(), True)
             request = pickle.loads(self._control.recv_bytes())
             if type(request) is tuple:
-                self._serve_errand(Errand(*request))
+                self._serve_errand(Task(*request))
             elif request is None:
                 return
             else:
                 answer = self._form(request) if type(request) is Forming else _prepare(request)
                 self._control.send_bytes(pickle.dumps(answer))
 
-    def _serve_errand(self, errand: Errand) -> None:
-        done = self._run(errand)
+    def _serve_errand(self, task: Task) -> None:
+        done = self._run(task)
         if os.getpid() != self._process:  # a body forked, and its child came back to here
             os._exit(0)
         self._control.send_bytes(done.packed())
         if self._strikes is not None:
             strikes, self._strikes = self._strikes, None
             strikes.moment("sent")
-        if errand.settles:
+        if task.settles:
             self._control.send_bytes(b"")  # nothing of the run is left that could end it
 
     # Worlds.
 
     def _form(self, forming: Forming) -> str | None:
         old = self._worlds.pop(forming.size, None)
-        self._surroundings.set_environment({})  # as the ranks were started: a launcher's addresses
+        self._process_state.set_environment({})  # as the ranks were started: a launcher's addresses
         try:
             if old is not None:
                 old.close()
             folder = Path(forming.folder)
             if not folder.is_dir():  # the controller's, and this is another machine
-                folder = Path(self._berth.folder, folder.name)
+                folder = Path(self._membership.folder, folder.name)
                 folder.mkdir(mode=0o700)
-            seat = Seat(
-                rank=self._berth.slot,
+            environment = RankEnvironment(
+                rank=self._membership.slot,
                 size=forming.size,
                 local_rank=forming.local_rank,
                 local_size=forming.local_size,
@@ -189,30 +189,30 @@ class _Server:
                 check=self._line.check,
                 board=self._recorder,
             )
-            self._worlds[forming.size] = forming.factory(seat)
-            self._launch[forming.size] = _launch_variables(seat)
+            self._worlds[forming.size] = forming.factory(environment)
+            self._launch[forming.size] = _launch_variables(environment)
         except BaseException as error:
             return f"{type(error).__name__}: {error}"
         finally:
-            if self._orders is not None:
-                self._surroundings.set_environment(self._orders.environment)
+            if self._job_spec is not None:
+                self._process_state.set_environment(self._job_spec.environment)
             self._belongings.renew()
         return None
 
     # Runs.
 
-    def _run(self, errand: Errand) -> Done:
-        self._line.run = errand.number
+    def _run(self, task: Task) -> Done:
+        self._line.run = task.number
         start = self._line.sent
-        fabric = self._worlds[errand.size]
+        fabric = self._worlds[task.size]
         if self._output is not None:
             self._output.renew()
         self._stacks.renew()
-        orders = self._take(errand)
-        with self._surroundings.around(orders.directory):
+        job_spec = self._take(task)
+        with self._process_state.around(job_spec.directory):
             measuring.begin()
-            os.environ.update(self._launch[errand.size])
-            outcome = self._outcome(errand, orders, fabric)
+            os.environ.update(self._launch[task.size])
+            outcome = self._outcome(task, job_spec, fabric)
             changed = self._table.put_back()
             if os.getpid() == self._process:
                 outcome.measured = measuring.end()
@@ -237,33 +237,33 @@ class _Server:
         records = self._line.sent - start
         retired, self._retired = self._retired, []
         reasons = changed + unclean + broken + retired
-        return Done(errand.number, outcome, packed, value, groups, reasons, records)
+        return Done(task.number, outcome, packed, value, groups, reasons, records)
 
-    def _take(self, errand: Errand) -> Orders:
-        if errand.orders is not None:
-            self._orders, self._standing = errand.orders, None
-            self._surroundings.path = errand.orders.path
-            self._surroundings.set_environment(errand.orders.environment)
-        assert self._orders is not None
-        return self._orders
+    def _take(self, task: Task) -> JobSpec:
+        if task.job_spec is not None:
+            self._job_spec, self._standing = task.job_spec, None
+            self._process_state.path = task.job_spec.path
+            self._process_state.set_environment(task.job_spec.environment)
+        assert self._job_spec is not None
+        return self._job_spec
 
-    def _outcome(self, errand: Errand, orders: Orders, fabric: RankFabric) -> Outcome:
-        rank = self._berth.slot
+    def _outcome(self, task: Task, job_spec: JobSpec, fabric: RankFabric) -> Outcome:
+        rank = self._membership.slot
         skips: tuple[type[BaseException], ...] = ()
         try:
             fabric.enter()
-            job = self._job(errand, orders)
+            job = self._job(task, job_spec)
             skips = job.skips
             reset(job.seed)
-            current_rank.set_process(ProcessContext(rank, errand.size, job, fabric))
+            current_rank.set_process(ProcessContext(rank, task.size, job, fabric))
             args, kwargs = job.arguments(rank)
             mine = any(fault.rank == rank for fault in job.faults)
-            if orders.check or mine:
-                self._cover(orders)  # what records its calls is no change of the body's
-            self._table.note((len(sys.modules), orders.key))
-            body = self._struck(job, fabric, orders) if mine else job.body
-            if orders.check or (self._strikes is not None and self._strikes.of_tensors):
-                self._watch(errand.number, orders)
+            if job_spec.check or mine:
+                self._cover(job_spec)  # what records its calls is no change of the body's
+            self._table.note((len(sys.modules), job_spec.key))
+            body = self._struck(job, fabric, job_spec) if mine else job.body
+            if job_spec.check or (self._strikes is not None and self._strikes.of_tensors):
+                self._watch(task.number, job_spec)
             value = body(*args, **kwargs)
             return Outcome(rank, OutcomeKind.RETURNED, value)
         except Cancelled as error:
@@ -283,48 +283,48 @@ class _Server:
                 self._retired.append(context.retire)
             current_rank.set_process(None)
 
-    def _struck(self, job: Job, fabric: RankFabric, orders: Orders) -> Callable[..., Any]:
+    def _struck(self, job: Job, fabric: RankFabric, job_spec: JobSpec) -> Callable[..., Any]:
         """The body, and from now to its end what the job's faults do to this rank."""
         from pytest_smp.ranks.faults.process import ProcessStrikes
 
-        self._strikes = strikes = ProcessStrikes(job, self._berth.slot, fabric, self._recorder)
-        if not orders.check:
+        self._strikes = strikes = ProcessStrikes(job, self._membership.slot, fabric, self._recorder)
+        if not job_spec.check:
             strikes.silence()
         return strikes.body(job.body)
 
-    def _watch(self, run: int, orders: Orders) -> None:
+    def _watch(self, run: int, job_spec: JobSpec) -> None:
         """Record what the body communicates. Where torch is loaded, it is torch's business too."""
-        self._cover(orders)
+        self._cover(job_spec)
         self._recorder.begin(run)
 
-    def _cover(self, orders: Orders) -> None:
+    def _cover(self, job_spec: JobSpec) -> None:
         """Put in place what records calls; it is silent until the recorder begins."""
         if self._instrument is None:
             from pytest_smp.ranks.board.instrument import Instrument
 
             self._instrument = Instrument(self._recorder)
         # Classes of process groups come with modules, and with bodies.
-        covered = len(sys.modules), orders.key
+        covered = len(sys.modules), job_spec.key
         if covered != self._covered:
             self._instrument.install()
             self._covered = covered
 
-    def _job(self, errand: Errand, orders: Orders) -> Job:
+    def _job(self, task: Task, job_spec: JobSpec) -> Job:
         standing = self._standing
         if standing is None:
-            body = pickle.loads(orders.body)
-            standing = self._standing = _Standing(body, *pickle.loads(orders.fields))
+            body = pickle.loads(job_spec.body)
+            standing = self._standing = _Standing(body, *pickle.loads(job_spec.fields))
         warnings.filters[:] = (  # type: ignore[index]
             standing.filters  # as they are in the controller: the test's, and the session's
         )
         warnings._filters_mutated()  # type: ignore[attr-defined]
         body = standing.body
         if not serialization.is_constant(body):  # the last run may have changed what it holds
-            body = pickle.loads(orders.body)
+            body = pickle.loads(job_spec.body)
         fields = dict(standing.fields)
         fields["parameters"] = copy.deepcopy(fields["parameters"])  # a body may change them
-        arguments = pickle.loads(errand.arguments)
-        return Job(body=body, arguments=arguments, seed=errand.seed, **fields)
+        arguments = pickle.loads(task.arguments)
+        return Job(body=body, arguments=arguments, seed=task.seed, **fields)
 
     def _pack(self, outcome: Outcome) -> tuple[bytes | None, bytes | None]:
         if outcome.kind is OutcomeKind.RETURNED:
@@ -342,11 +342,13 @@ class _Server:
         return None, None if outcome.error is None else serialization.dump_error(outcome.error)
 
 
-def _launch_variables(seat: Seat) -> dict[str, str]:
+def _launch_variables(environment: RankEnvironment) -> dict[str, str]:
     """Those of a rank of this world. Where ranks of several machines meet, their launcher has said."""
-    port = 20_000 + zlib.crc32(seat.folder.name.encode()) % 9_000  # one for all, of few worlds
-    local = seat.local_rank, seat.local_size
-    variables = launch_variables(seat.rank, size=seat.size, local=local, port=port)
+    port = (
+        20_000 + zlib.crc32(environment.folder.name.encode()) % 9_000
+    )  # one for all, of few worlds
+    local = environment.local_rank, environment.local_size
+    variables = launch_variables(environment.rank, size=environment.size, local=local, port=port)
     return {
         name: os.environ.get(name, value) if name in RENDEZVOUS else value
         for name, value in variables.items()
@@ -361,7 +363,7 @@ def _prepare(preparing: Preparing) -> str | None:
     return None
 
 
-def main(berth: Berth, at_end: Callable[[], None] | None = None) -> None:
+def main(membership: Membership, at_end: Callable[[], None] | None = None) -> None:
     """Serve until the controller is done with this rank; never returns.
 
     ``at_end`` is called when the controller says that all is over; it may end the process.
@@ -369,23 +371,23 @@ def main(berth: Berth, at_end: Callable[[], None] | None = None) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    output = Output(berth.folder) if berth.capture else None
+    output = Output(membership.folder) if membership.capture else None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     adopt_orphans()  # a body's daemons: whoever else is their parent cannot tell whose they are
-    random.seed()  # a fork of the nursery; each run seeds it again
-    secret = bytes.fromhex(berth.secret)
+    random.seed()  # a fork of the fork server; each run seeds it again
+    secret = bytes.fromhex(membership.secret)
     hello = {
-        "slot": berth.slot,
+        "slot": membership.slot,
         "pid": os.getpid(),
         "host": socket.gethostname(),
-        "folder": berth.folder,
+        "folder": membership.folder,
     }
-    control = wire.connect(berth.address, secret, {**hello, "wire": "control"})
-    line = wire.connect(berth.address, secret, {**hello, "wire": "line"})
+    control = wire.connect(membership.address, secret, {**hello, "wire": "control"})
+    line = wire.connect(membership.address, secret, {**hello, "wire": "line"})
     code = 1
     gc.freeze()  # what is imported stays: no rank need look for garbage in it
     try:
-        _Server(berth, control, line, output).serve()
+        _Server(membership, control, line, output).serve()
         if at_end is not None:
             at_end()
         code = 0

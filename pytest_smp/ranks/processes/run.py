@@ -17,7 +17,7 @@ from typing import Protocol
 from pytest_smp.ranks.board.analysis import Board, Finding
 from pytest_smp.ranks.processes import wire
 from pytest_smp.ranks.processes.tasks import Done
-from pytest_smp.ranks.processes.worker_pool import Crew, Ended, RankProcess, describe_exit
+from pytest_smp.ranks.processes.worker_pool import Ended, RankProcess, WorkerPool, describe_exit
 from pytest_smp.ranks.protocols import Job, Outcome, OutcomeKind, Report, VerdictKind
 from pytest_smp.ranks.remote_errors import RemoteError
 from smp_core.errors import (
@@ -30,7 +30,7 @@ from smp_core.errors import (
 )
 from smp_core.transport import messages
 
-log = logging.getLogger("smp_core.hosts")
+log = logging.getLogger("pytest_smp.ranks")
 
 _CHUNK = 1 << 16  # bytes read at a time
 _CHUNKS = 4  # at most, at a look: a rank may write faster than we read
@@ -45,7 +45,7 @@ _CANCEL = 2.0  # seconds that a cooperative fabric gets to unwind
 class Ends(Protocol):
     """Who hears of rank processes that end, whichever run they were in."""
 
-    selector: selectors.BaseSelector  # control connections, by rank; None: the crew has news
+    selector: selectors.BaseSelector  # control connections, by rank; None: the worker pool has news
 
     def ends(self) -> list[Ended]:
         """Those that ended since the last call."""
@@ -59,14 +59,14 @@ class Run:
 
     def __init__(
         self,
-        host: Ends,
-        crew: Crew,
+        executor: Ends,
+        pool: WorkerPool,
         ranks: list[RankProcess],
         job: Job,
         number: int,
         board: Board | None,
     ) -> None:
-        self._host, self._crew, self._job = host, crew, job
+        self._executor, self._pool, self._job = executor, pool, job
         self.ranks = ranks
         self.broken: list[RankProcess] = []  # to be replaced
         self.whole = True  # the world can serve again
@@ -80,16 +80,16 @@ class Run:
         self._gone: dict[
             int, RankProcess
         ] = {}  # its connection closed; how it ended is not known yet
-        self._before: set[int] = set()  # ended without having read their errands
+        self._before: set[int] = set()  # ended without having read their tasks
         self._finding: Finding | None = None
         self._number = number
 
-    def report(self, errand: Callable[[RankProcess], bytes]) -> Report:
-        """Send each rank its errand, wait for all, and say how it went."""
+    def report(self, task: Callable[[RankProcess], bytes]) -> Report:
+        """Send each rank its task, wait for all, and say how it went."""
         try:
             for rank in self.ranks:
                 rank.records = 0
-                request = errand(rank)
+                request = task(rank)
                 rank.busy = bool(self._job.faults)
                 try:
                     rank.control.send_bytes(request)
@@ -144,7 +144,7 @@ class Run:
     def _all_wait(self) -> bool:
         """Whether nobody who still runs can change the verdict: each waits for others, and lives."""
         return self._checks and all(
-            self._board.blocked(slot) and (self._gone or self._crew.state(rank) is not None)
+            self._board.blocked(slot) and (self._gone or self._pool.state(rank) is not None)
             for slot, rank in self._running.items()
         )
 
@@ -153,12 +153,12 @@ class Run:
         be heard before the dead rank's connections close.
         """
         for rank in list(self._running.values()):
-            state = self._crew.state(rank)
+            state = self._pool.state(rank)
             if state is not None and state.ends:
                 self._hear_last(rank)
 
     def _hear(self, timeout: float) -> None:
-        for key, _ in self._host.selector.select(timeout):
+        for key, _ in self._executor.selector.select(timeout):
             rank = key.data
             if rank is None:
                 self._hear_of_ends()
@@ -180,7 +180,7 @@ class Run:
                 except (EOFError, OSError):  # its end is told elsewhere; it would wake us for ever
                     rank.busy = True  # with dying: the next run waits until that is told
                     with contextlib.suppress(KeyError, ValueError):
-                        self._host.selector.unregister(rank.control)
+                        self._executor.selector.unregister(rank.control)
         if self._gone:
             self._hear_of_ends()
 
@@ -207,7 +207,7 @@ class Run:
                 )
                 done.outcome.kind, done.outcome.error = OutcomeKind.RAISED, error
                 self._errors[rank.slot] = error
-        if done.unclean and self._crew.final:  # there is no other
+        if done.unclean and self._pool.final:  # there is no other
             log.warning("rank %d goes on with %s", rank.slot, "; ".join(done.unclean))
             self.whole = False
         elif done.unclean:
@@ -215,7 +215,7 @@ class Run:
             self.broken.append(rank)
 
     def _note_early(self, rank: RankProcess, error: Exception) -> None:
-        """The kernel resets a connection that closes with something unread in it: the errand."""
+        """The kernel resets a connection that closes with something unread in it: the task."""
         if isinstance(error, ConnectionResetError):
             self._before.add(rank.slot)
 
@@ -228,11 +228,11 @@ class Run:
         self._gone[rank.slot] = rank
         self.broken.append(rank)
         with contextlib.suppress(KeyError, ValueError):
-            self._host.selector.unregister(rank.control)
+            self._executor.selector.unregister(rank.control)
 
     def _silent(self, host: str) -> None:
         """A machine does not answer: none of its ranks will."""
-        self._crew.silent(host)
+        self._pool.silent(host)
         for rank in self.ranks:
             if rank.host == host and rank.slot not in self._done:
                 if rank.slot in self._running:
@@ -241,11 +241,11 @@ class Run:
                 self._crashed.setdefault(rank.slot, wire.silence(host))
 
     def _hear_of_ends(self) -> None:
-        for ended in self._host.ends():
+        for ended in self._executor.ends():
             who = ended.slot, ended.pid
             rank = next((each for each in self.ranks if (each.slot, each.pid) == who), None)
             if rank is None:  # another's, or one that its launcher took down with the job
-                self._host.unclaimed(ended)
+                self._executor.unclaimed(ended)
                 continue
             self._hear_last(rank)
             self._gone.pop(rank.slot, None)
@@ -300,7 +300,7 @@ class Run:
         for rank in ranks:
             with contextlib.suppress(OSError):
                 rank.line.send_bytes(str(self._number).encode())
-        deadline = time.monotonic() + (_CANCEL if self._crew.restarts_together else 0.0)
+        deadline = time.monotonic() + (_CANCEL if self._pool.restarts_together else 0.0)
         while self._running and time.monotonic() < deadline:
             self._hear(TICK)
             if self._checks:
@@ -312,7 +312,7 @@ class Run:
         """Where a call went wrong, its process group may be at work for ever, and whoever destroys
         the group, the garbage collector of a later run among them, would wait for that.
         """
-        if self.whole or self._crew.restarts_together or self._crew.final:
+        if self.whole or self._pool.restarts_together or self._pool.final:
             return
         self.broken += [
             rank
@@ -340,7 +340,7 @@ class Run:
             if self._finding is None:
                 self._finding = self._board.look((), time.monotonic())
         root, error, verdict = self._cause()
-        if self._crew.final and self.broken:
+        if self._pool.final and self.broken:
             error = JobLost(f"the job has lost its ranks\n{error}")
         outcomes = [self._outcome(rank, root, error) for rank in self.ranks]
         if error is None and not any(each.kind is OutcomeKind.SKIPPED for each in outcomes):
@@ -351,7 +351,7 @@ class Run:
 
     def _until_told(self) -> float:
         """How many seconds to wait for how the ranks that are gone have ended."""
-        states = [self._crew.state(rank) for rank in self._gone.values()]
+        states = [self._pool.state(rank) for rank in self._gone.values()]
         ends = any(state is not None and state.ends for state in states)
         return _TOLD_OF_ENDS if ends else _TOLD
 
@@ -392,7 +392,7 @@ class Run:
         return CrashError("\n".join(lines))
 
     def _last_words(self, slot: int) -> list[str]:
-        stderr = self._crew.written(self.ranks[slot])[1].strip().splitlines()
+        stderr = self._pool.written(self.ranks[slot])[1].strip().splitlines()
         return ["it wrote last:", *(f"    {line}" for line in stderr[-12:])] if stderr else []
 
     def _outcome(self, rank: RankProcess, root: int | None, error: BaseException | None) -> Outcome:
@@ -405,7 +405,7 @@ class Run:
         else:
             outcome = Outcome(slot, OutcomeKind.CANCELLED)
             outcome.measured = b"" if done is None else done.outcome.measured
-        outcome.stdout, outcome.stderr = self._crew.written(rank)
+        outcome.stdout, outcome.stderr = self._pool.written(rank)
         finding = self._finding
         if outcome.kind is OutcomeKind.CANCELLED:
             if finding is not None and error is finding.error and slot in finding.waits:
@@ -442,7 +442,7 @@ class Run:
         for slot in stuck:
             if self._is_stopped(slot):
                 details[slot] += "\n      its process is stopped, by a signal or a debugger"
-        stacks = self._crew.stacks(list(stuck.values()))
+        stacks = self._pool.stacks(list(stuck.values()))
         limit = f"{self._job.timeout:g} s (--smp-timeout)"
         lines = [f"timeout: the run did not end within {limit}"]
         for slot in order:
@@ -469,7 +469,7 @@ class Run:
         return not self._is_stopped(slot), blocked, self._waits(slot), slot
 
     def _is_stopped(self, slot: int) -> bool:
-        state = self._crew.state(self.ranks[slot])
+        state = self._pool.state(self.ranks[slot])
         return state is not None and state.stopped
 
     def _where(self, slot: int) -> str:

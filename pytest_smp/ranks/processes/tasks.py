@@ -10,7 +10,7 @@ from pytest_smp.ranks.protocols import Factory, Outcome, OutcomeKind
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Orders:
+class JobSpec:
     """What stays the same from run to run, most of the time: sent when it changes."""
 
     key: int
@@ -23,20 +23,20 @@ class Orders:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Errand:
+class Task:
     """One run, as the controller sends it to a rank."""
 
     number: int
     size: int
-    orders: Orders | None  # None: those that the rank has
+    job_spec: JobSpec | None  # None: those that the rank has
     seed: int
     arguments: bytes
-    settles: bool  # the rank says, beside its result, that it waits for the next errand
+    settles: bool  # the rank says, beside its result, that it waits for the next task
 
     def packed(self) -> bytes:
         """For the wire."""
         return pickle.dumps(
-            (self.number, self.size, self.orders, self.seed, self.arguments, self.settles),
+            (self.number, self.size, self.job_spec, self.seed, self.arguments, self.settles),
             pickle.HIGHEST_PROTOCOL,
         )
 

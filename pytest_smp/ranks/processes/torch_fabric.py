@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from pytest_smp.ranks.processes.lasting_groups import LastingGroups, lasts
 from smp_core.errors import NotInitializedError
-from smp_core.transport.protocols import Group, Seat
+from smp_core.transport.protocols import Group, RankEnvironment
 from smp_core.transport.torch_objects import choose
 from smp_core.transport.torch_world import TorchWorld
 
@@ -31,28 +31,32 @@ class TorchFabric:
 
     cooperative = False  # a wait inside a torch backend ends when it ends
 
-    def __init__(self, seat: Seat, backend: str) -> None:
-        self.rank, self.size = seat.rank, seat.size
-        self.local_rank, self.local_size = seat.local_rank, seat.local_size
+    def __init__(self, environment: RankEnvironment, backend: str) -> None:
+        self.rank, self.size = environment.rank, environment.size
+        self.local_rank, self.local_size = environment.local_rank, environment.local_size
         self._handles: dict[Group, Any] = {}
-        self._lasting = LastingGroups(seat.board, _LIMIT)
+        self._lasting = LastingGroups(environment.board, _LIMIT)
         self._world = TorchWorld()
         self._world.enter()
         try:
-            store = _store(seat)
+            store = _store(environment)
             dist.init_process_group(
-                backend, store=store, rank=seat.rank, world_size=seat.size, timeout=_LIMIT
+                backend,
+                store=store,
+                rank=environment.rank,
+                world_size=environment.size,
+                timeout=_LIMIT,
             )
             private = dist.new_group(backend=backend, timeout=_LIMIT, group_desc="smp objects")
             self._world.rename(private, "smp objects")
             self._world.keep()
         finally:
             self._world.leave()
-        self.objects = choose(seat, private, dist.PrefixStore("smp objects", store))  # type: ignore[attr-defined]
+        self.objects = choose(environment, private, dist.PrefixStore("smp objects", store))  # type: ignore[attr-defined]
 
     def enter(self) -> None:
         """See RankFabric."""
-        # For the groups that the body makes; the host undoes it. Without the barrier, one that a member
+        # For the groups that the body makes; the executor undoes it. Without the barrier, one that a member
         # has used and destroyed may be gone while another member still connects to it, whose
         # new_group then raises "Connection closed by peer".
         os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")
@@ -105,20 +109,20 @@ class TorchFabric:
         self._world.close()
 
 
-def _store(seat: Seat) -> Any:
-    if seat.store == "file":
-        return dist.FileStore(str(seat.folder / "store"), seat.size)  # type: ignore[attr-defined]
+def _store(environment: RankEnvironment) -> Any:
+    if environment.store == "file":
+        return dist.FileStore(str(environment.folder / "store"), environment.size)  # type: ignore[attr-defined]
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]
-    return dist.PrefixStore(f"smp-{seat.size}-{seat.forming}", store)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"smp-{environment.size}-{environment.forming}", store)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
-def _loopback(seat: Seat) -> Iterator[None]:
+def _loopback(environment: RankEnvironment) -> Iterator[None]:
     """Keep Gloo, and what is built on it, on the loopback device unless the world spans machines."""
     name = "GLOO_SOCKET_IFNAME"
     before = os.environ.get(name)
-    if seat.local_size == seat.size:
+    if environment.local_size == environment.size:
         os.environ[name] = "lo"
     try:
         yield
@@ -129,18 +133,18 @@ def _loopback(seat: Seat) -> Iterator[None]:
             os.environ[name] = before
 
 
-def open_torch(seat: Seat, backend: str, module: str = "") -> TorchFabric:
+def open_torch(environment: RankEnvironment, backend: str, module: str = "") -> TorchFabric:
     """The fabric of ``torch:backend``; ``module`` registers it, if torch does not know it.
 
     It is imported here, on a rank that has been forked: what it starts (threads, connections) would
-    not outlive the fork of the nursery.
+    not outlive the fork of the fork server.
     """
     if module:
         importlib.import_module(module)
-    with _loopback(seat):
-        return TorchFabric(seat, backend)
+    with _loopback(environment):
+        return TorchFabric(environment, backend)
 
 
-def open_gloo(seat: Seat) -> TorchFabric:
+def open_gloo(environment: RankEnvironment) -> TorchFabric:
     """The fabric of `gloo`."""
-    return open_torch(seat, "gloo")
+    return open_torch(environment, "gloo")

@@ -24,7 +24,7 @@ from typing import Any
 
 Address = str | tuple[str, int]  # a path, or host and port
 
-log = logging.getLogger("smp_core.hosts")
+log = logging.getLogger("pytest_smp.ranks")
 
 _PATIENCE = 10  # seconds that a connection gets to prove itself
 _SILENCE = 10  # seconds after which a machine that does not answer is lost

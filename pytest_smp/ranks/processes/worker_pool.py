@@ -14,7 +14,7 @@ from typing import Any
 
 from pytest_smp.ranks.processes import wire
 from pytest_smp.ranks.processes.output import read_output
-from pytest_smp.ranks.processes.process_status import ProcessState
+from pytest_smp.ranks.processes.process_status import ProcessStatus
 from pytest_smp.ranks.processes.stacks import STACKS, read_stacks
 
 
@@ -36,7 +36,7 @@ class Ended:
         return self.words or describe_exit(self.code)
 
 
-class Crew(ABC):
+class WorkerPool(ABC):
     """How rank processes come to exist, and end."""
 
     folder: str  # private to the run
@@ -45,7 +45,7 @@ class Crew(ABC):
     limit: int | None  # at most so many ranks
     restarts_together: bool  # one that ends takes all others with it
     final: bool = False  # who is lost is lost for good
-    store: str = "file"  # see Seat
+    store: str = "file"  # see RankEnvironment
     prepares: bool  # runs the options' prelude by itself, before it starts ranks
 
     @abstractmethod
@@ -64,10 +64,10 @@ class Crew(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End what is left. Nothing of the crew outlives this call."""
+        """End what is left. Nothing of the worker pool outlives this call."""
 
     def welcome(self, connection: Connection, hello: dict[str, Any]) -> None:  # noqa: B027
-        """A nursery has connected. Called in a thread of the listener's."""
+        """A fork server has connected. Called in a thread of the listener's."""
 
     def gather(self) -> None:  # noqa: B027
         """Wait for what starts by itself."""
@@ -86,9 +86,9 @@ class Crew(ABC):
                 os.kill(rank.pid, STACKS)
         return {rank.slot: read_stacks(rank.folder, rank.pid) for rank in ranks}
 
-    def state(self, rank: RankProcess) -> ProcessState | None:
+    def state(self, rank: RankProcess) -> ProcessStatus | None:
         """The state of a rank's process; None if nobody can tell (another machine's)."""
-        return ProcessState.of(rank.pid)
+        return ProcessStatus.of(rank.pid)
 
     def written(self, rank: RankProcess) -> tuple[str, str]:
         """What a rank has written in this run, to standard output and to standard error."""
@@ -114,10 +114,10 @@ class RankProcess:
     control: Connection
     line: Connection
     worlds: dict[int, int] = dataclasses.field(default_factory=dict)  # size: forming
-    orders: int = 0  # the key of the orders that it has
+    job_spec: int = 0  # the key of the orders that it has
     records: int = 0  # bytes read from its line in this run
     over: bool = False  # its end has been told
-    busy: bool = False  # is to say that it waits for the next errand, and has not yet
+    busy: bool = False  # is to say that it waits for the next task, and has not yet
 
     def settle(self) -> None:
         """Hear that it waits again. Raises EOFError or OSError if it has ended instead."""

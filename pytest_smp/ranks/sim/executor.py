@@ -1,4 +1,4 @@
-"""The host of the `sim` backend: ranks are threads of this process that stay warm from run to run.
+"""The executor of the `sim` backend: ranks are threads of this process that stay warm from run to run.
 
 A run gives each thread a rank's part (a RankContext); the scheduler decides whose turn it is. When
 a rank does not come back within the time limit, the threads of that run are abandoned and the next
@@ -35,7 +35,7 @@ from pytest_smp.ranks.rank_state import Variables
 from pytest_smp.ranks.schedule import Schedule
 from pytest_smp.ranks.sim.one_core import OneCore
 from pytest_smp.ranks.sim.rank_context import RankContext
-from pytest_smp.ranks.sim.scheduler import Scheduler, Seat
+from pytest_smp.ranks.sim.scheduler import Scheduler, ThreadState
 from smp_core.errors import (
     BackendError,
     Cancelled,
@@ -166,16 +166,16 @@ class _Output:
 class ThreadWorld:
     """A world of `size` rank threads."""
 
-    def __init__(self, host: ThreadHost, size: int) -> None:
+    def __init__(self, executor: ThreadExecutor, size: int) -> None:
         self.size = size
-        self._host = host
+        self._executor = executor
 
     def run(self, job: Job) -> Report:
         """Run the job on every rank; see the World protocol."""
-        return self._host.run(job, self.size)
+        return self._executor.run(job, self.size)
 
 
-class ThreadHost:
+class ThreadExecutor:
     """Keeps the threads, and runs one job at a time on as many of them as it needs."""
 
     protocol = PROTOCOL_VERSION
@@ -215,9 +215,11 @@ class ThreadHost:
         new = range(len(self._threads), size)
         self._threads += [_RankThread(rank) for rank in new]
         threads = self._threads[:size]
-        seats = [Seat(rank, thread.turn) for rank, thread in enumerate(threads)]
+        thread_states = [ThreadState(rank, thread.turn) for rank, thread in enumerate(threads)]
         isolation = Isolation(size, job.seed, _variables(size))
-        scheduler = Scheduler(seats, isolation, lambda ranks: _places(threads, ranks), job.schedule)
+        scheduler = Scheduler(
+            thread_states, isolation, lambda ranks: _places(threads, ranks), job.schedule
+        )
         fabric = self._make_fabric(size)
         make: Callable[..., RankContext] = RankContext
         faults: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -290,7 +292,7 @@ class ThreadHost:
             came_back = scheduler.done.acquire(timeout=_GRACE / 10)
         if not came_back:
             scheduler.restore()
-            self.abandoned += sum(not context.seat.finished for context in contexts)
+            self.abandoned += sum(not context.thread_state.finished for context in contexts)
 
 
 def _await(scheduler: Scheduler, job: Job, meanwhile: Callable[[], None]) -> bool:
@@ -337,11 +339,11 @@ class _Part:
         except Cancelled as error:  # injected into the last lines of _outcome
             context.outcome = Outcome(context.rank, OutcomeKind.CANCELLED, detail=str(error))
         except BaseException as error:  # of ours, around the body: never a pass
-            context.scheduler.fail(context.seat, error)
+            context.scheduler.fail(context.thread_state, error)
             context.outcome = Outcome(context.rank, OutcomeKind.RAISED, error=error)
         finally:
             current_rank.set_current(None)
-            context.scheduler.finish(context.seat)
+            context.scheduler.finish(context.thread_state)
 
 
 def _outcome(context: RankContext, fabric: WorldFabric) -> Outcome:
@@ -360,7 +362,7 @@ def _outcome(context: RankContext, fabric: WorldFabric) -> Outcome:
         return Outcome(rank, OutcomeKind.RETURNED, value)
     except Cancelled as error:
         if not context.scheduler.ended:  # of the body's own making
-            context.scheduler.fail(context.seat, error)
+            context.scheduler.fail(context.thread_state, error)
             return Outcome(rank, OutcomeKind.RAISED, error=error)
         return Outcome(rank, OutcomeKind.CANCELLED, detail=str(error))
     except job.skips as error:
@@ -371,7 +373,7 @@ def _outcome(context: RankContext, fabric: WorldFabric) -> Outcome:
         if not isinstance(error, VerdictError):
             for text in rank_fabric.in_flight():
                 error.add_note(text)
-        context.scheduler.fail(context.seat, error)
+        context.scheduler.fail(context.thread_state, error)
         return Outcome(rank, OutcomeKind.RAISED, error=error)
     finally:
         rank_fabric.leave()
@@ -410,15 +412,15 @@ def _unfinished(scheduler: Scheduler, contexts: list[RankContext]) -> dict[int, 
     """What can be said of each rank that has not returned when time is up."""
     unfinished = {}
     for context in contexts:
-        rank, waiting, kind = context.rank, context.seat.waiting, OutcomeKind.STUCK
-        if context.seat.finished:
+        rank, waiting, kind = context.rank, context.thread_state.waiting, OutcomeKind.STUCK
+        if context.thread_state.finished:
             continue
         if context.fabric is None:
             detail, kind = "has not started", OutcomeKind.CANCELLED
         elif waiting is not None:
             missing = ranks_text(waiting.missing(rank))
             detail = f"waits in {waiting.describe(rank)} for {missing}"
-        elif context.seat is scheduler.running:
+        elif context.thread_state is scheduler.running:
             detail = "never came back: it computes, or waits where the scheduler cannot see"
         else:
             detail = "can go on, and has no turn"
@@ -435,7 +437,7 @@ def _timeout(
     """The verdict on a run that did not end in time: every rank's state and stack."""
     stacks = stack_frames.thread_frames()
     lines = [f"timeout: the run did not end within {job.timeout:g} s (--smp-timeout)"]
-    for context in sorted(contexts, key=lambda each: each.seat is not scheduler.running):
+    for context in sorted(contexts, key=lambda each: each.thread_state is not scheduler.running):
         outcome = unfinished.get(context.rank)  # the one to blame first
         if outcome is None:
             ended = context.finished_outcome()
@@ -468,7 +470,11 @@ def _report(
             outcome.kind = OutcomeKind.STUCK
             outcome.detail = "\n".join(wait_lines([waits[outcome.rank]])).strip()
         elif outcome.kind is OutcomeKind.CANCELLED:
-            place = f" at {context.seat.place}" if context.seat.place is not None else ""
+            place = (
+                f" at {context.thread_state.place}"
+                if context.thread_state.place is not None
+                else ""
+            )
             outcome.detail = f"cancelled because of rank {scheduler.root}{place}"
         outcomes.append(outcome)
     failure = scheduler.failure

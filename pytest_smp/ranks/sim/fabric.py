@@ -11,7 +11,7 @@ from typing import Any
 from pytest_smp.ranks.isolation import prepare_thread
 from pytest_smp.ranks.protocols import Job, VerdictKind
 from pytest_smp.ranks.sim import profiling, torch_private
-from pytest_smp.ranks.sim.executor import ThreadHost
+from pytest_smp.ranks.sim.executor import ThreadExecutor
 from pytest_smp.ranks.sim.objects import ObjectRouter, SimObjects
 from pytest_smp.ranks.sim.process_group import SharedGroup, SimProcessGroup
 from pytest_smp.ranks.sim.rank_context import RankContext
@@ -20,7 +20,7 @@ from pytest_smp.ranks.sim.work import SimWork
 from smp_core.errors import BackendError, CollectiveMismatchError, NotInitializedError, RankError
 from smp_core.transport import messages, torch_parts
 from smp_core.transport.diagnosis import ranks_text
-from smp_core.transport.memory import Airspace
+from smp_core.transport.memory import OverlapTable
 from smp_core.transport.protocols import Group
 from smp_core.transport.stack_frames import Place, caller_place
 
@@ -36,7 +36,7 @@ class SimFabric:
         self.local_rank, self.local_size = context.rank, context.size  # one simulated node
         self.objects = SimObjects(context, world.router)
         self.unwaited: dict[int, SimWork] = {}
-        self.airspace: Airspace[SimWork] = Airspace()
+        self.airspace: OverlapTable[SimWork] = OverlapTable()
         self._shared, self._context = world, context
         self._torch_world: torch_private.RankWorld | None = None
         self._handles: dict[Group, SimProcessGroup] = {}
@@ -52,7 +52,7 @@ class SimFabric:
 
         Named when the rank raises: it may have read poison.
         """
-        works = [work for work in self.unwaited.values() if work.flight.outputs]
+        works = [work for work in self.unwaited.values() if work.in_flight.outputs]
         lines = [f"  {work.name}{_at(work.place)}" for work in works[:_MOST_IN_FLIGHT]]
         rest = len(works) - len(lines)
         lines += [f"  and {rest} more"] if rest else []
@@ -86,7 +86,7 @@ class SimFabric:
         try:
             return self._shared.group(name, ranks, self.rank)
         except CollectiveMismatchError as error:
-            self._context.scheduler.fail(self._context.seat, error)
+            self._context.scheduler.fail(self._context.thread_state, error)
             raise
 
     def _make_default(self, world: torch_private.RankWorld) -> None:
@@ -250,11 +250,11 @@ def _at(place: object) -> str:
     return "" if place is None else f"\n      {place}"
 
 
-def open_host() -> ThreadHost:
-    """The host of `sim`, ready to open worlds."""
+def open_executor() -> ThreadExecutor:
+    """The executor of `sim`, ready to open worlds."""
     torch_private.register_backend()
     torch_parts.require("the sim backend", self_check=_self_check)
-    return ThreadHost(SimWorldFabric)
+    return ThreadExecutor(SimWorldFabric)
 
 
 def _self_check() -> None:
@@ -263,13 +263,13 @@ def _self_check() -> None:
     """
     from pytest_smp.ranks.sim import self_check
 
-    host = ThreadHost(SimWorldFabric)
+    executor = ThreadExecutor(SimWorldFabric)
     try:
-        report = host.open(2).run(
+        report = executor.open(2).run(
             Job(body=self_check.body, arguments=lambda rank: ((), {}), timeout=self_check.LIMIT)
         )
     finally:
-        host.close()
+        executor.close()
     for outcome in report.outcomes:
         if outcome.error is not None:
             raise outcome.error

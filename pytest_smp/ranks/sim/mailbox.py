@@ -12,7 +12,7 @@ import torch
 
 from pytest_smp.ranks.sim.rank_context import RankContext
 from smp_core.transport import messages
-from smp_core.transport.memory import Flight
+from smp_core.transport.memory import InFlightBuffer
 from smp_core.transport.peers import ANY, Source
 from smp_core.transport.protocols import Group
 from smp_core.transport.stack_frames import Place
@@ -27,8 +27,8 @@ class Post:
     __slots__ = (
         "context",
         "done",
-        "flight",
         "group",
+        "in_flight",
         "mailbox",
         "me",
         "peer",
@@ -49,12 +49,12 @@ class Post:
         peer: Source,
         tag: int,
         tensor: torch.Tensor,
-        flight: Flight,
+        in_flight: InFlightBuffer,
         place: Place | None,
     ) -> None:
         self.context, self.group, self.verb = context, group, verb
         self.me, self.peer, self.tag, self.tensor, self.place = me, peer, tag, tensor, place
-        self.flight = flight
+        self.in_flight = in_flight
         self.value: torch.Tensor | None = None  # of a receive: what came
         self.source: Source = peer  # of a receive that is done: who sent
         self.mailbox: Mailbox | None = None  # where it waits for a match
@@ -144,9 +144,9 @@ class Mailbox:
             error = messages.post_mismatch(
                 messages.group_text(new.group.name, new.group.ranks), what, *made
             )
-            new.context.scheduler.fail(new.context.seat, error)
+            new.context.scheduler.fail(new.context.thread_state, error)
             raise error
-        (receive.value,) = send.flight.inputs
+        (receive.value,) = send.in_flight.inputs
         receive.source = send.me
         for post in (send, receive):
             post.done = True

@@ -89,7 +89,7 @@ class Channel:
         Does not return if the call differs from those that came before: once the other members have
         come as well, or will not, the run ends with a CollectiveMismatchError.
         """
-        context.scheduler.check(context.seat)
+        context.scheduler.check(context.thread_state)
         position, call.rank = self.position[context.rank], context.rank
         number = self._counts[position] = self._counts[position] + 1
         meeting = self._open.get(number)
@@ -100,7 +100,7 @@ class Channel:
         meeting.arrived += 1
         if differs:
             meeting.differs = True
-            context.scheduler.judge(context.seat, Mismatch(meeting, context))
+            context.scheduler.judge(context.thread_state, Mismatch(meeting, context))
         if meeting.arrived == len(meeting.calls):
             del self._open[number]
             calls: list[Call] = meeting.calls  # type: ignore[assignment]
@@ -109,7 +109,7 @@ class Channel:
             except (
                 Exception
             ) as error:  # nothing that the caller could catch and go on from: the others wait
-                context.scheduler.fail(context.seat, error)
+                context.scheduler.fail(context.thread_state, error)
                 raise
             meeting.done = True
             for rank in self.group.ranks:

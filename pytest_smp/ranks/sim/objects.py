@@ -22,10 +22,10 @@ class _Message:
     An Operation of the scheduler: done when all have taken it.
     """
 
-    __slots__ = ("call", "done", "outstanding", "payload", "seats", "src")
+    __slots__ = ("call", "done", "outstanding", "payload", "src", "thread_states")
 
     def __init__(self, context: RankContext, call: str, payload: Payload, dests: set[int]) -> None:
-        self.src, self.seats = context.rank, context.scheduler.seats
+        self.src, self.thread_states = context.rank, context.scheduler.thread_states
         self.call, self.payload = call, payload
         self.outstanding = dests
         self.done = not dests
@@ -39,7 +39,7 @@ class _Message:
     @property
     def hint(self) -> str | None:
         """What often is wrong when a message is never taken."""
-        waits = [self.seats[rank].waiting for rank in self.outstanding]
+        waits = [self.thread_states[rank].waiting for rank in self.outstanding]
         others: dict[str, list[int]] = {}
         for wait in waits:
             if isinstance(wait, _Message):
@@ -120,7 +120,7 @@ class SimObjects:
             message.outstanding.discard(dest)
             context.scheduler.wake(dest, receive)
         message.done = not message.outstanding
-        context.scheduler.wait(context.seat, message)
+        context.scheduler.wait(context.thread_state, message)
 
     def recv_from(self, src: int) -> Any:
         """See ObjectTransport."""
@@ -134,7 +134,7 @@ class SimObjects:
                 context.scheduler.wake(src, message)
             return message.payload.thaw()
         receive = router.receives[src, context.rank] = _Receive(src)
-        context.scheduler.wait(context.seat, receive)
+        context.scheduler.wait(context.thread_state, receive)
         assert receive.payload is not None
         return receive.payload.thaw()
 
@@ -144,7 +144,7 @@ class SimObjects:
         context.check("smp.allgather")
         call = Call("smp.allgather", (), Payload(obj, "smp.allgather"))
         meeting = self._router.channel(group).join(context, call, _thaw_all)
-        context.scheduler.wait(context.seat, meeting)
+        context.scheduler.wait(context.thread_state, meeting)
         return [payload.thaw() for payload in meeting.result]
 
     def barrier(self, group: Group) -> None:
@@ -152,4 +152,4 @@ class SimObjects:
         context = self._context
         context.check("smp.barrier")
         meeting = self._router.channel(group).join(context, Call("smp.barrier", (), None), _nothing)
-        context.scheduler.wait(context.seat, meeting)
+        context.scheduler.wait(context.thread_state, meeting)

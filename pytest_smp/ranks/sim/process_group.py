@@ -15,7 +15,7 @@ from pytest_smp.ranks.sim.rank_context import RankContext
 from pytest_smp.ranks.sim.work import SimWork
 from smp_core.errors import ArgumentError, NotInitializedError
 from smp_core.transport.checked_group import CheckedGroup, Fields
-from smp_core.transport.memory import Flight
+from smp_core.transport.memory import InFlightBuffer
 from smp_core.transport.messages import Size
 from smp_core.transport.peers import Source
 from smp_core.transport.protocols import Group
@@ -95,9 +95,9 @@ class SimProcessGroup(CheckedGroup):
         """See CheckedGroup."""
         context = self._enter(operation)
         call = Call(operation, fields, None, caller_place(), told=told)
-        flight = Flight(brings, gets)
-        self._take_off(flight, operation, asynchronous=getattr(opts, "asyncOp", True))
-        call.data = flight.inputs if sizes is None else (flight.inputs, sizes)
+        in_flight = InFlightBuffer(brings, gets)
+        self._take_off(in_flight, operation, asynchronous=getattr(opts, "asyncOp", True))
+        call.data = in_flight.inputs if sizes is None else (in_flight.inputs, sizes)
         complete = _COMPLETE[operation](op, root)
 
         def completed(calls: list[Call]) -> Any:
@@ -106,11 +106,11 @@ class SimProcessGroup(CheckedGroup):
 
         meeting = self._shared.channel.join(context, call, completed)
         outputs = list(gets) if result is None else result
-        return self._issued(SimWork(context, meeting, flight, outputs, operation, call.place))
+        return self._issued(SimWork(context, meeting, in_flight, outputs, operation, call.place))
 
     def _take_off(
         self,
-        flight: Flight,
+        in_flight: InFlightBuffer,
         call: str,
         *,
         asynchronous: bool,
@@ -119,15 +119,15 @@ class SimProcessGroup(CheckedGroup):
         """The tensors of a call may not be those of another one in flight, but for those that
         ``forgives`` is true of.
         """
-        if flight.outputs_meet():
+        if in_flight.outputs_meet():
             raise ArgumentError(
                 f"{call}: two outputs share memory: one value would overwrite the other"
             )
-        work = self._context.fabric.airspace.conflict(flight, forgives)
+        work = self._context.fabric.airspace.conflict(in_flight, forgives)
         if work is not None:
             work.race(f"{call} uses memory of {work.name}, which is still in flight")
         if asynchronous:
-            flight.take_off(call)
+            in_flight.take_off(call)
 
     def _issued(self, work: SimWork) -> SimWork:
         if self._coalesced is not None:
@@ -140,9 +140,9 @@ class SimProcessGroup(CheckedGroup):
         peer = self._check_message(verb, tensors, peer)
         # torch issues its synchronous send and recv in the same way, so each is in flight.
         sends, place = verb == "send", caller_place()
-        flight = Flight(tensors if sends else (), () if sends else tensors)
+        in_flight = InFlightBuffer(tensors if sends else (), () if sends else tensors)
         post = Post(
-            context, self._shared.group, verb, self._position, peer, tag, tensor, flight, place
+            context, self._shared.group, verb, self._position, peer, tag, tensor, in_flight, place
         )
         dummies: list[SimWork] = []
 
@@ -153,12 +153,12 @@ class SimProcessGroup(CheckedGroup):
             dummies.append(work)
             return True
 
-        self._take_off(flight, post.text(), asynchronous=True, forgives=is_dummy)
+        self._take_off(in_flight, post.text(), asynchronous=True, forgives=is_dummy)
         if dummies:
-            for each in (flight, *(work.flight for work in dummies)):
+            for each in (in_flight, *(work.in_flight for work in dummies)):
                 each.unwatch()
         self._shared.mailbox.post(post)
-        return self._issued(SimWork(context, post, flight, tensors, post.text(), place))
+        return self._issued(SimWork(context, post, in_flight, tensors, post.text(), place))
 
     # Life cycle and what torch asks a group about itself.
 

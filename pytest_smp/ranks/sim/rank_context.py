@@ -20,14 +20,18 @@ class RankContext:
         "rank",
         "runtime",
         "scheduler",
-        "seat",
         "size",
         "thread",
+        "thread_state",
     )
 
     def __init__(self, rank: int, size: int, job: Job, scheduler: Scheduler, thread: Any) -> None:
         self.rank, self.size, self.job = rank, size, job
-        self.scheduler, self.seat, self.thread = scheduler, scheduler.seats[rank], thread
+        self.scheduler, self.thread_state, self.thread = (
+            scheduler,
+            scheduler.thread_states[rank],
+            thread,
+        )
         self.outcome: Outcome | None = None
         self.runtime: Any = None  # what smp.init builds
         self.fabric: Any = None  # what the fabric's `rank_fabric` builds, when the rank starts
@@ -40,7 +44,7 @@ class RankContext:
     def check(self, call: str, what: str = "call") -> None:
         """Every communication call starts here: unwinds the rank if the run has ended."""
         self.check_thread(call, what)
-        self.scheduler.enter(self.seat)
+        self.scheduler.enter(self.thread_state)
 
     def check_thread(self, call: str, what: str = "call") -> None:
         """Raise ThreadError in another thread: it would put the wrong rank to sleep."""

@@ -68,7 +68,7 @@ def _issued(operation: Operation, rank: int) -> Place | None:
     return place
 
 
-class Seat:
+class ThreadState:
     """One rank's place in the scheduler: the lock it sleeps on, and what it waits for."""
 
     __slots__ = ("finished", "place", "rank", "turn", "waiting")
@@ -86,27 +86,29 @@ class Scheduler:
 
     def __init__(
         self,
-        seats: list[Seat],
+        thread_states: list[ThreadState],
         isolation: Isolation,
         locate: Callable[[Iterable[int]], dict[int, Place | None]],
         schedule: Schedule = ROUND_ROBIN,
     ) -> None:
-        self.seats = seats
+        self.thread_states = thread_states
         self.ended = False
         self.failure: BaseException | None = None  # what ended the run
         self.root: int | None = None  # the rank that it belongs to
-        self.running: Seat | None = None  # who has the turn
+        self.running: ThreadState | None = None  # who has the turn
         self.done = _thread.allocate_lock()  # released when the last rank has finished
         self.done.acquire()
         self.stuck: list[diagnosis.Wait] = []  # who waited for whom when no rank could run
-        self._ready: collections.deque[Seat] = collections.deque(seats)
+        self._ready: collections.deque[ThreadState] = collections.deque(thread_states)
         self._isolation = isolation
         self.locate = locate
         self._given_up = False
-        self._must_raise: Seat | None = None  # the root of a verdict, until its thread raises it
+        self._must_raise: ThreadState | None = (
+            None  # the root of a verdict, until its thread raises it
+        )
         self.judgement: Judgement | None = None  # to be given when the others can go no further
-        self._judge: Seat | None = None  # who found it first
-        self._turns = _TURNS * len(seats)  # until it is given anyway
+        self._judge: ThreadState | None = None  # who found it first
+        self._turns = _TURNS * len(thread_states)  # until it is given anyway
         self._deviations = dict(schedule)
         self.decisions = 0  # made so far
         self.deviated: list[tuple[int, int]] = []  # the deviations that took effect
@@ -125,10 +127,10 @@ class Scheduler:
             self.deviated.append((decision, choice))
         return choice
 
-    def enter(self, seat: Seat) -> None:
+    def enter(self, thread_state: ThreadState) -> None:
         """Every communication call starts here, and may let another rank go first."""
         if self.ended:
-            self._unwind(seat)
+            self._unwind(thread_state)
         if not self._deviations:  # as nearly always: what `decide` would do, without the calls
             self.decisions += bool(self._ready)
             return
@@ -137,71 +139,71 @@ class Scheduler:
             _headroom()
             first = self._ready[choice - 1]
             self._ready.remove(first)
-            self._ready.append(seat)
+            self._ready.append(thread_state)
             self._ready.appendleft(first)
-            self._pass_turn(seat, decided=True)
-            self.check(seat)
+            self._pass_turn(thread_state, decided=True)
+            self.check(thread_state)
 
-    def check(self, seat: Seat) -> None:
+    def check(self, thread_state: ThreadState) -> None:
         """Unwind the rank if the run has ended."""
         if self.ended:
-            self._unwind(seat)
+            self._unwind(thread_state)
 
-    def wait(self, seat: Seat, operation: Operation) -> None:
+    def wait(self, thread_state: ThreadState, operation: Operation) -> None:
         """Return when ``operation.done``; meanwhile the others run."""
         _headroom()
         while not operation.done:
             if self.ended:
-                self._unwind(seat)
-            seat.waiting = operation
-            self._pass_turn(seat)
+                self._unwind(thread_state)
+            thread_state.waiting = operation
+            self._pass_turn(thread_state)
 
     def wake(self, rank: int, operation: Operation) -> None:
         """Put a rank back into the queue if it waits for ``operation``."""
-        seat = self.seats[rank]
-        if seat.waiting is operation:
-            seat.waiting = None
-            self._ready.append(seat)
+        thread_state = self.thread_states[rank]
+        if thread_state.waiting is operation:
+            thread_state.waiting = None
+            self._ready.append(thread_state)
 
-    def give_way(self, seat: Seat) -> None:
+    def give_way(self, thread_state: ThreadState) -> None:
         """Let every rank that can run have a turn before this one goes on."""
-        self.check(seat)
+        self.check(thread_state)
         _headroom()
         if self._ready:
-            self._ready.append(seat)
-            self._pass_turn(seat)
-            self.check(seat)
+            self._ready.append(thread_state)
+            self._pass_turn(thread_state)
+            self.check(thread_state)
         elif self.judgement is not None:  # who polls alone would poll until the time limit
-            self._count_turns(len(self.seats))
-            self.check(seat)
+            self._count_turns(len(self.thread_states))
+            self.check(thread_state)
 
-    def others_ready(self, slow: Collection[Seat]) -> bool:
+    def others_ready(self, slow: Collection[ThreadState]) -> bool:
         """Whether a rank that is not among ``slow`` could have the turn."""
-        return any(seat not in slow for seat in self._ready)
+        return any(thread_state not in slow for thread_state in self._ready)
 
-    def fail(self, seat: Seat, failure: BaseException) -> None:
+    def fail(self, thread_state: ThreadState, failure: BaseException) -> None:
         """End the run because of ``failure``, which this rank is about to raise or has raised."""
         if self.ended:
             return
         if self.judgement is not None:  # it came first
             self._give_judgement()
         else:
-            self._end(failure, seat.rank)
+            self._end(failure, thread_state.rank)
 
-    def judge(self, seat: Seat, judgement: Judgement) -> NoReturn:
+    def judge(self, thread_state: ThreadState, judgement: Judgement) -> NoReturn:
         """End the run by a verdict, after the other ranks have had the time to show what they do."""
         if self.judgement is None:
-            self.judgement, self._judge = judgement, seat
+            self.judgement, self._judge = judgement, thread_state
         if not judgement.ripe:
-            self.wait(seat, judgement)
+            self.wait(thread_state, judgement)
         if not self.ended:
             self._give_judgement()
-        self._unwind(seat)
+        self._unwind(thread_state)
 
-    def finish(self, seat: Seat) -> None:
+    def finish(self, thread_state: ThreadState) -> None:
         """The rank's body is over; it does not run again."""
-        seat.finished = True
-        self._hand_over(seat, self._next())
+        thread_state.finished = True
+        self._hand_over(thread_state, self._next())
 
     # What the controller calls, while no rank has the turn or after it has given up on them.
 
@@ -230,7 +232,7 @@ class Scheduler:
 
     # Inside.
 
-    def _next(self, decided: bool = False) -> Seat | None:
+    def _next(self, decided: bool = False) -> ThreadState | None:
         if self.judgement is not None and not self.ended:
             self._count_turns(1 if self._ready else self._turns + 1)
         if not self._ready and self.ended:
@@ -250,18 +252,24 @@ class Scheduler:
         return self._ready.popleft()
 
     def _look_for_deadlock(self) -> None:
-        waiting = [seat.rank for seat in self.seats if seat.waiting is not None]
+        waiting = [
+            thread_state.rank
+            for thread_state in self.thread_states
+            if thread_state.waiting is not None
+        ]
         if not waiting:
             return  # all have finished
-        finished = [seat.rank for seat in self.seats if seat.finished]
+        finished = [
+            thread_state.rank for thread_state in self.thread_states if thread_state.finished
+        ]
         try:
             self.stuck = self._waits()
-            failure, root = diagnosis.deadlock(self.stuck, finished, len(self.seats))
+            failure, root = diagnosis.deadlock(self.stuck, finished, len(self.thread_states))
         except Exception as error:  # the turn must go on, whatever became of the words
-            text = f"deadlock: {len(waiting)} of {len(self.seats)} ranks wait, and none can go on"
+            text = f"deadlock: {len(waiting)} of {len(self.thread_states)} ranks wait, and none can go on"
             failure, root = DeadlockError(f"{text} (the diagnosis failed: {error!r})"), waiting[0]
         self._end(failure, root)
-        self._must_raise = self.seats[root]
+        self._must_raise = self.thread_states[root]
 
     def _count_turns(self, turns: int) -> None:
         self._turns -= turns
@@ -282,54 +290,66 @@ class Scheduler:
     def _give_judgement(self) -> None:
         assert self._judge is not None
         failure, blamed = self.verdict()
-        seat = self.seats[blamed]
-        if seat.waiting is None and seat is not self.running:  # it would not raise it at its call
-            seat = self._judge
-        self._end(failure, seat.rank)
-        self._must_raise = seat
+        thread_state = self.thread_states[blamed]
+        if (
+            thread_state.waiting is None and thread_state is not self.running
+        ):  # it would not raise it at its call
+            thread_state = self._judge
+        self._end(failure, thread_state.rank)
+        self._must_raise = thread_state
 
     def _waits(self) -> list[diagnosis.Wait]:
-        places = self.locate(seat.rank for seat in self.seats if seat.waiting is not None)
+        places = self.locate(
+            thread_state.rank
+            for thread_state in self.thread_states
+            if thread_state.waiting is not None
+        )
         return [
             diagnosis.Wait(
-                seat.rank,
-                seat.waiting.describe(seat.rank),
-                tuple(seat.waiting.missing(seat.rank)),
-                places[seat.rank],
-                getattr(seat.waiting, "hint", None),
-                _issued(seat.waiting, seat.rank),
+                thread_state.rank,
+                thread_state.waiting.describe(thread_state.rank),
+                tuple(thread_state.waiting.missing(thread_state.rank)),
+                places[thread_state.rank],
+                getattr(thread_state.waiting, "hint", None),
+                _issued(thread_state.waiting, thread_state.rank),
             )
-            for seat in self.seats
-            if seat.waiting is not None
+            for thread_state in self.thread_states
+            if thread_state.waiting is not None
         ]
 
     def _end(self, failure: BaseException, root: int) -> None:
         self.ended, self.failure, self.root = True, failure, root
-        places = self.locate(seat.rank for seat in self.seats if seat.waiting is not None)
+        places = self.locate(
+            thread_state.rank
+            for thread_state in self.thread_states
+            if thread_state.waiting is not None
+        )
         for rank, place in places.items():
-            self.seats[rank].place = place
+            self.thread_states[rank].place = place
         self._release_waiting()
 
     def _release_waiting(self) -> None:
-        waiting = [seat for seat in self.seats if seat.waiting is not None]
-        waiting.sort(key=lambda seat: seat.rank != self.root)  # the root first
-        for seat in waiting:
-            seat.waiting = None
+        waiting = [
+            thread_state for thread_state in self.thread_states if thread_state.waiting is not None
+        ]
+        waiting.sort(key=lambda thread_state: thread_state.rank != self.root)  # the root first
+        for thread_state in waiting:
+            thread_state.waiting = None
         self._ready.extend(waiting)
 
-    def _unwind(self, seat: Seat) -> NoReturn:
-        if self._must_raise is seat:
+    def _unwind(self, thread_state: ThreadState) -> NoReturn:
+        if self._must_raise is thread_state:
             self._must_raise = None
             assert self.failure is not None
             raise self.failure
         why = "was given up" if self.root is None else f"has ended because of rank {self.root}"
         raise Cancelled(f"the run {why}")
 
-    def _pass_turn(self, seat: Seat, decided: bool = False) -> None:
+    def _pass_turn(self, thread_state: ThreadState, decided: bool = False) -> None:
         following = self._next(decided)
-        if following is not seat:
-            self._hand_over(seat, following)
-            seat.turn.acquire()
+        if following is not thread_state:
+            self._hand_over(thread_state, following)
+            thread_state.turn.acquire()
 
     def _switch(self, leaving: int | None, entering: int | None) -> None:
         """An error ends the run, and goes no further: the turn must go on."""
@@ -350,10 +370,10 @@ class Scheduler:
                 self.abandon(failure)
                 return
             self._end(failure, root)
-            self._must_raise = self.seats[root]
+            self._must_raise = self.thread_states[root]
 
-    def _hand_over(self, seat: Seat, following: Seat | None) -> None:
+    def _hand_over(self, thread_state: ThreadState, following: ThreadState | None) -> None:
         if not self._given_up:
-            self._switch(seat.rank, None if following is None else following.rank)
+            self._switch(thread_state.rank, None if following is None else following.rank)
         self.running = following
         (self.done if following is None else following.turn).release()

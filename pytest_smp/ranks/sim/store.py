@@ -61,7 +61,7 @@ class SimStore(Store):
         if not all(key in self._data.values for key in keys):
             wait = _KeyWait(self._context, keys, self._data)
             self._data.waits.append(wait)
-            self._context.scheduler.wait(self._context.seat, wait)
+            self._context.scheduler.wait(self._context.thread_state, wait)
 
     def set(self, key: str, value: str | bytes) -> None:
         self._context.check("torch.distributed store")
@@ -97,7 +97,7 @@ class SimStore(Store):
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are set. Lets the others run first: it is made for polling."""
         self._context.check("torch.distributed store")
-        self._context.scheduler.give_way(self._context.seat)
+        self._context.scheduler.give_way(self._context.thread_state)
         return all(key in self._data.values for key in keys)
 
     def delete_key(self, key: str) -> bool:

@@ -17,7 +17,7 @@ from pytest_smp.ranks.sim.mailbox import Post
 from pytest_smp.ranks.sim.rank_context import RankContext
 from pytest_smp.ranks.sim.scheduler import Operation
 from smp_core.errors import RaceError
-from smp_core.transport.memory import Flight
+from smp_core.transport.memory import InFlightBuffer
 from smp_core.transport.stack_frames import Place
 from smp_core.transport.unseen import hide
 
@@ -36,29 +36,29 @@ class SimWork(Work):
         self,
         context: RankContext,
         operation: Exchange,
-        flight: Flight,
+        in_flight: InFlightBuffer,
         outputs: Any,
         name: str,
         place: Place | None,
     ) -> None:
         super().__init__()
         self._context, self._operation, self._outputs = context, operation, outputs
-        self.flight, self.name, self.place = flight, name, place
+        self.in_flight, self.name, self.place = in_flight, name, place
         self._forgotten = False
         context.fabric.unwaited[id(self)] = self
-        context.fabric.airspace.enter(flight, self)
+        context.fabric.airspace.enter(in_flight, self)
 
     @property
     def receives(self) -> bool:
         """Whether it is a receive of a message."""
-        return isinstance(self._operation, Post) and bool(self.flight.outputs)
+        return isinstance(self._operation, Post) and bool(self.in_flight.outputs)
 
     def _wait(self) -> None:
         if self._forgotten:
             return
         context = self._context
         context.check_thread(self.name)
-        context.scheduler.wait(context.seat, self._operation)
+        context.scheduler.wait(context.thread_state, self._operation)
         self._land()
 
     def _land(self) -> None:
@@ -66,11 +66,11 @@ class SimWork(Work):
         context = self._context
         if context.fabric.unwaited.pop(id(self), None) is None:
             return
-        context.fabric.airspace.leave(self.flight)
-        what = self.flight.changed()
+        context.fabric.airspace.leave(self.in_flight)
+        what = self.in_flight.changed()
         if what is not None:
             self.race(f"{what} while the operation was in flight")
-        self.flight.land(self._operation.values(context.rank))
+        self.in_flight.land(self._operation.values(context.rank))
 
     def race(self, what: str) -> NoReturn:
         """End the run: memory of this operation was used before it was waited for."""
@@ -80,7 +80,7 @@ class SimWork(Work):
             f"  {self.name} was issued here, and not waited for{issued}\n"
             "hint: from issue to wait, the tensors of an asynchronous operation belong to it"
         )
-        context.scheduler.fail(context.seat, error)
+        context.scheduler.fail(context.thread_state, error)
         raise error
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -123,7 +123,7 @@ class SimWork(Work):
         if id(self) not in context.fabric.unwaited:
             return True
         if not self._operation.done:
-            context.scheduler.give_way(context.seat)
+            context.scheduler.give_way(context.thread_state)
         if not self._operation.done or context.scheduler.decide(2):
             return False
         self._land()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from smp_core.transport import torch_parts
-from smp_core.transport.protocols import RankFabric, Seat
+from smp_core.transport.protocols import RankEnvironment, RankFabric
 
 __all__ = ["load_mpi", "open_fabric"]
 
@@ -20,7 +20,7 @@ def load_mpi() -> ModuleType:
     return load()
 
 
-def open_fabric(seat: Seat) -> RankFabric:
+def open_fabric(environment: RankEnvironment) -> RankFabric:
     """This rank's side of a world over MPI: the ranks 0 to ``seat.size - 1`` of the MPI job.
 
     All ranks of the world call it, and no other. Raises BackendError, which says what to install or
@@ -31,4 +31,4 @@ def open_fabric(seat: Seat) -> RankFabric:
     from smp_core.transport.mpi.fabric import MpiFabric, register_backend
 
     register_backend()
-    return MpiFabric(seat)
+    return MpiFabric(environment)

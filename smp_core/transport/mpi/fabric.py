@@ -15,7 +15,7 @@ from smp_core.transport.mpi.library import messenger
 from smp_core.transport.mpi.objects import MpiObjects
 from smp_core.transport.mpi.process_group import BACKEND, MpiProcessGroup
 from smp_core.transport.mpi.work import MpiWork
-from smp_core.transport.protocols import Group, ObjectTransport, Seat
+from smp_core.transport.protocols import Group, ObjectTransport, RankEnvironment
 from smp_core.transport.torch_world import TorchWorld
 
 _DEFAULT = "WORLD"
@@ -28,17 +28,17 @@ class MpiFabric:
 
     cooperative = True
 
-    def __init__(self, seat: Seat) -> None:
-        self.rank, self.size = seat.rank, seat.size
-        self.local_rank, self.local_size = seat.local_rank, seat.local_size
-        self.messenger = messenger(seat)
+    def __init__(self, environment: RankEnvironment) -> None:
+        self.rank, self.size = environment.rank, environment.size
+        self.local_rank, self.local_size = environment.local_rank, environment.local_size
+        self.messenger = messenger(environment)
         self.unwaited: dict[int, MpiWork] = {}
-        self._seat = seat
-        self._runs = seat.forming * _RUNS
+        self._environment = environment
+        self._runs = environment.forming * _RUNS
         self._made: collections.Counter[Group] = collections.Counter()
         self._handles: dict[Group, Any] = {}
-        self._store = dist.FileStore(str(seat.folder / "store"), seat.size)  # type: ignore[attr-defined]
-        self._objects = MpiObjects(seat, self.messenger)
+        self._store = dist.FileStore(str(environment.folder / "store"), environment.size)  # type: ignore[attr-defined]
+        self._objects = MpiObjects(environment, self.messenger)
         self.objects: ObjectTransport = self._objects
         self._torch: TorchWorld | None = None
 
@@ -57,7 +57,9 @@ class MpiFabric:
         self._runs += 1
         self._made.clear()
         self._handles.clear()
-        messenger(self._seat).enter(self._runs)  # its waits ask this world's seat from now on
+        messenger(self._environment).enter(
+            self._runs
+        )  # its waits ask this world's seat from now on
         self._objects.open()
         _entered = self
         if self._torch is not None:

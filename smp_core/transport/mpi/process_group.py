@@ -10,7 +10,7 @@ import torch
 
 from smp_core.errors import ArgumentError, NotInitializedError
 from smp_core.transport.checked_group import CheckedGroup, Fields
-from smp_core.transport.memory import Flight
+from smp_core.transport.memory import InFlightBuffer
 from smp_core.transport.messages import Size
 from smp_core.transport.mpi.exchange import (
     LARGE,
@@ -70,15 +70,15 @@ class MpiProcessGroup(CheckedGroup):
     ) -> MpiWork:
         """See CheckedGroup. What goes where stands in ROUTES."""
         self._check(operation)
-        flight = Flight(brings, gets)
-        if flight.outputs_meet():
+        in_flight = InFlightBuffer(brings, gets)
+        if in_flight.outputs_meet():
             raise ArgumentError(
                 f"{operation}: two outputs share memory: one value would overwrite the other"
             )
         with torch.no_grad():
             part = Part(self._position, self._size, flat_copies(brings), gets, op, root)
             issued = self._issue(operation, part, _text(operation, fields))
-        return self._handle(issued, flight, list(gets) if result is None else result, operation)
+        return self._handle(issued, in_flight, list(gets) if result is None else result, operation)
 
     def _issue(self, operation: str, part: Part, note: str) -> Exchange | LargeAllReduce:
         number, group = self._meetings.number(), self._group
@@ -97,13 +97,15 @@ class MpiProcessGroup(CheckedGroup):
             assert rank is not ANY
             payload = to_bytes(flat_copies(tensors))
             outgoing = self._mailbox.send(rank, tag, payload, tensor_note(tensor))
-            return self._handle(Sent(outgoing, payload), Flight(tensors, ()), tensors, verb)
+            return self._handle(Sent(outgoing, payload), InFlightBuffer(tensors, ()), tensors, verb)
         receive = self._mailbox.receive(rank, tag)
         received = Received(self._group, self._position, receive, tensor)
-        return self._handle(received, Flight((), tensors), tensors, verb)
+        return self._handle(received, InFlightBuffer((), tensors), tensors, verb)
 
-    def _handle(self, operation: Any, flight: Flight, outputs: Any, name: str) -> MpiWork:
-        work = MpiWork(self._fabric, operation, flight, outputs, name)
+    def _handle(
+        self, operation: Any, in_flight: InFlightBuffer, outputs: Any, name: str
+    ) -> MpiWork:
+        work = MpiWork(self._fabric, operation, in_flight, outputs, name)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from smp_core.errors import CollectiveMismatchError
-from smp_core.transport.memory import Flight
+from smp_core.transport.memory import InFlightBuffer
 from smp_core.transport.mpi.exchange import Operation, Received
 from smp_core.transport.mpi.messenger import Messenger
 from smp_core.transport.protocols import Group
@@ -35,10 +35,15 @@ class MpiWork(Work):
     """One operation of this rank. Waiting moves every operation that is in flight."""
 
     def __init__(
-        self, fabric: RankSide, operation: Operation, flight: Flight, outputs: Any, name: str
+        self,
+        fabric: RankSide,
+        operation: Operation,
+        in_flight: InFlightBuffer,
+        outputs: Any,
+        name: str,
     ) -> None:
         super().__init__()
-        self._fabric, self._operation, self._flight = fabric, operation, flight
+        self._fabric, self._operation, self._flight = fabric, operation, in_flight
         self._outputs, self.name = outputs, name
         self._landed = False
         self._error: CollectiveMismatchError | None = None

@@ -88,7 +88,7 @@ from pytest_smp.ranks.protocols import Backend
 from pytest_smp.ranks.capabilities import FLOAT8, DTYPES, Capabilities, Capability
 
 def backend(**claims):
-    return Backend("mine", "mine", BACKENDS["sim"].open_host, Capabilities(**claims))
+    return Backend("mine", "mine", BACKENDS["sim"].open_executor, Capabilities(**claims))
 
 less = backend(claims=frozenset(Capability) - {Capability.ALL_REDUCE, Capability.COALESCING})
 nothing = backend(claims=frozenset())
@@ -131,15 +131,15 @@ from pytest_smp.ranks.backends import BACKENDS
 from pytest_smp.ranks.protocols import Backend
 
 def backend(expectations):
-    return Backend("mine", "mine", BACKENDS["sim"].open_host, expectations=expectations)
+    return Backend("mine", "mine", BACKENDS["sim"].open_executor, expectations=expectations)
 
 own = backend(Path(__file__).with_name("own.toml"))
 relative = backend("own.toml")
 wrong = backend(7)
 
 def replaces_ranks(self, items):
-    host = SimpleNamespace(steady=False)
-    self._controller = SimpleNamespace(open=lambda: host, close=lambda: None)
+    executor = SimpleNamespace(steady=False)
+    self._controller = SimpleNamespace(open=lambda: executor, close=lambda: None)
 
 def __getattr__(name):
     if name != "processes":
@@ -455,7 +455,9 @@ def test_a_backend_that_cannot_be_opened_ends_the_session(small: Any, tmp_path: 
     for output in (alone, workers):
         message = "ERROR: backend 'mine:broken' cannot be opened: OSError: no such device\n"
         assert output.count(message) == 1
-    assert "ERROR: backend 'mine:empty': what it opens is no host: it names no protocol" in empty
+    assert (
+        "ERROR: backend 'mine:empty': what it opens is no executor: it names no protocol" in empty
+    )
     for output in (alone, workers, empty):
         assert exit_code(output) == 4
         assert "Traceback" not in output
@@ -471,14 +473,14 @@ from pytest_smp.ranks.protocols import Backend
 
 session.Session.open_backend = planted.OPEN
 
-class Host:
+class Executor:
     protocol = 1
     open = print
 
     def close(self):
         raise OSError("device busy")
 
-unclosable = Backend("unclosable", "it cannot be closed", Host)
+unclosable = Backend("unclosable", "it cannot be closed", Executor)
 """
 
 

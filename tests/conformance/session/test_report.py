@@ -121,7 +121,7 @@ MINE = """
 from pytest_smp.ranks.backends import BACKENDS
 from pytest_smp.ranks.protocols import Backend
 from pytest_smp.ranks.capabilities import Capabilities, Capability
-less = Backend("mine", "mine, and less", BACKENDS["sim"].open_host, Capabilities(
+less = Backend("mine", "mine, and less", BACKENDS["sim"].open_executor, Capabilities(
     claims=frozenset(Capability) - {Capability.ALL_REDUCE}, dtypes=frozenset({"int8"})))
 """
 

@@ -207,14 +207,14 @@ from smp_core.errors import UnsupportedError
 def refuse(self, *arguments):
     raise UnsupportedError("scatter: not here")
 
-def open_host():
+def open_executor():
     from pytest_smp.ranks.sim.process_group import SimProcessGroup
     SimProcessGroup.scatter = refuse
-    return BACKENDS["sim"].open_host()
+    return BACKENDS["sim"].open_executor()
 
 less = Capabilities(claims=frozenset(Capability) - {Capability.SCATTER})
-boasting = Backend("boasting", "claims what it lacks", open_host, EVERYTHING)
-honest = Backend("honest", "claims what it has", open_host, less)
+boasting = Backend("boasting", "claims what it lacks", open_executor, EVERYTHING)
+honest = Backend("honest", "claims what it has", open_executor, less)
 """
 
 

@@ -72,7 +72,7 @@ def message(function):
         return function(self, tensors, *peer_and_tag)
     return called
 
-def open_host():
+def open_executor():
     from pytest_smp.ranks.sim.process_group import SimProcessGroup as group
     for name in ("broadcast", "allreduce", "reduce", "allgather", "all_gather_single", "gather",
                  "scatter", "reduce_scatter", "reduce_scatter_single", "alltoall",
@@ -88,15 +88,15 @@ def open_host():
             refuse("group order")
         return new_group(ranks, *arguments, **options)
     dist.new_group = make
-    return BACKENDS["sim"].open_host()
+    return BACKENDS["sim"].open_executor()
 
 ways = {sorted(map(str, WAYS))!r}
 less = Capabilities(
     claims=frozenset(Capability) - frozenset(map(Capability, ways)),
     narrower={{Capability.GATHER: DTYPES - COMPLEX}},
 )
-boasting = Backend("boasting", "claims what it refuses", open_host, EVERYTHING)
-honest = Backend("honest", "claims what it has", open_host, less)
+boasting = Backend("boasting", "claims what it refuses", open_executor, EVERYTHING)
+honest = Backend("honest", "claims what it has", open_executor, less)
 """
 
 FILES = (

@@ -61,7 +61,7 @@ from pytest_smp.ranks.backends import BACKENDS
 from pytest_smp.ranks.protocols import Backend
 
 class Holder:
-    mine = Backend("mine", "a copy of sim", BACKENDS["sim"].open_host)
+    mine = Backend("mine", "a copy of sim", BACKENDS["sim"].open_executor)
 
 def broken():
     raise OSError("no such device")
@@ -84,7 +84,7 @@ def __getattr__(name):
         raise SystemExit("no licence")
     raise AttributeError(name)
 
-class Host:
+class Executor:
     closed = []
 
     def __init__(self, **attributes):
@@ -95,7 +95,7 @@ class Host:
         raise OSError("it does not close")
 
 def hosting(**attributes):
-    return Backend("mine", "mine", lambda: Host(**attributes))
+    return Backend("mine", "mine", lambda: Executor(**attributes))
 
 old = hosting(protocol=0, open=print)
 shut = hosting(protocol=1)
@@ -153,7 +153,7 @@ def test_module_and_attribute_name_a_backend(theirs: str) -> None:
         ),
         (
             "{}:closed",
-            "the open_host of a_backend_of_theirs:closed is not callable, but of the type",
+            "the open_executor of a_backend_of_theirs:closed is not callable, but of the type",
         ),
         (
             "{}:claiming",
@@ -173,7 +173,7 @@ def test_a_backend_that_raises_while_opening(theirs: str) -> None:
 
 
 def test_what_a_backend_opens_must_be_a_host(theirs: str) -> None:
-    with pytest.raises(BackendError, match="what it opens is no host: it names no protocol"):
+    with pytest.raises(BackendError, match="what it opens is no executor: it names no protocol"):
         open_backend(f"{theirs}:empty")
 
 
@@ -186,18 +186,18 @@ def test_what_is_no_error_of_a_backend_passes(theirs: str) -> None:
     ("attribute", "text"),
     [
         ("leaves", "cannot be opened: Leaving$"),
-        ("moody", "what it opens is no host: OSError: not yet"),
+        ("moody", "what it opens is no executor: OSError: not yet"),
         ("old", "what it opens was written for 0 of the protocol; this version has 1"),
-        ("shut", "what it opens is no host: it has no method open"),
-        ("unclosable", "what it opens is no host: it has no method close"),
+        ("shut", "what it opens is no executor: it has no method open"),
+        ("unclosable", "what it opens is no executor: it has no method close"),
     ],
 )
 def test_a_host_that_is_refused_is_closed(theirs: str, attribute: str, text: str) -> None:
     with pytest.raises(BackendError, match=f"^backend '{theirs}:{attribute}'.*{text}"):
         open_backend(f"{theirs}:{attribute}")
     module = sys.modules[theirs]
-    assert len(module.Host.closed) == (attribute in ("old", "shut"))
-    module.Host.closed.clear()
+    assert len(module.Executor.closed) == (attribute in ("old", "shut"))
+    module.Executor.closed.clear()
 
 
 def test_an_entry_point_names_a_backend(theirs: str, monkeypatch: pytest.MonkeyPatch) -> None:

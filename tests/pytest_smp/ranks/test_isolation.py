@@ -101,14 +101,14 @@ def test_a_run_does_not_depend_on_the_one_before(smp_world, generators):
 
 
 def test_the_seed_of_the_job(generators):
-    host = open_backend("sim")
+    executor = open_backend("sim")
     try:
         values = {}
         for seed in (0, 1):
             job = Job(body=interleaved, arguments=lambda rank: ((2,), {}), seed=seed)
-            values[seed] = host.open(2).run(job).values
+            values[seed] = executor.open(2).run(job).values
     finally:
-        host.close()
+        executor.close()
     assert values[1] == [alone(2, 1)] * 2
     assert values[0] != values[1]
 

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch
 import smp_core.torch as smp
 from pytest_smp.ranks import rank_state, working_folders
 from pytest_smp.ranks.backends import open_backend
-from pytest_smp.ranks.protocols import HostOptions, Job, VerdictKind
+from pytest_smp.ranks.protocols import ExecutorOptions, Job, VerdictKind
 from pytest_smp.ranks.rank_state import STATES
 
 
@@ -428,10 +428,10 @@ def test_ranks_have_what_torchrun_sets(backend):
         return before == after, before, "WORLD_SIZE" in os.environ, smp.rank()
 
     outside = {name: os.environ.get(name) for name in NAMES}
-    host = open_backend(backend, HostOptions(ranks=2))
+    executor = open_backend(backend, ExecutorOptions(ranks=2))
     try:
         for ranks in (2, 1, 2):
-            report = host.open(ranks).run(Job(body=body, arguments=_no_arguments, timeout=60))
+            report = executor.open(ranks).run(Job(body=body, arguments=_no_arguments, timeout=60))
             assert report.verdict is VerdictKind.PASSED, report
             values = [outcome.value for outcome in report.outcomes]
             assert len({each[1]["MASTER_PORT"] for each in values}) == 1
@@ -448,5 +448,5 @@ def test_ranks_have_what_torchrun_sets(backend):
                     "MASTER_ADDR": "127.0.0.1",
                 }
     finally:
-        host.close()
+        executor.close()
     assert {name: os.environ.get(name) for name in NAMES} == outside

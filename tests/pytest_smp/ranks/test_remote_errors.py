@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pytest_smp.ranks import serialization
 from pytest_smp.ranks.backends import open_backend
-from pytest_smp.ranks.protocols import HostOptions, Job, VerdictKind
+from pytest_smp.ranks.protocols import ExecutorOptions, Job, VerdictKind
 from pytest_smp.ranks.remote_errors import _LARGEST, RemoteError
 
 SENTENCE = "what went wrong"
@@ -201,6 +201,6 @@ def test_a_strange_error_is_no_crash(processes, kind):
 def processes(request):
     if request.param == "mpi":
         pytest.importorskip("mpi4py", reason="the mpi backend needs mpi4py")
-    host = open_backend(request.param, HostOptions(ranks=2))
-    yield host
-    host.close()
+    executor = open_backend(request.param, ExecutorOptions(ranks=2))
+    yield executor
+    executor.close()

@@ -10,7 +10,7 @@ import pytest
 import smp_core.torch as smp
 from pytest_smp.ranks.backends import find_backend, open_backend
 from pytest_smp.ranks.capabilities import Capabilities, Capability
-from pytest_smp.ranks.protocols import HostOptions, Job
+from pytest_smp.ranks.protocols import ExecutorOptions, Job
 from pytest_smp.ranks.torch_backends import torch_backend
 from smp_core.errors import BackendError
 from smp_core.transport import current_rank
@@ -32,14 +32,14 @@ class Given:
 
 def run(name: str, *bodies, args=()):
     """What the bodies return, one run each."""
-    host = open_backend(name, HostOptions(ranks=RANKS))
+    executor = open_backend(name, ExecutorOptions(ranks=RANKS))
     try:
         reports = [
-            host.open(RANKS).run(Job(body=body, arguments=Given(*args), timeout=20.0))
+            executor.open(RANKS).run(Job(body=body, arguments=Given(*args), timeout=20.0))
             for body in bodies
         ]
     finally:
-        host.close()
+        executor.close()
     assert [report.error for report in reports] == [None] * len(bodies)
     return [report.values for report in reports]
 
@@ -144,4 +144,4 @@ def test_a_backend_of_ones_own_says_what_it_is():
     assert (backend.name, backend.summary) == ("mine", "of mine")
     assert (backend.capabilities, backend.expectations) == (claims, "mine:expected.toml")
     with pytest.raises(BackendError, match="knows no backend 'mine'"):
-        backend.open_host()
+        backend.open_executor()

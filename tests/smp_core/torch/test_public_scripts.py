@@ -12,7 +12,7 @@ from torch.utils import checkpoint as torchs
 
 import smp_core.torch as smp
 from pytest_smp.ranks.backends import open_backend
-from pytest_smp.ranks.protocols import Host, HostOptions, Job
+from pytest_smp.ranks.protocols import Executor, ExecutorOptions, Job
 from smp_core.torch.exceptions import ReplicaDriftError, UnsupportedTrainingError
 
 RANKS = 4
@@ -29,16 +29,16 @@ def _nothing(rank: int) -> Any:
 
 
 @pytest.fixture(scope="module", params=["sim", "gloo", "mpi"])
-def host(request: pytest.FixtureRequest) -> Iterator[Host]:
-    opened = open_backend(request.param, HostOptions(ranks=RANKS))
+def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
+    opened = open_backend(request.param, ExecutorOptions(ranks=RANKS))
     yield opened
     opened.close()
 
 
-def run(host: Host, body: Callable[[], Any], config: dict[str, Any]) -> list[Any]:
+def run(executor: Executor, body: Callable[[], Any], config: dict[str, Any]) -> list[Any]:
     """What ``body()`` returned, by rank."""
     job = Job(body=body, arguments=_nothing, parameters=config, timeout=120.0)
-    report = host.open(RANKS).run(job)
+    report = executor.open(RANKS).run(job)
     if report.error is not None:
         raise report.error
     return report.values
@@ -104,12 +104,14 @@ def vision_gradients() -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.local_named_parameters()}
 
 
-def test_an_argument_that_a_module_on_another_rank_does_not_use(host: Host) -> None:
+def test_an_argument_that_a_module_on_another_rank_does_not_use(executor: Executor) -> None:
     module, patches = _vision()
     for part in patches.chunk(2):
         (module(part).square().sum() / 2).backward()  # type: ignore[no-untyped-call]
     found = {
-        name: each for part in run(host, vision_gradients, PIPELINE) for name, each in part.items()
+        name: each
+        for part in run(executor, vision_gradients, PIPELINE)
+        for name, each in part.items()
     }
     expected = {name: each.grad for name, each in module.named_parameters()}
     assert found.keys() == expected.keys()
@@ -144,8 +146,8 @@ def generators() -> tuple[torch.Tensor, torch.Tensor]:
     return before, torch.get_rng_state()
 
 
-def test_a_step_draws_alike_from_the_generators_of_all_ranks(host: Host) -> None:
-    (before, after), *others = run(host, generators, PIPELINE)
+def test_a_step_draws_alike_from_the_generators_of_all_ranks(executor: Executor) -> None:
+    (before, after), *others = run(executor, generators, PIPELINE)
     assert not torch.equal(before, after)
     assert all(torch.equal(other, after) for _, other in others)
 
@@ -180,7 +182,7 @@ def clipped() -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     return norms, model.state_dict()
 
 
-def test_clipping_as_hugging_face_does_it(host: Host) -> None:
+def test_clipping_as_hugging_face_does_it(executor: Executor) -> None:
     module, norms = _network(), []
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     for _ in range(3):
@@ -188,7 +190,7 @@ def test_clipping_as_hugging_face_does_it(host: Host) -> None:
         module(torch.arange(8.0).view(2, 4)).square().sum().backward()
         norms.append(torch.nn.utils.clip_grad_norm_(module.parameters(), 0.25))
         optimizer.step()
-    for found, state in run(host, clipped, SHARDED):
+    for found, state in run(executor, clipped, SHARDED):
         torch.testing.assert_close(found, norms)
         torch.testing.assert_close(dict(state), dict(module.state_dict()))
 
@@ -211,8 +213,8 @@ def drifts() -> str:
     return "nothing"
 
 
-def test_replicas_that_drift_apart(host: Host) -> None:
-    for told in run(host, drifts, {"ddp": True}):
+def test_replicas_that_drift_apart(executor: Executor) -> None:
+    for told in run(executor, drifts, {"ddp": True}):
         assert "step 2: replicas have drifted apart: parameter '0.weight' of rank 1" in told
 
 
@@ -246,8 +248,8 @@ def refused() -> str:
     return "nothing"
 
 
-def test_torchs_checkpoint_around_a_module_is_refused_on_all_ranks(host: Host) -> None:
-    for told in run(host, refused, PIPELINE):
+def test_torchs_checkpoint_around_a_module_is_refused_on_all_ranks(executor: Executor) -> None:
+    for told in run(executor, refused, PIPELINE):
         assert "module 'second' was called under torch.utils.checkpoint" in told
 
 
@@ -261,8 +263,8 @@ def compiled() -> str:
     return "nothing"
 
 
-def test_a_compiled_module_is_refused_on_all_ranks(host: Host) -> None:
-    for told in run(host, compiled, PIPELINE):
+def test_a_compiled_module_is_refused_on_all_ranks(executor: Executor) -> None:
+    for told in run(executor, compiled, PIPELINE):
         assert "module '1' (Linear) is compiled" in told
 
 
@@ -282,10 +284,10 @@ def original() -> torch.Tensor:
     return step(model, torch.ones(2, 4)).concat()  # type: ignore[no-any-return]
 
 
-def test_the_forward_of_a_base_class(host: Host) -> None:
+def test_the_forward_of_a_base_class(executor: Executor) -> None:
     torch.manual_seed(3)
     expected = torch.ones(2, 4)
     for layer in [nn.Linear(4, 4) for _ in range(RANKS)]:
         expected = layer(expected) * 2
-    for found in run(host, original, PIPELINE):
+    for found in run(executor, original, PIPELINE):
         torch.testing.assert_close(found, expected.detach())

@@ -14,22 +14,29 @@ from torch import distributed as dist
 
 import smp_core.torch as smp
 from pytest_smp.ranks.backends import open_backend
-from pytest_smp.ranks.protocols import Host, HostOptions, Job, OutcomeKind, Report, VerdictKind
+from pytest_smp.ranks.protocols import (
+    Executor,
+    ExecutorOptions,
+    Job,
+    OutcomeKind,
+    Report,
+    VerdictKind,
+)
 
 RANKS = 3
 Body = Callable[[], Any]
 
 
 @pytest.fixture(scope="module", params=["sim", "gloo", "mpi"])
-def backend(request: pytest.FixtureRequest) -> Iterator[tuple[str, Host]]:
+def backend(request: pytest.FixtureRequest) -> Iterator[tuple[str, Executor]]:
     name = str(request.param)
-    host = open_backend(name, HostOptions(ranks=RANKS))
-    yield name, host
-    host.close()
+    executor = open_backend(name, ExecutorOptions(ranks=RANKS))
+    yield name, executor
+    executor.close()
 
 
 @pytest.fixture
-def run(backend: tuple[str, Host]) -> Callable[..., Report]:
+def run(backend: tuple[str, Executor]) -> Callable[..., Report]:
     def run(body: Body, **how: Any) -> Report:
         job = Job(body=body, arguments=lambda rank: ((), {}), timeout=60, **how)
         return backend[1].open(how.pop("ranks", RANKS)).run(job)
@@ -277,12 +284,12 @@ def drops_a_request() -> None:
 
 
 def test_a_time_out_names_what_was_not_waited_for() -> None:
-    host = open_backend("gloo", HostOptions(ranks=2))
+    executor = open_backend("gloo", ExecutorOptions(ranks=2))
     try:
         job = Job(body=drops_a_request, arguments=lambda rank: ((), {}), timeout=1)
-        report = host.open(2).run(job)
+        report = executor.open(2).run(job)
     finally:
-        host.close()
+        executor.close()
     assert report.verdict is VerdictKind.TIMED_OUT, report.error
     text = str(report.error)
     said = "  rank 0 has not waited for send to rank 1 (float32, shape [2], tag 0) [group WORLD]"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_smp.ranks.backends import open_backend
-from pytest_smp.ranks.protocols import HostOptions, Job, VerdictKind
+from pytest_smp.ranks.protocols import ExecutorOptions, Job, VerdictKind
 from smp_core.errors import DeadlockError
 
 RANKS = 3
@@ -26,15 +26,15 @@ def _no_arguments(rank):
 
 @pytest.fixture(scope="module", params=["sim", "mpi", "gloo"])
 def run(request):
-    host = open_backend(request.param, HostOptions(ranks=RANKS))
+    executor = open_backend(request.param, ExecutorOptions(ranks=RANKS))
 
     def run(body):
-        report = host.open(RANKS).run(Job(body=body, arguments=_no_arguments, timeout=60))
+        report = executor.open(RANKS).run(Job(body=body, arguments=_no_arguments, timeout=60))
         assert report.verdict is VerdictKind.PASSED, report
         return [outcome.value for outcome in report.outcomes]
 
     yield run
-    host.close()
+    executor.close()
 
 
 def sent_or_received(value, rank, group):

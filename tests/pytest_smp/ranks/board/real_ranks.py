@@ -1,4 +1,4 @@
-"""Rank processes on Gloo whose records a board reads, without a host: forked, and killed at the
+"""Rank processes on Gloo whose records a board reads, without an executor: forked, and killed at the
 end.
 """
 

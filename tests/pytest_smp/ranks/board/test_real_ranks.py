@@ -44,12 +44,12 @@ def verdict(body: Body, size: int = 3) -> str:
 
 def on_sim(body: Body, size: int = 3) -> str:
     """What `sim` says of the same body."""
-    host = open_backend("sim")
+    executor = open_backend("sim")
     try:
         job = Job(body=body, arguments=lambda rank: ((rank,), {}), timeout=60)
-        return str(host.open(size).run(job).error)
+        return str(executor.open(size).run(job).error)
     finally:
-        host.close()
+        executor.close()
 
 
 def _world() -> dist.ProcessGroup:

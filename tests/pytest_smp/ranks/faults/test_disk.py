@@ -13,16 +13,16 @@ import torch
 import smp_core.torch as smp
 from pytest_smp.ranks.backends import open_backend
 from pytest_smp.ranks.faults import FullDisk
-from pytest_smp.ranks.protocols import HostOptions, Job
+from pytest_smp.ranks.protocols import ExecutorOptions, Job
 
 RANKS = 2
 
 
 @pytest.fixture(scope="module", params=["sim", "gloo"])
-def host(request):
-    host = open_backend(request.param, HostOptions(ranks=RANKS))
-    yield host
-    host.close()
+def executor(request):
+    executor = open_backend(request.param, ExecutorOptions(ranks=RANKS))
+    yield executor
+    executor.close()
 
 
 class _Arguments:
@@ -34,10 +34,10 @@ class _Arguments:
 
 
 @pytest.fixture
-def run(host, tmp_path):
+def run(executor, tmp_path):
     def run(body, *faults):
         job = Job(body=body, arguments=_Arguments((tmp_path,)), timeout=60.0, faults=faults)
-        return host.open(RANKS).run(job)
+        return executor.open(RANKS).run(job)
 
     return run
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import smp_core.torch as smp
 from pytest_smp.ranks.backends import open_backend
 from pytest_smp.ranks.faults import Corrupt, Drop
-from pytest_smp.ranks.protocols import HostOptions, Job, VerdictKind
+from pytest_smp.ranks.protocols import ExecutorOptions, Job, VerdictKind
 from smp_core.errors import ArgumentTypeError
 
 RANKS = 2
@@ -20,14 +20,14 @@ def run(request):
     """On ranks that have run nothing yet."""
     if request.param == "mpi":
         pytest.importorskip("mpi4py", reason="the mpi backend needs mpi4py")
-    host = open_backend(request.param, HostOptions(ranks=RANKS))
+    executor = open_backend(request.param, ExecutorOptions(ranks=RANKS))
 
     def run(*faults):
         job = Job(body=_to_one, arguments=lambda rank: ((), {}), timeout=60.0, faults=faults)
-        return host.open(RANKS).run(job)
+        return executor.open(RANKS).run(job)
 
     yield run
-    host.close()
+    executor.close()
 
 
 def _to_one():

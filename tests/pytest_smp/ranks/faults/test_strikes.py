@@ -25,7 +25,7 @@ from pytest_smp.ranks.faults import (
     Stall,
     Unpicklable,
 )
-from pytest_smp.ranks.protocols import HostOptions, Job, OutcomeKind, Report, VerdictKind
+from pytest_smp.ranks.protocols import ExecutorOptions, Job, OutcomeKind, Report, VerdictKind
 from smp_core.errors import CrashError, InjectedError, PayloadError
 
 RANKS = 3
@@ -41,23 +41,23 @@ class _Arguments:
 
 
 @pytest.fixture(scope="module", params=["sim", "gloo", "gloo without the board"])
-def host(request):
-    options = HostOptions(ranks=RANKS, check=" " not in request.param)
-    host = open_backend(request.param.partition(" ")[0], options)
-    yield host
-    host.close()
+def executor(request):
+    options = ExecutorOptions(ranks=RANKS, check=" " not in request.param)
+    executor = open_backend(request.param.partition(" ")[0], options)
+    yield executor
+    executor.close()
 
 
 @pytest.fixture
-def simulated(host):
-    return Claim.PROCESSES not in host.injects
+def simulated(executor):
+    return Claim.PROCESSES not in executor.injects
 
 
 @pytest.fixture
-def run(host):
+def run(executor):
     def run(body, *faults, args=(), timeout=60.0, **fields) -> Report:
         job = Job(body=body, arguments=_Arguments(args), timeout=timeout, faults=faults, **fields)
-        return host.open(RANKS).run(job)
+        return executor.open(RANKS).run(job)
 
     yield run
     report = run(_program)
@@ -207,7 +207,7 @@ def test_calls_of_new_groups_are_struck(run):
         assert (report.root, type(report.error)) == (fault.rank, InjectedError)
 
 
-def test_a_stalled_rank_is_the_one_to_blame(run, host, simulated):
+def test_a_stalled_rank_is_the_one_to_blame(run, executor, simulated):
     report = run(_program, Stall(rank=1, at="allgather", nth=2), timeout=None if simulated else 1.5)
     assert report.outcomes[1].kind is OutcomeKind.STUCK
     if simulated:
@@ -219,7 +219,7 @@ def test_a_stalled_rank_is_the_one_to_blame(run, host, simulated):
         assert others in str(report.error)
         return
     assert report.verdict is VerdictKind.TIMED_OUT
-    if host._check:
+    if executor._check:
         assert str(report.error).splitlines()[1] == "rank 1 never came back"
     assert "smp_faults: stall before call 2 of smp.allgather" in report.outcomes[1].stderr
 
@@ -252,10 +252,10 @@ def _to_one_twice():
     return None
 
 
-def test_a_lost_message_never_arrives(run, host):
+def test_a_lost_message_never_arrives(run, executor):
     report = run(_to_one, Drop(rank=0, at="send"))
     assert report.values == [None, "second", None]
-    limit = None if getattr(host, "_check", True) else 10.0
+    limit = None if getattr(executor, "_check", True) else 10.0
     report = run(_to_one_twice, Drop(rank=0, at="send", nth=2), timeout=limit)
     assert report.verdict is (VerdictKind.DEADLOCK if limit is None else VerdictKind.TIMED_OUT)
     assert report.outcomes[1].kind is OutcomeKind.STUCK
@@ -309,8 +309,8 @@ def _tensors():
 
 
 @pytest.fixture
-def tensors(host):
-    if Claim.TENSORS not in host.injects:
+def tensors(executor):
+    if Claim.TENSORS not in executor.injects:
         pytest.skip("messages of tensors belong to torch there")
 
 

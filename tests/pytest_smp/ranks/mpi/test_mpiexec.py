@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from pytest_smp.ranks.mpi import supervisor
-from pytest_smp.ranks.mpi.mpiexec import MpiexecCrew
-from pytest_smp.ranks.protocols import HostOptions
+from pytest_smp.ranks.mpi.mpiexec import MpiexecPool
+from pytest_smp.ranks.protocols import ExecutorOptions
 
 #: What a shell has that srun, mpiexec or torchrun started, by their documentation.
 OUTER = {
@@ -37,13 +37,13 @@ def test_ranks_are_not_told_who_an_outer_launcher_takes_them_for(tmp_path, monke
     script, seen = tmp_path / "mpiexec.py", tmp_path / "seen"
     script.write_text(f"import json, os; json.dump(dict(os.environ), open({str(seen)!r}, 'w'))")
     command = shlex.join([sys.executable, str(script)])
-    crew = MpiexecCrew(HostOptions(ranks=2, mpiexec=command))
+    pool = MpiexecPool(ExecutorOptions(ranks=2, mpiexec=command))
     try:
-        crew.start(range(2))
-        assert crew._job is not None
-        crew._job.wait(timeout=300)
+        pool.start(range(2))
+        assert pool._job is not None
+        pool._job.wait(timeout=300)
     finally:
-        crew.close()
+        pool.close()
     environment = json.loads(seen.read_text())
     assert not OUTER.keys() & environment.keys()
     assert environment["SLURM_JOB_ID"] == "7"  # of the allocation, where mpiexec is to run
@@ -84,20 +84,20 @@ def test_shared_memory_of_a_killed_job_is_removed_and_no_other(tmp_path):
     name, note, script = uuid.uuid4().hex, tmp_path / "note", tmp_path / "mpiexec.py"
     script.write_text(MAKES_MEMORY.format(name=name, note=str(note)))
     ours, others = (Path(f"/dev/shm/mpich_shm_{each}") for each in (name, f"other-{name}"))
-    crew = MpiexecCrew(HostOptions(ranks=2, mpiexec=shlex.join([sys.executable, str(script)])))
+    pool = MpiexecPool(ExecutorOptions(ranks=2, mpiexec=shlex.join([sys.executable, str(script)])))
     try:
-        crew.start(range(2))
+        pool.start(range(2))
         deadline = time.monotonic() + 60
         while not note.exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
         others.touch()
         assert ours.exists()
-        crew.kill([])
+        pool.kill([])
         assert not ours.exists()
         assert others.exists()
     finally:
-        crew.close()
+        pool.close()
         for path in (ours, others):
             path.unlink(missing_ok=True)
 

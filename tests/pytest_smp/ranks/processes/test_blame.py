@@ -14,16 +14,16 @@ import torch.distributed as dist
 
 import smp_core.torch as smp
 from pytest_smp.ranks.backends import open_backend
-from pytest_smp.ranks.protocols import HostOptions, Job, VerdictKind
+from pytest_smp.ranks.protocols import ExecutorOptions, Job, VerdictKind
 
 RANKS = 3
 
 
 @pytest.fixture(scope="module")
-def host():
-    host = open_backend("gloo", HostOptions(ranks=RANKS))
-    yield host
-    host.close()
+def executor():
+    executor = open_backend("gloo", ExecutorOptions(ranks=RANKS))
+    yield executor
+    executor.close()
 
 
 def _once_inside(act):
@@ -69,7 +69,7 @@ STUCK = {
 
 
 @pytest.mark.parametrize("how", sorted(STUCK))
-def test_the_rank_that_keeps_the_others_is_named_first(host, how):
+def test_the_rank_that_keeps_the_others_is_named_first(executor, how):
     def body():
         if smp.rank() == 1:
             STUCK[how]()
@@ -77,7 +77,7 @@ def test_the_rank_that_keeps_the_others_is_named_first(host, how):
         smp.barrier()
 
     job = Job(body=body, arguments=lambda rank: ((), {}), timeout=3.0)
-    report = host.open(RANKS).run(job)
+    report = executor.open(RANKS).run(job)
     assert report.verdict is VerdictKind.TIMED_OUT, report.error
     blamed = str(report.error).splitlines()[1]
     assert blamed.startswith("rank 1 "), report.error

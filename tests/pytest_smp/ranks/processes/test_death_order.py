@@ -22,10 +22,10 @@ from pytest_smp.ranks import serialization
 from pytest_smp.ranks.board import Board, Recorder
 from pytest_smp.ranks.board.recorder import Description
 from pytest_smp.ranks.processes import run as run_module
-from pytest_smp.ranks.processes.process_status import ProcessState
+from pytest_smp.ranks.processes.process_status import ProcessStatus
 from pytest_smp.ranks.processes.run import Run
 from pytest_smp.ranks.processes.tasks import Done
-from pytest_smp.ranks.processes.worker_pool import Crew, Ended, RankProcess
+from pytest_smp.ranks.processes.worker_pool import Ended, RankProcess, WorkerPool
 from pytest_smp.ranks.protocols import Job, Outcome, OutcomeKind, VerdictKind
 from smp_core.transport.protocols import Group
 
@@ -89,10 +89,10 @@ class Rank:
         self.control.send_bytes(done.packed())
 
 
-class Scene(Crew):
+class Scene(WorkerPool):
     """Ranks, and what happens to them: one event whenever the controller looks.
 
-    A Crew and, for the run, its host and its clock.
+    A WorkerPool and, for the run, its executor and its clock.
     """
 
     restarts_together = final = prepares = False
@@ -127,10 +127,10 @@ class Scene(Crew):
         if self.events:
             self.events.pop(0)()
 
-    # Crew, host, selector, clock.
+    # WorkerPool, executor, selector, clock.
 
     def state(self, rank):
-        return ProcessState(exists=not self.told, ends=self.dies and rank is self.dead)
+        return ProcessStatus(exists=not self.told, ends=self.dies and rank is self.dead)
 
     def written(self, rank):
         return "", ""
@@ -260,7 +260,7 @@ def test_a_death_is_the_cause_of_what_its_peers_see(plan):
     with pytest.MonkeyPatch.context() as patch, contextlib.closing(scene):
         patch.setattr(run_module, "time", scene)
         processes = [rank.process for rank in scene.ranks]
-        report = Run(scene, scene, processes, job, NUMBER, board).report(lambda rank: b"errand")
+        report = Run(scene, scene, processes, job, NUMBER, board).report(lambda rank: b"task")
     assert report.verdict is VerdictKind.CRASHED, report.error
     assert report.root == plan.dead
     assert "killed by SIGKILL (signal 9)" in str(report.error)

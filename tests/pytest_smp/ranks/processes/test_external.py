@@ -19,7 +19,7 @@ import pytest
 from pytest_smp.ranks.backends import find_backend, open_backend
 from pytest_smp.ranks.mpi.mpiexec import find_mpiexec
 from pytest_smp.ranks.processes import external
-from pytest_smp.ranks.protocols import HostOptions
+from pytest_smp.ranks.protocols import ExecutorOptions
 from smp_core.errors import BackendError
 from smp_core.transport.launchers import launch_of
 
@@ -320,7 +320,7 @@ def test_nobody_survives_the_launcher(command, pytester, launcher):
 
 def test_a_process_that_was_started_alone_is_told_what_to_do():
     with pytest.raises(BackendError, match=r"started alone: mpiexec -n 8 pytest"):
-        open_backend("external", HostOptions())
+        open_backend("external", ExecutorOptions())
 
 
 @pytest.mark.parametrize("fabric", ["gloo", "mpi"])
@@ -342,18 +342,18 @@ def test_ranks_that_never_come_are_named_once(monkeypatch: pytest.MonkeyPatch) -
     assert launch is not None
     monkeypatch.setattr(external, "_GATHER", 0.2)
     monkeypatch.setattr(external.Job, "current", external.Job(launch, "gloo", True))
-    host = open_backend("external", HostOptions(ranks=3))
+    executor = open_backend("external", ExecutorOptions(ranks=3))
     try:
         for _ in range(2):
             with pytest.raises(BackendError, match=r"ranks \[0, 1, 2\] of 3 have not come"):
-                host.open(3).run(external_job())
+                executor.open(3).run(external_job())
         monkeypatch.setattr(external, "_GATHER", 1000.0)
         start = time.monotonic()
         with pytest.raises(BackendError, match="have not come"):
-            host.open(3).run(external_job())
+            executor.open(3).run(external_job())
         assert time.monotonic() - start < 500
     finally:
-        host.close()
+        executor.close()
 
 
 def external_job() -> Any:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import smp_core.torch as smp
 from pytest_smp.ranks.backends import open_backend
 from pytest_smp.ranks.processes import wire
-from pytest_smp.ranks.protocols import HostOptions, Job, OutcomeKind, Report, VerdictKind
+from pytest_smp.ranks.protocols import ExecutorOptions, Job, OutcomeKind, Report, VerdictKind
 from smp_core.errors import BackendError, CrashError, DeadlockError, LeakError, RunTimeout
 from smp_core.transport import current_rank
 
@@ -50,17 +50,17 @@ class Strange(Exception):
 
 
 @pytest.fixture(scope="module")
-def host():
-    host = open_backend("gloo", HostOptions(ranks=RANKS))
-    yield host
-    host.close()
+def executor():
+    executor = open_backend("gloo", ExecutorOptions(ranks=RANKS))
+    yield executor
+    executor.close()
 
 
 @pytest.fixture
-def run(host):
+def run(executor):
     def run(body, *args, ranks=RANKS, timeout=20.0, **fields) -> Report:
         job = Job(body=body, arguments=_Arguments(args), timeout=timeout, **fields)
-        return host.open(ranks).run(job)
+        return executor.open(ranks).run(job)
 
     yield run
     report = run(_ranks)  # whatever a test did, the next run is clean
@@ -128,19 +128,19 @@ def test_a_lambda_and_a_method_are_bodies(run):
 # ---- Size, environment, output -------------------------------------------------------------------
 
 
-def test_sizes_in_turn_cost_no_restart(run, host):
+def test_sizes_in_turn_cost_no_restart(run, executor):
     run(_ranks)
-    before = host.replaced
+    before = executor.replaced
     pids = {}
     for ranks in (2, 3, 1, 2, 3):
         report = run(lambda: (smp.size(), dist.get_world_size(), os.getpid()), ranks=ranks)
         assert [value[:2] for value in report.values] == [(ranks, ranks)] * ranks
         for rank, value in enumerate(report.values):
             assert pids.setdefault(rank, value[2]) == value[2]
-    assert host.replaced == before
+    assert executor.replaced == before
 
 
-def _surroundings():
+def _process_state():
     found = os.environ.get("SMP_TEST_COLOUR"), os.getcwd()
     os.environ["SMP_TEST_COLOUR"] = "spoilt"
     os.chdir("/")
@@ -151,9 +151,9 @@ def test_environment_and_folder_are_the_controllers(run, monkeypatch, tmp_path):
     monkeypatch.setenv("SMP_TEST_COLOUR", "green")
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
-        assert run(_surroundings).values == [("green", str(tmp_path))] * RANKS
+        assert run(_process_state).values == [("green", str(tmp_path))] * RANKS
     monkeypatch.delenv("SMP_TEST_COLOUR")
-    assert run(_surroundings).values == [(None, str(tmp_path))] * RANKS
+    assert run(_process_state).values == [(None, str(tmp_path))] * RANKS
 
 
 def _write():
@@ -302,7 +302,7 @@ def test_what_a_dying_rank_writes_is_kept(run):
     assert report.outcomes[1].stderr == "out of memory, or so\n"
 
 
-def test_who_dies_after_its_result_was_sent_is_replaced_and_told(run, host):
+def test_who_dies_after_its_result_was_sent_is_replaced_and_told(run, executor):
     def body():
         pid = os.getpid()
         if smp.rank() == 1 and os.fork() == 0:
@@ -433,8 +433,8 @@ def test_a_process_group_left_is_destroyed(run):
 # ---- Who may enter, and who stays ----------------------------------------------------------------
 
 
-def test_a_stranger_is_refused_and_the_run_goes_on(run, host, caplog):
-    address, refused = host._crew.address, host.refused
+def test_a_stranger_is_refused_and_the_run_goes_on(run, executor, caplog):
+    address, refused = executor._pool.address, executor.refused
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(address)
         with pytest.raises((wire.AuthenticationError, OSError, EOFError)):
@@ -442,14 +442,14 @@ def test_a_stranger_is_refused_and_the_run_goes_on(run, host, caplog):
         assert run(_ranks).values == list(range(RANKS))
         stranger.sendall(b"\0\0\0\5hello" * 100)
     deadline = time.monotonic() + 20
-    while host.refused < refused + 2:
+    while executor.refused < refused + 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert "does not know the secret" in caplog.text
 
 
-def test_the_folder_is_private(host):
-    assert os.stat(host._crew.folder).st_mode & 0o077 == 0
+def test_the_folder_is_private(executor):
+    assert os.stat(executor._pool.folder).st_mode & 0o077 == 0
 
 
 SCRIPT = """
@@ -459,10 +459,10 @@ from pytest_smp.ranks.protocols import Job
 sys.path.insert(0, {folder!r})
 import bodies
 if __name__ == "__main__":
-    host = open_backend("gloo")
-    world = host.open(2)
+    executor = open_backend("gloo")
+    world = executor.open(2)
     report = world.run(Job(body=bodies.pids, arguments=lambda rank: ((), {{}}), timeout=60))
-    print(host._crew.folder, *report.values, flush=True)
+    print(executor._pool.folder, *report.values, flush=True)
     world.run(Job(body=bodies.{busy}, arguments=lambda rank: ((), {{}})))
 """
 BODIES = """
@@ -501,12 +501,12 @@ def test_nothing_survives_the_controller(tmp_path, busy):
         time.sleep(0.01)
 
 
-def test_a_world_of_no_ranks_is_refused(host):
+def test_a_world_of_no_ranks_is_refused(executor):
     with pytest.raises(BackendError, match="at least one rank"):
-        host.open(0)
+        executor.open(0)
 
 
-# ---- What a killed rank and a killed nursery leave ------------------------------------------------
+# ---- What a killed rank and a killed fork server leave ------------------------------------------------
 
 
 def _with_a_daemon(box):
@@ -525,15 +525,15 @@ def test_a_killed_rank_takes_its_daemons_with_it(run, tmp_path):
     assert not Path("/proc", note.read_text()).exists()
 
 
-def _nursery(box=None):
+def _fork_server(box=None):
     return os.getppid()
 
 
 def test_a_killed_nursery_is_replaced(run, caplog):
-    before = run(_nursery).values[0]
+    before = run(_fork_server).values[0]
     os.kill(before, signal.SIGKILL)
     os.waitid(os.P_PID, before, os.WEXITED | os.WNOWAIT)
-    report = run(_nursery)
+    report = run(_fork_server)
     assert report.verdict is VerdictKind.PASSED, report.error
     assert report.values[0] != before
     assert "another one takes its place" in caplog.text
@@ -563,7 +563,7 @@ def _kills_the_nursery():
 def test_a_nursery_killed_in_a_run_is_a_crash(run):
     report = run(_kills_the_nursery)
     assert report.verdict is VerdictKind.CRASHED
-    assert "its nursery has ended: killed by SIGKILL" in str(report.error)
+    assert "its fork server has ended: killed by SIGKILL" in str(report.error)
 
 
 def _masks():
@@ -589,7 +589,7 @@ def test_bodies_see_the_sessions_python_path(run):
 # ---- What a body may spoil for the next one ------------------------------------------------------
 
 
-def test_a_body_that_leaves_a_daemon_is_told_and_its_rank_replaced(run, host, tmp_path):
+def test_a_body_that_leaves_a_daemon_is_told_and_its_rank_replaced(run, executor, tmp_path):
     note = tmp_path / "pid"
 
     def leaves(box):
@@ -598,10 +598,10 @@ def test_a_body_that_leaves_a_daemon_is_told_and_its_rank_replaced(run, host, tm
             told = subprocess.run([sys.executable, "-c", script], stdout=-1, check=True)
             Path(box.value).write_bytes(told.stdout)
 
-    before = host.replaced
+    before = executor.replaced
     assert run(leaves, Box(str(note))).verdict is VerdictKind.PASSED
     run(_ranks)
-    assert host.replaced == before + 1
+    assert executor.replaced == before + 1
     assert not Path("/proc", note.read_text().strip()).exists()
 
 
@@ -654,10 +654,10 @@ def _variable():
 
 
 def test_a_new_nursery_does_not_keep_what_was_set_when_it_started(run, monkeypatch):
-    nursery = run(_nursery).values[0]
+    fork_server = run(_fork_server).values[0]
     monkeypatch.setenv("SMP_TEST_VARIABLE", "1")
-    os.kill(nursery, signal.SIGKILL)
-    os.waitid(os.P_PID, nursery, os.WEXITED | os.WNOWAIT)
+    os.kill(fork_server, signal.SIGKILL)
+    os.waitid(os.P_PID, fork_server, os.WEXITED | os.WNOWAIT)
     assert run(_variable).values == ["1"] * RANKS
     monkeypatch.delenv("SMP_TEST_VARIABLE")
     assert run(_variable).values == [None] * RANKS
@@ -686,18 +686,18 @@ def _uses_up_descriptors():
     return len(kept) > 10
 
 
-def test_a_body_that_uses_up_all_descriptors(run, host):
+def test_a_body_that_uses_up_all_descriptors(run, executor):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def body():
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
         return _uses_up_descriptors()
 
-    before = host.replaced
+    before = executor.replaced
     report = run(body)
     assert report.values == [True] * RANKS, report.error
     run(_ranks)
-    assert host.replaced == before + RANKS
+    assert executor.replaced == before + RANKS
 
 
 def _exchanges_descriptors():
@@ -708,11 +708,11 @@ def _exchanges_descriptors():
 kept: list[int] = []
 
 
-def test_a_descriptor_left_in_the_place_of_another(run, host):
-    before = host.replaced
+def test_a_descriptor_left_in_the_place_of_another(run, executor):
+    before = executor.replaced
     run(_exchanges_descriptors)
     run(_ranks)
-    assert host.replaced == before + RANKS
+    assert executor.replaced == before + RANKS
 
 
 def test_a_rank_that_retires_is_replaced_after_the_run_however_it_ended(run):

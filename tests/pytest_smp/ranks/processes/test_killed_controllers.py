@@ -15,7 +15,7 @@ SCRIPT = """
 import os, subprocess, sys, time
 import smp_core.torch as smp
 from pytest_smp.ranks.backends import open_backend
-from pytest_smp.ranks.protocols import HostOptions, Job
+from pytest_smp.ranks.protocols import ExecutorOptions, Job
 
 def body():
     if smp.rank() == 1:
@@ -31,8 +31,8 @@ def body():
 
 if __name__ == "__main__":
     backend, path = sys.argv[1:]
-    host = open_backend(backend, HostOptions(ranks=2))
-    host.open(2).run(Job(body=body, arguments=lambda rank: ((), {})))
+    executor = open_backend(backend, ExecutorOptions(ranks=2))
+    executor.open(2).run(Job(body=body, arguments=lambda rank: ((), {})))
 """
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import smp_core.torch as smp
 from pytest_smp.ranks.backends import open_backend
-from pytest_smp.ranks.protocols import HostOptions, Job, VerdictKind
+from pytest_smp.ranks.protocols import ExecutorOptions, Job, VerdictKind
 from smp_core import runtime
 from smp_core.transport.protocols import Group
 
@@ -20,17 +20,17 @@ kept: list[object] = []  # on a rank, from run to run
 
 
 @pytest.fixture(scope="module")
-def host():
-    host = open_backend("gloo", HostOptions(ranks=RANKS))
-    yield host
-    host.close()
+def executor():
+    executor = open_backend("gloo", ExecutorOptions(ranks=RANKS))
+    yield executor
+    executor.close()
 
 
 @pytest.fixture
-def run(host):
+def run(executor):
     def run(body, *args):
         job = Job(body=body, arguments=_Arguments(args), timeout=20.0)
-        return host.open(RANKS).run(job)
+        return executor.open(RANKS).run(job)
 
     return run
 
@@ -84,18 +84,18 @@ def test_members_need_not_have_made_the_same_groups(run):
     assert run(all_and_new).values == [(6.0, True)] * RANKS
 
 
-def test_what_a_body_leaves_beside_it_is_found(run, host):
+def test_what_a_body_leaves_beside_it_is_found(run, executor):
     def leaves():
         kept.append(os.open(os.devnull, os.O_RDONLY))
         value = _sum("smp beside")
         kept.append(os.open(os.devnull, os.O_RDONLY))
         return value
 
-    before = host.replaced
+    before = executor.replaced
     assert run(leaves).values == [6.0] * RANKS
-    assert host.replaced == before + RANKS
+    assert executor.replaced == before + RANKS
     assert run(_sum, "smp beside").values == [6.0] * RANKS  # of a world formed anew
-    assert host.replaced == before + RANKS
+    assert executor.replaced == before + RANKS
 
 
 def test_a_body_that_destroys_all_groups_gets_no_lasting_one_of_the_next(run):

@@ -1,4 +1,4 @@
-"""Between a rank's last line of the body and its next errand: what goes wrong there is told of the
+"""Between a rank's last line of the body and its next task: what goes wrong there is told of the
 right rank, and of the right run.
 """
 
@@ -15,28 +15,28 @@ import pytest
 import smp_core.torch as smp
 from pytest_smp.ranks.backends import open_backend
 from pytest_smp.ranks.faults import Kill
-from pytest_smp.ranks.processes import executor
+from pytest_smp.ranks.processes import executor as process_executor
 from pytest_smp.ranks.processes.worker_pool import Ended
-from pytest_smp.ranks.protocols import HostOptions, Job, VerdictKind
+from pytest_smp.ranks.protocols import ExecutorOptions, Job, VerdictKind
 from tools.soak import leaks
 
 RANKS = 3
 
 
 @pytest.fixture(scope="module", params=["gloo", "mpi"])
-def host(request):
-    host = open_backend(request.param, HostOptions(ranks=RANKS))
-    yield host
-    host.close()
+def executor(request):
+    executor = open_backend(request.param, ExecutorOptions(ranks=RANKS))
+    yield executor
+    executor.close()
 
 
 def _nothing(rank):
     return (), {}
 
 
-def _run(host, body, *faults):
+def _run(executor, body, *faults):
     job = Job(body=body, arguments=_nothing, timeout=60.0, faults=faults)
-    return host.open(RANKS).run(job)
+    return executor.open(RANKS).run(job)
 
 
 def _ranks():
@@ -51,96 +51,96 @@ class Slow(Exception):
         return Slow, self.args
 
 
-def test_an_error_that_comes_late_is_the_cause(host):
+def test_an_error_that_comes_late_is_the_cause(executor):
     def body():
         if smp.rank() == 1:
             raise Slow("mine")
         _ranks()
 
-    report = _run(host, body)
+    report = _run(executor, body)
     assert (report.verdict, report.root) == (VerdictKind.FAILED, 1), report.error
     assert type(report.error) is Slow
 
 
-def test_a_rank_that_returned_too_early_is_a_deadlock_all_the_same(host):
+def test_a_rank_that_returned_too_early_is_a_deadlock_all_the_same(executor):
     def body():
         if smp.rank() != 1:
             _ranks()
 
-    report = _run(host, body)
+    report = _run(executor, body)
     assert report.verdict is VerdictKind.DEADLOCK
     assert "rank 1, which has returned without a matching call" in str(report.error)
 
 
-def test_a_death_after_the_result_is_not_the_next_runs(host):
+def test_a_death_after_the_result_is_not_the_next_runs(executor):
     for rank in (RANKS - 1, 0):  # of an MPI job, too, whose other ranks end with it
-        report = _run(host, lambda: None, Kill(rank=rank, at="sent"))
+        report = _run(executor, lambda: None, Kill(rank=rank, at="sent"))
         told = f"the process of rank {rank} ended after its last run (killed by SIGKILL (signal 9))"
         shared = leaks.shared_memory(leaks.descendants())
         late = report.verdict is VerdictKind.PASSED
-        report = _run(host, _ranks)
+        report = _run(executor, _ranks)
         assert report.values == [list(range(RANKS))] * RANKS, report.error
         assert any(told in text for text in report.warnings) is late
         assert not [path for path in shared if os.path.exists(path)]
 
 
-def _crash(host):
-    report = _run(host, lambda: None, Kill(rank=1, at="start"))
+def _crash(executor):
+    report = _run(executor, lambda: None, Kill(rank=1, at="start"))
     assert report.verdict is VerdictKind.CRASHED
 
 
-def test_an_end_of_the_last_processes_is_none_of_the_next_ones(host, monkeypatch):
+def test_an_end_of_the_last_processes_is_none_of_the_next_ones(executor, monkeypatch):
     """Of an MPI job all end, and are started again, with the same numbers; who ended how is told of
     some only.
     """
-    monkeypatch.setattr(executor, "_SETTLE", 0.5)
-    pids = _run(host, lambda: os.getpid()).values
-    ended, told = host._crew.ended, [Ended(0, pids[0], -signal.SIGKILL)]
+    monkeypatch.setattr(process_executor, "_SETTLE", 0.5)
+    pids = _run(executor, lambda: os.getpid()).values
+    ended, told = executor._pool.ended, [Ended(0, pids[0], -signal.SIGKILL)]
 
     def only_of_rank_0():
         ended()
         return [told.pop()] if told else []
 
-    jobs = getattr(host._crew, "_jobs", 0)
+    jobs = getattr(executor._pool, "_jobs", 0)
     for pid in pids[:2]:
         os.kill(pid, signal.SIGKILL)
-    monkeypatch.setattr(host._crew, "ended", only_of_rank_0)
-    host.selector.select(10.0)
-    report = _run(host, _ranks)
+    monkeypatch.setattr(executor._pool, "ended", only_of_rank_0)
+    executor.selector.select(10.0)
+    report = _run(executor, _ranks)
     assert report.values == [list(range(RANKS))] * RANKS, report.error
-    assert getattr(host._crew, "_jobs", 0) <= jobs + 1
+    assert getattr(executor._pool, "_jobs", 0) <= jobs + 1
     assert any("the process of rank 0 ended after its last run" in text for text in report.warnings)
 
 
-def test_what_was_told_before_a_world_failed_to_form_is_not_lost(host, monkeypatch):
+def test_what_was_told_before_a_world_failed_to_form_is_not_lost(executor, monkeypatch):
     """Of two ranks that ended, one is seen before the world forms, and one while it forms."""
-    _run(host, _ranks)
-    form, failures = host._form, []
+    _run(executor, _ranks)
+    form, failures = executor._form, []
 
     def fails_once(size):
         if failures:
             raise failures.pop()
         form(size)
 
-    monkeypatch.setattr(host, "_form", fails_once)
-    [dead] = _run(host, lambda: os.getpid() if smp.rank() == 0 else None).values[:1]
-    failures.append(executor._ProcessLost("rank 1: its process has ended"))
+    monkeypatch.setattr(executor, "_form", fails_once)
+    [dead] = _run(executor, lambda: os.getpid() if smp.rank() == 0 else None).values[:1]
+    failures.append(process_executor._ProcessLost("rank 1: its process has ended"))
     os.kill(dead, signal.SIGKILL)
-    host.selector.select(10.0)
-    report = _run(host, _ranks)
+    executor.selector.select(10.0)
+    report = _run(executor, _ranks)
     assert report.values == [list(range(RANKS))] * RANKS, report.error
     assert any("the process of rank 0 ended after its last run" in text for text in report.warnings)
 
 
-def test_a_connection_of_a_dead_process_is_no_rank(host):
+def test_a_connection_of_a_dead_process_is_no_rank(executor):
     """It was being made while the process ended."""
-    _crash(host)
+    _crash(executor)
     ends = [Pipe() for _ in range(2)]
     hello = {"slot": 1, "pid": _dead_process(), "host": "here", "folder": "/nowhere"}
     for (ours, theirs), wire in zip(ends, ("control", "line"), strict=True):
         theirs.close()
-        host._lobby.welcome(ours, {**hello, "wire": wire})
-    report = _run(host, _ranks)
+        executor._pending.welcome(ours, {**hello, "wire": wire})
+    report = _run(executor, _ranks)
     assert report.values == [list(range(RANKS))] * RANKS, report.error
 
 

@@ -24,20 +24,20 @@ import torch.nn.functional as F
 from torch.optim import optimizer as optimizers
 
 from pytest_smp.ranks.backends import open_backend
-from pytest_smp.ranks.protocols import HostOptions, Job, VerdictKind
+from pytest_smp.ranks.protocols import ExecutorOptions, Job, VerdictKind
 
 RANKS = 2
 
 
 @pytest.fixture(scope="module")
-def host():
-    host = open_backend("gloo", HostOptions(ranks=RANKS))
-    yield host
-    host.close()
+def executor():
+    executor = open_backend("gloo", ExecutorOptions(ranks=RANKS))
+    yield executor
+    executor.close()
 
 
-def _run(host, body):
-    report = host.open(RANKS).run(Job(body=body, arguments=lambda rank: ((), {}), timeout=60.0))
+def _run(executor, body):
+    report = executor.open(RANKS).run(Job(body=body, arguments=lambda rank: ((), {}), timeout=60.0))
     assert report.verdict is VerdictKind.PASSED, report.error
     return report.values
 
@@ -188,7 +188,7 @@ def __builtins_module():
 
 
 @pytest.mark.parametrize("change", sorted(CHANGES))
-def test_the_next_body_finds_what_the_first_found(host, change):
+def test_the_next_body_finds_what_the_first_found(executor, change):
     changes, read = CHANGES[change]
 
     def spoils():
@@ -196,24 +196,24 @@ def test_the_next_body_finds_what_the_first_found(host, change):
         changes()
         return before
 
-    before = _run(host, spoils)
-    assert _run(host, read) == before
+    before = _run(executor, spoils)
+    assert _run(executor, read) == before
 
 
-def test_what_can_be_put_back_costs_no_rank(host):
-    pids = _run(host, os.getpid)
+def test_what_can_be_put_back_costs_no_rank(executor):
+    pids = _run(executor, os.getpid)
     for change in set(CHANGES) - {"affinity"}:
-        _run(host, lambda change=change: CHANGES[change][0]() and None)
-    assert _run(host, os.getpid) == pids
+        _run(executor, lambda change=change: CHANGES[change][0]() and None)
+    assert _run(executor, os.getpid) == pids
 
 
-def test_what_cannot_be_put_back_costs_the_rank(host):
+def test_what_cannot_be_put_back_costs_the_rank(executor):
     def spoils():
         __builtins_module().zip = _boom  # what puts back calls it
         return os.getpid()
 
-    pids = _run(host, spoils)
-    after = _run(host, os.getpid)
+    pids = _run(executor, spoils)
+    after = _run(executor, os.getpid)
     assert not set(pids) & set(after)
 
 
@@ -229,18 +229,18 @@ def _boom(*args, **kwargs):
         *("torch.get_num_threads", "sys.gettrace"),
     ],
 )
-def test_a_patch_of_what_the_table_calls_fails_nothing(host, name):
+def test_a_patch_of_what_the_table_calls_fails_nothing(executor, name):
     module, function = name.split(".")
-    _run(host, lambda: setattr(sys.modules[module], function, _boom))
-    assert _run(host, lambda: 1) == [1] * RANKS
+    _run(executor, lambda: setattr(sys.modules[module], function, _boom))
+    assert _run(executor, lambda: 1) == [1] * RANKS
 
 
 @pytest.mark.parametrize(
     "name", ["zip", "enumerate", "all", "map", "vars", "setattr", "issubclass"]
 )
-def test_a_patched_builtin_costs_the_rank_at_most(host, name):
-    _run(host, lambda: setattr(__builtins_module(), name, _boom))
-    assert _run(host, lambda: getattr(__builtins_module(), name).__name__) == [name] * RANKS
+def test_a_patched_builtin_costs_the_rank_at_most(executor, name):
+    _run(executor, lambda: setattr(__builtins_module(), name, _boom))
+    assert _run(executor, lambda: getattr(__builtins_module(), name).__name__) == [name] * RANKS
 
 
 #: What a module does to torch.nn.functional.relu when it is imported.
@@ -256,7 +256,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
-def test_what_a_module_changes_when_a_body_imports_it_stays(host, tmp_path, module):
+def test_what_a_module_changes_when_a_body_imports_it_stays(executor, tmp_path, module):
     """It stays imported: no later import would change it again."""
     code = "import functools\nimport torch.nn.functional as F\nold = F.relu\n"
     (tmp_path / "smp_test_module.py").write_text(f"{code}{MODULES[module]}\nF.relu = relu\n")
@@ -269,12 +269,12 @@ def test_what_a_module_changes_when_a_body_imports_it_stays(host, tmp_path, modu
 
     try:
         for _ in range(3):
-            assert _run(host, imports) == [True] * RANKS
+            assert _run(executor, imports) == [True] * RANKS
     finally:
-        host.replace([host._ranks[0], host._ranks[1]])  # for the tests after this one
+        executor.replace([executor._ranks[0], executor._ranks[1]])  # for the tests after this one
 
 
-def test_a_patch_by_a_body_is_undone_beside_one_by_what_it_imports(host, tmp_path):
+def test_a_patch_by_a_body_is_undone_beside_one_by_what_it_imports(executor, tmp_path):
     (tmp_path / "smp_test_module.py").write_text("import time\ndef f(): pass\ntime.sleep = f\n")
 
     def body():
@@ -287,12 +287,12 @@ def test_a_patch_by_a_body_is_undone_beside_one_by_what_it_imports(host, tmp_pat
 
     try:
         for _ in range(2):
-            assert _run(host, body) == [("relu", True)] * RANKS
+            assert _run(executor, body) == [("relu", True)] * RANKS
     finally:
-        host.replace([host._ranks[0], host._ranks[1]])
+        executor.replace([executor._ranks[0], executor._ranks[1]])
 
 
-def test_what_torch_changes_of_itself_when_it_is_imported_stays(host):
+def test_what_torch_changes_of_itself_when_it_is_imported_stays(executor):
     """torch._dynamo wraps torch.manual_seed."""
 
     def imports():
@@ -301,8 +301,8 @@ def test_what_torch_changes_of_itself_when_it_is_imported_stays(host):
         return torch.manual_seed.__code__.co_filename, hasattr(torch.manual_seed, "__wrapped__")
 
     try:
-        first = _run(host, imports)
-        assert _run(host, imports) == first
+        first = _run(executor, imports)
+        assert _run(executor, imports) == first
         assert all(wrapped for _, wrapped in first)
     finally:
-        host.replace([host._ranks[0], host._ranks[1]])
+        executor.replace([executor._ranks[0], executor._ranks[1]])

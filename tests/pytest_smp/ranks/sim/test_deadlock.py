@@ -14,7 +14,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import distributed as dist
 
 from pytest_smp.ranks.backends import open_backend
-from pytest_smp.ranks.protocols import HostOptions, Job, OutcomeKind, Report, VerdictKind
+from pytest_smp.ranks.protocols import ExecutorOptions, Job, OutcomeKind, Report, VerdictKind
 from smp_core.errors import DeadlockError
 
 THIS_FILE = "test_deadlock.py"
@@ -445,11 +445,11 @@ def other_tag() -> None:
 
 @pytest.mark.parametrize("backend", ["sim", "gloo", "mpi"])
 def test_a_message_with_another_tag_is_told(backend: str) -> None:
-    host = open_backend(backend, HostOptions(ranks=3))
+    executor = open_backend(backend, ExecutorOptions(ranks=3))
     try:
         job = Job(body=other_tag, arguments=lambda rank: ((), {}), timeout=30)
-        report = host.open(3).run(job)
+        report = executor.open(3).run(job)
     finally:
-        host.close()
+        executor.close()
     assert report.verdict is VerdictKind.DEADLOCK, report.error
     assert f"hint: {TAGS}" in str(report.error)

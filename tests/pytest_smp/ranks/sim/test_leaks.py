@@ -12,7 +12,7 @@ import torch
 from torch import distributed as dist
 
 from pytest_smp.ranks.backends import open_backend
-from pytest_smp.ranks.protocols import Host, Job, OutcomeKind, Report, VerdictKind
+from pytest_smp.ranks.protocols import Executor, Job, OutcomeKind, Report, VerdictKind
 from pytest_smp.running import GroupLeftWarning
 from smp_core.errors import LeakError
 
@@ -202,21 +202,21 @@ def test_a_group_that_some_ranks_left_is_a_warning(smp_world: Any) -> None:
 
 
 @pytest.fixture
-def host() -> Iterator[Host]:
+def executor() -> Iterator[Executor]:
     opened = open_backend("sim")
     yield opened
     opened.close()
 
 
-def test_a_group_left_is_a_failure_when_strict(host: Host) -> None:
+def test_a_group_left_is_a_failure_when_strict(executor: Executor) -> None:
     job = Job(body=leave_groups, arguments=lambda rank: ((), {}), strict=True)
-    report = host.open(3).run(job)
+    report = executor.open(3).run(job)
     assert report.verdict is VerdictKind.LEAK
     assert leak(report) == ["ranks 0-1: process group 1 of ranks [0, 1] was never destroyed"]
     assert report.warnings == []
 
 
-def test_the_default_group_and_those_of_the_api_are_not_the_users(host: Host) -> None:
+def test_the_default_group_and_those_of_the_api_are_not_the_users(executor: Executor) -> None:
     def body() -> None:
         import smp_core.torch as smp
 
@@ -224,17 +224,17 @@ def test_the_default_group_and_those_of_the_api_are_not_the_users(host: Host) ->
         dist.all_reduce(ones(), group=smp.get_dp_process_group())
 
     job = Job(body=body, arguments=lambda rank: ((), {}), parameters={"ddp": True}, strict=True)
-    assert host.open(3).run(job).verdict is VerdictKind.PASSED
+    assert executor.open(3).run(job).verdict is VerdictKind.PASSED
 
 
-def test_destroying_everything_leaves_nothing(host: Host) -> None:
+def test_destroying_everything_leaves_nothing(executor: Executor) -> None:
     def body() -> None:
         for first in range(3):
             dist.new_group([first, (first + 1) % 3])
         dist.destroy_process_group()
 
     job = Job(body=body, arguments=lambda rank: ((), {}), strict=True)
-    assert host.open(3).run(job).verdict is VerdictKind.PASSED
+    assert executor.open(3).run(job).verdict is VerdictKind.PASSED
 
 
 @pytest.mark.parametrize("late", [1, 3])

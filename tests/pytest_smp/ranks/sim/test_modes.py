@@ -9,22 +9,22 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_smp.ranks.backends import open_backend
-from pytest_smp.ranks.protocols import HostOptions, Job, VerdictKind
+from pytest_smp.ranks.protocols import ExecutorOptions, Job, VerdictKind
 
 RANKS = 2
 
 
 @pytest.fixture(scope="module", params=["sim", "mpi"])
 def run(request):
-    host = open_backend(request.param, HostOptions(ranks=RANKS))
+    executor = open_backend(request.param, ExecutorOptions(ranks=RANKS))
 
     def run(body):
-        report = host.open(RANKS).run(Job(body=body, arguments=_no_arguments, timeout=60))
+        report = executor.open(RANKS).run(Job(body=body, arguments=_no_arguments, timeout=60))
         assert report.verdict is VerdictKind.PASSED, report
         return [outcome.value for outcome in report.outcomes]
 
     yield run
-    host.close()
+    executor.close()
 
 
 def _no_arguments(rank):

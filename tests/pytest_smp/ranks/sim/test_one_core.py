@@ -31,16 +31,16 @@ def cores(path="/proc/thread-self/status"):
 
 
 @pytest.fixture
-def host():
-    host = open_backend("sim")
-    yield host
-    host.close()
+def executor():
+    executor = open_backend("sim")
+    yield executor
+    executor.close()
 
 
 @pytest.fixture
-def run(host):
+def run(executor):
     def run(body, ranks=4, **how):
-        return host.open(ranks).run(Job(body=body, arguments=lambda rank: ((), {}), **how))
+        return executor.open(ranks).run(Job(body=body, arguments=lambda rank: ((), {}), **how))
 
     return run
 

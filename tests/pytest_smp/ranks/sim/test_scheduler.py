@@ -29,14 +29,14 @@ def empty_log():
 
 
 @pytest.fixture
-def host():
-    host = open_backend("sim")
-    yield host
-    host.close()
+def executor():
+    executor = open_backend("sim")
+    yield executor
+    executor.close()
 
 
-def run(host, body, ranks, **how):
-    return host.open(ranks).run(Job(body=body, arguments=lambda rank: ((), {}), **how))
+def run(executor, body, ranks, **how):
+    return executor.open(ranks).run(Job(body=body, arguments=lambda rank: ((), {}), **how))
 
 
 def kinds(report):
@@ -161,14 +161,14 @@ def test_deadlock_names_the_cycle_and_each_line(smp_world):
     assert report.root == 1
 
 
-def test_a_rank_that_never_comes_back(host):
+def test_a_rank_that_never_comes_back(executor):
     def body():
         if smp.rank() == 1:
             while True:
                 pass
         smp.barrier()
 
-    report = run(host, body, 3, timeout=5)
+    report = run(executor, body, 3, timeout=5)
     assert (report.verdict, type(report.error)) == (VerdictKind.TIMED_OUT, RunTimeout)
     text = str(report.error)
     assert "did not end within 5 s" in text
@@ -176,10 +176,10 @@ def test_a_rank_that_never_comes_back(host):
     assert "rank 2 has not started" in text
     assert "in body" in text
     assert "objects.py" not in text  # none of our own frames
-    assert run(host, lambda: smp.rank(), 3).values == [0, 1, 2]  # on new threads
+    assert run(executor, lambda: smp.rank(), 3).values == [0, 1, 2]  # on new threads
 
 
-def test_a_lock_held_over_a_barrier_is_found_by_the_time_limit(host):
+def test_a_lock_held_over_a_barrier_is_found_by_the_time_limit(executor):
     """TORCH 1.3: the scheduler does not see what waits in Python's own locks."""
     lock = threading.Lock()
 
@@ -187,12 +187,12 @@ def test_a_lock_held_over_a_barrier_is_found_by_the_time_limit(host):
         with lock:
             smp.barrier()
 
-    report = run(host, body, 2, timeout=5)
+    report = run(executor, body, 2, timeout=5)
     assert report.verdict is VerdictKind.TIMED_OUT
     assert "with lock:" in str(report.error)
 
 
-def test_patience_starts_the_time_anew(host):
+def test_patience_starts_the_time_anew(executor):
     asked = []
 
     def patience():
@@ -203,12 +203,12 @@ def test_patience_starts_the_time_anew(host):
         while True:
             pass
 
-    report = run(host, body, 1, timeout=0.2, patience=patience)
+    report = run(executor, body, 1, timeout=0.2, patience=patience)
     assert report.verdict is VerdictKind.TIMED_OUT
     assert len(asked) == 3
 
 
-def test_an_interruption_of_the_controller_ends_the_run_and_passes_through(host):
+def test_an_interruption_of_the_controller_ends_the_run_and_passes_through(executor):
     started = threading.Event()
 
     def body():
@@ -225,60 +225,60 @@ def test_an_interruption_of_the_controller_ends_the_run_and_passes_through(host)
     helper = threading.Thread(target=interrupt)
     helper.start()
     with pytest.raises(KeyboardInterrupt):
-        run(host, body, 2)
+        run(executor, body, 2)
     helper.join()
-    assert run(host, lambda: smp.rank(), 2).values == [0, 1]
+    assert run(executor, lambda: smp.rank(), 2).values == [0, 1]
 
 
-def test_a_run_inside_a_run_is_refused(host):
+def test_a_run_inside_a_run_is_refused(executor):
     def body():
-        return str(run(host, lambda: 1, 1).error)
+        return str(run(executor, lambda: 1, 1).error)
 
-    report = run(host, body, 1)
+    report = run(executor, body, 1)
     assert isinstance(report.error, BackendError)
     assert "inside another run" in str(report.error)
 
 
-def test_worlds_of_different_sizes_take_turns_on_the_same_threads(host):
+def test_worlds_of_different_sizes_take_turns_on_the_same_threads(executor):
     for ranks in (1, 5, 2, 5, 3):
-        report = run(host, lambda: threading.current_thread().name, ranks)
+        report = run(executor, lambda: threading.current_thread().name, ranks)
         assert report.values == [f"smp rank {rank}" for rank in range(ranks)]
 
 
 def test_names_and_protocols():
     with pytest.raises(BackendError, match=r"unknown backend 'simm'.*did you mean 'sim'"):
         open_backend("simm")
-    host = open_backend("sim")
-    assert host.protocol == PROTOCOL_VERSION
+    executor = open_backend("sim")
+    assert executor.protocol == PROTOCOL_VERSION
     with pytest.raises(BackendError, match="at least one rank, not 0"):
-        host.open(0)
-    host.close()
+        executor.open(0)
+    executor.close()
 
 
-def test_output_belongs_to_the_rank(host):
+def test_output_belongs_to_the_rank(executor):
     def body():
         print("out", smp.rank())
         smp.barrier()
         print("err", smp.rank(), file=sys.stderr)
 
-    report = run(host, body, 2, capture=True)
+    report = run(executor, body, 2, capture=True)
     texts = [(outcome.stdout, outcome.stderr) for outcome in report.outcomes]
     assert texts == [("out 0\n", "err 0\n"), ("out 1\n", "err 1\n")]
 
 
-def test_a_rank_may_skip(host):
+def test_a_rank_may_skip(executor):
     class Skip(Exception):
         pass
 
     def body():
         raise Skip("not here")
 
-    report = run(host, body, 2, skips=(Skip,))
+    report = run(executor, body, 2, skips=(Skip,))
     assert report.verdict is VerdictKind.PASSED
     assert [outcome.kind for outcome in report.outcomes] == [OutcomeKind.SKIPPED] * 2
 
 
-def test_a_recursion_without_end_is_a_recursion_error(host):
+def test_a_recursion_without_end_is_a_recursion_error(executor):
     """Whatever call of ours it reaches last: the turn is not lost."""
 
     def body():
@@ -286,12 +286,12 @@ def test_a_recursion_without_end_is_a_recursion_error(host):
         body()
 
     for _ in range(5):
-        report = run(host, body, 2, timeout=60)
+        report = run(executor, body, 2, timeout=60)
         assert report.verdict is VerdictKind.FAILED
         assert isinstance(report.error, RecursionError)
 
 
-def test_a_deadlock_in_a_folder_that_is_gone(host, tmp_path, monkeypatch):
+def test_a_deadlock_in_a_folder_that_is_gone(executor, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def body():
@@ -302,41 +302,41 @@ def test_a_deadlock_in_a_folder_that_is_gone(host, tmp_path, monkeypatch):
         else:
             smp.barrier()
 
-    report = run(host, body, 2, timeout=60)
+    report = run(executor, body, 2, timeout=60)
     assert report.verdict is VerdictKind.DEADLOCK
 
 
-def test_a_diagnosis_that_fails_is_a_deadlock_all_the_same(host, monkeypatch):
+def test_a_diagnosis_that_fails_is_a_deadlock_all_the_same(executor, monkeypatch):
     def broken(*_):
         raise ZeroDivisionError("planted")
 
     monkeypatch.setattr(diagnosis, "deadlock", broken)
-    report = run(host, lambda: smp.rank() and smp.barrier(), 2, timeout=60)
+    report = run(executor, lambda: smp.rank() and smp.barrier(), 2, timeout=60)
     assert report.verdict is VerdictKind.DEADLOCK
     assert "the diagnosis failed: ZeroDivisionError" in str(report.error)
 
 
-def test_a_body_that_raises_our_unwinding_exception_does_not_pass(host):
+def test_a_body_that_raises_our_unwinding_exception_does_not_pass(executor):
     def body():
         raise Cancelled("by the body")
 
-    assert run(host, body, 2).verdict is VerdictKind.FAILED
+    assert run(executor, body, 2).verdict is VerdictKind.FAILED
 
 
-def test_a_failure_before_the_time_limit_is_told(host):
+def test_a_failure_before_the_time_limit_is_told(executor):
     def body():
         if smp.rank() == 0:
             raise ValueError("the root of it")
         while True:
             pass
 
-    report = run(host, body, 2, timeout=5)
+    report = run(executor, body, 2, timeout=5)
     assert report.verdict is VerdictKind.TIMED_OUT
     assert "rank 0 has raised ValueError: the root of it" in str(report.error)
     assert isinstance(report.error.__cause__, ValueError)
 
 
-def test_what_a_thread_has_of_its_own_does_not_reach_the_next_run(host):
+def test_what_a_thread_has_of_its_own_does_not_reach_the_next_run(executor):
     def leaves():
         decimal.getcontext().prec = 3
         torch.set_autocast_enabled("cpu", True)
@@ -344,18 +344,18 @@ def test_what_a_thread_has_of_its_own_does_not_reach_the_next_run(host):
     def looks():
         return decimal.getcontext().prec, torch.is_autocast_enabled("cpu")
 
-    run(host, leaves, 2)
-    assert run(host, looks, 2).values == [(decimal.getcontext().prec, False)] * 2
+    run(executor, leaves, 2)
+    assert run(executor, looks, 2).values == [(decimal.getcontext().prec, False)] * 2
 
 
-def test_streams_that_a_rank_replaced_are_put_back(host):
+def test_streams_that_a_rank_replaced_are_put_back(executor):
     before = sys.stdout, sys.stderr
 
     def body():
         sys.stdout = sys.stderr = io.StringIO()
 
     for capture in (False, True):
-        run(host, body, 2, capture=capture)
+        run(executor, body, 2, capture=capture)
         assert (sys.stdout, sys.stderr) == before
 
 
@@ -369,7 +369,7 @@ class FreesALocal:
 
 
 @pytest.mark.parametrize("threshold", [1, 2, 5])
-def test_a_collection_while_frames_are_taken_does_not_hang(host, threshold):
+def test_a_collection_while_frames_are_taken_does_not_hang(executor, threshold):
     """CPython 3.11 deadlocks where sys._current_frames() meets a collection that frees a local."""
 
     def body():
@@ -382,7 +382,7 @@ def test_a_collection_while_frames_are_taken_does_not_hang(host, threshold):
     try:
         for _ in range(20):
             gc.set_threshold(threshold)
-            report = run(host, body, 8, timeout=60)
+            report = run(executor, body, 8, timeout=60)
             assert report.verdict is VerdictKind.DEADLOCK
     finally:
         gc.set_threshold(*before)
@@ -393,7 +393,7 @@ def test_a_collection_while_frames_are_taken_does_not_hang(host, threshold):
     [(smp.barrier, 0), (smp.barrier, 1), (smp.barrier, None), (smp.rank, 1), (smp.rank, None)],
 )
 def test_state_that_cannot_be_put_back_ends_the_run_and_not_its_turns(
-    host, monkeypatch, body, entering
+    executor, monkeypatch, body, entering
 ):
     """Whoever enters: a rank, or the controller at the end."""
     switch, broken = RankStates.switch, []
@@ -405,16 +405,16 @@ def test_state_that_cannot_be_put_back_ends_the_run_and_not_its_turns(
             raise OSError("no such folder")
 
     monkeypatch.setattr(RankStates, "switch", breaks)
-    report = run(host, body, 2, timeout=30)
+    report = run(executor, body, 2, timeout=30)
     assert report.verdict is VerdictKind.FAILED
     assert isinstance(report.error, BackendError)
     assert "could not be put back" in str(report.error)
     assert "no such folder" in str(report.error)
     monkeypatch.undo()
-    assert run(host, smp.barrier, 2).verdict is VerdictKind.PASSED
+    assert run(executor, smp.barrier, 2).verdict is VerdictKind.PASSED
 
 
-def test_a_mismatch_is_told_though_another_rank_polls(host):
+def test_a_mismatch_is_told_though_another_rank_polls(executor):
     def body():
         if smp.rank() == 0:
             dist.all_reduce(torch.ones(1))
@@ -425,12 +425,12 @@ def test_a_mismatch_is_told_though_another_rank_polls(host):
             while not work.is_completed():
                 pass
 
-    report = run(host, body, 3, timeout=30)
+    report = run(executor, body, 3, timeout=30)
     assert report.verdict is VerdictKind.MISMATCH
     assert "differs in operation" in str(report.error)
 
 
-def test_a_mismatch_that_cannot_be_put_into_words_ends_the_run(host, monkeypatch):
+def test_a_mismatch_that_cannot_be_put_into_words_ends_the_run(executor, monkeypatch):
     def fails(*_):
         raise ValueError("no words")
 
@@ -442,6 +442,6 @@ def test_a_mismatch_that_cannot_be_put_into_words_ends_the_run(host, monkeypatch
         elif smp.rank() == 1:
             dist.broadcast(torch.ones(1), 0)
 
-    report = run(host, body, 3, timeout=30)
+    report = run(executor, body, 3, timeout=30)
     assert report.verdict is VerdictKind.MISMATCH
     assert "the diagnosis failed: ValueError('no words')" in str(report.error)

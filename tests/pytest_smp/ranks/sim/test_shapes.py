@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import distributed as dist
 
 from pytest_smp.ranks.backends import open_backend
-from pytest_smp.ranks.protocols import HostOptions, Job, Report, VerdictKind
+from pytest_smp.ranks.protocols import ExecutorOptions, Job, Report, VerdictKind
 
 Shape = tuple[int, ...]
 RANKS = 3
@@ -126,14 +126,14 @@ def test_what_is_written_has_the_shape_of_what_is_read(
 @pytest.fixture(scope="module")
 def on_gloo() -> Iterator[Callable[..., Report]]:
     """Runs a body on rank processes of Gloo."""
-    host = open_backend("gloo", HostOptions(ranks=RANKS))
+    executor = open_backend("gloo", ExecutorOptions(ranks=RANKS))
 
     def run(body: Callable[..., None], *arguments: object) -> Report:
         job = Job(body=body, arguments=lambda rank: (arguments, {}), timeout=20)
-        return host.open(RANKS).run(job)
+        return executor.open(RANKS).run(job)
 
     yield run
-    host.close()
+    executor.close()
 
 
 #: Of these torch's Gloo has none.

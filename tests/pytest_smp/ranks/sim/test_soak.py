@@ -109,9 +109,9 @@ def census() -> dict[str, object]:
 @pytest.mark.parametrize("rounds", [100])
 def test_a_thousand_runs_leave_nothing_behind(rounds):
     threads = threading.enumerate()
-    host = open_backend("sim")
+    executor = open_backend("sim")
     try:
-        world = host.open(RANKS)
+        world = executor.open(RANKS)
 
         def all_once():
             for body, verdict in BODIES.items():
@@ -125,7 +125,7 @@ def test_a_thousand_runs_leave_nothing_behind(rounds):
             all_once()
         assert census() == before
     finally:
-        host.close()
+        executor.close()
     assert threading.enumerate() == threads
 
 
@@ -139,10 +139,10 @@ def test_functional_collectives_that_nobody_waits_for_are_forgotten():
         raise ValueError("planted")
 
     before = _get_work_registry_size()
-    host = open_backend("sim")
+    executor = open_backend("sim")
     try:
         for _ in range(3):
-            host.open(RANKS).run(Job(body=body, arguments=lambda rank: ((), {})))
+            executor.open(RANKS).run(Job(body=body, arguments=lambda rank: ((), {})))
     finally:
-        host.close()
+        executor.close()
     assert _get_work_registry_size() == before

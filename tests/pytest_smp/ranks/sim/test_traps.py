@@ -169,7 +169,7 @@ def test_trap_3_polling_is_completed_hands_over(smp_world: Any) -> None:
 
 
 def test_trap_3_a_lock_held_over_a_barrier_is_found_by_the_timeout() -> None:
-    """No scheduler sees a `threading.Lock`. The next run gets ranks that work. (On a host of its
+    """No scheduler sees a `threading.Lock`. The next run gets ranks that work. (On an executor of its
     own: a session with ranks that never came back fails, and this one shall not.)"""
     lock = threading.Lock()
     over = threading.Event()
@@ -188,9 +188,9 @@ def test_trap_3_a_lock_held_over_a_barrier_is_found_by_the_timeout() -> None:
     def no_arguments(rank: int) -> tuple[tuple[()], dict[str, Any]]:
         return (), {}
 
-    host = open_backend("sim")
+    executor = open_backend("sim")
     try:
-        world = host.open(2)
+        world = executor.open(2)
         report = world.run(Job(body=body, arguments=no_arguments, timeout=5))
         over.set()
         assert report.verdict is VerdictKind.TIMED_OUT
@@ -200,7 +200,7 @@ def test_trap_3_a_lock_held_over_a_barrier_is_found_by_the_timeout() -> None:
         assert world.run(Job(body=total, arguments=no_arguments)).values == [2.0, 2.0]
     finally:
         over.set()
-        host.close()
+        executor.close()
 
 
 def test_trap_4_excepthook_does_not_grow(smp_world: Any) -> None:

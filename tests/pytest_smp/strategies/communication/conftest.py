@@ -35,11 +35,11 @@ def program() -> Callable[..., Program]:
 @pytest.fixture(scope="session")
 def report() -> Iterator[Callable[[Runnable], Report]]:
     """Run a program on `sim`."""
-    host = open_backend("sim")
+    executor = open_backend("sim")
 
     def run(program: Runnable) -> Report:
         job = Job(body=program.run, arguments=lambda rank: ((), {}), timeout=60)
-        return host.open(program.ranks).run(job)
+        return executor.open(program.ranks).run(job)
 
     yield run
-    host.close()
+    executor.close()

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from pytest_smp.ranks.backends import open_backend
 from pytest_smp.ranks.faults import FullDisk
-from pytest_smp.ranks.protocols import HostOptions, Job
+from pytest_smp.ranks.protocols import ExecutorOptions, Job
 from smp_core.torch.checkpoint import files, folders, plain
 from smp_core.torch.exceptions import CheckpointError
 
@@ -435,13 +435,13 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, room):
             return str(error)
         return None
 
-    host = open_backend("sim", HostOptions(ranks=1))
+    executor = open_backend("sim", ExecutorOptions(ranks=1))
     try:
         faults = (FullDisk(rank=0, below=tmp_path, after=room),)
         job = Job(body=body, arguments=_Arguments(()), timeout=60.0, faults=faults)
-        (said,) = host.open(1).run(job).values
+        (said,) = executor.open(1).run(job).values
     finally:
-        host.close()
+        executor.close()
     assert "model_0.pt: cannot be written: No space left on device. What was there" in said
     assert _equal(files.load(path, "the model"), OLD)
     assert os.listdir(tmp_path) == ["model_0.pt"]

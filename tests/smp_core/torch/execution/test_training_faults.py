@@ -17,7 +17,7 @@ from torch import nn
 import smp_core.torch as smp
 from pytest_smp.ranks.backends import open_backend
 from pytest_smp.ranks.faults import Corrupt, Drop, Exit, Kill, Raise, Stall
-from pytest_smp.ranks.protocols import HostOptions, Job, VerdictKind
+from pytest_smp.ranks.protocols import ExecutorOptions, Job, VerdictKind
 from smp_core.errors import CrashError, InjectedError
 
 RANKS = 4
@@ -105,68 +105,68 @@ def _nothing(rank):
 
 
 @pytest.fixture(scope="module", params=["sim", "gloo"])
-def host(request):
-    host = open_backend(request.param, HostOptions(ranks=RANKS, prelude=_prepare))
-    yield host
-    host.close()
+def executor(request):
+    executor = open_backend(request.param, ExecutorOptions(ranks=RANKS, prelude=_prepare))
+    yield executor
+    executor.close()
 
 
 @pytest.fixture(scope="module")
 def sim():
-    host = open_backend("sim", HostOptions(ranks=RANKS))
-    yield host
-    host.close()
+    executor = open_backend("sim", ExecutorOptions(ranks=RANKS))
+    yield executor
+    executor.close()
 
 
-def _run(host, *faults, timeout=60.0):
+def _run(executor, *faults, timeout=60.0):
     job = Job(body=_train, arguments=_nothing, parameters=CONFIG, timeout=timeout, faults=faults)
-    return host.open(RANKS).run(job)
+    return executor.open(RANKS).run(job)
 
 
-def _trains(host):
-    assert _run(host).values == [_expected()] * RANKS
+def _trains(executor):
+    assert _run(executor).values == [_expected()] * RANKS
 
 
 @phases
-def test_a_rank_that_dies_is_named(host, at, nth):
-    report = _run(host, Kill(rank=1, at=at, nth=nth))
+def test_a_rank_that_dies_is_named(executor, at, nth):
+    report = _run(executor, Kill(rank=1, at=at, nth=nth))
     assert (report.verdict, report.root) == (VerdictKind.CRASHED, 1), report
     assert isinstance(report.error, CrashError)
-    _trains(host)
+    _trains(executor)
 
 
-def test_a_rank_that_exits_is_named(host):
-    report = _run(host, Exit(rank=1, at="dist.send", nth=3, when="after", code=0))
+def test_a_rank_that_exits_is_named(executor):
+    report = _run(executor, Exit(rank=1, at="dist.send", nth=3, when="after", code=0))
     assert (report.verdict, report.root) == (VerdictKind.CRASHED, 1), report
-    _trains(host)
+    _trains(executor)
 
 
 @pytest.mark.parametrize("phase", ["forward", "reduction"])
-def test_a_rank_that_stands_still_is_named(host, phase):
+def test_a_rank_that_stands_still_is_named(executor, phase):
     at, nth = PHASES[phase]
-    _trains(host)  # ranks are there, and warm: the time limit is for the run alone
-    report = _run(host, Stall(rank=1, at=at, nth=nth), timeout=5.0)
+    _trains(executor)  # ranks are there, and warm: the time limit is for the run alone
+    report = _run(executor, Stall(rank=1, at=at, nth=nth), timeout=5.0)
     assert report.verdict in (VerdictKind.DEADLOCK, VerdictKind.TIMED_OUT), report
     first = re.search(r"rank \d", str(report.error))  # of a run out of time, the first to blame
     assert report.root == 1 or (first is not None and first[0] == "rank 1"), str(report.error)
-    _trains(host)
+    _trains(executor)
 
 
 @phases
-def test_a_rank_that_comes_late_changes_nothing(host, at, nth):
-    report = _run(host, Stall(rank=1, at=at, nth=nth, seconds=0.05))
+def test_a_rank_that_comes_late_changes_nothing(executor, at, nth):
+    report = _run(executor, Stall(rank=1, at=at, nth=nth, seconds=0.05))
     assert report.verdict is VerdictKind.PASSED, report.error
     assert report.values == [_expected()] * RANKS
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "reduction"])
-def test_a_call_that_fails_is_told_as_it_is(host, phase):
+def test_a_call_that_fails_is_told_as_it_is(executor, phase):
     at, nth = PHASES[phase]
-    report = _run(host, Raise(rank=1, at=at, nth=nth))
+    report = _run(executor, Raise(rank=1, at=at, nth=nth))
     assert report.verdict is VerdictKind.FAILED, report
     assert isinstance(report.error, InjectedError)
     assert f"rank 1: before call {nth} of {at}" in str(report.error)  # whichever rank tells it
-    _trains(host)
+    _trains(executor)
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])

@@ -333,7 +333,7 @@ def check_two_calls_of_one_shape_and_many(world: Any) -> None:
 
 def check_a_barrier_waits_for_all(world: Any) -> None:
     """Each rank leaves a file before the barrier: behind it, all are there."""
-    folder = world.seat(1).folder
+    folder = world.environment(1).folder
     for number in range(20):
         group = dist.group.WORLD
         (folder / f"{number}-{world.rank}").touch()

@@ -1,7 +1,7 @@
 """Run by mpiexec on every rank: the checks of the modules named on the command line, one run each.
 
 Each rank writes into its own file what went wrong in which check. A rank that fails ends the run of
-the others by a file that ``Seat.check`` looks for, as a controller would; then the world forms anew.
+the others by a file that ``RankEnvironment.check`` looks for, as a controller would; then the world forms anew.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 from smp_core.errors import Cancelled
 from smp_core.transport.mpi import open_fabric
-from smp_core.transport.protocols import Group, Seat
+from smp_core.transport.protocols import Group, RankEnvironment
 
 FOLDER = Path(os.environ["SMP_TEST_FOLDER"])
 
@@ -53,23 +53,23 @@ class World:
         self._formings = 0
         self.fabric: Any = None
 
-    def seat(self, size: int) -> Seat:
+    def environment(self, size: int) -> RankEnvironment:
         """A seat of the next forming; every rank of the job counts."""
         self._formings += 1
         folder = FOLDER / f"world-{self._formings}"
         folder.mkdir(exist_ok=True)
         place = {"rank": self.rank, "local_rank": self.rank, "size": size, "local_size": size}
-        return Seat(
+        return RankEnvironment(
             **place, folder=folder, forming=self._formings, check=self.check, board=self.board
         )
 
     def form(self, size: int) -> Any:
         """A fabric over the first ranks; None on the others. Every rank of the job calls."""
-        seat = self.seat(size)
-        return open_fabric(seat) if self.rank < size else None
+        environment = self.environment(size)
+        return open_fabric(environment) if self.rank < size else None
 
     def check(self) -> None:
-        """See Seat."""
+        """See RankEnvironment."""
         self.asked += 1
         if self.stop_after is not None and self.asked >= self.stop_after:
             raise Cancelled("the test has ended the run")

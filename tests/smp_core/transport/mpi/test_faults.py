@@ -9,17 +9,17 @@ import torch.distributed as dist
 import smp_core.torch as smp
 from pytest_smp.ranks.backends import open_backend
 from pytest_smp.ranks.faults import Corrupt, Drop
-from pytest_smp.ranks.protocols import HostOptions, Job, OutcomeKind, Report, VerdictKind
+from pytest_smp.ranks.protocols import ExecutorOptions, Job, OutcomeKind, Report, VerdictKind
 
 RANKS = 3
 
 
 @pytest.fixture(scope="module", params=["mpi", "mpi without the board"])
-def host(request):
+def executor(request):
     pytest.importorskip("mpi4py", reason="the mpi backend needs mpi4py")
-    host = open_backend("mpi", HostOptions(ranks=RANKS, check=" " not in request.param))
-    yield host
-    host.close()
+    executor = open_backend("mpi", ExecutorOptions(ranks=RANKS, check=" " not in request.param))
+    yield executor
+    executor.close()
 
 
 def _no_arguments(rank):
@@ -44,10 +44,10 @@ def _kept(rank):
 
 
 @pytest.fixture
-def run(host):
+def run(executor):
     def run(body, *faults, timeout=60.0) -> Report:
         job = Job(body=body, arguments=_no_arguments, timeout=timeout, faults=faults)
-        return host.open(RANKS).run(job)
+        return executor.open(RANKS).run(job)
 
     yield run
     report = run(_ring)  # the next run is clean
@@ -117,8 +117,8 @@ def _one():
     return None
 
 
-def test_who_waits_for_a_lost_tensor_is_told(run, host):
-    checked = getattr(host, "_check", True)
+def test_who_waits_for_a_lost_tensor_is_told(run, executor):
+    checked = getattr(executor, "_check", True)
     report = run(_one, Drop(rank=0, at="dist.send"), timeout=None if checked else 2.0)
     assert report.verdict is (VerdictKind.DEADLOCK if checked else VerdictKind.TIMED_OUT)
     assert report.outcomes[1].kind is OutcomeKind.STUCK

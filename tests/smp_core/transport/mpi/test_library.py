@@ -14,13 +14,13 @@ from smp_core.transport.mpi import load_mpi
 OPEN = """
 import pathlib, sys
 {before}
-from pytest_smp.ranks.protocols import Seat
+from pytest_smp.ranks.protocols import RankEnvironment
 from smp_core.transport.mpi import open_fabric
 from smp_core.errors import BackendError
-seat = Seat(rank={rank}, size={size}, local_rank=0, local_size=1, folder=pathlib.Path(sys.argv[1]),
+environment = RankEnvironment(rank={rank}, size={size}, local_rank=0, local_size=1, folder=pathlib.Path(sys.argv[1]),
             forming=1, check=lambda: None, board=None)
 try:
-    open_fabric(seat)
+    open_fabric(environment)
 except BackendError as error:
     print(error)
 """
