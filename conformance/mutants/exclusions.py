@@ -98,8 +98,8 @@ EQUIVALENT: Mapping[str, str] = {
     "reduce_tensors: len(tensors) > 1 -> len(tensors) >= 1": _COPIED,
     "reduce_tensors: 1 -> 2": _COPIED,
     "reduce_tensors: 1 -> 0": _COPIED,
-    "_Message.__init__: (context.rank, context.scheduler.seats) -> "
-    "(context.scheduler.seats, context.rank)": _WORDS,
+    "_Message.__init__: (context.rank, context.scheduler.thread_states) -> "
+    "(context.scheduler.thread_states, context.rank)": _WORDS,
     "_Message.__init__: context.rank -> 0": _WORDS,
     "_Message.__init__: not dests -> dests": "SimObjects._post says it again",
     "_Receive.__init__: src -> 0": _WORDS,
