@@ -117,7 +117,7 @@ EQUIVALENT: Mapping[str, str] = {
     "Channel.__init__: 0 -> 1": _NUMBER,
     "Channel.__init__: 0 -> -1": _NUMBER,
     "Channel.__init__: group.ranks -> group.ranks[::-1]": _WORDS,
-    "Channel.join: context.scheduler.check(context.seat) -> pass": _OVER,
+    "Channel.join: context.scheduler.check(context.thread_state) -> pass": _OVER,
     "Channel.join: meeting.differs or not self._agrees(meeting, call) -> "
     "meeting.differs and (not self._agrees(meeting, call))": _DIFFER,
     "Channel.join: context.rank -> 0 (2)": _WORDS,
@@ -126,12 +126,12 @@ EQUIVALENT: Mapping[str, str] = {
     "Channel.join: position -> 0 (3)": _DIFFER,
     "Channel.join: self._agrees(meeting, call) -> self._agrees(call, meeting)": _DIFFER,
     "Channel.join: Mismatch(meeting, context) -> Mismatch(context, meeting)": _DIFFER,
-    "Channel.join: context.scheduler.judge(context.seat, Mismatch(meeting, context)) -> pass": _DIFFER,
-    "Channel.join: context.scheduler.judge(context.seat, Mismatch(meeting, context)) -> "
-    "context.scheduler.judge(Mismatch(meeting, context), context.seat)": _DIFFER,
-    "Channel.join: context.scheduler.fail(context.seat, error) -> pass": _OURS,
-    "Channel.join: context.scheduler.fail(context.seat, error) -> "
-    "context.scheduler.fail(error, context.seat)": _OURS,
+    "Channel.join: context.scheduler.judge(context.thread_state, Mismatch(meeting, context)) -> pass": _DIFFER,
+    "Channel.join: context.scheduler.judge(context.thread_state, Mismatch(meeting, context)) -> "
+    "context.scheduler.judge(Mismatch(meeting, context), context.thread_state)": _DIFFER,
+    "Channel.join: context.scheduler.fail(context.thread_state, error) -> pass": _OURS,
+    "Channel.join: context.scheduler.fail(context.thread_state, error) -> "
+    "context.scheduler.fail(error, context.thread_state)": _OURS,
     "Channel.join: raise -> pass": _OURS,
     "Channel.join: self.group.ranks -> self.group.ranks[::-1]": _WAKING,
     "Payload.__init__: len(path) > 200 -> len(path) <= 200": _TEXT,
