@@ -1,5 +1,5 @@
-"""What all tests share: pytest's own fixture for running pytest, one terminal for everybody, and commands that
-tests start, with the proof that nothing of them stays.
+"""What all tests share: pytest's own fixture for running pytest, one terminal for everybody, commands that tests
+start, with the proof that nothing of them stays, and a process to fork programs from.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from .fork_server import ForkServer
 
 # On a busy machine drawing an example may take seconds: that says nothing of what is tested.
 settings.register_profile(
@@ -156,3 +158,11 @@ def command(tmp_path: Path) -> Iterator[Callable[..., Started]]:
         each.process.wait()
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def fork_server(_no_ci: None) -> Iterator[ForkServer]:
+    """Runs programs in processes that have pytest and torch imported."""
+    server = ForkServer()
+    yield server
+    server.close()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.fork_server import ForkServer
 
 #: Runs one session after the other in one process (imports are paid for once), and tells them apart.
 DRIVER = """
@@ -39,7 +40,7 @@ def _split(session: Sequence[str]) -> tuple[Mapping[str, str], list[str]]:
 
 
 @pytest.fixture
-def sessions(tmp_path: Path) -> Sessions:
+def sessions(tmp_path: Path, fork_server: ForkServer) -> Sessions:
     def run(*sessions: Sequence[str], plugin: str = "", code: int = 0) -> list[str]:
         (tmp_path / "pytest.ini").touch()
         if not (tmp_path / "pytest.ini").read_text():
@@ -48,18 +49,12 @@ def sessions(tmp_path: Path) -> Sessions:
             (tmp_path / "planted.py").write_text(plugin)
         # What pytest and xdist say of this session is not to be said of those.
         outside = {name: each for name, each in os.environ.items() if "PYTEST" not in name}
-        environment: dict[str, Any] = {**outside, "PYTHONPATH": str(tmp_path), "COLUMNS": "80"}
-        done = subprocess.run(
-            [sys.executable, "-c", DRIVER.format(sessions=[_split(each) for each in sessions])],
-            cwd=tmp_path,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=280,  # on a busy machine, too
-        )
-        assert done.returncode == code, done.stdout
-        return done.stdout.split("=== session")[1:]
+        environment = {**outside, "PYTHONPATH": str(tmp_path), "COLUMNS": "80"}
+        program = DRIVER.format(sessions=[_split(each) for each in sessions])
+        # The limit is one for a busy machine, too.
+        ended = fork_server.run(program, tmp_path, environment, timeout=280, one_stream=True)
+        assert ended.code == code, ended.stdout
+        return ended.stdout.split("=== session")[1:]
 
     return run
 
