@@ -179,6 +179,17 @@ def test_a_public_class_name_of_torch_is_defined_once() -> None:
     assert not {name: places for name, places in definitions(ROOT).items() if len(places) > 1}
 
 
+def unmirrored(root: Path) -> list[str]:
+    """The test files that lie in a folder without a folder of that path among the packages and tools."""
+    tests = root / "tests"
+    files = [path.relative_to(tests) for path in sorted(tests.rglob("test_*.py"))]
+    return [str(path) for path in files if not (root / path.parent).is_dir()]
+
+
+def test_tests_lie_as_what_they_test_does() -> None:
+    assert not unmirrored(ROOT)
+
+
 # The checks themselves.
 
 
@@ -220,3 +231,11 @@ def test_an_arrow_to_a_higher_layer_is_told(tmp_path: Path) -> None:
     (told,) = upwards(arrows(root))
     assert told.startswith("smp_core/torch/execution/engine.py:2: ")
     assert told.endswith("(execution imports sharding)")
+
+
+def test_a_test_in_a_folder_of_its_own_is_told(tmp_path: Path) -> None:
+    root = write(tmp_path, smp_core__torch__model="")
+    for folder in ("smp_core/torch", "smp_core/torch/pipeline"):
+        (root / "tests" / folder).mkdir(parents=True)
+        (root / "tests" / folder / "test_model.py").touch()
+    assert unmirrored(root) == ["smp_core/torch/pipeline/test_model.py"]
