@@ -113,7 +113,7 @@ def reduce_sharded(
 ) -> dict[str, torch.Tensor | None]:
     """The gradients of a window under sharded data parallelism: ``ranks[rank][step]`` are undivided.
 
-    Each step is folded over the ranks of each sharding group, the folds are summed over the steps, in
+    Each step is folded over the ranks of each shard group, the folds are summed over the steps, in
     order, these sums are folded over the groups, and the result is divided once; all of it in float32 at
     least. Groups are consecutive blocks of ``sharding`` ranks (API 4.3). What a rank has no
     gradient for counts as zeros, unless none has one in any step. With ``sharding=1`` this is
@@ -143,7 +143,7 @@ def reduce_sharded(
 def norm(gradients: Mapping[str, torch.Tensor | None], sharding: int) -> float:
     """The L2 norm that clipping under sharded data parallelism goes by (ENGINES 1.7).
 
-    Each rank of a sharding group squares the elements of its own part of each gradient, in float64, and
+    Each rank of a shard group squares the elements of its own part of each gradient, in float64, and
     adds these sums up in the order of registration; they are folded over the ranks of the group.
     """
     ranks = []

@@ -110,6 +110,56 @@ def test_the_number_of_requirements_is_the_one_that_pages_show():
     assert not other, f"there are {len(REQUIREMENTS)} requirements: correct {other}"
 
 
+def rows(name: str, heading: str) -> list[str]:
+    """The first cells of the first table behind a heading or a header of a page, without backticks."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    table = re.search(rf"^[#|]* ?{heading}\b.*?(?:^\|[-|]+\|\n)(.*?)\n\n", text, re.M | re.S)
+    assert table is not None
+    return [line.split("|")[1].strip().replace("`", "") for line in table[1].splitlines()]
+
+
+def test_the_levels_of_the_page_are_those_of_the_requirements():
+    from conformance.requirements.catalogue import REQUIREMENTS
+
+    levels = sorted({each.level for each in REQUIREMENTS.values()})
+    assert rows("docs/conformance.md", "level") == [each.name for each in levels]
+
+
+def test_the_engines_of_the_page_are_those_that_have_names():
+    from conformance.engines.names import BUILT_IN
+
+    assert rows("docs/conformance.md", "Engines") == [*BUILT_IN, "module:attribute"]
+
+
+def test_the_modules_that_ask_an_engine_are_those_whose_requirements_need_one():
+    from conformance.engines.capabilities import EngineCapability
+    from conformance.requirements.catalogue import REQUIREMENTS
+
+    asking = set()
+    for path in (ROOT / "conformance/suite").glob("test_*.py"):
+        ids = re.findall(r'@requirement\("([^"]+)"\)', path.read_text(encoding="utf-8"))
+        needs = {need for each in ids for need in REQUIREMENTS[each].needs}
+        asking |= {path.stem} if needs & set(EngineCapability) else set()
+    page = (ROOT / "docs/conformance.md").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"An engine is asked by the modules (.*?);", page, re.DOTALL)
+    assert re.findall(r"`(\w+)`", listed) == sorted(asking)
+
+
+def test_the_backends_of_the_page_are_those_that_have_names():
+    from pytest_smp.ranks.backends import BACKENDS
+
+    shown = rows("docs/backends.md", "backend")
+    named = {each.removesuffix(" (default)") for each in shown} - {"torch:NAME"}
+    assert {each for each in named if re.fullmatch(r"\w+", each)} == set(BACKENDS)
+
+
+def test_addresses_that_moved_are_in_the_changelog():
+    from pytest_smp.moved import MODULES
+
+    moved = rows("docs/changelog.md", "Moved")
+    assert set(MODULES) <= set(moved)
+
+
 def test_the_first_example_of_the_readme_is_the_one_in_examples():
     example = (ROOT / "examples/test_order.py").read_text(encoding="utf-8")
     assert blocks("README.md", "python")[0] in example

@@ -29,6 +29,7 @@ REPLACED = {
     r"(sets?|setting) out": "launch",
     r"nests": "tensor tree, containers or payloads",
     r"sharding groups?": "shard group",
+    r"replication groups?": "replicate group",
     r"hosts?(?! (?:name|memory))": "executor; node; machine",
 }
 

@@ -100,7 +100,7 @@ def sharded_cases(
 def blocks_of_two(
     smp_world: SmpWorld, engine: str, **fixed: Any
 ) -> st.SearchStrategy[ShardedTraining]:
-    """Cases of four ranks in two sharding groups, where the engine has several."""
+    """Cases of four ranks in two shard groups, where the engine has several."""
     if EngineCapability.BLOCKS not in find_engine(engine).capabilities:
         return sharded_cases(smp_world, engine, least=2, sharding=(2, 4), **fixed)
     drawn = sharded_cases(smp_world, engine, least=4, sharding=(2,), **fixed)

@@ -16,7 +16,7 @@ class EngineCapability(enum.StrEnum):
     UNUSED = "unused parameters"  #: parameters that some calls, or ranks, do not use
     ANY_PARAMETER = "any parameter"  #: also without dimension, or not contiguous
     SHARDING = "sharding"  #: degrees of sharded data parallelism above 1
-    BLOCKS = "sharding blocks"  #: several sharding groups, which are replicas of each other
+    BLOCKS = "sharding blocks"  #: several shard groups, which are replicas of each other
     CLIPPING = "clipping"  #: a step clips the norm of all gradients, where they are sharded
     BF16 = "bf16"  #: sharded training with bfloat16 parameters and float32 masters
     FP16 = "fp16"  #: training with float16 parameters and float32 masters

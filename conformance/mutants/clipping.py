@@ -50,7 +50,7 @@ def nothing_is_added_to_the_norm(patch: Patch) -> None:
 
 @BUGS.enter("SHARD-CLIP-ONE-PROCESS", origin="B107")
 def norm_of_the_first_rank(patch: Patch) -> None:
-    """all clip by the norm of what the first rank of the sharding group owns"""
+    """all clip by the norm of what the first rank of the shard group owns"""
     values = Collectives.all_gather_values
     patch.setattr(Collectives, "all_gather_values", lambda self, own: values(self, own)[:1])
 
@@ -70,7 +70,7 @@ def tied_count_twice(patch: Patch) -> None:
 
 @BUGS.enter("SHARD-CLIP-EQUAL")
 def norm_before_the_second_hop(patch: Patch) -> None:
-    """the norm is that of a sharding group's own sums, before those of the others are added"""
+    """the norm is that of a shard group's own sums, before those of the others are added"""
     unseen_drift(patch)
     seen: dict[int, Tensor] = {}
 

@@ -291,7 +291,7 @@ def shards_clip_by_their_own_norm(patch: Patch) -> None:
 
 @BUGS.enter("PREC-SHARDED-CLIP", origin="B104")
 def persistent_count_on_each_rank(patch: Patch) -> None:
-    """what is not split is counted whole on each rank of the sharding group"""
+    """what is not split is counted whole on each rank of the shard group"""
     patch.setattr(ShardedModel, "_own", lambda self, parameter, gradient: gradient.reshape(-1))
 
 

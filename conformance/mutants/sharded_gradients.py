@@ -65,7 +65,7 @@ def passes(
 
 def windows(patch: Patch, change: Callable[[ShardedGradients, Sums, Result], object]) -> None:
     """Call ``change(gradients, sums, result)`` on what a window has come to; ``sums`` are those of the
-    sharding group alone, divided.
+    shard group alone, divided.
     """
     original = ShardedGradients._reduced
 
@@ -93,7 +93,7 @@ def divided_by(patch: Patch, number: Callable[[Any, int, int], int]) -> None:
 
 @BUGS.enter("SHARD-ACCUMULATION", origin="B071")
 def summed_over_blocks_in_every_pass(patch: Patch) -> None:
-    """gradients are summed over the sharding groups in every pass, what came earlier again and again"""
+    """gradients are summed over the shard groups in every pass, what came earlier again and again"""
 
     def again(self: ShardedGradients, sums: Result) -> None:
         for each, total in self._pending.items():
@@ -104,7 +104,7 @@ def summed_over_blocks_in_every_pass(patch: Patch) -> None:
 
 @BUGS.enter("SHARD-ALLREDUCE-BOUNDARY", origin="B071")
 def averaged_over_blocks_in_every_pass(patch: Patch) -> None:
-    """gradients are averaged over the sharding groups in every pass, which leaves their values right"""
+    """gradients are averaged over the shard groups in every pass, which leaves their values right"""
 
     def again(self: ShardedGradients, sums: Result) -> None:
         for each, total in self._pending.items():
@@ -116,7 +116,7 @@ def averaged_over_blocks_in_every_pass(patch: Patch) -> None:
 
 @BUGS.enter("SHARD-ACCUMULATION", origin="https://github.com/ServiceNow/Fast-LLM/issues/550")
 def single_block_does_not_accumulate(patch: Patch) -> None:
-    """where there is one sharding group, only the last pass counts"""
+    """where there is one shard group, only the last pass counts"""
 
     def forgetting(self: ShardedGradients) -> None:
         if self._collectives.replicas == 1:
@@ -127,7 +127,7 @@ def single_block_does_not_accumulate(patch: Patch) -> None:
 
 @BUGS.enter("SHARD-ACCUMULATION", origin="https://github.com/NVIDIA/Megatron-LM/issues/6660")
 def single_block_doubles(patch: Patch) -> None:
-    """where there is one sharding group, what was accumulated doubles in each pass"""
+    """where there is one shard group, what was accumulated doubles in each pass"""
 
     def doubling(self: ShardedGradients) -> None:
         if self._collectives.replicas == 1:
@@ -176,14 +176,14 @@ def absent_in_the_last_pass_is_dropped(patch: Patch) -> None:
 
 @BUGS.enter("SHARD-REPLICAS", origin="B088")
 def no_second_hop(patch: Patch) -> None:
-    """gradients are not summed over the sharding groups"""
+    """gradients are not summed over the shard groups"""
     unseen_drift(patch)
     patch.setattr(Collectives, "all_reduce", lambda self, flat: _Done(flat.clone()))
 
 
 @BUGS.enter("SHARD-ACCUMULATION", origin="B083")
 def second_window_stays_in_its_block(patch: Patch) -> None:
-    """from the second window on gradients are not summed over the sharding groups"""
+    """from the second window on gradients are not summed over the shard groups"""
     all_reduce = Collectives.all_reduce
 
     def once(self: Collectives, flat: Tensor) -> Any:
@@ -195,7 +195,7 @@ def second_window_stays_in_its_block(patch: Patch) -> None:
 
 @BUGS.enter("SHARD-EQUALS-PLAIN", origin="B079")
 def divided_by_the_blocks_only(patch: Patch) -> None:
-    """gradients are divided by the number of sharding groups, not by all replicas"""
+    """gradients are divided by the number of shard groups, not by all replicas"""
     divided_by(patch, lambda self, by, degree: by // degree)
 
 
@@ -238,7 +238,7 @@ def neighbours_are_replicas(patch: Patch) -> None:
 
 @BUGS.enter("SHARD-REPLICAS")
 def groups_are_strided(patch: Patch) -> None:
-    """a sharding group has one rank of each block, and is no block"""
+    """a shard group has one rank of each block, and is no block"""
     groups_by(patch, GroupKind.REPLICATION, lambda rank, degree, blocks: rank // blocks)
     groups_by(patch, GroupKind.SHARDING, lambda rank, degree, blocks: rank % blocks)
 
@@ -376,7 +376,7 @@ def scalars_are_not_trained(patch: Patch) -> None:
 
 @BUGS.enter("SHARD-REPLICAS")
 def persistent_stay_in_their_block(patch: Patch) -> None:
-    """gradients of parameters that are not split are not summed over the sharding groups"""
+    """gradients of parameters that are not split are not summed over the shard groups"""
     unseen_drift(patch)
 
     def local(self: ShardedGradients, sums: Sums, result: Result) -> None:

@@ -29,7 +29,7 @@ BUGS = Bugs("sharded state, gathered and reduced")
 @BUGS.enter("SHARD-EQUALS-PLAIN")
 @BUGS.enter("SHARD-DEGREE")
 def divided_by_the_group_only(patch: Patch) -> None:
-    """gradients are divided by the ranks of a sharding group, not by all replicas"""
+    """gradients are divided by the ranks of a shard group, not by all replicas"""
     divisor = ShardedGradients._divisor
 
     def short(self: ShardedGradients, microbatches: int) -> int:
@@ -40,7 +40,7 @@ def divided_by_the_group_only(patch: Patch) -> None:
 
 @BUGS.enter("SHARD-EQUALS-PLAIN")
 def replicas_left_out(patch: Patch) -> None:
-    """gradients are never reduced over sharding groups"""
+    """gradients are never reduced over shard groups"""
 
     class Done:
         def __init__(self, value: Tensor) -> None:
@@ -146,7 +146,7 @@ def last_pass_only(patch: Patch) -> None:
 
 @BUGS.enter("SHARD-ALLREDUCE-BOUNDARY")
 def reduced_in_every_pass(patch: Patch) -> None:
-    """each pass sends its gradients to the other sharding groups, too"""
+    """each pass sends its gradients to the other shard groups, too"""
     results = Round.results
 
     def eager(self: Round, *given: Any) -> Any:
@@ -256,7 +256,7 @@ def own_norm_only(patch: Patch) -> None:
 
 @BUGS.enter("SHARD-CLIP-EQUAL")
 def persistent_by_own_norm(patch: Patch) -> None:
-    """ranks of a sharding group clip by norms of their own, so what they all hold drifts apart"""
+    """ranks of a shard group clip by norms of their own, so what they all hold drifts apart"""
     unseen_drift(patch)
     own_norm_only(patch)
 

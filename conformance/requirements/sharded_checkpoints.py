@@ -27,7 +27,7 @@ _PROMISES = (
         "SHARD-CKPT-PARTIAL",
         (
             "What was saved partially trains on bit for bit at the same degree, the optimizer's state "
-            "included, also with another number of sharding groups; the user's content comes back."
+            "included, also with another number of shard groups; the user's content comes back."
         ),
         "API 1.11 (sharded DP partial)",
     ),

@@ -57,7 +57,7 @@ SHARDING = (
             "SHARD-MEMORY",
             (
                 "Parameters, gradients and the optimizer's state take the bytes of the whole divided by the "
-                "degree on each rank, up to padding, and a sharding group holds all of it."
+                "degree on each rank, up to padding, and a shard group holds all of it."
             ),
             "AWS Sharded Data Parallelism (Introduction: training state, divided by the degree); ENGINES 1.4, 3.2",
         ),
@@ -101,7 +101,7 @@ SHARDING = (
         (
             "SHARD-ALLREDUCE-BOUNDARY",
             (
-                "Gradients leave the sharding group in the last of the accumulated passes only; the others "
+                "Gradients leave the shard group in the last of the accumulated passes only; the others "
                 "stay within it."
             ),
             "AWS Sharded Data Parallelism (Tips and considerations: all-reduce at the boundary); ENGINES 1.2",

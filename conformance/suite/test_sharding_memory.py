@@ -1,4 +1,4 @@
-"""What sharding is for: bytes on each rank, what is whole for how long, and what leaves a sharding group."""
+"""What sharding is for: bytes on each rank, what is whole for how long, and what leaves a shard group."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def test_what_is_fetched_ahead_is_no_more_than_is_allowed(
     assert all(each is None or each <= live for each in told), f"{told}, allowed are {live}"
 
 
-# ---- What leaves a sharding group ----------------------------------------------------------------
+# ---- What leaves a shard group ----------------------------------------------------------------
 
 
 def exchanges_on_rank(engine: str, case: ShardedTraining) -> tuple[int, list[list[Exchange]]]:

@@ -94,7 +94,7 @@ def test_degrees_agree(smp_world: SmpWorld, smp_engine: str, data: Data) -> None
 def test_passes_are_summed(smp_world: SmpWorld, smp_engine: str, data: Data, passes: int) -> None:
     fixed: dict[str, Any] = {"passes": passes, "windows": 2, "model": TWO}
     case = data.draw(blocks_of_two(smp_world, smp_engine, **fixed), "case")
-    for sharding in sorted({case.sharding, case.dp}):  # several sharding groups, and one
+    for sharding in sorted({case.sharding, case.dp}):  # several shard groups, and one
         check(smp_world, smp_engine, dataclasses.replace(case, sharding=sharding))
 
 

@@ -154,12 +154,10 @@ class Script:
 
 
 def whole(parts: Sequence[Tensor | None], shape: torch.Size) -> Tensor | None:
-    """The tensor of this shape whose elements the ranks of a sharding group have in parts, flat."""
+    """The tensor of this shape whose elements the ranks of a shard group have in parts, flat."""
     given = [each for each in parts if each is not None]
     if len(given) != len(parts):
-        _expect(
-            not given, f"{len(given)} of {len(parts)} ranks of a sharding group have a gradient"
-        )
+        _expect(not given, f"{len(given)} of {len(parts)} ranks of a shard group have a gradient")
         return None
     return torch.cat([each.reshape(-1) for each in given])[: shape.numel()].reshape(shape)
 

@@ -208,7 +208,7 @@ def _cases(
     drawn = draw(_fields(model, dp, real))
     drawn["registered"] |= "hold" in model.kinds()
     if "route" in model.kinds() and degree > 1:
-        # Ranks of a sharding group have to gather alike: what they choose between is not split.
+        # Ranks of a shard group have to gather alike: what they choose between is not split.
         drawn["threshold"] = HUGE
     case = ShardedTraining(model, dp=dp, sharding=degree, dtype=dtype, real=real, **drawn | said)
     if real:
