@@ -39,7 +39,7 @@ def prepare(executor: Executor, ranks: int, function: Any, timeout: float) -> No
     """
     for name in _OURS:
         importlib.import_module(name)
-    if getattr(executor, "steady", True):
+    if executor.steady:
         if deadline_of(function) is not None:
             for name in _TORCHS:
                 with contextlib.suppress(Exception):  # who does not use it needs no reason
@@ -82,7 +82,7 @@ def deadline_in_force(executor: Executor, function: Any) -> Iterator[None]:
     """
     function = getattr(function, "__func__", function)  # a method's attributes are its function's
     settings = getattr(function, _SETTINGS, None)
-    asked = deadline_of(function) if getattr(executor, "steady", True) else None
+    asked = deadline_of(function) if executor.steady else None
     if settings is None or asked is not None:
         yield
         return

@@ -181,7 +181,7 @@ class Controller:
         executor = self.open()
         faults = (*self.faults, *faults)
         if faults:
-            check_faults(faults, ranks, getattr(executor, "injects", ()), self.settings.backend)
+            check_faults(faults, ranks, executor.injects, self.settings.backend)
         job = Job(
             body=body,
             arguments=Arguments(args, kwargs, _leading_names(body, args)),
@@ -222,7 +222,7 @@ class Controller:
     @property
     def abandons(self) -> bool:
         """Whether ranks that do not come back are left behind, and go on: threads are."""
-        return bool(getattr(self._executor, "steady", True))
+        return self._executor is None or self._executor.steady
 
     @contextlib.contextmanager
     def prepared(self, function: Any, ranks: int | None = None) -> Iterator[None]:
@@ -276,7 +276,7 @@ class Controller:
     @property
     def lost(self) -> str:
         """Why nothing more can run, once that is so."""
-        return getattr(self._executor, "lost", "")
+        return "" if self._executor is None else self._executor.lost
 
     def take_last(self) -> Report | None:
         """The report of the last run since this was last called."""

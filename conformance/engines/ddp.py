@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from conformance.engines.capabilities import EngineCapability
-from conformance.engines.protocol import Conventions, Session
+from conformance.engines.protocol import ENGINE_VERSION, Conventions, Session
+from pytest_smp.ranks.capabilities import Capability
 
 if TYPE_CHECKING:
     from pytest_smp.strategies.training import Training
@@ -24,6 +26,10 @@ class DdpEngine:
         {EngineCapability.TRAINING, EngineCapability.UNUSED, EngineCapability.ANY_PARAMETER}
     )
     conventions: Conventions = CONVENTIONS
+    uses: Mapping[EngineCapability, frozenset[Capability]] = dataclasses.field(
+        default_factory=dict, hash=False
+    )
+    protocol: int = ENGINE_VERSION
 
     def replica(self, case: Training) -> int:
         """The rank."""

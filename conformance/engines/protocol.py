@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from pytest_smp.strategies.training_script import Batch
 
 
+#: The version of `Engine` and `Session`. It rises when one of them changes; an engine that was written for another
+#: version is refused.
+ENGINE_VERSION = 2
+
+
 class EngineError(Exception):
     """Raised when an engine cannot be used: it is not there, or is no engine."""
 
@@ -128,16 +133,18 @@ class Engine(Protocol):
         conventions: how it reduces.
         capabilities: what it claims.
         api: the namespace that a script imports as ``smp``, by its module's name; empty without.
-
-    An engine may have ``uses``: by its capabilities, what it asks of the backend for them. What needs a
-    capability of the engine is not asked for where the backend lacks that. Without ``uses`` an engine
-    is tested on every backend, and fails where an operation is missing.
+        protocol: the `ENGINE_VERSION` that it was written for.
+        uses: by its capabilities, what it asks of the backend for them. What needs a capability of
+            the engine is not asked for where the backend lacks that. An engine whose ``uses`` is
+            empty is tested on every backend, and fails where an operation is missing.
     """
 
     name: str
     conventions: Conventions
     capabilities: frozenset[EngineCapability]
     api: str
+    protocol: int
+    uses: Mapping[EngineCapability, frozenset[Capability]]
 
     def replica(self, case: Training) -> int:
         """Which replica's data this rank is given."""
@@ -153,19 +160,24 @@ class Engine(Protocol):
 
 def used(engine: Engine, needs: Collection[Need]) -> frozenset[Capability]:
     """What the engine asks of the backend for these of its capabilities."""
-    uses: Mapping[EngineCapability, frozenset[Capability]] = getattr(engine, "uses", {})
-    return frozenset().union(*(asked for each, asked in uses.items() if each in needs))
+    return frozenset().union(*(asked for each, asked in engine.uses.items() if each in needs))
 
 
 def check(engine: Any, name: str) -> Engine:
     """``engine``, if it is one. Raises EngineError."""
     missing = [
         each
-        for each in ("name", "conventions", "capabilities", "api", "replica", "build")
+        for each in ("name", "conventions", "capabilities", "api", "uses", "replica", "build")
         if not hasattr(engine, each)
     ]
     if missing:
         raise EngineError(f"engine {name!r}: {engine!r} has no {', '.join(missing)}")
+    version = getattr(engine, "protocol", None)
+    if version != ENGINE_VERSION:
+        raise EngineError(
+            f"engine {name!r}: {engine!r} was written for version {version} of the engine protocol; this suite has "
+            f"{ENGINE_VERSION}: see docs/extension_points.md"
+        )
     if EngineCapability.SMP_API in engine.capabilities and not engine.api:
         raise EngineError(f"engine {name!r}: claims the SMP API and names no module in `api`")
     found: Engine = engine

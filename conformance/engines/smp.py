@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from conformance.engines.capabilities import EngineCapability
-from conformance.engines.protocol import Conventions, Session
+from conformance.engines.protocol import ENGINE_VERSION, Conventions, Session
 from pytest_smp.ranks.capabilities import Capability
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class SmpEngine:
     uses: Mapping[EngineCapability, frozenset[Capability]] = dataclasses.field(
         default_factory=lambda: USES, hash=False
     )
+    protocol: int = ENGINE_VERSION
 
     def namespace(self) -> Any:
         """The module."""

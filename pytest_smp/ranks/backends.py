@@ -195,7 +195,7 @@ def _load(name: str, reference: str) -> Backend:
 
 
 def open_backend(name: str, options: ExecutorOptions | None = None) -> Executor:
-    """Open the executor of the backend of this name; one that has ``configure`` gets the options.
+    """Open the executor of the backend of this name, and give it the options.
 
     Raises BackendError if there is none, it cannot be opened, what it opens is no executor, or it was
     written for another version of the protocol. An executor that is refused is closed. Warns with
@@ -207,14 +207,15 @@ def open_backend(name: str, options: ExecutorOptions | None = None) -> Executor:
         executor = backend.open_executor()
     with _blaming(f"backend {name!r}: what it opens is no executor"):
         refused = _why_refused(executor)
-        configure = getattr(executor, "configure", None)
     if refused is None:
-        if configure is not None:
-            configure(options or ExecutorOptions())
+        executor.configure(options or ExecutorOptions())
         return executor
     with contextlib.suppress(BackendError), _blaming("it is refused anyway"):
         executor.close()
     raise BackendError(f"backend {name!r}: what it opens {refused}")
+
+
+_INHERIT = "; inherit from pytest_smp.ranks.protocols.Executor, which has the defaults"
 
 
 def _why_refused(executor: object) -> str | None:
@@ -222,8 +223,14 @@ def _why_refused(executor: object) -> str | None:
     if protocol is None:
         return f"is no executor: it names no protocol; this version has {PROTOCOL_VERSION}"
     if protocol != PROTOCOL_VERSION:
-        return f"was written for {protocol} of the protocol; this version has {PROTOCOL_VERSION}"
-    for method in ("open", "close"):
-        if not callable(getattr(executor, method, None)):
-            return f"is no executor: it has no method {method}"
+        return (
+            f"was written for {protocol} of the protocol; this version has {PROTOCOL_VERSION}: see "
+            "docs/extension_points.md"
+        )
+    for part in ("open", "close", "configure"):
+        if not callable(getattr(executor, part, None)):
+            return f"is no executor: it has no method {part}{_INHERIT}"
+    for part in ("injects", "steady", "lost"):
+        if not hasattr(executor, part):
+            return f"is no executor: it has no {part}{_INHERIT}"
     return None

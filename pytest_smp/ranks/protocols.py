@@ -12,20 +12,23 @@ from __future__ import annotations
 import dataclasses
 import enum
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pytest_smp.ranks.capabilities import EVERYTHING, Capabilities
 from pytest_smp.ranks.schedule import ROUND_ROBIN, Schedule
+from smp_core.errors import BackendError
 from smp_core.transport import torch_parts
-from smp_core.transport.protocols import RankEnvironment, RankFabric
+from smp_core.transport.protocols import FABRIC_VERSION, RankEnvironment, RankFabric
 
 if TYPE_CHECKING:
-    from pytest_smp.ranks.faults import Fault
+    from pytest_smp.ranks.faults import Claim, Fault
 
-PROTOCOL_VERSION = 1
+#: The version of `Executor`, `World`, `Job` and `Report`. It rises when one of them changes; an executor that was
+#: written for another version is refused.
+PROTOCOL_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +48,12 @@ class Factory:
         module, _, attribute = self.reference.partition(":")
         make = getattr(importlib.import_module(module), attribute)
         fabric: RankFabric = make(environment, *self.arguments)
+        version = getattr(fabric, "protocol", None)
+        if version != FABRIC_VERSION:
+            raise BackendError(
+                f"the fabric of {self.reference} was written for version {version} of its protocol; this one has "
+                f"{FABRIC_VERSION}: inherit from smp_core.transport.protocols.RankFabric (docs/extension_points.md)"
+            )
         return fabric
 
 
@@ -165,10 +174,25 @@ class World(Protocol):
 class Executor(Protocol):
     """How ranks come to exist. One executor lives as long as a session and opens worlds of any size.
 
-    One that injects faults has an attribute ``injects`` (see faults.Claim).
+    An executor inherits from this class, states `protocol`, and defines `open` and `close`. The other
+    parts are optional: their defaults stand here.
+
+    Attributes:
+        protocol: the `PROTOCOL_VERSION` that it was written for.
+        injects: the claims of the faults that it can inject (faults.Claim).
+        steady: whether a run takes no longer because ranks are started or replaced within it. An
+            executor that is not steady gets no deadline on its examples.
+        lost: why no further run is possible, in words; empty while runs are possible.
     """
 
     protocol: int
+    injects: Collection[Claim] = ()
+    steady: bool = True
+    lost: str = ""
+
+    def configure(self, options: ExecutorOptions) -> None:
+        """Take the options of the session; called once, before `open`."""
+        return None
 
     def open(self, size: int) -> World:
         """A world of ``size`` ranks, numbered from 0."""
@@ -182,7 +206,7 @@ class ExecutorOptions:
     """What an executor of rank processes is told before it starts any.
 
     ``prelude`` is run once where ranks come from, before the first body: it gets them ready to
-    import what bodies refer to. An executor that needs any of this has a method ``configure(options)``.
+    import what bodies refer to.
     """
 
     ranks: int = 8  # the most that a world will have: an MPI job starts with so many

@@ -77,7 +77,7 @@ def torch_backend(
         registers: a module whose import calls ``torch.distributed.Backend.register_backend``. It is
             imported on every rank, after the rank was forked.
         capabilities: what it claims.
-        expectations: its file of expected failures. See base.Backend.
+        expectations: its file of expected failures. See Backend.
         synchronous_sends: its sends are over only when their receives have come. Let it be False
             where that is so for some: the board then takes no send for a wait.
     """

@@ -201,7 +201,7 @@ def _names(collectives: str) -> str:
 
 
 class _TorchFabric:
-    """See base.Fabric. The default process group is there already."""
+    """See Fabric. The default process group is there already."""
 
     def __init__(self, rank: int, size: int) -> None:
         import torch.distributed as dist
@@ -230,7 +230,7 @@ class _TorchFabric:
         return dist.group.WORLD is self._default
 
     def process_group(self, group: Group) -> ProcessGroup:
-        """See base.Fabric."""
+        """See Fabric."""
         import torch.distributed as dist
 
         if not self.holds():
@@ -321,7 +321,7 @@ class _Mpi:
 
 
 class _MpiFabric:
-    """See base.Fabric. That of the `mpi` backend, in a run that lasts until the process ends."""
+    """See Fabric. That of the `mpi` backend, in a run that lasts until the process ends."""
 
     made: _MpiFabric | None = None
 
@@ -364,7 +364,7 @@ class _MpiFabric:
         return dist.group.WORLD is self._default
 
     def process_group(self, group: Group) -> ProcessGroup:
-        """See base.Fabric."""
+        """See Fabric."""
         if not self.holds():
             raise NotInitializedError("the default process group has been destroyed")
         made: ProcessGroup = self._fabric.process_group(group)

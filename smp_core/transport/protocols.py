@@ -110,18 +110,33 @@ class RankEnvironment:
     store: str = "file"  # one in `folder` serves all ranks; "env": the launcher's, by MASTER_ADDR
 
 
+#: The version of `RankFabric`. It rises when the protocol changes; a fabric that was written for another version is
+#: refused.
+FABRIC_VERSION = 2
+
+
 class RankFabric(Fabric, Protocol):
     """The fabric as an executor of rank processes drives it: formed once, entered for every run.
 
-    One that destroys the groups of a run only when the next is entered has an attribute ``holds``:
-    whether there are any. Their descriptors are not counted as left open by the body. One that makes
-    in a run what it keeps has a method ``opened()``: the numbers of the descriptors that this has
-    opened since the last call.
+    Attributes:
+        protocol: the `FABRIC_VERSION` that it was written for.
+        cooperative: whether its waits call `RankEnvironment.check`, so that a rank can be unwound
+            without killing its process.
     """
 
-    cooperative: (
-        bool  # waits call RankEnvironment.check, so that a rank can be unwound without killing it
-    )
+    protocol: int
+    cooperative: bool
+
+    @property
+    def holds(self) -> bool:
+        """Whether process groups of the last run are still there, because they are destroyed when the
+        next run is entered. Their descriptors are not counted as left open by the body.
+        """
+        return False
+
+    def opened(self) -> set[str]:
+        """The numbers of descriptors that the fabric opened for itself since the last call: it keeps them."""
+        return set()
 
     def enter(self) -> None:
         """Before each body: torch.distributed is this world's from now on."""

@@ -34,7 +34,7 @@ class SoloObjects:
 
 
 class SoloFabric:
-    """See base.Fabric."""
+    """See Fabric."""
 
     def __init__(self) -> None:
         self.rank = self.local_rank = 0

@@ -20,7 +20,7 @@ from smp_core.transport.protocols import Group, RankEnvironment
 
 
 class _Objects(ABC):
-    """See base.ObjectTransport. What carries the bytes is a subclass's business."""
+    """See ObjectTransport. What carries the bytes is a subclass's business."""
 
     def __init__(self, environment: RankEnvironment) -> None:
         self._rank, self._board = environment.rank, environment.board

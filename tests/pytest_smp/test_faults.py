@@ -164,12 +164,12 @@ def test_the_fixture_stays_in_the_controller(pytester):
 def test_a_host_that_injects_nothing_is_named(pytester):
     pytester.makepyfile(
         theirs="""
-        from pytest_smp.ranks.protocols import Backend, PROTOCOL_VERSION
-        class Executor:
+        from pytest_smp.ranks.protocols import Backend, Executor, PROTOCOL_VERSION
+        class Theirs(Executor):
             protocol = PROTOCOL_VERSION
             def open(self, size): raise AssertionError("a world was opened")
             def close(self): pass
-        backend = Backend("theirs", "a host of somebody's", Executor)
+        backend = Backend("theirs", "an executor of somebody's", Theirs)
         """,
         test_theirs="""
         import pytest

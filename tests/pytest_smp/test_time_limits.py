@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 #: A backend whose runs take as long as their body says, by a clock of its own, and end in time or not.
 _BACKEND = """
     import pytest_smp.running
-    from pytest_smp.ranks.protocols import Backend, Outcome, OutcomeKind, Report, VerdictKind
+    from pytest_smp.ranks.protocols import PROTOCOL_VERSION, Backend, Executor, Outcome, OutcomeKind
+    from pytest_smp.ranks.protocols import Report, VerdictKind
     from smp_core.errors import RunTimeout
 
     class Clock:
@@ -38,14 +39,14 @@ _BACKEND = """
             outcomes = [Outcome(rank, OutcomeKind.STUCK) for rank in range(self.size)]
             return Report(VerdictKind.TIMED_OUT, outcomes, None, RunTimeout("it took too long"))
 
-    class Executor:
-        protocol = 1
+    class Slow(Executor):
+        protocol = PROTOCOL_VERSION
         steady = False
         open = staticmethod(World)
         def close(self):
             pass
 
-    backend = Backend("slow", "as slow as its bodies say", Executor)
+    backend = Backend("slow", "as slow as its bodies say", Slow)
 """
 
 _HEAD = """

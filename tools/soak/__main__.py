@@ -183,7 +183,7 @@ def _soak(
             options = ExecutorOptions(ranks=ranks, capture=True, check=check)
             executor: Executor = open_backend(backend, options)
             try:
-                claims = getattr(executor, "injects", ())
+                claims = executor.injects
                 checked = check or Claim.PROCESSES not in claims  # `sim` needs no board
                 run = Soak(executor, ranks, timeout, checked)
                 run.run(programs.run, programs.draw(random.Random(0)), disk)

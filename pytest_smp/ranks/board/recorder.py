@@ -129,7 +129,7 @@ class Recorder:
     def call(
         self, call: str, group: Group, *, to: Sequence[int] = (), source: int | None = None
     ) -> Iterator[None]:
-        """See base.Recorder.
+        """See Recorder.
 
         Entered when nothing but the other ranks can keep the call from ending: the arguments have
         been checked, the object has been pickled.

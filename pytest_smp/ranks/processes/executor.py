@@ -37,6 +37,7 @@ from pytest_smp.ranks.processes.tasks import Forming, JobSpec, Preparing, Task
 from pytest_smp.ranks.processes.worker_pool import Ended, RankProcess, WorkerPool
 from pytest_smp.ranks.protocols import (
     PROTOCOL_VERSION,
+    Executor,
     ExecutorOptions,
     Factory,
     Job,
@@ -94,16 +95,16 @@ class _PendingConnections:
 class ProcessWorld:
     """A world of ``size`` rank processes."""
 
-    def __init__(self, host: ProcessExecutor, size: int) -> None:
+    def __init__(self, executor: ProcessExecutor, size: int) -> None:
         self.size = size
-        self._host = host
+        self._executor = executor
 
     def run(self, job: Job) -> Report:
         """Run the job on every rank; see the World protocol."""
-        return self._host.run(job, self.size)
+        return self._executor.run(job, self.size)
 
 
-class ProcessExecutor:
+class ProcessExecutor(Executor):
     """Keeps rank processes warm, and runs one job at a time on as many of them as it needs.
 
     ``factory`` makes the fabric on each rank. ``synchronous_sends`` says that its sends of tensors
@@ -120,10 +121,9 @@ class ProcessExecutor:
         *,
         synchronous_sends: bool = False,
     ) -> None:
-        self._make_crew, self._factory = pool, factory
-        self.injects = {Claim.STRIKES, Claim.PROCESSES}
-        if factory.loses_tensors:
-            self.injects.add(Claim.TENSORS)
+        self._make_pool, self._factory = pool, factory
+        tensors = {Claim.TENSORS} if factory.loses_tensors else set()
+        self.injects = {Claim.STRIKES, Claim.PROCESSES} | tensors
         self._synchronous_sends = synchronous_sends
         self.lost = ""  # why nothing more can run, once that is so
         self._ranks: dict[int, RankProcess] = {}
@@ -140,9 +140,9 @@ class ProcessExecutor:
     def configure(self, options: ExecutorOptions) -> None:
         """Get ready to start rank processes."""
         self._check = options.check
-        self._renew_book()
+        self._renew_job_cache()
         self._prelude = None if options.prelude is None else serialization.dumps(options.prelude)
-        self._pool = pool = self._make_crew(options)
+        self._pool = pool = self._make_pool(options)
         self._pending = _PendingConnections()
         self._listener = wire.Listener(pool.address, pool.secret, self._welcome)
         self.selector: selectors.BaseSelector = selectors.DefaultSelector()
@@ -202,9 +202,9 @@ class ProcessExecutor:
                 board = Board(size, synchronous_sends=self._synchronous_sends)
             run = Run(self, self._pool, ranks, job, number, board)
             try:
-                report = run.report(self._errands(job, size, number))
+                report = run.report(self._tasks(job, size, number))
             finally:
-                self._heal(run)
+                self._replace_lost(run)
             report.warnings[:0] = news
             return report
         finally:
@@ -332,7 +332,7 @@ class ProcessExecutor:
             self._unclaimed = [dataclasses.replace(ended, past=True) for ended in self._unclaimed]
             for rank in self._pending.leftover():  # of the last job too: no run had needed them
                 self._forget(rank)
-            self._renew_book()  # the new job begins with what is set now
+            self._renew_job_cache()  # the new job begins with what is set now
         self._starting.update(self._pool.start(slots))
 
     def _await(self, slot: int, deadline: float) -> RankProcess:
@@ -473,7 +473,7 @@ class ProcessExecutor:
         for rank in ranks:
             self._forget(rank)
 
-    def _heal(self, run: Run) -> None:
+    def _replace_lost(self, run: Run) -> None:
         """After a run: replace who is broken, and let a world whose traffic stopped midway go."""
         self.replace(run.broken)
         if not run.whole:
@@ -482,10 +482,10 @@ class ProcessExecutor:
 
     # Jobs.
 
-    def _renew_book(self) -> None:
+    def _renew_job_cache(self) -> None:
         self._job_cache = _JobCache(dict(os.environ), self._check)
 
-    def _errands(self, job: Job, size: int, number: int) -> Callable[[RankProcess], bytes]:
+    def _tasks(self, job: Job, size: int, number: int) -> Callable[[RankProcess], bytes]:
         job_spec = self._job_cache.job_spec(job)
         arguments = serialization.dumps(job.arguments)
 

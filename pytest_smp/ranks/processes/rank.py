@@ -228,10 +228,10 @@ class _Server:
             groups = fabric.leave()
         except Exception as error:
             broken = [f"its world is broken: {type(error).__name__}: {error}"]
-        self._belongings.adopt(getattr(fabric, "opened", set)())
+        self._belongings.adopt(fabric.opened())
         # While the world holds process groups, descriptors are theirs or the body's, and nobody can
         # tell; the body's are found after a later run.
-        unclean = self._belongings.added(descriptors=not getattr(fabric, "holds", False))
+        unclean = self._belongings.added(descriptors=not fabric.holds)
         if self._output is not None:
             outcome.stdout, outcome.stderr = self._output.written()
         records = self._line.sent - start

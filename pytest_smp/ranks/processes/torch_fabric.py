@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from pytest_smp.ranks.processes.lasting_groups import LastingGroups, lasts
 from smp_core.errors import NotInitializedError
-from smp_core.transport.protocols import Group, RankEnvironment
+from smp_core.transport.protocols import FABRIC_VERSION, Group, RankEnvironment, RankFabric
 from smp_core.transport.torch_objects import choose
 from smp_core.transport.torch_world import TorchWorld
 
@@ -26,9 +26,10 @@ _WORLD = "WORLD"
 _LIMIT = datetime.timedelta(days=1)
 
 
-class TorchFabric:
-    """See base.RankFabric."""
+class TorchFabric(RankFabric):
+    """A process group of torch as the fabric of rank processes: see RankFabric."""
 
+    protocol = FABRIC_VERSION
     cooperative = False  # a wait inside a torch backend ends when it ends
 
     def __init__(self, environment: RankEnvironment, backend: str) -> None:
@@ -84,7 +85,7 @@ class TorchFabric:
         return opened
 
     def process_group(self, group: Group) -> Any:
-        """See base.Fabric. Members alone make it, in any order against other groups."""
+        """See Fabric. Members alone make it, in any order against other groups."""
         if group.name == _WORLD:
             default = dist.group.WORLD
             if default is None:

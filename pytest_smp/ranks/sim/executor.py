@@ -24,6 +24,7 @@ from pytest_smp.ranks.faults import Claim
 from pytest_smp.ranks.isolation import Isolation
 from pytest_smp.ranks.protocols import (
     PROTOCOL_VERSION,
+    Executor,
     Job,
     Outcome,
     OutcomeKind,
@@ -175,7 +176,7 @@ class ThreadWorld:
         return self._executor.run(job, self.size)
 
 
-class ThreadExecutor:
+class ThreadExecutor(Executor):
     """Keeps the threads, and runs one job at a time on as many of them as it needs."""
 
     protocol = PROTOCOL_VERSION

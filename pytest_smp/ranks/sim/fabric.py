@@ -140,7 +140,7 @@ class SimFabric:
         return group
 
     def process_group(self, group: Group) -> Any:
-        """See base.Fabric.
+        """See Fabric.
 
         On `sim` making a group needs no communication, so it is made when first asked for.
         """

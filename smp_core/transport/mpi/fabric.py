@@ -15,7 +15,13 @@ from smp_core.transport.mpi.library import messenger
 from smp_core.transport.mpi.objects import MpiObjects
 from smp_core.transport.mpi.process_group import BACKEND, MpiProcessGroup
 from smp_core.transport.mpi.work import MpiWork
-from smp_core.transport.protocols import Group, ObjectTransport, RankEnvironment
+from smp_core.transport.protocols import (
+    FABRIC_VERSION,
+    Group,
+    ObjectTransport,
+    RankEnvironment,
+    RankFabric,
+)
 from smp_core.transport.torch_world import TorchWorld
 
 _DEFAULT = "WORLD"
@@ -23,9 +29,10 @@ _LINGER = 2.0  # seconds that a rank which has returned still moves what the oth
 _RUNS = 2**32  # more than a world sees
 
 
-class MpiFabric:
+class MpiFabric(RankFabric):
     """See RankFabric. Every rank of the world enters every run: runs are told apart by counting."""
 
+    protocol = FABRIC_VERSION
     cooperative = True
 
     def __init__(self, environment: RankEnvironment) -> None:

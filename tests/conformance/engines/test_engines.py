@@ -19,7 +19,7 @@ ENGINES = """
 import dataclasses
 from conformance.engines.capabilities import EngineCapability
 from conformance.engines.ddp import DdpEngine
-from conformance.engines.protocol import Conventions
+from conformance.engines.protocol import ENGINE_VERSION, Conventions
 from conformance.engines.smp import SmpEngine
 
 class Half:
@@ -28,7 +28,7 @@ class Half:
 
 class Late:
     name, api, conventions = "late", "", Conventions()
-    capabilities = frozenset(EngineCapability)
+    capabilities, uses, protocol = frozenset(EngineCapability), {}, ENGINE_VERSION
     def replica(self, case): return 0
     def build(self, case, *, salt=""): ...
 

@@ -469,18 +469,18 @@ def test_a_backend_that_cannot_be_opened_ends_the_session(small: Any, tmp_path: 
 UNCLOSABLE = """
 import planted
 from conformance.session import session
-from pytest_smp.ranks.protocols import Backend
+from pytest_smp.ranks.protocols import PROTOCOL_VERSION, Backend, Executor
 
 session.Session.open_backend = planted.OPEN
 
-class Executor:
-    protocol = 1
+class Unclosable(Executor):
+    protocol = PROTOCOL_VERSION
     open = print
 
     def close(self):
         raise OSError("device busy")
 
-unclosable = Backend("unclosable", "it cannot be closed", Executor)
+unclosable = Backend("unclosable", "it cannot be closed", Unclosable)
 """
 
 

@@ -98,8 +98,11 @@ def hosting(**attributes):
     return Backend("mine", "mine", lambda: Executor(**attributes))
 
 old = hosting(protocol=0, open=print)
-shut = hosting(protocol=1)
-unclosable = hosting(protocol=1, open=print, close=3)
+last = hosting(protocol=1, open=print)
+shut = hosting(protocol=2)
+unclosable = hosting(protocol=2, open=print, close=3)
+bare = hosting(protocol=2, open=print)
+poor = hosting(protocol=2, open=print, configure=print, injects=())
 
 class Protocol:
     @property
@@ -187,7 +190,19 @@ def test_what_is_no_error_of_a_backend_passes(theirs: str) -> None:
     [
         ("leaves", "cannot be opened: Leaving$"),
         ("moody", "what it opens is no executor: OSError: not yet"),
-        ("old", "what it opens was written for 0 of the protocol; this version has 1"),
+        (
+            "old",
+            "what it opens was written for 0 of the protocol; this version has 2: see docs/ext",
+        ),
+        (
+            "last",
+            "what it opens was written for 1 of the protocol; this version has 2: see docs/ext",
+        ),
+        (
+            "bare",
+            "what it opens is no executor: it has no method configure; inherit from pytest_smp.ranks.protocols.Exec",
+        ),
+        ("poor", "what it opens is no executor: it has no steady; inherit from"),
         ("shut", "what it opens is no executor: it has no method open"),
         ("unclosable", "what it opens is no executor: it has no method close"),
     ],
@@ -196,7 +211,7 @@ def test_a_host_that_is_refused_is_closed(theirs: str, attribute: str, text: str
     with pytest.raises(BackendError, match=f"^backend '{theirs}:{attribute}'.*{text}"):
         open_backend(f"{theirs}:{attribute}")
     module = sys.modules[theirs]
-    assert len(module.Executor.closed) == (attribute in ("old", "shut"))
+    assert len(module.Executor.closed) == (attribute in ("old", "last", "shut", "bare", "poor"))
     module.Executor.closed.clear()
 
 
