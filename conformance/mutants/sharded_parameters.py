@@ -224,7 +224,7 @@ def registered_without_gradient(patch: Patch) -> None:
     whole = registration._Replacing._whole
 
     def detached(self: Any, value: Any) -> Any:
-        found = whole(self, value)
+        found: Any = whole(self, value)
         return found if found is value else found.detach()
 
     patch.setattr(registration._Replacing, "_whole", detached)

@@ -125,7 +125,7 @@ def unused_input_takes_the_others_along(patch: Patch) -> None:
 @BUGS.enter("MODEL-ORIG-FORWARD")
 def original_forward_twice(patch: Patch) -> None:
     """_orig_forward of a base class gives twice what its forward does"""
-    get = calls._OrigForward.__get__
+    get: Any = calls._OrigForward.__get__
     patch.setattr(
         calls._OrigForward,
         "__get__",

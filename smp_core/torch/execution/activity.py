@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
+from smp_core.torch.execution.remote.messages import Request
 from smp_core.torch.execution.remote.packets import Payload, ReceivedPayload
 from smp_core.torch.execution.running import RunningStep
 from smp_core.torch.execution.schedule import Phase
@@ -56,13 +56,13 @@ class Activity:
         self.step, self.phase, self.microbatch, self.path = step, phase, microbatch, path
         self.aside: Callable[[], object] | None = None
         self.called_remote = False
-        self.entered: Any = None
+        self.entered: object = None
         self.worker: Worker | None = None
-        self.request: tuple[int, Any, Payload] | None = None
+        self.request: tuple[int, Request, Payload] | None = None
         self.reply: ReceivedPayload | None = None
         self.finished = self.unwound = False
         self.error: BaseException | None = None
-        self.value: Any = None
+        self.value: object = None
 
     def pause(self) -> None:
         """Let other activities run until this one is resumed. Modules keep their training modes.
@@ -95,7 +95,7 @@ class Activity:
             self.worker.pause()
             self.check()
 
-    def ask(self, rank: int, message: Any, payload: Payload) -> ReceivedPayload:
+    def ask(self, rank: int, message: Request, payload: Payload) -> ReceivedPayload:
         """Send a request to another pp rank, and wait for the answer."""
         self.request = rank, message, payload
         self.pause()

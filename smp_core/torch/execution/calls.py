@@ -12,7 +12,6 @@ import contextlib
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 from torch import nn
 
@@ -51,10 +50,10 @@ class Site:
             int, bytes
         ] = {}  # training modes by calling rank, as its last request had them
         self._of_torch = None if remote else _all_of_torch(module)
-        self.plain: Callable[..., Any] = module.forward
+        self.plain: Callable[..., object] = module.forward
         self._copied = False
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         for name, parameter in dict.items(self.module._parameters):
             shape = getattr(parameter, "ds_shape", None)
             if parameter is not None and shape is not None and parameter.shape != shape:
@@ -65,7 +64,7 @@ class Site:
                 )
         return {name: getattr(self, name) for name in ("module", "path", "plain", "remote")}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         """Restore a copied or unpickled module, which is not part of the model: a plain module again."""
         for name, value in state.items():
             setattr(self, name, value)
@@ -112,11 +111,11 @@ class Site:
             if heard is None or heard[index] != flag:
                 each.training = bool(flag)
 
-    def called(self, /, *args: Any, **kwargs: Any) -> Any:
+    def called(self, /, *args: object, **kwargs: object) -> object:
         """Run ``module(...)``."""
         return self._call(True, args, kwargs)
 
-    def forward(self, /, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, /, *args: object, **kwargs: object) -> object:
         """Run ``module.forward(...)``, called by the module's own ``__call__`` or by the user."""
         if self._copied:
             return self._of_a_copy(args, kwargs)
@@ -128,7 +127,7 @@ class Site:
             return self._eager(self._own, args, kwargs)
         return self._call(False, args, kwargs)
 
-    def _call(self, hooked: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, hooked: bool, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         activity = activities.current()
         if activity is None:
             return self._around(args, kwargs, self._eager_hooked)
@@ -145,13 +144,13 @@ class Site:
         activity: Activity,
         key: CallKey,
         hooked: bool,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
         """Run the module on this rank. With activation checkpointing it runs again in backward."""
         return self._around(args, kwargs, functools.partial(self._once, key, hooked))
 
-    def _once(self, key: CallKey, hooked: bool, /, *args: Any, **kwargs: Any) -> Any:
+    def _once(self, key: CallKey, hooked: bool, /, *args: object, **kwargs: object) -> object:
         activity = activities.current()
         assert activity is not None
         before, activity.entered = activity.entered, self if hooked else None
@@ -163,7 +162,7 @@ class Site:
         finally:
             activity.entered = before
 
-    def _of_a_copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _of_a_copy(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         if self.remote:
             raise OutsideStepError(
                 f"{module_text(self.path)}, of a copy of the model's modules, was called on a rank "
@@ -173,22 +172,24 @@ class Site:
         return self.plain(*args, **kwargs)
 
     def _around(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], once: Callable[..., Any]
-    ) -> Any:
+        self, args: tuple[object, ...], kwargs: dict[str, object], once: Callable[..., object]
+    ) -> object:
         """Make a call on the owner by ``once(*args, **kwargs)``, which a subclass may repeat in backward."""
         return once(*args, **kwargs)
 
     def _refuse(self, activity: Activity) -> None:
         """Raise if the call cannot be made at this moment."""
 
-    def _own(self, /, *args: Any, **kwargs: Any) -> Any:
+    def _own(self, /, *args: object, **kwargs: object) -> object:
         """Run the module's own ``forward``."""
         return self.plain(*args, **kwargs)
 
-    def _eager_hooked(self, /, *args: Any, **kwargs: Any) -> Any:
+    def _eager_hooked(self, /, *args: object, **kwargs: object) -> object:
         return self._eager(self.module._call_impl, args, kwargs)
 
-    def _eager(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _eager(
+        self, run: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         if self.remote:
             raise OutsideStepError(
                 f"{module_text(self.path)} was called outside of a step, and another pp rank "
@@ -218,7 +219,7 @@ class _OrigForward:
     def __init__(self, owner: type) -> None:
         self._owner = owner
 
-    def __get__(self, module: Any, kind: Any = None) -> Any:
+    def __get__(self, module: object, kind: object = None) -> object:
         forward = vars(self._owner)["forward"]
         return forward.__get__(module, kind) if hasattr(forward, "__get__") else forward
 

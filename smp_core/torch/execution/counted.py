@@ -7,7 +7,7 @@ A rank's recorder is a context variable of its thread. The threads of its activi
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -23,10 +23,10 @@ class Counter(Protocol):
     def holds(self, kind: str, tensor: torch.Tensor) -> None:
         """Count a tensor's memory as of this kind, until the memory is freed."""
 
-    def saved(self, value: Any) -> None:
+    def saved(self, value: object) -> None:
         """Count ``value.tensor`` as an activation while autograd keeps ``value``."""
 
-    def sample(self, event: str, what: str = "") -> Any:
+    def sample(self, event: str, what: str = "") -> object:
         """Count the bytes of each kind after an event."""
 
 
@@ -40,7 +40,7 @@ def holds(kind: str, tensor: torch.Tensor) -> None:
         counter.holds(kind, tensor)
 
 
-def saved(value: Any) -> None:
+def saved(value: object) -> None:
     """Count ``value.tensor`` as an activation while autograd keeps ``value``."""
     counter = current.get()
     if counter is not None:

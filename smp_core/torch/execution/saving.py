@@ -13,7 +13,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -40,7 +40,7 @@ class _Reference:
         source: ParameterSource,
         place: tuple[Any, int],
         tensor: torch.Tensor,
-        microbatch: Any,
+        microbatch: object,
     ) -> None:
         self.source, self.microbatch = source, microbatch
         self.unit, self.index = place
@@ -74,9 +74,13 @@ class _Value:
         return self.tensor
 
 
+#: The forms in which a tensor is kept until backward.
+Kept: TypeAlias = torch.Tensor | _Reference | _Value
+
+
 class _Thread(threading.local):
     source = WHOLE
-    microbatch: Any = None
+    microbatch: object = None
     entered = False  # whether `keep` takes over the saving of every tensor
 
 
@@ -84,7 +88,7 @@ _thread = _Thread()
 
 
 @contextlib.contextmanager
-def entered(source: ParameterSource, microbatch: Any) -> Iterator[None]:
+def entered(source: ParameterSource, microbatch: object) -> Iterator[None]:
     """While entered, autograd saves references to the source's unsharded parameters in this thread."""
     before = _thread.source, _thread.microbatch, _thread.entered
     _thread.source, _thread.microbatch, _thread.entered = source, microbatch, True
@@ -95,14 +99,14 @@ def entered(source: ParameterSource, microbatch: Any) -> Iterator[None]:
         _thread.source, _thread.microbatch, _thread.entered = before
 
 
-def counting() -> AbstractContextManager[Any]:
+def counting() -> AbstractContextManager[object]:
     """While entered, a recorder of memory, if there is one, sees what autograd saves in this thread."""
     if counted.current.get() is None or _thread.entered:
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(keep, opened)
 
 
-def keep(tensor: torch.Tensor) -> Any:
+def keep(tensor: torch.Tensor) -> Kept:
     """The tensor in the form in which it is to be kept until backward."""
     place = _thread.source.place(tensor)
     if place is not None:
@@ -112,6 +116,6 @@ def keep(tensor: torch.Tensor) -> Any:
     return tensor
 
 
-def opened(kept: Any) -> torch.Tensor:
+def opened(kept: Kept) -> torch.Tensor:
     """The tensor again."""
     return kept if isinstance(kept, torch.Tensor) else kept.open()

@@ -16,16 +16,23 @@ from smp_core.torch.execution import activity as activities
 from smp_core.torch.execution import modes, saving, schedule, streams, uses
 from smp_core.torch.execution.activity import Activity
 from smp_core.torch.execution.remote import boundary
-from smp_core.torch.execution.remote.messages import Backward, End, Failed, Forward, Returned
+from smp_core.torch.execution.remote.messages import (
+    Backward,
+    End,
+    Failed,
+    Forward,
+    Message,
+    Returned,
+)
 from smp_core.torch.execution.remote.packets import NOTHING, Payload, ReceivedPayload, freeze
 from smp_core.torch.execution.running import RunningStep
 from smp_core.torch.execution.schedule import Kind, Phase, Progress, Ready
 from smp_core.torch.execution.workers import Unwound, Worker
 
-Function = Callable[[Activity], Any]
+Function = Callable[[Activity], object]
 
 
-def _body(body: Callable[[], Any], activity: Activity) -> Any:
+def _body(body: Callable[[], object], activity: Activity) -> object:
     with modes.entered(activity.step.modes):
         return body()
 
@@ -55,7 +62,7 @@ class Server:
 
     # The driver.
 
-    def drive(self, bodies: Sequence[Callable[[], Any]]) -> dict[int, Any]:
+    def drive(self, bodies: Sequence[Callable[[], object]]) -> dict[int, Any]:
         """Run the microbatches, and return the result of each, unless the step has failed."""
         step = self._step
         for microbatch, body in enumerate(bodies):
@@ -222,19 +229,20 @@ class Server:
             self._results[activity.microbatch] = value
             self._step.end_microbatch(activity.microbatch)
         else:
+            assert isinstance(value, Payload)
             answer = Returned(activity.microbatch, asked.call)
             self._send(asked.caller, answer, value, activity.microbatch)
 
     def _drop_starts(self) -> None:
         self._ready = [each for each in self._ready if each[0].kind is not Kind.START]
 
-    def _send(self, to: int, message: Any, payload: Payload, microbatch: int) -> None:
+    def _send(self, to: int, message: Message, payload: Payload, microbatch: int) -> None:
         assert self._transport is not None
         self._transport.send(to, message, payload, microbatch)
 
     # Messages.
 
-    def _take(self, sender: int, message: Any, received: ReceivedPayload) -> None:
+    def _take(self, sender: int, message: Message, received: ReceivedPayload) -> None:
         transport, step = self._transport, self._step
         assert transport is not None
         if isinstance(message, End):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import nn
@@ -17,8 +17,13 @@ from torch import nn
 class Frame(Protocol):
     """A call in progress (uses.py)."""
 
-    parent: Any
-    module: nn.Module | None
+    @property
+    def parent(self) -> Self | None:
+        """The calling frame; None for an activity's outermost one."""
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The called module; None for the body of a microbatch."""
 
 
 class Kept(Protocol):
@@ -47,22 +52,22 @@ class ParameterSource(Protocol):
     def leave(self, frame: Frame, backward: bool) -> None:
         """End a call. In a backward pass its parameters wait for their gradients."""
 
-    def expect(self, microbatch: Any, parameter: nn.Parameter) -> None:
+    def expect(self, microbatch: object, parameter: nn.Parameter) -> None:
         """Announce one gradient: a use of the parameter is to bring it."""
 
-    def on_grad(self, microbatch: Any, parameter: nn.Parameter) -> None:
+    def on_grad(self, microbatch: object, parameter: nn.Parameter) -> None:
         """Count one gradient announced by ``expect``."""
 
-    def end_backward(self, microbatch: Any) -> None:
+    def end_backward(self, microbatch: object) -> None:
         """End a backward pass of the microbatch: gradients that have not come are not waited for any more."""
 
-    def saved_tensor_hooks(self, microbatch: Any) -> AbstractContextManager[Any]:
+    def saved_tensor_hooks(self, microbatch: object) -> AbstractContextManager[object]:
         """While entered, autograd saves references to full parameters instead of the tensors."""
 
     def place(self, tensor: torch.Tensor) -> tuple[Any, int] | None:
         """The place of the parameter in whose memory a tensor lies, if there is one."""
 
-    def unshard_for_backward(self, unit: Any, index: int, microbatch: Any) -> torch.Tensor:
+    def unshard_for_backward(self, unit: Any, index: int, microbatch: object) -> torch.Tensor:
         """The full parameter at a place, for a backward pass of the microbatch."""
 
 
@@ -78,22 +83,22 @@ class WholeParameters:
     def leave(self, frame: Frame, backward: bool) -> None:
         """Nothing is held for a call."""
 
-    def expect(self, microbatch: Any, parameter: nn.Parameter) -> None:
+    def expect(self, microbatch: object, parameter: nn.Parameter) -> None:
         """Nothing waits for a gradient."""
 
-    def on_grad(self, microbatch: Any, parameter: nn.Parameter) -> None:
+    def on_grad(self, microbatch: object, parameter: nn.Parameter) -> None:
         """Nothing waits for a gradient."""
 
-    def end_backward(self, microbatch: Any) -> None:
+    def end_backward(self, microbatch: object) -> None:
         """Nothing waits for a gradient."""
 
-    def saved_tensor_hooks(self, microbatch: Any) -> AbstractContextManager[Any]:
+    def saved_tensor_hooks(self, microbatch: object) -> AbstractContextManager[object]:
         return _NO_HOOKS
 
     def place(self, tensor: torch.Tensor) -> tuple[Any, int] | None:
         return None
 
-    def unshard_for_backward(self, unit: Any, index: int, microbatch: Any) -> torch.Tensor:
+    def unshard_for_backward(self, unit: Any, index: int, microbatch: object) -> torch.Tensor:
         raise AssertionError("autograd saves no reference to a whole parameter")
 
 

@@ -22,7 +22,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from smp_core.torch.execution.schedule import POLICIES, Phase
 
@@ -82,8 +82,8 @@ class Timeline:
         self.events: list[Event] = []
         self._rank = rank
         self._clock = 0
-        self._numbers: dict[Any, int] = {}
-        self._running: dict[Any, tuple[Phase, int, float]] = {}
+        self._numbers: dict[object, int] = {}
+        self._running: dict[object, tuple[Phase, int, float]] = {}
 
     def begins(self, activity: Timed, now: float) -> None:
         """Note that an activity has got the baton, for the first time or again."""
@@ -192,12 +192,12 @@ def by_rank(events: Iterable[Event]) -> Mapping[int, list[Event]]:
     return ranks
 
 
-def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
+def chrome_trace(events: Sequence[Event]) -> dict[str, object]:
     """The timeline in Chrome's trace format, as data for JSON. Times are microseconds since the first event."""
     zero = min((event.started for event in events), default=0.0)
     ranks = sorted({event.rank for event in events})
     tracks = sorted({(event.rank, event.microbatch) for event in events})
-    records: list[dict[str, Any]] = [
+    records: list[dict[str, object]] = [
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
         for rank in ranks
     ]

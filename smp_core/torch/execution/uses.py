@@ -39,17 +39,21 @@ import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from smp_core.torch import tensor_tree
 from smp_core.torch.exceptions import OutsideStepError, ShardingError
 from smp_core.torch.execution import streams
 from smp_core.torch.execution.source import WHOLE, ParameterSource
 from smp_core.torch.parameters import registration
+
+_Tree = TypeVar("_Tree")
 
 
 class GradientSink(Protocol):
@@ -182,10 +186,10 @@ def next_key(path: str) -> CallKey:
 def run(
     key: CallKey,
     module: nn.Module,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+    forward: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> object:
     """Run ``forward(*args, **kwargs)`` as the call ``key`` of ``module``. Exceptions pass through."""
     before, work = _local.call, _local.activity
     source = WHOLE if work is None else work.source
@@ -214,10 +218,10 @@ def run(
 
 def hold(
     module: nn.Module,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+    forward: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> object:
     """A call of a module outside of steps, whose sharded parameters are whole while it lasts: nothing
     else that :func:`run` does. In an activity.
     """
@@ -247,7 +251,7 @@ def repeating() -> Iterator[None]:
         _local.repeats = before
 
 
-def same_keys(function: Callable[..., Any]) -> Callable[..., Any]:
+def same_keys(function: Callable[..., object]) -> Callable[..., object]:
     """Wrap a function so that each of its runs in the present call makes module calls with the same keys.
 
     In a body, or outside of steps, the function is returned as it is.
@@ -258,7 +262,7 @@ def same_keys(function: Callable[..., Any]) -> Callable[..., Any]:
     stream, counts, module = first.stream, dict(first.counts), first.module
     begun = False
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         nonlocal begun
         if not begun:
             begun = True
@@ -277,7 +281,7 @@ def same_keys(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def identities(tree: Any) -> Any:
+def identities(tree: _Tree) -> _Tree:
     """The tensor tree with a view in place of each tensor that requires a gradient.
 
     A tensor that occurs twice becomes one view, which occurs twice.
@@ -289,7 +293,8 @@ def identities(tree: Any) -> Any:
     # common source in the order of the inputs, as one node for all of them does.
     for number in reversed(range(len(given))):
         given[number] = _identity(given[number])
-    return tensor_tree.unflatten(given, rest)
+    changed: _Tree = tensor_tree.unflatten(given, rest)
+    return changed
 
 
 def _identity(tensor: torch.Tensor) -> torch.Tensor:
@@ -306,11 +311,11 @@ class _Alias(torch.autograd.Function):
     """The identity without torch's record of views."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: object, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
 
 
@@ -443,7 +448,7 @@ def _leave(frame: _Frame, source: ParameterSource) -> None:
         source.leave(frame, _local.repeats)
 
 
-def _released(output: Any) -> Any:
+def _released(output: object) -> object:
     """The output of a call, with a view in place of each use that is part of it."""
     if not any(hasattr(tensor, "_smp_parameter") for tensor in tensor_tree.tensors(output)):
         return output
@@ -454,8 +459,11 @@ def _released(output: Any) -> Any:
 
 
 def _run_recurrent(
-    module: nn.RNNBase, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+    module: nn.RNNBase,
+    forward: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> object:
     # No other thread of the rank can run in between: an RNN calls no other module.
     weights = module._flat_weights
     frame = _local.call
@@ -506,7 +514,7 @@ class _Parameters(dict[str, "nn.Parameter | None"]):
     def values(self) -> Any:
         return dict.values(self) if _local.activity is None else [self[name] for name in self]
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return dict, (dict(dict.items(self)),)  # a copy, or a pickle, is a plain dict
 
 
@@ -519,7 +527,7 @@ class Watch:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._caught: dict[int, tuple[nn.Parameter, Any, list[Any]]] = {}
+        self._caught: dict[int, tuple[nn.Parameter, Node, list[RemovableHandle]]] = {}
         self._members: dict[int, nn.Parameter] = {}
         self.refresh()
 
@@ -556,7 +564,7 @@ class Watch:
         # Keep the node alive: torch would make a new one, without the hook.
         self._caught[id(parameter)] = (parameter, node, handles)
 
-    def _release(self, known: tuple[nn.Parameter, Any, list[Any]]) -> None:
+    def _release(self, known: tuple[nn.Parameter, Node, list[RemovableHandle]]) -> None:
         for handle in known[2]:
             handle.remove()
 
@@ -582,7 +590,7 @@ class _DirectReads:
         self._parameter = parameter
         self._aside: torch.Tensor | None = None
 
-    def before(self, gradients: tuple[Any, ...]) -> None:
+    def before(self, gradients: tuple[object, ...]) -> None:
         work = _local.activity
         if work is not None:
             shard = work.source.shard(self._parameter)

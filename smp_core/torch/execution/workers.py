@@ -11,7 +11,6 @@ import contextvars
 import ctypes
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -74,7 +73,7 @@ class WorkerThreads:
         self.idle: list[Worker] = []
         self.context = contextvars.copy_context()
         self.compute_threads = torch.get_num_threads()
-        self.rank: Any = rank_threads.current()
+        self.rank: object = rank_threads.current()
 
     def acquire(self) -> Worker:
         """Return an idle worker, or a new one. Raises RuntimeError if no thread can be started."""

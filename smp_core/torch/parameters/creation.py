@@ -17,10 +17,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -28,6 +29,8 @@ from torch.utils._pytree import tree_map
 from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import UnsupportedTrainingError
 from smp_core.torch.session import Session
+
+_Tree = TypeVar("_Tree")  # a tree of tensors, and a tree of the same shape
 
 _META = torch.device("meta")
 _NEEDS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -56,9 +59,9 @@ class _Record:
         writes: the storages that the operator makes or changes.
     """
 
-    func: Any
-    args: Any
-    kwargs: Any
+    func: OpOverload
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
     random: torch.Tensor | None
     made: tuple[tuple[int, int], ...]
     touches: frozenset[int]
@@ -82,7 +85,7 @@ class Tape:
         """The values of a delayed tensor, in its geometry and in new memory."""
         return self._replayed([self._refer(tensor)])(self._refer(tensor))
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run and record one operator of the code in the context."""
         inputs = [each for each in _leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         delayed = [each for each in inputs if self.knows(each)]
@@ -94,7 +97,8 @@ class Tape:
         random = None
         if torch.Tag.nondeterministic_seeded in func.tags:
             generator = kwargs.get("generator")
-            random = torch.get_rng_state() if generator is None else generator.get_state()
+            own = generator.get_state if isinstance(generator, torch.Generator) else None
+            random = (own or torch.get_rng_state)()
             scratch: Callable[[_Ref], torch.Tensor] = lambda ref: torch.empty_strided(  # noqa: E731
                 ref.size, ref.stride, dtype=ref.dtype
             ).fill_(0)
@@ -105,8 +109,8 @@ class Tape:
         self._record(func, args, kwargs, random, results)
         return results
 
-    def _meta_kwargs(self, func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        meta: dict[str, Any] = _to_meta(kwargs)
+    def _meta_kwargs(self, func: OpOverload, kwargs: dict[str, object]) -> dict[str, object]:
+        meta: dict[str, object] = _to_meta(kwargs)
         if "generator" in meta:
             meta["generator"] = None  # meta takes no generator of the CPU
         if any(argument.name == "device" for argument in func._schema.arguments):
@@ -114,12 +118,21 @@ class Tape:
         meta.pop("pin_memory", None)
         return meta
 
-    def _record(self, func: Any, args: Any, kwargs: Any, random: Any, results: Any) -> None:
+    def _record(
+        self,
+        func: OpOverload,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        random: torch.Tensor | None,
+        results: object,
+    ) -> None:
         writes: set[int] = set()
         for argument, value in _bound(func, args, kwargs):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 writes.update(
-                    self._refer(each).storage for each in _leaves(value) if self.knows(each)
+                    self._refer(each).storage
+                    for each in _leaves(value)
+                    if isinstance(each, torch.Tensor) and self.knows(each)
                 )
         made: list[tuple[int, int]] = []
         for position, result in enumerate(_leaves(results)):
@@ -143,9 +156,9 @@ class Tape:
             number, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         )
 
-    def _name(self, tree: Any) -> Any:
+    def _name(self, tree: _Tree) -> _Tree:
         """Replace delayed tensors by references and copy the others, which may change before the replay."""
-        return tree_map(
+        changed: _Tree = tree_map(
             lambda leaf: (
                 leaf
                 if not isinstance(leaf, torch.Tensor)
@@ -155,9 +168,10 @@ class Tape:
             ),
             tree,
         )
+        return changed
 
-    def _swap(self, tree: Any, real: Callable[[_Ref], torch.Tensor]) -> Any:
-        return tree_map(
+    def _swap(self, tree: _Tree, real: Callable[[_Ref], torch.Tensor]) -> _Tree:
+        changed: _Tree = tree_map(
             lambda leaf: (
                 real(self._refer(leaf))
                 if isinstance(leaf, torch.Tensor) and self.knows(leaf)
@@ -165,6 +179,7 @@ class Tape:
             ),
             tree,
         )
+        return changed
 
     def _replayed(self, wanted: list[_Ref]) -> Callable[[_Ref], torch.Tensor]:
         """Replay the records that the wanted tensors depend on. Returns the look-up from reference to tensor."""
@@ -180,7 +195,7 @@ class Tape:
             tensor = torch.empty(0, dtype=ref.dtype)
             return tensor.set_(storages[ref.storage], ref.offset, ref.size, ref.stride)
 
-        def found(leaf: Any) -> Any:
+        def found(leaf: object) -> object:
             return real(leaf) if isinstance(leaf, _Ref) else leaf
 
         with torch.no_grad():
@@ -189,12 +204,14 @@ class Tape:
                 with _drawing_from(record.random, kwargs):
                     results = _leaves(record.func(*tree_map(found, record.args), **kwargs))
                 for position, number in record.made:
-                    storages[number] = results[position].untyped_storage()
+                    made = results[position]
+                    assert isinstance(made, torch.Tensor)
+                    storages[number] = made.untyped_storage()
         return real
 
 
 @contextlib.contextmanager
-def _drawing_from(state: torch.Tensor | None, kwargs: dict[str, Any]) -> Iterator[None]:
+def _drawing_from(state: torch.Tensor | None, kwargs: dict[str, object]) -> Iterator[None]:
     """While entered, random operators draw from a generator in this state."""
     if state is None:
         yield
@@ -210,14 +227,15 @@ def _drawing_from(state: torch.Tensor | None, kwargs: dict[str, Any]) -> Iterato
             torch.set_rng_state(before)
 
 
-def _to_meta(tree: Any) -> Any:
-    return tree_map(
+def _to_meta(tree: _Tree) -> _Tree:
+    moved: _Tree = tree_map(
         lambda leaf: leaf.to(_META) if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf,
         tree,
     )
+    return moved
 
 
-def _leaves(tree: Any) -> list[Any]:
+def _leaves(tree: object) -> list[object]:
     if isinstance(tree, dict):
         tree = list(tree.values())
     if isinstance(tree, list | tuple):
@@ -225,7 +243,9 @@ def _leaves(tree: Any) -> list[Any]:
     return [tree]
 
 
-def _bound(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+def _bound(
+    func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
+) -> Iterator[tuple[torch.Argument, object]]:
     """The schema's arguments with the values given for them."""
     for index, argument in enumerate(func._schema.arguments):
         if index < len(args):
@@ -242,8 +262,12 @@ class _Delaying(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tape = tape
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:  # as torch calls it
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         return self.tape.run(func, args, kwargs or {})
 
 
@@ -258,15 +282,19 @@ class _Pretending(TorchFunctionMode):
         self.tape = tape
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:  # as torch calls it
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         pretended = _PRETENDED.get(func)
-        if pretended is not None and self.tape.knows(args[0]):
+        if pretended is not None and isinstance(args[0], torch.Tensor) and self.tape.knows(args[0]):
             return pretended
         return func(*args, **(kwargs or {}))
 
 
-_PRETENDED: dict[Any, Any] = {
+_PRETENDED: dict[object, object] = {
     torch.Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
     torch.Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
     torch.Tensor.device.__get__: torch.device("cpu"),

@@ -8,8 +8,8 @@ tensor. Operations that compute with it raise.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import nn
@@ -41,11 +41,17 @@ class _Foreign:
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:  # as torch calls it
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         name = getattr(func, "__name__", str(func))
         if name not in _ASKING and name not in _MOVING:
-            refuse(_first((args, kwargs)), name)
+            found = _first((args, kwargs))
+            assert found is not None  # torch calls this for an argument of the class
+            refuse(found, name)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         if name in _MOVING and type(result) is torch.Tensor and isinstance(args[0], _Foreign):
@@ -116,13 +122,14 @@ def _model_modules() -> list[tuple[str, nn.Module]]:
     return [] if model is None else list(model.module.named_modules())
 
 
-def _first(tree: Any) -> Any:
-    """The first foreign tensor in the arguments of an operation, which have at least one."""
+def _first(tree: object) -> _Foreign | None:
+    """The first foreign tensor in the arguments of an operation."""
     if isinstance(tree, _Foreign):
         return tree
-    parts = tree.values() if isinstance(tree, dict) else tree
-    if isinstance(parts, list | tuple) or isinstance(tree, dict):
-        for part in parts:
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if isinstance(tree, list | tuple):
+        for part in tree:
             found = _first(part)
             if found is not None:
                 return found

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -46,7 +45,7 @@ def register_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
 
 def entered(
     module: nn.Module, read: Callable[[nn.Parameter], nn.Parameter]
-) -> AbstractContextManager[Any]:
+) -> AbstractContextManager[object]:
     """While entered, a call of ``module`` gets its registered parameters unsharded, by ``read``."""
     # At sharding degree 1, too: a registered parameter counts as read in the call at every degree, so sums have one
     # order.
@@ -62,10 +61,16 @@ class _Replacing(TorchFunctionMode):
         self._registered, self._read = {id(each) for each in registered}, read
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:  # as torch calls it
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         args, kwargs = tree_map(self._whole, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def _whole(self, value: Any) -> Any:
-        return self._read(value) if id(value) in self._registered else value
+    def _whole(self, value: object) -> object:
+        if id(value) in self._registered and isinstance(value, nn.Parameter):
+            return self._read(value)
+        return value

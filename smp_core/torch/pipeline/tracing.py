@@ -12,11 +12,12 @@ import functools
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -89,6 +90,14 @@ def check_options(trace_device: object, trace_execution_times: bool) -> None:
         )
 
 
+@dataclasses.dataclass(slots=True)
+class _Frame:
+    """A call in progress. ``callees`` are the seconds of the calls that it has made."""
+
+    path: str
+    callees: float = 0.0
+
+
 class Tracer(contextlib.ExitStack):
     """While entered, ``trace`` records calls of ``module`` and of the modules below it.
 
@@ -109,7 +118,7 @@ class Tracer(contextlib.ExitStack):
         self.trace = Trace("seconds" if execution_times else "operations")
         self._module, self._session = module, session
         self._times, self._measured = execution_times, memory_usage
-        self._stack: list[list[Any]] = []  # of calls in progress: path, seconds of callees
+        self._stack: list[_Frame] = []  # the calls in progress
         self._counts: dict[str, int] = {}
         # Storages that do not count again. Parameters and views of them are no activations.
         self._kept = {each.untyped_storage()._cdata for each in module.parameters()}
@@ -133,13 +142,15 @@ class Tracer(contextlib.ExitStack):
             self.push(undo.pop_all().__exit__)
         return self
 
-    def _call(self, path: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _call(
+        self, path: str, forward: Callable[..., object], /, *args: object, **kwargs: object
+    ) -> object:
         activations.refuse_torchs(path, None)
-        caller = self._stack[-1][0] if self._stack else None
+        caller = self._stack[-1].path if self._stack else None
         nth = self._counts[path] = self._counts.get(path, -1) + 1
         place = len(self.trace.calls)
         self.trace.calls.append(Call(path, nth, caller, _shapes((args, kwargs))))
-        frame: list[Any] = [path, 0.0]
+        frame = _Frame(path)
         self._stack.append(frame)
         started = time.perf_counter()
         try:
@@ -148,9 +159,9 @@ class Tracer(contextlib.ExitStack):
             self._stack.pop()
         took = time.perf_counter() - started
         if self._stack:
-            self._stack[-1][1] += took
+            self._stack[-1].callees += took
         if self._times:
-            self.trace.cost[path] = self.trace.cost.get(path, 0.0) + max(took - frame[1], 0.0)
+            self.trace.cost[path] = self.trace.cost.get(path, 0.0) + max(took - frame.callees, 0.0)
         if not self._measured:
             size = sum(tensor_tree.nbytes(each) for each in _tensors(outputs))
             self.trace.bytes[path] = self.trace.bytes.get(path, 0) + size
@@ -165,12 +176,12 @@ class Tracer(contextlib.ExitStack):
         storage = tensor.untyped_storage()
         if self._stack and storage._cdata not in self._kept:
             self._kept.add(storage._cdata)
-            path = self._stack[-1][0]
+            path = self._stack[-1].path
             self.trace.bytes[path] = self.trace.bytes.get(path, 0) + tensor.nbytes
         return tensor
 
 
-def _patch(module: nn.Module, record: Callable[..., Any]) -> Callable[[], None]:
+def _patch(module: nn.Module, record: Callable[..., object]) -> Callable[[], None]:
     """Route calls of ``module.forward`` through ``record(forward, ...)``. Returns the function that undoes it."""
     before = vars(module).get("forward")
     vars(module)["forward"] = functools.partial(record, module.forward)
@@ -185,7 +196,7 @@ def _patch(module: nn.Module, record: Callable[..., Any]) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def _unchanged(module: nn.Module) -> Any:
+def _unchanged(module: nn.Module) -> Iterator[None]:
     """Restore on exit everything that a run may change in the model and in the process."""
     buffers = [(child, dict(child._buffers)) for child in module.modules()]
     values = {
@@ -224,20 +235,24 @@ def _unchanged(module: nn.Module) -> Any:
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that adds the cost of each operator to the innermost module in progress."""
 
-    def __init__(self, stack: list[list[Any]], trace: Trace) -> None:
+    def __init__(self, stack: list[_Frame], trace: Trace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._stack, self._trace = stack, trace
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:  # as torch calls it
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         if self._stack:
             count = sum(each.numel() for each in _tensors(result))
             formula = flop_registry.get(func._overloadpacket)
             if formula is not None:
                 count += formula(*args, **(kwargs or {}), out_val=result)
-            path = self._stack[-1][0]
+            path = self._stack[-1].path
             self._trace.cost[path] = self._trace.cost.get(path, 0.0) + count
         return result
 
@@ -245,7 +260,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Reads(TorchFunctionMode):
     """A mode that records each use of another module's parameter in a module's forward."""
 
-    def __init__(self, module: nn.Module, stack: list[list[Any]], trace: Trace) -> None:
+    def __init__(self, module: nn.Module, stack: list[_Frame], trace: Trace) -> None:
         super().__init__()
         self._stack, self._trace = stack, trace
         self._homes: dict[int, list[str]] = {}
@@ -255,10 +270,14 @@ class _Reads(TorchFunctionMode):
                     self._homes.setdefault(id(parameter), []).append(path)
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:  # as torch calls it
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if self._stack and getattr(func, "__name__", "") not in ("__get__", "__set__"):
-            path = self._stack[-1][0]
+            path = self._stack[-1].path
             for tensor in _tensors((args, kwargs)):
                 homes = self._homes.get(id(tensor))
                 if homes is not None and path not in homes:
@@ -268,7 +287,7 @@ class _Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _tensors(tree: Any) -> Iterable[torch.Tensor]:
+def _tensors(tree: object) -> Iterable[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, dict):
@@ -279,5 +298,5 @@ def _tensors(tree: Any) -> Iterable[torch.Tensor]:
             yield from _tensors(part)
 
 
-def _shapes(tree: Any) -> tuple[tuple[int, ...], ...]:
+def _shapes(tree: object) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(each.shape) for each in _tensors(tree))

@@ -32,9 +32,9 @@ def call_remote(
     owner: int,
     key: CallKey,
     hooked: bool,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> object:
     """Have ``owner`` run a module, and return its outputs. Raises PayloadError if an argument cannot be
     sent.
     """
@@ -84,14 +84,14 @@ class _RemoteOutputs(torch.autograd.Function):
     """The caller's node: its backward pass asks the owner for the backward pass of the call."""
 
     @staticmethod
-    def forward(ctx: Any, call: _RemoteCall, anchor: Tensor, *inputs: Tensor) -> Any:
+    def forward(ctx: Any, call: _RemoteCall, anchor: Tensor, *inputs: Tensor) -> object:
         ctx.owner, ctx.message, ctx.count = call.owner, call.message, len(inputs)
         ctx.set_materialize_grads(False)
         outputs, call.outputs = tuple(call.outputs), []
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> object:
         activity = activities.current()
         message = ctx.message
         if activity is None:
@@ -158,19 +158,21 @@ class _ReceivedInputs(torch.autograd.Function):
     """The owner's node: its backward pass keeps the gradients of the inputs in the record."""
 
     @staticmethod
-    def forward(ctx: Any, record: Record, anchor: Tensor, received: list[Tensor]) -> Any:
+    def forward(ctx: Any, record: Record, anchor: Tensor, received: list[Tensor]) -> object:
         ctx.record = record
         ctx.set_materialize_grads(False)
         return tuple(received)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> object:
         ctx.record.grads = grads
         return None, None, None
 
 
 def run_forward(
-    message: Forward, received: ReceivedPayload, run: Callable[[Any, Any], Any]
+    message: Forward,
+    received: ReceivedPayload,
+    run: Callable[[tuple[object, ...], dict[str, object]], object],
 ) -> tuple[Payload, Record | None]:
     """Run a module for another rank by ``run(args, kwargs)``.
 

@@ -4,7 +4,7 @@ in one place at a time.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from smp_core.torch.execution.modes import Modes
 from smp_core.torch.execution.schedule import Phase
@@ -101,3 +101,8 @@ class End(NamedTuple):
     """The end of the step. Its payload is the results of all microbatches, if nothing has failed."""
 
     failure: Failure | None
+
+
+#: Requests belong to a microbatch, and so do answers.
+Request: TypeAlias = Forward | Backward
+Message: TypeAlias = Request | Returned | Failed | End

@@ -73,11 +73,11 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: Sequence[Any]) -> None:
+    def __init__(self, file: io.BytesIO, tensors: Sequence[object]) -> None:
         super().__init__(file)
         self._tensors = tensors
 
-    def persistent_load(self, pid: int | str) -> Any:
+    def persistent_load(self, pid: int | str) -> object:
         if isinstance(pid, str):
             model = sessions.current("a module as an argument").model
             assert model is not None  # only a path in the model is pickled as a path
@@ -133,7 +133,7 @@ class ReceivedPayload:
         """The indices of the tensors that are part of the sender's graph."""
         return [index for index, requires in enumerate(self.requires) if requires]
 
-    def thaw(self, tensors: Sequence[Any] | None = None) -> Any:
+    def thaw(self, tensors: Sequence[object] | None = None) -> Any:
         """Unpickle the value, with ``tensors`` in place of the received ones if they are given."""
         given = self.tensors if tensors is None else tensors
         return _Unpickler(io.BytesIO(self._pickled), given).load()

@@ -22,10 +22,12 @@ import struct
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup, Work
 
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.execution.remote import packets
+from smp_core.torch.execution.remote.messages import Message
 from smp_core.torch.execution.remote.packets import Payload, ReceivedPayload
 from smp_core.transport.protocols import Group
 
@@ -42,14 +44,14 @@ class Transport:
     def __init__(self, runtime: Runtime) -> None:
         ranks = runtime.group(GroupKind.PP).ranks
         self.rank, self.size = ranks.index(runtime.rank), len(ranks)
-        self._group: Any = runtime.fabric.process_group(Group("smp pipeline", ranks))
-        self._sent: dict[int | None, list[tuple[Any, Any]]] = {}
-        self._posted: tuple[Any, torch.Tensor] | None = None
+        self._group: ProcessGroup = runtime.fabric.process_group(Group("smp pipeline", ranks))
+        self._sent: dict[int | None, list[tuple[Work, torch.Tensor]]] = {}
+        self._posted: tuple[Work, torch.Tensor] | None = None
         self._sees = self._group.name() in _WRITE_IN_PLACE
         self._mark = 0  # the last bytes of the posted envelope until a message overwrites them
         self.messages = self.bytes = 0  # sent so far
 
-    def send(self, to: int, message: Any, payload: Payload, microbatch: int | None) -> None:
+    def send(self, to: int, message: Message, payload: Payload, microbatch: int | None) -> None:
         """Send a message and its payload; returns at once."""
         buffer = packets.encode(self.rank, message, payload, ENVELOPE)
         works = self._sent.setdefault(microbatch, [])
@@ -83,7 +85,7 @@ class Transport:
             return bool(tail != self._mark)
         return bool(work.is_completed())
 
-    def receive(self) -> tuple[int, Any, ReceivedPayload]:
+    def receive(self) -> tuple[int, Message, ReceivedPayload]:
         """Wait for the next message. Returns its sender, the message, and its payload."""
         self.expect()
         assert self._posted is not None
