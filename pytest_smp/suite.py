@@ -59,14 +59,34 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _follow_moved_files(config: pytest.Config) -> None:
-    """Replace ``conformance.test_x``, the former address of a file, by today's, and warn of it once."""
+    """Replace the former address of a file, ``conformance.test_x`` or ``conformance/test_x.py``, by today's, and warn
+    of it once.
+    """
     for at, argument in enumerate(config.args):
-        package, _, rest = argument.partition(".")
-        if rest.startswith("test_") and _by_name(config, argument) and _other() is None:
-            config.args[at] = f"{package}.suite.{rest}"
+        now = _moved_module(config, argument) or _moved_path(config, argument)
+        if now is not None:
+            config.args[at] = now
             if not hasattr(config, "workerinput"):
-                moved = f"--pyargs {argument} has moved: use {config.args[at]}"
-                config.issue_config_time_warning(DeprecationWarning(moved), stacklevel=2)
+                what = f"--pyargs {argument}" if config.option.pyargs else argument
+                moved = f"{what} has moved: use {now}"
+                try:
+                    config.issue_config_time_warning(DeprecationWarning(moved), stacklevel=2)
+                except DeprecationWarning:  # where warnings are errors, as in a clone
+                    raise pytest.UsageError(moved) from None
+
+
+def _moved_module(config: pytest.Config, argument: str) -> str | None:
+    package, _, rest = argument.partition(".")
+    moved = rest.startswith("test_") and _by_name(config, argument) and _other() is None
+    return f"{package}.suite.{rest}" if moved else None
+
+
+def _moved_path(config: pytest.Config, argument: str) -> str | None:
+    name, colons, test = argument.partition("::")
+    path = config.invocation_params.dir / name
+    if path.parent != HERE or path.exists() or not (HERE / "suite" / path.name).is_file():
+        return None
+    return f"{Path(name).parent / 'suite' / path.name}{colons}{test}"
 
 
 def leads_in(config: pytest.Config, argument: str) -> bool:

@@ -34,7 +34,7 @@ from pydantic import (
     ValidationError,
 )
 
-from smp_core.errors import ConfigError, SmpError
+from smp_core.errors import ConfigError, SmpError, with_pages
 
 # pytest leaves these frames out below an error that we raise on purpose; a bug of ours shows them.
 __tracebackhide__ = operator.methodcaller("errisinstance", SmpError)
@@ -350,8 +350,10 @@ class Config(BaseModel):
         ignored = [name for name in parameters if name in IGNORED_KEYS]
         if ignored:
             warnings.warn(
-                f"accepted without effect, because their meaning was never published: "
-                f"{', '.join(ignored)}. See docs/spec/api.md#3.3",
+                with_pages(
+                    f"accepted without effect, because their meaning was never published: "
+                    f"{', '.join(ignored)}. See docs/spec/api.md#3.3"
+                ),
                 IgnoredKeyWarning,
                 stacklevel=3,  # whoever called `parse`
             )

@@ -6,9 +6,29 @@ from that too. The exceptions that are no errors of the user's (:class:`Cancelle
 swallows them.
 """
 
+from __future__ import annotations
+
+from pathlib import Path
+
+_PAGES = "docs/spec/"  #: how messages write the address of a page
+#: A wheel carries the specification inside of the package (pyproject.toml).
+_SHIPPED = Path(__file__).parent / "_docs" / "spec"
+
+
+def with_pages(message: str) -> str:
+    """The message with addresses of pages that its reader can open: as they are where the package lies in a clone,
+    otherwise those of the wheel's own copy.
+    """
+    if _PAGES not in message or not _SHIPPED.is_dir():
+        return message
+    return message.replace(_PAGES, f"{_SHIPPED}/")
+
 
 class SmpError(Exception):
     """Base of all errors that the project raises on purpose."""
+
+    def __str__(self) -> str:
+        return with_pages(super().__str__())
 
 
 class ConfigError(SmpError, ValueError):

@@ -130,6 +130,7 @@ def test_the_wheel_holds_every_file_of_the_three_packages_and_nothing_else(
         for path in (ROOT / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
+    ours |= {f"smp_core/_docs/spec/{path.name}" for path in (ROOT / "docs/spec").iterdir()}
     assert {m for m in wheel.namelist() if ".dist-info/" not in m} == ours
     assert {f"{package}/py.typed" for package in PACKAGES} <= ours
     assert {f"{package}/__init__.py" for package in PACKAGES} <= ours
@@ -144,6 +145,22 @@ def test_the_wheel_registers_the_plugins_and_carries_its_licence(wheel: zipfile.
     metadata = email.message_from_string(read_metadata(wheel, "METADATA"))
     assert metadata["License-Expression"] == "Apache-2.0"
     assert "Apache License" in read_metadata(wheel, "licenses/LICENSE")
+
+
+def test_messages_of_the_wheel_name_pages_that_it_has(
+    wheel: zipfile.ZipFile, tmp_path: Path
+) -> None:
+    wheel.extractall(tmp_path)
+    code = (
+        "from smp_core.config import Config\nfrom smp_core.errors import ConfigError\n"
+        "try:\n    Config(microbatches=0)\nexcept ConfigError as error:\n    print(error)"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    page, _, anchor = told.stdout.strip().rpartition(" See ")[2].partition("#")
+    assert Path(page).is_relative_to(tmp_path)
+    assert f'<a id="{anchor}">' in Path(page).read_text(encoding="utf-8")
 
 
 def test_a_session_without_marked_tests_imports_nothing_heavy(tmp_path: Path) -> None:

@@ -67,7 +67,8 @@ class Site:
     def __setstate__(self, state: dict[str, object]) -> None:
         """Restore a copied or unpickled module, which is not part of the model: a plain module again."""
         for name, value in state.items():
-            setattr(self, name, value)
+            # Version 0.1 wrote "away".
+            setattr(self, "remote" if name == "away" else name, value)
         self._copied, self._alone = True, None
 
     def has_remote_child(self) -> None:

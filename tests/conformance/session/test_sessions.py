@@ -164,6 +164,19 @@ def test_a_file_is_found_at_its_former_address_with_a_warning(sessions: Any) -> 
     assert "1 passed in" in current
 
 
+def test_a_path_that_has_moved_is_followed_or_told(sessions: Any) -> None:
+    test = "test_lifecycle.py::test_init_needs_no_argument"
+    pasted, now = str(HERE.parent / test), str(HERE / test)
+    followed, told = sessions(
+        [pasted, "--smp-ranks=2"],
+        [pasted, "--smp-ranks=2", "-Werror"],  # as in a clone of this project
+    )
+    assert "1 passed, 1 warning in" in followed
+    assert f"DeprecationWarning: {pasted} has moved: use {now}\n" in followed
+    assert f"ERROR: {pasted} has moved: use {now}\n" in told
+    assert "=== exit 4" in told
+
+
 def test_the_plugin_is_found_at_its_former_address_with_a_warning(sessions: Any) -> None:
     (output,) = sessions(
         [
