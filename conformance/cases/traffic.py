@@ -18,7 +18,7 @@ from hypothesis import reject
 
 import smp_core.torch as smp
 from conformance.cases.draws import MOST_RANKS, share
-from conformance.cases.tensors import difference, made
+from conformance.cases.tensor_oracle import difference, made
 from conformance.requirements.registry import Capability
 from conformance.session.verdicts import not_supported
 from pytest_smp import strategies

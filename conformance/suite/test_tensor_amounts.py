@@ -23,7 +23,8 @@ from conformance.cases.tensor_draws import (
     spread,
     worlds,
 )
-from conformance.cases.tensors import COLLECTIVES, Case, exact_bound, play
+from conformance.cases.tensor_oracle import exact_bound
+from conformance.cases.tensors import COLLECTIVES, Case, play
 from conformance.requirements.catalogue import requirement
 from conformance.requirements.collectives import EMPTY, operation_of
 from pytest_smp.proxies import SmpWorld

@@ -15,16 +15,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from conformance.cases.draws import share
 from conformance.cases.tensor_draws import cases, dtypes, groups, op_of, sides, worlds
-from conformance.cases.tensors import (
-    Case,
-    alike,
-    difference,
-    inspect,
-    keywords,
-    new_group,
-    place,
-    prepare,
-)
+from conformance.cases.tensor_oracle import alike, difference
+from conformance.cases.tensors import Case, inspect, keywords, new_group, place, prepare
 from conformance.requirements.catalogue import requirement
 from conformance.requirements.collectives import COALESCED, operation_of
 from pytest_smp.proxies import SmpWorld

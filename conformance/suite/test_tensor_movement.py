@@ -17,7 +17,8 @@ from conformance.cases.tensor_draws import (
     spread,
     worlds,
 )
-from conformance.cases.tensors import COLLECTIVES, MANTISSAS, play
+from conformance.cases.tensor_oracle import MANTISSAS
+from conformance.cases.tensors import COLLECTIVES, play
 from conformance.requirements.catalogue import requirement
 from conformance.session.verdicts import not_supported
 from pytest_smp.proxies import SmpWorld

@@ -13,15 +13,8 @@ from hypothesis import given
 
 from conformance.cases.draws import share
 from conformance.cases.tensor_draws import claimed, dtypes_or_none, worlds
-from conformance.cases.tensors import (
-    COLLECTIVES,
-    MANTISSAS,
-    Case,
-    exact_bound,
-    keywords,
-    place,
-    specials,
-)
+from conformance.cases.tensor_oracle import MANTISSAS, exact_bound, specials
+from conformance.cases.tensors import COLLECTIVES, Case, keywords, place
 from conformance.requirements.catalogue import requirement
 from conformance.session.verdicts import not_supported
 from pytest_smp.proxies import SmpWorld

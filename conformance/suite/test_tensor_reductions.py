@@ -26,7 +26,8 @@ from conformance.cases.tensor_draws import (
     spread,
     worlds,
 )
-from conformance.cases.tensors import COLLECTIVES, WHOLE, Case, Signs, exact_bound, play
+from conformance.cases.tensor_oracle import WHOLE, Signs, exact_bound
+from conformance.cases.tensors import COLLECTIVES, Case, play
 from conformance.requirements.catalogue import requirement
 from conformance.requirements.registry import Capability
 from conformance.session.verdicts import not_supported

@@ -5,15 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from conformance.cases.tensors import (
-    COLLECTIVES,
-    WHOLE,
-    Case,
-    exact_bound,
-    reduced,
-    specials,
-    wrapped,
-)
+from conformance.cases.tensor_oracle import WHOLE, exact_bound, reduced, specials, wrapped
+from conformance.cases.tensors import COLLECTIVES, Case
 from pytest_smp.strategies.numbers import ALL, KINDS
 
 
