@@ -35,6 +35,42 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 pytest_plugins = ["pytester"]
 
+#: The files that take longest, the first of them most: they start jobs of many processes, sessions that run
+#: requirements, or ranks for long. xdist gives a file to one worker (`--dist=loadfile` in tox.ini), so that what a
+#: module's fixture starts is started once, and a long file that came last would leave the other workers idle.
+LONGEST = (
+    "pytest_smp/ranks/processes/test_several_hosts.py",
+    "test_examples.py",
+    "pytest_smp/ranks/processes/test_external.py",
+    "smp_core/transport/test_plain_scripts.py",
+    "conformance/mutants/test_selftest.py",
+    "conformance/suite/test_recorded.py",
+    "tools/test_soak.py",
+    "conformance/session/test_sessions.py",
+    "conformance/suite/test_claims.py",
+    "smp_core/transport/mpi/test_on_ranks.py",
+    "pytest_smp/ranks/faults/test_strikes.py",
+    "pytest_smp/test_coverage.py",
+    "conformance/session/test_plugin.py",
+    "pytest_smp/test_slow_machines.py",
+    "pytest_smp/test_processes.py",
+    "pytest_smp/ranks/processes/test_fork_pool.py",
+    "conformance/session/test_namesakes.py",
+    "test_third_party.py",
+    "test_benchmarks.py",
+    "test_packaging.py",
+)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the files that take longest first; the others stay in their order."""
+    here = Path(__file__).parent
+    places = {here / name: place for place, name in enumerate(LONGEST)}
+    missing = [path for path in places if not path.exists()]
+    assert not missing, f"tests/conftest.py: LONGEST names {missing}"
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_ci() -> Iterator[None]:
