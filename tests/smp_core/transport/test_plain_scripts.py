@@ -152,12 +152,14 @@ smp.recv_from(1, smp.RankType.WORLD_RANK)
 
 
 @pytest.mark.parametrize(
-    ("end", "code", "words"),
+    ("launcher", "end", "code", "words"),
     [
-        ("raise ValueError('the last one')", 1, "ValueError: the last one"),
-        ("sys.exit(3)", 3, ""),
-        ("sys.exit('enough')", 1, "enough"),
+        # Both launchers' ranks learn of an end by one function; torchrun makes 1 of every code.
+        ("mpiexec", "raise ValueError('the last one')", 1, "ValueError: the last one"),
+        ("mpiexec", "sys.exit(3)", 3, ""),
+        ("torchrun", "sys.exit('enough')", 1, "enough"),
     ],
+    indirect=["launcher"],
     ids=["error", "exit", "message"],
 )
 def test_a_rank_that_ends_by_an_error_ends_the_job(script, launcher, end, code, words):
@@ -204,10 +206,8 @@ smp.init()
     assert "pip install 'pytest-smp[mpi]'" in text
 
 
-def test_a_configuration_that_does_not_fit_is_told(script, launcher):
-    code, text = script(
-        launcher.words(2), HEAD + "smp.init({'tensor_parallel_degree': 3, 'ddp': True})"
-    )
+def test_a_configuration_that_does_not_fit_is_told(script):
+    code, text = script(mpiexec(2), HEAD + "smp.init({'tensor_parallel_degree': 3, 'ddp': True})")
     assert code == 1, text
     assert re.search(r"ConfigError: .*tensor_parallel_degree.*2", text), text
 

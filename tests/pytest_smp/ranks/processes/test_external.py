@@ -137,15 +137,17 @@ PLAIN = """
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "words"),
+    ("launcher", "arguments", "code", "words"),
     [
-        ([], 0, "1 passed"),
-        (["-k", "no_such_test"], 5, "1 deselected"),
-        (["--smp-ranks=3"], 4, "--smp-ranks=3: the launcher has started 2 ranks"),
+        ("mpiexec", [], 0, "1 passed"),
+        ("mpiexec", ["-k", "no_such_test"], 5, "1 deselected"),
+        ("torchrun", ["--smp-ranks=3"], 4, "--smp-ranks=3: the launcher has started 2 ranks"),
     ],
+    indirect=["launcher"],
     ids=["passed", "none collected", "too many ranks"],
 )
 def test_exit_codes(command, pytester, launcher, arguments, code, words):
+    """mpiexec hands them on; of torchrun's other ends, 0 is in test_several_hosts.py."""
     pytester.makepyfile(test_it=PLAIN)
     ended, text = command([*launcher.words(2), str(pytester.path), *arguments]).end()
     assert ended == launcher.code(code), text
