@@ -145,13 +145,13 @@ RANKS = 8
 
 
 def test_the_degree_of_sharding_does_not_change_the_curve(smp_world, characters):
-    """Twenty steps of the model as it is, whose every parameter is split: one curve, plain PyTorch's.
+    """Eight steps of the model as it is, whose every parameter is split: one curve, plain PyTorch's.
 
     Without accumulation and clipping, and with a power of two ranks in a group, the published order of
     sums is one and the same for all degrees (smp_core/reduction.py)."""
-    options = characters.Options(steps=20, microbatches=1, whole=1)
+    options = characters.Options(steps=8, microbatches=1, whole=1)
     wanted = expected(characters, dataclasses.replace(options, replicas=RANKS, whole=1000))
-    assert len(set(wanted)) == 20
+    assert len(set(wanted)) == 8
     for degree in (1, 2, 4, 8):
         chosen = dataclasses.replace(options, sharding=degree)
         assert smp_world.run(characters.train, chosen, ranks=RANKS) == [wanted] * RANKS
@@ -302,8 +302,6 @@ def mpiexec() -> list[str]:
     [
         ("digits", alone),
         ("digits", torchrun),
-        ("digits", mpiexec),
-        ("characters", torchrun),
         ("characters", mpiexec),
     ],
     ids=lambda each: getattr(each, "__name__", each),
@@ -317,9 +315,9 @@ def test_a_script_has_the_same_curve_whoever_starts_it(name, launcher, monkeypat
     assert curve == expected(example, options_of(example))
 
 
-@pytest.mark.parametrize("degree", [1, 2, 4])
-def test_a_sharded_script_has_the_same_curve_on_real_ranks(degree, characters, tmp_path):
-    options = options_of(characters, sharding=degree, whole=64, microbatches=2)
+def test_a_sharded_script_has_the_same_curve_on_real_ranks(characters, tmp_path):
+    """Degree 2 of 4 ranks has every exchange: within the shard group, and between the replicas."""
+    options = options_of(characters, sharding=2, whole=64, microbatches=2)
     wanted = expected(characters, options_of(characters, microbatches=2, replicas=4))
     chosen = dataclasses.replace(options, curve=str(tmp_path / "curve.json"))
     assert run_script(characters, torchrun(4), chosen, tmp_path) == wanted
