@@ -189,9 +189,9 @@ def peak(passes: Iterable[tuple[str, int]]) -> int:
 
 def peak_of_session() -> int:
     """The same, of our last step, from its timeline: this rank's own stage."""
-    from smp_core.torch import session
+    from smp_core.torch import observe
 
-    events = sorted(session.current("benchmarks").timeline, key=lambda event: event.ended)
+    events = sorted(observe.timeline(), key=lambda event: event.ended)
     return peak((str(event.phase), event.microbatch) for event in events)
 
 

@@ -35,7 +35,7 @@ class Late:
 RIGHT = DdpEngine("theirs")
 # DistributedDataParallel averages: whoever says that it sums promises what is not so.
 WRONG = DdpEngine("boasting", conventions=Conventions(dp="sum", microbatch="sum"))
-HALF, LATE = Half(), Late()
+HALF, LATE, LAST = Half(), Late(), DdpEngine("last", protocol=1)
 """
 
 PROFILE = """
@@ -113,7 +113,8 @@ def test_what_is_no_engine_ends_the_session_before_it_runs(
         "mine:": "there is smp, ddp, fsdp2, hsdp; or give module:attribute",
         "not.there:ENGINE": "cannot import not.there: ModuleNotFoundError: No module named 'not'",
         "mine:NOTHING": "module mine has no attribute 'NOTHING'",
-        "mine:HALF": " has no capabilities, api, replica, build",
+        "mine:HALF": " has no capabilities, api, uses, replica, build",
+        "mine:LAST": "was written for version 1 of the engine protocol; this suite has 2",
         "mine:LATE": "claims the SMP API and names no module in `api`",
     }
     outputs = small(*(["small", f"--smp-engine={name}", *workers] for name in wrong))

@@ -1,0 +1,67 @@
+"""What training did on this rank, for tests and measurements: counters, timeline, traffic and memory.
+
+::
+
+    from smp_core.torch import observe
+
+    observe.timeline()             # the events of this rank's last step
+    observe.counters()             # Counters(steps=3, reductions=3)
+    observe.traffic(model)         # what sharded data parallelism has sent
+    observe.unsharded_peak(model)  # the most elements that were unsharded at a time
+    with observe.Recorder() as recorder: ...  # bytes by kind
+
+No function here communicates.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from smp_core.torch import session
+from smp_core.torch.execution.timeline import Event
+from smp_core.torch.memory.recorder import Recorder as Recorder
+from smp_core.torch.model import DistributedModel
+from smp_core.torch.sharding.traffic import Traffic
+
+
+class Counters(NamedTuple):
+    """How often this rank did something since ``smp.init``: the same on every rank."""
+
+    steps: int  #: steps that have begun
+    reductions: int  #: gradients that were reduced: once for each window of accumulated steps
+
+
+def counters() -> Counters:
+    """The counters of this rank. Raises NotInitializedError before ``smp.init``."""
+    current = session.current("observe.counters")
+    reducer = None if current.model is None else current.model.gradients
+    return Counters(current.steps, 0 if reducer is None else reducer.reductions)
+
+
+def timeline() -> tuple[Event, ...]:
+    """The events of this rank's last step, in order; empty before the first.
+
+    ``execution.timeline.violations`` checks the events of all ranks, and ``execution.timeline.write``
+    writes them for Perfetto. Raises NotInitializedError before ``smp.init``.
+    """
+    return tuple(session.current("observe.timeline").timeline)
+
+
+def traffic(model: DistributedModel) -> Traffic:
+    """What the collectives of sharded data parallelism sent for ``model`` on this rank.
+
+    The counters are empty for a model that is not sharded: plain data parallelism and pipelines are not
+    counted.
+    """
+    sharding: Any = model.sharding
+    found: Traffic = Traffic() if sharding is None else sharding.collectives.traffic
+    return found
+
+
+def unsharded_peak(model: DistributedModel) -> int:
+    """The most elements of ``model`` that were unsharded, or on their way, at a time on this rank.
+
+    0 for a model that is not sharded.
+    """
+    sharding: Any = model.sharding
+    return 0 if sharding is None else int(sharding.unsharded.peak)
