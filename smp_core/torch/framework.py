@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -121,7 +121,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 class TorchFramework:
     """Tensors are ``torch.Tensor``, parameters and other subclasses included."""
 
-    join: Callable[[list[torch.Tensor]], Any] = StepOutput
+    join: Callable[[list[torch.Tensor]], object] = StepOutput
 
     def is_tensor(self, value: object) -> bool:
         """Whether it is a tensor."""

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 from smp_core.errors import ArgumentTypeError
 
-Hook = Callable[[Any, Any], Any]
+Hook = Callable[[object, object], object]
 
 
 class Handle:
@@ -43,7 +42,7 @@ class Hooks:
         self.when, self._late = when, late
         self._registered: dict[int, Hook] = {}
         self._keys = itertools.count()
-        self._ran: tuple[Any, Any] | None = None
+        self._ran: tuple[object, object] | None = None
 
     @property
     def ran(self) -> bool:
@@ -62,7 +61,7 @@ class Hooks:
             self._call(hook, *self._ran)
         return handle
 
-    def run(self, model: Any, optimizer: Any) -> None:
+    def run(self, model: object, optimizer: object) -> None:
         """Call each hook with (model, optimizer), the first time. ``optimizer`` is None where there
         is none. What a hook raises goes on, with a note that names the hook; those after it do not
         run.
@@ -75,7 +74,7 @@ class Hooks:
             if hook is not None:
                 self._call(hook, model, optimizer)
 
-    def _call(self, hook: Hook, model: Any, optimizer: Any) -> None:
+    def _call(self, hook: Hook, model: object, optimizer: object) -> None:
         try:
             hook(model, optimizer)
         except Exception as error:

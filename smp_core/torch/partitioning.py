@@ -13,7 +13,7 @@ import operator
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import torch
 from torch import nn
@@ -142,7 +142,7 @@ def _wrap(name: str) -> None:
     original = vars(nn.Module)[name]
 
     @functools.wraps(original)
-    def marked(self: nn.Module, /, *args: Any, **kwargs: Any) -> None:
+    def marked(self: nn.Module, /, *args: object, **kwargs: object) -> None:
         original(self, *args, **kwargs)
         if _inside.indices:
             vars(self)[MARK] = _inside.indices[-1]
@@ -171,7 +171,7 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
 def model_creation(
     tensor_parallelism: bool = False,
     dtype: torch.dtype | None = None,
-    **tensor_parallel_config: Any,
+    **tensor_parallel_config: object,
 ) -> Iterator[None]:
     """The context to create a model in: ``dtype`` is torch's default dtype inside (None: as it is),
     and initialisation is delayed if the configuration has ``delayed_parameter_initialization``

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +22,9 @@ __all__ = [
     "unflatten",
 ]
 
+#: A tensor tree, and the tree of the same structure that a function makes of it.
+Tree = TypeVar("Tree")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
@@ -33,12 +36,12 @@ class Slot:
     index: int
 
 
-def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+def map_tensors(function: Callable[[torch.Tensor], object], tree: object) -> Any:
     """The tree with ``function(tensor)`` for each tensor, at any depth; the rest is as it was."""
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
-def tensors(tree: Any) -> list[torch.Tensor]:
+def tensors(tree: object) -> list[torch.Tensor]:
     """The tensors of a tree, in its order: that of a dict's insertion, an arbitrary one in a set."""
     return [leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
 
@@ -50,12 +53,13 @@ def nbytes(tensor: torch.Tensor) -> int:
     return tensor._nnz() * tensor.element_size()
 
 
-def detached(tree: Any) -> Any:
+def detached(tree: Tree) -> Tree:
     """The tree with each tensor detached from its graph; the storage is shared."""
-    return map_tensors(torch.Tensor.detach, tree)
+    changed: Tree = map_tensors(torch.Tensor.detach, tree)
+    return changed
 
 
-def flatten(tree: Any) -> tuple[list[torch.Tensor], Any]:
+def flatten(tree: object) -> tuple[list[torch.Tensor], object]:
     """The tensors, and the tree with a :class:`Slot` in place of each.
 
     A tensor that occurs twice is listed once and has two slots, so that it is one tensor again after
@@ -73,6 +77,6 @@ def flatten(tree: Any) -> tuple[list[torch.Tensor], Any]:
     return found, map_tensors(take, tree)
 
 
-def unflatten(given: Sequence[Any], tree: Any) -> Any:
+def unflatten(given: Sequence[object], tree: object) -> Any:
     """The tree with ``given[slot.index]`` in place of each slot: the inverse of :func:`flatten`."""
     return map_leaves(lambda leaf: given[leaf.index] if isinstance(leaf, Slot) else leaf, tree)

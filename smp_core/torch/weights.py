@@ -77,7 +77,7 @@ def local_buffers(model: Model) -> Iterator[torch.Tensor]:
         yield buffer
 
 
-def local_state_dict(model: Model) -> dict[str, Any]:
+def local_state_dict(model: Model) -> dict[str, object]:
     """This rank's part of the state, and ``_smp_is_partial``, which is False as long as the part is
     the whole (before partitioning); of shards ``_smp_shard``, too, which says whose they are. No
     communication. Tensors share memory with the model, as those of torch's ``state_dict`` do.
@@ -91,7 +91,7 @@ def local_state_dict(model: Model) -> dict[str, Any]:
     return state
 
 
-def state_dict(model: Model, gather_to_rank0: bool = False) -> dict[str, Any]:
+def state_dict(model: Model, gather_to_rank0: bool = False) -> dict[str, object]:
     """The state of the whole model: keys, order and values of the wrapped module's own
     ``state_dict``, as a plain dict.
 
@@ -126,10 +126,10 @@ def state_dict(model: Model, gather_to_rank0: bool = False) -> dict[str, Any]:
     return entries
 
 
-_ELSEWHERE: Any = object()  # the value of a key that another rank holds
+_ELSEWHERE: object = object()  # the value of a key that another rank holds
 
 
-def _entries(model: Model) -> dict[str, Any]:
+def _entries(model: Model) -> dict[str, object]:
     """The module's state in torch's order, where values of other ranks are ``_ELSEWHERE``.
 
     A parameter or buffer is the owner's under whatever key a hook of the module put it; anything else
@@ -138,7 +138,7 @@ def _entries(model: Model) -> dict[str, Any]:
     state = model.module.state_dict(keep_vars=True)
     owners = {id(entry.tensor): entry.module for entry in sharing.entries(model.module)}
     paths = {path for path, _ in model.module.named_modules(remove_duplicate=False)}
-    entries: dict[str, Any] = {}
+    entries: dict[str, object] = {}
     for key, value in state.items():
         path = owners.get(id(value))
         if path is None:
@@ -152,11 +152,11 @@ def _entries(model: Model) -> dict[str, Any]:
     return entries
 
 
-def _packed(entries: dict[str, Any]) -> tuple[dict[str, int], list[Any]]:
+def _packed(entries: Mapping[str, object]) -> tuple[dict[str, int], list[object]]:
     """(key to index, values) of what is here: tied entries travel once, views without their base."""
     keys: dict[str, int] = {}
-    values: list[Any] = []
-    known: dict[Any, int] = {}
+    values: list[object] = []
+    known: dict[object, int] = {}
     for key, value in entries.items():
         if value is _ELSEWHERE:
             continue
@@ -175,10 +175,10 @@ def _packed(entries: dict[str, Any]) -> tuple[dict[str, int], list[Any]]:
 
 def load_state_dict(
     model: Model,
-    state: Mapping[str, Any],
+    state: Mapping[str, object],
     strict: bool = True,
     same_partition_load: bool = False,
-) -> Any:
+) -> object:
     """Load a full state, or this rank's partial one (``_smp_is_partial`` true), into the model.
 
     Before the model is partitioned the load waits until it is, and the result is None; what it raises,
@@ -201,9 +201,9 @@ def load_state_dict(
     return _load(model, state, strict, same_partition_load)
 
 
-def deferred(model: Model) -> list[tuple[Mapping[str, Any], bool, bool]]:
+def deferred(model: Model) -> list[tuple[Mapping[str, object], bool, bool]]:
     """The loads that wait for the partition."""
-    loads: list[tuple[Mapping[str, Any], bool, bool]] = vars(model).setdefault("_smp_loads", [])
+    loads: list[tuple[Mapping[str, object], bool, bool]] = vars(model).setdefault("_smp_loads", [])
     return loads
 
 
@@ -220,14 +220,14 @@ def load_deferred(model: Model) -> None:
         optimizer.load_deferred()
 
 
-def _load(model: Model, state: Mapping[str, Any], strict: bool, same_partition: bool) -> Any:
+def _load(model: Model, state: Mapping[str, object], strict: bool, same_partition: bool) -> object:
     result = _load_values(model, state, strict, same_partition)
     if model.masters is not None:
         model.masters.adopt()
     return result
 
 
-def check(model: Model, state: Mapping[str, Any], strict: bool, same_partition: bool) -> None:
+def check(model: Model, state: Mapping[str, object], strict: bool, same_partition: bool) -> None:
     """Raise what :func:`load_state_dict` would of keys and shapes, and change nothing: for a partitioned
     model, and a state that needs no communication (full, or with ``same_partition``).
 
@@ -265,7 +265,9 @@ _EXTRA = "_extra_state"
 _SAID = {PARTIAL, SHARD}
 
 
-def _load_values(model: Model, state: Mapping[str, Any], strict: bool, same_partition: bool) -> Any:
+def _load_values(
+    model: Model, state: Mapping[str, object], strict: bool, same_partition: bool
+) -> object:
     if model.sharding is not None:
         model.sharding.reshard()
     partial = bool(state.get(PARTIAL, False))
@@ -275,7 +277,7 @@ def _load_values(model: Model, state: Mapping[str, Any], strict: bool, same_part
     runtime = model._session.runtime
     group = runtime.group(GroupKind.PP)
     if partial and not same_partition and len(group.ranks) > 1:
-        merged: dict[str, Any] = {}
+        merged: dict[str, object] = {}
         for keys, values in runtime.fabric.objects.allgather(_packed(plain), group):
             merged.update({key: values[index] for key, index in keys.items()})
         plain = {**merged, **plain}
@@ -297,7 +299,7 @@ def _load_values(model: Model, state: Mapping[str, Any], strict: bool, same_part
         return type(result)(missing, result.unexpected_keys)
 
 
-def _with_metadata(plain: dict[str, Any], state: Any) -> Any:
+def _with_metadata(plain: dict[str, object], state: Any) -> Any:
     """A copy that keeps the versions of the modules, by which they read old states."""
     import collections
 
@@ -332,7 +334,7 @@ def _meta(model: Model, shards: bool = False, elsewhere: bool = False) -> Iterat
 
     ``shards``: sharded parameters have the shapes of their shards.
     """
-    before: list[tuple[dict[str, Any], str, Any]] = []
+    before: list[tuple[dict[str, Any], str, object]] = []
     names: set[str] = set()
     first_name = {id(entry.tensor): entry.name for entry in placement.unique(model.module)}
     shapes = vars(model).get(placement.SHAPES, {})

@@ -24,7 +24,7 @@ import re
 import uuid
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -186,7 +186,7 @@ class _Noting:
         self._file = file
         self.error: OSError | None = None
 
-    def write(self, data: Any) -> int:
+    def write(self, data: bytes) -> int:
         try:
             return self._file.write(data)
         except OSError as error:
@@ -223,7 +223,7 @@ def _remove_if_dead(part: Path) -> None:
 
 
 @contextlib.contextmanager
-def named(path: Path, what: str) -> Any:
+def named(path: Path, what: str) -> Iterator[None]:
     """Say of errors of the file system which file they are about."""
     try:
         yield
@@ -255,7 +255,7 @@ _ADVICE = {
 
 
 @contextlib.contextmanager
-def _opened(path: Path, what: str) -> Any:
+def _opened(path: Path, what: str) -> Iterator[IO[bytes]]:
     try:
         file = open(path, "rb")  # noqa: SIM115  closed below
     except FileNotFoundError as error:

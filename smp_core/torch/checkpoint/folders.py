@@ -22,7 +22,6 @@ import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from smp_core.torch.checkpoint import files
 from smp_core.torch.exceptions import CheckpointError
@@ -222,7 +221,7 @@ def _old(path: Path, tag: str) -> Path:
 
 
 @contextlib.contextmanager
-def _said(path: Path) -> Any:
+def _said(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -88,7 +88,7 @@ def _check(obj: object, call: str, name: str) -> bool:
     return numpy
 
 
-def _number_of(value: object) -> Any:
+def _number_of(value: object) -> object:
     """A scalar of numpy's as a number, an array of numbers as a tensor of its own; None of others."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.generic | numpy.ndarray):
@@ -118,7 +118,7 @@ def _made_plain(value: Any, made: dict[int, Any]) -> Any:
             setattr(copy, name, _made_plain(item, made))
         return copy
     if kind is list:
-        items: list[Any] = []
+        items: list[object] = []
         made[id(value)] = items
         items.extend(_made_plain(item, made) for item in value)
         return items

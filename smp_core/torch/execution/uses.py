@@ -39,7 +39,7 @@ import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -52,8 +52,7 @@ from smp_core.torch.exceptions import OutsideStepError, ShardingError
 from smp_core.torch.execution import streams
 from smp_core.torch.execution.source import WHOLE, ParameterSource
 from smp_core.torch.parameters import registration
-
-_Tree = TypeVar("_Tree")
+from smp_core.torch.tensor_tree import Tree
 
 
 class GradientSink(Protocol):
@@ -281,7 +280,7 @@ def same_keys(function: Callable[..., object]) -> Callable[..., object]:
     return run
 
 
-def identities(tree: _Tree) -> _Tree:
+def identities(tree: Tree) -> Tree:
     """The tensor tree with a view in place of each tensor that requires a gradient.
 
     A tensor that occurs twice becomes one view, which occurs twice.
@@ -293,7 +292,7 @@ def identities(tree: _Tree) -> _Tree:
     # common source in the order of the inputs, as one node for all of them does.
     for number in reversed(range(len(given))):
         given[number] = _identity(given[number])
-    changed: _Tree = tensor_tree.unflatten(given, rest)
+    changed: Tree = tensor_tree.unflatten(given, rest)
     return changed
 
 

@@ -119,12 +119,14 @@ def policy_of(
     return CheckpointPolicy(bool(preserve_rng_state))
 
 
-def run(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], once: Callable[..., Any]) -> Any:
+def run(
+    site: Site, args: tuple[object, ...], kwargs: dict[str, object], once: Callable[..., object]
+) -> object:
     """``once(*args, **kwargs)``, which runs the module of ``site`` on this rank, as its policy says.
 
     Called where the module runs; ``once`` is called again, maybe in another thread, by backward.
     """
-    policy = kwargs.pop(ARGUMENT, None) if ARGUMENT in kwargs else vars(site.module).get(MARK)
+    policy: Any = kwargs.pop(ARGUMENT, None) if ARGUMENT in kwargs else vars(site.module).get(MARK)
     if policy is None or not torch.is_grad_enabled():
         return once(*args, **kwargs)
     if policy.group is not None:
@@ -176,7 +178,7 @@ def _under_torchs(activity: Activity | None) -> bool:
 _TORCHS = "torch.utils.checkpoint"
 
 
-def forward(site: Site, /, *args: Any, **kwargs: Any) -> Any:
+def forward(site: Site, /, *args: object, **kwargs: object) -> object:
     """The module's own ``forward``; of a Sequential that is checkpointed, layer by layer as it says."""
     policy = _thread.policies.get(id(site.module))
     if policy is None or kwargs or len(args) != 1:
@@ -196,8 +198,8 @@ class CheckpointedSite(Site):
 
 
 def call(
-    module: nn.Module, policy: CheckpointPolicy, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+    module: nn.Module, policy: CheckpointPolicy, args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
     """Call a module under a policy, wherever it is."""
     site = site_of(module)
     if site is not None:
@@ -239,10 +241,10 @@ def _region(
     module: nn.Module,
     path: str,
     policy: CheckpointPolicy,
-    once: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+    once: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> object:
     activity = activities.current()
     buffers = recompute.Buffers(module)
 
@@ -267,7 +269,7 @@ def _region(
 
 
 @contextlib.contextmanager
-def _told(activity: Any, path: str) -> Iterator[None]:
+def _told(activity: object, path: str) -> Iterator[None]:
     """Let the timeline know."""
     repeats = getattr(getattr(activity, "step", None), "timeline", None)
     tell = getattr(repeats, "recomputes", None)
@@ -324,11 +326,11 @@ class _Run(nn.Module):
         # Not by register_module: they stay where they are in the tree of the model.
         self.__dict__["layers"] = layers
 
-    def modules(self) -> Any:  # type: ignore[override]
+    def modules(self) -> object:  # type: ignore[override]
         """Those of the layers, each once."""
         return iter({id(each): each for layer in self.layers for each in layer.modules()}.values())
 
-    def forward(self, value: Any) -> Any:
+    def forward(self, value: object) -> object:
         for layer in self.layers:
             value = layer(value)
         return value
@@ -344,7 +346,7 @@ def _grouping(site: Site, policy: CheckpointPolicy) -> Iterator[None]:
         _thread.policies = before
 
 
-def _layers(site: Site, policy: CheckpointPolicy, value: Any) -> Any:
+def _layers(site: Site, policy: CheckpointPolicy, value: object) -> object:
     """The layers of a Sequential, group by group."""
     assert policy.group is not None
     value = _checked_input(site.path, policy, value)
@@ -379,7 +381,7 @@ def _cut(layers: list[nn.Module], size: int) -> list[list[nn.Module]]:
     return [layers[start : start + size] for start in range(0, len(layers), size)]
 
 
-def _checked_input(path: str, policy: CheckpointPolicy, value: Any) -> Any:
+def _checked_input(path: str, policy: CheckpointPolicy, value: object) -> object:
     if isinstance(value, tuple) and not policy.pack_args_as_tuple:
         raise ArgumentError(
             f"activation checkpointing: module {path!r} (Sequential) got a tuple. Set pack_args_as_tuple=True: its "
@@ -388,7 +390,7 @@ def _checked_input(path: str, policy: CheckpointPolicy, value: Any) -> Any:
     return value
 
 
-def _same_keys(part: _Run) -> Callable[..., Any]:
+def _same_keys(part: _Run) -> Callable[..., object]:
     """A region that is a module call has its key. A group of layers is part of its Sequential's call,
     and unknown to those who count calls.
     """

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -31,12 +31,12 @@ Tensor = torch.Tensor
 
 def run(
     name: str,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    function: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
     again: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     preserve_rng_state: bool = True,
-) -> Any:
+) -> object:
     """``function(*args, **kwargs)``, keeping its inputs and none of its activations for backward.
 
     The repetition runs under ``again()``, with the autocast of the first time, and, if
@@ -71,7 +71,7 @@ class _Holder:
 
     def __init__(self, region: _Region, number: int) -> None:
         self.region, self.number = region, number
-        self.value: Any = None  # as saving.keep has it
+        self.value: saving.Kept | None = None
 
 
 class _Region:
@@ -80,9 +80,9 @@ class _Region:
     def __init__(
         self,
         name: str,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         inputs: _Inputs,
-        rest: Any,
+        rest: object,
         again: Callable[[], AbstractContextManager[None]],
         preserve_rng_state: bool,
     ) -> None:
@@ -95,7 +95,7 @@ class _Region:
             torch.is_autocast_cache_enabled(),
         )
         # A holder that nobody holds any more needs no value.
-        self._holders: list[tuple[weakref.ref[_Holder], tuple[Any, ...]]] = []
+        self._holders: list[tuple[weakref.ref[_Holder], tuple[object, ...]]] = []
         self.complete = False
 
     def pack(self, tensor: Tensor) -> _Holder:
@@ -149,7 +149,7 @@ def _open(holder: _Holder) -> Tensor:
     return saving.opened(holder.value)
 
 
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
+def _kind(tensor: Tensor) -> tuple[object, ...]:
     return tuple(tensor.shape), tensor.dtype
 
 
@@ -182,12 +182,12 @@ class _Keep(torch.autograd.Function):
         return torch.empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> object:
         raise AssertionError("nothing runs backwards through what only keeps tensors")
 
 
 @contextlib.contextmanager
-def _generator_at(state: Tensor | None) -> Any:
+def _generator_at(state: Tensor | None) -> Iterator[None]:
     before = torch.default_generator.get_state()
     if state is not None:
         torch.default_generator.set_state(state)
@@ -217,7 +217,7 @@ class Buffers:
         ]
 
     @contextlib.contextmanager
-    def restored(self) -> Any:
+    def restored(self) -> Iterator[None]:
         """While entered, the modules have copies of what they had, and the modes."""
         modes = [(child, child.training) for child, _ in self._modes]
         _set_modes(self._modes)
@@ -239,7 +239,9 @@ def _set_modes(modes: list[tuple[nn.Module, bool]]) -> None:
 
 
 #: By module and name the last copy of a buffer, for as long as a region needs it.
-_copies: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+_copies: weakref.WeakKeyDictionary[nn.Module, dict[str, weakref.ref[Tensor]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _copy(module: nn.Module, name: str, buffer: Tensor) -> Tensor:

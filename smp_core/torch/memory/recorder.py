@@ -142,7 +142,7 @@ class Recorder:
                 reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
                 self._held[storage._cdata] = reference, storage.nbytes(), kind
 
-    def saved(self, value: Any) -> None:
+    def saved(self, value: object) -> None:
         """Count ``value.tensor`` as an activation while autograd keeps ``value``."""
         self._saved.add(value)
 
@@ -168,7 +168,7 @@ class Recorder:
 def _state(session: sessions.Session) -> Iterator[tuple[str, list[torch.Tensor]]]:
     """The tensors that the rank keeps between steps, by kind."""
     model, optimizer = session.model, session.optimizer
-    grads: list[Any] = []
+    grads: list[torch.Tensor | None] = []
     if model is not None:
         own: list[torch.Tensor] = []
         for module in model.module.modules():
@@ -190,7 +190,7 @@ def _state(session: sessions.Session) -> Iterator[tuple[str, list[torch.Tensor]]
         yield OPTIMIZER, list(_tensors(optimizer.optimizer.state.values()))
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+def _tensors(values: Iterable[object]) -> Iterator[torch.Tensor]:
     """All tensors of a state, at any depth."""
     for value in values:
         if isinstance(value, torch.Tensor):

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -29,8 +28,7 @@ from torch.utils._pytree import tree_map
 from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import UnsupportedTrainingError
 from smp_core.torch.session import Session
-
-_Tree = TypeVar("_Tree")  # a tree of tensors, and a tree of the same shape
+from smp_core.torch.tensor_tree import Tree
 
 _META = torch.device("meta")
 _NEEDS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -156,9 +154,9 @@ class Tape:
             number, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         )
 
-    def _name(self, tree: _Tree) -> _Tree:
+    def _name(self, tree: Tree) -> Tree:
         """Replace delayed tensors by references and copy the others, which may change before the replay."""
-        changed: _Tree = tree_map(
+        changed: Tree = tree_map(
             lambda leaf: (
                 leaf
                 if not isinstance(leaf, torch.Tensor)
@@ -170,8 +168,8 @@ class Tape:
         )
         return changed
 
-    def _swap(self, tree: _Tree, real: Callable[[_Ref], torch.Tensor]) -> _Tree:
-        changed: _Tree = tree_map(
+    def _swap(self, tree: Tree, real: Callable[[_Ref], torch.Tensor]) -> Tree:
+        changed: Tree = tree_map(
             lambda leaf: (
                 real(self._refer(leaf))
                 if isinstance(leaf, torch.Tensor) and self.knows(leaf)
@@ -227,8 +225,8 @@ def _drawing_from(state: torch.Tensor | None, kwargs: dict[str, object]) -> Iter
             torch.set_rng_state(before)
 
 
-def _to_meta(tree: _Tree) -> _Tree:
-    moved: _Tree = tree_map(
+def _to_meta(tree: Tree) -> Tree:
+    moved: Tree = tree_map(
         lambda leaf: leaf.to(_META) if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf,
         tree,
     )

@@ -19,6 +19,7 @@ from smp_core.errors import ArgumentTypeError
 from smp_core.torch import tensor_tree
 from smp_core.torch.parameters import creation, sharing
 from smp_core.torch.session import Session
+from smp_core.torch.tensor_tree import Tree
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -82,16 +83,18 @@ def _convert_shared(tensors: list[torch.Tensor], dtype: torch.dtype) -> None:
         tensor.data = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def inputs(tree: Any, dtype: torch.dtype) -> Any:
+def inputs(tree: Tree, dtype: torch.dtype) -> Tree:
     """A tree of arguments with its float32 tensors in ``dtype``; the rest, other floating-point dtypes
     too, as it is. One tensor given twice is one tensor still.
     """
-    return _cast(tree, (torch.float32,), dtype)
+    changed: Tree = _cast(tree, (torch.float32,), dtype)
+    return changed
 
 
-def outputs(tree: Any) -> Any:
+def outputs(tree: Tree) -> Tree:
     """A tree of results with its 16-bit tensors in float32."""
-    return _cast(tree, HALF, torch.float32)
+    changed: Tree = _cast(tree, HALF, torch.float32)
+    return changed
 
 
 def _cast(tree: Any, given: tuple[torch.dtype, ...], to: torch.dtype) -> Any:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -287,7 +287,7 @@ class Masters:
         if self.parts is None:
             self.publish()
 
-    def moved(self, parameter: nn.Parameter, state: Any) -> Any:
+    def moved(self, parameter: nn.Parameter, state: object) -> object:
         """An optimizer's state of a parameter as that of its master: what has the parameter's shape is cut
         to this rank's part, and is float32 where it was 16-bit. The rest, as a step counter, is as it was.
         """
@@ -307,7 +307,7 @@ class Masters:
 _SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
-def is_elementwise(key: Any, value: Any, shape: torch.Size | tuple[int, ...]) -> bool:
+def is_elementwise(key: object, value: object, shape: torch.Size | tuple[int, ...]) -> bool:
     """Whether an optimizer's state has a value for each element of a parameter of this shape."""
     return isinstance(value, torch.Tensor) and value.shape == shape and key not in _SCALARS
 
