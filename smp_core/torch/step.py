@@ -30,7 +30,7 @@ class Step(Generic[P]):
 
     def __init__(
         self,
-        function: Callable[P, Any],
+        function: Callable[P, object],
         non_split_inputs: Collection[str] | None,
         input_split_axes: Mapping[str, int] | None,
         detach_outputs: bool,
@@ -71,9 +71,9 @@ class Step(Generic[P]):
             calls = microbatch.split(FRAMEWORK, self._rules, batch, count)
             return [Call((index, call), {}) for index, call in enumerate(calls)]
 
-        first: list[tuple[int, Any]] = []
+        first: list[tuple[int, object]] = []
 
-        def body(index: int, call: Call) -> Any:
+        def body(index: int, call: Call) -> object:
             result = self._function(*call.args, **call.kwargs)
             if not session.tracing:
                 # Here, where an error is one of the step: every rank raises it, before any gradient
@@ -95,7 +95,7 @@ class Step(Generic[P]):
 
 
 @overload
-def step(function: Callable[P, Any], /) -> Step[P]: ...
+def step(function: Callable[P, object], /) -> Step[P]: ...
 
 
 @overload
@@ -104,7 +104,7 @@ def step(
     /,
     input_split_axes: Mapping[str, int] | None = None,
     detach_outputs: bool = True,
-) -> Callable[[Callable[P, Any]], Step[P]]: ...
+) -> Callable[[Callable[P, object]], Step[P]]: ...
 
 
 @overload
@@ -113,7 +113,7 @@ def step(
     non_split_inputs: Collection[str] | None = None,
     input_split_axes: Mapping[str, int] | None = None,
     detach_outputs: bool = True,
-) -> Callable[[Callable[P, Any]], Step[P]]: ...
+) -> Callable[[Callable[P, object]], Step[P]]: ...
 
 
 def step(
@@ -148,7 +148,7 @@ def step(
     if type(detach_outputs) is not bool:
         raise ArgumentTypeError(f"smp.step: detach_outputs={detach_outputs!r} is no bool")
 
-    def decorate(function: Callable[..., Any]) -> Step[...]:
+    def decorate(function: Callable[..., object]) -> Step[...]:
         return Step(function, non_split_inputs, input_split_axes, detach_outputs)
 
     return decorate if function is None else decorate(function)

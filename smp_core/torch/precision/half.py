@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ OPERATORS = (
 
 # Autocast on a kind of device that torch names and has nothing for: no kernel stands at this key but ours. The key
 # of the CPU's own autocast has torch's list of operators, which a 16-bit run does not want.
-_KEY: Any = torch._C.DispatchKey.AutocastIPU  # type: ignore[attr-defined]
+_KEY: torch._C.DispatchKey = torch._C.DispatchKey.AutocastIPU  # type: ignore[attr-defined]
 _installing = threading.Lock()
 
 
@@ -60,7 +60,7 @@ def in_float32() -> Iterator[None]:
 
 
 @functools.cache
-def _libraries() -> Any:
+def _libraries() -> object:
     """What keeps the functions in place, at a key that only ``in_float32`` switches on."""
     others: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     others.fallback(torch.library.fallthrough_kernel, _KEY.name)
@@ -70,12 +70,13 @@ def _libraries() -> Any:
     return others, library
 
 
-def _widening(operator: Any) -> Any:
+def _widening(operator: Callable[..., object]) -> Callable[..., object]:
     """The operator with its 16-bit arguments in float32, and its float32 results in their dtype."""
     below = torch._C.DispatchKeySet(_KEY)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        kinds = (each.dtype for each in tree_leaves((args, kwargs)) if _is_tensor(each))
+    def call(*args: object, **kwargs: object) -> object:
+        leaves = tree_leaves((args, kwargs))
+        kinds = (each.dtype for each in leaves if isinstance(each, torch.Tensor))
         dtype = next((each for each in kinds if each in _HALF), None)
         with torch._C._ExcludeDispatchKeyGuard(below):
             if dtype is None:
@@ -86,13 +87,13 @@ def _widening(operator: Any) -> Any:
     return call
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
+def _widened(value: object) -> object:
+    if isinstance(value, torch.Tensor) and value.dtype in _HALF:
+        return value.to(torch.float32)
+    return value
 
 
-def _widened(value: Any) -> Any:
-    return value.to(torch.float32) if _is_tensor(value) and value.dtype in _HALF else value
-
-
-def _rounded(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if _is_tensor(value) and value.dtype is torch.float32 else value
+def _rounded(value: object, dtype: torch.dtype) -> object:
+    if isinstance(value, torch.Tensor) and value.dtype is torch.float32:
+        return value.to(dtype)
+    return value

@@ -52,7 +52,7 @@ class LossScaler:
     def update_scale(self, overflow: bool) -> None:
         """After a step's gradients were looked at: ``overflow`` is the world's."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """All that the scaler remembers, as numbers."""
         return {"dynamic": self.dynamic, **{name: getattr(self, name) for name in self._FIELDS}}
 
@@ -178,7 +178,7 @@ def dynamic_arguments(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _scale(name: str, value: Any) -> float:
+def _scale(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ArgumentTypeError(f"{_CALL}: {name}={value!r} is no number")
     if not math.isfinite(value) or value <= 0:
@@ -186,7 +186,7 @@ def _scale(name: str, value: Any) -> float:
     return float(value)
 
 
-def _count(name: str, value: Any) -> int:
+def _count(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentTypeError(f"{_CALL}: {name}={value!r} is no whole number")
     if value < 1:
