@@ -1,4 +1,4 @@
-"""Bugs of what objects are sent: sizes, nests, identity, types, arrays, tensors."""
+"""Bugs of what objects are sent: sizes, containers, identity, types, arrays, tensors."""
 
 from __future__ import annotations
 

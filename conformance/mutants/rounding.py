@@ -161,7 +161,7 @@ def doubles_are_converted(patch: Patch) -> None:
 
 @BUGS.enter("PREC-NESTS")
 def outputs_stay_narrow(patch: Patch) -> None:
-    """16-bit outputs in nests stay as they are"""
+    """16-bit outputs in containers stay as they are"""
     right = casting.outputs
     patch.setattr(
         casting, "outputs", lambda nest: right(nest) if isinstance(nest, Tensor) else nest

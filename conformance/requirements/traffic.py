@@ -582,7 +582,7 @@ PAYLOADS = (
     ),
     Requirement(
         "COMM-PAYLOAD-NESTED",
-        "Nests of a hundred levels arrive with their structure.",
+        "Containers of a hundred levels arrive with their structure.",
         _PICKLABLE,
         Level.L1,
         _OBJECTS,

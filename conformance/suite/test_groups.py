@@ -60,7 +60,7 @@ def test_ranks_count_from_0(smp_world: SmpWorld, data: st.DataObject) -> None:
 @given(data=st.data())
 @on_ranks
 def test_local_ranks_count_from_0_on_every_node(smp_world: SmpWorld, data: st.DataObject) -> None:
-    # Which ranks share a node is the host's affair. But nodes of n ranks have n local ranks each, so
+    # Which ranks share a node is the executor's affair. But nodes of n ranks have n local ranks each, so
     # among all ranks that say "one of n" every local rank from 0 to n - 1 is there equally often.
     ranks = data.draw(sizes(smp_world), "ranks")
     seen = Counter(map(tuple, smp_world.run(call, ["local_rank", "local_size"], ranks=ranks)))

@@ -187,7 +187,7 @@ def converted(nest: Any, given: tuple[torch.dtype, ...], to: torch.dtype) -> Any
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two nests are alike, down to the dtypes."""
+    """Whether two containers are alike, down to the dtypes."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         both = isinstance(one, Tensor) and isinstance(other, Tensor)
         return both and alike(one, other) and bool((one.signbit() == other.signbit()).all())

@@ -66,7 +66,7 @@ def state_of(script: Script) -> State:
 
 
 def same(one: Any, other: Any, place: str = "state") -> None:
-    """Assert that two nests hold the same, to the bit."""
+    """Assert that two containers hold the same, to the bit."""
     if isinstance(other, Tensor):
         assert isinstance(one, Tensor), place
         assert one.shape == other.shape, f"{place}: {one.shape}, not {other.shape}"

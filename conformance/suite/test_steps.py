@@ -392,7 +392,7 @@ LEAVES: Mapping[str, Callable[[int], Any]] = {
 def plans(leaves: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
     """Structures of results, with names of LEAVES for leaves."""
 
-    def nests(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         return st.one_of(
             st.lists(inner, max_size=3),
             st.lists(inner, max_size=3).map(tuple),
@@ -402,7 +402,7 @@ def plans(leaves: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
             st.builds(Output, inner, inner),
         )
 
-    return st.recursive(leaves, nests, max_leaves=6)
+    return st.recursive(leaves, containers, max_leaves=6)
 
 
 def filled(plan: Any, leaf: Callable[[str], Any]) -> Any:

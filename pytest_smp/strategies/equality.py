@@ -20,7 +20,7 @@ def same(a: object, b: object) -> bool:
     Strides do not count, because a copy need not keep them.
 
     Containers are followed: tuple (also named), list, dict, set, frozenset and dataclasses. Objects
-    of any other type are compared by ``==``. Nests must not contain themselves.
+    of any other type are compared by ``==``. Containers must not contain themselves.
     """
     if type(a) is not type(b):
         return False

@@ -1,4 +1,4 @@
-"""Calls of steps: batches in nests, how each argument is split, and what each microbatch must get.
+"""Calls of steps: batches in containers, how each argument is split, and what each microbatch must get.
 
 What a microbatch must get is computed from the recipe alone, by the definition: of ``n`` microbatches,
 number ``i`` gets the elements from ``i * size / n`` on, ``size / n`` of them, along the batch axis.
@@ -109,7 +109,7 @@ def _made(leaf: Any) -> Any:
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """The nest with ``function(leaf)`` for each leaf: for the nests that are drawn here."""
+    """The container with ``function(leaf)`` for each leaf: for the containers that are drawn here."""
     match value:
         case Pair():
             return Pair(*(_mapped(function, part) for part in value))
@@ -128,10 +128,10 @@ def batches(
     dtype: torch.dtype | SearchStrategy[torch.dtype] | None = None,
     depth: int = 2,
 ) -> SearchStrategy[Batch]:
-    """Draw arguments: nests of tensors, sliceables and other things.
+    """Draw arguments: containers of tensors, sliceables and other things.
 
     Every tensor has the batch axis, and a batch of its own that the microbatches divide: sizes differ,
-    and are sometimes 0. Tensors have every layout and dtype. Nests are lists, tuples, dicts, sets,
+    and are sometimes 0. Tensors have every layout and dtype. Containers are lists, tuples, dicts, sets,
     ordered dicts and :class:`~pytest_smp.strategies.Pair`. Shrinks towards a small tensor.
 
     Args:
@@ -140,7 +140,7 @@ def batches(
             tensors are of any shape.
         slicing: whether sliceables occur.
         dtype: of the tensors; all of them by default.
-        depth: most nests in one another; with 0, an argument is a tensor or another leaf.
+        depth: most containers in one another; with 0, an argument is a tensor or another leaf.
 
     Raises:
         InvalidArgument: an argument is not as above.
@@ -169,7 +169,7 @@ _others = st.none() | st.integers(0, 9) | st.text(max_size=3)
 _sides = st.sampled_from([1, 2, 3, 0])
 _counts = st.integers(0, 3)
 _keys = st.lists(st.text(max_size=3) | st.integers(0, 9), unique=True, max_size=3)
-_nests: list[Any] = 6 * [None] + [list, tuple, dict, Pair, OrderedDict, set, frozenset]
+_containers: list[Any] = 6 * [None] + [list, tuple, dict, Pair, OrderedDict, set, frozenset]
 _recipes = functools.lru_cache(maxsize=2048)(recipes)
 
 
@@ -186,7 +186,7 @@ def _tensors(draw: DrawFn, microbatches: int, axis: int | None, dtype: Any) -> T
 # Not by `st.recursive`, which takes ten times as long.
 @st.composite
 def _batch(draw: DrawFn, leaves: list[SearchStrategy[Any]], depth: int, axis: int | None) -> Batch:
-    kinds, chosen = st.sampled_from(_nests), st.integers(0, len(leaves) - 1)
+    kinds, chosen = st.sampled_from(_containers), st.integers(0, len(leaves) - 1)
 
     def value(left: int) -> Any:
         kind = draw(kinds) if left else None

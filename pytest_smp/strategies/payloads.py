@@ -57,7 +57,7 @@ def objects(*, tensors: bool = True, max_leaves: int = 8) -> SearchStrategy[Any]
 
     Leaves are None, bools, ints of any size, floats (infinities and -0.0 among them, no nan), str,
     bytes, one-dimensional numpy arrays, and tensors of every dtype that torch can unpickle, of every
-    layout, with and without elements. Nests are tuples, lists, dicts, sets, frozensets,
+    layout, with and without elements. Containers are tuples, lists, dicts, sets, frozensets,
     :class:`Pair` and :class:`Record`. Shrinks towards ``None``.
 
     In a failing example a tensor is shown as the recipe it was made from: ``TensorSpec(...).make()``.

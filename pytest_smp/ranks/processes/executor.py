@@ -489,7 +489,7 @@ class ProcessExecutor(Executor):
         job_spec = self._job_cache.job_spec(job)
         arguments = serialization.dumps(job.arguments)
 
-        @functools.cache  # ranks that have the orders get the same bytes
+        @functools.cache  # ranks that have the job spec get the same bytes
         def task(known: bool) -> bytes:
             told = None if known else job_spec
             return Task(number, size, told, job.seed, arguments, bool(job.faults)).packed()
@@ -502,7 +502,7 @@ class ProcessExecutor(Executor):
 
 
 class _JobCache:
-    """The orders that were given last: others are made when something has changed."""
+    """The job spec that was made last: another is made when something has changed."""
 
     def __init__(self, started_with: dict[str, str], check: bool) -> None:
         self._started_with, self._check = started_with, check

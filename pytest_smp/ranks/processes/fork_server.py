@@ -1,4 +1,4 @@
-"""The fork server: a process that has everything imported and forks ranks, of the `pool` host and of a
+"""The fork server: a process that has everything imported and forks ranks, of the worker pool and of a
 launcher's job.
 
 Importing torch takes about a second, forking what has imported it a few milliseconds. The fork server
@@ -107,9 +107,9 @@ class ForkServer:
         self._tell(forked=slot, pid=pid)
         self._reap()  # it may have ended before
 
-    def _prepare(self, parcel: str) -> None:
+    def _prepare(self, prelude: str) -> None:
         try:
-            pickle.loads(bytes.fromhex(parcel))()
+            pickle.loads(bytes.fromhex(prelude))()
         except BaseException as error:
             self._tell(prepared=f"{type(error).__name__}: {error}")
         else:

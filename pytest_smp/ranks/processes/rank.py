@@ -110,7 +110,7 @@ class _Line:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Standing:
-    """What orders say, unpickled."""
+    """The body and the fields of a job spec, unpickled."""
 
     body: Callable[..., Any]
     fields: dict[str, Any]

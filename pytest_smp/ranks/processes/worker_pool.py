@@ -114,7 +114,7 @@ class RankProcess:
     control: Connection
     line: Connection
     worlds: dict[int, int] = dataclasses.field(default_factory=dict)  # size: forming
-    job_spec: int = 0  # the key of the orders that it has
+    job_spec: int = 0  # the key of the job spec that it has
     records: int = 0  # bytes read from its line in this run
     over: bool = False  # its end has been told
     busy: bool = False  # is to say that it waits for the next task, and has not yet

@@ -36,7 +36,7 @@ class SimFabric:
         self.local_rank, self.local_size = context.rank, context.size  # one simulated node
         self.objects = SimObjects(context, world.router)
         self.unwaited: dict[int, SimWork] = {}
-        self.airspace: OverlapTable[SimWork] = OverlapTable()
+        self.overlap_table: OverlapTable[SimWork] = OverlapTable()
         self._shared, self._context = world, context
         self._torch_world: torch_private.RankWorld | None = None
         self._handles: dict[Group, SimProcessGroup] = {}

@@ -123,7 +123,7 @@ class SimProcessGroup(CheckedGroup):
             raise ArgumentError(
                 f"{call}: two outputs share memory: one value would overwrite the other"
             )
-        work = self._context.fabric.airspace.conflict(in_flight, forgives)
+        work = self._context.fabric.overlap_table.conflict(in_flight, forgives)
         if work is not None:
             work.race(f"{call} uses memory of {work.name}, which is still in flight")
         if asynchronous:

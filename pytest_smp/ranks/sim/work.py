@@ -46,7 +46,7 @@ class SimWork(Work):
         self.in_flight, self.name, self.place = in_flight, name, place
         self._forgotten = False
         context.fabric.unwaited[id(self)] = self
-        context.fabric.airspace.enter(in_flight, self)
+        context.fabric.overlap_table.enter(in_flight, self)
 
     @property
     def receives(self) -> bool:
@@ -66,7 +66,7 @@ class SimWork(Work):
         context = self._context
         if context.fabric.unwaited.pop(id(self), None) is None:
             return
-        context.fabric.airspace.leave(self.in_flight)
+        context.fabric.overlap_table.leave(self.in_flight)
         what = self.in_flight.changed()
         if what is not None:
             self.race(f"{what} while the operation was in flight")
