@@ -65,7 +65,7 @@ def test_a_rank_is_replaced(smp_world, pytestconfig):
 
 
 def backends() -> list[str]:
-    return ["sim", "gloo", "mpi", "torch:gloo"]
+    return ["sim", "gloo", "mpi"]
 
 
 def project(session: Session) -> None:

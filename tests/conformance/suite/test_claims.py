@@ -114,7 +114,7 @@ FILES = (
 PROFILE = """
 from hypothesis import Phase, settings
 settings.register_profile(
-    "few", max_examples=20, derandomize=True, database=None, phases=[Phase.generate]
+    "few", max_examples=10, derandomize=True, database=None, phases=[Phase.generate]
 )
 settings.load_profile("few")
 """
