@@ -10,9 +10,9 @@ from conformance.mutants.defences import unseen_drift
 from conformance.mutants.protocol import Bugs, Patch
 from conformance.mutants.sharded_gradients import Result, Sums, windows
 from smp_core.torch.precision import masters
+from smp_core.torch.reduction.collectives import Collectives
+from smp_core.torch.reduction.reducer import GradientReducer
 from smp_core.torch.sharding import sharded_model
-from smp_core.torch.sharding.collectives import Collectives
-from smp_core.torch.sharding.gradients import ShardedGradients
 from smp_core.torch.sharding.sharded_model import ShardedModel
 
 BUGS = Bugs("clipping of sharded gradients")
@@ -74,7 +74,7 @@ def norm_before_the_second_hop(patch: Patch) -> None:
     unseen_drift(patch)
     seen: dict[int, Tensor] = {}
 
-    def noted(self: ShardedGradients, sums: Sums, result: Result) -> None:
+    def noted(self: GradientReducer, sums: Sums, result: Result) -> None:
         seen.update((id(each), total) for each, total in sums.items())
 
     windows(patch, noted)

@@ -2,31 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from conformance.mutants.protocol import Bugs, Patch
+from smp_core.torch import session as sessions
 from smp_core.torch.execution.accumulation import Ledger
 from smp_core.torch.execution.agreement import DENSE
 from smp_core.torch.optimizer import DistributedOptimizer
-from smp_core.torch.reduction import gradients, replicas
-from smp_core.torch.reduction.gradients import Gradients
-from smp_core.torch.reduction.replicas import Exchange, Replicas
+from smp_core.torch.reduction import collectives, reducer
+from smp_core.torch.reduction.bucket_reducer import BucketReducer
+from smp_core.torch.reduction.buckets import Bucket
+from smp_core.torch.reduction.collectives import Collectives
+from smp_core.torch.reduction.reducer import GradientReducer
 
 BUGS = Bugs("gradient averaging, accumulation")
 
 Sums = Mapping[nn.Parameter, Tensor]
 
 
+class _Done:
+    """An operation that is over."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def result(self) -> Tensor:
+        return self._tensor
+
+    def poll(self) -> None:
+        """There is nothing to wait for."""
+
+
+def alone(patch: Patch, when: Callable[[Collectives], bool]) -> None:
+    """All-reduce over a group of one rank, when ``when(collectives)`` says so."""
+    all_reduce = Collectives.all_reduce
+
+    def own(self: Collectives, flat: Tensor, divisor: int = 1) -> Any:
+        if not when(self):
+            return all_reduce(self, flat, divisor)
+        return _Done(collectives.divided(flat.clone(), divisor // self.replicas))
+
+    patch.setattr(Collectives, "all_reduce", own)
+
+
 def divided_by(patch: Patch, number: Any) -> None:
     """Divide gradients by ``number(gradients)``."""
-    patch.setattr(Gradients, "_divisor", lambda self, microbatches: number(self))
+    patch.setattr(GradientReducer, "_divisor", lambda self, microbatches: number(self))
 
 
-def _microbatches(self: Gradients) -> int:
+def _reducer() -> Any:
+    """This rank's."""
+    model: Any = sessions.current("the mutant").model
+    return model.gradients
+
+
+def _microbatches(self: GradientReducer) -> int:
     averaged = self._options.average_grads_across_microbatches
     return self._runtime.config.microbatches if averaged else 1
 
@@ -114,7 +148,7 @@ def first_use_wins(patch: Patch) -> None:
 @BUGS.enter("GRAD-ACCUMULATION", origin="B064")
 def every_pass_is_the_first(patch: Patch) -> None:
     """only the last of the accumulated passes survives"""
-    patch.setattr(gradients, "_sum", lambda pending, totals: dict(totals))
+    patch.setattr(reducer, "_sum", lambda pending, totals: dict(totals))
 
 
 @BUGS.enter("GRAD-ACCUMULATION", origin="B068")
@@ -131,54 +165,47 @@ def passes_are_averaged(patch: Patch) -> None:
 @BUGS.enter("GRAD-ACCUMULATION", origin="B073")
 def first_window_is_short(patch: Patch) -> None:
     """the first window of accumulation ends one pass early"""
-    init = Gradients.__init__
+    init = GradientReducer.__init__
 
-    def short(self: Gradients, *args: Any) -> None:
+    def short(self: GradientReducer, *args: Any) -> None:
         init(self, *args)
         self._passes = min(1, self._options.backward_passes_per_step - 1)
 
-    patch.setattr(Gradients, "__init__", short)
+    patch.setattr(GradientReducer, "__init__", short)
 
 
 @BUGS.enter("GRAD-ACCUMULATION", origin="B071")
 def sums_are_kept(patch: Patch) -> None:
     """what was reduced in one window is reduced again in the next"""
-    end_step = Gradients.end_step
+    end_step = GradientReducer.end_step
 
-    def keeping(self: Gradients, totals: Sums, failure: Any, **how: Any) -> Any:
+    def keeping(self: GradientReducer, totals: Sums, failure: Any, **how: Any) -> Any:
         boundary = self.boundary
-        kept = gradients._sum(self._pending, totals)
+        kept = reducer._sum(self._pending, totals)
         agreed = end_step(self, totals, failure, **how)
         if boundary and agreed is None:
             self._pending = kept
         return agreed
 
-    patch.setattr(Gradients, "end_step", keeping)
+    patch.setattr(GradientReducer, "end_step", keeping)
 
 
 @BUGS.enter("GRAD-ACCUMULATION", origin="B083")
 def second_window_is_not_reduced(patch: Patch) -> None:
     """from the second window on, replicas keep their own gradients"""
-    reduce = Gradients._reduce
-
-    def once(self: Gradients, *args: Any) -> Any:
-        done = reduce(self, *args)
-        self.replicas.size = 1
-        return done
-
-    patch.setattr(Gradients, "_reduce", once)
+    alone(patch, lambda self: bool(_reducer().reductions))
 
 
 @BUGS.enter("GRAD-UNUSED", origin="B065")
 def absent_now_is_dropped(patch: Patch) -> None:
     """what earlier passes gave a parameter is dropped if the last one does not use it"""
-    add = gradients._sum
+    add = reducer._sum
 
     def dropping(pending: Sums, totals: Sums) -> dict[nn.Parameter, Tensor]:
         summed = add(pending, totals)
         return {p: total for p, total in summed.items() if p in totals}
 
-    patch.setattr(gradients, "_sum", dropping)
+    patch.setattr(reducer, "_sum", dropping)
 
 
 # ---- Replicas ------------------------------------------------------------------------------------
@@ -187,13 +214,7 @@ def absent_now_is_dropped(patch: Patch) -> None:
 @BUGS.enter("GRAD-REPLICAS", origin="B088")
 def no_reduction(patch: Patch) -> None:
     """gradients are reduced over a group of one rank"""
-    init = Replicas.__init__
-
-    def alone(self: Replicas, *args: Any) -> None:
-        init(self, *args)
-        self.size = 1
-
-    patch.setattr(Replicas, "__init__", alone)
+    alone(patch, lambda self: True)
 
 
 @BUGS.enter("GRAD-REPLICAS", origin="B091")
@@ -205,55 +226,52 @@ def replicas_are_summed(patch: Patch) -> None:
 @BUGS.enter("GRAD-REPLICAS")
 def first_replica_counts(patch: Patch) -> None:
     """every replica gets the gradients of the first"""
-
-    def first(self: Exchange, slices: list[Tensor]) -> Tensor:
-        return slices[0] * len(slices) / self.divisor
-
-    patch.setattr(Exchange, "_divided", first)
+    patch.setattr(collectives, "_fold", lambda rows: rows[0] * len(rows))
 
 
 @BUGS.enter("GRAD-BOUNDED", origin="B029")
 def reduced_in_bfloat16(patch: Patch) -> None:
     """gradients are reduced in bfloat16"""
-    divided = Exchange._divided
+    fold = collectives._fold
 
-    def rounded(self: Exchange, slices: list[Tensor]) -> Tensor:
-        return divided(self, [each.bfloat16() for each in slices]).float()
+    def rounded(rows: Tensor) -> Tensor:
+        return fold(rows.bfloat16().float()).bfloat16().to(rows.dtype)
 
-    patch.setattr(Exchange, "_divided", rounded)
+    patch.setattr(collectives, "_fold", rounded)
 
 
 @BUGS.enter("GRAD-BUCKETS", origin="B020")
 def single_tensor_is_not_divided(patch: Patch) -> None:
     """a bucket of one parameter is summed and not divided"""
-    divided = Exchange._divided
+    rows = Bucket.rows
 
-    def special(self: Exchange, slices: list[Tensor]) -> Tensor:
-        whole = divided(self, slices)
-        return whole * self.divisor if len(self.parameters) == 1 else whole
+    def special(self: Bucket, totals: Sums) -> Tensor:
+        made, ours = rows(self, totals), _reducer()
+        divisor = ours._divisor(ours._runtime.config.microbatches)
+        return made * divisor if len(self.parameters) == 1 else made
 
-    patch.setattr(Exchange, "_divided", special)
+    patch.setattr(Bucket, "rows", special)
 
 
 @BUGS.enter("GRAD-BUCKETS")
 def full_bucket_loses_its_last(patch: Patch) -> None:
     """the last parameter of a bucket of several is left out"""
-    flatten = replicas.flatten
+    rows = Bucket.rows
 
-    def lossy(parameters: Sequence[nn.Parameter], given: Sums, wide: bool) -> Tensor:
-        last = parameters[-1] if len(parameters) > 1 else None
-        return flatten(parameters, {p: grad for p, grad in given.items() if p is not last}, wide)
+    def lossy(self: Bucket, totals: Sums) -> Tensor:
+        last = self.parameters[-1] if len(self.parameters) > 1 else None
+        return rows(self, {p: total for p, total in totals.items() if p is not last})
 
-    patch.setattr(replicas, "flatten", lossy)
+    patch.setattr(Bucket, "rows", lossy)
 
 
 @BUGS.enter("GRAD-UNUSED", origin="B085")
 def unused_gets_zeros(patch: Patch) -> None:
     """a parameter that nobody used gets a gradient of zeros"""
     patch.setattr(
-        Gradients,
+        GradientReducer,
         "_present",
-        lambda self, sums: bytes(DENSE for _ in self._parameters),
+        lambda self, step: bytes(DENSE for _ in self._parameters),
     )
 
 
@@ -272,28 +290,28 @@ def used_on_one_replica_is_lost(patch: Patch) -> None:
 @BUGS.enter("GRAD-FROZEN", origin="B122")
 def frozen_gets_zeros(patch: Patch) -> None:
     """a parameter that needs no gradient gets one of zeros"""
-    present = Gradients._present
+    present = GradientReducer._present
 
-    def all_of(self: Gradients, sums: Sums) -> bytes:
-        told = present(self, sums)
+    def all_of(self: GradientReducer, step: BucketReducer) -> bytes:
+        kinds = present(self, step)
         return bytes(
             kind if parameter.requires_grad else DENSE
-            for kind, parameter in zip(told, self._parameters, strict=True)
+            for kind, parameter in zip(kinds, self._parameters, strict=False)
         )
 
-    patch.setattr(Gradients, "_present", all_of)
+    patch.setattr(GradientReducer, "_present", all_of)
 
 
 @BUGS.enter("PIPE-REPEATABLE")
 def order_of_arrival(patch: Patch) -> None:
     """gradients depend on how often this process has reduced before"""
-    divided, runs = Exchange._divided, [0]
+    divided, runs = collectives.divided, [0]
 
-    def drifting(self: Exchange, slices: list[Tensor]) -> Tensor:
+    def drifting(total: Tensor, divisor: int) -> Tensor:
         runs[0] += 1
-        return divided(self, slices) * (1 + runs[0] * 2**-20)
+        return divided(total, divisor) * (1 + runs[0] * 2**-20)
 
-    patch.setattr(Exchange, "_divided", drifting)
+    patch.setattr(collectives, "divided", drifting)
 
 
 @BUGS.enter("PIPE-REPLAYED")

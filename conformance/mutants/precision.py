@@ -23,8 +23,8 @@ from smp_core.torch.precision import update
 from smp_core.torch.precision.masters import Masters
 from smp_core.torch.precision.scaler import DynamicLossScaler, LossScaler
 from smp_core.torch.precision.update import Found, Update
-from smp_core.torch.sharding.gradients import Round
-from smp_core.torch.sharding.layout import Layout
+from smp_core.torch.reduction.bucket_reducer import BucketReducer
+from smp_core.torch.reduction.layout import Layout
 
 BUGS = Bugs("loss scales and overflow checks")
 
@@ -253,7 +253,7 @@ def first_element_is_looked_at(patch: Patch) -> None:
 @BUGS.enter("PREC-OVERFLOW")
 def padding_is_looked_at(patch: Patch) -> None:
     """padding has any value, and one that is not finite makes an overflow"""
-    parts, results, look = Layout.shards, Round.results, update.look
+    parts, results, look = Layout.shards, BucketReducer.scattered, update.look
     found: dict[int, bool] = {}
 
     def garbage(self: Layout, flat: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ def padding_is_looked_at(patch: Patch) -> None:
         made.reshape(-1)[self.numel :] = math.nan
         return made
 
-    def noticing(self: Round, *given: Any) -> Any:
+    def noticing(self: BucketReducer, *given: Any) -> Any:
         got = results(self, *given)
         rank = sessions.current("the mutant").runtime.rank
         found[rank] = not all(bool(each.isfinite().all()) for each in got.values())
@@ -273,7 +273,7 @@ def padding_is_looked_at(patch: Patch) -> None:
         return look(targets)
 
     patch.setattr(Layout, "shards", garbage)
-    patch.setattr(Round, "results", noticing)
+    patch.setattr(BucketReducer, "scattered", noticing)
     patch.setattr(update, "look", looking)
 
 

@@ -20,7 +20,7 @@ from smp_core.torch.optimizer.parts import OwnParts
 from smp_core.torch.precision import casting, update
 from smp_core.torch.precision.masters import Masters
 from smp_core.torch.precision.update import Update
-from smp_core.torch.sharding.layout import Layout
+from smp_core.torch.reduction.layout import Layout
 from smp_core.torch.sharding.sharded_model import ShardedModel
 
 BUGS = Bugs("16 bits, clipping, split state")

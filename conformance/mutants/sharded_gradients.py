@@ -16,10 +16,12 @@ from smp_core import topology
 from smp_core.topology import GroupKind
 from smp_core.torch import session as sessions
 from smp_core.torch.execution.agreement import Agreement
-from smp_core.torch.sharding import collectives, gradients
-from smp_core.torch.sharding.collectives import Collectives
-from smp_core.torch.sharding.gradients import Bucket, Round, ShardedGradients, divided
-from smp_core.torch.sharding.layout import bins
+from smp_core.torch.reduction import buckets, collectives
+from smp_core.torch.reduction.bucket_reducer import BucketReducer
+from smp_core.torch.reduction.buckets import Bucket
+from smp_core.torch.reduction.collectives import Collectives, divided
+from smp_core.torch.reduction.layout import bins
+from smp_core.torch.reduction.reducer import GradientReducer
 
 BUGS = Bugs("sharded gradients")
 
@@ -44,15 +46,15 @@ class _Done:
 
 def passes(
     patch: Patch,
-    before: Callable[[ShardedGradients], object] = lambda self: None,
-    after: Callable[[ShardedGradients, Result], object] = lambda self, sums: None,
+    before: Callable[[GradientReducer], object] = lambda self: None,
+    after: Callable[[GradientReducer, Result], object] = lambda self, sums: None,
 ) -> None:
     """Call ``before(gradients)`` before every pass, and ``after(gradients, sums)`` after every one that went
     well; ``sums`` are those that it began with.
     """
-    end_step = ShardedGradients.end_step
+    end_step = GradientReducer.end_step
 
-    def changed(self: ShardedGradients, *args: Any, **how: Any) -> Any:
+    def changed(self: GradientReducer, *args: Any, **how: Any) -> Any:
         before(self)
         sums = dict(self._pending)
         agreed = end_step(self, *args, **how)
@@ -60,29 +62,31 @@ def passes(
             after(self, sums)
         return agreed
 
-    patch.setattr(ShardedGradients, "end_step", changed)
+    patch.setattr(GradientReducer, "end_step", changed)
 
 
-def windows(patch: Patch, change: Callable[[ShardedGradients, Sums, Result], object]) -> None:
+def windows(patch: Patch, change: Callable[[GradientReducer, Sums, Result], object]) -> None:
     """Call ``change(gradients, sums, result)`` on what a window has come to; ``sums`` are those of the
     shard group alone, divided.
     """
-    original = ShardedGradients._reduced
+    original = GradientReducer._all_reduced
 
-    def changed(self: ShardedGradients, divisor: int) -> Result:
+    def changed(
+        self: GradientReducer, step: BucketReducer, agreed: Agreement, divisor: int
+    ) -> Result:
         sums = {each: divided(total, divisor) for each, total in self._pending.items()}
-        result = original(self, divisor)
+        result = original(self, step, agreed, divisor)
         change(self, sums, result)
         return result
 
-    patch.setattr(ShardedGradients, "_reduced", changed)
+    patch.setattr(GradientReducer, "_all_reduced", changed)
 
 
 def divided_by(patch: Patch, number: Callable[[Any, int, int], int]) -> None:
     """Divide by ``number(gradients, divisor, degree)``."""
-    divisor = ShardedGradients._divisor
+    divisor = GradientReducer._divisor
     patch.setattr(
-        ShardedGradients,
+        GradientReducer,
         "_divisor",
         lambda self, count: number(self, divisor(self, count), self._collectives.size),
     )
@@ -95,7 +99,7 @@ def divided_by(patch: Patch, number: Callable[[Any, int, int], int]) -> None:
 def summed_over_blocks_in_every_pass(patch: Patch) -> None:
     """gradients are summed over the shard groups in every pass, what came earlier again and again"""
 
-    def again(self: ShardedGradients, sums: Result) -> None:
+    def again(self: GradientReducer, sums: Result) -> None:
         for each, total in self._pending.items():
             self._pending[each] = self._collectives.all_reduce(total).result()
 
@@ -106,7 +110,7 @@ def summed_over_blocks_in_every_pass(patch: Patch) -> None:
 def averaged_over_blocks_in_every_pass(patch: Patch) -> None:
     """gradients are averaged over the shard groups in every pass, which leaves their values right"""
 
-    def again(self: ShardedGradients, sums: Result) -> None:
+    def again(self: GradientReducer, sums: Result) -> None:
         for each, total in self._pending.items():
             summed = self._collectives.all_reduce(total).result()
             self._pending[each] = summed / self._collectives.replicas
@@ -118,7 +122,7 @@ def averaged_over_blocks_in_every_pass(patch: Patch) -> None:
 def single_block_does_not_accumulate(patch: Patch) -> None:
     """where there is one shard group, only the last pass counts"""
 
-    def forgetting(self: ShardedGradients) -> None:
+    def forgetting(self: GradientReducer) -> None:
         if self._collectives.replicas == 1:
             self._pending = {}
 
@@ -129,7 +133,7 @@ def single_block_does_not_accumulate(patch: Patch) -> None:
 def single_block_doubles(patch: Patch) -> None:
     """where there is one shard group, what was accumulated doubles in each pass"""
 
-    def doubling(self: ShardedGradients) -> None:
+    def doubling(self: GradientReducer) -> None:
         if self._collectives.replicas == 1:
             self._pending = {each: total * 2 for each, total in self._pending.items()}
 
@@ -140,7 +144,7 @@ def single_block_doubles(patch: Patch) -> None:
 def sums_outlive_their_window(patch: Patch) -> None:
     """what one window has accumulated is accumulated in the next, too"""
 
-    def kept(self: ShardedGradients, sums: Result) -> None:
+    def kept(self: GradientReducer, sums: Result) -> None:
         if not self._passes:
             self._pending = sums
 
@@ -150,13 +154,13 @@ def sums_outlive_their_window(patch: Patch) -> None:
 @BUGS.enter("SHARD-ACCUMULATION", origin="B073")
 def first_sharded_window_is_short(patch: Patch) -> None:
     """the first window ends one pass early"""
-    init = ShardedGradients.__init__
+    init = GradientReducer.__init__
 
-    def short(self: ShardedGradients, *args: Any) -> None:
+    def short(self: GradientReducer, *args: Any) -> None:
         init(self, *args)
         self._passes = min(1, self._options.backward_passes_per_step - 1)
 
-    patch.setattr(ShardedGradients, "__init__", short)
+    patch.setattr(GradientReducer, "__init__", short)
 
 
 @BUGS.enter("SHARD-ACCUMULATION", origin="B068")
@@ -178,7 +182,11 @@ def absent_in_the_last_pass_is_dropped(patch: Patch) -> None:
 def no_second_hop(patch: Patch) -> None:
     """gradients are not summed over the shard groups"""
     unseen_drift(patch)
-    patch.setattr(Collectives, "all_reduce", lambda self, flat: _Done(flat.clone()))
+    patch.setattr(
+        Collectives,
+        "all_reduce",
+        lambda self, flat, divisor=1: _Done(divided(flat.clone(), divisor)),
+    )
 
 
 @BUGS.enter("SHARD-ACCUMULATION", origin="B083")
@@ -186,9 +194,9 @@ def second_window_stays_in_its_block(patch: Patch) -> None:
     """from the second window on gradients are not summed over the shard groups"""
     all_reduce = Collectives.all_reduce
 
-    def once(self: Collectives, flat: Tensor) -> Any:
+    def once(self: Collectives, flat: Tensor, divisor: int = 1) -> Any:
         first = not _model().gradients.reductions
-        return all_reduce(self, flat) if first else _Done(flat.clone())
+        return all_reduce(self, flat, divisor) if first else _Done(divided(flat.clone(), divisor))
 
     patch.setattr(Collectives, "all_reduce", once)
 
@@ -276,19 +284,19 @@ def what_did_not_fit_is_dropped(patch: Patch) -> None:
         yield first
         yield from (bin_[1:] for bin_ in rest if bin_[1:])
 
-    patch.setattr(gradients, "bins", lossy)
+    patch.setattr(buckets, "bins", lossy)
 
 
 @BUGS.enter("SHARD-BUCKET", origin="B020")
 def bucket_of_one_is_not_divided(patch: Patch) -> None:
     """a bucket of one parameter is summed and not averaged"""
-    parts = Bucket.parts
+    parts = Bucket.shards
 
     def special(self: Bucket, row: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         for each, part in parts(self, row):
             yield each, part * self.ranks if len(self.parameters) == 1 else part
 
-    patch.setattr(Bucket, "parts", special)
+    patch.setattr(Bucket, "shards", special)
 
 
 @BUGS.enter("SHARD-UNUSED", origin="B118")
@@ -320,15 +328,15 @@ def used_on_one_rank_is_lost(patch: Patch) -> None:
 @BUGS.enter("SHARD-FROZEN", origin="B122")
 def frozen_are_reduced(patch: Patch) -> None:
     """parameters that need no gradient are reduced with the others, so the optimizer changes them"""
-    patch.setattr(ShardedGradients, "_planned", lambda self: list(self._parameters))
-    patch.setattr(Round, "present", property(lambda self: set(self._of)))
+    patch.setattr(GradientReducer, "_planned", lambda self: list(self._parameters))
+    patch.setattr(BucketReducer, "present", property(lambda self: self.planned))
 
 
 @BUGS.enter("SHARD-SHARED", origin="B089")
 def shared_is_reduced_for_each_owner(patch: Patch) -> None:
     """a parameter that modules share is reduced once for each of them"""
 
-    def again(self: ShardedGradients, sums: Sums, result: Result) -> None:
+    def again(self: GradientReducer, sums: Sums, result: Result) -> None:
         named = _model().module.named_parameters(remove_duplicate=False)
         owners = Counter(id(parameter) for _, parameter in named)
         for each in result:
@@ -341,9 +349,9 @@ def shared_is_reduced_for_each_owner(patch: Patch) -> None:
 def partly_padded_gets_nothing(patch: Patch) -> None:
     """a part that is filled up with padding gets a gradient of zeros"""
 
-    def lost(self: ShardedGradients, sums: Sums, result: Result) -> None:
+    def lost(self: GradientReducer, sums: Sums, result: Result) -> None:
         for each in result:
-            shard = self._unsharded.shard(each)
+            shard: Any = self._shards.shard(each)
             if shard is not None and shard.owned_numel < shard.layout.shard_numel:
                 result[each] = torch.zeros_like(result[each])
 
@@ -354,7 +362,7 @@ def partly_padded_gets_nothing(patch: Patch) -> None:
 def without_elements_no_gradient(patch: Patch) -> None:
     """a rank that owns no element of a parameter gets no gradient for it"""
 
-    def skipped(self: ShardedGradients, sums: Sums, result: Result) -> None:
+    def skipped(self: GradientReducer, sums: Sums, result: Result) -> None:
         for each in [each for each, gradient in result.items() if not gradient.numel()]:
             del result[each]
 
@@ -365,9 +373,9 @@ def without_elements_no_gradient(patch: Patch) -> None:
 def scalars_are_not_trained(patch: Patch) -> None:
     """a parameter without dimensions gets no gradient"""
 
-    def skipped(self: ShardedGradients, sums: Sums, result: Result) -> None:
+    def skipped(self: GradientReducer, sums: Sums, result: Result) -> None:
         for each in list(result):
-            shard = self._unsharded.shard(each)
+            shard: Any = self._shards.shard(each)
             if not (each.shape if shard is None else shard.shape):
                 del result[each]
 
@@ -379,12 +387,12 @@ def persistent_stay_in_their_block(patch: Patch) -> None:
     """gradients of parameters that are not split are not summed over the shard groups"""
     unseen_drift(patch)
 
-    def local(self: ShardedGradients, sums: Sums, result: Result) -> None:
+    def local(self: GradientReducer, sums: Sums, result: Result) -> None:
         for each in sums:
-            if self._unsharded.shard(each) is None:
-                bucket = Bucket([each], [self._layout(each)])
+            if self._shards.shard(each) is None:
+                bucket = Bucket([each], [self._layout(each)], sums[each].dtype)
                 gathered = self._collectives.all_gather(sums[each]).result()
-                result.update(bucket.wholes(gathered * self._collectives.replicas))
+                result.update(bucket.full_gradients(gathered * self._collectives.replicas))
 
     windows(patch, local)
 
@@ -393,9 +401,9 @@ def persistent_stay_in_their_block(patch: Patch) -> None:
 def gradients_stay_whole(patch: Patch) -> None:
     """a rank's gradient is a view of the whole one"""
 
-    def views(self: ShardedGradients, sums: Sums, result: Result) -> None:
+    def views(self: GradientReducer, sums: Sums, result: Result) -> None:
         for each, gradient in result.items():
-            shard = self._unsharded.shard(each)
+            shard: Any = self._shards.shard(each)
             if shard is not None:
                 result[each] = shard.owned_slice(gradient.new_zeros(shard.numel)).copy_(gradient)
 

@@ -14,9 +14,10 @@ from smp_core.errors import VerdictError
 from smp_core.torch import session as sessions
 from smp_core.torch.parameters import creation, registration
 from smp_core.torch.pipeline import placement
-from smp_core.torch.sharding import gather_plan, sharded_model, units
-from smp_core.torch.sharding.collectives import Collectives
-from smp_core.torch.sharding.gather_plan import GatherPlan
+from smp_core.torch.reduction import gather_plan
+from smp_core.torch.reduction.collectives import Collectives
+from smp_core.torch.reduction.gather_plan import GatherPlan
+from smp_core.torch.sharding import sharded_model, units
 from smp_core.torch.sharding.sharded_parameter import ShardedParameter, Unit
 from smp_core.torch.sharding.unsharding import Unsharded
 

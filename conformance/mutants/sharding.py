@@ -9,13 +9,17 @@ from torch import Tensor, nn
 
 from conformance.mutants.defences import unseen_drift
 from conformance.mutants.protocol import Bugs, Patch
+from smp_core.torch import session as sessions
 from smp_core.torch.memory import recompute
 from smp_core.torch.parameters import registration
 from smp_core.torch.pipeline import placement
 from smp_core.torch.precision.masters import Masters
-from smp_core.torch.sharding import collectives, gather_plan, sharded_model, sharded_parameter
-from smp_core.torch.sharding.collectives import Collectives
-from smp_core.torch.sharding.gradients import Bucket, Round, ShardedGradients
+from smp_core.torch.reduction import collectives, gather_plan
+from smp_core.torch.reduction.bucket_reducer import BucketReducer
+from smp_core.torch.reduction.buckets import Bucket
+from smp_core.torch.reduction.collectives import Collectives
+from smp_core.torch.reduction.reducer import GradientReducer
+from smp_core.torch.sharding import sharded_model, sharded_parameter
 from smp_core.torch.sharding.sharded_model import ShardedModel
 from smp_core.torch.sharding.sharded_parameter import ShardedParameter
 from smp_core.torch.sharding.unsharding import Unsharded
@@ -30,12 +34,12 @@ BUGS = Bugs("sharded state, gathered and reduced")
 @BUGS.enter("SHARD-DEGREE")
 def divided_by_the_group_only(patch: Patch) -> None:
     """gradients are divided by the ranks of a shard group, not by all replicas"""
-    divisor = ShardedGradients._divisor
+    divisor = GradientReducer._divisor
 
-    def short(self: ShardedGradients, microbatches: int) -> int:
+    def short(self: GradientReducer, microbatches: int) -> int:
         return divisor(self, microbatches) // self._collectives.replicas
 
-    patch.setattr(ShardedGradients, "_divisor", short)
+    patch.setattr(GradientReducer, "_divisor", short)
 
 
 @BUGS.enter("SHARD-EQUALS-PLAIN")
@@ -46,7 +50,11 @@ def replicas_left_out(patch: Patch) -> None:
         def __init__(self, value: Tensor) -> None:
             self.result = lambda: value.clone()
 
-    patch.setattr(Collectives, "all_reduce", lambda self, flat: Done(flat))
+    patch.setattr(
+        Collectives,
+        "all_reduce",
+        lambda self, flat, divisor=1: Done(collectives.divided(flat, divisor)),
+    )
 
 
 @BUGS.enter("SHARD-ANY-PARAMETER")
@@ -126,36 +134,38 @@ def each_part_of_ones_own(patch: Patch) -> None:
 @BUGS.enter("SHARD-ACCUMULATION")
 def last_pass_only(patch: Patch) -> None:
     """the gradients of a pass replace those of the passes before"""
-    results = Round.results
+    results = BucketReducer.scattered
 
-    def forgetting(self: Round, *given: Any) -> Any:
+    def forgetting(self: BucketReducer, *given: Any) -> Any:
         found = results(self, *given)
         _of_round[id(self)]._pending.clear()
         return found
 
-    end = ShardedGradients.end_step
-    _of_round: dict[int, ShardedGradients] = {}
+    end = GradientReducer.end_step
+    _of_round: dict[int, GradientReducer] = {}
 
-    def ending(self: ShardedGradients, *args: Any, **kwargs: Any) -> Any:
-        _of_round[id(self._round)] = self
+    def ending(self: GradientReducer, *args: Any, **kwargs: Any) -> Any:
+        _of_round[id(self._step)] = self
         return end(self, *args, **kwargs)
 
-    patch.setattr(Round, "results", forgetting)
-    patch.setattr(ShardedGradients, "end_step", ending)
+    patch.setattr(BucketReducer, "scattered", forgetting)
+    patch.setattr(GradientReducer, "end_step", ending)
 
 
 @BUGS.enter("SHARD-ALLREDUCE-BOUNDARY")
 def reduced_in_every_pass(patch: Patch) -> None:
     """each pass sends its gradients to the other shard groups, too"""
-    results = Round.results
+    results = BucketReducer.scattered
 
-    def eager(self: Round, *given: Any) -> Any:
+    def eager(self: BucketReducer, *given: Any) -> Any:
         found = results(self, *given)
         for part in found.values():
-            self._collectives.all_reduce(part).result()
+            _as_any(sessions.current("the mutant").model).gradients._collectives.all_reduce(
+                part
+            ).result()
         return found
 
-    patch.setattr(Round, "results", eager)
+    patch.setattr(BucketReducer, "scattered", eager)
 
 
 @BUGS.enter("SHARD-REPLAYED")
@@ -176,28 +186,28 @@ def folded_from_the_left(patch: Patch) -> None:
 @BUGS.enter("SHARD-UNUSED")
 def unused_are_zeros(patch: Patch) -> None:
     """a parameter that no rank used gets a gradient of zeros"""
-    reduced = ShardedGradients._reduced
+    reduced = GradientReducer._all_reduced
 
-    def filled(self: ShardedGradients, divisor: int) -> Any:
+    def filled(self: GradientReducer, *given: Any) -> Any:
         self._has = set(self._parameters) & set(self._pending)
-        return reduced(self, divisor)
+        return reduced(self, *given)
 
-    patch.setattr(ShardedGradients, "_reduced", filled)
+    patch.setattr(GradientReducer, "_all_reduced", filled)
 
 
 @BUGS.enter("SHARD-FROZEN")
 def frozen_get_gradients(patch: Patch) -> None:
     """parameters that need no gradient are given zeros"""
-    end = ShardedGradients.end_step
+    end = GradientReducer.end_step
 
-    def ending(self: ShardedGradients, *args: Any, **kwargs: Any) -> Any:
+    def ending(self: GradientReducer, *args: Any, **kwargs: Any) -> Any:
         failure = end(self, *args, **kwargs)
-        for shard in self._unsharded.shards():
+        for shard in _as_any(self._shards).unsharded.shards():
             if not shard.parameter.requires_grad:
                 shard.parameter.grad = torch.zeros_like(shard.parameter)
         return failure
 
-    patch.setattr(ShardedGradients, "end_step", ending)
+    patch.setattr(GradientReducer, "end_step", ending)
 
 
 @BUGS.enter("SHARD-SHARED")
@@ -218,13 +228,13 @@ def last_use_counts(patch: Patch) -> None:
 def persistent_by_part(patch: Patch) -> None:
     """of a parameter that is not split, each rank has the gradient of its own part only"""
     unseen_drift(patch)
-    wholes = Bucket.wholes
+    wholes = Bucket.full_gradients
 
-    def own(self: Bucket, gathered: Tensor) -> Any:
-        for parameter, whole in wholes(self, gathered):
+    def own(self: Bucket, gathered: Tensor, views: bool = False) -> Any:
+        for parameter, whole in wholes(self, gathered, views):
             yield parameter, whole * _factor.get()
 
-    patch.setattr(Bucket, "wholes", own)
+    patch.setattr(Bucket, "full_gradients", own)
 
 
 class _Factor:

@@ -234,18 +234,18 @@ def state_has_a_prefix(patch: Patch) -> None:
 @BUGS.enter("MODEL-JOIN", origin="B023")
 def joined_replicas_do_not_count(patch: Patch) -> None:
     """replicas that have joined count with their last gradients"""
-    from smp_core.torch.reduction.gradients import Gradients
+    from smp_core.torch.reduction.reducer import GradientReducer
 
-    end_step = Gradients.end_step
+    end_step = GradientReducer.end_step
 
-    def stale(self: Gradients, totals: Any, failure: Any, *, joined: bool = False) -> Any:
+    def stale(self: GradientReducer, totals: Any, failure: Any, *, joined: bool = False) -> Any:
         if not joined:
             vars(self)["_planted"] = dict(totals)
         else:
             totals = vars(self).get("_planted", totals)
         return end_step(self, totals, failure, joined=joined)
 
-    patch.setattr(Gradients, "end_step", stale)
+    patch.setattr(GradientReducer, "end_step", stale)
 
 
 # ---- Checkpoints ---------------------------------------------------------------------------------

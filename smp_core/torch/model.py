@@ -45,9 +45,10 @@ from smp_core.torch.pipeline import placement, tracing
 from smp_core.torch.pipeline.placement import Placement
 from smp_core.torch.precision import casting, half
 from smp_core.torch.precision.masters import Masters
-from smp_core.torch.reduction.gradients import Gradients, Options
+from smp_core.torch.reduction.policy import Options
+from smp_core.torch.reduction.reducer import GradientReducer
+from smp_core.torch.reduction.shards import WholeGradients
 from smp_core.torch.sharding.eager_calls import EagerCalls
-from smp_core.torch.sharding.gradients import ShardedGradients
 from smp_core.torch.sharding.sharded_model import ShardedModel
 from smp_core.transport import torch_parts
 
@@ -124,7 +125,7 @@ class DistributedModel(nn.Module):
         self.partitioned = False
         self.placement: Placement | None = None
         self.sites: dict[str, Site] = {}
-        self.gradients: Gradients | None = None  # once partitioned
+        self.gradients: GradientReducer | None = None  # once partitioned
         self.sharding: ShardedModel | None = None  # once partitioned, where parameters are split
         self._outside: EagerCalls | None = None
         self._options = Options(
@@ -541,11 +542,10 @@ class DistributedModel(nn.Module):
         if session.optimizer is not None:
             session.optimizer._smp_mastered(self)
 
-    def _make_gradients(self, parameters: dict[str, nn.Parameter]) -> Gradients:
-        runtime, sharding = self._session.runtime, self.sharding
-        if sharding is None:
-            return Gradients(runtime, parameters, self._options, self.masters)
-        return ShardedGradients(runtime, parameters, self._options, sharding, self.masters)
+    def _make_gradients(self, parameters: dict[str, nn.Parameter]) -> GradientReducer:
+        runtime = self._session.runtime
+        shards = WholeGradients(runtime) if self.sharding is None else self.sharding
+        return GradientReducer(runtime, parameters, self._options, shards, self.masters)
 
 
 def _make_masters(runtime: Runtime, half: torch.dtype | None) -> Masters | None:

@@ -43,7 +43,7 @@ class Owners(Protocol):
 
 
 class Reducer(Protocol):
-    """The reduction of gradients over replicas (reduction/gradients.py, sharding/gradients.py)."""
+    """The reduction of gradients over replicas (reduction/reducer.py)."""
 
     reductions: int
     replicas: Any
@@ -54,16 +54,20 @@ class Reducer(Protocol):
 
     @property
     def due(self) -> bool:
-        """Whether ``advance`` would send anything."""
+        """Whether ``advance`` would launch anything."""
 
-    def ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
+    @property
+    def moves(self) -> bool:
+        """Whether the step gives away the gradients that it tells of."""
+
+    def on_ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
         """Take a gradient that seems to be complete."""
 
-    def late(self, parameter: nn.Parameter) -> None:
+    def on_late_grad(self, parameter: nn.Parameter) -> None:
         """Take back that a gradient was complete."""
 
     def advance(self) -> None:
-        """Send what is complete, in the rank's own thread."""
+        """Launch what is complete, in the rank's own thread."""
 
     def begin_step(
         self, buffers: Sequence[torch.Tensor] = (), source: int = 0, *, overlaps: bool = True

@@ -23,12 +23,12 @@ from smp_core.torch.execution import counted
 
 
 class Listener(Protocol):
-    """The reducer, which hears during the backward pass which totals seem complete (reduction/gradients.py)."""
+    """The reducer, which hears during the backward pass which totals seem complete (reduction/reducer.py)."""
 
-    def ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
+    def on_ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
         """Take the total of a parameter whose expected contributions have all come. The tensor does not change."""
 
-    def late(self, parameter: nn.Parameter) -> None:
+    def on_late_grad(self, parameter: nn.Parameter) -> None:
         """Note that another contribution will come for a parameter that was ready."""
 
 
@@ -58,12 +58,12 @@ class Ledger:
         self._told: set[nn.Parameter] = set()
 
     def expect(self, microbatch: int, parameter: nn.Parameter) -> None:
-        """Announce a contribution to the microbatch, so that ``ready`` waits for it."""
+        """Announce a contribution to the microbatch, so that ``on_ready`` waits for it."""
         if self._listener is not None:
             self._expected.setdefault(microbatch, Counter())[parameter] += 1
             if parameter in self._told:
                 self._told.remove(parameter)
-                self._listener.late(parameter)
+                self._listener.on_late_grad(parameter)
 
     wide = False  #: whether 16-bit gradients are summed in float32
 
@@ -99,7 +99,8 @@ class Ledger:
             if awaited and microbatch not in self._closed:
                 return
         self._told.add(parameter)
-        listener.ready(parameter, self._moved(parameter) if self._moves else self._total(parameter))
+        total = self._moved(parameter) if self._moves else self._total(parameter)
+        listener.on_ready(parameter, total)
 
     def _total(self, parameter: nn.Parameter) -> torch.Tensor:
         """Fold the present sums into new memory, because contributions may still be added to them."""

@@ -28,10 +28,10 @@ class Report:
         joined: the replica has no more input (joining.py).
         microbatches: how many its gradients are sums of; 0 if it has no input.
         fresh: whether the step has brought a gradient.
-        again: whether a gradient came for a parameter whose sum had seemed to be complete.
+        again: whether a gradient came late, for a parameter whose sum had seemed to be complete.
         gather_digest: a checksum of the units that it has gathered, in order (sharding/unsharding.py).
         held: a checksum of the parameters that all replicas hold (reduction/drift.py); None where nobody compares.
-        parts: one of its parts of sharded parameters.
+        shards: one of its shards of sharded parameters.
         trained: for each parameter of the rank, in the order of registration, whether it is trained; empty where
             nobody compares.
     """
@@ -46,7 +46,7 @@ class Report:
     again: bool = False
     gather_digest: int = 0
     held: int | None = None
-    parts: int | None = None
+    shards: int | None = None
     trained: bytes = b""
 
 
@@ -99,5 +99,5 @@ def agree(runtime: Runtime, report: Report) -> Agreement:
     group = runtime.group(GroupKind.DP)
     if len(group.ranks) == 1:
         return Agreement((report,))
-    told: Sequence[Report] = runtime.fabric.objects.allgather(report, group)
-    return Agreement(tuple(told))
+    reports: Sequence[Report] = runtime.fabric.objects.allgather(report, group)
+    return Agreement(tuple(reports))

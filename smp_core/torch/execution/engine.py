@@ -41,14 +41,15 @@ from smp_core.torch.session import Reducer, Session
 from smp_core.torch.tensor_tree import detached
 
 
-class _Departures:
-    """Tells when gradients are complete; in the midst of a backward pass, if a bucket can set out."""
+class _Overlap:
+    """Tells the reducer of complete gradients; launches buckets in the midst of a backward pass."""
 
     def __init__(self, step: RunningStep, gradients: Reducer) -> None:
-        self._step, self._gradients, self.late = step, gradients, gradients.late
+        self._step, self._gradients = step, gradients
+        self.on_late_grad = gradients.on_late_grad
 
-    def ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
-        self._gradients.ready(parameter, total)
+    def on_ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
+        self._gradients.on_ready(parameter, total)
         activity = activities.current()
         failed = self._step.failure is not None or self._step.unwinding
         if activity is not None and self._gradients.due and not failed:
@@ -79,7 +80,7 @@ def run_step(
     if model is not None:
         with torch.inference_mode(False):
             model.prepare(body, split)
-    step = session.step = RunningStep(session, _Departures)
+    step = session.step = RunningStep(session, _Overlap)
     try:
         results = _run(step, body, split, detach_outputs)
     finally:

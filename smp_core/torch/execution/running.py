@@ -49,11 +49,11 @@ class Callee(Protocol):
 class RunningStep:
     """The step in progress on one rank.
 
-    ``departures`` makes the listener that launches buckets during the backward pass.
+    ``overlap`` makes the listener that launches buckets during the backward pass.
     """
 
     def __init__(
-        self, session: Session, departures: Callable[[RunningStep, Reducer], Listener]
+        self, session: Session, overlap: Callable[[RunningStep, Reducer], Listener]
     ) -> None:
         runtime, model = session.runtime, session.model
         config = runtime.config
@@ -69,10 +69,12 @@ class RunningStep:
         self.modes = modes.current()  # of the step's caller, for the bodies
         self.gradients = None if model is None else model.gradients
         listens = self.gradients is not None and self.gradients.listens
-        listener = departures(self, self.gradients) if listens and self.gradients else None
+        listener = overlap(self, self.gradients) if listens and self.gradients else None
         sharding = None if model is None else model.sharding
         self.source: ParameterSource = WHOLE if sharding is None else sharding.unsharded
-        self.ledger = Ledger(self.microbatches, listener, moves=sharding is not None)
+        self.ledger = Ledger(
+            self.microbatches, listener, moves=self.gradients is not None and self.gradients.moves
+        )
         self.ledger.wide = model is not None and model.wide
         self.computing = contextlib.nullcontext if model is None else model.computing
         self.seed = 0  # of the random streams: drawn by the driver, and part of each request

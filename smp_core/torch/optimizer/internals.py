@@ -15,8 +15,8 @@ from torch import nn
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import UnsupportedTrainingError
 from smp_core.torch.optimizer.parameters import OptimizerParameters
+from smp_core.torch.reduction.layout import Layout
 from smp_core.torch.session import Session
-from smp_core.torch.sharding.layout import Layout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -2,7 +2,7 @@
 optimizer's state of that part alone (API 1.8).
 
 Parameters and gradients stay whole. A parameter is laid out flat, padded, in equal parts over the RDP
-group (sharding/layout.py); the masters (masters.py) are this rank's parts, and after an update the parts
+group (reduction/layout.py); the masters (masters.py) are this rank's parts, and after an update the parts
 of all are gathered. An elementwise optimizer gives the bits that it gives on whole parameters; others are refused.
 """
 
@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import UnsupportedTrainingError
-from smp_core.torch.sharding.collectives import Collectives
-from smp_core.torch.sharding.layout import Layout, bins
+from smp_core.torch.reduction.collectives import Collectives
+from smp_core.torch.reduction.layout import Layout, bins
 
 #: The most elements that are gathered at a time; a larger parameter is alone.
 _MOST = 2**24

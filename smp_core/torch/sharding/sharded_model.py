@@ -24,10 +24,11 @@ from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import ShardingError, UnsupportedTrainingError
 from smp_core.torch.parameters import sharing
 from smp_core.torch.precision.masters import Masters, multiply
-from smp_core.torch.reduction import drift
+from smp_core.torch.reduction import drift, policy
+from smp_core.torch.reduction.collectives import Collectives
+from smp_core.torch.reduction.layout import Layout
+from smp_core.torch.reduction.policy import Options, ReductionPolicy
 from smp_core.torch.sharding import clipping, loading
-from smp_core.torch.sharding.collectives import Collectives
-from smp_core.torch.sharding.layout import Layout
 from smp_core.torch.sharding.sharded_parameter import ShardedParameter, describe, make_unit
 from smp_core.torch.sharding.units import groups
 from smp_core.torch.sharding.unsharding import Unsharded
@@ -71,6 +72,17 @@ class ShardedModel:
             if self.shard(parameter) is None:
                 layout = Layout(parameter.numel(), self.collectives.size)
                 describe(parameter, layout, self.collectives.rank)
+
+    # Gradients.
+
+    @property
+    def gather_digest(self) -> int:
+        """A checksum of the units that were gathered in this step, in order."""
+        return self.unsharded.gather_digest
+
+    def policy(self, options: Options, wide: bool) -> ReductionPolicy:
+        """How gradients are reduced."""
+        return policy.sharded(self._runtime.config.sdp_reduce_bucket_size)
 
     # Steps.
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from smp_core.torch.exceptions import ShardingError
-from smp_core.torch.sharding.layout import Layout
+from smp_core.torch.reduction.layout import Layout
 
 
 @dataclasses.dataclass(eq=False, slots=True)

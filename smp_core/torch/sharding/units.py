@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from smp_core.torch.sharding.layout import bins
+from smp_core.torch.reduction.layout import bins
 
 #: Containers that are not called themselves.
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)

@@ -171,10 +171,10 @@ class Heard:
     def __init__(self) -> None:
         self.said: list[tuple[str, nn.Parameter, float | None]] = []
 
-    def ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
+    def on_ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
         self.said.append(("ready", parameter, total.item()))
 
-    def late(self, parameter: nn.Parameter) -> None:
+    def on_late_grad(self, parameter: nn.Parameter) -> None:
         self.said.append(("late", parameter, None))
 
 

@@ -62,15 +62,15 @@ def train(
 
     def watch(model: smp.DistributedModel, _: Any) -> None:
         assert model.gradients is not None
-        ours = model.gradients.replicas
-        begin = ours.exchange
+        ours = model.gradients._collectives
+        begin = ours.all_reduce
 
         def exchange(*args: Any) -> Any:
             module.near.diary.append("exchange")
             module.far.diary.append("exchange")
             return begin(*args)
 
-        ours.exchange = exchange  # type: ignore[method-assign]
+        ours.all_reduce = exchange  # type: ignore[method-assign]
 
     model.register_post_partition_hook(watch)
 

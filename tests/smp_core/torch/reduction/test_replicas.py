@@ -14,8 +14,11 @@ from pytest_smp import replay
 from smp_core import runtime
 from smp_core.torch.exceptions import UnsupportedTrainingError
 from smp_core.torch.execution.accumulation import Ledger
-from smp_core.torch.reduction.gradients import Gradients, Options, deposit
-from smp_core.torch.reduction.replicas import GradBucket, fill_buckets
+from smp_core.torch.reduction.buckets import fill_bytes
+from smp_core.torch.reduction.policy import Options
+from smp_core.torch.reduction.reducer import GradientReducer, deposit
+from smp_core.torch.reduction.replicas import GradBucket
+from smp_core.torch.reduction.shards import WholeGradients
 
 SHAPES = [(3, 5), (), (0, 4), (7,), (2, 2, 2), (1,)]
 
@@ -52,6 +55,13 @@ def world() -> tuple[runtime.Runtime, int]:
     return here, here.rank
 
 
+def reducer(
+    here: runtime.Runtime, named: Mapping[str, nn.Parameter], options: Options
+) -> GradientReducer:
+    """That of plain data parallelism."""
+    return GradientReducer(here, named, options, WholeGradients(here))
+
+
 def check(named: Mapping[str, nn.Parameter], expected: Mapping[str, torch.Tensor | None]) -> None:
     for name, value in expected.items():
         grad = named[name].grad
@@ -83,7 +93,7 @@ def test_every_bucket_size_gives_the_tree_over_ranks_divided_once(
     kind = getattr(torch, dtype)
     named = parameters(kind)
     missing = {0: {"p0", "p4"}, 1: {"p4", "p3"}, 2: {"p4"}, 3: {"p4", "p0"}}
-    gradients = Gradients(here, named, Options(bucket_cap_mb=cap))
+    gradients = reducer(here, named, Options(bucket_cap_mb=cap))
     gradients.begin_step()
     values = values_of(rank, kind, missing)
     assert gradients.end_step(gradients_of(named, values), None) is None
@@ -96,7 +106,7 @@ def test_every_bucket_size_gives_the_tree_over_ranks_divided_once(
 def test_gradients_are_added_to_what_is_there(smp: Any, views: bool) -> None:
     here, rank = world()
     named = parameters()
-    gradients = Gradients(here, named, Options(gradient_as_bucket_view=views))
+    gradients = reducer(here, named, Options(gradient_as_bucket_view=views))
     seen: list[float] = []
     named["p1"].register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.item()))  # type: ignore[union-attr]
     for step in range(2):
@@ -116,7 +126,7 @@ def test_steps_accumulate_until_the_boundary(smp: Any, average: bool) -> None:
     here, rank = world()
     named = parameters()
     options = Options(backward_passes_per_step=3, average_grads_across_microbatches=average)
-    gradients = Gradients(here, named, options)
+    gradients = reducer(here, named, options)
     missing = [{0: {"p0"}, 1: {"p0", "p3"}}, {0: {"p0", "p3"}, 1: {"p0"}}, {0: {"p0"}, 1: {"p0"}}]
     for step in range(3):
         assert all(parameter.grad is None for parameter in named.values())
@@ -136,7 +146,7 @@ def test_steps_accumulate_until_the_boundary(smp: Any, average: bool) -> None:
 def test_a_failure_of_one_is_the_failure_of_all_and_changes_nothing(smp: Any) -> None:
     here, rank = world()
     named = parameters()
-    gradients = Gradients(here, named, Options(backward_passes_per_step=2))
+    gradients = reducer(here, named, Options(backward_passes_per_step=2))
     gradients.begin_step()
     gradients.end_step(gradients_of(named, values_of(rank, torch.float32)), None)
     gradients.begin_step()
@@ -156,7 +166,7 @@ def test_a_failure_of_one_is_the_failure_of_all_and_changes_nothing(smp: Any) ->
 class Progress:
     """Gradients that come in a given order during the step, as backward brings them."""
 
-    def __init__(self, gradients: Gradients, named: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, gradients: GradientReducer, named: Mapping[str, nn.Parameter]) -> None:
         self.gradients, self.named = gradients, named
         self.ledger = Ledger(1, gradients)
 
@@ -184,7 +194,7 @@ def test_overlap_gives_the_same_bits_however_far_each_replica_got(
 ) -> None:
     here, rank = world()
     named = parameters()
-    gradients = Gradients(here, named, Options(bucket_cap_mb=4e-5))
+    gradients = reducer(here, named, Options(bucket_cap_mb=4e-5))
     gradients.begin_step()
     progress = Progress(gradients, named)
     order = BACKWARD if rank else [*BACKWARD[2:], *BACKWARD[:2]]
@@ -198,7 +208,7 @@ def test_overlap_gives_the_same_bits_however_far_each_replica_got(
 def test_what_comes_after_a_bucket_has_set_out_is_not_lost(smp: Any) -> None:
     here, rank = world()
     named = parameters()
-    gradients = Gradients(here, named, Options(bucket_cap_mb=1e-5))
+    gradients = reducer(here, named, Options(bucket_cap_mb=1e-5))
     gradients.begin_step()
     progress = Progress(gradients, named)
     values = values_of(rank, torch.float32)
@@ -216,7 +226,7 @@ def test_what_comes_after_a_bucket_has_set_out_is_not_lost(smp: Any) -> None:
 def test_a_failure_during_overlap_leaves_no_message_behind(smp: Any) -> None:
     here, rank = world()
     named = parameters()
-    gradients = Gradients(here, named, Options(bucket_cap_mb=1e-5))
+    gradients = reducer(here, named, Options(bucket_cap_mb=1e-5))
     for attempt in range(2):
         gradients.begin_step()
         progress = Progress(gradients, named)
@@ -232,7 +242,7 @@ def test_a_failure_during_overlap_leaves_no_message_behind(smp: Any) -> None:
 def test_sparse_gradients_of_replicas_stay_sparse(smp: Any) -> None:
     here, rank = world()
     weight = nn.Parameter(torch.zeros(6, 2))
-    gradients = Gradients(here, {"w": weight}, Options())
+    gradients = reducer(here, {"w": weight}, Options())
     gradients.begin_step()
     rows = [[0, 0, 5], [], [5, 3]][rank]
     given = torch.sparse_coo_tensor(
@@ -253,7 +263,7 @@ def test_sparse_gradients_of_replicas_stay_sparse(smp: Any) -> None:
 def test_a_gradient_that_is_sparse_on_one_replica_only_becomes_dense(smp: Any) -> None:
     here, rank = world()
     weight = nn.Parameter(torch.zeros(2, 2))
-    gradients = Gradients(here, {"w": weight}, Options())
+    gradients = reducer(here, {"w": weight}, Options())
     gradients.begin_step()
     gradients.end_step({weight: torch.eye(2).to_sparse() if rank else torch.ones(2, 2)}, None)
     assert weight.grad is not None
@@ -264,7 +274,7 @@ def test_a_gradient_that_is_sparse_on_one_replica_only_becomes_dense(smp: Any) -
 def test_replicas_are_those_of_the_same_partition(smp: Any) -> None:
     here, rank = world()
     weight = nn.Parameter(torch.zeros(1))
-    gradients = Gradients(here, {"w": weight}, Options())
+    gradients = reducer(here, {"w": weight}, Options())
     gradients.begin_step()
     gradients.end_step({weight: torch.tensor([float(rank)])}, None)
     assert weight.grad is not None
@@ -283,7 +293,7 @@ def test_buffers_and_parameters_are_those_of_one_replica(smp: Any) -> None:
             torch.full((3,), rank, dtype=torch.bfloat16),
             nn.Parameter(torch.tensor([rank + 0.5], dtype=torch.float64)),
         ]
-        gradients = Gradients(here, {}, Options(broadcast_buffers=broadcast))
+        gradients = reducer(here, {}, Options(broadcast_buffers=broadcast))
         gradients.begin_step(tensors, source)
         by = source if broadcast else rank
         assert tensors[0].tolist() == [[by] * 2] * 3
@@ -296,7 +306,7 @@ def test_buffers_and_parameters_are_those_of_one_replica(smp: Any) -> None:
 def test_a_communication_hook_reduces_instead(smp: Any) -> None:
     here, rank = world()
     named = parameters()
-    gradients = Gradients(here, named, Options(bucket_cap_mb=4e-5))
+    gradients = reducer(here, named, Options(bucket_cap_mb=4e-5))
     seen: list[tuple[int, bool, int]] = []
 
     def hook(state: Any, bucket: GradBucket) -> Any:
@@ -326,7 +336,7 @@ def test_a_communication_hook_reduces_instead(smp: Any) -> None:
 
 @pytest.mark.smp(ranks=1)
 def test_a_communication_hook_needs_ddp_and_overlap(smp: Any) -> None:
-    gradients = Gradients(world()[0], {}, Options())
+    gradients = reducer(world()[0], {}, Options())
     with pytest.raises(UnsupportedTrainingError, match="ddp=True"):
         gradients.register_comm_hook(None, lambda state, bucket: None)
 
@@ -344,7 +354,7 @@ def test_buckets_are_filled_in_reverse_order_and_hold_one_dtype() -> None:
         ]
     ]
     numbers = {parameter: number for number, parameter in enumerate(made)}
-    filled = fill_buckets(made, cap=20)
+    filled = fill_bytes(made, cap=20)
     assert [[numbers[one] for one in bucket] for bucket in filled] == [[5, 4, 3], [2], [1], [0]]
 
 

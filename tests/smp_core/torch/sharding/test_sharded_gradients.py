@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import smp_core.torch as smp
-from smp_core.torch.sharding.layout import bins
+from smp_core.torch.reduction.layout import bins
 from tests.smp_core.torch.sharding.degrees import (
     Layers,
     batch,

@@ -1,12 +1,11 @@
-"""The ordered collectives of sharded data parallelism: shards gathered, gradients summed in a published order.
+"""The ordered collectives of data parallelism: shards gathered, gradients summed in a published order.
 
-Two groups. The training state is split over the *shard group*; the *replicate group* has the
-ranks that hold the same shard. No sum is left to the backend: values are
-exchanged, and folded along the tree of ``smp_core.reduction`` over the order of the group, so that the
-bits are the same on every backend. Nothing is divided here. Everything travels as bytes, because not
-every backend moves every dtype. A shard goes to each other member on its own: that is one hop, where a
-ring has as many as there are members. A ring is left to gathers that would otherwise send a shard
-between the same two nodes more than once.
+Two groups. The training state is split over the *shard group*; the *replicate group* has the ranks that hold the same
+shard. No sum is left to the backend: values are exchanged, and folded along the tree of ``smp_core.reduction`` over the
+order of the group, so that the bits are the same on every backend. An all-reduce may divide its sum, once and before it
+is handed out. Everything travels as bytes, because not every backend moves every dtype. A shard goes to each other
+member on its own: that is one hop, where a ring has as many as there are members. A ring is left to gathers that would
+otherwise send a shard between the same two nodes more than once.
 
 All members of a group begin the same operations in the same order, and so all of :meth:`all_reduce`
 and their results. What is given must not change until the result is there. Only the rank's own thread
@@ -27,9 +26,9 @@ from smp_core import reduction
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.execution import counted
-from smp_core.torch.sharding import gather_plan
-from smp_core.torch.sharding.layout import Layout
-from smp_core.torch.sharding.traffic import Sent, Traffic
+from smp_core.torch.reduction import gather_plan
+from smp_core.torch.reduction.layout import Layout
+from smp_core.torch.reduction.traffic import Sent, Traffic
 from smp_core.transport.protocols import Group
 
 Tensor = torch.Tensor
@@ -37,6 +36,9 @@ _c10d: Any = distributed_c10d  # its stubs lack some options
 
 #: What may be folded: narrower floats would be rounded after every addition.
 _FOLDED = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
+
+#: What narrower floats are folded in.
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 #: The exchanges of an operation: each is waited for where it is yielded; the result is returned.
 _Exchanges = Generator[Any, None, Tensor]
@@ -147,13 +149,15 @@ class Collectives:
         _check("reduce_scatter", rows)
         return self._begin(self._reduce(rows.detach()))
 
-    def all_reduce(self, flat: Tensor) -> Pending:
-        """The sum over the ranks that hold the same shard; ``(n,)`` to ``(n,)``, with the same bits on all.
+    def all_reduce(self, flat: Tensor, divisor: int = 1) -> Pending:
+        """The sum over the ranks that hold the same shard, divided once; ``(n,)`` to ``(n,)``, with the same bits
+        on all. 16-bit values are folded and divided in float32, and rounded once.
 
-        ``flat`` is contiguous, float32, float64 or complex. Raises TypeError for another dtype.
+        ``flat`` is contiguous, of a floating-point or complex dtype. The traffic is that of a ring.
         """
-        _check("all_reduce", flat)
-        return self._begin(self._reduce_all(flat.detach()), self._reductions, together=True)
+        return self._begin(
+            self._reduce_all(flat.detach(), divisor), self._reductions, together=True
+        )
 
     def all_gather_values(self, values: Sequence[float]) -> list[list[float]]:
         """The values of each member, as many of all, in the order of the group; exactly."""
@@ -195,13 +199,14 @@ class Collectives:
         )
         return _fold(received)
 
-    def _reduce_all(self, flat: Tensor) -> _Exchanges:
+    def _reduce_all(self, flat: Tensor, divisor: int) -> _Exchanges:
         members, kind = self._replicate_group, self._replicate_kind
         layout = Layout(flat.numel(), members.size)
         even = layout.padded_numel == layout.numel
         rows = flat.view(members.size, layout.shard_numel) if even else layout.shards(flat)
         rows = yield from self._exchange_rows(rows, members, "all_reduce", kind)
-        whole = yield from self._gather_from(_fold(rows), members, "all_reduce, handed out", kind)
+        total = divided(_fold(rows.to(_WIDE.get(flat.dtype, flat.dtype))), divisor).to(flat.dtype)
+        whole = yield from self._gather_from(total, members, "all_reduce, handed out", kind)
         return whole[: flat.numel()]
 
     def _gather_from(
@@ -340,6 +345,15 @@ def _fold(rows: Tensor) -> Tensor:
     """The sum of the rows along the tree: of one row, that row itself."""
     total: Tensor = reduction.fold(list(rows), torch.add)
     return total
+
+
+def divided(total: Tensor, divisor: int) -> Tensor:
+    """The total, divided once; complex values component by component, as smp_core.reduction does."""
+    if divisor == 1:
+        return total
+    if total.is_complex():
+        return torch.view_as_complex(torch.view_as_real(total) / divisor)
+    return total / divisor
 
 
 def _check(call: str, tensor: Tensor) -> None:

@@ -12,8 +12,8 @@ import torch
 from smp_core import runtime
 from smp_core.config import Config
 from smp_core.topology import GroupKind, Topology
-from smp_core.torch.sharding.collectives import Collectives
-from smp_core.torch.sharding.traffic import Sum, TrafficKind
+from smp_core.torch.reduction.collectives import Collectives
+from smp_core.torch.reduction.traffic import Sum, TrafficKind
 
 SHARDING, REPLICATION = GroupKind.SHARDING, GroupKind.REPLICATION
 FOUR: dict[str, Any] = {"ddp": True, "sharded_data_parallel_degree": 4}

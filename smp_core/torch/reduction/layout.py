@@ -55,7 +55,7 @@ class Layout:
         return shards.reshape(-1)[: self.numel]
 
 
-def bins(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
+def bins(sizes: Sequence[int], most: float) -> Iterator[list[int]]:
     """The indices of ``sizes`` in order, in bins of at most ``most`` together.
 
     Greedy: what does not fit into a bin that has something begins the next; what is larger than

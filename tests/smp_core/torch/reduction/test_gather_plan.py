@@ -10,8 +10,8 @@ import pytest
 from smp_core import runtime
 from smp_core.config import Config
 from smp_core.topology import Topology
-from smp_core.torch.sharding import gather_plan
-from smp_core.torch.sharding.gather_plan import GatherPlan, Hop
+from smp_core.torch.reduction import gather_plan
+from smp_core.torch.reduction.gather_plan import GatherPlan, Hop
 
 BETWEEN, WITHIN = "between nodes", "within nodes"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from smp_core.topology import GroupKind
-from smp_core.torch.sharding.traffic import Sent, Sum, Traffic, TrafficKind
+from smp_core.torch.reduction.traffic import Sent, Sum, Traffic, TrafficKind
 
 GATHER = Sent("all_gather", GroupKind.SHARDING, 8, torch.float32, 24, 16)
 REDUCE = Sent("reduce_scatter", GroupKind.SHARDING, 6, torch.float64, 40, 0)

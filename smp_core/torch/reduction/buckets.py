@@ -1,0 +1,128 @@
+"""Buckets: the parameters whose gradients are reduced together, and how their gradients lie in one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from smp_core.torch.reduction.layout import Layout, bins
+from smp_core.torch.reduction.policy import BucketUnit, ReductionPolicy
+
+Totals = Mapping[nn.Parameter, torch.Tensor]
+#: What sums are taken in, where that is not the parameter's own dtype.
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of this one are summed."""
+    return _WIDE.get(dtype, dtype)
+
+
+def dtype_of(parameter: nn.Parameter, wide: bool) -> torch.dtype:
+    """The dtype of a parameter's gradients: its own; if ``wide``, float32 for a 16-bit one."""
+    return wide_dtype(parameter.dtype) if wide else parameter.dtype
+
+
+class Bucket:
+    """Parameters of one dtype whose gradients are reduced together.
+
+    A bucket is laid out in rows, one for each rank of the shard group: that rank's shard of each parameter, one after
+    the other. So one reduce-scatter delivers contiguous shards. In a shard group of one rank the only row has the
+    whole gradients.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], layouts: Sequence[Layout], dtype: torch.dtype
+    ) -> None:
+        self.parameters, self.layouts, self.dtype = parameters, layouts, dtype
+        self.ranks = layouts[0].ranks
+
+    def rows(self, totals: Totals) -> torch.Tensor:
+        """The gradients, ``(ranks, width)``, in memory of their own; zeros for a parameter without a gradient."""
+        width = sum(layout.shard_numel for layout in self.layouts)
+        rows = torch.empty((self.ranks, width), dtype=self.dtype)
+        start = 0
+        for parameter, layout in zip(self.parameters, self.layouts, strict=True):
+            columns = rows[:, start : start + layout.shard_numel]
+            total = totals.get(parameter)
+            if total is None:
+                columns.zero_()  # what was in memory before would be summed
+            else:
+                total = total.to_dense() if total.is_sparse else total
+                even = layout.padded_numel == layout.numel
+                flat = total.reshape(-1)
+                columns.copy_(flat.view(columns.shape) if even else layout.shards(flat))
+            start += layout.shard_numel
+        return rows
+
+    def shards(self, row: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Each parameter's shard of a row, with its padding."""
+        widths = [layout.shard_numel for layout in self.layouts]
+        yield from zip(self.parameters, torch.split(row, widths), strict=True)
+
+    def full_gradients(
+        self, rows: torch.Tensor, views: bool = False
+    ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Each parameter's whole gradient, from the rows of all ranks: in the parameter's own strides, or, if they
+        may be ``views``, as they lie in a single row.
+        """
+        rows = rows.view(self.ranks, -1)
+        start = 0
+        for parameter, layout in zip(self.parameters, self.layouts, strict=True):
+            flat = layout.full(rows[:, start : start + layout.shard_numel])
+            shaped = flat.view(parameter.shape)
+            if not views:
+                own = torch.empty_like(parameter, dtype=flat.dtype, requires_grad=False)
+                shaped = own.copy_(shaped)
+            yield parameter, shaped
+            start += layout.shard_numel
+
+
+def fill(
+    parameters: Sequence[nn.Parameter],
+    policy: ReductionPolicy,
+    layout_of: Callable[[nn.Parameter], Layout],
+) -> list[Bucket]:
+    """Buckets of these parameters, which are in the order of registration, in reverse, as backward reaches them."""
+    layouts = {each: layout_of(each) for each in parameters}
+    if policy.bucket_unit is BucketUnit.BYTES:
+        filled = fill_bytes(parameters, policy.bucket_cap, policy.wide)
+    else:
+        filled = _fill_elements(layouts, policy.bucket_cap)
+    return [
+        Bucket(members, [layouts[each] for each in members], dtype_of(members[0], policy.wide))
+        for members in filled
+    ]
+
+
+def fill_bytes(
+    parameters: Sequence[nn.Parameter], cap: float, wide: bool = False
+) -> list[list[nn.Parameter]]:
+    """The parameters in reverse order, in buckets of one dtype and at most ``cap`` bytes of gradients; a
+    parameter larger than that is alone. ``wide`` as in ``dtype_of``.
+    """
+    buckets: list[list[nn.Parameter]] = []
+    open_: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
+    for parameter in reversed(parameters):
+        dtype = dtype_of(parameter, wide)
+        size = parameter.numel() * dtype.itemsize
+        bucket, filled = open_.get(dtype, ([], 0))
+        if not bucket or filled + size > cap:
+            bucket, filled = [], 0
+            buckets.append(bucket)
+        bucket.append(parameter)
+        open_[dtype] = bucket, filled + size
+    return buckets
+
+
+def _fill_elements(layouts: Mapping[nn.Parameter, Layout], cap: float) -> list[list[nn.Parameter]]:
+    reverse = list(layouts)[::-1]
+    buckets: list[list[nn.Parameter]] = []
+    for dtype in dict.fromkeys(each.dtype for each in reverse):
+        of_one = [each for each in reverse if each.dtype is dtype]
+        # The layout's elements: `numel()` of a sharded parameter counts its shard alone.
+        for bin_ in bins([layouts[each].numel for each in of_one], cap):
+            buckets.append([of_one[index] for index in bin_])
+    return buckets

@@ -1,0 +1,553 @@
+"""The reducer: from the sums of a step to ``p.grad``, over microbatches, ranks and steps, in a published order.
+
+The order (ENGINES 2.2 tier R). A step's totals, folded over microbatches (execution/accumulation.py), are folded over
+the ranks of the shard group, and each rank keeps its shard: the reduce-scatter. Shards are summed with those of the
+steps before, in order, until ``backward_passes_per_step`` steps are together (API 1.7; they are summed, not averaged).
+Only then they are folded over the replicate group: the all-reduce. One division follows, by the number of replicas of
+the data and, if gradients are averaged over them, of microbatches. Gradients of parameters that are not sharded go the
+same way, and are made whole by an all-gather in the end. The result is added to ``p.grad``, or to ``master.grad`` of a
+16-bit parameter with a master (precision/masters.py).
+
+Plain data parallelism is the same with a shard group of one rank: nothing is scattered or gathered. What else differs
+is a policy (policy.py). In contiguous blocks of a power of two ranks the two folds are one, so that without
+accumulation the degree makes no difference.
+
+Gradients that nobody has count as zeros, and a parameter that no rank has a gradient for keeps its ``p.grad``, also
+None. With several replicas gradients are reduced whether ``ddp`` is on or not: nobody wants replicas that drift apart
+in silence.
+
+How the engine calls it, on every rank and in its own thread::
+
+    reducer = GradientReducer(runtime, dict(model.local_named_parameters()), options, sharding)
+    reducer.begin_step(buffers)                     # before the first microbatch
+    failure = reducer.end_step(ledger.totals(), None)     # all ranks: returns the agreed failure
+    failure = reducer.end_step({}, failure)               # where this rank's pipeline failed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_core.runtime import Runtime
+from smp_core.topology import GroupKind
+from smp_core.torch.exceptions import ShardingError, UnsupportedTrainingError
+from smp_core.torch.execution import agreement, counted
+from smp_core.torch.execution.agreement import DENSE, NONE, SPARSE, Agreement, Report
+from smp_core.torch.precision.masters import Masters
+from smp_core.torch.reduction import drift
+from smp_core.torch.reduction.bucket_reducer import BucketReducer
+from smp_core.torch.reduction.buckets import Bucket, Totals, fill
+from smp_core.torch.reduction.collectives import Pending
+from smp_core.torch.reduction.layout import Layout
+from smp_core.torch.reduction.policy import LateGradients, Options
+from smp_core.torch.reduction.replicas import CommHook, GradBucket, Replicas
+from smp_core.torch.reduction.shards import GradientShards
+
+#: Waits for a reduced bucket.
+_Result = Callable[[], torch.Tensor]
+
+
+class GradientReducer:
+    """The gradients of one rank's parameters, over steps, shards and replicas.
+
+    ``parameters`` are the rank's own by name, the same on all replicas; frozen ones may be among them.
+    Made by all members of the DP group at the same point. ``masters`` get
+    the gradients of their parameters.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        parameters: Mapping[str, nn.Parameter],
+        options: Options,
+        shards: GradientShards,
+        masters: Masters | None = None,
+    ) -> None:
+        self._runtime, self._options, self._masters = runtime, options, masters
+        self._parameters = list(dict.fromkeys(parameters.values()))
+        wide = masters is not None and masters.dtype is not None
+        self._shards, self._policy = shards, shards.policy(options, wide)
+        self._collectives = shards.collectives
+        self.replicas = Replicas(runtime, wide)
+        self.reductions = 0  # how often gradients were reduced: the same on every rank
+        self._pending: dict[
+            nn.Parameter, torch.Tensor
+        ] = {}  # sums of the window, as this rank keeps them
+        self._passes = 0  # steps that are in `pending`
+        self._unit = 0  # microbatches of the first of them
+        self._has: set[nn.Parameter] = set()  # of a gradient in this window, on any rank
+        self._step: BucketReducer | None = None
+        self._overlaps = self._was_late = False
+        self._hook: tuple[Any, CommHook] | None = None
+        self._agreed_on: bytes | None = None  # which parameters replicas train, as of the last step
+
+    @property
+    def boundary(self) -> bool:
+        """Whether gradients are reduced over replicas at the end of the present step."""
+        return self._passes + 1 == self._options.backward_passes_per_step
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """``hook(state, bucket)`` reduces each bucket from now on, instead of what is described above:
+        it averages over replicas and microbatches itself (API 1.7).
+
+        Raises UnsupportedTrainingError where gradients are sharded, without ``ddp`` and
+        ``overlapping_allreduce``, and for a second hook; TypeError for what cannot be called.
+        """
+        if not self._policy.comm_hooks:
+            raise UnsupportedTrainingError(
+                "model.register_comm_hook: not with sharded data parallelism, whose gradients are reduced in shards. "
+                "Leave the hook out, or set sharded_data_parallel_degree to 1"
+            )
+        if not self._runtime.config.ddp or not self._options.overlapping_allreduce:
+            raise UnsupportedTrainingError(
+                "model.register_comm_hook needs the configuration parameter ddp=True and "
+                "smp.DistributedModel(..., overlapping_allreduce=True)"
+            )
+        if not callable(hook):
+            raise TypeError(f"model.register_comm_hook: hook must be callable, not {hook!r}")
+        if self._hook is not None:
+            raise UnsupportedTrainingError("model.register_comm_hook: there is a hook already")
+        self._hook = state, hook
+
+    def follow(self, parameters: Iterable[nn.Parameter]) -> None:
+        """From now on these are the rank's parameters: a script may replace or add one between steps,
+        on all replicas alike.
+        """
+        self._parameters = list(dict.fromkeys(parameters))
+        here = set(self._parameters)
+        self._pending = {each: total for each, total in self._pending.items() if each in here}
+
+    def pending(self) -> list[torch.Tensor]:
+        """The sums that wait for the end of the window."""
+        return list(self._pending.values())
+
+    # In a step.
+
+    def begin_step(
+        self, buffers: Sequence[torch.Tensor] = (), source: int = 0, *, overlaps: bool = True
+    ) -> None:
+        """Give all replicas the buffers of dp rank ``source``, as DDP does before each forward pass
+        (API 8.12), if ``broadcast_buffers``. ``overlaps``: buckets may be launched before the end.
+        """
+        if self._options.broadcast_buffers:
+            self.replicas.broadcast(buffers, source)
+        self._agree_first()
+        self._overlaps = overlaps and self._may_overlap()
+        self._step = self._new_step()
+
+    def _may_overlap(self) -> bool:
+        """Whether buckets may be launched during the backward pass of the step that begins."""
+        # Totals of another number of microbatches than the window's first step had are scaled before they are summed.
+        same = self._unit in (0, self._runtime.config.microbatches)
+        if not self._options.overlapping_allreduce or not same:
+            return False
+        if self._policy.scatters:
+            return not self._was_late
+        # The all-reduce is what is launched: at the window's end alone, and not if a hook takes its place.
+        return self.boundary and self._collectives.replicas > 1 and self._hook is None
+
+    def _new_step(self) -> BucketReducer:
+        return BucketReducer(self._buckets(self._planned()), self._launch, self._policy.late)
+
+    def _launch(self, bucket: Bucket, sums: Totals) -> Pending:
+        rows = bucket.rows(sums)
+        if self._policy.scatters:
+            return self._collectives.reduce_scatter(rows)
+        return self._collectives.all_reduce(
+            rows.view(-1), self._divisor(self._unit or self._runtime.config.microbatches)
+        )
+
+    @property
+    def listens(self) -> bool:
+        """Whether the ledger is to say which totals are ready: only what may be launched early."""
+        return self._overlaps
+
+    @property
+    def moves(self) -> bool:
+        """Whether the ledger is to give away the totals that are ready."""
+        return self._policy.late is LateGradients.ADD
+
+    def on_ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
+        """The step's total of this parameter seems to be complete; callable from any thread."""
+        if self._step is not None:
+            # An all-reduce is of the whole window, a reduce-scatter of the step alone.
+            known = None if self._policy.scatters else self._pending.get(parameter)
+            self._step.on_ready(parameter, total if known is None else known + total)
+
+    def on_late_grad(self, parameter: nn.Parameter) -> None:
+        """Another gradient of a parameter is to come that seemed to be complete."""
+        if self._step is not None:
+            self._step.on_late_grad(parameter)
+
+    @property
+    def due(self) -> bool:
+        """Whether ``advance`` has something to launch."""
+        return self._step is not None and self._overlaps and self._step.due
+
+    def advance(self) -> None:
+        """Launch the buckets that are ready. In the rank's own thread only."""
+        if self.due:
+            assert self._step is not None
+            self._step.advance()
+
+    def end_step(
+        self,
+        totals: Totals,
+        failure: Any,
+        *,
+        joined: bool = False,
+        microbatches: int | None = None,
+    ) -> Any:
+        """Agree with the other replicas on how the step ended; if well, accumulate, and reduce if this
+        is the boundary. ``totals`` are what :meth:`on_ready` was not given, or, unless the ledger moves
+        them, all. ``microbatches`` is how many the totals are of, the configured number if not
+        given; another number takes a step that was begun with ``overlaps=False``. Where steps of different
+        numbers are accumulated, their averages are, in units of the first.
+
+        ``failure`` is None or anything picklable; returns the one of the lowest dp rank that has one.
+        After a failure gradients and accumulated sums are as they were before the step.
+        """
+        step = self._step or self._new_step()
+        self._step = None
+        count = 0 if joined else microbatches or self._runtime.config.microbatches
+        window = self._add_remaining(step, {} if failure is not None else totals, count)
+        held, shards = ({}, {}) if failure is not None or joined else self._digests()
+        agreed = agreement.agree(
+            self._runtime,
+            Report(
+                failure=failure,
+                present=self._present(step),
+                launched=step.launched,
+                late=step.late_buckets,
+                joined=joined,
+                microbatches=count,
+                fresh=bool(step.present),
+                again=step.was_late,
+                gather_digest=self._shards.gather_digest,
+                held=drift.checksum(held.values()) if held else None,
+                shards=drift.checksum(shards.values()) if shards else None,
+                trained=b"" if joined else self._trained(),
+            ),
+        )
+        step.catch_up(agreed.launched)
+        if agreed.failure is not None:
+            step.discard()
+            return agreed.failure
+        wrong = self._disagreement(agreed, held, shards)
+        if wrong is not None:
+            step.discard()
+            raise wrong
+        self._agreed_on = self._trained_by(agreed.reports)
+        self._was_late = self._was_late or any(report.again for report in agreed.reports)
+        if not self._passes:
+            self._unit = agreed.microbatches
+        self._passes += 1
+        self._has = {
+            parameter
+            for parameter, kind in zip(self._parameters, agreed.present, strict=False)
+            if kind != NONE
+        }
+        self._pending = self._accumulated(step, agreed, window)
+        ends = self._passes == self._options.backward_passes_per_step
+        if ends:
+            reduced = self._all_reduced(step, agreed, self._divisor(self._unit))
+            has, self._has = self._has, set()
+            self._pending, self._passes, self._unit = {}, 0, 0
+            self.reductions += 1
+            if not joined:
+                for parameter, gradient in reduced.items():
+                    if parameter in has:
+                        self._deposit(parameter, gradient)
+        counted.happened("reduced" if ends else "accumulated")
+        return None
+
+    def _add_remaining(
+        self, step: BucketReducer, totals: Totals, count: int
+    ) -> dict[nn.Parameter, torch.Tensor]:
+        """Tell the step of the totals that it has not; gives the sums of the window where nothing is scattered."""
+        average = self._options.average_grads_across_microbatches
+        if average and self._passes and count not in (0, self._unit):
+            totals = {each: total * (self._unit / count) for each, total in totals.items()}
+        if self._policy.scatters:
+            step.add_remaining(totals)
+            return {}
+        window = _sum(self._pending, totals)
+        step.add_remaining(window)
+        return window
+
+    def _present(self, step: BucketReducer) -> bytes:
+        """For each parameter whether there is a gradient, and of which kind; empty if nothing is reduced now."""
+        if not self._policy.scatters and not self.boundary:
+            return b""
+        has = self._has | step.present
+        return bytes(
+            NONE if each not in has else SPARSE if step.is_sparse(each) else DENSE
+            for each in self._parameters
+        )
+
+    def _accumulated(
+        self, step: BucketReducer, agreed: Agreement, window: dict[nn.Parameter, torch.Tensor]
+    ) -> dict[nn.Parameter, torch.Tensor]:
+        """The sums of the window with the step's."""
+        if not self._policy.scatters:
+            return window
+        # A step that brings no gradient to any rank, as in evaluation, reduces nothing.
+        if not any(report.fresh for report in agreed.reports):
+            return self._pending
+        unfrozen = self._buckets(self._has - step.planned)
+        return _sum(self._pending, step.scattered(agreed.late, unfrozen))
+
+    # The end of a window.
+
+    def _all_reduced(
+        self, step: BucketReducer, agreed: Agreement, divisor: int
+    ) -> dict[nn.Parameter, torch.Tensor]:
+        """This rank's gradients, of each parameter what this rank keeps of it."""
+        kinds = dict(zip(self._parameters, agreed.present, strict=True))
+        reduced: dict[nn.Parameter, torch.Tensor] = {}
+        if self._policy.scatters:
+            # All ranks of the replicate group have the same shards, zeros where nobody had a gradient.
+            remaining = set(self._pending)
+        else:
+            for bucket, row in step.without_late(agreed.late):
+                reduced.update(bucket.full_gradients(row, self._policy.bucket_views))
+            remaining = {
+                each for each, kind in kinds.items() if kind == DENSE and each not in reduced
+            }
+        persistent: list[tuple[Bucket, Pending]] = []
+        for bucket, result in self._launch_all_reduces(self._buckets(remaining), divisor):
+            row = result()
+            if not self._policy.scatters:
+                reduced.update(bucket.full_gradients(row, self._policy.bucket_views))
+                continue
+            whole: dict[nn.Parameter, torch.Tensor] = {}
+            for parameter, padded in bucket.shards(row):
+                shard = self._shards.shard(parameter)
+                if shard is None:
+                    whole[parameter] = padded
+                else:
+                    reduced[parameter] = padded[: shard.owned_numel]
+            if whole:
+                layouts = [self._layout(each) for each in whole]
+                gather = self._collectives.all_gather(torch.cat(list(whole.values())))
+                persistent.append((Bucket(list(whole), layouts, bucket.dtype), gather))
+        for bucket, gather in persistent:
+            reduced.update(bucket.full_gradients(gather.result()))
+        for parameter, kind in kinds.items():
+            if kind == SPARSE and self._policy.keeps_sparse:
+                total = self._pending.get(parameter)
+                reduced[parameter] = self.replicas.reduce_sparse(parameter, total, divisor)
+        return reduced
+
+    def _launch_all_reduces(
+        self, buckets: Sequence[Bucket], divisor: int
+    ) -> list[tuple[Bucket, _Result]]:
+        """Begin the all-reduces of the window's sums; all are launched before the first is waited for."""
+        if self._hook is not None:
+            last = len(buckets) - 1
+            rows = [bucket.rows(self._pending).view(-1) for bucket in buckets]
+            given = [
+                GradBucket(index, index == last, bucket.parameters, row)
+                for index, (bucket, row) in enumerate(zip(buckets, rows, strict=True))
+            ]
+            return [
+                (bucket, self.replicas.hooked(self._hook, each))
+                for bucket, each in zip(buckets, given, strict=True)
+            ]
+        begun: list[tuple[Bucket, _Result]] = []
+        for bucket in buckets:
+            if self._policy.scatters:
+                row = joined([self._pending[each] for each in bucket.parameters])
+            else:
+                row = bucket.rows(self._pending).view(-1)
+                counted.happened("sent")
+            begun.append((bucket, self._collectives.all_reduce(row, divisor).result))
+        return begun
+
+    def _deposit(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        if self._masters is None:
+            deposit(parameter, gradient.to(parameter.dtype))
+        else:
+            target = self._masters.of(parameter)
+            self._masters.deposit(parameter, gradient.to(target.dtype), deposit)
+
+    # What ranks compare.
+
+    def _agree_first(self) -> None:
+        """Before the first step: have the word of the first replica on which parameters are trained."""
+        group = self._runtime.group(GroupKind.DP)
+        if self._agreed_on is None and len(group.ranks) > 1:
+            gathered = self._runtime.fabric.objects.allgather(self._trained(), group)
+            self._agreed_on = gathered[0]
+
+    def _trained(self) -> bytes:
+        return bytes(parameter.requires_grad for parameter in self._parameters)
+
+    @staticmethod
+    def _trained_by(reports: Iterable[Report]) -> bytes:
+        return next((each.trained for each in reports if each.trained), b"")
+
+    def _planned(self) -> list[nn.Parameter]:
+        """What buckets that are launched during the step are made of: the same on replicas that have since frozen
+        different parameters, which is found at the end. What was unfrozen since is reduced at the end, too.
+        """
+        known = self._agreed_on
+        if known is None or len(known) != len(self._parameters):
+            return self._trainable()
+        return [each for each, on in zip(self._parameters, known, strict=True) if on]
+
+    def _digests(self) -> tuple[dict[nn.Parameter, int], dict[nn.Parameter, int]]:
+        """Of the trained parameters that other ranks hold, too, and of this rank's shards of the others. None of
+        replicas whose gradients a hook reduces: they may differ as the hook wants it.
+        """
+        held: dict[nn.Parameter, int] = {}
+        shards: dict[nn.Parameter, int] = {}
+        alone = len(self._runtime.group(self._policy.held_by).ranks) == 1
+        for parameter in self._trainable() if self._hook is None else ():
+            shard = self._shards.shard(parameter)
+            if shard is None:
+                if not alone:
+                    held[parameter] = drift.digest(parameter)
+            elif self._collectives.replicas > 1:
+                shards[parameter] = drift.digest(shard.padded[: shard.owned_numel])
+        return held, shards
+
+    def _disagreement(
+        self,
+        agreed: Agreement,
+        held: Mapping[nn.Parameter, int],
+        shards: Mapping[nn.Parameter, int],
+    ) -> Exception | None:
+        """What every rank raises if they gathered, train or hold different things."""
+        ranks = self._runtime.group(GroupKind.DP).ranks
+        reports = dict(zip(ranks, agreed.reports, strict=True))
+        return (
+            self._other_gathers(reports)
+            or self._other_frozen(reports)
+            or self._drifted(
+                self._policy.held_by,
+                "parameter",
+                held,
+                {rank: each.held for rank, each in reports.items()},
+            )
+            or self._drifted(
+                GroupKind.REPLICATION,
+                "the part of parameter",
+                shards,
+                {rank: each.shards for rank, each in reports.items()},
+            )
+        )
+
+    def _other_gathers(self, reports: Mapping[int, Report]) -> ShardingError | None:
+        """The error if ranks of a shard group gathered different units: what one sent was not what the other took
+        it for.
+        """
+        for group in self._runtime.topology.groups(GroupKind.SHARDING):
+            digests = {rank: reports[rank].gather_digest for rank in group if rank in reports}
+            other = next((rank for rank in digests if digests[rank] != digests[group[0]]), None)
+            if other is not None:
+                return ShardingError(
+                    f"sharded data parallelism: in this step rank {other} used other parameters than rank {group[0]}, "
+                    "or in another order: each took the other's parts of one for those of another, and what they "
+                    "computed is worth nothing. No gradient was changed. Call the same modules in the same order on "
+                    "all ranks of a sharding group"
+                )
+        return None
+
+    def _other_frozen(self, reports: Mapping[int, Report]) -> Exception | None:
+        """The error if replicas do not train the same parameters: buckets are made of those."""
+        trained = {rank: each.trained for rank, each in reports.items()}
+        if len(set(trained.values()) - {b""}) < 2:
+            return None
+        names = list(self._by_name(dict.fromkeys(self._parameters, 0)))
+        return drift.frozen(self._runtime, names, trained)
+
+    def _drifted(
+        self,
+        kind: GroupKind,
+        what: str,
+        own: Mapping[nn.Parameter, int],
+        checksums: Mapping[int, int | None],
+    ) -> Exception | None:
+        """The error if ranks differ in what those of a group of this kind should hold alike."""
+        groups = [
+            [rank for rank in group if checksums[rank] is not None]
+            for group in self._runtime.topology.groups(kind)
+            if group[0] in checksums
+        ]
+        if not drift.differ(checksums, groups):
+            return None
+        return drift.found(self._runtime, GroupKind.DP, what, self._by_name(own), groups)
+
+    def _by_name(self, digests: Mapping[nn.Parameter, int]) -> dict[str, int]:
+        session = self._runtime.training
+        model = None if session is None else session.model
+        local = {} if model is None else model.local_named_parameters()
+        names = {parameter: name for name, parameter in dict(local).items()}
+        return {names.get(each, f"number {n}"): d for n, (each, d) in enumerate(digests.items())}
+
+    # Sizes.
+
+    def _divisor(self, microbatches: int) -> int:
+        average = self._options.average_grads_across_microbatches
+        replicas = self._collectives.size * self._collectives.replicas
+        return replicas * (microbatches if average else 1)
+
+    def _trainable(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._parameters if parameter.requires_grad]
+
+    def _buckets(self, parameters: Iterable[nn.Parameter]) -> list[Bucket]:
+        chosen = set(parameters)
+        ordered = [each for each in self._parameters if each in chosen]
+        return fill(ordered, self._policy, self._layout)
+
+    def _layout(self, parameter: nn.Parameter) -> Layout:
+        shard = self._shards.shard(parameter)
+        return Layout(parameter.numel(), self._collectives.size) if shard is None else shard.layout
+
+
+def deposit(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    """Add a gradient to ``p.grad`` as torch's autograd does, and run the parameter's hooks that come
+    after (``register_post_accumulate_grad_hook``).
+    """
+    with torch.no_grad():
+        if parameter.grad is None:
+            parameter.grad = gradient
+        elif parameter.grad.is_sparse or gradient.is_sparse:
+            parameter.grad = (
+                parameter.grad + gradient if gradient.is_sparse else gradient + parameter.grad
+            )
+        else:
+            parameter.grad.add_(gradient)
+    for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
+        hook(parameter)
+
+
+def joined(shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Shards, 1-D, one after the other: a view of what they are pieces of, if that is how they lie there."""
+    first, end = shards[0], shards[0].storage_offset()
+    storage = first.untyped_storage()._cdata
+    for shard in shards:
+        if shard.untyped_storage()._cdata != storage or shard.storage_offset() != end:
+            return torch.cat(list(shards))
+        end += shard.numel()
+    start = first.storage_offset()
+    return first.as_strided((end - start,), (1,), start)
+
+
+def _sum(pending: Totals, totals: Totals) -> dict[nn.Parameter, torch.Tensor]:
+    """Into new tensors: if a replica has failed, the old ones stay."""
+    after = dict(pending)
+    for parameter, total in totals.items():
+        known = after.get(parameter)
+        if known is None:
+            after[parameter] = total
+        elif known.is_sparse and not total.is_sparse:
+            after[parameter] = total + known
+        else:
+            after[parameter] = known + total
+    return after

@@ -1,0 +1,67 @@
+"""What the reducer asks of the model's sharding; and the answers where nothing is sharded."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from smp_core.runtime import Runtime
+from smp_core.topology import GroupKind
+from smp_core.torch.reduction import policy
+from smp_core.torch.reduction.collectives import Collectives
+from smp_core.torch.reduction.layout import Layout
+from smp_core.torch.reduction.policy import Options, ReductionPolicy
+
+
+class ReducedShard(Protocol):
+    """The shard that a rank keeps of a parameter (sharding/sharded_parameter.py)."""
+
+    @property
+    def layout(self) -> Layout:
+        """How the elements are split."""
+
+    @property
+    def padded(self) -> torch.Tensor:
+        """This rank's shard, with its padding."""
+
+    @property
+    def owned_numel(self) -> int:
+        """The elements of the shard that are no padding."""
+
+
+class GradientShards(Protocol):
+    """Which gradients are sharded, and over which ranks."""
+
+    @property
+    def collectives(self) -> Collectives:
+        """The collectives over the shard group and the replicate group."""
+
+    @property
+    def gather_digest(self) -> int:
+        """A checksum of the units that were gathered in this step, in order; the same on all ranks of a shard group."""
+
+    def shard(self, parameter: torch.Tensor) -> ReducedShard | None:
+        """What is kept of a parameter, None if it is whole on every rank."""
+
+    def policy(self, options: Options, wide: bool) -> ReductionPolicy:
+        """How gradients are reduced; ``wide``: there are float32 masters of 16-bit parameters."""
+
+
+class WholeGradients:
+    """Nothing is sharded: a shard group of one rank, and a replicate group of the DP group.
+
+    Made by all ranks at the same point, as ``Collectives`` are.
+    """
+
+    gather_digest = 0  # nothing is gathered
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.collectives = Collectives(runtime, GroupKind.SHARDING, GroupKind.DP)
+
+    def shard(self, parameter: torch.Tensor) -> None:
+        """No parameter is sharded."""
+
+    def policy(self, options: Options, wide: bool) -> ReductionPolicy:
+        """How gradients are reduced; ``wide``: there are float32 masters of 16-bit parameters."""
+        return policy.plain(options, wide)
