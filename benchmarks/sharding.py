@@ -31,6 +31,7 @@ from torch.utils import _python_dispatch
 
 import smp_core.torch as smp
 from benchmarks.figures import Figure, median, seconds
+from smp_core.torch.sharding.sharded_model import ShardedModel
 
 RANKS = 4
 BLOCKS, WIDTH, HEADS, CHARACTERS = 4, 256, 4, 64
@@ -104,7 +105,7 @@ def ours(module: GPT, x: torch.Tensor, wanted: torch.Tensor) -> tuple[Engine, An
     model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(optimizer_of(model.parameters()))
     sharding = model.sharding
-    assert sharding is not None
+    assert isinstance(sharding, ShardedModel)
 
     def forward_backward() -> None:
         optimizer.zero_grad()

@@ -17,7 +17,7 @@ class SmpSession(Script):
 
     def backward(self, batch: Batch, *, boundary: bool = True) -> tuple[list[Tensor], list[Tensor]]:
         """As the script's, with all that the engine's own ledger sees, if it has one."""
-        sharding = getattr(self.model, "sharding", None)
+        sharding = self._sharding
         if sharding is None:
             return super().backward(batch, boundary=boundary)
         with sharding.collectives.traffic.recorded() as log:
@@ -27,8 +27,13 @@ class SmpSession(Script):
 
     def live(self) -> int | None:
         """By the engine's own count, if it has one."""
-        sharding = getattr(self.model, "sharding", None)
-        return None if sharding is None else sharding.unsharded.peak
+        return None if self._sharding is None else self._sharding.unsharded.peak
+
+    @property
+    def _sharding(self) -> Any:
+        """That of the model; None at degree 1, where nothing is counted."""
+        sharding: Any = self.model.sharding
+        return sharding if sharding.degree > 1 else None
 
     def _ranks(self, kind: Any) -> tuple[int, ...]:
         """The ranks of this rank's group of a kind (API 4.3)."""

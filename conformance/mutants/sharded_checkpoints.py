@@ -80,8 +80,7 @@ def every_rank_takes_the_first_part(patch: Patch) -> None:
     moved = OptimizerParameters.moved
 
     def first(self: OptimizerParameters, parameter: Any, state: Any) -> Any:
-        sharding = self.sharding
-        shard = None if sharding is None else sharding.shard(parameter)
+        shard = self.sharding.shard(parameter)
         if shard is None or not isinstance(state, Mapping):
             return moved(self, parameter, state)
         return {

@@ -43,7 +43,7 @@ class Join:
             raise UnsupportedTrainingError(
                 "model.join is for data parallelism with the configuration parameter ddp=True"
             )
-        if model.sharding is not None:
+        if model.sharding.degree > 1:
             raise UnsupportedTrainingError(
                 "model.join: not with sharded data parallelism: a replica without a batch has a part of the parameters "
                 "that the others need. Give every rank as many batches, or set sharded_data_parallel_degree to 1"
@@ -146,7 +146,7 @@ def current(session: Session) -> Join | None:
 
 def before_step(session: Session) -> int:
     """At the very beginning of each step: gives the dp rank whose buffers count, for
-    ``Gradients.begin_step``. Sends nothing outside of joins.
+    ``GradientReducer.begin_step``. Sends nothing outside of joins.
     """
     join = current(session)
     return 0 if join is None else join.step()

@@ -33,7 +33,6 @@ from smp_core.torch.exceptions import (
 )
 from smp_core.torch.execution import activity as activities
 from smp_core.torch.execution import calls, everywhere, failures, uses
-from smp_core.torch.execution.accumulation import Ledger
 from smp_core.torch.execution.calls import Site
 from smp_core.torch.execution.remote.transport import Transport
 from smp_core.torch.execution.schedule import Phase
@@ -47,9 +46,9 @@ from smp_core.torch.precision import casting, half
 from smp_core.torch.precision.masters import Masters
 from smp_core.torch.reduction.policy import Options
 from smp_core.torch.reduction.reducer import GradientReducer
-from smp_core.torch.reduction.shards import WholeGradients
-from smp_core.torch.sharding.eager_calls import EagerCalls
 from smp_core.torch.sharding.sharded_model import ShardedModel
+from smp_core.torch.sharding.sharding import Sharding
+from smp_core.torch.sharding.whole_model import WHOLE_MODEL
 from smp_core.transport import torch_parts
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
@@ -82,9 +81,9 @@ class DistributedModel(nn.Module):
             step raises that, and what else is wrong with the partition.
 
     ``module`` is what was wrapped; ``partitioned``: whether it has been partitioned. ``sharding`` has what
-    is split over the sharding group (sharding/sharded_model.py), None at degree 1. ``masters`` is what
-    the optimizer works on (precision/masters.py); None where that is the parameters themselves. With
-    ``fp16`` or ``bf16`` the module is converted, in place (precision/casting.py).
+    is split over the shard group (sharding/sharded_model.py); at degree 1 nothing is (sharding/whole_model.py).
+    ``masters`` is what the optimizer works on (precision/masters.py); None where that is the parameters
+    themselves. With ``fp16`` or ``bf16`` the module is converted, in place (precision/casting.py).
     """
 
     module: nn.Module
@@ -126,8 +125,7 @@ class DistributedModel(nn.Module):
         self.placement: Placement | None = None
         self.sites: dict[str, Site] = {}
         self.gradients: GradientReducer | None = None  # once partitioned
-        self.sharding: ShardedModel | None = None  # once partitioned, where parameters are split
-        self._outside: EagerCalls | None = None
+        self.sharding: Sharding = WHOLE_MODEL  # until partitioned
         self._options = Options(
             overlapping_allreduce=bool(overlapping_allreduce),
             backward_passes_per_step=backward_passes_per_step,
@@ -199,8 +197,7 @@ class DistributedModel(nn.Module):
         activity.phase = Phase.BACKWARD
         activity.pause()  # until it is the microbatch's turn
         torch.autograd.backward(given, grad_tensors)
-        if self.sharding is not None:
-            self.sharding.unsharded.end_backward(activity.microbatch)
+        self.sharding.unsharded.end_backward(activity.microbatch)
         activity.phase = Phase.FORWARD  # if it raises, that is where
 
     def _scaled(self, tensors: tuple[torch.Tensor, ...], grad_tensors: Any) -> Any:
@@ -224,14 +221,8 @@ class DistributedModel(nn.Module):
         """Outside of steps, at pipeline degree 1: a step of one microbatch, without its body."""
         assert self._watch is not None
         self._watch.refresh()
-        if self._outside is not None:
-            with self.computing(), self._outside.backward() as ledger:
-                torch.autograd.backward(tensors, grad_tensors)
-        else:
-            ledger = Ledger(1)
-            ledger.wide = self.wide
-            with self.computing(), uses.activity(ledger, 0, 0):
-                torch.autograd.backward(tensors, grad_tensors)
+        with self.computing(), self._eager_calls.backward() as ledger:
+            torch.autograd.backward(tensors, grad_tensors)
         ledger.close(0)
         assert self.gradients is not None
         # Late, but before the next forward pass: that one was not told of.
@@ -412,8 +403,7 @@ class DistributedModel(nn.Module):
         """Before a step. Before the first: trace, partition, distribute, post-partition hooks."""
         session = self._session
         source = joining.before_step(session)
-        if self.sharding is not None:
-            self.sharding.begin_step()
+        self.sharding.begin_step()
         if not self.partitioned:
             self._partition(lambda: self._decide(body, split))
         else:
@@ -525,11 +515,13 @@ class DistributedModel(nn.Module):
             self.sharding = ShardedModel(session.runtime, self.module, self.masters)
         placement.distribute(session, self, decided, self.sharding)
         self.placement = decided
-        if self.sharding is not None:
-            self._outside = EagerCalls(self.sharding, self.wide)
-        alone = None if self._outside is None else self._outside.call
+        self._eager_calls = self.sharding.eager_calls(self.wide)
         self.sites = calls.install(
-            self.module, self.owner, self._pp_rank, alone, activations.CheckpointedSite
+            self.module,
+            self.owner,
+            self._pp_rank,
+            self._eager_calls.run,
+            activations.CheckpointedSite,
         )
         self._watch = uses.Watch(self.module)
         local = dict(self.local_named_parameters())
@@ -544,7 +536,7 @@ class DistributedModel(nn.Module):
 
     def _make_gradients(self, parameters: dict[str, nn.Parameter]) -> GradientReducer:
         runtime = self._session.runtime
-        shards = WholeGradients(runtime) if self.sharding is None else self.sharding
+        shards = self.sharding.gradient_shards(runtime)
         return GradientReducer(runtime, parameters, self._options, shards, self.masters)
 
 

@@ -15,13 +15,13 @@ No function here communicates.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from smp_core.torch import session
 from smp_core.torch.execution.timeline import Event
 from smp_core.torch.memory.recorder import Recorder as Recorder
 from smp_core.torch.model import DistributedModel
-from smp_core.torch.sharding.traffic import Traffic
+from smp_core.torch.reduction.traffic import Traffic
 
 
 class Counters(NamedTuple):
@@ -53,9 +53,7 @@ def traffic(model: DistributedModel) -> Traffic:
     The counters are empty for a model that is not sharded: plain data parallelism and pipelines are not
     counted.
     """
-    sharding: Any = model.sharding
-    found: Traffic = Traffic() if sharding is None else sharding.collectives.traffic
-    return found
+    return model.sharding.traffic
 
 
 def unsharded_peak(model: DistributedModel) -> int:
@@ -63,5 +61,4 @@ def unsharded_peak(model: DistributedModel) -> int:
 
     0 for a model that is not sharded.
     """
-    sharding: Any = model.sharding
-    return 0 if sharding is None else int(sharding.unsharded.peak)
+    return model.sharding.unsharded_peak

@@ -82,12 +82,12 @@ def local_state_dict(model: Model) -> dict[str, object]:
     the whole (before partitioning); of shards ``_smp_shard``, too, which says whose they are. No
     communication. Tensors share memory with the model, as those of torch's ``state_dict`` do.
     """
-    if model.sharding is not None:
-        model.sharding.reshard()
+    model.sharding.reshard()
     state = {key: value for key, value in _entries(model).items() if value is not _ELSEWHERE}
     state[PARTIAL] = model.placement is not None
-    if model.sharding is not None:
-        state[SHARD] = records.record(model.sharding)
+    record = model.sharding.record()
+    if record is not None:
+        state[SHARD] = record
     return state
 
 
@@ -102,8 +102,7 @@ def state_dict(model: Model, gather_to_rank0: bool = False) -> dict[str, object]
     """
     runtime = model._session.runtime
     keep = not gather_to_rank0 or runtime.rank == 0
-    sharding = model.sharding
-    with sharding.full_tree(model.module, keep) if sharding else contextlib.nullcontext():
+    with model.sharding.full_tree(model.module, keep):
         entries = _entries(model)
     group = runtime.group(GroupKind.PP)
     if model.placement is not None and len(group.ranks) > 1:
@@ -268,11 +267,10 @@ _SAID = {PARTIAL, SHARD}
 def _load_values(
     model: Model, state: Mapping[str, object], strict: bool, same_partition: bool
 ) -> object:
-    if model.sharding is not None:
-        model.sharding.reshard()
+    model.sharding.reshard()
     partial = bool(state.get(PARTIAL, False))
     if partial:
-        records.check("model.load_state_dict: the state", state.get(SHARD), model.sharding)
+        records.check("model.load_state_dict: the state", state.get(SHARD), model.sharding.record())
     plain = {key: value for key, value in state.items() if key not in _SAID}
     runtime = model._session.runtime
     group = runtime.group(GroupKind.PP)
@@ -283,8 +281,8 @@ def _load_values(
         plain = {**merged, **plain}
     if getattr(state, "_metadata", None) is not None and not partial:
         plain = _with_metadata(plain, state)
-    sharding = None if partial else model.sharding  # parts are as they are kept
-    whole = sharding.loading_tree(model.module) if sharding else contextlib.nullcontext()
+    # The tensors of a part have the sizes of the shards, so it is loaded into them as they are.
+    whole = contextlib.nullcontext() if partial else model.sharding.loading_tree(model.module)
     with whole, _meta(model, elsewhere=True) as away:
         if not (partial and same_partition):
             return model.module.load_state_dict(plain, strict=strict)
@@ -346,7 +344,7 @@ def _meta(model: Model, shards: bool = False, elsewhere: bool = False) -> Iterat
         registry: dict[str, Any] = (
             entry.owner._parameters if entry.kind == "parameter" else entry.owner._buffers
         )
-        shard = None if shards or model.sharding is None else model.sharding.shard(entry.tensor)
+        shard = None if shards else model.sharding.shard(entry.tensor)
         if not mine:
             shape = shapes[first_name[id(entry.tensor)]]
             names.add(entry.name)
@@ -377,8 +375,7 @@ def cpu(model: Model) -> None:
     The copies of what others own are for reading, as after training; the next step empties them again
     (``reshard``). Shards are themselves again at the next step, call, update, or state, too.
     """
-    if model.sharding is not None:
-        model.sharding.unshard()
+    model.sharding.unshard()
     model.module.cpu()
     if model.placement is None or model.placement.degree == 1:
         return

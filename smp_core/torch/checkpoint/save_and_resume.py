@@ -48,6 +48,8 @@ from smp_core.torch.pipeline import placement
 from smp_core.torch.session import Session
 from smp_core.torch.session import current as session_of
 from smp_core.torch.sharding import records
+from smp_core.torch.sharding.sharding import Sharding
+from smp_core.torch.sharding.whole_model import WHOLE_MODEL
 
 if TYPE_CHECKING:
     import types
@@ -221,14 +223,14 @@ def _save_partial(
     def fill() -> None:
         folder = folders.to_fill(path, tag, nonce)
         name = naming.of_part(runtime)
-        said = {_IS_PARTIAL: True, _SAVED: nonce, _SHARD: _record_of(session)}
+        said = {_IS_PARTIAL: True, _SAVED: nonce, _SHARD: _sharding_of(session).record()}
         if runtime.position(GroupKind.REPLICATION) == 0 and model is not None:
             state = {
                 "model": weights.local_state_dict(model),
                 "partition": _partition_of(session),
                 **said,
             }
-            if model.sharding is not None:
+            if model.sharding.place is not None:
                 state["module"] = state[
                     "model"
                 ]  # its name in public readers of shards; stored once
@@ -268,11 +270,11 @@ def _flat_groups(session: Session, optimizer: Any) -> dict[str, Any]:
     """What public readers of shards put parameters together from: this rank's part of each, by the
     optimizer's groups (API 1.11). Nothing where parameters are whole.
     """
-    sharding = None if session.model is None else session.model.sharding
-    if sharding is None:
+    place = _sharding_of(session).place
+    if place is None:
         return {}
     return {
-        "partition_count": sharding.collectives.size,
+        "partition_count": place[1],
         "fp32_flat_groups": optimizer.fp32_partitioned_groups_flat,
     }
 
@@ -365,7 +367,7 @@ def resume_from_checkpoint(
         runtime, _RESUME, lambda: loaded.append(read(session, folder, str(tag), load_optimizer))
     )
     state = loaded[0]
-    sharded = session.model is not None and session.model.sharding is not None
+    sharded = _sharding_of(session).place is not None
     state.precise_only = sharded and not load_sharded_optimizer_state
     if state.model is not None and translate_function is not None and not partial:
         together(runtime, _RESUME, lambda: _translate(state, translate_function))
@@ -434,8 +436,7 @@ def _part(session: Session, folder: Path, manifest: folders.Manifest, kind: str,
             f"{folder / name}: expected {_say_part(mine)} of the optimizer's state, found {_say_part(found)}. Resume "
             "with the ranks and the shard_optimizer_state that it was saved with, or pass load_optimizer=False"
         )
-    sharding = None if session.model is None else session.model.sharding
-    records.check(folder / name, content.get(_SHARD), sharding)
+    records.check(folder / name, content.get(_SHARD), _sharding_of(session).record())
     return content
 
 
@@ -546,9 +547,9 @@ def _say_part(part: Any) -> str:
     return "all" if part is None else f"part {part[0]} of {part[1]}"
 
 
-def _record_of(session: Session) -> Any:
-    sharding = None if session.model is None else session.model.sharding
-    return None if sharding is None else records.record(sharding)
+def _sharding_of(session: Session) -> Sharding:
+    sharding: Sharding = WHOLE_MODEL if session.model is None else session.model.sharding
+    return sharding
 
 
 def _restored(session: Session, partition: Any, where: Path) -> placement.Placement | None:

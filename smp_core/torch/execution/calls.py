@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 from torch import nn
 
@@ -24,7 +23,18 @@ from smp_core.torch.execution.remote import boundary
 from smp_core.torch.execution.uses import CallKey
 
 Owner = Callable[[str], int | None]
-Alone = Callable[[], AbstractContextManager[None]]
+#: Runs an eager call of a module: ``run(module, forward, args, kwargs)``.
+Eager = Callable[[nn.Module, Callable[..., object], tuple[object, ...], dict[str, object]], object]
+
+
+def run_plainly(
+    module: nn.Module,
+    forward: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> object:
+    """Run an eager call as a plain call."""
+    return forward(*args, **kwargs)
 
 
 class Site:
@@ -40,11 +50,12 @@ class Site:
     """
 
     __slots__ = (
-        "_alone", "_copied", "_of_torch", "_received", "_tree", "module", "path", "plain", "remote",
+        "_copied", "_of_torch", "_received", "_run_eagerly", "_tree", "module", "path", "plain",
+        "remote",
     )  # fmt: skip
 
-    def __init__(self, module: nn.Module, path: str, remote: bool, alone: Alone | None) -> None:
-        self.module, self.path, self.remote, self._alone = module, path, remote, alone
+    def __init__(self, module: nn.Module, path: str, remote: bool, eager: Eager) -> None:
+        self.module, self.path, self.remote, self._run_eagerly = module, path, remote, eager
         self._tree = list(module.modules())
         self._received: dict[
             int, bytes
@@ -69,7 +80,7 @@ class Site:
         for name, value in state.items():
             # Version 0.1 wrote "away".
             setattr(self, "remote" if name == "away" else name, value)
-        self._copied, self._alone = True, None
+        self._copied, self._run_eagerly = True, run_plainly
 
     def has_remote_child(self) -> None:
         """Note that another rank owns a module below this one."""
@@ -196,10 +207,7 @@ class Site:
                 f"{module_text(self.path)} was called outside of a step, and another pp rank "
                 "owns it. Call the model in a function that smp.step decorates"
             )
-        if self._alone is None:
-            return run(*args, **kwargs)
-        with self._alone():
-            return uses.hold(self.module, run, args, kwargs)
+        return self._run_eagerly(self.module, run, args, kwargs)
 
 
 def _all_of_torch(module: nn.Module) -> list[nn.Module] | None:
@@ -251,17 +259,17 @@ def install(
     module: nn.Module,
     owner: Owner,
     rank: int,
-    alone: Alone | None = None,
+    eager: Eager = run_plainly,
     kind: type[Site] = Site,
 ) -> dict[str, Site]:
     """Catch the calls of every module of the tree. Returns the sites, instances of ``kind``, by path.
 
-    ``alone``, if it is given, is entered around eager calls.
+    ``eager`` runs the eager calls.
     """
     remote = {path: owner(path) not in (None, rank) for path, _ in module.named_modules()}
     sites = {}
     for path, child in module.named_modules():
-        site = sites[path] = kind(child, path, remote[path], alone)
+        site = sites[path] = kind(child, path, remote[path], eager)
         below = [other for other in remote if other.startswith(f"{path}." if path else "")]
         if any(remote[other] for other in below):
             site.has_remote_child()

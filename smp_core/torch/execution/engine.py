@@ -198,16 +198,12 @@ def _agreed(step: RunningStep) -> Failure | None:
     first failure is every rank's.
     """
     model = step.session.model
-    if model is not None and model.sharding is not None:
-        if step.failure is not None:
-            # The others wait for this rank's part of something, and not to hear how it ended here.
-            model.sharding.interrupt()
-            return step.failure
-        model.sharding.unsharded.end_step()
+    if model is not None and not model.sharding.end_step(step.failure is not None):
+        return step.failure
     failure: Failure | None
     if model is None or model.gradients is None:
-        told = agreement.Report(failure=step.failure)
-        failure = agreement.agree(step.session.runtime, told).failure
+        report = agreement.Report(failure=step.failure)
+        failure = agreement.agree(step.session.runtime, report).failure
     else:
         totals = step.ledger.totals() if step.failure is None else {}
         failure = model.gradients.end_step(totals, step.failure)

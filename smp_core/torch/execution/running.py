@@ -70,8 +70,7 @@ class RunningStep:
         self.gradients = None if model is None else model.gradients
         listens = self.gradients is not None and self.gradients.listens
         listener = overlap(self, self.gradients) if listens and self.gradients else None
-        sharding = None if model is None else model.sharding
-        self.source: ParameterSource = WHOLE if sharding is None else sharding.unsharded
+        self.source: ParameterSource = WHOLE if model is None else model.sharding.unsharded
         self.ledger = Ledger(
             self.microbatches, listener, moves=self.gradients is not None and self.gradients.moves
         )

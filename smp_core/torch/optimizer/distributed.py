@@ -21,7 +21,6 @@ from smp_core.torch.optimizer.internals import Internals
 from smp_core.torch.optimizer.parameters import OptimizerParameters
 from smp_core.torch.optimizer.parts import check_elementwise
 from smp_core.torch.precision import scaler
-from smp_core.torch.precision.masters import multiply
 from smp_core.torch.precision.scaler import LossScaler
 from smp_core.torch.precision.update import Found, Update
 
@@ -159,10 +158,9 @@ class DistributedOptimizer(Internals, Optimizer):
         """
         parameters = self._parameters
         sharding, masters = parameters.sharding, parameters.masters
-        if masters is None and sharding is None:
+        if masters is None and not sharding.clips:
             return self._step(closure)
-        if sharding is not None:
-            sharding.reshard()
+        sharding.reshard()
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -179,10 +177,7 @@ class DistributedOptimizer(Internals, Optimizer):
             if found is not Found.FINITE:
                 return result
             scale = masters.take_scale(parameters.targets(), scale)
-        if sharding is not None:
-            sharding.clip(parameters.targets(), scale)  # divides by the scale, too
-        else:
-            multiply(parameters.targets(), 1 / scale)
+        sharding.clip(parameters.targets(), scale)  # divides by the scale, too
         self._step(None)
         if masters is not None:
             masters.publish()
@@ -245,7 +240,7 @@ class DistributedOptimizer(Internals, Optimizer):
                 "optimizer.clip_master_grads: there are no masters: the model is not partitioned yet, or "
                 "neither fp16 nor bf16 is set. Call it after the step; without 16 bits clip p.grad"
             )
-        if self._parameters.sharding is not None:
+        if self._parameters.sharding.clips:
             raise UnsupportedTrainingError(
                 "optimizer.clip_master_grads: sharded data parallelism clips in optimizer.step(), to the "
                 "configuration parameter sdp_gradient_clipping. Set that, and leave the call out"

@@ -62,8 +62,7 @@ class Internals:
         """The norm of the last step's gradients before sharded data parallelism clipped them, which scripts
         log; 0 without it.
         """
-        sharding = self._parameters.sharding
-        return 0.0 if sharding is None else sharding.norm
+        return self._parameters.sharding.norm
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
@@ -76,7 +75,7 @@ class Internals:
         """
         parameters = self._parameters
         sharding, masters = parameters.sharding, parameters.masters
-        if sharding is None:
+        if sharding.place is None:
             raise _not_sharded(
                 "fp32_partitioned_groups_flat",
                 "there are no parts: read optimizer.param_groups, after the model is wrapped",
@@ -86,7 +85,7 @@ class Internals:
         if masters is not None:
             masters.sync()
             of = {master: parameter for parameter, master in masters.pairs()}
-        size, rank = sharding.collectives.size, sharding.collectives.rank
+        rank, size = sharding.place
         groups = []
         for group in parameters.optimizer.param_groups:
             flat = [torch.zeros(0)]

@@ -20,7 +20,8 @@ from smp_core.torch.parameters import foreign
 from smp_core.torch.precision.masters import Masters, is_elementwise
 from smp_core.torch.precision.scaler import LossScaler
 from smp_core.torch.session import Model
-from smp_core.torch.sharding.sharded_model import ShardedModel
+from smp_core.torch.sharding.sharding import Sharding
+from smp_core.torch.sharding.whole_model import WHOLE_MODEL
 
 
 class OptimizerParameters:
@@ -41,7 +42,7 @@ class OptimizerParameters:
         self.names = [group.get("param_names") for group in optimizer.param_groups]
         self.partitioned = False
         self.masters: Masters | None = None
-        self.sharding: ShardedModel | None = None
+        self.sharding: Sharding = WHOLE_MODEL
         self._elsewhere: set[int] = set()
 
     def add_last_group(self) -> None:
@@ -87,10 +88,9 @@ class OptimizerParameters:
         """State of a parameter, as what the wrapped optimizer has in its place has it: tensors of the whole
         parameter's shape are cut, 16-bit ones are float32 where there is a master.
         """
-        masters, sharding = self.masters, self.sharding
-        if masters is not None:
-            state = masters.moved(parameter, state)
-        shard = None if sharding is None else sharding.shard(parameter)
+        if self.masters is not None:
+            state = self.masters.moved(parameter, state)
+        shard = self.sharding.shard(parameter)
         if shard is None or not isinstance(state, Mapping):
             return state
         return {
@@ -120,7 +120,7 @@ class OptimizerParameters:
     def follow(self, model: Model) -> None:
         """Work on the model's masters and shards. State that there is of whole parameters is cut as they are."""
         self.sharding = model.sharding
-        if self.sharding is not None and model.masters is None:
+        if model.masters is None:
             state = self.optimizer.state
             for parameter in [each for each in state if isinstance(each, torch.Tensor)]:
                 state[parameter] = self.moved(parameter, state[parameter])

@@ -26,7 +26,6 @@ from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import CheckpointError, UnsupportedTrainingError
 from smp_core.torch.optimizer.parameters import OptimizerParameters
 from smp_core.torch.sharding import optimizer_states
-from smp_core.torch.sharding.sharded_model import ShardedModel
 
 PARTIAL = "_smp_is_partial"
 FP16 = "fp16_states"
@@ -54,8 +53,7 @@ def local_state_dict(parameters: OptimizerParameters, gather_if_shard: bool = Tr
 
 
 def _local(parameters: OptimizerParameters) -> dict[str, Any]:
-    if parameters.sharding is not None:
-        parameters.sharding.reshard()
+    parameters.sharding.reshard()
     parameters.take_masters()
     indices = _indices(parameters)
     state = {
@@ -78,11 +76,8 @@ def _local(parameters: OptimizerParameters) -> dict[str, Any]:
             "masters": masters.state_dict(),
             "loss_scaler": None if scaler is None else scaler.state_dict(),
         }
-    return part if parameters.sharding is None else {**part, SHARD: _shard(parameters.sharding)}
-
-
-def _shard(sharding: ShardedModel) -> tuple[int, int]:
-    return sharding.collectives.rank, sharding.collectives.size
+    place = parameters.sharding.place
+    return part if place is None else {**part, SHARD: place}
 
 
 def state_dict(parameters: OptimizerParameters, keep: bool = True) -> dict[str, Any]:
@@ -103,14 +98,12 @@ def state_dict(parameters: OptimizerParameters, keep: bool = True) -> dict[str, 
     part.pop(SHARD, None)
     runtime = parameters.runtime
     group = runtime.group(GroupKind.MP)
-    if parameters.sharding is not None:
-        known = {index: each for each, index in _parameters(parameters)}
-        whole = optimizer_states.full_state(
-            runtime, parameters.sharding, part["state"], known, keep
-        )
-        part["state"] = {index: whole[index] for index in sorted(whole, key=_place)}
-        if FP16 in part:
-            part[FP16]["masters"] = _whole_masters(parameters, parameters.sharding, keep)
+    known = {index: each for each, index in _parameters(parameters)}
+    part["state"] = optimizer_states.full_state(
+        runtime, parameters.sharding, part["state"], known, keep
+    )
+    if FP16 in part:
+        part[FP16]["masters"] = _full_masters(parameters, keep)
     if parameters.partitioned and len(group.ranks) > 1:
         for other in reversed(runtime.fabric.objects.allgather(unshared(part["state"]), group)):
             part["state"] = {**other, **part["state"]}
@@ -124,19 +117,18 @@ def state_dict(parameters: OptimizerParameters, keep: bool = True) -> dict[str, 
     return part
 
 
-def _whole_masters(
-    parameters: OptimizerParameters, sharding: ShardedModel, keep: bool
-) -> dict[str, torch.Tensor]:
-    """The masters of shards, of whole parameters. Collective over the sharding group."""
+def _full_masters(parameters: OptimizerParameters, keep: bool) -> dict[str, torch.Tensor]:
+    """The masters in full. Collective over the shard group."""
     assert parameters.masters is not None
-    whole = {}
+    full = {}
     for name, parameter, master in parameters.masters.named():
-        value = master.detach()
-        if sharding.shard(parameter) is not None:
-            (value,) = sharding.full_tensors([(parameter, value)])
+        if parameters.sharding.shard(parameter) is None:
+            full[name] = master.detach()
+            continue
+        (value,) = parameters.sharding.full_tensors([(parameter, master.detach())])
         if keep:
-            whole[name] = value
-    return whole
+            full[name] = value
+    return full
 
 
 def _place(index: Any) -> tuple[bool, Any]:
@@ -153,7 +145,9 @@ def _parameters(parameters: OptimizerParameters) -> Iterable[tuple[Any, int]]:
 
 def _split(parameters: OptimizerParameters) -> bool:
     masters = parameters.masters
-    return parameters.sharding is not None or (masters is not None and masters.parts is not None)
+    return parameters.sharding.place is not None or (
+        masters is not None and masters.parts is not None
+    )
 
 
 def check(given: Any) -> None:
@@ -175,8 +169,7 @@ def load(parameters: OptimizerParameters, given: Any) -> None:
     CheckpointError for the shard of another rank.
     """
     runtime = parameters.runtime
-    if parameters.sharding is not None:
-        parameters.sharding.reshard()
+    parameters.sharding.reshard()
     if isinstance(given, list):
         ranks = len(runtime.group(GroupKind.RDP).ranks)
         if len(given) != ranks:
@@ -259,7 +252,7 @@ def _own_masters(
     parameters: OptimizerParameters, precise: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
     """What was saved of this rank's masters, cut as they are. Raises CheckpointError for another shape."""
-    masters, sharding = parameters.masters, parameters.sharding
+    masters = parameters.masters
     if masters is None or masters.dtype is None:
         return {}
     own: dict[str, torch.Tensor] = {}
@@ -267,7 +260,7 @@ def _own_masters(
         value = precise["masters"].get(name)
         if value is None:
             continue
-        shard = None if sharding is None else sharding.shard(parameter)
+        shard = parameters.sharding.shard(parameter)
         if shard is not None and tuple(value.shape) == shard.shape:
             value = shard.owned_slice(value.reshape(-1))
         elif masters.parts is not None and value.shape == parameter.shape:
@@ -293,8 +286,7 @@ def check_fits(parameters: OptimizerParameters, given: Mapping[str, Any]) -> Non
     if FP16 in given:
         _own_masters(parameters, given[FP16])
     if SHARD in given and given.get(PARTIAL, False):
-        sharding, (rank, degree) = parameters.sharding, given[SHARD]
-        mine = None if sharding is None else _shard(sharding)
+        mine, (rank, degree) = parameters.sharding.place, given[SHARD]
         if mine != (rank, degree):
             have = (
                 "nothing is split"

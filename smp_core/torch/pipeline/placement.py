@@ -207,9 +207,7 @@ def prepare(session: Session, model: Any) -> None:
     vars(model)[SHAPES] = {entry.name: tuple(entry.tensor.shape) for entry in unique(module)}
 
 
-def distribute(
-    session: Session, model: Any, placement: Placement, sharded: Sharded | None = None
-) -> None:
+def distribute(session: Session, model: Any, placement: Placement, sharded: Sharded) -> None:
     """Send every rank its partition of ``model.module``, and free the rest. Collective over the world.
 
     The owners and their replicas get the values of (pp_rank 0, dp_rank 0) (API 1.3.8). Tensor objects stay in the
@@ -223,8 +221,7 @@ def distribute(
     here, source = session.runtime.position(GroupKind.PP), _source(session)
     for owner in range(placement.degree):
         _send_part(session, module, placement, owner, source, sharded)
-    if sharded is not None:
-        sharded.describe()
+    sharded.describe()
     release(module, placement, here)
     session.tape = None
     model.placement = placement
@@ -301,7 +298,7 @@ def _send_part(
     placement: Placement,
     owner: int,
     source: int,
-    sharded: Sharded | None,
+    sharded: Sharded,
 ) -> None:
     """Broadcast the values of one partition from the source to the ranks that own it."""
     runtime = session.runtime
@@ -320,7 +317,7 @@ def _send_part(
                 objects.broadcast([_packed(value) for value in values], group)
             if runtime.position(GroupKind.PP) == owner:
                 for entry, value in zip(chunk, values, strict=True):
-                    shard = None if sharded is None else sharded.shard(entry.tensor)
+                    shard = sharded.shard(entry.tensor)
                     if shard is not None:
                         replace(entry.tensor, shard.copy_from_full(value))
                     elif entry.tensor.is_meta:
@@ -328,7 +325,7 @@ def _send_part(
             del values
         else:
             for entry, value in zip(chunk, objects.recv_from(source), strict=True):
-                shard = None if sharded is None else sharded.shard(entry.tensor)
+                shard = sharded.shard(entry.tensor)
                 if shard is None:
                     assign(entry.tensor, value)
                 else:

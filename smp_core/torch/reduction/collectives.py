@@ -146,15 +146,17 @@ class Collectives:
         ``rows`` is ``(size, n)``, contiguous, float32, float64 or complex; the result is ``(n,)``.
         Raises TypeError for another dtype.
         """
-        _check("reduce_scatter", rows)
+        _check("reduce_scatter", rows.dtype)
         return self._begin(self._reduce(rows.detach()))
 
     def all_reduce(self, flat: Tensor, divisor: int = 1) -> Pending:
         """The sum over the ranks that hold the same shard, divided once; ``(n,)`` to ``(n,)``, with the same bits
         on all. 16-bit values are folded and divided in float32, and rounded once.
 
-        ``flat`` is contiguous, of a floating-point or complex dtype. The traffic is that of a ring.
+        ``flat`` is contiguous, of a floating-point or complex dtype. Raises TypeError for another one. The traffic
+        is that of a ring.
         """
+        _check("all_reduce", _WIDE.get(flat.dtype, flat.dtype))
         return self._begin(
             self._reduce_all(flat.detach(), divisor), self._reductions, together=True
         )
@@ -356,9 +358,9 @@ def divided(total: Tensor, divisor: int) -> Tensor:
     return total / divisor
 
 
-def _check(call: str, tensor: Tensor) -> None:
-    if tensor.dtype not in _FOLDED:
+def _check(call: str, dtype: torch.dtype) -> None:
+    if dtype not in _FOLDED:
         raise TypeError(
-            f"{call}: {tensor.dtype} would be rounded after every addition; pass float32, float64 or "
+            f"{call}: {dtype} would be rounded after every addition; pass float32, float64 or "
             f"complex values"
         )

@@ -22,6 +22,7 @@ from torch.nn.utils import clip_grad
 
 from smp_core import runtime
 from smp_core.errors import ArgumentError
+from smp_core.torch.sharding.whole_model import WHOLE_MODEL
 
 
 def _install() -> None:
@@ -43,7 +44,7 @@ def _over(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     ) -> torch.Tensor:
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         sharding = _current()
-        if sharding is None or not sharding.has_shards(given):
+        if not sharding.has_shards(given):
             return original(given, norm_type, error_if_nonfinite, foreach)
         norm = float(norm_type)
         if not norm > 0:
@@ -65,12 +66,12 @@ def _over(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _current() -> Any:
-    """What is split on this rank, if anything is."""
+    """The sharding of this rank's model."""
     if not runtime.is_initialized():
-        return None
+        return WHOLE_MODEL
     session = runtime.current("clip_grad_norm_").training
     model = None if session is None else session.model
-    return None if model is None else model.sharding
+    return WHOLE_MODEL if model is None else model.sharding
 
 
 def norm_of(parts: Iterable[torch.Tensor], order: float) -> float:

@@ -1,37 +1,79 @@
-"""Eager calls: calls of a sharded model outside of steps, which pipeline degree 1 allows (API 1.3.9).
+"""Eager calls: calls of a model outside of steps, which pipeline degree 1 allows (API 1.3.9).
 
-An eager call unshards as in a step. ``model.backward`` then is a step of one microbatch, without its
-body: whatever calls its gradients come from, they go to its ledger.
+``model.backward`` then is a step of one microbatch, without its body: whatever calls its gradients come from, they go
+to its ledger. An eager call of a sharded model unshards as in a step.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from smp_core.torch.execution import uses
 from smp_core.torch.execution.accumulation import Ledger
-from smp_core.torch.sharding.sharded_model import ShardedModel
+from smp_core.torch.sharding.unsharding import Unsharded
 
 #: The microbatch of eager calls.
 _NO_MICROBATCH = 0
 
 
 class EagerCalls:
-    """The eager calls between two steps; a ledger that passes gradients on to that of the backward pass."""
+    """The eager calls of a model whose parameters are whole: they are plain calls. ``wide`` as of a Ledger."""
 
-    def __init__(self, sharding: ShardedModel, wide: bool) -> None:
-        self._sharding, self._unsharded, self._wide = sharding, sharding.unsharded, wide
-        self._ledger = self._new()
-        self._depth = 0
+    def __init__(self, wide: bool) -> None:
+        self._wide = wide
 
-    def _new(self) -> Ledger:
+    def _new_ledger(self) -> Ledger:
         ledger = Ledger(1)
         ledger.wide = self._wide
         return ledger
+
+    def run(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Call ``module`` outside of a step, by ``forward(*args, **kwargs)``."""
+        return forward(*args, **kwargs)
+
+    def backward(self) -> AbstractContextManager[Ledger]:
+        """Entered around a backward pass; gives the ledger that its gradients go to."""
+        return self._backward()
+
+    @contextlib.contextmanager
+    def _backward(self) -> Iterator[Ledger]:
+        ledger = self._new_ledger()
+        with uses.activity(ledger, _NO_MICROBATCH, 0):
+            yield ledger
+
+
+class EagerSharding(Protocol):
+    """The sharded model, as far as eager calls need it."""
+
+    unsharded: Unsharded
+
+    def begin_step(self, *, eager: bool = False) -> None:
+        """Before an eager call."""
+
+    def interrupt(self) -> None:
+        """After one that failed."""
+
+
+class ShardedEagerCalls(EagerCalls):
+    """Those of a sharded model; a ledger that passes gradients on to that of the backward pass."""
+
+    def __init__(self, sharding: EagerSharding, wide: bool) -> None:
+        super().__init__(wide)
+        self._sharding, self._unsharded = sharding, sharding.unsharded
+        self._ledger = self._new_ledger()
+        self._depth = 0
 
     def expect(self, microbatch: int, parameter: nn.Parameter) -> None:
         """Nothing is done before the end."""
@@ -40,9 +82,18 @@ class EagerCalls:
         """Take a contribution for the present backward pass, or the next."""
         self._ledger.add(microbatch, parameter, gradient)
 
+    def run(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        with self._call():
+            return uses.hold(module, forward, args, kwargs)
+
     @contextlib.contextmanager
-    def call(self) -> Iterator[None]:
-        """Entered around each call of a module."""
+    def _call(self) -> Iterator[None]:
         if self._depth or uses.current_microbatch() is not None:  # in a call, or in backward
             yield
             return
@@ -59,8 +110,7 @@ class EagerCalls:
             self._depth -= 1
 
     @contextlib.contextmanager
-    def backward(self) -> Iterator[Ledger]:
-        """Entered around a backward pass; gives the ledger that its gradients go to."""
+    def _backward(self) -> Iterator[Ledger]:
         ledger = self._ledger
         try:
             with uses.activity(self, _NO_MICROBATCH, 0, self._unsharded):
@@ -70,4 +120,4 @@ class EagerCalls:
             self._sharding.interrupt()
             raise
         finally:
-            self._ledger = self._new()
+            self._ledger = self._new_ledger()

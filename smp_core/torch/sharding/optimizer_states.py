@@ -16,8 +16,8 @@ from torch import nn
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import ShardingError
-from smp_core.torch.sharding.sharded_model import ShardedModel
 from smp_core.torch.sharding.sharded_parameter import ShardedParameter
+from smp_core.torch.sharding.sharding import Sharding
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ _MISSING: Any = object()
 
 def full_state(
     runtime: Runtime,
-    sharding: ShardedModel,
+    sharding: Sharding,
     state: Mapping[Any, Any],
     parameters: Mapping[int, nn.Parameter],
     keep: bool = True,
@@ -51,6 +51,8 @@ def full_state(
     """
     known = {index: sharding.shard(each) for index, each in parameters.items()}
     shards = {index: shard for index, shard in known.items() if shard is not None}
+    if not shards:
+        return dict(state)
     local = {
         index: {key: _local(shard, value) for key, value in state[index].items()}
         for index, shard in shards.items()
@@ -78,7 +80,11 @@ def full_state(
             full[index][key] = value
         else:
             del full[index][key]
-    return full
+    return {index: full[index] for index in sorted(full, key=_order)}
+
+
+def _order(index: Any) -> tuple[bool, Any]:
+    return isinstance(index, str), index
 
 
 def _local(shard: ShardedParameter, value: Any) -> Any:

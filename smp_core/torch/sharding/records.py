@@ -11,27 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from smp_core.torch.exceptions import CheckpointError
-from smp_core.torch.sharding.sharded_model import ShardedModel
 
 _OTHER = "Resume from another checkpoint, or from a full one (partial=False)"
 
 
-def record(sharding: ShardedModel) -> dict[str, Any]:
+def record(rank: int, degree: int, split: Mapping[str, list[int]]) -> dict[str, Any]:
     """Plain values: the shard's number ``rank`` of ``degree``, and ``split``, the shapes of the parameters
     that are split, by name. Those that are not named are whole in every file.
     """
-    split = {shard.name: list(shard.shape) for shard in sharding.unsharded.shards()}
-    size, rank = sharding.collectives.size, sharding.collectives.rank
-    return {"rank": rank, "degree": size, "split": split}
+    return {"rank": rank, "degree": degree, "split": dict(split)}
 
 
-def check(where: Path | str, found: Any, sharding: ShardedModel | None) -> None:
+def check(where: Path | str, found: Any, mine: Mapping[str, Any] | None) -> None:
     """Raise CheckpointError unless what says ``found`` of itself, a file or a part of a state that
     ``where`` names, holds this rank's shards.
 
     ``found`` is None for what says nothing, as of an unsharded run.
     """
-    mine = None if sharding is None else record(sharding)
     if found == mine:
         return
     if mine is None or not _is_record(found):

@@ -28,7 +28,10 @@ from smp_core.torch.reduction import drift, policy
 from smp_core.torch.reduction.collectives import Collectives
 from smp_core.torch.reduction.layout import Layout
 from smp_core.torch.reduction.policy import Options, ReductionPolicy
-from smp_core.torch.sharding import clipping, loading
+from smp_core.torch.reduction.shards import GradientShards
+from smp_core.torch.reduction.traffic import Traffic
+from smp_core.torch.sharding import clipping, loading, records
+from smp_core.torch.sharding.eager_calls import EagerCalls, ShardedEagerCalls
 from smp_core.torch.sharding.sharded_parameter import ShardedParameter, describe, make_unit
 from smp_core.torch.sharding.units import groups
 from smp_core.torch.sharding.unsharding import Unsharded
@@ -73,7 +76,42 @@ class ShardedModel:
                 layout = Layout(parameter.numel(), self.collectives.size)
                 describe(parameter, layout, self.collectives.rank)
 
+    @property
+    def traffic(self) -> Traffic:
+        """What the collectives of the shard group and the replicate group sent."""
+        return self.collectives.traffic
+
+    @property
+    def unsharded_peak(self) -> int:
+        """The most elements that were unsharded, or being unsharded, at a time."""
+        return self.unsharded.peak
+
+    @property
+    def degree(self) -> int:
+        """The ranks of a shard group."""
+        return self.collectives.size
+
+    @property
+    def place(self) -> tuple[int, int] | None:
+        """The number of this rank's shards, and the degree; None of a model without shards."""
+        return self.collectives.rank, self.collectives.size
+
+    def record(self) -> dict[str, Any] | None:
+        """Plain values that say what a state's shards are shards of (records.py); None of a model without shards."""
+        split = {shard.name: list(shard.shape) for shard in self.unsharded.shards()}
+        return records.record(self.collectives.rank, self.collectives.size, split)
+
+    def eager_calls(self, wide: bool) -> EagerCalls:
+        """How calls outside of steps run; ``wide`` as of a Ledger."""
+        return ShardedEagerCalls(self, wide)
+
     # Gradients.
+
+    clips = True  # in optimizer.step()
+
+    def gradient_shards(self, runtime: Runtime) -> GradientShards:
+        """What the reducer asks of the sharding; all ranks call it at the same point."""
+        return self
 
     @property
     def gather_digest(self) -> int:
@@ -117,6 +155,15 @@ class ShardedModel:
             # The same collectives were begun everywhere, so each one that was left finds its partners.
             self.collectives.settle()
             self._interrupted = False
+
+    def end_step(self, failed: bool) -> bool:
+        """At the end of a step on this rank; whether ranks then agree on how it ended."""
+        if failed:
+            # The others wait for a shard of this rank, and not to hear how the step ended here.
+            self.interrupt()
+            return False
+        self.unsharded.end_step()
+        return True
 
     def interrupt(self) -> None:
         """After a step, or an eager call, that failed on this rank."""

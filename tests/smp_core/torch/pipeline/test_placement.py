@@ -12,6 +12,7 @@ from smp_core.torch.exceptions import PartitionError, UnsupportedTrainingError
 from smp_core.torch.parameters import foreign, sharing
 from smp_core.torch.pipeline import placement
 from smp_core.torch.session import current
+from smp_core.torch.sharding.whole_model import WHOLE_MODEL
 
 MANUAL = {"auto_partition": False, "default_partition": 0}
 
@@ -19,10 +20,10 @@ MANUAL = {"auto_partition": False, "default_partition": 0}
 def distributed(module):
     """What the first step does with the placement, without a DistributedModel."""
     session = current("test")
-    model = types.SimpleNamespace(module=module, sharding=None)
+    model = types.SimpleNamespace(module=module)
     placed = placement.settle(session, lambda: placement.decide(session, module))
     placement.prepare(session, model)
-    placement.distribute(session, model, placed)
+    placement.distribute(session, model, placed, WHOLE_MODEL)
     return placed
 
 

@@ -218,8 +218,21 @@ def test_what_would_be_rounded_on_the_way_is_refused(smp: Any, dtype: str) -> No
     values = torch.ones(both.size, 2, dtype=getattr(torch, dtype))
     with pytest.raises(TypeError, match=rf"reduce_scatter: torch.{dtype} would be rounded"):
         both.reduce_scatter(values)
-    with pytest.raises(TypeError, match=rf"all_reduce: torch.{dtype} would be rounded"):
-        both.all_reduce(values[0])
+    if dtype == "int32":
+        with pytest.raises(TypeError, match=r"all_reduce: torch.int32 would be rounded"):
+            both.all_reduce(values[0])
+
+
+@pytest.mark.smp(ranks=4)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_all_reduce_folds_16_bits_in_32_and_rounds_once(smp: Any, dtype: torch.dtype) -> None:
+    both = Collectives(runtime.current("test"), GroupKind.SHARDING, GroupKind.RDP)
+    # 256 + 1 needs 9 bits: a sum in bfloat16 would lose each 1. In float16 the same is true of 2048 + 1.
+    large = 256.0 if dtype is torch.bfloat16 else 2048.0
+    local = torch.tensor([large if smp.rank() == 0 else 1.0, 3.0], dtype=dtype)
+    found = both.all_reduce(local, 3).result()
+    assert found.dtype is dtype
+    assert found.tolist() == torch.tensor([(large + 3) / 3, 4.0]).to(dtype).tolist()
 
 
 @pytest.mark.smp(ranks=4, **FOUR, ranks_per_node=2)

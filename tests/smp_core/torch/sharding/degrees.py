@@ -93,7 +93,7 @@ def gradients(model: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
         gradient = parameter.grad
         if (
             gradient is not None
-            and model.sharding is not None
+            and model.sharding.degree > 1
             and model.sharding.shard(parameter) is not None
         ):
             (gradient,) = model.sharding.full_tensors([(parameter, gradient)])

@@ -30,7 +30,7 @@ def whole(model):
     """The gradients by name, whole, from the shards that ranks have."""
     found = {}
     for name, parameter in model.module.named_parameters():
-        shard = None if model.sharding is None else model.sharding.shard(parameter)
+        shard = model.sharding.shard(parameter)
         if parameter.grad is None or shard is None:
             found[name] = None if parameter.grad is None else parameter.grad.clone()
         else:

@@ -1,0 +1,92 @@
+"""The sharding of a model that is not sharded: the calls of ShardedModel, with nothing to do in them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_core.runtime import Runtime
+from smp_core.torch.execution.source import WHOLE
+from smp_core.torch.precision.masters import multiply
+from smp_core.torch.reduction.shards import GradientShards, WholeGradients
+from smp_core.torch.reduction.traffic import Traffic
+from smp_core.torch.sharding.eager_calls import EagerCalls
+from smp_core.torch.sharding.sharded_parameter import ShardedParameter
+
+_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+class WholeModel:
+    """No parameter is sharded: each rank holds all parameters of its partition, and holds them all the time.
+
+    It has no state, so ``WHOLE_MODEL`` is the only one. ShardedModel says what the calls are for.
+    """
+
+    degree = 1
+    place: tuple[int, int] | None = None  # there are no shards, so none is this rank's
+    clips = False
+    norm = 0.0
+    unsharded = WHOLE
+    unsharded_peak = 0
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic()  # plain data parallelism is not counted
+
+    def eager_calls(self, wide: bool) -> EagerCalls:
+        return EagerCalls(wide)
+
+    def gradient_shards(self, runtime: Runtime) -> GradientShards:
+        return WholeGradients(runtime)
+
+    # Steps.
+
+    def begin_step(self, *, eager: bool = False) -> None:
+        """Nothing is gathered in a step."""
+
+    def end_step(self, failed: bool) -> bool:
+        return True  # nobody waits for a shard, so ranks meet at the end of a failed step, too
+
+    # Parameters.
+
+    def shard(self, parameter: torch.Tensor) -> ShardedParameter | None:
+        return None
+
+    def describe(self) -> None:
+        """Scripts ask sharded models alone what a parameter is a shard of."""
+
+    def full_tensors(
+        self, given: Sequence[tuple[nn.Parameter, torch.Tensor]]
+    ) -> Iterable[torch.Tensor]:
+        return [own for _, own in given]
+
+    def unshard(self) -> None:
+        """Parameters are whole."""
+
+    def reshard(self) -> None:
+        """Parameters stay whole."""
+
+    def full_tree(self, module: nn.Module, keep: bool = True) -> AbstractContextManager[None]:
+        return _NOTHING
+
+    def loading_tree(self, module: nn.Module) -> AbstractContextManager[None]:
+        return _NOTHING
+
+    def record(self) -> dict[str, Any] | None:
+        return None
+
+    # Clipping.
+
+    def clip(self, targets: Sequence[nn.Parameter], scale: float = 1.0) -> None:
+        multiply(targets, 1 / scale)
+
+    def has_shards(self, gradients: Sequence[torch.Tensor]) -> bool:
+        return False
+
+
+WHOLE_MODEL = WholeModel()
