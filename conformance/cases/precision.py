@@ -45,7 +45,7 @@ class Product(nn.Module):
         return torch.cat([h[:, :-1], sum_], 1)
 
 
-class Stages(nn.Module):
+class PrecisionStages(nn.Module):
     """Two of them, and a parameter that is always used."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Stages(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class PrecisionRun:
     """One run.
 
     Attributes:
@@ -136,7 +136,7 @@ class Run:
         return whole.reshape(-1)[first : first + part]
 
 
-def batch(run: Run, step: int, turn: int, replica: int) -> tuple[Tensor, Tensor]:
+def batch(run: PrecisionRun, step: int, turn: int, replica: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets of one pass of one replica: a row for each microbatch."""
     rng = random.Random(f"{run.seed} {step} {turn} {replica}")
     rows, span = range(run.microbatches), run.span
@@ -165,7 +165,7 @@ def rows(x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 # ---- In plain PyTorch ----------------------------------------------------------------------------
 
 
-class Rules:
+class LossScaleRules:
     """The dynamic loss scale, by the rules of API 1.8 alone."""
 
     def __init__(
@@ -216,10 +216,10 @@ class Told:
 class Plain:
     """The run in one process, with float32 masters; see :meth:`steps`."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: PrecisionRun) -> None:
         self.run = run
         self.dtype: torch.dtype = getattr(torch, run.dtype)
-        self.module = Stages().to(self.dtype)
+        self.module = PrecisionStages().to(self.dtype)
         self.held = oracle.parameters(self.module)
         self.masters = self.held
         if self.dtype is not torch.float32:
@@ -246,7 +246,7 @@ class Plain:
     def steps(self) -> Iterator[Told]:
         """What a step leaves behind, step by step."""
         run, said = self.run, dict(self.run.scaling)
-        rules = Rules(**said.get("dynamic_loss_args", {}))
+        rules = LossScaleRules(**said.get("dynamic_loss_args", {}))
         if not run.dynamic:
             rules.scale = said.get("static_loss_scale", 1.0) if run.dtype == "float16" else 1.0
         for step in range(len(run.history)):

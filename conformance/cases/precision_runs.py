@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from conformance.cases.draws import MOST_RANKS, needs
-from conformance.cases.precision import Plain, Run, Stages, Told, batch, state_of
+from conformance.cases.precision import Plain, PrecisionRun, PrecisionStages, Told, batch, state_of
 from conformance.cases.training import smp, with_engine
 from conformance.engines.capabilities import EngineCapability
 from conformance.engines.names import find_engine
@@ -20,9 +20,9 @@ from pytest_smp.strategies import training_oracle as oracle
 # ---- On ranks ------------------------------------------------------------------------------------
 
 
-def train(run: Run, parts: tuple[str, ...]) -> list[Told]:
+def train(run: PrecisionRun, parts: tuple[str, ...]) -> list[Told]:
     """The run on one rank. ``parts``: the fields of :class:`Told` that are asked for, if they take long."""
-    module = Stages()
+    module = PrecisionStages()
     model = smp.DistributedModel(module, backward_passes_per_step=run.passes)
     if run.pp > 1:
         smp.set_partition(module.parts[1], 1)
@@ -71,7 +71,7 @@ def masters(model: Any, optimizer: Any) -> dict[str, Tensor]:
     }
 
 
-def held(run: Run, model: Any) -> dict[str, Tensor]:
+def held(run: PrecisionRun, model: Any) -> dict[str, Tensor]:
     """The parameters that a rank holds, whole, by the unwrapped model's names."""
     own = {name.removeprefix("module."): each for name, each in model.local_named_parameters()}
     if run.sharding > 1:
@@ -89,7 +89,9 @@ def alike(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def _compare(run: Run, rank: int, part: str, expected: Told, told: Told, place: str) -> None:
+def _compare(
+    run: PrecisionRun, rank: int, part: str, expected: Told, told: Told, place: str
+) -> None:
     want, got = getattr(expected, part), getattr(told, part)
     if not isinstance(got, dict):
         want, got = (each if isinstance(each, bool) else _float32(each) for each in (want, got))
@@ -116,7 +118,7 @@ def _float32(value: float | None) -> float | None:
     return None if value is None else float(torch.tensor(value, dtype=torch.float32))
 
 
-def check(smp_world: SmpWorld, engine: str, run: Run, *parts: str) -> None:
+def check(smp_world: SmpWorld, engine: str, run: PrecisionRun, *parts: str) -> None:
     """Compare all ranks with plain PyTorch after every step, to the last bit. ``parts``: fields of
     :class:`Told`, in whose order a difference is told.
     """
@@ -207,7 +209,7 @@ def runs(
     least: int = 2,
     most: int = 6,
     **fixed: Any,
-) -> Run:
+) -> PrecisionRun:
     """Runs with a dynamic loss scale, unless ``fixed`` says another."""
     layout = draw(st.sampled_from(layouts))
     if "scaling" not in fixed:
@@ -227,4 +229,4 @@ def runs(
         "optimizer": draw(st.sampled_from(["momentum", "adam", "sgd"])),
         "seed": draw(st.integers(0, 99)),
     }
-    return Run(**drawn | layout | fixed)
+    return PrecisionRun(**drawn | layout | fixed)

@@ -450,7 +450,7 @@ def new_group(ranks: Sequence[int], sort: bool = False) -> Any:
     return dist.new_group(list(ranks), sort_ranks=False)
 
 
-class Part(NamedTuple):
+class CallTensors(NamedTuple):
     """This rank's tensors for a case: what is passed to the call, and what is looked at afterwards.
 
     Attributes:
@@ -468,7 +468,7 @@ class Part(NamedTuple):
     before: list[Tensor]
 
 
-def prepare(case: Case, me: int) -> Part:
+def prepare(case: Case, me: int) -> CallTensors:
     """Make the tensors of the member at a position."""
     collective = case.collective
     outward, inward = case.pieces_of(me)
@@ -495,10 +495,10 @@ def prepare(case: Case, me: int) -> Part:
         slots = case.parts(taken[0], inward) if collective.taken == "joined" else taken
         inputs, given = [], [slots[me].copy_(given[0])]
     before = [storage(each.tensor).clone() for each in inputs if case.unchanged]
-    return Part(inputs, outputs, given, taken, before)
+    return CallTensors(inputs, outputs, given, taken, before)
 
 
-def inspect(case: Case, me: int, part: Part, where: str) -> None:
+def inspect(case: Case, me: int, part: CallTensors, where: str) -> None:
     """Compare what the member at a position got. Raises AssertionError, which begins with ``where``."""
     collective, taken = case.collective, part.taken
     if case.gets(me):

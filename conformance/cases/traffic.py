@@ -188,7 +188,7 @@ def tags(smp_world: SmpWorld, among: Sequence[int] = TAGS) -> st.SearchStrategy[
     return st.sampled_from(among) if Capability.TAGS in smp_world.capabilities else st.just(0)
 
 
-class Message(NamedTuple):
+class GroupMessage(NamedTuple):
     """One tensor that goes from one position of a group to another."""
 
     src: int
@@ -197,12 +197,12 @@ class Message(NamedTuple):
     numel: int = 1
 
 
-def content(message: Message, number: int, of: int, dtype: torch.dtype) -> Tensor:
+def content(message: GroupMessage, number: int, of: int, dtype: torch.dtype) -> Tensor:
     """What the ``number``-th of so many messages brings."""
     return made(TensorSpec((message.numel,), dtype), number, of)
 
 
-def in_order(numbers: Sequence[int], messages: Sequence[Message]) -> list[int]:
+def in_order(numbers: Sequence[int], messages: Sequence[GroupMessage]) -> list[int]:
     """These numbers of messages, with those of one sender, receiver and tag in ascending order."""
     waiting: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for number in sorted(numbers):
@@ -210,7 +210,7 @@ def in_order(numbers: Sequence[int], messages: Sequence[Message]) -> list[int]:
     return [waiting[messages[number][:3]].pop(0) for number in numbers]
 
 
-class Exchange(NamedTuple):
+class GroupExchange(NamedTuple):
     """Messages of one group, and in which orders each rank posts them and waits for them.
 
     Attributes:
@@ -219,7 +219,7 @@ class Exchange(NamedTuple):
         blocking: whether ranks post their sends only, and then receive by calls that block.
     """
 
-    messages: list[Message]
+    messages: list[GroupMessage]
     posts: list[list[int]]
     waits: list[list[int]]
     blocking: bool
@@ -230,14 +230,14 @@ class Exchange(NamedTuple):
 def exchanges(
     draw: st.DrawFn,
     positions: int,
-    messages: st.SearchStrategy[list[Message]],
+    messages: st.SearchStrategy[list[GroupMessage]],
     dtypes: st.SearchStrategy[torch.dtype],
     blocking: bool | None = None,
-) -> Exchange:
+) -> GroupExchange:
     """Exchanges among so many ranks; ``blocking`` is drawn if not given."""
     drawn = draw(messages)
     orders = st.permutations(range(len(drawn)))
-    return Exchange(
+    return GroupExchange(
         drawn,
         [in_order(draw(orders), drawn) for _ in range(positions)],
         [list(draw(orders)) for _ in range(positions)],
@@ -246,14 +246,14 @@ def exchanges(
     )
 
 
-def post(message: Message, me: int, tensor: Tensor, group: Any) -> Any:
+def post(message: GroupMessage, me: int, tensor: Tensor, group: Any) -> Any:
     """Post this rank's side of the message; its work."""
     if me == message.src:
         return dist.isend(tensor, group_dst=message.dest, group=group, tag=message.tag)
     return dist.irecv(tensor, group_src=message.src, group=group, tag=message.tag)
 
 
-def take_part(exchange: Exchange, group: Any) -> None:
+def take_part(exchange: GroupExchange, group: Any) -> None:
     """Play this rank's part; every message is looked at after its own wait, and again at the end."""
     me, total = dist.get_rank(group), len(exchange.messages)
     works: dict[int, Any] = {}
@@ -287,7 +287,7 @@ def take_part(exchange: Exchange, group: Any) -> None:
 # ---- Collective calls ----------------------------------------------------------------------------
 
 
-class Call(NamedTuple):
+class GroupCall(NamedTuple):
     """One collective call of a group."""
 
     kind: str  #: a name in COLLECTIVES
@@ -300,7 +300,7 @@ class Call(NamedTuple):
 class Side(NamedTuple):
     """One rank's side of a call."""
 
-    call: Call
+    call: GroupCall
     number: int  #: of the call in its program: calls bring different values
     of: int  #: how many calls the program has
     group: Any
@@ -353,7 +353,7 @@ class Side(NamedTuple):
         return {"group": self.group, "async_op": self.asynchronous}
 
 
-class Issued(NamedTuple):
+class IssuedCall(NamedTuple):
     """What a call returned, the tensors that it writes, and what must be in them once it is done."""
 
     side: Side
@@ -445,7 +445,7 @@ def _all_to_all_single(at: Side) -> tuple[Any, list[Tensor], list[Tensor]]:
     return work, [output], [torch.cat(at.from_all(at.position))]
 
 
-class Collective(NamedTuple):
+class CallKind(NamedTuple):
     """A kind of collective call: the capability that it needs, and one rank's side of it."""
 
     capability: Capability
@@ -453,28 +453,30 @@ class Collective(NamedTuple):
     reduces: bool = False
 
 
-COLLECTIVES: Mapping[str, Collective] = {
-    "all_gather": Collective(Capability.ALL_GATHER, _all_gather),
-    "all_reduce": Collective(Capability.ALL_REDUCE, _all_reduce, reduces=True),
-    "broadcast": Collective(Capability.BROADCAST, _broadcast),
-    "reduce": Collective(Capability.REDUCE, _reduce, reduces=True),
-    "all_gather_single": Collective(Capability.ALL_GATHER_SINGLE, _all_gather_single),
-    "gather": Collective(Capability.GATHER, _gather),
-    "scatter": Collective(Capability.SCATTER, _scatter),
-    "reduce_scatter": Collective(Capability.REDUCE_SCATTER, _reduce_scatter, reduces=True),
-    "reduce_scatter_single": Collective(
+COLLECTIVES: Mapping[str, CallKind] = {
+    "all_gather": CallKind(Capability.ALL_GATHER, _all_gather),
+    "all_reduce": CallKind(Capability.ALL_REDUCE, _all_reduce, reduces=True),
+    "broadcast": CallKind(Capability.BROADCAST, _broadcast),
+    "reduce": CallKind(Capability.REDUCE, _reduce, reduces=True),
+    "all_gather_single": CallKind(Capability.ALL_GATHER_SINGLE, _all_gather_single),
+    "gather": CallKind(Capability.GATHER, _gather),
+    "scatter": CallKind(Capability.SCATTER, _scatter),
+    "reduce_scatter": CallKind(Capability.REDUCE_SCATTER, _reduce_scatter, reduces=True),
+    "reduce_scatter_single": CallKind(
         Capability.REDUCE_SCATTER_SINGLE, _reduce_scatter_single, reduces=True
     ),
-    "all_to_all": Collective(Capability.ALL_TO_ALL, _all_to_all),
-    "all_to_all_single": Collective(Capability.ALL_TO_ALL_SINGLE, _all_to_all_single),
-    "barrier": Collective(Capability.BARRIER, _barrier),
+    "all_to_all": CallKind(Capability.ALL_TO_ALL, _all_to_all),
+    "all_to_all_single": CallKind(Capability.ALL_TO_ALL_SINGLE, _all_to_all_single),
+    "barrier": CallKind(Capability.BARRIER, _barrier),
 }
 
 
-def issue(call: Call, number: int, of: int, group: Any, asynchronous: bool = True) -> Issued:
+def issue(
+    call: GroupCall, number: int, of: int, group: Any, asynchronous: bool = True
+) -> IssuedCall:
     """Make this rank's side of the call."""
     side = Side(call, number, of, group, asynchronous)
-    return Issued(side, *COLLECTIVES[call.kind].issue(side))
+    return IssuedCall(side, *COLLECTIVES[call.kind].issue(side))
 
 
 @st.composite
@@ -484,7 +486,7 @@ def calls(
     sizes: Sequence[int],
     moving: bool = False,
     kind: str = "",
-) -> Call:
+) -> GroupCall:
     """A call that the backend claims, on one of the groups of these sizes.
 
     Args:
@@ -511,7 +513,7 @@ def calls(
         and kind in ("", name)
     ]
     group = draw(st.integers(0, len(sizes) - 1))
-    return Call(
+    return GroupCall(
         draw(st.sampled_from(kinds or _none_fits(smp_world, kind))),
         dtype,
         draw(st.integers(1, 5) if moving else st.integers(1, 5) | st.just(0)),
@@ -529,12 +531,12 @@ def _none_fits(smp_world: SmpWorld, kind: str) -> NoReturn:
 
 def programs(
     smp_world: SmpWorld, sizes: Sequence[int], least: int = 2, most: int = 6
-) -> st.SearchStrategy[list[Call]]:
+) -> st.SearchStrategy[list[GroupCall]]:
     """Calls on groups of these sizes, in the order in which every rank issues them."""
     return st.lists(calls(smp_world, sizes), min_size=least, max_size=most)
 
 
-def issue_all(program: Sequence[Call], handles: Sequence[Any]) -> dict[int, Issued]:
+def issue_all(program: Sequence[GroupCall], handles: Sequence[Any]) -> dict[int, IssuedCall]:
     """Issue this rank's calls; by their numbers."""
     return {
         number: issue(call, number, len(program), handles[call.group])

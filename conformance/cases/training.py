@@ -185,7 +185,7 @@ def check(
 
 
 @dataclasses.dataclass(frozen=True)
-class World:
+class TrainingWorld:
     """Degrees and microbatches."""
 
     pp: int
@@ -210,14 +210,14 @@ class World:
 
 
 @st.composite
-def worlds(draw: st.DrawFn, smp_world: SmpWorld, engine: str, least: int = 1) -> World:
+def worlds(draw: st.DrawFn, smp_world: SmpWorld, engine: str, least: int = 1) -> TrainingWorld:
     """Small worlds; skips the test where there are fewer ranks."""
     needs(smp_world, least)
     pairs = [(pp, dp) for pp in degrees(smp_world, engine) for dp in (1, 2) if least <= pp]
     fits = [(pp, dp) for pp, dp in pairs if pp <= 2 and pp * dp <= min(4, smp_world.ranks)]
     pp, dp = draw(st.sampled_from(fits))
     schedule = draw(st.sampled_from(["interleaved", "simple"]))
-    return World(pp, dp, draw(st.integers(1, 3)), schedule)
+    return TrainingWorld(pp, dp, draw(st.integers(1, 3)), schedule)
 
 
 # ---- The SMP API itself --------------------------------------------------------------------------

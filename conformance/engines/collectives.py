@@ -30,7 +30,7 @@ _FUNCTIONS = {
 _entered = threading.local()
 
 
-class Recorder:
+class CollectiveRecorder:
     """While entered, notes each exchange that this thread begins."""
 
     def __init__(self) -> None:

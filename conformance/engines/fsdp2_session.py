@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from conformance.engines.collectives import Recorder
+from conformance.engines.collectives import CollectiveRecorder
 from conformance.engines.protocol import Exchange
 from pytest_smp.strategies import training_oracle as oracle
 from pytest_smp.strategies.training import Training
@@ -56,7 +56,7 @@ class Fsdp2Session:
         assert isinstance(root, FSDPModule)
         self.root = root
         self.optimizer = oracle.optimizer_of(case, self.module.parameters())
-        self._recorder = Recorder()
+        self._recorder = CollectiveRecorder()
 
     def backward(self, batch: Batch, *, boundary: bool) -> tuple[list[Tensor], list[Tensor]]:
         """All microbatches; gradients are scattered after the last one, and reduced over replicas of a

@@ -9,7 +9,7 @@ from torch.futures import Future
 
 from conformance.cases.traffic import COLLECTIVES
 from conformance.mutants.blocks import PerRun
-from conformance.mutants.point_to_point import EITHER, Done, landing_twice, wrap_dist
+from conformance.mutants.point_to_point import EITHER, FinishedWork, landing_twice, wrap_dist
 from conformance.mutants.protocol import Bugs, Patch
 from pytest_smp.ranks.sim import collectives
 from pytest_smp.ranks.sim.matching import Call
@@ -193,6 +193,6 @@ def asynchronous_barrier_does_nothing(patch: Patch) -> None:
     barrier = SimProcessGroup.barrier
 
     def nothing(self: SimProcessGroup, opts: Any = None) -> Any:
-        return Done() if getattr(opts, "asyncOp", False) else barrier(self, opts)
+        return FinishedWork() if getattr(opts, "asyncOp", False) else barrier(self, opts)
 
     patch.setattr(SimProcessGroup, "barrier", nothing)

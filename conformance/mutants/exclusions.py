@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from conformance.mutants.generated import Site
+from conformance.mutants.generated import MutationSite
 
 _WORDS = "words of a verdict or hint: what only our harness detects is no requirement"
 _REFUSED_BEFORE = "second line of defence: the configuration is refused before a topology is made"
@@ -60,7 +60,7 @@ _MODULO = "2**63 and -2**63 are one, modulo 2**64"
 _WAKING = "the order of waking is promised to nobody"
 _NUMBER = "a meeting's number is only compared with those of other ranks"
 
-#: Changes that change nothing, by :attr:`Site.text`.
+#: Changes that change nothing, by :attr:`MutationSite.text`.
 EQUIVALENT: Mapping[str, str] = {
     "send: _peer(runtime, 'smp.send', 'dest_rank', dest_rank, rank_type) -> "
     "_peer(runtime, 'dest_rank', 'smp.send', dest_rank, rank_type)": _TEXT,
@@ -146,7 +146,7 @@ EQUIVALENT: Mapping[str, str] = {
 }
 
 
-def reason(site: Site) -> str | None:
+def reason(site: MutationSite) -> str | None:
     """Why the site is no mutant, or None if it is one."""
     if site.function in FUNCTIONS:
         return FUNCTIONS[site.function][0]

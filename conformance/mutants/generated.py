@@ -50,7 +50,7 @@ _OUR_VERDICTS: tuple[type[BaseException], ...] = (LeakError, CollectiveMismatchE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Site:
+class MutationSite:
     """One change at one place.
 
     Attributes:
@@ -131,7 +131,7 @@ def _tree(module: str) -> ast.Module:
     return ast.parse(Path(path).read_text(encoding="utf-8"))
 
 
-def sites(module: str) -> list[Site]:
+def sites(module: str) -> list[MutationSite]:
     """All sites of a module, in the order of its lines."""
     tree, found = _tree(module), []
     numbers = {id(node): number for number, node in enumerate(ast.walk(tree))}
@@ -145,7 +145,7 @@ def sites(module: str) -> list[Site]:
                 at_place[place] += 1
                 alike[what] += 1
                 found.append(
-                    Site(
+                    MutationSite(
                         module=module,
                         function=function,
                         line=node.lineno,
@@ -164,7 +164,7 @@ def sites(module: str) -> list[Site]:
     return sorted(found, key=lambda site: (site.line, site.column, site.number))
 
 
-def _can_be_made(site: Site) -> bool:
+def _can_be_made(site: MutationSite) -> bool:
     """Whether the changed table can be made: else the module could not be imported, which no
     property is needed for.
     """
@@ -220,7 +220,7 @@ def _below(name: str, node: ast.AST, parent: ast.AST, statement: int) -> Iterato
 
 
 @contextlib.contextmanager
-def _planted(site: Site) -> Iterator[None]:
+def _planted(site: MutationSite) -> Iterator[None]:
     tree = mutated(site)
     module = importlib.import_module(site.module)
     path = str(module.__file__)
@@ -242,7 +242,7 @@ def _planted(site: Site) -> Iterator[None]:
         yield
 
 
-def mutated(site: Site) -> ast.Module:
+def mutated(site: MutationSite) -> ast.Module:
     """The module's tree with the change."""
     tree = copy.deepcopy(_tree(site.module))
     nodes = list(ast.walk(tree))

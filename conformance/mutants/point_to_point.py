@@ -30,7 +30,7 @@ Tensor = torch.Tensor
 EITHER = (*ASSERTION, VerdictError)
 
 
-class Done(dist.Work):
+class FinishedWork(dist.Work):
     """A work that is over before it began."""
 
     def wait(self, timeout: Any = None) -> bool:
@@ -106,7 +106,7 @@ def empty_receive_skipped(patch: Patch) -> None:
     recv = SimProcessGroup.recv
 
     def skip(self: SimProcessGroup, tensors: list[Tensor], src: int, tag: int) -> Any:
-        return recv(self, tensors, src, tag) if tensors[0].numel() else Done()
+        return recv(self, tensors, src, tag) if tensors[0].numel() else FinishedWork()
 
     patch.setattr(SimProcessGroup, "recv", skip)
 
@@ -204,7 +204,7 @@ def sent_without_a_copy(patch: Patch) -> None:
         if not work._operation.done:
             work.in_flight.inputs = tensors
         self._context.fabric.unwaited.pop(id(work), None)
-        return Done()
+        return FinishedWork()
 
     patch.setattr(SimProcessGroup, "send", send)
 
@@ -560,7 +560,7 @@ def first_request_stands_for_all(patch: Patch) -> None:
 
     def batch(original: Any, operations: list[Any]) -> list[Any]:
         first, *others = original(operations)
-        return [first, *(Done() for _ in others)]
+        return [first, *(FinishedWork() for _ in others)]
 
     wrap_dist(patch, "batch_isend_irecv", batch)
 

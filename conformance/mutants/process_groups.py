@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from conformance.mutants.blocks import PerRun
-from conformance.mutants.point_to_point import EITHER, Done, wrap_dist
+from conformance.mutants.point_to_point import EITHER, FinishedWork, wrap_dist
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
 from pytest_smp.ranks.sim.matching import Meeting
 from pytest_smp.ranks.sim.process_group import SimProcessGroup
@@ -235,7 +235,7 @@ def bad_splits_are_ignored(patch: Patch) -> None:
         try:
             return exchange(self, *args)
         except ArgumentError:
-            return Done()
+            return FinishedWork()
 
     patch.setattr(SimProcessGroup, "all_to_all_single", swallow)
 

@@ -20,10 +20,10 @@ from conformance.mutants.trials import (
     Attempt,
     DidNotEnd,
     Lost,
-    Outcome,
-    Result,
     Tell,
     Trial,
+    TrialOutcome,
+    TrialResult,
     forget,
     in_processes,
     limit,
@@ -44,11 +44,11 @@ _MARKS_IN_A_LINE = 70
 SOME = 15
 
 _MARKS = {
-    Result.KILLED: ".",
-    Result.SURVIVED: "S",
-    Result.HARNESS_ONLY: "H",
-    Result.BROKEN: "B",
-    Result.LEFT_OUT: "-",
+    TrialResult.KILLED: ".",
+    TrialResult.SURVIVED: "S",
+    TrialResult.HARNESS_ONLY: "H",
+    TrialResult.BROKEN: "B",
+    TrialResult.LEFT_OUT: "-",
 }
 
 #: Kinds of kills that are no statement about a value: the mutant took too long, or was lost.
@@ -57,7 +57,7 @@ _NO_END = (LOST, "time limit", RunTimeout.__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Score:
+class MutantScore:
     """How many of a class were tried, and how many were killed."""
 
     killed: int
@@ -78,20 +78,20 @@ def _percent(part: float) -> str:
     return f"{int(part * 1000) / 10:g} %"
 
 
-Tried = Sequence[tuple[Mutant, Outcome]]
+Tried = Sequence[tuple[Mutant, TrialOutcome]]
 
 
-def score(tried: Tried) -> Score:
+def score(tried: Tried) -> MutantScore:
     """Of what was not left out."""
-    results = [outcome.result for _, outcome in tried if outcome.result is not Result.LEFT_OUT]
-    return Score(results.count(Result.KILLED), len(results))
+    results = [outcome.result for _, outcome in tried if outcome.result is not TrialResult.LEFT_OUT]
+    return MutantScore(results.count(TrialResult.KILLED), len(results))
 
 
 # Running.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Reference:
+class ReferenceTrial:
     """A property without a mutant: how it failed, if it did, and its seconds."""
 
     item: pytest.Item
@@ -108,7 +108,7 @@ class Reference:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Coverage:
+class PropertyCoverage:
     """A property without a mutant, watched: the statements of our modules that it goes through."""
 
     item: pytest.Item
@@ -187,7 +187,7 @@ class _Selftest:
         late = {
             outcome.attempt.nodeid
             for _, outcome in tried
-            if outcome.result is Result.KILLED
+            if outcome.result is TrialResult.KILLED
             and outcome.attempt
             and outcome.attempt.examples > FEW
         }
@@ -208,7 +208,7 @@ class _Selftest:
     ) -> Mapping[pytest.Item, float] | None:
         """The seconds of each property on the reference; None if one fails."""
         failures, costs = [], {}
-        jobs = [Reference(item, examples) for item in items]
+        jobs = [ReferenceTrial(item, examples) for item in items]
         for index, answer in in_processes(jobs, self.config):
             failed, seconds = (answer.how, 0.0) if isinstance(answer, Lost) else answer
             costs[items[index]] = seconds
@@ -222,7 +222,7 @@ class _Selftest:
         return costs
 
     def _generated(
-        self, sites: Sequence[generated.Site], costs: Mapping[pytest.Item, float]
+        self, sites: Sequence[generated.MutationSite], costs: Mapping[pytest.Item, float]
     ) -> list[Trial]:
         """A generated mutant names the requirements whose properties go through its lines: the
         quickest first. What trains goes through most lines of communication, slowly, and would say
@@ -235,7 +235,7 @@ class _Selftest:
             if REQUIREMENTS.named(requirement).level < Level.L3
         }
         items = sorted(below & costs.keys(), key=lambda item: costs[item])
-        watched = [Coverage(item, limit(costs[item], SOME)) for item in items]
+        watched = [PropertyCoverage(item, limit(costs[item], SOME)) for item in items]
         covered = dict(in_processes(watched, self.config))
         trials = []
         for site in sites:
@@ -250,22 +250,22 @@ class _Selftest:
         return trials
 
     def _try(self, trials: Sequence[Trial]) -> Tried:
-        outcomes: dict[int, Outcome] = {}
+        outcomes: dict[int, TrialOutcome] = {}
         self._line(f"{len(trials)} mutants")
         for index, answer in self._answers(trials):
             if isinstance(answer, Lost):
                 # What ended the process is the mutant only if a property had started on it; and one
                 # written by hand says by which exception it dies.
                 kills = answer.started and DidNotEnd in trials[index].mutant.by
-                result = Result.KILLED if kills else Result.BROKEN
-                answer = Outcome(result, answer.how, LOST, answer.attempt)
+                result = TrialResult.KILLED if kills else TrialResult.BROKEN
+                answer = TrialOutcome(result, answer.how, LOST, answer.attempt)
             outcomes[index] = answer
             self.terminal.write(_MARKS[answer.result])
             if len(outcomes) % _MARKS_IN_A_LINE == 0 or len(outcomes) == len(trials):
                 self.terminal.write("\n", flush=True)
         return [(trial.mutant, outcomes[index]) for index, trial in enumerate(trials)]
 
-    def _answers(self, trials: Sequence[Trial]) -> Iterator[tuple[int, Outcome | Lost]]:
+    def _answers(self, trials: Sequence[Trial]) -> Iterator[tuple[int, TrialOutcome | Lost]]:
         """Each trial's. One that was lost is tried once more, alone: a machine that is short of
         memory ends processes, too.
         """
@@ -288,7 +288,7 @@ class _Selftest:
         for line in _table(made):
             self._line(line)
         for mutant, outcome in (*written, *made):
-            if outcome.result not in (Result.KILLED, Result.LEFT_OUT):
+            if outcome.result not in (TrialResult.KILLED, TrialResult.LEFT_OUT):
                 why = outcome.detail
                 text = f"{mutant.name}: {mutant.sentence} [{mutant.requirement}] {why}"
                 self._line(f"{outcome.result.upper()} {text.strip()}", red=True)
@@ -306,13 +306,13 @@ class _Selftest:
         missing = list(self._missing((*written, *made)))
         for line in missing:
             self._line(f"not tried: {line}", red=True)
-        broken = any(outcome.result is Result.BROKEN for _, outcome in (*written, *made))
+        broken = any(outcome.result is TrialResult.BROKEN for _, outcome in (*written, *made))
         enough = score(written).part >= WRITTEN and score(made).part >= GENERATED
         return enough and not broken and not missing
 
     def _missing(self, tried: Tried) -> Iterator[str]:
         """The mutants that should have been tried and were not: a score says nothing of them."""
-        skipped = sum(outcome.result is Result.LEFT_OUT for _, outcome in tried)
+        skipped = sum(outcome.result is TrialResult.LEFT_OUT for _, outcome in tried)
         if skipped:
             yield f"{skipped} mutants, because all of their properties are skipped"
         if self.elsewhere and not _in_part(self.session):
@@ -338,22 +338,22 @@ def _in_part(session: pytest.Session) -> bool:
 
 
 def _harness_only(tried: Tried) -> str:
-    count = sum(outcome.result is Result.HARNESS_ONLY for _, outcome in tried)
+    count = sum(outcome.result is TrialResult.HARNESS_ONLY for _, outcome in tried)
     return f", {count} caught by the harness only" if count else ""
 
 
 def _kinds(tried: Tried) -> str:
-    counts = Counter(outcome.by for _, outcome in tried if outcome.result is Result.KILLED)
+    counts = Counter(outcome.by for _, outcome in tried if outcome.result is TrialResult.KILLED)
     without_end = sum(counts[kind] for kind in _NO_END)
     kinds = ", ".join(f"{count} {kind}" for kind, count in counts.most_common()) or "-"
     return f"{kinds} ({without_end} by loss or time limit)"
 
 
 def _table(tried: Tried) -> Iterator[str]:
-    kinds: dict[str, list[tuple[Mutant, Outcome]]] = defaultdict(list)
+    kinds: dict[str, list[tuple[Mutant, TrialOutcome]]] = defaultdict(list)
     for mutant, outcome in tried:
         kinds[mutant.kind].append((mutant, outcome))
     for kind, those in kinds.items():
-        left_out = sum(outcome.result is Result.LEFT_OUT for _, outcome in those)
+        left_out = sum(outcome.result is TrialResult.LEFT_OUT for _, outcome in those)
         more = f", {left_out} left out" if left_out else ""
         yield f"  {kind:<42}{score(those)}{more}"

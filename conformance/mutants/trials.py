@@ -77,7 +77,7 @@ class DidNotEnd(BaseException):
     """
 
 
-class Result(enum.StrEnum):
+class TrialResult(enum.StrEnum):
     """What became of a mutant."""
 
     KILLED = "killed"  #: a property failed as the mutant says it does
@@ -88,10 +88,10 @@ class Result(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
+class TrialOutcome:
     """What became of a mutant, or of the reference, and by which property."""
 
-    result: Result
+    result: TrialResult
     detail: str = ""  #: the property and the exception
     by: str = ""  #: the kind of exception that killed it
     attempt: Attempt | None = None  #: what killed it
@@ -105,18 +105,18 @@ class Trial:
     properties: Sequence[pytest.Item]
     costs: Mapping[pytest.Item, float]  #: seconds of FEW examples on the reference
 
-    def __call__(self, tell: Tell) -> Outcome:
+    def __call__(self, tell: Tell) -> TrialOutcome:
         """Plant the mutant and run the properties until one kills it."""
         with contextlib.ExitStack() as planted:
             forget()
             try:
                 planted.enter_context(self.mutant.plant())
             except Exception as error:
-                return Outcome(Result.BROKEN, f"cannot be planted: {shown(error)}")
+                return TrialOutcome(TrialResult.BROKEN, f"cannot be planted: {shown(error)}")
             return self._tried(tell)
 
-    def _tried(self, tell: Tell) -> Outcome:
-        skipped, no_kill = 0, Outcome(Result.SURVIVED)
+    def _tried(self, tell: Tell) -> TrialOutcome:
+        skipped, no_kill = 0, TrialOutcome(TrialResult.SURVIVED)
         for examples in (FEW, MANY):
             for item in self.properties:
                 allowed = limit(self.costs[item], examples)
@@ -129,27 +129,27 @@ class Trial:
                     skipped += 1
                     continue
                 result = judged(error, self.mutant)
-                outcome = Outcome(result, f"{item.name}: {shown(error)}", kind(error), attempt)
-                if result is Result.KILLED or not self.mutant.but:
+                outcome = TrialOutcome(result, f"{item.name}: {shown(error)}", kind(error), attempt)
+                if result is TrialResult.KILLED or not self.mutant.but:
                     return outcome
                 # Another property may kill it by what a third party sees.
-                if no_kill.result is not Result.BROKEN:
+                if no_kill.result is not TrialResult.BROKEN:
                     no_kill = outcome
-            if no_kill.result is not Result.SURVIVED:
+            if no_kill.result is not TrialResult.SURVIVED:
                 return no_kill  # each has had its chance; more examples mostly fail the same way
         if skipped and skipped == 2 * len(self.properties):
-            return Outcome(Result.LEFT_OUT, "its properties are skipped")
+            return TrialOutcome(TrialResult.LEFT_OUT, "its properties are skipped")
         return no_kill
 
 
-def judged(error: BaseException, mutant: Mutant) -> Result:
+def judged(error: BaseException, mutant: Mutant) -> TrialResult:
     """What it says of the mutant that a property failed by this error."""
     errors = parts(error)
     if mutant.but and any(isinstance(each, HypothesisException) for each in (error, *errors)):
-        return Result.BROKEN  # no example, or a flaky one: it may come from the property
+        return TrialResult.BROKEN  # no example, or a flaky one: it may come from the property
     if mutant.but and all(isinstance(each, mutant.but) for each in errors):
-        return Result.HARNESS_ONLY
-    return Result.KILLED if is_one_of(error, mutant.by) else Result.BROKEN
+        return TrialResult.HARNESS_ONLY
+    return TrialResult.KILLED if is_one_of(error, mutant.by) else TrialResult.BROKEN
 
 
 def forget() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Options:
+class SuiteOptions:
     """The values in force for a session; paths are absolute."""
 
     certify: bool  # nothing may be left out: the gate of a CI
@@ -78,13 +78,13 @@ def given(config: pytest.Config) -> str:
     return next(flags, "")
 
 
-def read(config: pytest.Config, *, ini: bool) -> Options:
+def read(config: pytest.Config, *, ini: bool) -> SuiteOptions:
     """The values in force. Raises pytest.UsageError for two that contradict each other.
 
     Without ``ini`` only the command line counts: a project's ini keys are about its sessions of the
     suite, not about all its other tests.
     """
-    options = Options(
+    options = SuiteOptions(
         certify=bool(_value(config, "certify", ini)[0]),
         expectations=_path(config, "expectations", ini),
         write_expectations=_path(config, "write_expectations", ini),

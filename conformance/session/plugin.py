@@ -18,9 +18,9 @@ from conformance.session import options
 from pytest_smp import suite as door
 
 if TYPE_CHECKING:
-    from conformance.session.session import Session
+    from conformance.session.session import SuiteSession
 
-_SESSION: pytest.StashKey[Session] = pytest.StashKey()
+_SESSION: pytest.StashKey[SuiteSession] = pytest.StashKey()
 _STARTED: pytest.StashKey[bool] = pytest.StashKey()
 
 
@@ -38,26 +38,26 @@ def pytest_configure(config: pytest.Config) -> None:
         _session(config)
 
 
-def _session(config: pytest.Config) -> Session:
+def _session(config: pytest.Config) -> SuiteSession:
     session = config.stash.get(_SESSION, None)
     if session is None:
-        from conformance.session.session import Session
+        from conformance.session.session import SuiteSession
 
-        session = config.stash[_SESSION] = Session(config)
+        session = config.stash[_SESSION] = SuiteSession(config)
         config.pluginmanager.register(_Running(session), "smp-conformance-running")
         if config.stash.get(_STARTED, False):
             session.start()
     return session
 
 
-def _with_suite(config: pytest.Config) -> Session:
+def _with_suite(config: pytest.Config) -> SuiteSession:
     """The session, now that it is known to collect the suite."""
     session = _session(config)
     session.found()
     return session
 
 
-def _used(config: pytest.Config) -> Session | None:
+def _used(config: pytest.Config) -> SuiteSession | None:
     return config.stash.get(_SESSION, None)
 
 
@@ -154,7 +154,7 @@ def smp_engine(request: pytest.FixtureRequest) -> str:
 class _Running:
     """What stands around a running test, and so in its tracebacks: in sessions of the suite only."""
 
-    def __init__(self, suite: Session) -> None:
+    def __init__(self, suite: SuiteSession) -> None:
         self._suite = suite
 
     @pytest.hookimpl(wrapper=True)

@@ -18,9 +18,9 @@ from conformance.engines.protocol import Engine
 from conformance.requirements.registry import Level, Registry, Requirement
 from conformance.session.certification import Certification
 from conformance.session.expectations import Expectation
-from conformance.session.options import Options
-from conformance.session.results import Result, property_name
-from conformance.session.verdicts import Outcome, Verdict
+from conformance.session.options import SuiteOptions
+from conformance.session.results import PropertyResult, property_name
+from conformance.session.verdicts import PropertyOutcome, Verdict
 from pytest_smp.ranks.capabilities import Capabilities, Capability
 from pytest_smp.ranks.protocols import Backend
 from pytest_smp.settings import Settings
@@ -34,17 +34,17 @@ _MOST_CHARACTERS = 4000  # of one text; the difference of two large values may h
 
 
 class Reported(Protocol):
-    """What a report says of a session of the suite (:class:`~conformance.session.session.Session`)."""
+    """What a report says of a session of the suite (:class:`~conformance.session.session.SuiteSession`)."""
 
     backend: Backend
     engine: Engine
     settings: Settings
-    options: Options
+    options: SuiteOptions
     registry: Registry  # up to --smp-level
     lacks: dict[str, list[Need]]  # by requirement
     expectations: Path | None  # the file of expected failures that is in force
     expected: dict[str, Expectation]  # by requirement
-    results: dict[str, Result]  # by node id
+    results: dict[str, PropertyResult]  # by node id
     started: float
     interrupted: str | None
 
@@ -135,10 +135,10 @@ def _requirement(session: Reported, requirement: Requirement, verdict: Verdict) 
     }
 
 
-def _result(session: Reported, result: Result) -> dict[str, Any]:
+def _result(session: Reported, result: PropertyResult) -> dict[str, Any]:
     outcome = result.outcome
     if result.requirement in session.lacks:
-        outcome = Outcome.NOT_SUPPORTED
+        outcome = PropertyOutcome.NOT_SUPPORTED
     examples = [note for note in result.notes if note.startswith(_EXAMPLE)]
     return {
         "outcome": str(outcome),

@@ -7,17 +7,17 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from conformance.session.verdicts import Outcome
+from conformance.session.verdicts import PropertyOutcome
 
 #: The package of the properties, as ``pytest --pyargs`` is told, and its folder.
 ADDRESS = "conformance.suite"
 HERE = Path(__file__).parents[1] / "suite"
 
-_RANK = list(Outcome)
+_RANK = list(PropertyOutcome)
 
 
 @dataclasses.dataclass(slots=True)
-class Result:
+class PropertyResult:
     """What became of one property.
 
     Attributes:
@@ -30,15 +30,17 @@ class Result:
     """
 
     requirement: str
-    outcome: Outcome = Outcome.NOT_RUN
+    outcome: PropertyOutcome = PropertyOutcome.NOT_RUN
     duration: float = 0.0
     error: str | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
     smp: dict[str, Any] | None = None
 
-    def add(self, outcome: Outcome) -> bool:
+    def add(self, outcome: PropertyOutcome) -> bool:
         """Take one more outcome into account; whether it is the worst so far."""
-        worse = self.outcome is Outcome.NOT_RUN or _RANK.index(outcome) < _RANK.index(self.outcome)
+        worse = self.outcome is PropertyOutcome.NOT_RUN or _RANK.index(outcome) < _RANK.index(
+            self.outcome
+        )
         if worse:
             self.outcome = outcome
         return worse

@@ -25,10 +25,10 @@ from conformance.requirements.registry import Level, Need, Registry, Requirement
 from conformance.session import amounts, expectations, options, report
 from conformance.session.certification import Certification, certification
 from conformance.session.expectations import Expectation, ExpectationError
-from conformance.session.results import HERE, Result, argument
+from conformance.session.results import HERE, PropertyResult, argument
 from conformance.session.verdicts import (
     NotSupported,
-    Outcome,
+    PropertyOutcome,
     Verdict,
     counted,
     judge_all,
@@ -51,7 +51,7 @@ _TOLD = "conformance"  # outcome, error and notes of a property that did not pas
 _EXPECTED: pytest.StashKey[Expectation | None] = pytest.StashKey()
 
 
-class Session:
+class SuiteSession:
     """The suite in one pytest session.
 
     Raises pytest.UsageError for options, expected failures or requirements that cannot be used.
@@ -77,7 +77,7 @@ class Session:
         self.main = not hasattr(config, "workerinput")  # not a worker of xdist
         self.started = time.time()
         self.interrupted: str | None = None
-        self.results: dict[str, Result] = {}  # by node id
+        self.results: dict[str, PropertyResult] = {}  # by node id
         self.siblings: dict[str, int] = {}  # by requirement
         self.whole: bool | None = None  # None: not known yet
         self.unclosed: str | None = None  # how the backend failed to close
@@ -187,7 +187,7 @@ class Session:
                 self._prepare(item, id)
 
     def _prepare(self, item: pytest.Item, id: str) -> None:
-        self.results[item.nodeid] = Result(id, Outcome.DESELECTED)
+        self.results[item.nodeid] = PropertyResult(id, PropertyOutcome.DESELECTED)
         item.user_properties += [(_REQUIREMENT, id), (_SIBLINGS, self.siblings[id])]
         item.stash[_EXPECTED] = self.expected.get(id)
         if id in self.lacks:
@@ -202,7 +202,7 @@ class Session:
         """What is left is to be run."""
         for item in items:
             if item.nodeid in self.results:
-                self.results[item.nodeid].outcome = Outcome.NOT_RUN
+                self.results[item.nodeid].outcome = PropertyOutcome.NOT_RUN
 
     def _is_whole(self, session: pytest.Session) -> bool:
         """Whether every property must be there: the package, or a folder above it, was asked for,
@@ -289,8 +289,8 @@ class Session:
         error = call.excinfo.value
         outcome = _outcome(made, error, self._replaces_ranks)
         entry = item.stash.get(_EXPECTED, None)
-        if outcome is Outcome.FAILED and entry is not None:
-            outcome = Outcome.WAIVED
+        if outcome is PropertyOutcome.FAILED and entry is not None:
+            outcome = PropertyOutcome.WAIVED
             made.outcome, made.wasxfail = "skipped", str(entry)
         if made.failed:
             made.sections.append(("requirement", str(self.registry[id])))
@@ -312,7 +312,7 @@ class Session:
                 self._crashed[made.nodeid] = str(made.longrepr)
             return
         self.siblings.setdefault(id, _property(made, _SIBLINGS))
-        result = self.results.setdefault(made.nodeid, Result(id))
+        result = self.results.setdefault(made.nodeid, PropertyResult(id))
         result.duration += made.duration
         told = json.loads(_property(made, _TOLD) or "{}")
         smp = _property(made, "smp")
@@ -332,7 +332,7 @@ class Session:
             "whole": self.whole,
             "unclosed": self.unclosed,
             "properties": {
-                nodeid: [result.requirement, result.outcome is not Outcome.DESELECTED]
+                nodeid: [result.requirement, result.outcome is not PropertyOutcome.DESELECTED]
                 for nodeid, result in self.results.items()
             },
         }
@@ -342,29 +342,29 @@ class Session:
         self.whole = output["whole"]
         self.unclosed = self.unclosed or output["unclosed"]
         for nodeid, (id, selected) in output["properties"].items():
-            missing = Outcome.NOT_RUN if selected else Outcome.DESELECTED
-            self.results.setdefault(nodeid, Result(id, missing))
+            missing = PropertyOutcome.NOT_RUN if selected else PropertyOutcome.DESELECTED
+            self.results.setdefault(nodeid, PropertyResult(id, missing))
 
     # The end.
 
     @property
     def used(self) -> bool:
         """Whether a property was run, or was to be."""
-        return any(r.outcome is not Outcome.DESELECTED for r in self.results.values())
+        return any(r.outcome is not PropertyOutcome.DESELECTED for r in self.results.values())
 
     @property
     def complete(self) -> bool:
         """Whether every property that was selected ran to its end."""
         outcomes = [result.outcome for result in self.results.values()]
-        return self.interrupted is None and self.used and Outcome.NOT_RUN not in outcomes
+        return self.interrupted is None and self.used and PropertyOutcome.NOT_RUN not in outcomes
 
     def verdicts(self) -> dict[str, Verdict]:
         """The verdict on every requirement, as far as is known."""
-        outcomes: dict[str, list[Outcome]] = defaultdict(list)
+        outcomes: dict[str, list[PropertyOutcome]] = defaultdict(list)
         for result in self.results.values():
             outcomes[result.requirement].append(result.outcome)
         for id, count in self.siblings.items():
-            outcomes[id] += [Outcome.NOT_RUN] * (count - len(outcomes[id]))
+            outcomes[id] += [PropertyOutcome.NOT_RUN] * (count - len(outcomes[id]))
         return judge_all(self.registry, outcomes, unclaimed=self.lacks, expected=self.expected)
 
     def certification(self) -> Certification:
@@ -383,7 +383,11 @@ class Session:
             found["a rehearsal, with few examples (--smp-smoke)"] = []
         if not self.whole:
             found["the session did not ask for the whole suite (--pyargs conformance)"] = []
-        for outcome in (Outcome.DESELECTED, Outcome.SKIPPED, Outcome.NOT_RUN):
+        for outcome in (
+            PropertyOutcome.DESELECTED,
+            PropertyOutcome.SKIPPED,
+            PropertyOutcome.NOT_RUN,
+        ):
             names = [
                 argument(nodeid)
                 for nodeid, result in self.results.items()
@@ -411,7 +415,7 @@ class Session:
         self.close_backend()
         for nodeid, text in self._crashed.items():
             if nodeid in self.results:
-                self.results[nodeid].add(Outcome.ERROR)
+                self.results[nodeid].add(PropertyOutcome.ERROR)
                 self.results[nodeid].error = text
         stopped = session.shouldstop or session.shouldfail
         if self.interrupted is None and stopped:
@@ -465,10 +469,10 @@ class Session:
             return None
         if self.interrupted is not None:
             return f"{path.name}: not written, the session was interrupted"
-        by_id: dict[str, list[Result]] = defaultdict(list)
+        by_id: dict[str, list[PropertyResult]] = defaultdict(list)
         for result in self.results.values():
             by_id[result.requirement].append(result)
-        waivable = (Outcome.FAILED, Outcome.WAIVED)
+        waivable = (PropertyOutcome.FAILED, PropertyOutcome.WAIVED)
         failed = {id for id, rs in by_id.items() if any(r.outcome in waivable for r in rs)}
         errors = {r.requirement: r.error or "" for r in self.results.values() if r.error}
         entries = expectations.updated(self.entries, self.verdicts(), failed)
@@ -478,7 +482,7 @@ class Session:
         if todo:
             text += f"; {todo} need a reason and a link before the file can be used"
         hopeless = sorted(
-            id for id, rs in by_id.items() if any(r.outcome is Outcome.ERROR for r in rs)
+            id for id, rs in by_id.items() if any(r.outcome is PropertyOutcome.ERROR for r in rs)
         )
         if hopeless:
             text += f"\ncannot be waived, for they could not be tested: {', '.join(hopeless)}"
@@ -527,7 +531,10 @@ class Session:
         if self.config.option.collectonly or exit_status == pytest.ExitCode.USAGE_ERROR:
             return False
         ran = {result.outcome for result in self.results.values()}
-        return bool(ran - {Outcome.DESELECTED, Outcome.NOT_RUN}) or self.options.certify
+        return (
+            bool(ran - {PropertyOutcome.DESELECTED, PropertyOutcome.NOT_RUN})
+            or self.options.certify
+        )
 
     def heading(self) -> str:
         """How many requirements got which verdict, and on what."""
@@ -583,25 +590,33 @@ def _property(made: Any, name: str) -> Any:
     return next((value for key, value in properties if key == name), None)
 
 
-def _outcome(made: pytest.TestReport, error: BaseException, replaces_ranks: bool) -> Outcome:
+def _outcome(
+    made: pytest.TestReport, error: BaseException, replaces_ranks: bool
+) -> PropertyOutcome:
     """What a phase that did not pass says of the property."""
     if not made.failed:
-        return Outcome.NOT_SUPPORTED if isinstance(error, NotSupported) else Outcome.SKIPPED
+        return (
+            PropertyOutcome.NOT_SUPPORTED
+            if isinstance(error, NotSupported)
+            else PropertyOutcome.SKIPPED
+        )
     # A run that did not end raises no Exception; what computes for ever is not waived.
     failures = (Exception, pytest.fail.Exception, *((RunTimeout,) if replaces_ranks else ()))
     tested = made.when == "call" and isinstance(error, failures)
-    return Outcome.FAILED if tested else Outcome.ERROR
+    return PropertyOutcome.FAILED if tested else PropertyOutcome.ERROR
 
 
-def _told_outcome(made: pytest.TestReport, told: Mapping[str, Any]) -> Outcome:
+def _told_outcome(made: pytest.TestReport, told: Mapping[str, Any]) -> PropertyOutcome:
     """The outcome that a report stands for. What is neither good nor bad for certain is skipped."""
     if told:
-        return Outcome(told["outcome"])
+        return PropertyOutcome(told["outcome"])
     if made.failed:
-        return Outcome.FAILED
+        return PropertyOutcome.FAILED
     if made.passed and not hasattr(made, "wasxfail"):
-        return Outcome.PASSED
-    return Outcome.SKIPPED if made.outcome in ("passed", "skipped") else Outcome.FAILED
+        return PropertyOutcome.PASSED
+    return (
+        PropertyOutcome.SKIPPED if made.outcome in ("passed", "skipped") else PropertyOutcome.FAILED
+    )
 
 
 def _notes(error: BaseException) -> list[str]:

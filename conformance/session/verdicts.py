@@ -13,7 +13,7 @@ import pytest
 from conformance.requirements.registry import NEEDS, Level, Need, Registry
 
 
-class Outcome(enum.StrEnum):
+class PropertyOutcome(enum.StrEnum):
     """What became of one property, the worst first."""
 
     ERROR = "error"  #: it could not be tested: set-up, tear-down, a time limit, a crash
@@ -51,11 +51,11 @@ def not_supported(reason: str) -> NoReturn:
     raise NotSupported(reason)
 
 
-_LEFT_OUT = {Outcome.SKIPPED, Outcome.NOT_RUN, Outcome.DESELECTED}
+_LEFT_OUT = {PropertyOutcome.SKIPPED, PropertyOutcome.NOT_RUN, PropertyOutcome.DESELECTED}
 
 
 def judge(
-    outcomes: Collection[Outcome], *, claimed: bool = True, expected: bool = False
+    outcomes: Collection[PropertyOutcome], *, claimed: bool = True, expected: bool = False
 ) -> Verdict:
     """The verdict on a requirement.
 
@@ -67,20 +67,20 @@ def judge(
     if not claimed:
         return Verdict.NOT_SUPPORTED
     found = set(outcomes)
-    if found & {Outcome.FAILED, Outcome.ERROR}:
+    if found & {PropertyOutcome.FAILED, PropertyOutcome.ERROR}:
         return Verdict.FAIL
-    if Outcome.WAIVED in found:
+    if PropertyOutcome.WAIVED in found:
         return Verdict.WAIVED
     if not found or found & _LEFT_OUT:
         return Verdict.SKIPPED
-    if found == {Outcome.NOT_SUPPORTED}:
+    if found == {PropertyOutcome.NOT_SUPPORTED}:
         return Verdict.NOT_SUPPORTED
     return Verdict.STALE_WAIVER if expected else Verdict.PASS
 
 
 def judge_all(
     registry: Registry,
-    outcomes: Mapping[str, Collection[Outcome]],
+    outcomes: Mapping[str, Collection[PropertyOutcome]],
     *,
     unclaimed: Collection[str] = (),
     expected: Collection[str] = (),
@@ -111,7 +111,11 @@ _MOST_LINES = 4
 
 
 def table(
-    registry: Registry, verdicts: Mapping[str, Verdict], width: int, *, whole: bool = False
+    registry: Registry,
+    verdicts: Mapping[str, Verdict],
+    width: int,
+    *,
+    whole: bool = False,
 ) -> Iterator[str]:
     """The verdicts in lines of at most ``width`` characters: by level, the worst first.
 

@@ -17,8 +17,8 @@ from conformance.cases import traffic
 from conformance.cases.draws import be_late, on_ranks, pairs, sizes, some
 from conformance.cases.traffic import (
     PLAIN,
-    Call,
-    Exchange,
+    GroupCall,
+    GroupExchange,
     Ranks,
     calls,
     check,
@@ -47,7 +47,7 @@ def orders(data: st.DataObject, ranks: int, count: int, name: str) -> JobSpec:
 # ---- One call ------------------------------------------------------------------------------------
 
 
-def call_and_wait(call: Call, times: int) -> None:
+def call_and_wait(call: GroupCall, times: int) -> None:
     """One call, waited for so many times."""
     issued = issue(call, 0, 1, None)
     for _ in range(times):
@@ -72,7 +72,7 @@ def test_waits_again(smp_world: SmpWorld, data: st.DataObject, times: int) -> No
     smp_world.run(call_and_wait, call, times, ranks=ranks)
 
 
-def call_both_ways(call: Call) -> None:
+def call_both_ways(call: GroupCall) -> None:
     """The handle of an asynchronous call has its two methods; a synchronous call gives None."""
     issued = issue(call, 0, 2, None)
     for method in ("wait", "is_completed"):
@@ -92,7 +92,7 @@ def test_what_calls_return(smp_world: SmpWorld, data: st.DataObject) -> None:
     smp_world.run(call_both_ways, data.draw(calls(smp_world, [ranks]), "call"), ranks=ranks)
 
 
-def ask_and_wait(program: Sequence[Call], asks: int) -> None:
+def ask_and_wait(program: Sequence[GroupCall], asks: int) -> None:
     """Ask each call whether it is completed; look at its outputs where it says so, and after wait."""
     flying = issue_all(program, [None])
     for issued in flying.values():
@@ -115,7 +115,7 @@ def test_completed_work(smp_world: SmpWorld, data: st.DataObject, kind: str, ask
     smp_world.run(ask_and_wait, [call, *others], asks, ranks=ranks)
 
 
-def wait_for_futures(program: Sequence[Call], waits: JobSpec, reduced: bool = False) -> None:
+def wait_for_futures(program: Sequence[GroupCall], waits: JobSpec, reduced: bool = False) -> None:
     """Calls whose futures are waited for in these orders; the works afterwards.
 
     Args:
@@ -154,7 +154,7 @@ def test_futures(smp_world: SmpWorld, data: st.DataObject, kind: str) -> None:
 @few
 def test_futures_of_reductions(smp_world: SmpWorld, data: st.DataObject, counts: list[int]) -> None:
     ranks = data.draw(sizes(smp_world), "ranks")
-    program = [Call("all_reduce", PLAIN, count) for count in counts]
+    program = [GroupCall("all_reduce", PLAIN, count) for count in counts]
     waits = orders(data, ranks, len(program), "waits")
     smp_world.run(wait_for_futures, program, waits, True, ranks=ranks)
 
@@ -163,7 +163,10 @@ def test_futures_of_reductions(smp_world: SmpWorld, data: st.DataObject, counts:
 
 
 def fly(
-    groups: Sequence[Ranks | None], program: Sequence[Call], issues: JobSpec | None, waits: JobSpec
+    groups: Sequence[Ranks | None],
+    program: Sequence[GroupCall],
+    issues: JobSpec | None,
+    waits: JobSpec,
 ) -> None:
     """Issue all calls, in the order of the program or in the rank's own; wait for them in another.
 
@@ -208,7 +211,7 @@ def test_outputs_stay(smp_world: SmpWorld, data: st.DataObject, count: int) -> N
     smp_world.run(fly, [None], [call] * count, None, waits, ranks=ranks)
 
 
-def call_between(flying: Sequence[Call], call: Call) -> None:
+def call_between(flying: Sequence[GroupCall], call: GroupCall) -> None:
     """A synchronous call while others are in flight."""
     program = [*flying, call]
     issued = issue_all(flying, [None])
@@ -254,7 +257,7 @@ def test_tensors_are_used_again(smp_world: SmpWorld, data: st.DataObject, rounds
     smp_world.run(gather_again, TensorSpec((3,), PLAIN), rounds, ranks=ranks)
 
 
-def mix(program: Sequence[Call], exchange: Exchange) -> None:
+def mix(program: Sequence[GroupCall], exchange: GroupExchange) -> None:
     """Collective calls in flight around messages."""
     half = len(program) // 2
     first = {n: issue(program[n], n, len(program), None) for n in range(half)}
@@ -271,7 +274,7 @@ def test_messages_between_calls(smp_world: SmpWorld, data: st.DataObject) -> Non
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
     program = data.draw(programs(smp_world, [ranks], most=4), "program")
     # Not as many on every rank: a message that counted as a call would be one call too many.
-    message = pairs(ranks).map(lambda pair: traffic.Message(*pair, 0, 2))
+    message = pairs(ranks).map(lambda pair: traffic.GroupMessage(*pair, 0, 2))
     messages = st.lists(message, min_size=1, max_size=4)
     drawn = traffic.exchanges(ranks, messages, traffic.dtypes(smp_world))
     smp_world.run(mix, program, data.draw(drawn, "exchange"), ranks=ranks)

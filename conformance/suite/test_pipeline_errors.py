@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from torch import Tensor, nn
 
-from conformance.cases.training import World, namespace, raised, trials, worlds
+from conformance.cases.training import TrainingWorld, namespace, raised, trials, worlds
 from conformance.requirements.catalogue import requirement
 from pytest_smp.proxies import SmpWorld
 
@@ -103,7 +103,7 @@ def get_into(
 
 
 def refused_everywhere(
-    smp_world: SmpWorld, engine: str, world: World, trouble: str, before: bool
+    smp_world: SmpWorld, engine: str, world: TrainingWorld, trouble: str, before: bool
 ) -> None:
     """Each rank raised, and each rank went on."""
     __tracebackhide__ = True

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from torch import Tensor, nn
 
-from conformance.cases.training import World, namespace, trials, worlds
+from conformance.cases.training import TrainingWorld, namespace, trials, worlds
 from conformance.requirements.catalogue import requirement
 from pytest_smp.proxies import SmpWorld
 
@@ -108,7 +108,7 @@ def listen(engine: str, steps: int, microbatches: int, tracing: bool) -> Heard:
 
 
 def heard(
-    smp_world: SmpWorld, engine: str, world: World, steps: int, tracing: bool = True
+    smp_world: SmpWorld, engine: str, world: TrainingWorld, steps: int, tracing: bool = True
 ) -> list[Heard]:
     """What each rank heard."""
     __tracebackhide__ = True

@@ -50,7 +50,7 @@ class Stage(nn.Module):
         return noted
 
 
-class Stages(nn.Module):
+class TwoStages(nn.Module):
     """One behind the other."""
 
     def __init__(self, number: int, events: list[Event]) -> None:
@@ -75,7 +75,7 @@ def note_order(engine: str, stages: tuple[int, ...], microbatches: int, steps: i
     """The order on this rank, step by step. ``stages``: the partition of each."""
     smp = namespace(engine)
     events: list[Event] = []
-    module = Stages(len(stages), events)
+    module = TwoStages(len(stages), events)
     model = smp.DistributedModel(module)
     if smp.pp_size() > 1:
         for stage, owner in zip(module.stages, stages, strict=True):

@@ -17,8 +17,8 @@ from conformance.cases import traffic
 from conformance.cases.draws import CHUNKS, around, needs, on_ranks, pairs, sizes
 from conformance.cases.traffic import (
     PLAIN,
-    Exchange,
-    Message,
+    GroupExchange,
+    GroupMessage,
     Ranks,
     check,
     check_refused,
@@ -139,7 +139,7 @@ def test_views(smp_world: SmpWorld, data: st.DataObject) -> None:
 def test_large_messages(smp_world: SmpWorld, data: st.DataObject, chunk: int) -> None:
     needs(smp_world, 2)
     there, back = data.draw(around(chunk), "there"), data.draw(around(chunk), "back")
-    messages = [Message(0, 1, numel=there), Message(1, 0, numel=back)]
+    messages = [GroupMessage(0, 1, numel=there), GroupMessage(1, 0, numel=back)]
     drawn = exchanges(2, st.just(messages), traffic.dtypes(smp_world))
     smp_world.run(take_part, data.draw(drawn, "exchange"), None, ranks=2)
 
@@ -151,7 +151,7 @@ def check_exchange(
     smp_world: SmpWorld,
     data: st.DataObject,
     ranks: int,
-    messages: st.SearchStrategy[Message],
+    messages: st.SearchStrategy[GroupMessage],
     least: int = 2,
     most: int = 8,
     blocking: bool | None = None,
@@ -164,12 +164,12 @@ def check_exchange(
 
 
 @st.composite
-def _messages(draw: st.DrawFn, ranks: int, dest: int | None = None) -> Message:
+def _messages(draw: st.DrawFn, ranks: int, dest: int | None = None) -> GroupMessage:
     """A message without tag; to ``dest``, if that is given and is not the sender."""
     src, to = draw(pairs(ranks))
     if dest is not None and src != dest:
         to = dest
-    return Message(src, to, numel=draw(lengths(3)))
+    return GroupMessage(src, to, numel=draw(lengths(3)))
 
 
 @requirement("P2P-ORDER")
@@ -178,7 +178,7 @@ def _messages(draw: st.DrawFn, ranks: int, dest: int | None = None) -> Message:
 def test_messages_keep_their_order(smp_world: SmpWorld, data: st.DataObject) -> None:
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
     src, dest = data.draw(pairs(ranks), "src, dest")
-    message = st.builds(Message, st.just(src), st.just(dest), tags(smp_world, [3]), st.just(2))
+    message = st.builds(GroupMessage, st.just(src), st.just(dest), tags(smp_world, [3]), st.just(2))
     check_exchange(smp_world, data, ranks, message)
 
 
@@ -188,7 +188,7 @@ def test_messages_keep_their_order(smp_world: SmpWorld, data: st.DataObject) -> 
 def test_sizes_may_change_from_one_to_the_next(smp_world: SmpWorld, data: st.DataObject) -> None:
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
     src, dest = data.draw(pairs(ranks), "src, dest")
-    message = st.builds(Message, st.just(src), st.just(dest), st.just(0), st.integers(0, 9))
+    message = st.builds(GroupMessage, st.just(src), st.just(dest), st.just(0), st.integers(0, 9))
     check_exchange(smp_world, data, ranks, message)
 
 
@@ -197,12 +197,12 @@ def test_sizes_may_change_from_one_to_the_next(smp_world: SmpWorld, data: st.Dat
 @traffic.once
 def test_hundreds_of_messages(smp_world: SmpWorld, data: st.DataObject) -> None:
     needs(smp_world, 2)
-    messages = [Message(number % 2, (number + 1) % 2, numel=2) for number in range(300)]
+    messages = [GroupMessage(number % 2, (number + 1) % 2, numel=2) for number in range(300)]
     posts = in_order(range(300), messages)
     waits = data.draw(st.sampled_from([range(300), range(299, -1, -1)]), "waits")
     dtype = data.draw(traffic.dtypes(smp_world), "dtype")
     blocking = data.draw(st.booleans(), "blocking")
-    exchange = Exchange(messages, [posts] * 2, [list(waits)] * 2, blocking, dtype)
+    exchange = GroupExchange(messages, [posts] * 2, [list(waits)] * 2, blocking, dtype)
     smp_world.run(take_part, exchange, None, ranks=2)
 
 
@@ -212,7 +212,7 @@ def test_hundreds_of_messages(smp_world: SmpWorld, data: st.DataObject) -> None:
 def test_tags_match(smp_world: SmpWorld, data: st.DataObject) -> None:
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
     src, dest = data.draw(pairs(ranks), "src, dest")
-    message = st.builds(Message, st.just(src), st.just(dest), tags(smp_world), st.just(2))
+    message = st.builds(GroupMessage, st.just(src), st.just(dest), tags(smp_world), st.just(2))
     check_exchange(smp_world, data, ranks, message)
 
 
@@ -234,7 +234,7 @@ def test_both_ways_at_once(smp_world: SmpWorld, data: st.DataObject) -> None:
     one, other = data.draw(pairs(ranks), "pair")
     ends = st.sampled_from([(one, other), (other, one)])
     message = st.builds(
-        lambda way, tag: Message(way[0], way[1], tag, 2), ends, tags(smp_world, [0, 1])
+        lambda way, tag: GroupMessage(way[0], way[1], tag, 2), ends, tags(smp_world, [0, 1])
     )
     check_exchange(smp_world, data, ranks, message)
 
@@ -315,7 +315,7 @@ def test_received_tensors_stay(
 
 
 def send_to_myself(
-    messages: list[Message], order: list[int], sends_first: bool, dtype: torch.dtype
+    messages: list[GroupMessage], order: list[int], sends_first: bool, dtype: torch.dtype
 ) -> None:
     """Every rank sends messages to itself, and receives them in this order."""
     me, count = dist.get_rank(), len(messages)
@@ -343,7 +343,7 @@ def send_to_myself(
 @few
 def test_messages_to_oneself(smp_world: SmpWorld, data: st.DataObject, sends_first: bool) -> None:
     ranks = data.draw(sizes(smp_world), "ranks")
-    message = st.builds(Message, st.just(0), st.just(0), tags(smp_world), lengths(3))
+    message = st.builds(GroupMessage, st.just(0), st.just(0), tags(smp_world), lengths(3))
     messages = data.draw(st.lists(message, min_size=1, max_size=4), "messages")
     order = in_order(data.draw(st.permutations(range(len(messages))), "order"), messages)
     dtype = data.draw(traffic.dtypes(smp_world), "dtype")
@@ -491,7 +491,7 @@ def test_positions_in_a_group(smp_world: SmpWorld, data: st.DataObject) -> None:
     check_send_in_group(smp_world, data, positions=True)
 
 
-def take_part_in_group(exchange: Exchange, group: Ranks | None) -> None:
+def take_part_in_group(exchange: GroupExchange, group: Ranks | None) -> None:
     """Play this rank's part in a new group."""
     with new_groups([group]) as (handle,):
         if is_member(handle):
@@ -507,7 +507,9 @@ def test_messages_in_flight_in_a_group(smp_world: SmpWorld, data: st.DataObject)
     # Between two positions, so that tags and order tell the messages apart, and among all.
     pair = data.draw(pairs(len(group)), "pair")
     ends = st.just(pair) | pairs(len(group))
-    message = st.builds(lambda ends, tag: Message(ends[0], ends[1], tag, 2), ends, tags(smp_world))
+    message = st.builds(
+        lambda ends, tag: GroupMessage(ends[0], ends[1], tag, 2), ends, tags(smp_world)
+    )
     lists = st.lists(message, min_size=2, max_size=8)
     drawn = exchanges(len(group), lists, traffic.dtypes(smp_world))
     smp_world.run(take_part_in_group, data.draw(drawn, "exchange"), group, ranks=ranks)
@@ -700,7 +702,7 @@ def test_any_source_of_a_tag(smp_world: SmpWorld, data: st.DataObject) -> None:
 # ---- Batches -------------------------------------------------------------------------------------
 
 
-class Batch(NamedTuple):
+class MessageBatch(NamedTuple):
     """Messages of a group, exchanged by one batch on each of its ranks.
 
     Attributes:
@@ -709,21 +711,21 @@ class Batch(NamedTuple):
         positions: whether the partners are named by position, or by world rank.
     """
 
-    messages: list[Message]
+    messages: list[GroupMessage]
     orders: list[list[int]]
     waits: list[list[int]]
     dtype: torch.dtype
     positions: bool
 
 
-def exchange_by_batch(batch: Batch, group: Ranks | None) -> None:
+def exchange_by_batch(batch: MessageBatch, group: Ranks | None) -> None:
     """Play this rank's part."""
     with new_groups([group]) as (handle,):
         if is_member(handle):
             take_part_in_batch(batch, handle)
 
 
-def take_part_in_batch(batch: Batch, group: Any) -> None:
+def take_part_in_batch(batch: MessageBatch, group: Any) -> None:
     """Issue the batch, wait for all of it, and look at all tensors."""
     me, total = dist.get_rank(group), len(batch.messages)
     operations, held = [], []
@@ -750,7 +752,7 @@ def check_batch(
     smp_world: SmpWorld,
     data: st.DataObject,
     ranks: int,
-    messages: list[Message],
+    messages: list[GroupMessage],
     group: Ranks | None = None,
 ) -> None:
     """One batch on every rank. All ranks take part, as the first call of a group demands."""
@@ -758,13 +760,13 @@ def check_batch(
     orders = [in_order(data.draw(order, "order"), messages) for _ in range(members)]
     waits = [list(data.draw(order, "waits")) for _ in range(members)]
     dtype = data.draw(traffic.dtypes(smp_world), "dtype")
-    batch = Batch(messages, orders, waits, dtype, data.draw(st.booleans(), "positions"))
+    batch = MessageBatch(messages, orders, waits, dtype, data.draw(st.booleans(), "positions"))
     smp_world.run(exchange_by_batch, batch, group, ranks=ranks)
 
 
-def ring(ranks: int, numel: int = 2) -> list[Message]:
+def ring(ranks: int, numel: int = 2) -> list[GroupMessage]:
     """A message from each rank to the next, so that all take part."""
-    return [Message(rank, (rank + 1) % ranks, 0, numel) for rank in range(ranks)]
+    return [GroupMessage(rank, (rank + 1) % ranks, 0, numel) for rank in range(ranks)]
 
 
 @requirement("P2P-BATCH")
@@ -773,7 +775,7 @@ def ring(ranks: int, numel: int = 2) -> list[Message]:
 def test_a_ring_in_both_directions(smp_world: SmpWorld, data: st.DataObject, count: int) -> None:
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
     # With two ranks the next and the previous are one, and only order and direction tell them apart.
-    back = [Message(rank, (rank - 1) % ranks, 0, count) for rank in range(ranks)]
+    back = [GroupMessage(rank, (rank - 1) % ranks, 0, count) for rank in range(ranks)]
     check_batch(smp_world, data, ranks, [*ring(ranks, count), *back])
 
 
@@ -785,7 +787,7 @@ def test_a_batch_keeps_the_order_of_a_pair(
 ) -> None:
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
     pair = data.draw(pairs(ranks), "pair")
-    check_batch(smp_world, data, ranks, [*ring(ranks), *([Message(*pair, 0, 2)] * count)])
+    check_batch(smp_world, data, ranks, [*ring(ranks), *([GroupMessage(*pair, 0, 2)] * count)])
 
 
 @requirement("P2P-BATCH-WAIT")

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from conformance.cases.precision import STAGES, Run, Stages, batch
+from conformance.cases.precision import STAGES, PrecisionRun, PrecisionStages, batch
 from conformance.cases.precision_runs import layouts, runs
 from conformance.cases.training import cases, degrees, smp, train_on_rank, trials, with_engine
 from conformance.engines.capabilities import EngineCapability
@@ -58,9 +58,9 @@ def test_split_state_changes_no_bit(
     compare(expected, seen, what="the whole optimizer")
 
 
-def state_bytes(run: Run) -> tuple[int, int]:
+def state_bytes(run: PrecisionRun) -> tuple[int, int]:
     """The rank of the pipeline, and the bytes that the optimizer keeps for elements on this rank."""
-    module = Stages()
+    module = PrecisionStages()
     model = smp.DistributedModel(module)
     if run.pp > 1:
         smp.set_partition(module.parts[1], 1)

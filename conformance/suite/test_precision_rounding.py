@@ -12,7 +12,7 @@ from hypothesis import given
 from torch import Tensor, nn
 
 from conformance.cases.draws import needs
-from conformance.cases.precision import Run
+from conformance.cases.precision import PrecisionRun
 from conformance.cases.precision_runs import alike, check, layouts, runs
 from conformance.cases.training import cases, results, sharded_cases, smp, trials, with_engine
 from conformance.cases.training import check as check_case
@@ -31,7 +31,7 @@ SPANS = {"float16": 2**11, "bfloat16": 2**8}
 
 
 @st.composite
-def narrow(draw: st.DrawFn, /, smp_world: SmpWorld, engine: str, **fixed: Any) -> Run:
+def narrow(draw: st.DrawFn, /, smp_world: SmpWorld, engine: str, **fixed: Any) -> PrecisionRun:
     """Runs in either 16-bit dtype whose gradients are finite."""
     dtypes = ["float16"]
     if EngineCapability.BF16 in find_engine(engine).capabilities and smp_world.ranks > 1:

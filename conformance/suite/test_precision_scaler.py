@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from conformance.cases.precision import Plain, Run, Stages, batch
+from conformance.cases.precision import Plain, PrecisionRun, PrecisionStages, batch
 from conformance.cases.precision_runs import alike, check, dynamic_args, held, layouts, runs
 from conformance.cases.training import smp, trials, with_engine
 from conformance.requirements.catalogue import requirement
@@ -44,7 +44,7 @@ def test_overflows_in_a_row_and_apart(
     arguments = data.draw(dynamic_args(powers=False), "arguments")
     arguments |= {"delayed_shift": shift, "consecutive_hysteresis": consecutive}
     scaling = (("dynamic_loss_scale", True), ("dynamic_loss_args", arguments))
-    check(smp_world, smp_engine, Run(history, scaling=scaling), "overflow", "scale")
+    check(smp_world, smp_engine, PrecisionRun(history, scaling=scaling), "overflow", "scale")
 
 
 @requirement("PREC-OVERFLOW")
@@ -137,9 +137,9 @@ def test_without_fp16_scaling_is_ignored(
 # ---- smp.amp.GradScaler --------------------------------------------------------------------------
 
 
-def train_with_grad_scaler(run: Run, arguments: dict[str, Any]) -> list[tuple[float, Any]]:
+def train_with_grad_scaler(run: PrecisionRun, arguments: dict[str, Any]) -> list[tuple[float, Any]]:
     """The run in float32 on one rank: scales, and parameters."""
-    module = Stages()
+    module = PrecisionStages()
     model = smp.DistributedModel(module, backward_passes_per_step=run.passes)
     if run.pp > 1:
         smp.set_partition(module.parts[1], 1)

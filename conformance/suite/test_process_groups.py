@@ -211,7 +211,7 @@ def test_parts_of_the_world(smp_world: SmpWorld, data: st.DataObject) -> None:
         check(seen, own or None, f"what all_gather_object gathers in {own}", rank)
 
 
-def make_locally(groups: list[Ranks], program: list[traffic.Call]) -> list[list[int] | None]:
+def make_locally(groups: list[Ranks], program: list[traffic.GroupCall]) -> list[list[int] | None]:
     """Only members call new_group, each for its own part of the world; a call on each group."""
     seen: list[list[int] | None] = []
     made = []
@@ -251,7 +251,7 @@ def test_groups_made_by_their_members(smp_world: SmpWorld, data: st.DataObject) 
 # ---- Life ----------------------------------------------------------------------------------------
 
 
-def live(groups: list[Ranks], steps: list[int], program: list[traffic.Call]) -> None:
+def live(groups: list[Ranks], steps: list[int], program: list[traffic.GroupCall]) -> None:
     """Make all groups; destroy them in the order of ``steps``, with a call on each left before.
 
     The calls of the world come in between.
@@ -301,7 +301,7 @@ def test_groups_of_the_same_ranks(smp_world: SmpWorld, data: st.DataObject, coun
     )
 
 
-def make_again(group: Ranks, program: list[traffic.Call]) -> None:
+def make_again(group: Ranks, program: list[traffic.GroupCall]) -> None:
     """Make the group, use it and destroy it, once for each call."""
     for number, call in enumerate(program):
         with new_groups([group]) as (handle,):

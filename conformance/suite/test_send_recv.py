@@ -24,7 +24,7 @@ from smp_core.topology import Topology
 WORLD_RANK = smp.RankType.WORLD_RANK
 
 
-class Message(NamedTuple):
+class TypedMessage(NamedTuple):
     """One send and its recv_from; each side names the other in a rank type of its own choice."""
 
     src: int
@@ -33,7 +33,7 @@ class Message(NamedTuple):
     received_as: smp.CommGroup = smp.CommGroup.WORLD
 
 
-def walk(world: Topology, program: list[Message], sent: list[Any]) -> list[Any]:
+def walk(world: Topology, program: list[TypedMessage], sent: list[Any]) -> list[Any]:
     """Play this rank's part in the program, message by message; return what it received, in order.
 
     All ranks follow the same order, so the synchronous calls cannot wait in a circle.
@@ -50,7 +50,7 @@ def walk(world: Topology, program: list[Message], sent: list[Any]) -> list[Any]:
 
 
 def check_walk(
-    smp_world: SmpWorld, world: Topology, program: list[Message], sent: list[Any]
+    smp_world: SmpWorld, world: Topology, program: list[TypedMessage], sent: list[Any]
 ) -> None:
     """Every rank receives what the program says, in its order."""
     got = smp_world.run(walk, world, program, sent, ranks=world.size, config=parameters(world))
@@ -67,7 +67,7 @@ def test_values_arrive_as_they_are(
 ) -> None:
     world = data.draw(worlds(smp_world, least=2), "world")
     src, dest = data.draw(pairs(world.size), "src, dest")
-    check_walk(smp_world, world, [Message(src, dest)] * len(sent), sent)
+    check_walk(smp_world, world, [TypedMessage(src, dest)] * len(sent), sent)
 
 
 #: A value of every built-in type, those that are easily taken for another among them.
@@ -100,7 +100,7 @@ VALUES: list[Any] = [
 def test_values_of_every_type_arrive(smp_world: SmpWorld, nested: bool) -> None:
     needs(smp_world, 2)
     sent: list[Any] = [VALUES] if nested else VALUES
-    check_walk(smp_world, Topology(2), [Message(1, 0)] * len(sent), sent)
+    check_walk(smp_world, Topology(2), [TypedMessage(1, 0)] * len(sent), sent)
 
 
 def send_tensors(specs: list[TensorSpec], src: int, dest: int) -> Any:
@@ -134,7 +134,7 @@ def test_messages_of_a_pair_keep_their_order(
     world = data.draw(worlds(smp_world, least=2), "world")
     src, dest = data.draw(pairs(world.size), "src, dest")
     back = data.draw(st.lists(st.booleans(), min_size=count, max_size=count), "back")
-    program = [Message(dest, src) if turned else Message(src, dest) for turned in back]
+    program = [TypedMessage(dest, src) if turned else TypedMessage(src, dest) for turned in back]
     check_walk(smp_world, world, program, list(range(count)))
 
 
@@ -158,18 +158,18 @@ def test_the_named_source_is_received_from(smp_world: SmpWorld, data: st.DataObj
 
 
 @st.composite
-def messages(draw: st.DrawFn, world: Topology, mixed: bool) -> Message:
+def messages(draw: st.DrawFn, world: Topology, mixed: bool) -> TypedMessage:
     """A message between two ranks of a drawn group; ``mixed``: both sides choose how to name them."""
     group = draw(st.sampled_from([g for g in GROUPS if len(members(world, g, 0)) > 1]))
     src = draw(st.integers(0, world.size - 1))
     dest = draw(st.sampled_from([each for each in members(world, group, src) if each != src]))
     if not mixed:
-        return Message(src, dest, group, group)
+        return TypedMessage(src, dest, group, group)
     names = [each for each in GROUPS if dest in members(world, each, src)]
-    return Message(src, dest, draw(st.sampled_from(names)), draw(st.sampled_from(names)))
+    return TypedMessage(src, dest, draw(st.sampled_from(names)), draw(st.sampled_from(names)))
 
 
-def programs(world: Topology, mixed: bool) -> st.SearchStrategy[list[Message]]:
+def programs(world: Topology, mixed: bool) -> st.SearchStrategy[list[TypedMessage]]:
     """One to eight such messages, each number of them as often."""
     lists = [st.lists(messages(world, mixed), min_size=n, max_size=n) for n in range(1, 9)]
     return st.one_of(lists)

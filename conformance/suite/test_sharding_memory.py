@@ -171,7 +171,7 @@ def test_ranks_clip_by_the_same_bits(smp_world: SmpWorld, smp_engine: str, data:
 # ---- What is whole, and for how long -------------------------------------------------------------
 
 
-class Watch:
+class MemoryWatch:
     """The memory of whole weights of a rank's layers, while there is any, in the order of first use."""
 
     def __init__(self, module: nn.Module, shapes: dict[str, torch.Size]) -> None:
@@ -209,7 +209,7 @@ def whole_on_rank(
     """What was whole whenever a layer ran, and what is after a step."""
     session, replica = opened(engine, case)
     shapes = {name: each.shape for name, each in build(case.model).named_parameters()}
-    watch = Watch(session.module, shapes)
+    watch = MemoryWatch(session.module, shapes)
     window(session, case, replica, 0)
     session.step()
     after = watch.whole()

@@ -361,7 +361,7 @@ def test_a_step_of_a_class_gets_no_self(
 
 
 @dataclasses.dataclass
-class Output(OrderedDict[str, Any]):
+class LibraryOutput(OrderedDict[str, Any]):
     """What models of a library return: attributes and items of the same names."""
 
     loss: Any = None
@@ -373,7 +373,7 @@ class Output(OrderedDict[str, Any]):
                 self[name] = getattr(self, name)
 
 
-class Kept(dict[str, Any]):
+class DictSubclass(dict[str, Any]):
     """A dict of a class of its own."""
 
 
@@ -397,9 +397,11 @@ def plans(leaves: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
             st.lists(inner, max_size=3),
             st.lists(inner, max_size=3).map(tuple),
             st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
-            st.dictionaries(st.sampled_from("abc"), inner, min_size=1, max_size=3).map(Kept),
+            st.dictionaries(st.sampled_from("abc"), inner, min_size=1, max_size=3).map(
+                DictSubclass
+            ),
             st.builds(Pair, inner, inner),
-            st.builds(Output, inner, inner),
+            st.builds(LibraryOutput, inner, inner),
         )
 
     return st.recursive(leaves, containers, max_leaves=6)
@@ -412,10 +414,12 @@ def filled(plan: Any, leaf: Callable[[str], Any]) -> Any:
             return leaf(plan)
         case Pair():
             return Pair(*(filled(each, leaf) for each in plan))
-        case Output():
+        case LibraryOutput():
             # None is no item there, and stays what it is.
             parts = (plan.loss, plan.logits)
-            return Output(*(None if each == "none" else filled(each, leaf) for each in parts))
+            return LibraryOutput(
+                *(None if each == "none" else filled(each, leaf) for each in parts)
+            )
         case dict():
             return type(plan)((key, filled(each, leaf)) for key, each in plan.items())
     return type(plan)(filled(each, leaf) for each in plan)
@@ -438,10 +442,10 @@ def told(value: Any) -> Any:
             return Pair("StepOutput", value.outputs)
         case Pair():
             return Pair(*map(told, value))
-        case Output():
+        case LibraryOutput():
             attributes = [told(value.loss), told(value.logits)]
             items = {key: told(each) for key, each in value.items()}
-            made = Output(*attributes)
+            made = LibraryOutput(*attributes)
             return made if same(dict(made), items) else ("attributes differ", attributes, items)
         case dict():
             return type(value)((key, told(each)) for key, each in value.items())
@@ -724,7 +728,7 @@ UNLIKE: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "lengths": (lambda x: [x], lambda x: [x, x]),
     "list and tuple": (lambda x: [x], lambda x: (x,)),
     "depth": (lambda x: [x], lambda x: [[x]]),
-    "dict and its subclass": (lambda x: {"a": x}, lambda x: Kept(a=x)),
+    "dict and its subclass": (lambda x: {"a": x}, lambda x: DictSubclass(a=x)),
 }
 
 

@@ -79,8 +79,8 @@ catalogue.REQUIREMENTS = Registry(*(
         ("ERROR-RANK", Level.L2, Capability.RANKS),
     ]
 ))
-OPEN = session.Session.open_backend
-session.Session.open_backend = lambda *arguments: None  # which imports torch
+OPEN = session.SuiteSession.open_backend
+session.SuiteSession.open_backend = lambda *arguments: None  # which imports torch
 """
 
 SUITE = """

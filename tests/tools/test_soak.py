@@ -38,15 +38,15 @@ def executor():
 
 
 def _run(executor, case, *faults):
-    arguments = programs.Arguments((case.steps, case.folder))
+    arguments = programs.SoakArguments((case.steps, case.folder))
     job = Job(body=programs.run, arguments=arguments, faults=faults)
     return executor.open(case.size).run(job)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_programs_make_the_calls_that_they_say(executor, size, tmp_path):
-    steps = tuple(programs.Step(kind, number) for number, kind in enumerate(programs.STEPS, 1))
-    arguments = programs.Arguments((steps, str(tmp_path)))
+    steps = tuple(programs.SoakStep(kind, number) for number, kind in enumerate(programs.STEPS, 1))
+    arguments = programs.SoakArguments((steps, str(tmp_path)))
     report = executor.open(size).run(Job(body=programs.run, arguments=arguments))
     said = [programs.calls(steps, rank, size).total() for rank in range(size)]
     assert report.values == said, report.error
@@ -70,8 +70,8 @@ def test_a_seed_draws_the_same_case_again(tmp_path):
     ids=["verdict", "rank", "cause", "text"],
 )
 def test_a_wrong_verdict_is_a_miss(executor, tmp_path, change, text):
-    steps = (programs.Step("allgather", 1),)
-    case = verdicts.Case(steps, Kill(rank=1, at="allgather"), "kill", 3, str(tmp_path))
+    steps = (programs.SoakStep("allgather", 1),)
+    case = verdicts.SoakCase(steps, Kill(rank=1, at="allgather"), "kill", 3, str(tmp_path))
     report = _run(executor, case, case.fault)
     assert verdicts.complaints(case, report, processes=False) == []
     wrong = verdicts.complaints(case, dataclasses.replace(report, **change), processes=False)
@@ -79,7 +79,7 @@ def test_a_wrong_verdict_is_a_miss(executor, tmp_path, change, text):
 
 
 def test_harm_to_another_rank_is_a_miss(executor, tmp_path):
-    case = verdicts.Case((), Kill(rank=1), "kill", 3, str(tmp_path))
+    case = verdicts.SoakCase((), Kill(rank=1), "kill", 3, str(tmp_path))
     report = _run(executor, case, case.fault)
     report.outcomes[2].kind, report.outcomes[2].error = OutcomeKind.RAISED, AssertionError("x")
     assert len(verdicts.complaints(case, report, processes=False)) == 2

@@ -26,7 +26,7 @@ from pytest_smp.strategies.communication.program import Runnable
 
 
 @dataclass
-class Coverage:
+class ProgramCoverage:
     """How valid programs went: how often each claimed cell was hit, and the false alarms."""
 
     hits: collections.Counter[Cell]
@@ -101,10 +101,12 @@ class Scores:
         return "\n".join([*lines, f"right: {shares}", noise, f"drawn and not used: {unused}"])
 
 
-def run_valid(executor: Executor, capabilities: Capabilities, seeds: Iterable[int]) -> Coverage:
+def run_valid(
+    executor: Executor, capabilities: Capabilities, seeds: Iterable[int]
+) -> ProgramCoverage:
     """Run a valid program for each seed."""
     claimed = all_cells(capabilities)
-    result, start = Coverage(collections.Counter(), claimed), time.monotonic()
+    result, start = ProgramCoverage(collections.Counter(), claimed), time.monotonic()
     for seed in seeds:
         choose = random.Random(seed).randrange
         program = sample(choose, capabilities=capabilities, cell=claimed[seed % len(claimed)])

@@ -22,8 +22,8 @@ from pytest_smp.ranks.protocols import Executor, ExecutorOptions, Job, Report, V
 from tools.soak import leaks, programs, verdicts
 from tools.soak.inside import Inside
 from tools.soak.leaks import Held
-from tools.soak.programs import Arguments
-from tools.soak.verdicts import Case
+from tools.soak.programs import SoakArguments
+from tools.soak.verdicts import SoakCase
 
 _ENDING = 5.0  # seconds that processes get to end after the executor was closed
 
@@ -46,7 +46,7 @@ class Soak:
     def run(self, body: Callable[..., Any], *args: Any, **fields: Any) -> Report:
         """One run on all ranks."""
         fields.setdefault("timeout", 120.0)
-        job = Job(body=body, arguments=Arguments(args), capture=True, **fields)
+        job = Job(body=body, arguments=SoakArguments(args), capture=True, **fields)
         report: Report = self.executor.open(self.size).run(job)
         return report
 
@@ -69,7 +69,7 @@ class Soak:
                 self.held.append((done, Held.now()))
                 print(f"{done} faults, {len(self.misses)} misses; {self.held[-1][1]}", flush=True)
 
-    def _fault(self, case: Case) -> list[str]:
+    def _fault(self, case: SoakCase) -> list[str]:
         processes = Claim.PROCESSES in self.executor.injects
         limit = {"timeout": self.timeout} if case.lasts else {}
         report = self.run(programs.run, *case.arguments, faults=case.faults, **limit)
@@ -112,7 +112,7 @@ class Soak:
         return int(getattr(self.executor, "replaced", 0))
 
 
-def _miss(number: int, case: Case, wrong: list[str]) -> str:
+def _miss(number: int, case: SoakCase, wrong: list[str]) -> str:
     lines = [f"MISS {number}: {case.fault!r} in {[step.kind for step in case.steps]}", *wrong]
     return "\n    ".join(lines)
 

@@ -21,7 +21,7 @@ SIZE = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class SoakStep:
     """One step. ``number`` makes its values its own."""
 
     kind: str
@@ -29,7 +29,7 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True)
-class Arguments:
+class SoakArguments:
     """The same arguments for every rank (see base.Job)."""
 
     args: tuple[Any, ...]
@@ -38,13 +38,13 @@ class Arguments:
         return self.args, {}
 
 
-def draw(rng: random.Random, most: int = 6) -> tuple[Step, ...]:
+def draw(rng: random.Random, most: int = 6) -> tuple[SoakStep, ...]:
     """A program."""
     kinds = rng.choices(sorted(STEPS), k=rng.randint(2, most))
-    return tuple(Step(kind, number) for number, kind in enumerate(kinds, 1))
+    return tuple(SoakStep(kind, number) for number, kind in enumerate(kinds, 1))
 
 
-def run(steps: Iterable[Step], folder: str, inside: Inside | None = None) -> int:
+def run(steps: Iterable[SoakStep], folder: str, inside: Inside | None = None) -> int:
     """The body. Returns how many calls the rank made; its steps raise AssertionError.
 
     ``inside``: a rank that is to die in one of the steps.
@@ -60,7 +60,7 @@ def run(steps: Iterable[Step], folder: str, inside: Inside | None = None) -> int
     return calls
 
 
-def calls(steps: Iterable[Step], rank: int, size: int) -> collections.Counter[str]:
+def calls(steps: Iterable[SoakStep], rank: int, size: int) -> collections.Counter[str]:
     """How often a rank makes each call, by the names that faults have."""
     counts: collections.Counter[str] = collections.Counter()
     for step in steps:

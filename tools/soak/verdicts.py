@@ -26,18 +26,18 @@ from pytest_smp.ranks.protocols import OutcomeKind, Report, VerdictKind
 from smp_core.errors import InjectedError, PayloadError
 from tools.soak import programs
 from tools.soak.inside import Inside
-from tools.soak.programs import Step
+from tools.soak.programs import SoakStep
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class SoakCase:
     """A program, a fault that it comes to, and where its ranks write.
 
     A fault of the kind Inside is the program's own doing; the others are injected.
     ``checked``: there is a deadlock verdict, so that a run in which ranks only wait soon ends.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[SoakStep, ...]
     fault: Any  # a Fault, or Inside
     kind: str
     size: int
@@ -64,7 +64,7 @@ class Case:
 
 def draw(
     seed: str, size: int, claims: Collection[Claim], folder: str, checked: bool = True
-) -> Case:
+) -> SoakCase:
     """The case of this seed, on an executor that can do so much."""
     rng = random.Random(seed)
     while True:
@@ -73,17 +73,17 @@ def draw(
         if kind == "inside":
             if Claim.PROCESSES in claims:
                 inside = Inside.draw(rng, rank, size, len(steps), seed)
-                return Case(steps, inside, kind, size, folder, checked)
+                return SoakCase(steps, inside, kind, size, folder, checked)
             continue
         fault = _DRAW[kind](rng, rank, _Calls(programs.calls(steps, rank, size), steps, folder))
         if fault is not None and fault.needs <= set(claims):
-            return Case(steps, fault, kind, size, folder, checked)
+            return SoakCase(steps, fault, kind, size, folder, checked)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Calls:
     counts: Any
-    steps: tuple[Step, ...]
+    steps: tuple[SoakStep, ...]
     folder: str
 
     def place(self, rng: random.Random, *moments: str) -> dict[str, Any]:
@@ -152,7 +152,7 @@ _DRAW: dict[str, Callable[[random.Random, int, _Calls], Fault | None]] = {
 # ---- Verdicts ------------------------------------------------------------------------------------
 
 
-def complaints(case: Case, report: Report, processes: bool) -> list[str]:
+def complaints(case: SoakCase, report: Report, processes: bool) -> list[str]:
     """What the report should have said, and did not. ``processes``: time passes on these ranks."""
     return [text for fits, text in _JUDGE[case.kind](case, report, processes) if not fits]
 
@@ -164,7 +164,7 @@ def _is(report: Report, *kinds: VerdictKind) -> tuple[bool, str]:
     return report.verdict in kinds, f"verdict {report.verdict}, not {' or '.join(kinds)}"
 
 
-def _root(case: Case, report: Report) -> tuple[bool, str]:
+def _root(case: SoakCase, report: Report) -> tuple[bool, str]:
     return report.root == case.fault.rank, f"root {report.root}, not {case.fault.rank}"
 
 
@@ -185,7 +185,7 @@ def how(fault: Fault) -> str:
     return f"exit code {fault.code}"
 
 
-def after_the_run(case: Case, report: Report) -> str | None:
+def after_the_run(case: SoakCase, report: Report) -> str | None:
     """What the next run must tell, if this one ended well before the rank did."""
     late = isinstance(case.fault, Kill | Exit) and case.fault.at == "sent"
     if not late or report.verdict is not VerdictKind.PASSED:
@@ -194,7 +194,7 @@ def after_the_run(case: Case, report: Report) -> str | None:
     return f"the process of rank {rank} ended after its last run ({how(case.fault)})"
 
 
-def _crash(case: Case, report: Report, processes: bool) -> Checks:
+def _crash(case: SoakCase, report: Report, processes: bool) -> Checks:
     if after_the_run(case, report) is not None:
         return []
     return [
@@ -207,7 +207,7 @@ def _crash(case: Case, report: Report, processes: bool) -> Checks:
     ]
 
 
-def _killed_inside(case: Case, report: Report, processes: bool) -> Checks:
+def _killed_inside(case: SoakCase, report: Report, processes: bool) -> Checks:
     rank = case.fault.rank
     return [
         _is(report, VerdictKind.CRASHED),
@@ -218,7 +218,7 @@ def _killed_inside(case: Case, report: Report, processes: bool) -> Checks:
     ]
 
 
-def _spared(case: Case, report: Report) -> Checks:
+def _spared(case: SoakCase, report: Report) -> Checks:
     """Nothing happened to the others but what the death of a partner does: Gloo's calls raise."""
     checks = []
     for rank in range(case.size):
@@ -231,8 +231,8 @@ def _spared(case: Case, report: Report) -> Checks:
     return checks
 
 
-def _raised(kind: type[BaseException], text: str) -> Callable[[Case, Report, bool], Checks]:
-    def judge(case: Case, report: Report, processes: bool) -> Checks:
+def _raised(kind: type[BaseException], text: str) -> Callable[[SoakCase, Report, bool], Checks]:
+    def judge(case: SoakCase, report: Report, processes: bool) -> Checks:
         error = report.error
         return [
             _is(report, VerdictKind.FAILED),
@@ -245,7 +245,7 @@ def _raised(kind: type[BaseException], text: str) -> Callable[[Case, Report, boo
     return judge
 
 
-def _full(case: Case, report: Report, processes: bool) -> Checks:
+def _full(case: SoakCase, report: Report, processes: bool) -> Checks:
     number = getattr(report.error, "errno", None)
     return [
         *_raised(OSError, "No space left")(case, report, processes),
@@ -253,7 +253,7 @@ def _full(case: Case, report: Report, processes: bool) -> Checks:
     ]
 
 
-def _stalled(case: Case, report: Report, processes: bool) -> Checks:
+def _stalled(case: SoakCase, report: Report, processes: bool) -> Checks:
     rank = case.fault.rank
     if not processes:
         return [
@@ -274,12 +274,12 @@ def _stalled(case: Case, report: Report, processes: bool) -> Checks:
     ]
 
 
-def _late(case: Case, report: Report, processes: bool) -> Checks:
+def _late(case: SoakCase, report: Report, processes: bool) -> Checks:
     struck = report.outcomes[case.fault.rank].struck
     return [_is(report, VerdictKind.PASSED), (struck == (0,), f"struck {struck}")]
 
 
-def _receivers(case: Case) -> list[int]:
+def _receivers(case: SoakCase) -> list[int]:
     """The ranks that the message was for."""
     assert isinstance(case.fault, Drop | Corrupt)
     rank = case.fault.rank
@@ -288,7 +288,7 @@ def _receivers(case: Case) -> list[int]:
     return [(rank + 1) % case.size]
 
 
-def _lost(case: Case, report: Report, processes: bool) -> Checks:
+def _lost(case: SoakCase, report: Report, processes: bool) -> Checks:
     """A receiver waits for ever, or takes a later message and finds what it did not expect."""
     kinds = {report.outcomes[rank].kind for rank in _receivers(case)}
     harmed = bool(kinds & {OutcomeKind.STUCK, OutcomeKind.RAISED})
@@ -299,7 +299,7 @@ def _lost(case: Case, report: Report, processes: bool) -> Checks:
     ]
 
 
-def _damaged(case: Case, report: Report, processes: bool) -> Checks:
+def _damaged(case: SoakCase, report: Report, processes: bool) -> Checks:
     receivers = _receivers(case)
     return [
         _is(report, VerdictKind.FAILED),
@@ -308,7 +308,7 @@ def _damaged(case: Case, report: Report, processes: bool) -> Checks:
     ]
 
 
-_JUDGE: dict[str, Callable[[Case, Report, bool], Checks]] = {
+_JUDGE: dict[str, Callable[[SoakCase, Report, bool], Checks]] = {
     "kill": _crash,
     "inside": _killed_inside,
     "exit": _crash,

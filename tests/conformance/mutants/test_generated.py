@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from conformance.mutants import exclusions, generated
-from conformance.mutants.generated import MODULES, Site, sites, watching
+from conformance.mutants.generated import MODULES, MutationSite, sites, watching
 from conformance.mutants.operators import OPERATORS
 from smp_core import comm, reduction, topology
 from smp_core.topology import GroupKind, Topology
@@ -114,7 +114,7 @@ def test_what_is_mutated_and_what_is_not(monkeypatch: pytest.MonkeyPatch, tmp_pa
     }
 
 
-def one(module: str, function: str, before: str, after: str) -> Site:
+def one(module: str, function: str, before: str, after: str) -> MutationSite:
     """The first site of this change."""
     found = [site for site in sites(module) if (site.function, site.before) == (function, before)]
     return next(site for site in found if site.after == after)

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from conformance.mutants.catalogue import MUTANTS
-from conformance.mutants.selftest import LOST, Score, _kinds, score
+from conformance.mutants.selftest import LOST, MutantScore, _kinds, score
 from conformance.mutants.trials import (
     FEW,
     MANY,
     Attempt,
     Lost,
-    Outcome,
-    Result,
+    TrialOutcome,
+    TrialResult,
     in_processes,
     limit,
 )
@@ -356,18 +356,20 @@ def test_a_property_gets_a_multiple_of_its_seconds() -> None:
 
 
 def test_the_score_of_nothing_is_no_number() -> None:
-    assert str(Score(0, 0)) == "0 of 0 killed (-)"
-    assert str(Score(2, 3)) == "2 of 3 killed (66.6 %)"
+    assert str(MutantScore(0, 0)) == "0 of 0 killed (-)"
+    assert str(MutantScore(2, 3)) == "2 of 3 killed (66.6 %)"
 
 
 def test_kills_are_counted_by_kind() -> None:
     mutant = MUTANTS[0]
-    killed = [Outcome(Result.KILLED, "", by) for by in ("AssertionError", LOST, "time limit")]
-    tried = [*killed, killed[0], Outcome(Result.HARNESS_ONLY, "", "LeakError")]
+    killed = [
+        TrialOutcome(TrialResult.KILLED, "", by) for by in ("AssertionError", LOST, "time limit")
+    ]
+    tried = [*killed, killed[0], TrialOutcome(TrialResult.HARNESS_ONLY, "", "LeakError")]
     assert _kinds([(mutant, each) for each in tried]) == (
         "2 AssertionError, 1 process lost, 1 time limit (2 by loss or time limit)"
     )
-    assert score([(mutant, each) for each in tried]) == Score(4, 5)
+    assert score([(mutant, each) for each in tried]) == MutantScore(4, 5)
 
 
 def test_a_session_without_a_property_to_try(sessions: Any) -> None:

@@ -144,7 +144,7 @@ def replaces_ranks(self, items):
 def __getattr__(name):
     if name != "processes":
         raise AttributeError(name)
-    session.Session.open_backend = replaces_ranks
+    session.SuiteSession.open_backend = replaces_ranks
     return own
 """
 
@@ -434,7 +434,7 @@ def test_a_rehearsal_is_short_and_certifies_nothing(small: Any, tmp_path: Path) 
 BROKEN = """
 from pytest_smp.ranks.protocols import Backend
 from conformance.session import session
-session.Session.open_backend = __import__("planted").OPEN
+session.SuiteSession.open_backend = __import__("planted").OPEN
 
 def fail():
     raise OSError("no such device")
@@ -471,7 +471,7 @@ import planted
 from conformance.session import session
 from pytest_smp.ranks.protocols import PROTOCOL_VERSION, Backend, Executor
 
-session.Session.open_backend = planted.OPEN
+session.SuiteSession.open_backend = planted.OPEN
 
 class Unclosable(Executor):
     protocol = PROTOCOL_VERSION

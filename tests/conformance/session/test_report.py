@@ -17,8 +17,8 @@ import pytest
 
 from conformance.requirements.registry import Level
 from conformance.session import report
-from conformance.session.results import Result
-from conformance.session.verdicts import Outcome, Verdict
+from conformance.session.results import PropertyResult
+from conformance.session.verdicts import PropertyOutcome, Verdict
 from pytest_smp import written
 from pytest_smp.ranks.capabilities import Capability
 
@@ -91,7 +91,7 @@ def outcomes(found: dict[str, Any]) -> dict[str, str]:
 def test_the_schema_knows_our_words() -> None:
     words = {
         "verdict": [str(each) for each in Verdict],
-        "outcome": [str(each) for each in Outcome],
+        "outcome": [str(each) for each in PropertyOutcome],
         "level": [each.name for each in Level],
         "capability": [str(each) for each in Capability],
     }
@@ -249,11 +249,16 @@ def test_an_interrupted_session_with_workers_says_so(small: Any, tmp_path: Path)
 
 
 def test_of_repeated_runs_the_worst_counts() -> None:
-    result = Result("COMM-ORDER")
-    assert result.outcome is Outcome.NOT_RUN
-    told = [Outcome.PASSED, Outcome.SKIPPED, Outcome.FAILED, Outcome.PASSED]
+    result = PropertyResult("COMM-ORDER")
+    assert result.outcome is PropertyOutcome.NOT_RUN
+    told = [
+        PropertyOutcome.PASSED,
+        PropertyOutcome.SKIPPED,
+        PropertyOutcome.FAILED,
+        PropertyOutcome.PASSED,
+    ]
     assert [result.add(each) for each in told] == [True, True, True, False]
-    assert result.outcome is Outcome.FAILED
+    assert result.outcome is PropertyOutcome.FAILED
 
 
 def test_a_killed_session_leaves_no_report_of_an_earlier_one(small: Any, tmp_path: Path) -> None:

@@ -9,10 +9,15 @@ import pytest
 from conformance.requirements.catalogue import REQUIREMENTS
 from conformance.requirements.registry import Capability, Level, Registry, Requirement
 from conformance.session.certification import certification, reached
-from conformance.session.verdicts import Outcome, Verdict, counted, judge, judge_all, table
+from conformance.session.verdicts import PropertyOutcome, Verdict, counted, judge, judge_all, table
 
-PASSED, FAILED, ERROR, SKIPPED = Outcome.PASSED, Outcome.FAILED, Outcome.ERROR, Outcome.SKIPPED
-WAIVED, NOT_SUPPORTED = Outcome.WAIVED, Outcome.NOT_SUPPORTED
+PASSED, FAILED, ERROR, SKIPPED = (
+    PropertyOutcome.PASSED,
+    PropertyOutcome.FAILED,
+    PropertyOutcome.ERROR,
+    PropertyOutcome.SKIPPED,
+)
+WAIVED, NOT_SUPPORTED = PropertyOutcome.WAIVED, PropertyOutcome.NOT_SUPPORTED
 
 
 @pytest.mark.parametrize(
@@ -31,15 +36,15 @@ WAIVED, NOT_SUPPORTED = Outcome.WAIVED, Outcome.NOT_SUPPORTED
         # What was not looked at whole is not a pass, and no waiver of it is stale.
         ([SKIPPED], Verdict.SKIPPED, Verdict.SKIPPED),
         ([PASSED, SKIPPED], Verdict.SKIPPED, Verdict.SKIPPED),
-        ([PASSED, Outcome.DESELECTED], Verdict.SKIPPED, Verdict.SKIPPED),
-        ([PASSED, Outcome.NOT_RUN], Verdict.SKIPPED, Verdict.SKIPPED),
+        ([PASSED, PropertyOutcome.DESELECTED], Verdict.SKIPPED, Verdict.SKIPPED),
+        ([PASSED, PropertyOutcome.NOT_RUN], Verdict.SKIPPED, Verdict.SKIPPED),
         ([PASSED, NOT_SUPPORTED], Verdict.PASS, Verdict.STALE_WAIVER),
         ([NOT_SUPPORTED], Verdict.NOT_SUPPORTED, Verdict.NOT_SUPPORTED),
         ([NOT_SUPPORTED, SKIPPED], Verdict.SKIPPED, Verdict.SKIPPED),
     ],
 )
 def test_verdict_on_one_requirement(
-    outcomes: list[Outcome], verdict: Verdict, if_expected: Verdict
+    outcomes: list[PropertyOutcome], verdict: Verdict, if_expected: Verdict
 ) -> None:
     assert judge(outcomes) is verdict
     assert judge(outcomes, expected=True) is if_expected
