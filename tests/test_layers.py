@@ -164,19 +164,41 @@ def test_imports_point_one_way(package: str, never: set[str]) -> None:
     assert not [str(arrow) for arrow in own if arrow.target.partition(".")[0] in never]
 
 
+#: Names of classes in harness and transport that are still defined more than once: none may be added.
+SHARED = {
+    "Call", "Exchange", "Failure", "Fault", "Job", "Listener", "Mailbox", "Meeting", "Model", "Operation", "Part",
+    "Payload", "Place", "Post", "RankFabric", "RankWorld", "Record", "Recorder", "Registry", "Report", "Route", "Sent",
+    "Session", "State", "Step",
+}  # fmt: skip
+
+
 def definitions(root: Path) -> dict[str, list[str]]:
-    """Where each public class of smp_core/torch is defined, by its name."""
+    """Where each public class of the packages is defined, by its name."""
     found: defaultdict[str, list[str]] = defaultdict(list)
-    for name, path in modules(root).items():
-        if f"{name}.".startswith(f"{TORCH}."):
-            for node in ast.parse(path.read_text(encoding="utf-8")).body:
-                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                    found[node.name].append(f"{path.relative_to(root)}:{node.lineno}")
+    for path in modules(root).values():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(str(path.relative_to(root)))
     return found
 
 
-def test_a_public_class_name_of_torch_is_defined_once() -> None:
-    assert not {name: places for name, places in definitions(ROOT).items() if len(places) > 1}
+def defined_twice(root: Path, *folders: str) -> dict[str, list[str]]:
+    """The names that are defined more than once in these folders."""
+    inside = {
+        name: [place for place in places if place.startswith(folders)]
+        for name, places in definitions(root).items()
+    }
+    return {name: places for name, places in inside.items() if len(places) > 1}
+
+
+@pytest.mark.parametrize("folder", ["smp_core/torch/", "conformance/", "pytest_smp/strategies/"])
+def test_a_public_class_name_is_defined_once_in_a_folder(folder: str) -> None:
+    assert not defined_twice(ROOT, folder)
+
+
+def test_a_public_class_name_is_defined_once() -> None:
+    twice = defined_twice(ROOT, "")
+    assert not {name: places for name, places in twice.items() if name not in SHARED}
 
 
 def unmirrored(root: Path) -> list[str]:

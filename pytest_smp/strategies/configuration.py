@@ -35,7 +35,7 @@ def _tensor_parallel(chosen: _Chosen) -> bool:
     return bool(chosen["tensor_parallel_degree"] > 1)
 
 
-class Key(NamedTuple):
+class ConfigurationKey(NamedTuple):
     """One key: its values and whether it must be given, as functions of the keys above it.
 
     The three degrees are always among the keys above, whether or not the dict will say them.
@@ -53,48 +53,50 @@ def _any(values: SearchStrategy[Any]) -> Callable[[_Chosen], SearchStrategy[Any]
 DEGREES = ("pipeline_parallel_degree", "tensor_parallel_degree", "sharded_data_parallel_degree")
 
 #: Keys that no cross-rule concerns. Source: API 3.1 to 3.3.
-FREE_KEYS: tuple[Key, ...] = (
-    Key("microbatches", _any(_COUNT)),
-    Key("pipeline", _any(st.sampled_from(["simple", "interleaved"]))),
-    Key("optimize", _any(st.sampled_from(["speed", "memory"]))),
-    Key("placement_strategy", _any(placements())),
-    Key("contiguous", _any(_FLAG)),
-    Key("xla", _any(_FLAG)),
-    Key("fork", _any(_FLAG)),
-    Key("memory_weight", _any(st.sampled_from([0.0, 1.0, 0.25, 0.5]))),
-    Key("active_microbatches", _any(_COUNT)),
-    Key("deterministic_server", _any(_FLAG)),
-    Key("skip_tracing", _any(_FLAG)),
-    Key("load_partition", _any(_FLAG)),
-    Key("partition_file", _any(st.sampled_from(["partition.json", "a b/ü.pt"]))),
-    Key("offload_activations", _any(_FLAG)),
-    Key("activation_loading_horizon", _any(_COUNT)),
-    Key("delayed_parameter_initialization", _any(_FLAG)),
-    Key("fp16_params", _any(_FLAG)),
-    Key("sdp_reduce_bucket_size", _any(_SIZE)),
-    Key("sdp_param_persistence_threshold", _any(_SIZE)),
-    Key("sdp_max_live_parameters", _any(_SIZE)),
-    Key("sdp_hierarchical_allgather", _any(_FLAG)),
-    Key("sdp_gradient_clipping", _any(st.sampled_from([1.0, 0.5, 100.0]))),
-    Key("ranks_per_node", _any(_COUNT)),
+FREE_KEYS: tuple[ConfigurationKey, ...] = (
+    ConfigurationKey("microbatches", _any(_COUNT)),
+    ConfigurationKey("pipeline", _any(st.sampled_from(["simple", "interleaved"]))),
+    ConfigurationKey("optimize", _any(st.sampled_from(["speed", "memory"]))),
+    ConfigurationKey("placement_strategy", _any(placements())),
+    ConfigurationKey("contiguous", _any(_FLAG)),
+    ConfigurationKey("xla", _any(_FLAG)),
+    ConfigurationKey("fork", _any(_FLAG)),
+    ConfigurationKey("memory_weight", _any(st.sampled_from([0.0, 1.0, 0.25, 0.5]))),
+    ConfigurationKey("active_microbatches", _any(_COUNT)),
+    ConfigurationKey("deterministic_server", _any(_FLAG)),
+    ConfigurationKey("skip_tracing", _any(_FLAG)),
+    ConfigurationKey("load_partition", _any(_FLAG)),
+    ConfigurationKey("partition_file", _any(st.sampled_from(["partition.json", "a b/ü.pt"]))),
+    ConfigurationKey("offload_activations", _any(_FLAG)),
+    ConfigurationKey("activation_loading_horizon", _any(_COUNT)),
+    ConfigurationKey("delayed_parameter_initialization", _any(_FLAG)),
+    ConfigurationKey("fp16_params", _any(_FLAG)),
+    ConfigurationKey("sdp_reduce_bucket_size", _any(_SIZE)),
+    ConfigurationKey("sdp_param_persistence_threshold", _any(_SIZE)),
+    ConfigurationKey("sdp_max_live_parameters", _any(_SIZE)),
+    ConfigurationKey("sdp_hierarchical_allgather", _any(_FLAG)),
+    ConfigurationKey("sdp_gradient_clipping", _any(st.sampled_from([1.0, 0.5, 100.0]))),
+    ConfigurationKey("ranks_per_node", _any(_COUNT)),
 )
 
 #: Keys that a cross-rule ties to others. Source: API 3.4, 3.5.
-TIED_KEYS: tuple[Key, ...] = (
-    Key("ddp", lambda c: _ON if _tensor_parallel(c) else _FLAG, _tensor_parallel),
-    Key("ddp_port", lambda c: st.integers(0, 65535) if c.get("ddp") else None),
-    Key("ddp_dist_backend", lambda c: st.sampled_from(["auto", "nccl"]) if c.get("ddp") else None),
-    Key("horovod", lambda c: _OFF if c.get("ddp") else _FLAG),
-    Key(
+TIED_KEYS: tuple[ConfigurationKey, ...] = (
+    ConfigurationKey("ddp", lambda c: _ON if _tensor_parallel(c) else _FLAG, _tensor_parallel),
+    ConfigurationKey("ddp_port", lambda c: st.integers(0, 65535) if c.get("ddp") else None),
+    ConfigurationKey(
+        "ddp_dist_backend", lambda c: st.sampled_from(["auto", "nccl"]) if c.get("ddp") else None
+    ),
+    ConfigurationKey("horovod", lambda c: _OFF if c.get("ddp") else _FLAG),
+    ConfigurationKey(
         "prescaled_batch",
         lambda c: _ON if _sharded(c) and _tensor_parallel(c) else _FLAG,
         lambda c: _sharded(c) and _tensor_parallel(c),
     ),
-    Key("shard_optimizer_state", lambda c: _OFF if _sharded(c) else _FLAG),
-    Key("fp16", _any(_FLAG)),
-    Key("bf16", lambda c: _FLAG if _sharded(c) and not c.get("fp16") else _OFF),
-    Key("auto_partition", _any(_FLAG)),
-    Key(
+    ConfigurationKey("shard_optimizer_state", lambda c: _OFF if _sharded(c) else _FLAG),
+    ConfigurationKey("fp16", _any(_FLAG)),
+    ConfigurationKey("bf16", lambda c: _FLAG if _sharded(c) and not c.get("fp16") else _OFF),
+    ConfigurationKey("auto_partition", _any(_FLAG)),
+    ConfigurationKey(
         "default_partition",
         lambda c: st.integers(0, c["pipeline_parallel_degree"] - 1),
         lambda c: not c.get("auto_partition", True),
@@ -157,7 +159,7 @@ def _configs(draw: DrawFn, size: int, ignored: bool) -> Parameters:
 
 
 @st.composite
-def assignments(draw: DrawFn, keys: Sequence[Key], above: Parameters) -> Parameters:
+def assignments(draw: DrawFn, keys: Sequence[ConfigurationKey], above: Parameters) -> Parameters:
     """Values for some of ``keys``: those that are needed, and few of those that are allowed."""
     chosen = dict(above)
     for key in keys:

@@ -31,7 +31,7 @@ _GUARDS_BEHIND = 3  # elements; in front are as many as the offset
 # ---- Layouts -------------------------------------------------------------------------------------
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     strides: Callable[[Shape], Shape]  #: in elements, for a shape
     min_dims: int  #: with fewer it would be another layout
 
@@ -45,13 +45,13 @@ def _swapped(sides: Shape) -> Shape:
 
 
 #: How the elements of a view lie in its storage.
-LAYOUTS: Mapping[str, Layout] = {
-    "contiguous": Layout(_dense, 0),
-    "strided": Layout(lambda shape: tuple(2 * stride for stride in _dense(shape)), 1),
-    "sliced": Layout(lambda shape: _dense((*shape[:-1], shape[-1] + 1)), 2),
-    "transposed": Layout(lambda shape: _swapped(_dense(_swapped(shape))), 2),
-    "reversed": Layout(lambda shape: _dense(shape[::-1])[::-1], 3),
-    "expanded": Layout(lambda shape: (0, *_dense(shape[1:])), 1),
+LAYOUTS: Mapping[str, TensorLayout] = {
+    "contiguous": TensorLayout(_dense, 0),
+    "strided": TensorLayout(lambda shape: tuple(2 * stride for stride in _dense(shape)), 1),
+    "sliced": TensorLayout(lambda shape: _dense((*shape[:-1], shape[-1] + 1)), 2),
+    "transposed": TensorLayout(lambda shape: _swapped(_dense(_swapped(shape))), 2),
+    "reversed": TensorLayout(lambda shape: _dense(shape[::-1])[::-1], 3),
+    "expanded": TensorLayout(lambda shape: (0, *_dense(shape[1:])), 1),
 }
 
 

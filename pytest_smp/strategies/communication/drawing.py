@@ -47,7 +47,7 @@ def pick(choose: Choose, options: Sequence[T]) -> T:
 
 
 @dataclass(frozen=True)
-class World:
+class ProgramWorld:
     """Where steps are drawn: ranks, and the groups that they may use, each with its name."""
 
     ranks: int
@@ -78,7 +78,7 @@ class World:
 
 def draw_world(
     choose: Choose, fewest: int, most: int, capabilities: Capabilities, cell: Cell | None
-) -> World:
+) -> ProgramWorld:
     """A world in which the cell, if one is given, can be hit."""
     needed, forced = 1, None
     if cell is not None:
@@ -112,7 +112,7 @@ def draw_world(
             degrees = pick(choose, options) if options else degrees
         elif options and choose(4) == 3:
             degrees = pick(choose, options)
-    return World(ranks, groups, degrees, _api_groups(ranks, degrees), capabilities)
+    return ProgramWorld(ranks, groups, degrees, _api_groups(ranks, degrees), capabilities)
 
 
 def _draw_group(
@@ -177,7 +177,7 @@ def _has_kind(groups: Sequence[tuple[str, tuple[int, ...]]], kind: str) -> bool:
 # ---- Steps ---------------------------------------------------------------------------------------
 
 
-def draw_step(choose: Choose, world: World, cell: Cell | None = None) -> Step:
+def draw_step(choose: Choose, world: ProgramWorld, cell: Cell | None = None) -> Step:
     """A step, number 0; one that hits the cell, if one is given and the world has its group."""
     capabilities = world.capabilities
     if cell is not None and _fitting(world, cell):
@@ -209,7 +209,7 @@ def draw_step(choose: Choose, world: World, cell: Cell | None = None) -> Step:
     return _draw_modes(choose, step, cell)
 
 
-def _fitting(world: World, cell: Cell) -> list[tuple[str, tuple[int, ...]]]:
+def _fitting(world: ProgramWorld, cell: Cell) -> list[tuple[str, tuple[int, ...]]]:
     name = "send" if cell.operation == "recv" else cell.operation
     if name not in world.operations:
         return []
@@ -295,7 +295,7 @@ def _draw_modes(choose: Choose, step: Step, cell: Cell | None) -> Step:
 # ---- Programs ------------------------------------------------------------------------------------
 
 
-def assembled(world: World, steps: Sequence[Step]) -> Program:
+def assembled(world: ProgramWorld, steps: Sequence[Step]) -> Program:
     """The program of these steps, with what they use of the world."""
     used = {step.group for step in steps}
     groups = {name: members for name, members in world.groups.items() if name in used}
@@ -341,7 +341,7 @@ def _chooser(draw: DrawFn) -> Choose:
 
 
 @st.composite
-def _steps(draw: DrawFn, world: World) -> Step:
+def _steps(draw: DrawFn, world: ProgramWorld) -> Step:
     return draw_step(_chooser(draw), world)
 
 

@@ -34,7 +34,7 @@ class _Operation:
 
 
 @dataclass
-class Meeting:
+class ProgramMeeting:
     """Calls that meet, by rank."""
 
     calls: dict[int, Made] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Ending:
         doubtful: whether it depends on more than the model knows.
     """
 
-    mismatches: list[Meeting] = field(default_factory=list)
+    mismatches: list[ProgramMeeting] = field(default_factory=list)
     blocked: dict[int, Action] = field(default_factory=dict)
     left: list[tuple[int, Action]] = field(default_factory=list)
     doubtful: bool = False
@@ -72,7 +72,7 @@ class _Run:
         self._waiting: list[tuple[Action, list[_Operation]] | None] = [None] * len(plans)
         self._flying: dict[tuple[int, int], tuple[Action, list[_Operation]]] = {}
         self._counts: collections.Counter[Any] = collections.Counter()
-        self._meetings: dict[Any, Meeting] = {}
+        self._meetings: dict[Any, ProgramMeeting] = {}
         self._posts: dict[Any, collections.deque[tuple[int, Made, _Operation]]] = {}
         self._ending = Ending()
 
@@ -138,7 +138,7 @@ class _Run:
         step = action.step
         channel = step.group, step.members
         number = self._counts[channel, rank] = self._counts[channel, rank] + 1
-        meeting = self._meetings.setdefault((channel, number), Meeting())
+        meeting = self._meetings.setdefault((channel, number), ProgramMeeting())
         label, operation = _label(step), _Operation()
         for _, other in meeting.calls.values():
             self._ending.doubtful |= other != label and _as_real(other) == _as_real(label)
@@ -182,7 +182,7 @@ class _Run:
             return operation
         other_rank, other, other_operation = waiting.popleft()
         if other[1] != made[1]:
-            meeting = Meeting({rank: made, other_rank: other}, differs=True)
+            meeting = ProgramMeeting({rank: made, other_rank: other}, differs=True)
             self._ending.mismatches.append(meeting)
         else:
             operation.left -= 1
@@ -210,7 +210,7 @@ def _as_real(label: tuple[Any, ...]) -> tuple[Any, ...]:
     return label
 
 
-def _counts_agree(meeting: Meeting, members: tuple[int, ...]) -> bool:
+def _counts_agree(meeting: ProgramMeeting, members: tuple[int, ...]) -> bool:
     """Whether of all-to-all every pair of members expects what the other sends."""
     steps = {rank: action.step for rank, (action, _) in meeting.calls.items()}
     if not all(step.rows for step in steps.values()):

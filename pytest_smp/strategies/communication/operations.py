@@ -21,7 +21,7 @@ Held = dict[int, list[Any]]
 
 
 @dataclass(frozen=True)
-class Operation:
+class ProgramOperation:
     """How one operation is drawn, printed and computed.
 
     Attributes:
@@ -193,9 +193,9 @@ def _batch(step: Step, held: Held) -> Held:
 # ---- The table -----------------------------------------------------------------------------------
 
 #: In the order in which a failing program shrinks: the first is the simplest.
-OPERATIONS: Mapping[str, Operation] = {
-    "barrier": Operation(Capability.BARRIER, _none, _none, _nothing),
-    "all_reduce": Operation(
+OPERATIONS: Mapping[str, ProgramOperation] = {
+    "barrier": ProgramOperation(Capability.BARRIER, _none, _none, _nothing),
+    "all_reduce": ProgramOperation(
         Capability.ALL_REDUCE,
         _one,
         _one,
@@ -204,7 +204,7 @@ OPERATIONS: Mapping[str, Operation] = {
         in_place=True,
         reduces=True,
     ),
-    "broadcast": Operation(
+    "broadcast": ProgramOperation(
         Capability.BROADCAST,
         _at_root(_one),
         _one,
@@ -213,7 +213,7 @@ OPERATIONS: Mapping[str, Operation] = {
         in_place=True,
         rooted=True,
     ),
-    "reduce": Operation(
+    "reduce": ProgramOperation(
         Capability.REDUCE,
         _one,
         _one,
@@ -223,7 +223,7 @@ OPERATIONS: Mapping[str, Operation] = {
         rooted=True,
         reduces=True,
     ),
-    "all_gather": Operation(
+    "all_gather": ProgramOperation(
         Capability.ALL_GATHER,
         _one,
         _each,
@@ -231,14 +231,14 @@ OPERATIONS: Mapping[str, Operation] = {
         ("{y}", "{x}"),
         y_list=True,
     ),
-    "all_gather_single": Operation(
+    "all_gather_single": ProgramOperation(
         Capability.ALL_GATHER_SINGLE,
         _one,
         _joined,
         _all_gather_single,
         ("{y}", "{x}"),
     ),
-    "gather": Operation(
+    "gather": ProgramOperation(
         Capability.GATHER,
         _one,
         _at_root(_each),
@@ -247,7 +247,7 @@ OPERATIONS: Mapping[str, Operation] = {
         y_list=True,
         rooted=True,
     ),
-    "scatter": Operation(
+    "scatter": ProgramOperation(
         Capability.SCATTER,
         _at_root(_each),
         _one,
@@ -256,7 +256,7 @@ OPERATIONS: Mapping[str, Operation] = {
         x_list=True,
         rooted=True,
     ),
-    "reduce_scatter": Operation(
+    "reduce_scatter": ProgramOperation(
         Capability.REDUCE_SCATTER,
         _each,
         _one,
@@ -265,7 +265,7 @@ OPERATIONS: Mapping[str, Operation] = {
         x_list=True,
         reduces=True,
     ),
-    "reduce_scatter_single": Operation(
+    "reduce_scatter_single": ProgramOperation(
         Capability.REDUCE_SCATTER_SINGLE,
         _joined,
         _one,
@@ -273,7 +273,7 @@ OPERATIONS: Mapping[str, Operation] = {
         ("{y}", "{x}", "op=dist.ReduceOp.{op}"),
         reduces=True,
     ),
-    "all_to_all": Operation(
+    "all_to_all": ProgramOperation(
         Capability.ALL_TO_ALL,
         _sent,
         _received,
@@ -282,21 +282,21 @@ OPERATIONS: Mapping[str, Operation] = {
         x_list=True,
         y_list=True,
     ),
-    "all_to_all_single": Operation(
+    "all_to_all_single": ProgramOperation(
         Capability.ALL_TO_ALL_SINGLE,
         _total(_sent),
         _total(_received),
         _all_to_all_single,
         ("{y}", "{x}"),
     ),
-    "send": Operation(
+    "send": ProgramOperation(
         Capability.POINT_TO_POINT,
         _at_root(_one),
         _at_peer,
         _send,
         alone=False,
     ),
-    "batch_isend_irecv": Operation(
+    "batch_isend_irecv": ProgramOperation(
         Capability.COALESCING,
         _one,
         _one,
@@ -305,7 +305,9 @@ OPERATIONS: Mapping[str, Operation] = {
         alone=False,
     ),
     **{
-        name: Operation(Capability.OBJECTS, _none, _none, _nothing, modes=("sync",), alone=alone)
+        name: ProgramOperation(
+            Capability.OBJECTS, _none, _none, _nothing, modes=("sync",), alone=alone
+        )
         for name, alone in (
             ("smp.barrier", True),
             ("smp.allgather", True),

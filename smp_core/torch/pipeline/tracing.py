@@ -29,7 +29,7 @@ from smp_core.torch.session import Session
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Call:
+class TracedCall:
     """One module call.
 
     Attributes:
@@ -61,7 +61,7 @@ class Trace:
     """
 
     unit: str
-    calls: list[Call] = dataclasses.field(default_factory=list)
+    calls: list[TracedCall] = dataclasses.field(default_factory=list)
     cost: dict[str, float] = dataclasses.field(default_factory=dict)
     bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     reads: list[tuple[str, str]] = dataclasses.field(default_factory=list)
@@ -149,7 +149,7 @@ class Tracer(contextlib.ExitStack):
         caller = self._stack[-1].path if self._stack else None
         nth = self._counts[path] = self._counts.get(path, -1) + 1
         place = len(self.trace.calls)
-        self.trace.calls.append(Call(path, nth, caller, _shapes((args, kwargs))))
+        self.trace.calls.append(TracedCall(path, nth, caller, _shapes((args, kwargs))))
         frame = _Frame(path)
         self._stack.append(frame)
         started = time.perf_counter()

@@ -38,7 +38,7 @@ def test_calls_come_in_order_with_shapes_and_callers():
         ("", 0, None), ("first", 0, ""), ("norm", 0, ""), ("drop", 0, ""), ("twice", 0, ""),
         ("twice", 1, ""),
     ]  # fmt: skip
-    assert trace.calls[1] == tracing.Call("first", 0, "", ((3, 4),), ((3, 6),))
+    assert trace.calls[1] == tracing.TracedCall("first", 0, "", ((3, 4),), ((3, 6),))
     assert trace.first_calls() == {"": 0, "first": 1, "norm": 2, "drop": 3, "twice": 4}
     # Products: 2 x rows x inner x columns each, plus the elements of all results of operators
     # (for `first`, addmm and the transposed view of its weight).
