@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -58,10 +57,10 @@ class _Overlap:
 
 def run_step(
     session: Session,
-    body: Callable[..., Any],
+    body: Callable[..., object],
     split: Callable[[], list[Call]],
     detach_outputs: bool,
-) -> list[Any]:
+) -> list[object]:
     """Run one step; every rank of the world calls it. Returns the body's result for each microbatch, in
     order, on every pp rank.
 
@@ -95,15 +94,15 @@ def run_step(
 
 def _run(
     step: RunningStep,
-    body: Callable[..., Any],
+    body: Callable[..., object],
     split: Callable[[], list[Call]],
     detach_outputs: bool,
-) -> list[Any]:
+) -> list[object]:
     # Every rank draws, although only the driver's seed is used: generators that began alike stay alike, so a script
     # may restore the state of any of them on all ranks.
     step.seed = streams.draw_seed()
     server = Server(step)
-    results: list[Any] = []
+    results: list[object] = []
     try:
         if step.rank == 0:
             results = _drive(step, server, body, split, detach_outputs)
@@ -131,11 +130,11 @@ def _run(
 def _drive(
     step: RunningStep,
     server: Server,
-    body: Callable[..., Any],
+    body: Callable[..., object],
     split: Callable[[], list[Call]],
     detach_outputs: bool,
-) -> list[Any]:
-    results: list[Any] = []
+) -> list[object]:
+    results: list[object] = []
     sent = NOTHING
     try:
         calls = split()
@@ -167,8 +166,12 @@ def _drive(
 
 
 def _in_mode(
-    root: Callee, training: bytes, left: dict[int, bytes], microbatch: int, body: Callable[[], Any]
-) -> Any:
+    root: Callee,
+    training: bytes,
+    left: dict[int, bytes],
+    microbatch: int,
+    body: Callable[[], object],
+) -> object:
     """Run a body with the training modes at the start of the step, and keep the modes at its end.
 
     Other bodies, which are paused, may have set other modes in between.
@@ -179,7 +182,7 @@ def _in_mode(
     return result
 
 
-def _sendable(results: list[Any]) -> Payload:
+def _sendable(results: list[object]) -> Payload:
     """Pickle the results, and unpickle them on trial: here an error still reaches every rank."""
     what = "smp.step: what the function returned"
     sent = freeze(results, what, False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 from smp_core.topology import GroupKind
 from smp_core.torch.execution import modes, schedule
@@ -37,12 +37,12 @@ class Callee(Protocol):
 
     def run(
         self,
-        activity: Any,
+        activity: object,
         key: CallKey,
         hooked: bool,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
         """Run the module on this rank, for an activity."""
 
 

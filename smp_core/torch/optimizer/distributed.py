@@ -54,7 +54,7 @@ class DistributedOptimizer(Internals, Optimizer):
         optimizer: Optimizer,
         static_loss_scale: float = 1.0,
         dynamic_loss_scale: bool = False,
-        **dynamic_loss_args: Any,
+        **dynamic_loss_args: object,
     ) -> None:
         session = sessions.current("smp.DistributedOptimizer")
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, DistributedOptimizer):
@@ -81,7 +81,7 @@ class DistributedOptimizer(Internals, Optimizer):
         # Not Optimizer.__init__, which would make groups of its own: one set of groups, two faces.
         self.optimizer = optimizer
         self._session = session
-        self._loads: list[Any] = []
+        self._loads: list[object] = []
         self.overflow = False
         of_losses = None
         if config.fp16:
@@ -138,12 +138,12 @@ class DistributedOptimizer(Internals, Optimizer):
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         raise TypeError(
             "smp.DistributedOptimizer belongs to its rank and cannot be copied; take its state_dict()"
         )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         """As torch's. Other ranks' parameters get their index in states, and are left out."""
         self.optimizer.add_param_group(param_group)
         self._parameters.add_last_group()
@@ -198,7 +198,7 @@ class DistributedOptimizer(Internals, Optimizer):
         if self._parameters.masters is not None:
             self._parameters.masters.zero_grad(set_to_none)
 
-    def with_gradients(self) -> list[Any]:
+    def with_gradients(self) -> list[object]:
         """Where a script finds gradients: this rank's parameters, or the masters of 16-bit ones."""
         shown = []
         for order in self._parameters.order:
@@ -265,7 +265,7 @@ class DistributedOptimizer(Internals, Optimizer):
         """
         return optimizer_state.state_dict(self._parameters)
 
-    def load_state_dict(self, state_dict: Any) -> None:
+    def load_state_dict(self, state_dict: object) -> None:
         """Load a whole state, this rank's part of one, or the list of all parts by rdp_rank. Parts are merged
         over the MP group (all of it must call). Before the model is partitioned the load waits until it is.
 
@@ -287,11 +287,11 @@ class DistributedOptimizer(Internals, Optimizer):
         """Have what dp rank ``source`` keeps for each parameter; collective over the DP group."""
         optimizer_state.take(self._parameters, source)
 
-    def _smp_check_fits(self, given: Mapping[str, Any]) -> None:
+    def _smp_check_fits(self, given: Mapping[str, object]) -> None:
         """Raise ValueError if groups differ, CheckpointError for another rank's shard."""
         optimizer_state.check_fits(self._parameters, given)
 
-    def _smp_load_precise(self, precise: Mapping[str, Any] | None) -> None:
+    def _smp_load_precise(self, precise: Mapping[str, object] | None) -> None:
         """Load the masters and the loss scaler of a state, as far as this run has such."""
         optimizer_state.load_precise(self._parameters, precise)
 

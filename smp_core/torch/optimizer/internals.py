@@ -112,7 +112,7 @@ class Internals:
     # Indices and states.
 
     @property
-    def redefined_params(self) -> Any:
+    def redefined_params(self) -> object:
         """Raises UnsupportedTrainingError: what it holds is not known."""
         raise UnsupportedTrainingError(
             "optimizer.redefined_params: an undocumented member of SMP's. What the optimizer works on is in "

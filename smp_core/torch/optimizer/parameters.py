@@ -84,7 +84,7 @@ class OptimizerParameters:
                         state = self.optimizer.state.pop(parameter)
                         self.optimizer.state[face] = self.moved(parameter, state)
 
-    def moved(self, parameter: Any, state: Any) -> Any:
+    def moved(self, parameter: Any, state: object) -> object:
         """State of a parameter, as what the wrapped optimizer has in its place has it: tensors of the whole
         parameter's shape are cut, 16-bit ones are float32 where there is a master.
         """

@@ -41,7 +41,7 @@ _FOLDED = frozenset({torch.float32, torch.float64, torch.complex64, torch.comple
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 #: The exchanges of an operation: each is waited for where it is yielded; the result is returned.
-_Exchanges = Generator[Any, None, Tensor]
+_Exchanges = Generator[object, None, Tensor]
 
 
 class Pending(Protocol):
@@ -213,7 +213,7 @@ class Collectives:
 
     def _gather_from(
         self, shard: Tensor, members: _Members, operation: str, kind: GroupKind
-    ) -> Generator[Any, None, Tensor]:
+    ) -> Generator[object, None, Tensor]:
         size, each = members.size, shard.numel() * shard.element_size()
         ring = members.ring
         # Alone as on a ring: shards go alone where all members are on one node, or each on its own.
@@ -243,7 +243,7 @@ class Collectives:
 
     def _exchange_rows(
         self, rows: Tensor, members: _Members, operation: str, kind: GroupKind
-    ) -> Generator[Any, None, Tensor]:
+    ) -> Generator[object, None, Tensor]:
         row = rows[0].numel() * rows.element_size()
         self.traffic.add(
             Sent(

@@ -27,7 +27,6 @@ How the engine calls it, on every rank and in its own thread::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -82,7 +81,7 @@ class GradientReducer:
         self._has: set[nn.Parameter] = set()  # of a gradient in this window, on any rank
         self._step: BucketReducer | None = None
         self._overlaps = self._was_late = False
-        self._hook: tuple[Any, CommHook] | None = None
+        self._hook: tuple[object, CommHook] | None = None
         self._agreed_on: bytes | None = None  # which parameters replicas train, as of the last step
 
     @property
@@ -90,7 +89,7 @@ class GradientReducer:
         """Whether gradients are reduced over replicas at the end of the present step."""
         return self._passes + 1 == self._options.backward_passes_per_step
 
-    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+    def register_comm_hook(self, state: object, hook: CommHook) -> None:
         """``hook(state, bucket)`` reduces each bucket from now on, instead of what is described above:
         it averages over replicas and microbatches itself (API 1.7).
 
@@ -197,11 +196,11 @@ class GradientReducer:
     def end_step(
         self,
         totals: Totals,
-        failure: Any,
+        failure: object,
         *,
         joined: bool = False,
         microbatches: int | None = None,
-    ) -> Any:
+    ) -> object:
         """Agree with the other replicas on how the step ended; if well, accumulate, and reduce if this
         is the boundary. ``totals`` are what :meth:`on_ready` was not given, or, unless the ledger moves
         them, all. ``microbatches`` is how many the totals are of, the configured number if not

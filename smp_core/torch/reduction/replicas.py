@@ -22,7 +22,7 @@ from smp_core.transport.protocols import Group
 _c10d: Any = distributed_c10d  # its stubs lack some options
 
 #: A communication hook, as torch's DDP has it: ``hook(state, bucket) -> Future[Tensor]``.
-CommHook = Callable[[Any, "GradBucket"], Any]
+CommHook = Callable[[object, "GradBucket"], object]
 
 
 class GradBucket:
@@ -100,7 +100,7 @@ class Replicas:
 
     def hooked(
         self,
-        hook: tuple[Any, CommHook],
+        hook: tuple[object, CommHook],
         bucket: GradBucket,
     ) -> Callable[[], torch.Tensor]:
         """Have a communication hook reduce a bucket; what is returned waits for its result."""
@@ -149,7 +149,7 @@ class Replicas:
             check_invariants=False,
         )
 
-    def _gather(self, value: Any) -> list[Any]:
+    def _gather(self, value: object) -> list[Any]:
         return self.runtime.fabric.objects.allgather(value, self._members)
 
 

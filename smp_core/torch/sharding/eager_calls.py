@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -36,10 +36,10 @@ class EagerCalls:
     def run(
         self,
         module: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+        forward: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
         """Call ``module`` outside of a step, by ``forward(*args, **kwargs)``."""
         return forward(*args, **kwargs)
 
@@ -85,10 +85,10 @@ class ShardedEagerCalls(EagerCalls):
     def run(
         self,
         module: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+        forward: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
         with self._call():
             return uses.hold(module, forward, args, kwargs)
 

@@ -15,7 +15,7 @@ from smp_core.torch.exceptions import CheckpointError
 _OTHER = "Resume from another checkpoint, or from a full one (partial=False)"
 
 
-def record(rank: int, degree: int, split: Mapping[str, list[int]]) -> dict[str, Any]:
+def record(rank: int, degree: int, split: Mapping[str, list[int]]) -> dict[str, object]:
     """Plain values: the shard's number ``rank`` of ``degree``, and ``split``, the shapes of the parameters
     that are split, by name. Those that are not named are whole in every file.
     """
@@ -66,7 +66,7 @@ def _is_record(found: Any) -> bool:
     )
 
 
-def _difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+def _difference(there: Mapping[str, object], here: Mapping[str, object]) -> str:
     """The first parameter that is split in another way, in words."""
     for name in sorted(there.keys() | here.keys()):
         one, other = there.get(name), here.get(name)

@@ -13,7 +13,6 @@ import math
 import operator
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -96,7 +95,7 @@ class ShardedModel:
         """The number of this rank's shards, and the degree; None of a model without shards."""
         return self.collectives.rank, self.collectives.size
 
-    def record(self) -> dict[str, Any] | None:
+    def record(self) -> dict[str, object] | None:
         """Plain values that say what a state's shards are shards of (records.py); None of a model without shards."""
         split = {shard.name: list(shard.shape) for shard in self.unsharded.shards()}
         return records.record(self.collectives.rank, self.collectives.size, split)
@@ -367,5 +366,5 @@ def _check_memory(module: nn.Module) -> None:
 
 def _square(gradient: torch.Tensor) -> torch.Tensor:
     """The sum of squares in float64."""
-    real: Any = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-    return real.double().square().sum()  # type: ignore[no-any-return]
+    real: torch.Tensor = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    return real.double().square().sum()

@@ -86,7 +86,7 @@ class Unsharded:
         ] = {}  # by unit number, in the order of their last use
         self._storages: dict[int, tuple[Unit, int]] = {}  # memory of unsharded parameters
         #: By microbatch: the uses of each unit that have brought no gradient yet.
-        self._due: dict[Any, Counter[int]] = {}
+        self._due: dict[object, Counter[int]] = {}
         self._order: list[int] = []  # of demands in this step
         self._expected: list[int] = []  # that of the last step
         self._at: int | None = 0
@@ -141,12 +141,12 @@ class Unsharded:
 
     # Backward.
 
-    def expect(self, microbatch: Any, parameter: nn.Parameter) -> None:
+    def expect(self, microbatch: object, parameter: nn.Parameter) -> None:
         """Announce one gradient: a use of the parameter is to bring it."""
         number = self._places[id(parameter)][0].number
         self._due.setdefault(microbatch, Counter())[number] += 1
 
-    def on_grad(self, microbatch: Any, parameter: nn.Parameter) -> None:
+    def on_grad(self, microbatch: object, parameter: nn.Parameter) -> None:
         """Count one gradient announced by ``expect``; reshard the unit after the microbatch's last."""
         number = self._places[id(parameter)][0].number
         due = self._due.get(microbatch)
@@ -157,12 +157,12 @@ class Unsharded:
         if due[number] <= 0 and live is not None and not live.users:
             self._reshard(number)
 
-    def end_backward(self, microbatch: Any) -> None:
+    def end_backward(self, microbatch: object) -> None:
         """End a backward pass of the microbatch: gradients that have not come are not waited for any more."""
         self._due.pop(microbatch, None)
         self._reshard_unused(None)
 
-    def saved_tensor_hooks(self, microbatch: Any) -> AbstractContextManager[Any]:
+    def saved_tensor_hooks(self, microbatch: object) -> AbstractContextManager[object]:
         """While entered, autograd saves references to unsharded parameters (execution/saving.py)."""
         return saving.entered(self, microbatch)
 
@@ -172,7 +172,7 @@ class Unsharded:
             return None
         return self._storages.get(tensor.untyped_storage()._cdata)
 
-    def unshard_for_backward(self, unit: Unit, index: int, microbatch: Any) -> torch.Tensor:
+    def unshard_for_backward(self, unit: Unit, index: int, microbatch: object) -> torch.Tensor:
         """The full parameter that autograd saved a reference to in a forward pass of the microbatch."""
         if self.state(unit) is not UnitState.UNSHARDED:
             # Backward goes on to another unit: those whose gradients have all come are done with.

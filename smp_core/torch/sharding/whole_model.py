@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import nn
@@ -77,7 +76,7 @@ class WholeModel:
     def loading_tree(self, module: nn.Module) -> AbstractContextManager[None]:
         return _NOTHING
 
-    def record(self) -> dict[str, Any] | None:
+    def record(self) -> dict[str, object] | None:
         return None
 
     # Clipping.
