@@ -331,7 +331,7 @@ class DistributedModel(nn.Module):
 
     def state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:  # type: ignore[override]
         """The state of the whole model, gathered: every rank of the PP group calls it and, with sharded data
-        parallelism, every rank of the sharding group. With ``gather_to_rank0`` all ranks but 0 get an empty dict.
+        parallelism, every rank of the shard group. With ``gather_to_rank0`` all ranks but 0 get an empty dict.
         """
         return weights.state_dict(self, gather_to_rank0)
 
@@ -344,7 +344,7 @@ class DistributedModel(nn.Module):
         return weights.load_state_dict(self, state_dict, strict, same_partition_load)
 
     def cpu(self) -> Self:
-        """Gather the whole model on every rank of the PP group, and of the sharding group, on the CPU: all of
+        """Gather the whole model on every rank of the PP group, and of the shard group, on the CPU: all of
         them call it. It is for reading, until the next step.
         """
         weights.cpu(self)

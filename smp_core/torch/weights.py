@@ -96,7 +96,7 @@ def state_dict(model: Model, gather_to_rank0: bool = False) -> dict[str, object]
     ``state_dict``, as a plain dict.
 
     Collective over the PP group (API 1.7: called on every rank of at least ``dp_rank`` 0), and
-    over the sharding group; otherwise there is nothing to gather. What this rank holds whole shares memory
+    over the shard group; otherwise there is nothing to gather. What this rank holds whole shares memory
     with the model. With ``gather_to_rank0`` only world rank 0 gets it, the others an
     empty dict.
     """
@@ -183,7 +183,7 @@ def load_state_dict(
     Before the model is partitioned the load waits until it is, and the result is None; what it raises,
     it raises then. Partial states are merged over the PP group, which all of it must load, so they may
     be of another partition; with ``same_partition_load`` each rank takes its own, unmerged. A full
-    state needs no communication; but with sharded data parallelism every rank of the sharding group must load it
+    state needs no communication; but with sharded data parallelism every rank of the shard group must load it
     alike, since a module that loads in a way of its own, or has hooks that see it, finds its parameters whole.
 
     Returns torch's (missing_keys, unexpected_keys). Raises as torch's ``load_state_dict`` does, in its
@@ -370,7 +370,7 @@ def _meta(model: Model, shards: bool = False, elsewhere: bool = False) -> Iterat
 
 def cpu(model: Model) -> None:
     """Make the wrapped module whole on every rank of the PP group, on the CPU: parameters and all
-    buffers are gathered (API 1.7). Collective over the PP group and the sharding group.
+    buffers are gathered (API 1.7). Collective over the PP group and the shard group.
 
     The copies of what others own are for reading, as after training; the next step empties them again
     (``reshard``). Shards are themselves again at the next step, call, update, or state, too.

@@ -160,7 +160,7 @@ def save_checkpoint(
         model: the DistributedModel, or None to leave it out.
         optimizer: the DistributedOptimizer, or None.
         user_content: tensors, numbers, strings, numpy's scalars and arrays, which come back as numbers
-            and tensors, and nests of them. World rank 0's is saved. See ``smp.trust_checkpoints``.
+            and tensors, and containers of them. World rank 0's is saved. See ``smp.trust_checkpoints``.
         translate_if_full: has an effect on models with a translate function only (API 1.10).
         num_kept_partial_checkpoints: how many partial checkpoints stay; the oldest go.
 

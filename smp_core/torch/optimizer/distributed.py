@@ -260,7 +260,7 @@ class DistributedOptimizer(Internals, Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The whole state, as plain torch's optimizer over the whole model would have it.
 
-        Collective over the MP and the sharding group. Raises UnsupportedTrainingError with
+        Collective over the MP and the shard group. Raises UnsupportedTrainingError with
         ``shard_optimizer_state`` (API 6).
         """
         return optimizer_state.state_dict(self._parameters)

@@ -69,7 +69,7 @@ class Internals:
         """By group, this rank's part of the values that the optimizer updates, as to log their norm: float32,
         1-D, of each parameter ``ceil(numel / degree)`` elements with zeros at the end, in the group's
         order (API 1.11). Of parameters that are whole on every rank it has a part as well, so that over the
-        sharding group each element counts once. Copies, without gradients.
+        shard group each element counts once. Copies, without gradients.
 
         Raises UnsupportedTrainingError without sharded data parallelism, and before the model is wrapped.
         """
@@ -99,7 +99,7 @@ class Internals:
 
     @property
     def ds_param_shard_group(self) -> ProcessGroup:
-        """The ``torch.distributed`` process group of the sharding group, all ranks of which ask for it. Raises
+        """The ``torch.distributed`` process group of the shard group, all ranks of which ask for it. Raises
         UnsupportedTrainingError without sharded data parallelism.
         """
         runtime = self._session.runtime

@@ -83,7 +83,7 @@ def _local(parameters: OptimizerParameters) -> dict[str, Any]:
 def state_dict(parameters: OptimizerParameters, keep: bool = True) -> dict[str, Any]:
     """The whole state, as plain torch's optimizer over the whole model would have it.
 
-    Collective over the MP group once the model is partitioned, and over the sharding group: every rank
+    Collective over the MP group once the model is partitioned, and over the shard group: every rank
     of them calls. Without ``keep`` this rank only helps the others to what is split, and has it not in its own.
     Raises UnsupportedTrainingError with ``shard_optimizer_state`` (API 6).
     """

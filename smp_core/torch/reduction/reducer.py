@@ -453,7 +453,7 @@ class GradientReducer:
                     f"sharded data parallelism: in this step rank {other} used other parameters than rank {group[0]}, "
                     "or in another order: each took the other's parts of one for those of another, and what they "
                     "computed is worth nothing. No gradient was changed. Call the same modules in the same order on "
-                    "all ranks of a sharding group"
+                    "all ranks of a shard group"
                 )
         return None
 

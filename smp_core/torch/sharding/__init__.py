@@ -1,1 +1,1 @@
-"""Sharded data parallelism: the training state split over the ranks of a sharding group (API 4.3)."""
+"""Sharded data parallelism: the training state split over the ranks of a shard group (API 4.3)."""

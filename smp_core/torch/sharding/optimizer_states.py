@@ -39,7 +39,7 @@ def full_state(
 ) -> dict[Any, Any]:
     """The state with tensors of the size of shards gathered, of the parameters' shapes and strides.
 
-    Every rank of the sharding group calls it, whatever state it has: who owns no element of a parameter
+    Every rank of the shard group calls it, whatever state it has: who owns no element of a parameter
     need not have any of it. What ranks have of state they tell each other first.
 
     Args:
@@ -123,14 +123,14 @@ def _checked(
     if lacking:
         having = next(rank for rank, each in enumerate(values) if each is not _MISSING)
         raise ShardingError(
-            f"optimizer.state_dict: rank {having} of the sharding group has a state {key!r} of parameter "
+            f"optimizer.state_dict: rank {having} of the shard group has a state {key!r} of parameter "
             f"{index}, {shard.name!r}, and rank {lacking[0]} has none. Step the optimizer on all ranks alike"
         )
     dtypes = {each.dtype for each in there}
     if len(dtypes) > 1:
         raise ShardingError(
             f"optimizer.state_dict: the state {key!r} of parameter {index}, {shard.name!r}, is of different "
-            f"dtypes on the ranks of the sharding group: {', '.join(sorted(map(str, dtypes)))}"
+            f"dtypes on the ranks of the shard group: {', '.join(sorted(map(str, dtypes)))}"
         )
     dtype: torch.dtype = next(iter(dtypes))
     return dtype

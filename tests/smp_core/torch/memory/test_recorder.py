@@ -148,7 +148,7 @@ def test_checkpointed_activations_are_the_inputs_alone(smp_world, degree):
 
 
 def test_a_bucket_that_has_been_exchanged_is_given_back_before_the_step_is_over(smp_world):
-    """Whole gradients of a bucket, and what the others sent, wait at most until the next one sets out."""
+    """Whole gradients of a bucket, and what the others sent, wait at most until the next one is launched."""
     bucket = 4000  # elements: less than a block has
     config = config_of(8, sdp_reduce_bucket_size=bucket)
     for samples in smp_world.run(train, config, ranks=RANKS):

@@ -86,7 +86,7 @@ class Looks(nn.Module):
 
 
 @pytest.mark.smp(ranks=1, fp16=True)
-def test_inputs_and_outputs_are_converted_in_nests(smp):
+def test_inputs_and_outputs_are_converted_in_containers(smp):
     model = smp.DistributedModel(Looks())
     x, double, whole = torch.ones(2), torch.ones(2, dtype=torch.float64), torch.ones(2).long()
     given = torch.ones(2, requires_grad=True)

@@ -95,7 +95,7 @@ def test_two_hops_give_the_bytes_of_one(smp: Any, size: int, per_node: int, dtyp
 def part_of_world(
     world: runtime.Runtime, size: int, per_node: int, hierarchical: bool
 ) -> runtime.Runtime | None:
-    """A world of the first ``size`` ranks, all of one sharding group; None on the others."""
+    """A world of the first ``size`` ranks, all of one shard group; None on the others."""
     if world.rank >= size:
         return None
     config = Config.parse(

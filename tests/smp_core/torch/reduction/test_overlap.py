@@ -1,4 +1,4 @@
-"""Buckets set out while the last microbatch's backward pass still runs, on every rank of a pipeline."""
+"""Buckets are launched while the last microbatch's backward pass still runs, on every rank of a pipeline."""
 
 from __future__ import annotations
 

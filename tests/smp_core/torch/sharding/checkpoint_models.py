@@ -147,7 +147,7 @@ def snapshot(value):
 
 
 def equal(one, other, place="it"):
-    """Assert that two nests are the same, to the bit; tensors in shape and dtype, too."""
+    """Assert that two containers are the same, to the bit; tensors in shape and dtype, too."""
     if isinstance(other, torch.Tensor):
         assert isinstance(one, torch.Tensor), place
         assert (one.shape, one.dtype) == (other.shape, other.dtype), place

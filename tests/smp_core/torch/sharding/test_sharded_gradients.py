@@ -214,7 +214,7 @@ def on_some_ranks():
 
 
 def test_a_gradient_on_some_ranks_only(smp_world):
-    # What is complete early on one rank is not on another: sums set out between other gathers.
+    # What is complete early on one rank is not on another: sums are launched between other gathers.
     same(smp_world, on_some_ranks, degrees=(1, 2, 4), ranks=4, sdp_reduce_bucket_size=1)
 
 
@@ -336,7 +336,7 @@ def several_backward_calls():
 
 
 def test_several_backward_calls(smp_world):
-    # What came after its bucket had set out is a summand of its own: on real values the last bit may differ.
+    # A gradient after the launch of its bucket is a summand of its own: on real values the last bit may differ.
     same(smp_world, several_backward_calls)
 
 

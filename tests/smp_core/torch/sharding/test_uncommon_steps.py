@@ -164,7 +164,7 @@ def sparse_then_dense(order):
         for dense in order:
             model.backward(model(tokens, dense))
 
-    for _ in range(2):  # nothing sets out early in the second
+    for _ in range(2):  # nothing is launched early in the second
         model.module.embed.weight.grad = None
         step(model, torch.tensor([1, 2 + smp.rank()]))
     gradient = whole(model)["embed.weight"]

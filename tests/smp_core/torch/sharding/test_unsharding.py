@@ -134,7 +134,7 @@ def test_another_order_than_expected_ends_the_guessing():
         unsharded.begin_step()
         forward(unsharded, [parameters[each] for each in order], [modules[each] for each in order])
         unsharded.end_step()
-    # 1 had set out, and was found; nothing was fetched twice.
+    # 1 had been launched, and was found; nothing was fetched twice.
     assert len(collectives.begun) == 6
     assert unsharded.live == 0
 
