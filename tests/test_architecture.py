@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from pathlib import Path
 
@@ -65,3 +66,17 @@ def test_every_folder_of_the_packages_is_on_the_map() -> None:
         if (folder / "__init__.py").exists()
     }
     assert folders <= names, folders - names
+
+
+def test_a_sharded_parameter_crosses_four_walls() -> None:
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    section = text.split("## The life of a sharded parameter\n")[1].split("\n## ")[0]
+    steps = re.findall(r"^\d+\. .*(?:\n +.*)*", section, re.MULTILINE)
+    assert len(steps) == 10
+    walls = set()
+    for step in steps:
+        folders = [path.split("/")[2] for path, _ in _NAMED.findall(step)]
+        walls |= {frozenset(pair) for pair in itertools.pairwise(folders)}
+    named = {frozenset(pair) for pair in re.findall(r"`(\w+)` and `(\w+)`", section)}
+    assert {wall for wall in walls if len(wall) == 2} == named
+    assert len(named) == 4
