@@ -10,6 +10,7 @@ from conformance.mutants.protocol import ASSERTION, Bugs, Patch
 from pytest_smp.ranks.sim.matching import Channel, Complete
 from pytest_smp.ranks.sim.process_group import SimProcessGroup
 from smp_core.errors import VerdictError
+from smp_core.transport.checked_group import Collective
 
 BUGS = Bugs("collectives and layout")
 
@@ -39,16 +40,14 @@ def third_call_writes_beside_its_views(patch: Patch) -> None:
     """the third call of a rank fills the memory that its strided output lies in"""
     collective = SimProcessGroup._collective
 
-    def filled(
-        self: SimProcessGroup, operation: str, fields: Any, complete: Any, *args: Any, **how: Any
-    ) -> Any:
+    def filled(self: SimProcessGroup, call: Collective, opts: Any) -> Any:
         counts = self._shared.__dict__.setdefault("_planted", {})
         counts[self._position] = counts.get(self._position, 0) + 1
         if counts[self._position] == 3:
-            for tensor in how.get("gets", ()):
+            for tensor in call.gets:
                 if not tensor.is_contiguous():
                     storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
                     storage.fill_(1)
-        return collective(self, operation, fields, complete, *args, **how)
+        return collective(self, call, opts)
 
     patch.setattr(SimProcessGroup, "_collective", filled)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed as dist
@@ -90,6 +90,38 @@ def fields_of(
     return tuple(fields)
 
 
+class Collective(NamedTuple):
+    """A collective call as one member makes it, checked and not yet issued.
+
+    Attributes:
+        operation: its name, that of torch's functions.
+        fields: the values in which all members must agree.
+        op: the name of the reduce op; empty without.
+        root: a position in the group, or None.
+        brings: the tensors that this member sends; their number depends on the operation.
+        gets: the tensors that are written, in the order of the values that this member receives.
+        sizes: for each of ``gets``, where it may differ between members: its shape, or the number of
+            its elements if it is a part of a larger tensor.
+        told: values that may differ between members, and that a message shows.
+        result: the tensors that torch's callers expect of the work, if these are not ``gets``.
+    """
+
+    operation: str
+    fields: Fields = ()
+    op: str = ""
+    root: int | None = None
+    brings: Sequence[Tensor] = ()
+    gets: Sequence[Tensor] = ()
+    sizes: Sequence[Size] | None = None
+    told: Fields = ()
+    result: Any = None
+
+    @property
+    def outputs(self) -> Any:
+        """The tensors that torch's callers expect of the work."""
+        return list(self.gets) if self.result is None else self.result
+
+
 class CheckedGroup(dist.ProcessGroup):
     """One rank's handle on a group. A subclass says ``_collective`` and ``_post``."""
 
@@ -102,35 +134,8 @@ class CheckedGroup(dist.ProcessGroup):
 
     # Issuing.
 
-    def _collective(
-        self,
-        operation: str,
-        fields: Fields,
-        opts: Any,
-        *,
-        op: str = "",
-        root: int | None = None,
-        brings: Sequence[Tensor] = (),
-        gets: Sequence[Tensor] = (),
-        sizes: Sequence[Size] | None = None,
-        told: Fields = (),
-        result: Any = None,
-    ) -> dist.Work:
-        """Issue a collective.
-
-        Args:
-            operation: its name, that of torch's functions.
-            fields: what all members must say alike.
-            opts: torch's options of this call, or None.
-            op: the name of the reduce op, if it has one.
-            root: a position in the group, or None.
-            brings: of this member; the number per member depends on the operation.
-            gets: what is written, in the order of the values that this member gets.
-            sizes: where they may differ between members, that expected for each of ``gets``: its
-                shape, or the number of its elements if it is a part of a larger tensor.
-            told: what may differ, and is of interest all the same.
-            result: what torch's callers expect of the work, if it is not ``gets``.
-        """
+    def _collective(self, call: Collective, opts: Any) -> dist.Work:
+        """Issue a collective that is in order. ``opts`` are torch's options of the call, or None."""
         raise NotImplementedError
 
     def _post(self, verb: str, tensors: list[Tensor], peer: Source, tag: int) -> dist.Work:
@@ -165,7 +170,7 @@ class CheckedGroup(dist.ProcessGroup):
     # Collectives. Names and arguments are those of torch's ProcessGroup.
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        return self._collective("barrier", (), opts)
+        return self._collective(Collective("barrier"), opts)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -173,7 +178,7 @@ class CheckedGroup(dist.ProcessGroup):
         """A barrier: who does not come to it is named by the verdict, whatever the arguments."""
         options = dist.BarrierOptions()
         options.asyncOp = False
-        self._collective("monitored_barrier", (), options).wait()
+        self._collective(Collective("monitored_barrier"), options).wait()
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         check_tensors("broadcast", tensors)
@@ -182,13 +187,15 @@ class CheckedGroup(dist.ProcessGroup):
         if not mine:
             check_outputs("broadcast", tensors)
         return self._collective(
-            "broadcast",
-            fields_of(tensors, root=root),
+            Collective(
+                "broadcast",
+                fields_of(tensors, root=root),
+                root=root,
+                brings=tensors if mine else (),
+                gets=() if mine else tensors,
+                result=tensors,
+            ),
             opts,
-            root=root,
-            brings=tensors if mine else (),
-            gets=() if mine else tensors,
-            result=tensors,
         )
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -204,7 +211,7 @@ class CheckedGroup(dist.ProcessGroup):
         check_outputs(name, tensors)
         op = self._reduce_op(name, opts, tensors)
         fields = fields_of(tensors, op=op)
-        return self._collective(name, fields, opts, op=op, brings=tensors, gets=tensors)
+        return self._collective(Collective(name, fields, op=op, brings=tensors, gets=tensors), opts)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         check_tensors("reduce", tensors)
@@ -213,14 +220,16 @@ class CheckedGroup(dist.ProcessGroup):
         if mine:
             check_outputs("reduce", tensors)
         return self._collective(
-            "reduce",
-            fields_of(tensors, op=op, root=root),
+            Collective(
+                "reduce",
+                fields_of(tensors, op=op, root=root),
+                op=op,
+                root=root,
+                brings=tensors,
+                gets=tensors if mine else (),
+                result=tensors,
+            ),
             opts,
-            op=op,
-            root=root,
-            brings=tensors,
-            gets=tensors if mine else (),
-            result=tensors,
         )
 
     def allgather(
@@ -245,15 +254,18 @@ class CheckedGroup(dist.ProcessGroup):
             mine = targets[self._position]
             _check_alike(name, "output", mine, value, "this rank's input")
         flat = [target for targets in outputs for target in targets]
+        # Sizes may differ: they are compared by pairs, and are no field.
         return self._collective(
-            name,
-            (("dtype", dtype_text(inputs)),),  # sizes may differ: they are compared by pairs
+            Collective(
+                name,
+                (("dtype", dtype_text(inputs)),),
+                brings=inputs,
+                gets=flat,
+                sizes=[tuple(target.shape) for target in flat],
+                told=(("shape", shape_text(inputs)),),
+                result=outputs,
+            ),
             opts,
-            brings=inputs,
-            gets=flat,
-            sizes=[tuple(target.shape) for target in flat],
-            told=(("shape", shape_text(inputs)),),
-            result=outputs,
         )
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
@@ -272,7 +284,9 @@ class CheckedGroup(dist.ProcessGroup):
             check_outputs(name, [output])
             why = f"{self._size} ranks x {value.numel()}"
             _check_count(name, "output", output, self._size * value.numel(), why)
-        return self._collective(name, fields_of(inputs), opts, brings=inputs, gets=outputs)
+        return self._collective(
+            Collective(name, fields_of(inputs), brings=inputs, gets=outputs), opts
+        )
 
     def reduce_scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any
@@ -287,7 +301,9 @@ class CheckedGroup(dist.ProcessGroup):
         op = self._reduce_op(name, opts, output_tensors)
         brought = [tensor for inputs in input_tensors for tensor in inputs]
         fields = fields_of(brought, op=op)
-        return self._collective(name, fields, opts, op=op, brings=brought, gets=output_tensors)
+        return self._collective(
+            Collective(name, fields, op=op, brings=brought, gets=output_tensors), opts
+        )
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         return self._reduce_scatter_single("reduce_scatter_single", [output], [input], opts)
@@ -307,7 +323,7 @@ class CheckedGroup(dist.ProcessGroup):
             _check_count(name, "input", value, self._size * output.numel(), why)
         op = self._reduce_op(name, opts or dist.ReduceScatterOptions(), outputs)
         fields = fields_of(inputs, op=op)
-        return self._collective(name, fields, opts, op=op, brings=inputs, gets=outputs)
+        return self._collective(Collective(name, fields, op=op, brings=inputs, gets=outputs), opts)
 
     def scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any
@@ -322,7 +338,9 @@ class CheckedGroup(dist.ProcessGroup):
         check_tensors(name, [output, *inputs])
         check_outputs(name, [output])
         fields = fields_of([output], root=root)
-        return self._collective(name, fields, opts, root=root, brings=inputs, gets=output_tensors)
+        return self._collective(
+            Collective(name, fields, root=root, brings=inputs, gets=output_tensors), opts
+        )
 
     def gather(
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any
@@ -337,7 +355,9 @@ class CheckedGroup(dist.ProcessGroup):
         check_tensors(name, [value, *outputs])
         check_outputs(name, outputs)
         fields = fields_of([value], root=root)
-        return self._collective(name, fields, opts, root=root, brings=[value], gets=outputs)
+        return self._collective(
+            Collective(name, fields, root=root, brings=[value], gets=outputs), opts
+        )
 
     def alltoall(
         self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None
@@ -360,13 +380,15 @@ class CheckedGroup(dist.ProcessGroup):
         result: Any = None,
     ) -> dist.Work:
         return self._collective(
-            name,
-            (("dtype", dtype_text(inputs)),),
+            Collective(
+                name,
+                (("dtype", dtype_text(inputs)),),
+                brings=inputs,
+                gets=outputs,
+                sizes=sizes,
+                result=result,
+            ),
             opts,
-            brings=inputs,
-            gets=outputs,
-            sizes=sizes,
-            result=result,
         )
 
     def all_to_all_single(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -14,9 +14,8 @@ from pytest_smp.ranks.sim.matching import Call, Channel, Complete
 from pytest_smp.ranks.sim.rank_context import RankContext
 from pytest_smp.ranks.sim.work import SimWork
 from smp_core.errors import ArgumentError, NotInitializedError
-from smp_core.transport.checked_group import CheckedGroup, Fields
+from smp_core.transport.checked_group import CheckedGroup, Collective
 from smp_core.transport.memory import InFlightBuffer
-from smp_core.transport.messages import Size
 from smp_core.transport.peers import Source
 from smp_core.transport.protocols import Group
 from smp_core.transport.stack_frames import Place, caller_place
@@ -78,35 +77,23 @@ class SimProcessGroup(CheckedGroup):
             raise NotInitializedError(f"{call}: process group {self._name} has been destroyed")
         return context
 
-    def _collective(
-        self,
-        operation: str,
-        fields: Fields,
-        opts: Any,
-        *,
-        op: str = "",
-        root: int | None = None,
-        brings: Sequence[Tensor] = (),
-        gets: Sequence[Tensor] = (),
-        sizes: Sequence[Size] | None = None,
-        told: Fields = (),
-        result: Any = None,
-    ) -> SimWork:
+    def _collective(self, call: Collective, opts: Any) -> SimWork:
         """See CheckedGroup."""
-        context = self._enter(operation)
-        call = Call(operation, fields, None, caller_place(), told=told)
-        in_flight = InFlightBuffer(brings, gets)
-        self._take_off(in_flight, operation, asynchronous=getattr(opts, "asyncOp", True))
-        call.data = in_flight.inputs if sizes is None else (in_flight.inputs, sizes)
-        complete = _COMPLETE[operation](op, root)
+        context = self._enter(call.operation)
+        made = Call(call.operation, call.fields, None, caller_place(), told=call.told)
+        in_flight = InFlightBuffer(call.brings, call.gets)
+        self._take_off(in_flight, call.operation, asynchronous=getattr(opts, "asyncOp", True))
+        inputs = in_flight.inputs
+        made.data = inputs if call.sizes is None else (inputs, call.sizes)
+        complete = _COMPLETE[call.operation](call.op, call.root)
 
         def completed(calls: list[Call]) -> Any:
             with torch.no_grad():
                 return complete(calls)
 
-        meeting = self._shared.channel.join(context, call, completed)
-        outputs = list(gets) if result is None else result
-        return self._issued(SimWork(context, meeting, in_flight, outputs, operation, call.place))
+        meeting = self._shared.channel.join(context, made, completed)
+        work = SimWork(context, meeting, in_flight, call.outputs, call.operation, made.place)
+        return self._issued(work)
 
     def _take_off(
         self,

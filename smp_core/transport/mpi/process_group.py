@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from smp_core.errors import ArgumentError, NotInitializedError
-from smp_core.transport.checked_group import CheckedGroup, Fields
+from smp_core.transport.checked_group import CheckedGroup, Collective, Fields
 from smp_core.transport.memory import InFlightBuffer
-from smp_core.transport.messages import Size
 from smp_core.transport.mpi.exchange import (
     LARGE,
     Exchange,
@@ -54,31 +52,19 @@ class MpiProcessGroup(CheckedGroup):
         if self._destroyed:
             raise NotInitializedError(f"{call}: process group {self._name} has been destroyed")
 
-    def _collective(
-        self,
-        operation: str,
-        fields: Fields,
-        opts: Any,
-        *,
-        op: str = "",
-        root: int | None = None,
-        brings: Sequence[Tensor] = (),
-        gets: Sequence[Tensor] = (),
-        sizes: Sequence[Size] | None = None,
-        told: Fields = (),
-        result: Any = None,
-    ) -> MpiWork:
+    def _collective(self, call: Collective, opts: Any) -> MpiWork:
         """See CheckedGroup. What goes where stands in ROUTES."""
-        self._check(operation)
-        in_flight = InFlightBuffer(brings, gets)
+        self._check(call.operation)
+        in_flight = InFlightBuffer(call.brings, call.gets)
         if in_flight.outputs_meet():
             raise ArgumentError(
-                f"{operation}: two outputs share memory: one value would overwrite the other"
+                f"{call.operation}: two outputs share memory: one value would overwrite the other"
             )
         with torch.no_grad():
-            part = Part(self._position, self._size, flat_copies(brings), gets, op, root)
-            issued = self._issue(operation, part, _text(operation, fields))
-        return self._handle(issued, in_flight, list(gets) if result is None else result, operation)
+            brought = flat_copies(call.brings)
+            part = Part(self._position, self._size, brought, call.gets, call.op, call.root)
+            issued = self._issue(call.operation, part, _text(call.operation, call.fields))
+        return self._handle(issued, in_flight, call.outputs, call.operation)
 
     def _issue(self, operation: str, part: Part, note: str) -> Exchange | LargeAllReduce:
         number, group = self._meetings.number(), self._group

@@ -92,9 +92,9 @@ def _before(owner: type, name: str, note: Callable[..., None]) -> None:
     setattr(owner, name, noted)
 
 
-def _collective(self: Any, operation: str, *args: Any, **kwargs: Any) -> None:
-    _now.used.add(_OPERATIONS.get(operation) or Capability(operation))
-    if operation in _OPERATIONS:
+def _collective(self: Any, call: Any, opts: Any) -> None:
+    _now.used.add(_OPERATIONS.get(call.operation) or Capability(call.operation))
+    if call.operation in _OPERATIONS:
         _now.used.add(Capability.COALESCED)
 
 
