@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import hypothesis.strategies as st
@@ -57,6 +57,14 @@ def claimed(smp_world: SmpWorld, among: Iterable[str] = COLLECTIVES) -> list[str
         if COLLECTIVES[name].capability in claims and dtypes_or_none(claims, op_of(name), name)
     ]
     return found or not_supported(f"the backend claims none of {', '.join(among)}")
+
+
+def rooted(smp_world: SmpWorld, data: st.DataObject, ranks: int) -> Iterator[tuple[Case, str]]:
+    """A case of every claimed collective with a root, and the keyword of its root."""
+    for operation in claimed(smp_world, [name for name, each in COLLECTIVES.items() if each.root]):
+        root = data.draw(st.integers(0, ranks - 1), f"root of {operation}")
+        case = Case(operation, tuple(range(ranks)), shape=(2,), op=op_of(operation), root=root)
+        yield case, case.collective.root
 
 
 def dtypes(claims: Capabilities, op: str = "", operation: str = "") -> list[torch.dtype]:

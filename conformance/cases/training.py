@@ -228,6 +228,18 @@ def namespace(engine: str) -> Any:
     return importlib.import_module(find_engine(engine).api)
 
 
+def step_of_the_sum(smp: Any) -> Any:
+    """A step function of model and batch, whose loss is the sum of the outputs."""
+
+    @smp.step  # type: ignore[untyped-decorator]  # anybody's
+    def body(model: Any, x: Any) -> Any:
+        loss = model(x).sum()
+        model.backward(loss)
+        return loss
+
+    return body
+
+
 class _Api:
     """The SMP API of the engine that is tested, for functions that run on ranks."""
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from torch import Tensor, nn
 
-from conformance.cases.training import TrainingWorld, namespace, trials, worlds
+from conformance.cases.training import TrainingWorld, namespace, step_of_the_sum, trials, worlds
 from conformance.requirements.catalogue import requirement
 from pytest_smp.proxies import SmpWorld
 
@@ -41,6 +41,15 @@ def values(module: nn.Module, scale: float = 1.0) -> None:
             parameter.copy_(filled.reshape(parameter.shape) * scale)
 
 
+def distributed(smp: Any, module: Chain) -> Any:
+    """The model of a chain, in two stages where the pipeline has as many."""
+    values(module)
+    model = smp.DistributedModel(module)
+    if smp.pp_size() > 1:
+        smp.set_partition(module.last, 1)
+    return model
+
+
 @dataclasses.dataclass
 class Heard:
     """What one rank saw.
@@ -61,12 +70,9 @@ class Heard:
 def listen(engine: str, steps: int, microbatches: int, tracing: bool) -> Heard:
     """Register hooks, run steps, and say what was called."""
     smp = namespace(engine)
-    module = Chain()
-    values(module)
     heard = Heard()
-    model = smp.DistributedModel(module)
-    if smp.pp_size() > 1:
-        smp.set_partition(module.last, 1)
+    module = Chain()
+    model = distributed(smp, module)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
     now = [-1]
 
@@ -90,12 +96,7 @@ def listen(engine: str, steps: int, microbatches: int, tracing: bool) -> Heard:
 
         each.register_forward_hook(count)
 
-    @smp.step  # type: ignore[untyped-decorator]  # anybody's
-    def body(model: Any, x: Tensor) -> Tensor:
-        loss: Tensor = model(x).sum()
-        model.backward(loss)
-        return loss
-
+    body = step_of_the_sum(smp)
     before = model.partitioned
     for step in range(steps):
         now[0] = step
@@ -248,18 +249,8 @@ def test_partitioned_and_module(smp_world: SmpWorld, smp_engine: str, data: st.D
 def look_at_state(engine: str, microbatches: int, stepped: bool) -> dict[str, Tensor]:
     """The model's state, before or after the first step."""
     smp = namespace(engine)
-    module = Chain()
-    values(module)
-    model = smp.DistributedModel(module)
-    if smp.pp_size() > 1:
-        smp.set_partition(module.last, 1)
-
-    @smp.step  # type: ignore[untyped-decorator]  # anybody's
-    def body(model: Any, x: Tensor) -> Tensor:
-        loss: Tensor = model(x).sum()
-        model.backward(loss)
-        return loss
-
+    model = distributed(smp, Chain())
+    body = step_of_the_sum(smp)
     if stepped:
         body(model, torch.ones(2 * microbatches, 2))
     return dict(model.state_dict())
@@ -292,17 +283,8 @@ def train_unevenly(engine: str, batches: tuple[int, ...], microbatches: int) -> 
     """The gradient of the bias of the last module after each of this replica's steps."""
     smp = namespace(engine)
     module = Chain()
-    values(module)
-    model = smp.DistributedModel(module)
-    if smp.pp_size() > 1:
-        smp.set_partition(module.last, 1)
-
-    @smp.step  # type: ignore[untyped-decorator]  # anybody's
-    def body(model: Any, x: Tensor) -> Tensor:
-        loss: Tensor = model(x).sum()
-        model.backward(loss)
-        return loss
-
+    model = distributed(smp, module)
+    body = step_of_the_sum(smp)
     found: list[Tensor | None] = []
     with model.join():
         for _ in range(batches[smp.dp_rank()]):

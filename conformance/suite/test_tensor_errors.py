@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 
 from conformance.cases.draws import share
-from conformance.cases.tensor_draws import claimed, op_of, worlds
+from conformance.cases.tensor_draws import claimed, rooted, worlds
 from conformance.cases.tensors import COLLECTIVES, Case, play
 from conformance.cases.traffic import REFUSALS
 from conformance.requirements.catalogue import requirement
@@ -58,15 +58,11 @@ def call_badly(
 @share(0.1)
 def test_roots_named_twice_or_not_at_all(smp_world: SmpWorld, data: st.DataObject) -> None:
     """Each example goes through every collective with a root, and through both mistakes."""
-    rooted = [name for name, each in COLLECTIVES.items() if each.root]
     ranks = data.draw(worlds(smp_world), "ranks")
     calls = []
-    for operation in claimed(smp_world, rooted):
-        keyword = COLLECTIVES[operation].root
-        root = data.draw(st.integers(0, ranks - 1), f"root of {operation}")
-        case = Case(operation, tuple(range(ranks)), shape=(2,), op=op_of(operation), root=root)
-        calls.append((case, {keyword: root, f"group_{keyword}": root}))
-        if operation in ("broadcast", "reduce"):
+    for case, keyword in rooted(smp_world, data, ranks):
+        calls.append((case, {keyword: case.root, f"group_{keyword}": case.root}))
+        if case.operation in ("broadcast", "reduce"):
             calls.append((case, {}))
     callers = data.draw(st.sets(st.integers(0, ranks - 1), min_size=1), "callers")
     smp_world.run(call_all_badly, calls, sorted(callers), True, ranks=ranks)
@@ -79,16 +75,12 @@ def test_roots_that_there_are_not(
     smp_world: SmpWorld, data: st.DataObject, by_position: bool
 ) -> None:
     """Each example goes through every collective with a root, once below 0 and once beyond the last."""
-    rooted = [name for name, each in COLLECTIVES.items() if each.root]
     ranks = data.draw(worlds(smp_world), "ranks")
     calls = []
-    for operation in claimed(smp_world, rooted):
-        keyword = COLLECTIVES[operation].root
-        root = data.draw(st.integers(0, ranks - 1), f"root of {operation}")
-        case = Case(operation, tuple(range(ranks)), shape=(2,), op=op_of(operation), root=root)
+    for case, keyword in rooted(smp_world, data, ranks):
         below = st.sampled_from([-1, -ranks, -ranks - 1]) | st.integers(-99, -1)
         for numbers in (below, st.integers(ranks, 99)):
-            wrong = data.draw(numbers, f"no rank, for {operation}")
+            wrong = data.draw(numbers, f"no rank, for {case.operation}")
             calls.append((case, {f"group_{keyword}" if by_position else keyword: wrong}))
     callers = data.draw(st.sets(st.integers(0, ranks - 1), min_size=1), "callers")
     # Without lists: torch's Python refuses one on a rank that is not the root, before any backend is asked.
