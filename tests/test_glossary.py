@@ -30,7 +30,7 @@ REPLACED = {
     r"nests": "tensor tree, containers or payloads",
     r"sharding groups?": "shard group",
     r"replication groups?": "replicate group",
-    r"hosts?(?! (?:name|memory))": "executor; node; machine",
+    r"hosts?(?!\s+(?:name|memory))": "executor; node; machine",
 }
 
 
