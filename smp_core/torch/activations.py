@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 from smp_core.torch.memory import activations
 
 _RENAMED = {"Policy": "CheckpointPolicy"}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     found = getattr(activations, _RENAMED.get(name, name))
     warnings.warn(
         f"{__name__} has moved: use {activations.__name__}. If a pickled module names it, save the module again",

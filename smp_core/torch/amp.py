@@ -84,7 +84,7 @@ class GradScaler(torch.amp.GradScaler):
         self._ready()
         super().unscale_(optimizer)
 
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(self, optimizer: Optimizer, *args: object, **kwargs: object) -> Any:
         """As torch's: the update is left out on every rank if any rank found an infinity or NaN."""
         self._ready()
         return super().step(optimizer, *args, **kwargs)

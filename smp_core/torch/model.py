@@ -46,9 +46,11 @@ from smp_core.torch.precision import casting, half
 from smp_core.torch.precision.masters import Masters
 from smp_core.torch.reduction.policy import Options
 from smp_core.torch.reduction.reducer import GradientReducer
+from smp_core.torch.reduction.replicas import CommHook
 from smp_core.torch.sharding.sharded_model import ShardedModel
 from smp_core.torch.sharding.sharding import Sharding
 from smp_core.torch.sharding.whole_model import WHOLE_MODEL
+from smp_core.torch.tensor_tree import StateDict
 from smp_core.transport import torch_parts
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
@@ -134,7 +136,7 @@ class DistributedModel(nn.Module):
             broadcast_buffers=bool(broadcast_buffers),
             gradient_as_bucket_view=bool(gradient_as_bucket_view),
         )
-        self._comm_hook: tuple[Any, Any] | None = None  # until partitioned
+        self._comm_hook: tuple[object, CommHook] | None = None  # until partitioned
         self._trace = {
             "execution_times": bool(trace_execution_times),
             "memory_usage": bool(trace_memory_usage),
@@ -272,7 +274,7 @@ class DistributedModel(nn.Module):
         """
         return self._post_step.register(hook)
 
-    def register_comm_hook(self, state: Any, callable: Any) -> None:
+    def register_comm_hook(self, state: object, callable: CommHook) -> None:
         """Have ``callable(state, bucket)`` reduce each bucket of gradients. It averages over replicas
         and microbatches itself (API 1.7).
 
@@ -325,11 +327,11 @@ class DistributedModel(nn.Module):
         """This partition's buffers."""
         return weights.local_buffers(self)
 
-    def local_state_dict(self) -> dict[str, Any]:
+    def local_state_dict(self) -> StateDict:
         """This rank's part of the state, with the key ``_smp_is_partial``; of shards with ``_smp_shard``, too."""
         return weights.local_state_dict(self)
 
-    def state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, gather_to_rank0: bool = False) -> StateDict:  # type: ignore[override]
         """The state of the whole model, gathered: every rank of the PP group calls it and, with sharded data
         parallelism, every rank of the shard group. With ``gather_to_rank0`` all ranks but 0 get an empty dict.
         """
@@ -399,7 +401,7 @@ class DistributedModel(nn.Module):
             self._transport = Transport(self._session.runtime)
         return self._transport
 
-    def prepare(self, body: Callable[..., Any], split: Callable[[], list[Call]]) -> None:
+    def prepare(self, body: Callable[..., object], split: Callable[[], list[Call]]) -> None:
         """Before a step. Before the first: trace, partition, distribute, post-partition hooks."""
         session = self._session
         source = joining.before_step(session)
@@ -422,7 +424,7 @@ class DistributedModel(nn.Module):
             if vars(site.module).get("_compiled_call_impl") != site.called:
                 _check_compiled(self.module)
 
-    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def compile(self, *args: object, **kwargs: object) -> NoReturn:
         """Refused: the calls of its modules have to be seen. Raises UnsupportedTrainingError."""
         raise UnsupportedTrainingError(
             f"{_CALL}.compile: torch.compile is not supported (docs/spec/api.md#6). Leave the call out"
@@ -479,7 +481,7 @@ class DistributedModel(nn.Module):
                 "in a post-step hook; the step itself is complete, gradients and all",
             )
 
-    def _decide(self, body: Callable[..., Any], split: Callable[[], list[Call]]) -> Placement:
+    def _decide(self, body: Callable[..., object], split: Callable[[], list[Call]]) -> Placement:
         """On the one rank that decides: a trace of the first microbatch, unless it is skipped."""
         session = self._session
         if session.runtime.config.skip_tracing or creation.is_delayed(self.module):
@@ -590,7 +592,7 @@ def _check_compiled(module: nn.Module) -> None:
             )
 
 
-def _is_compiled(function: Any) -> bool:
+def _is_compiled(function: object) -> bool:
     """Whether it is what torch.compile gives, and not torch.compiler.disable."""
     return hasattr(function, "_torchdynamo_orig_callable") and not hasattr(
         function, "_torchdynamo_disable"

@@ -77,7 +77,7 @@ class Reducer(Protocol):
     def end_step(
         self,
         totals: Mapping[nn.Parameter, torch.Tensor],
-        failure: Any,
+        failure: object,
         *,
         joined: bool = False,
         microbatches: int | None = None,
@@ -135,7 +135,7 @@ class Model(Protocol):
     def transport(self) -> Any:
         """The messages of the model's pipeline (execution/remote/transport.py); None at pipeline degree 1."""
 
-    def prepare(self, body: Callable[..., Any], split: Callable[[], list[Call]]) -> None:
+    def prepare(self, body: Callable[..., object], split: Callable[[], list[Call]]) -> None:
         """Make the model ready for a step; collective over the world."""
 
     def settle(self) -> None:
@@ -154,7 +154,7 @@ class Optimizer(Protocol):
     optimizer: torch.optim.Optimizer
     loss_scaler: Any
 
-    def load_state_dict(self, state_dict: Any) -> None:
+    def load_state_dict(self, state_dict: object) -> None:
         """Load a state; see DistributedOptimizer."""
 
     def load_deferred(self) -> None:

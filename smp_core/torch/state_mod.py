@@ -18,7 +18,7 @@ class ModuleManager:
     are none.
     """
 
-    translate_functions: tuple[Any, ...] = ()
+    translate_functions: tuple[object, ...] = ()
 
 
 class State:

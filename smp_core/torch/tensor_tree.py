@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -12,6 +12,8 @@ from smp_core.containers import leaves, map_leaves
 
 __all__ = [
     "Slot",
+    "StateDict",
+    "Tree",
     "detached",
     "flatten",
     "leaves",
@@ -22,6 +24,8 @@ __all__ = [
     "unflatten",
 ]
 
+#: A state dict as torch has it: tensors, numbers and other state by name.
+StateDict: TypeAlias = dict[str, Any]
 #: A tensor tree, and the tree of the same structure that a function makes of it.
 Tree = TypeVar("Tree")
 

@@ -21,6 +21,7 @@ from smp_core.torch.parameters import foreign, sharing
 from smp_core.torch.pipeline import placement
 from smp_core.torch.session import Model
 from smp_core.torch.sharding import records
+from smp_core.torch.tensor_tree import StateDict
 
 PARTIAL = "_smp_is_partial"
 #: In a part of a sharded model's state: which shards it has (sharding/records.py).
@@ -332,7 +333,7 @@ def _meta(model: Model, shards: bool = False, elsewhere: bool = False) -> Iterat
 
     ``shards``: sharded parameters have the shapes of their shards.
     """
-    before: list[tuple[dict[str, Any], str, object]] = []
+    before: list[tuple[StateDict, str, object]] = []
     names: set[str] = set()
     first_name = {id(entry.tensor): entry.name for entry in placement.unique(model.module)}
     shapes = vars(model).get(placement.SHAPES, {})
@@ -341,7 +342,7 @@ def _meta(model: Model, shards: bool = False, elsewhere: bool = False) -> Iterat
         if mine and elsewhere:
             continue
         own = entry.name.rpartition(".")[2]
-        registry: dict[str, Any] = (
+        registry: StateDict = (
             entry.owner._parameters if entry.kind == "parameter" else entry.owner._buffers
         )
         shard = None if shards else model.sharding.shard(entry.tensor)

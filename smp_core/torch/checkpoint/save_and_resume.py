@@ -50,6 +50,7 @@ from smp_core.torch.session import current as session_of
 from smp_core.torch.sharding import records
 from smp_core.torch.sharding.sharding import Sharding
 from smp_core.torch.sharding.whole_model import WHOLE_MODEL
+from smp_core.torch.tensor_tree import StateDict
 
 if TYPE_CHECKING:
     import types
@@ -144,7 +145,7 @@ def save_checkpoint(
     partial: bool = True,
     model: Any = None,
     optimizer: Any = None,
-    user_content: Any = None,
+    user_content: object = None,
     translate_if_full: bool = True,
     num_kept_partial_checkpoints: int | None = None,
 ) -> None:
@@ -171,7 +172,7 @@ def save_checkpoint(
     """
     session = session_of(_SAVE)
     runtime = session.runtime
-    content: list[Any] = []
+    content: list[object] = []
 
     def check() -> tuple[object, ...]:
         naming.check_tag(_SAVE, tag)
@@ -214,7 +215,7 @@ def save_checkpoint(
 
 
 def _save_partial(
-    session: Session, path: Path, tag: str, model: Any, optimizer: Any, user_content: Any
+    session: Session, path: Path, tag: str, model: Any, optimizer: Any, user_content: object
 ) -> None:
     runtime = session.runtime
     begun = together(runtime, _SAVE, on_first(runtime, lambda: folders.begin(path, tag)))
@@ -255,7 +256,7 @@ def _save_partial(
     )
 
 
-def _save_optimizer(session: Session, folder: Path, optimizer: Any, said: dict[str, Any]) -> None:
+def _save_optimizer(session: Session, folder: Path, optimizer: Any, said: StateDict) -> None:
     """The files of this rank's state; what only a 16-bit run has is in one of its own."""
     state, name = optimizer.local_state_dict(False), naming.of_state(session.runtime)
     state = plain.plain(state, _SAVE, "optimizer.local_state_dict()")
@@ -266,7 +267,7 @@ def _save_optimizer(session: Session, folder: Path, optimizer: Any, said: dict[s
         files.save(folder / f"{_FP16}_{name}.pt", {_FP16: precise, **said})
 
 
-def _flat_groups(session: Session, optimizer: Any) -> dict[str, Any]:
+def _flat_groups(session: Session, optimizer: Any) -> StateDict:
     """What public readers of shards put parameters together from: this rank's part of each, by the
     optimizer's groups (API 1.11). Nothing where parameters are whole.
     """
@@ -280,13 +281,13 @@ def _flat_groups(session: Session, optimizer: Any) -> dict[str, Any]:
 
 
 def _save_full(
-    session: Session, path: Path, tag: str, model: Any, optimizer: Any, user_content: Any
+    session: Session, path: Path, tag: str, model: Any, optimizer: Any, user_content: object
 ) -> None:
     runtime = session.runtime
 
-    def gather() -> dict[str, Any]:
+    def gather() -> StateDict:
         # Calls of all ranks. What one of them raises, it raises on all.
-        state: dict[str, Any] = {_IS_PARTIAL: False}
+        state: StateDict = {_IS_PARTIAL: False}
         if model is not None:
             state["model"] = weights.state_dict(model, gather_to_rank0=True)
         if optimizer is not None:
@@ -300,7 +301,7 @@ def _save_full(
             )
         return state
 
-    mine: list[dict[str, Any]] = []
+    mine: list[StateDict] = []
     together(runtime, _SAVE, lambda: mine.append(gather()))
 
     def write() -> None:
@@ -318,7 +319,7 @@ def resume_from_checkpoint(
     strict: bool = True,
     load_optimizer: bool = True,
     load_sharded_optimizer_state: bool = True,
-    translate_function: Callable[[Any], Any] | None = None,
+    translate_function: Callable[[Any], object] | None = None,
 ) -> Any:
     """Load a checkpoint of `smp.save_checkpoint`; every rank of the world calls it. Returns the user
     content.
@@ -383,11 +384,11 @@ class _Loaded:
     def __init__(self, where: Path) -> None:
         self.where = where
         self.model: Any = None
-        self.partition: Any = None
+        self.partition: StateDict | None = None
         self.placement: placement.Placement | None = None  # to be that of this run
         self.optimizer: Any = None
         self.precise_only = False  # of the optimizer's state no more than fp16_states
-        self.user_content: Any = None
+        self.user_content: object = None
 
 
 def _read_partial(session: Session, path: Path, tag: str, load_optimizer: bool) -> _Loaded:
@@ -469,7 +470,7 @@ def _read_full(session: Session, path: Path, tag: str, load_optimizer: bool) -> 
     return state
 
 
-def _translate(state: _Loaded, function: Callable[[Any], Any]) -> None:
+def _translate(state: _Loaded, function: Callable[[Any], object]) -> None:
     state.model = function(state.model)
 
 
@@ -523,7 +524,7 @@ def _apply_optimizer(session: Session, state: _Loaded) -> None:
 # What is looked at on one rank.
 
 
-def _partition_of(session: Session) -> dict[str, Any]:
+def _partition_of(session: Session) -> StateDict:
     assert session.model is not None
     placed = session.model.placement
     assert placed is not None  # a model that is not partitioned was refused
@@ -543,7 +544,7 @@ def _part_of(session: Session) -> list[int] | None:
     return [runtime.position(GroupKind.RDP), len(runtime.group(GroupKind.RDP).ranks)]
 
 
-def _say_part(part: Any) -> str:
+def _say_part(part: list[int] | None) -> str:
     return "all" if part is None else f"part {part[0]} of {part[1]}"
 
 
@@ -589,7 +590,7 @@ def _restored(session: Session, partition: Any, where: Path) -> placement.Placem
     return made
 
 
-def _check_own(session: Session, kind: str, given: Any) -> None:
+def _check_own(session: Session, kind: str, given: object) -> None:
     """A session has one model and one optimizer; others could not be resumed."""
     own = getattr(session, kind)
     if given is not None and given is not own:

@@ -182,7 +182,7 @@ class _Keep(torch.autograd.Function):
         return torch.empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> object:
+    def backward(ctx: object, *gradients: Tensor) -> object:
         raise AssertionError("nothing runs backwards through what only keeps tensors")
 
 

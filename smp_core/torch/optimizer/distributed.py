@@ -23,6 +23,7 @@ from smp_core.torch.optimizer.parts import check_elementwise
 from smp_core.torch.precision import scaler
 from smp_core.torch.precision.scaler import LossScaler
 from smp_core.torch.precision.update import Found, Update
+from smp_core.torch.tensor_tree import StateDict
 
 
 class DistributedOptimizer(Internals, Optimizer):
@@ -109,12 +110,12 @@ class DistributedOptimizer(Internals, Optimizer):
         self._parameters.scaler = loss_scaler
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[StateDict]:
         """The wrapped optimizer's groups, with this rank's parameters once the model is partitioned."""
         return self.optimizer.param_groups
 
     @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+    def param_groups(self, groups: list[StateDict]) -> None:
         self.optimizer.param_groups = groups
 
     @property
@@ -127,12 +128,12 @@ class DistributedOptimizer(Internals, Optimizer):
         self.optimizer.state = state
 
     @property
-    def defaults(self) -> dict[str, Any]:
+    def defaults(self) -> StateDict:
         """The wrapped optimizer's defaults."""
         return self.optimizer.defaults
 
     @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
+    def defaults(self, defaults: StateDict) -> None:
         self.optimizer.defaults = defaults
 
     def __repr__(self) -> str:
@@ -257,7 +258,7 @@ class DistributedOptimizer(Internals, Optimizer):
         """
         return optimizer_state.local_state_dict(self._parameters, gather_if_shard)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The whole state, as plain torch's optimizer over the whole model would have it.
 
         Collective over the MP and the shard group. Raises UnsupportedTrainingError with

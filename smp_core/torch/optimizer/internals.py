@@ -7,7 +7,7 @@ it has no such attribute.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from smp_core.torch.exceptions import UnsupportedTrainingError
 from smp_core.torch.optimizer.parameters import OptimizerParameters
 from smp_core.torch.reduction.layout import Layout
 from smp_core.torch.session import Session
+from smp_core.torch.tensor_tree import StateDict
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -119,7 +120,7 @@ class Internals:
             "optimizer.param_groups, and by name in model.virtual_named_parameters(); use one of those"
         )
 
-    def orig_state_dict(self) -> dict[str, Any]:
+    def orig_state_dict(self) -> StateDict:
         """The wrapped optimizer's own ``state_dict()``: of this rank's parameters, or masters, numbered among
         themselves.
         """

@@ -26,6 +26,7 @@ from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import CheckpointError, UnsupportedTrainingError
 from smp_core.torch.optimizer.parameters import OptimizerParameters
 from smp_core.torch.sharding import optimizer_states
+from smp_core.torch.tensor_tree import StateDict
 
 PARTIAL = "_smp_is_partial"
 FP16 = "fp16_states"
@@ -52,7 +53,7 @@ def local_state_dict(parameters: OptimizerParameters, gather_if_shard: bool = Tr
     return part
 
 
-def _local(parameters: OptimizerParameters) -> dict[str, Any]:
+def _local(parameters: OptimizerParameters) -> StateDict:
     parameters.sharding.reshard()
     parameters.take_masters()
     indices = _indices(parameters)
@@ -80,7 +81,7 @@ def _local(parameters: OptimizerParameters) -> dict[str, Any]:
     return part if place is None else {**part, SHARD: place}
 
 
-def state_dict(parameters: OptimizerParameters, keep: bool = True) -> dict[str, Any]:
+def state_dict(parameters: OptimizerParameters, keep: bool = True) -> StateDict:
     """The whole state, as plain torch's optimizer over the whole model would have it.
 
     Collective over the MP group once the model is partitioned, and over the shard group: every rank
@@ -131,11 +132,11 @@ def _full_masters(parameters: OptimizerParameters, keep: bool) -> dict[str, torc
     return full
 
 
-def _place(index: Any) -> tuple[bool, Any]:
+def _place(index: object) -> tuple[bool, object]:
     return isinstance(index, str), index
 
 
-def _parameters(parameters: OptimizerParameters) -> Iterable[tuple[Any, int]]:
+def _parameters(parameters: OptimizerParameters) -> Iterable[tuple[torch.nn.Parameter, int]]:
     """The model's parameters with their indices."""
     indices = _indices(parameters)
     for order in parameters.order:
@@ -150,7 +151,7 @@ def _split(parameters: OptimizerParameters) -> bool:
     )
 
 
-def check(given: Any) -> None:
+def check(given: object) -> None:
     """Raise ArgumentTypeError for what is no state at all."""
     if isinstance(given, list) and given and all(isinstance(each, Mapping) for each in given):
         for each in given:
@@ -179,7 +180,7 @@ def load(parameters: OptimizerParameters, given: Any) -> None:
             )
         given = given[runtime.position(GroupKind.RDP)]
     state, groups = given["state"], given["param_groups"]
-    precise: dict[str, Any] | None = given.get(FP16)
+    precise: StateDict | None = given.get(FP16)
     group = runtime.group(GroupKind.MP)
     if given.get(PARTIAL, False) and len(group.ranks) > 1:
         named = {} if precise is None else precise["masters"]
@@ -195,7 +196,7 @@ def load(parameters: OptimizerParameters, given: Any) -> None:
     saved = [index for each in groups for index in each["params"]]
     of = dict(zip(saved, [each for order in parameters.order for each in order], strict=True))
     index_of = {id(parameters.face(each)): index for index, each in reversed(of.items())}
-    narrowed: list[dict[str, Any]] = [
+    narrowed: list[StateDict] = [
         {
             **saved_group,
             "params": [index_of[id(each)] for each in own["params"]],

@@ -17,7 +17,7 @@ _NOT_GIVEN: Any = object()
 
 
 def checkpoint(
-    module: nn.Module = _NOT_GIVEN, /, *args: Any, preserve_rng_state: bool = True, **kwargs: Any
+    module: nn.Module = _NOT_GIVEN, /, *args: object, preserve_rng_state: bool = True, **kwargs: Any
 ) -> Any:
     """``module(*args, **kwargs)``, keeping its inputs and none of its activations: backward computes
     them again, on the rank that owns the module. Gradients do not change.

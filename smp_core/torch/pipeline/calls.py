@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 from smp_core.torch.execution import calls
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     found = getattr(calls, name)
     warnings.warn(
         f"{__name__} has moved: use {calls.__name__}. If a pickled module names it, save the module again",

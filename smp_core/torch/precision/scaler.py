@@ -160,7 +160,7 @@ def of_arguments(
     return LossScaler(static_loss_scale)
 
 
-def dynamic_arguments(keywords: Mapping[str, Any]) -> dict[str, Any]:
+def dynamic_arguments(keywords: Mapping[str, object]) -> dict[str, Any]:
     """The dynamic loss arguments in the forms that scripts pass: one dict named ``dynamic_loss_args``, or
     keywords of its keys. Raises ArgumentError for an unknown one, ArgumentTypeError if it is no dict.
     """

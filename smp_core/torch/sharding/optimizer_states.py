@@ -33,10 +33,10 @@ _MISSING: Any = object()
 def full_state(
     runtime: Runtime,
     sharding: Sharding,
-    state: Mapping[Any, Any],
+    state: Mapping[object, Any],
     parameters: Mapping[int, nn.Parameter],
     keep: bool = True,
-) -> dict[Any, Any]:
+) -> dict[object, Any]:
     """The state with tensors of the size of shards gathered, of the parameters' shapes and strides.
 
     Every rank of the shard group calls it, whatever state it has: who owns no element of a parameter
@@ -60,7 +60,7 @@ def full_state(
     }
     gathered = runtime.fabric.objects.allgather(local, runtime.group(GroupKind.SHARDING))
     full = {index: value for index, value in state.items() if index not in local}
-    sharded: list[tuple[int, Any, torch.dtype]] = []
+    sharded: list[tuple[int, object, torch.dtype]] = []
     for index in sorted({index for each in gathered for index in each}):
         full[index] = {}
         for key, values in _by_key([each.get(index, {}) for each in gathered]):
@@ -83,11 +83,11 @@ def full_state(
     return {index: full[index] for index in sorted(full, key=_order)}
 
 
-def _order(index: Any) -> tuple[bool, Any]:
+def _order(index: object) -> tuple[bool, object]:
     return isinstance(index, str), index
 
 
-def _local(shard: ShardedParameter, value: Any) -> Any:
+def _local(shard: ShardedParameter, value: object) -> object:
     """What is sent to the other ranks of a value: all of it, unless it has the size of the owned range."""
     if isinstance(value, torch.Tensor):
         if tuple(value.shape) == (shard.owned_numel,):
@@ -96,14 +96,14 @@ def _local(shard: ShardedParameter, value: Any) -> Any:
     return value
 
 
-def _by_key(gathered: Sequence[Mapping[Any, Any]]) -> Iterator[tuple[Any, list[Any]]]:
+def _by_key(gathered: Sequence[Mapping[object, object]]) -> Iterator[tuple[object, list[Any]]]:
     """The values of the ranks, by key, in the order of the first rank that has it."""
     for key in dict.fromkeys(key for each in gathered for key in each):
         yield key, [each.get(key, _MISSING) for each in gathered]
 
 
 def _checked(
-    shard: ShardedParameter, index: int, key: Any, values: Sequence[Any]
+    shard: ShardedParameter, index: int, key: object, values: Sequence[Any]
 ) -> torch.dtype | None:
     """The dtype of what is to be gathered; None for what is not."""
     there = [each for each in values if each is not _MISSING]

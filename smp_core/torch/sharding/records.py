@@ -58,7 +58,7 @@ def _wrong(where: Path | str) -> str:
     )
 
 
-def _is_record(found: Any) -> bool:
+def _is_record(found: object) -> bool:
     return (
         isinstance(found, Mapping)
         and {"rank", "degree", "split"} <= set(found)

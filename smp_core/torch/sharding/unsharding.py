@@ -306,7 +306,7 @@ class Unsharded:
         counted.happened("released", unit.shards[0].name)
 
 
-def vars_of(frame: Any) -> set[int]:
+def vars_of(frame: object) -> set[int]:
     """The numbers of the units that a call has used."""
     return getattr(frame, "units", None) or set()
 
