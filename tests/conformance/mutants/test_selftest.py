@@ -350,9 +350,8 @@ def test_a_bug_of_a_trial_is_no_property(pytestconfig: pytest.Config) -> None:
 
 def test_a_property_gets_a_multiple_of_its_seconds() -> None:
     assert limit(0.0) > 0
-    assert limit(3.0) - limit(2.0) >= 10  # a machine ten times slower than for the reference
-    assert limit(3.0, MANY) - limit(2.0, MANY) >= 10 * MANY / FEW
-    assert limit(3.0, 1) == limit(3.0)  # what comes before the first example is there in any case
+    # A machine ten times slower than for the reference, which has run FEW examples.
+    assert limit(3.0) - limit(2.0) >= 10 * MANY / FEW
 
 
 def test_the_score_of_nothing_is_no_number() -> None:
