@@ -5,6 +5,7 @@ a link between them that can be cut.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import re
@@ -177,12 +178,21 @@ WHERE = """
 #: Of the levels L0, L1 and L2: these take seconds, and all of them many minutes on two cores.
 REQUIREMENTS = ["lifecycle", "allgather", "barriers", "process_groups", "errors"]
 
+#: Where ranks are makes no difference to an example: the link is proved by few.
+FEW = """
+from hypothesis import settings
+settings.register_profile("few", max_examples=20)
+settings.load_profile("few")
+"""
+
 
 @LAUNCHERS
 def test_requirements_hold_on_two_machines(machines, command, tmp_path, launch):
     modules = [f"conformance.suite.test_{name}" for name in REQUIREMENTS]
     shared = f"--basetemp={tmp_path / 'shared'}"  # for smp_tmp_path
-    started, other = launch(machines, command, "--pyargs", *modules, "-q", shared)
+    (tmp_path / "few.py").write_text(FEW)
+    few = functools.partial(command, PYTHONPATH=str(tmp_path))
+    started, other = launch(machines, few, "-p", "few", "--pyargs", *modules, "-q", shared)
     code, text = started.end(240)
     if other is not None:
         other.end(30)
