@@ -77,6 +77,6 @@ def test_a_sharded_parameter_crosses_four_walls() -> None:
     for step in steps:
         folders = [path.split("/")[2] for path, _ in _NAMED.findall(step)]
         walls |= {frozenset(pair) for pair in itertools.pairwise(folders)}
-    named = {frozenset(pair) for pair in re.findall(r"`(\w+)` and `(\w+)`", section)}
+    named = {frozenset(pair) for pair in re.findall(r"`(\w+)`\s+and\s+`(\w+)`", section)}
     assert {wall for wall in walls if len(wall) == 2} == named
     assert len(named) == 4
