@@ -40,7 +40,7 @@ Shape = tuple[int, ...]
 # ---- The collectives -----------------------------------------------------------------------------
 
 
-class Collective(NamedTuple):
+class TensorCollective(NamedTuple):
     """How a function of torch.distributed takes the members' pieces.
 
     Attributes:
@@ -63,8 +63,8 @@ class Collective(NamedTuple):
 
 
 # The functions are looked up when they are called: a planted bug may stand in their place.
-COLLECTIVES: Mapping[str, Collective] = {
-    "broadcast": Collective(
+COLLECTIVES: Mapping[str, TensorCollective] = {
+    "broadcast": TensorCollective(
         Capability.BROADCAST,
         "one",
         "same",
@@ -72,7 +72,7 @@ COLLECTIVES: Mapping[str, Collective] = {
         False,
         lambda given, taken, how: dist.broadcast(given[0], **how),
     ),
-    "all_reduce": Collective(
+    "all_reduce": TensorCollective(
         Capability.ALL_REDUCE,
         "one",
         "same",
@@ -80,7 +80,7 @@ COLLECTIVES: Mapping[str, Collective] = {
         True,
         lambda given, taken, how: dist.all_reduce(given[0], **how),
     ),
-    "reduce": Collective(
+    "reduce": TensorCollective(
         Capability.REDUCE,
         "one",
         "same",
@@ -88,7 +88,7 @@ COLLECTIVES: Mapping[str, Collective] = {
         True,
         lambda given, taken, how: dist.reduce(given[0], **how),
     ),
-    "all_gather": Collective(
+    "all_gather": TensorCollective(
         Capability.ALL_GATHER,
         "one",
         "list",
@@ -96,7 +96,7 @@ COLLECTIVES: Mapping[str, Collective] = {
         False,
         lambda given, taken, how: dist.all_gather(taken, given[0], **how),
     ),
-    "all_gather_single": Collective(
+    "all_gather_single": TensorCollective(
         Capability.ALL_GATHER_SINGLE,
         "one",
         "joined",
@@ -104,7 +104,7 @@ COLLECTIVES: Mapping[str, Collective] = {
         False,
         lambda given, taken, how: dist.all_gather_single(taken[0], given[0], **how),
     ),
-    "gather": Collective(
+    "gather": TensorCollective(
         Capability.GATHER,
         "one",
         "list",
@@ -112,7 +112,7 @@ COLLECTIVES: Mapping[str, Collective] = {
         False,
         lambda given, taken, how: dist.gather(given[0], taken or None, **how),
     ),
-    "scatter": Collective(
+    "scatter": TensorCollective(
         Capability.SCATTER,
         "list",
         "one",
@@ -120,7 +120,7 @@ COLLECTIVES: Mapping[str, Collective] = {
         False,
         lambda given, taken, how: dist.scatter(taken[0], given or None, **how),
     ),
-    "reduce_scatter": Collective(
+    "reduce_scatter": TensorCollective(
         Capability.REDUCE_SCATTER,
         "list",
         "one",
@@ -128,7 +128,7 @@ COLLECTIVES: Mapping[str, Collective] = {
         True,
         lambda given, taken, how: dist.reduce_scatter(taken[0], given, **how),
     ),
-    "reduce_scatter_single": Collective(
+    "reduce_scatter_single": TensorCollective(
         Capability.REDUCE_SCATTER_SINGLE,
         "joined",
         "one",
@@ -136,7 +136,7 @@ COLLECTIVES: Mapping[str, Collective] = {
         True,
         lambda given, taken, how: dist.reduce_scatter_single(taken[0], given[0], **how),
     ),
-    "all_to_all": Collective(
+    "all_to_all": TensorCollective(
         Capability.ALL_TO_ALL,
         "list",
         "list",
@@ -144,7 +144,7 @@ COLLECTIVES: Mapping[str, Collective] = {
         False,
         lambda given, taken, how: dist.all_to_all(taken, given, **how),
     ),
-    "all_to_all_single": Collective(
+    "all_to_all_single": TensorCollective(
         Capability.ALL_TO_ALL_SINGLE,
         "joined",
         "joined",
@@ -249,7 +249,7 @@ class Case:
         printer.text(repr(self))  # Hypothesis would print every field
 
     @property
-    def collective(self) -> Collective:
+    def collective(self) -> TensorCollective:
         """How the operation takes its tensors."""
         return COLLECTIVES[self.operation]
 
