@@ -201,6 +201,24 @@ def test_a_public_class_name_is_defined_once() -> None:
     assert not {name: places for name, places in twice.items() if name not in SHARED}
 
 
+def count_any(source: str) -> int:
+    """How often a module's code says Any, imports aside."""
+    return sum(
+        isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(ast.parse(source))
+    )
+
+
+def test_torch_says_any_where_it_must() -> None:
+    """At most as often as today's values of users, and torch's that have no types, ask for."""
+    found = {
+        str(path.relative_to(ROOT)): count_any(path.read_text(encoding="utf-8"))
+        for name, path in modules(ROOT).items()
+        if f"{name}.".startswith(f"{TORCH}.")
+    }
+    most = dict(sorted(found.items(), key=lambda each: -each[1])[:5])
+    assert sum(found.values()) <= 150, most
+
+
 def unmirrored(root: Path) -> list[str]:
     """The test files that lie in a folder without a folder of that path among the packages and tools."""
     tests = root / "tests"
@@ -253,6 +271,11 @@ def test_an_arrow_to_a_higher_layer_is_told(tmp_path: Path) -> None:
     (told,) = upwards(arrows(root))
     assert told.startswith("smp_core/torch/execution/engine.py:2: ")
     assert told.endswith("(execution imports sharding)")
+
+
+def test_any_is_counted_where_it_is_said() -> None:
+    source = "from typing import Any\n\ndef one(x: Any, *rest: list[Any]) -> object:\n    'Any'"
+    assert count_any(source) == 2
 
 
 def test_a_test_in_a_folder_of_its_own_is_told(tmp_path: Path) -> None:

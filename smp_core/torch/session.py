@@ -163,10 +163,10 @@ class Optimizer(Protocol):
     def _smp_take_state(self, source: int) -> None:
         """Have the state of dp rank ``source``; collective over the DP group."""
 
-    def _smp_check_fits(self, given: Mapping[str, Any]) -> None:
+    def _smp_check_fits(self, given: Mapping[str, object]) -> None:
         """Raise what a load of the state would raise of groups and shards."""
 
-    def _smp_load_precise(self, precise: Mapping[str, Any] | None) -> None:
+    def _smp_load_precise(self, precise: Mapping[str, object] | None) -> None:
         """Load masters and loss scaler only."""
 
     def _smp_partitioned(self, model: Model) -> None:

@@ -17,13 +17,21 @@ GATHERED, ACTIVATIONS, EXCHANGED = "gathered", "activations", "exchanged"
 KINDS = (PARAMETERS, MASTERS, OPTIMIZER, GRADIENTS, GATHERED, ACTIVATIONS, EXCHANGED)
 
 
+class Saved(Protocol):
+    """The form in which autograd keeps a tensor until backward."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The kept tensor."""
+
+
 class Counter(Protocol):
     """The protocol of ``memory.recorder.Recorder``."""
 
     def holds(self, kind: str, tensor: torch.Tensor) -> None:
         """Count a tensor's memory as of this kind, until the memory is freed."""
 
-    def saved(self, value: object) -> None:
+    def saved(self, value: Saved) -> None:
         """Count ``value.tensor`` as an activation while autograd keeps ``value``."""
 
     def sample(self, event: str, what: str = "") -> object:
@@ -40,7 +48,7 @@ def holds(kind: str, tensor: torch.Tensor) -> None:
         counter.holds(kind, tensor)
 
 
-def saved(value: object) -> None:
+def saved(value: Saved) -> None:
     """Count ``value.tensor`` as an activation while autograd keeps ``value``."""
     counter = current.get()
     if counter is not None:

@@ -13,7 +13,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -38,7 +38,7 @@ class _Reference:
     def __init__(
         self,
         source: ParameterSource,
-        place: tuple[Any, int],
+        place: tuple[object, int],
         tensor: torch.Tensor,
         microbatch: object,
     ) -> None:

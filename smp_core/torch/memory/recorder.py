@@ -99,7 +99,7 @@ class Recorder:
         self._session = sessions.current("memory.Recorder")
         self.samples: list[Sample] = []
         self._held: dict[int, tuple[Any, int, str]] = {}  # weak reference, bytes, kind
-        self._saved: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._saved: weakref.WeakSet[counted.Saved] = weakref.WeakSet()
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -142,7 +142,7 @@ class Recorder:
                 reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
                 self._held[storage._cdata] = reference, storage.nbytes(), kind
 
-    def saved(self, value: object) -> None:
+    def saved(self, value: counted.Saved) -> None:
         """Count ``value.tensor`` as an activation while autograd keeps ``value``."""
         self._saved.add(value)
 

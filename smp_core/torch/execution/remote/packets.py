@@ -156,7 +156,7 @@ def encode(sender: int, message: object, payload: Payload, least: int) -> Tensor
     first = -(-text // _ALIGNMENT) * _ALIGNMENT
     total = first + at
     buffer = torch.empty(max(total, least), dtype=torch.uint8)
-    memory = _memory(buffer)
+    memory = bytes_of(buffer)
     # Old memory could hold the bytes by which transport.py tells that an envelope has not come.
     buffer[max(total, least - _ALIGNMENT) :] = 0
     memory[:text] = (
@@ -173,13 +173,13 @@ def encode(sender: int, message: object, payload: Payload, least: int) -> Tensor
 
 def beginning(buffer: Tensor) -> tuple[int, int]:
     """The size in bytes and the sender of the message that begins in ``buffer``."""
-    total, _, _, sender = _LENGTHS.unpack_from(_memory(buffer))
+    total, _, _, sender = _LENGTHS.unpack_from(bytes_of(buffer))
     return total, sender
 
 
 def decode(buffer: Tensor) -> tuple[Any, ReceivedPayload]:
     """Decode a message and its payload, whose tensors lie in the buffer's memory."""
-    memory = _memory(buffer)
+    memory = bytes_of(buffer)
     _, head, length, _ = _LENGTHS.unpack_from(memory)
     begin = _LENGTHS.size
     message, specs = pickle.loads(memory[begin : begin + head])
@@ -189,7 +189,8 @@ def decode(buffer: Tensor) -> tuple[Any, ReceivedPayload]:
     return message, ReceivedPayload(pickled, tensors, [spec[3] for spec in specs])
 
 
-def _memory(buffer: Tensor) -> memoryview:
+def bytes_of(buffer: Tensor) -> memoryview:
+    """The bytes of a tensor of the CPU."""
     array: Any = buffer.numpy()
     return memoryview(array)
 

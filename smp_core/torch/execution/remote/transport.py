@@ -19,7 +19,6 @@ order. Once the last bytes of the envelope have changed, the whole envelope is t
 from __future__ import annotations
 
 import struct
-from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup, Work
@@ -70,7 +69,7 @@ class Transport:
             envelope = torch.empty(ENVELOPE, dtype=torch.uint8)
             if self._sees:
                 self._mark = (self._mark + _STRIDE) % 2**64
-                _TAIL.pack_into(_memory(envelope), ENVELOPE - _TAIL.size, self._mark)
+                _TAIL.pack_into(packets.bytes_of(envelope), ENVELOPE - _TAIL.size, self._mark)
             work = self._group.recv_anysource([envelope], _ENVELOPES)
             self._posted = work, envelope
 
@@ -80,7 +79,7 @@ class Transport:
             return False
         work, envelope = self._posted
         if self._sees:
-            (tail,) = _TAIL.unpack_from(_memory(envelope), ENVELOPE - _TAIL.size)
+            (tail,) = _TAIL.unpack_from(packets.bytes_of(envelope), ENVELOPE - _TAIL.size)
             # A message may end in the mark by chance: it is then received where nothing else is left to do.
             return bool(tail != self._mark)
         return bool(work.is_completed())
@@ -112,8 +111,3 @@ class Transport:
         """Complete all sends at the end of a step, when every receiver has taken them or is about to."""
         for microbatch in list(self._sent):
             self.taken(microbatch)
-
-
-def _memory(envelope: torch.Tensor) -> memoryview:
-    array: Any = envelope.numpy()
-    return memoryview(array)
