@@ -112,7 +112,7 @@ class Join:
         gradients.begin_step(list(self._model.local_buffers()), self._active[0])
         failure = gradients.end_step({}, None, joined=True)
         if failure is not None:
-            raise failures.elsewhere(failure)
+            raise failures.remote_failure(failure)
         self._model.finished()
 
     def _synchronize(self) -> None:

@@ -32,8 +32,9 @@ from smp_core.torch.exceptions import (
     UnsupportedTrainingError,
 )
 from smp_core.torch.execution import activity as activities
-from smp_core.torch.execution import calls, everywhere, failures, uses
+from smp_core.torch.execution import calls, failures, uses
 from smp_core.torch.execution.calls import Site
+from smp_core.torch.execution.collective_try import collective_try
 from smp_core.torch.execution.remote.transport import Transport
 from smp_core.torch.execution.schedule import Phase
 from smp_core.torch.hooks import Handle, Hook, Hooks
@@ -454,13 +455,13 @@ class DistributedModel(nn.Module):
         if self._settled:
             return
         session = self._session
-        everywhere.done(
-            session,
+        collective_try(
+            session.runtime,
             lambda: self._post_partition.run(self, session.optimizer),
             "in a post-partition hook; the model is partitioned, and the next step may be tried",
         )
-        everywhere.done(
-            session,
+        collective_try(
+            session.runtime,
             lambda: weights.load_deferred(self),
             "in a load_state_dict that had waited for the partition; load the right state on every rank, "
             "and try the step again",
@@ -475,8 +476,8 @@ class DistributedModel(nn.Module):
     def finished(self) -> None:
         """After a step that went well."""
         if not self._post_step.ran:
-            everywhere.done(
-                self._session,
+            collective_try(
+                self._session.runtime,
                 lambda: self._post_step.run(self, self._session.optimizer),
                 "in a post-step hook; the step itself is complete, gradients and all",
             )

@@ -40,8 +40,8 @@ from smp_core.runtime import current as runtime_of
 from smp_core.topology import GroupKind
 from smp_core.torch import weights
 from smp_core.torch.checkpoint import files, folders, full, naming, plain
-from smp_core.torch.checkpoint.together import on_first, same, together
 from smp_core.torch.checkpoint.trust import trusted
+from smp_core.torch.checkpoint.trying import checkpoint_try, on_first, same
 from smp_core.torch.exceptions import CheckpointError
 from smp_core.torch.optimizer import state as optimizer_state
 from smp_core.torch.pipeline import placement
@@ -197,7 +197,7 @@ def save_checkpoint(
         naming.checked_path(_SAVE, "path", path)
         return tag, bool(partial), model is not None, optimizer is not None, keep
 
-    said = together(runtime, _SAVE, check)
+    said = checkpoint_try(runtime, _SAVE, check)
     same(_SAVE, "tag, partial, model, optimizer, number kept", said)
     folder = naming.checked_path(_SAVE, "path", path)
     if partial:
@@ -211,14 +211,14 @@ def save_checkpoint(
         if partial and num_kept_partial_checkpoints is not None:
             folders.prune(folder, num_kept_partial_checkpoints)
 
-    together(runtime, _SAVE, on_first(runtime, conclude))
+    checkpoint_try(runtime, _SAVE, on_first(runtime, conclude))
 
 
 def _save_partial(
     session: Session, path: Path, tag: str, model: Any, optimizer: Any, user_content: object
 ) -> None:
     runtime = session.runtime
-    begun = together(runtime, _SAVE, on_first(runtime, lambda: folders.begin(path, tag)))
+    begun = checkpoint_try(runtime, _SAVE, on_first(runtime, lambda: folders.begin(path, tag)))
     nonce = str(begun[0])
 
     def fill() -> None:
@@ -244,12 +244,12 @@ def _save_partial(
             files.save(folder / folders.USER_CONTENT, user_content)
 
     try:
-        together(runtime, _SAVE, fill)
+        checkpoint_try(runtime, _SAVE, fill)
     except SmpError:
         if runtime.rank == 0:
             folders.discard(path, tag)
         raise
-    together(
+    checkpoint_try(
         runtime,
         _SAVE,
         on_first(runtime, lambda: folders.finish(path, tag, naming.degrees(runtime), nonce)),
@@ -302,14 +302,14 @@ def _save_full(
         return state
 
     mine: list[StateDict] = []
-    together(runtime, _SAVE, lambda: mine.append(gather()))
+    checkpoint_try(runtime, _SAVE, lambda: mine.append(gather()))
 
     def write() -> None:
         state = mine[0] if optimizer is not None or model is None else mine[0]["model"]
         state = plain.plain(state, _SAVE, "the full state")
         full.write(path, tag, state, user_content)
 
-    together(runtime, _SAVE, on_first(runtime, write))
+    checkpoint_try(runtime, _SAVE, on_first(runtime, write))
 
 
 def resume_from_checkpoint(
@@ -359,22 +359,22 @@ def resume_from_checkpoint(
             raise CheckpointError(f"{folder / naming.NEWEST}: holds no tag: {error}") from error
         return said, bool(partial)
 
-    found = together(runtime, _RESUME, find)
+    found = checkpoint_try(runtime, _RESUME, find)
     same(_RESUME, "tag and partial", found)
     tag, folder = str(found[0][0]), naming.checked_path(_RESUME, "path", path)
     loaded: list[_Loaded] = []
     read = _read_partial if partial else _read_full
-    together(
+    checkpoint_try(
         runtime, _RESUME, lambda: loaded.append(read(session, folder, str(tag), load_optimizer))
     )
     state = loaded[0]
     sharded = _sharding_of(session).place is not None
     state.precise_only = sharded and not load_sharded_optimizer_state
     if state.model is not None and translate_function is not None and not partial:
-        together(runtime, _RESUME, lambda: _translate(state, translate_function))
-    together(runtime, _RESUME, lambda: _check(session, state, strict))
-    together(runtime, _RESUME, lambda: _apply_model(session, state, strict))
-    together(runtime, _RESUME, lambda: _apply_optimizer(session, state))
+        checkpoint_try(runtime, _RESUME, lambda: _translate(state, translate_function))
+    checkpoint_try(runtime, _RESUME, lambda: _check(session, state, strict))
+    checkpoint_try(runtime, _RESUME, lambda: _apply_model(session, state, strict))
+    checkpoint_try(runtime, _RESUME, lambda: _apply_optimizer(session, state))
     return state.user_content
 
 

@@ -29,7 +29,7 @@ def aborted(session: Session, error: BaseException) -> StepAbortedError:
     return _aborted(failure_of(session.runtime, None, error))
 
 
-def elsewhere(failure: Failure, when: str | None = None) -> Exception:
+def remote_failure(failure: Failure, when: str | None = None) -> Exception:
     """What a rank raises for the failure of another; ``when`` it was, if it was in no microbatch."""
     if failure.api is not None:
         error: Exception = pickle.loads(failure.api)

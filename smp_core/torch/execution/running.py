@@ -9,7 +9,7 @@ from typing import NoReturn, Protocol
 from smp_core.topology import GroupKind
 from smp_core.torch.execution import modes, schedule
 from smp_core.torch.execution.accumulation import Ledger, Listener
-from smp_core.torch.execution.failures import elsewhere, failure_of
+from smp_core.torch.execution.failures import failure_of, remote_failure
 from smp_core.torch.execution.remote.messages import Failure
 from smp_core.torch.execution.remote.transport import Transport
 from smp_core.torch.execution.source import WHOLE, ParameterSource
@@ -120,7 +120,7 @@ class RunningStep:
         """Raise the failure: the exception itself on its rank and for errors of this project, StepAbortedError else."""
         if self._own is not None and self._own[0] == failure:
             raise self._own[1]
-        raise elsewhere(failure)
+        raise remote_failure(failure)
 
 
 def _here(path: str) -> None:

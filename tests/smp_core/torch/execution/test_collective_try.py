@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from smp_core.torch.exceptions import PartitionError, StepAbortedError
+from smp_core import runtime
+from smp_core.torch.exceptions import CheckpointError, PartitionError, StepAbortedError
+from smp_core.torch.execution.collective_try import collective_try
 
 pytestmark = pytest.mark.smp(
     ranks=4, microbatches=2, pipeline_parallel_degree=2, auto_partition=False, default_partition=0
@@ -133,3 +135,24 @@ def test_replicas_of_a_whole_model_are_told(smp, where, alone):
         optimizer.load_state_dict(right)
     step(model, torch.randn(4, 4))
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.smp(ranks=3, pipeline_parallel_degree=1)
+def test_all_ranks_have_the_values_of_all(smp):
+    assert collective_try(runtime.current("test"), smp.rank, "now") == [0, 1, 2]
+
+
+@pytest.mark.smp(ranks=3, pipeline_parallel_degree=1)
+@pytest.mark.parametrize("kind", [CheckpointError, KeyError], ids=["ours", "the user's"])
+def test_of_several_failures_each_rank_raises_its_own_and_the_others_the_first(smp, kind):
+    def action():
+        if smp.rank() > 0:
+            raise kind(f"on {smp.rank()}")
+
+    known = kind if smp.rank() > 0 or kind is CheckpointError else StepAbortedError
+    with pytest.raises(known, match=f"on {max(smp.rank(), 1)}"):
+        collective_try(runtime.current("test"), action, "now")
+    first = CheckpointError if kind is CheckpointError else (KeyError, StepAbortedError)
+    with pytest.raises(first, match="on 1"):
+        collective_try(runtime.current("test"), action, "now", same=True)
+    assert collective_try(runtime.current("test"), lambda: 5, "now") == [5, 5, 5]
