@@ -224,8 +224,8 @@ def _why_refused(executor: object) -> str | None:
         return f"is no executor: it names no protocol; this version has {PROTOCOL_VERSION}"
     if protocol != PROTOCOL_VERSION:
         return (
-            f"was written for {protocol} of the protocol; this version has {PROTOCOL_VERSION}: see "
-            "docs/extension_points.md"
+            f"was written for version {protocol} of the protocol; this one has {PROTOCOL_VERSION}: see "
+            "docs/changelog.md"
         )
     for part in ("open", "close", "configure"):
         if not callable(getattr(executor, part, None)):

@@ -18,7 +18,7 @@ class _Process:
 
 
 def current() -> Any:
-    """The rank that this thread is (a RankContext or a RankProcess), or None where there is none."""
+    """The rank that this thread is (a RankContext or a ProcessContext), or None where there is none."""
     return getattr(_local, "context", None) or _Process.context
 
 

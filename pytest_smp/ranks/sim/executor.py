@@ -57,7 +57,7 @@ _SLICE = 1.0  # seconds between two looks at the clock and at interruptions
 _GRACE = 1.0  # seconds that an abandoned rank gets to unwind before its thread is given up
 
 
-class RankFabric(Protocol):
+class ThreadFabric(Protocol):
     """What the fabric keeps for one rank of one run."""
 
     def enter(self) -> None:
@@ -73,7 +73,7 @@ class RankFabric(Protocol):
 class WorldFabric(Protocol):
     """What the fabric keeps for all ranks of one run."""
 
-    def rank_fabric(self, context: RankContext) -> RankFabric: ...
+    def rank_fabric(self, context: RankContext) -> ThreadFabric: ...
 
     def leaks(self, strict: bool) -> tuple[list[str], list[str]]:
         """After all ranks have returned: what was left behind that fails the run, and what only

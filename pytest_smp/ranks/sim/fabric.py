@@ -44,11 +44,11 @@ class SimFabric:
     # Life of the rank.
 
     def enter(self) -> None:
-        """See RankFabric."""
+        """See ThreadFabric."""
         prepare_thread()
 
     def in_flight(self) -> list[str]:
-        """See RankFabric.
+        """See ThreadFabric.
 
         Named when the rank raises: it may have read poison.
         """
@@ -62,7 +62,7 @@ class SimFabric:
         return ["\n".join([head, *lines])] if works else []
 
     def leave(self) -> None:
-        """See RankFabric."""
+        """See ThreadFabric."""
         for work in self.unwaited.values():
             work.forget()
         if self._torch_world is not None:

@@ -1,4 +1,4 @@
-"""What `sim` makes of torch's private parts (backends/torch_parts.py lists them).
+"""What `sim` makes of torch's private parts (smp_core/transport/torch_parts.py lists them).
 
 torch.distributed keeps its state once per process (``distributed_c10d._world`` and a C++ registry
 of group names). While a run lasts, rank threads get a state each; every other thread keeps the

@@ -26,7 +26,7 @@ class Frame(Protocol):
         """The called module; None for the body of a microbatch."""
 
 
-class Kept(Protocol):
+class KeptShard(Protocol):
     """The shard that a rank keeps of a parameter."""
 
     @property
@@ -43,7 +43,7 @@ class ParameterSource(Protocol):
     A place is a unit of parameters and an index in it; both are the source's own.
     """
 
-    def shard(self, parameter: torch.Tensor) -> Kept | None:
+    def shard(self, parameter: torch.Tensor) -> KeptShard | None:
         """The shard of a parameter; None if the parameter is whole on every rank."""
 
     def read(self, parameter: nn.Parameter, frame: Frame) -> torch.Tensor:
@@ -74,7 +74,7 @@ class ParameterSource(Protocol):
 class WholeParameters:
     """The source of a model that is not sharded: nothing is gathered, counted or freed."""
 
-    def shard(self, parameter: torch.Tensor) -> Kept | None:
+    def shard(self, parameter: torch.Tensor) -> KeptShard | None:
         return None
 
     def read(self, parameter: nn.Parameter, frame: Frame) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch import nn
 from smp_core.errors import SmpError
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import PartitionError, UnsupportedTrainingError
-from smp_core.torch.execution.source import Kept
+from smp_core.torch.execution.source import KeptShard
 from smp_core.torch.parameters import creation, foreign, sharing
 from smp_core.torch.parameters.sharing import Entry
 from smp_core.torch.pipeline import partitioner
@@ -51,7 +51,7 @@ class Placement:
 class Sharded(Protocol):
     """The parameters of a model of which each rank keeps a shard (sharding/sharded_model.py)."""
 
-    def shard(self, parameter: torch.Tensor) -> Kept | None:
+    def shard(self, parameter: torch.Tensor) -> KeptShard | None:
         """The shard of a parameter; None if the parameter is whole on every rank."""
 
     def describe(self) -> None:

@@ -10,7 +10,7 @@ at a time. The tree of modules tells what is used together:
 
 A unit of more elements than half of ``sdp_max_live_parameters`` is taken apart, first into the children of
 its module, then into single parameters: so that one can be prefetched while another is used. The choice changes
-no value: a parameter is sharded by itself (layout.py), and gathered when it is read (gathered.py).
+no value: a parameter is sharded by itself (layout.py), and gathered when it is read (unsharding.py).
 """
 
 from __future__ import annotations

@@ -192,11 +192,11 @@ def test_what_is_no_error_of_a_backend_passes(theirs: str) -> None:
         ("moody", "what it opens is no executor: OSError: not yet"),
         (
             "old",
-            "what it opens was written for 0 of the protocol; this version has 2: see docs/ext",
+            "what it opens was written for version 0 of the protocol; this one has 2: see docs/changelog",
         ),
         (
             "last",
-            "what it opens was written for 1 of the protocol; this version has 2: see docs/ext",
+            "what it opens was written for version 1 of the protocol; this one has 2: see docs/changelog",
         ),
         (
             "bare",
