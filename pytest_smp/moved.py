@@ -27,6 +27,15 @@ MODULES = {
     "smp_core.backends.schedule": (f"{_RANKS}.schedule",),
 }
 
+#: Names of old modules that have another name now: the new module, and the name there.
+RENAMED = {
+    "smp_core.backends.base": {
+        "Host": (f"{_RANKS}.protocols", "Executor"),
+        "HostOptions": (f"{_RANKS}.protocols", "ExecutorOptions"),
+        "Seat": (f"{_TRANSPORT}.protocols", "RankEnvironment"),
+    },
+}
+
 
 class _Old(MetaPathFinder, Loader):
     """Finds the old modules and makes them: empty ones that look names up in the new ones."""
@@ -43,16 +52,18 @@ class _Old(MetaPathFinder, Loader):
 
         def find(attribute: str) -> Any:
             if not attribute.startswith("__"):
-                for address in MODULES[name]:
+                same = [(address, attribute) for address in MODULES[name]]
+                renamed = RENAMED.get(name, {}).get(attribute)
+                for address, today in [renamed] if renamed else same:
                     new = importlib.import_module(address)
-                    if hasattr(new, attribute):
+                    if hasattr(new, today):
                         warnings.warn(
-                            f"{name}.{attribute} is {address}.{attribute} now; the old address goes "
+                            f"{name}.{attribute} is {address}.{today} now; the old address goes "
                             "with the next version",
                             DeprecationWarning,
-                            stacklevel=3,
+                            stacklevel=2,
                         )
-                        return getattr(new, attribute)
+                        return getattr(new, today)
             raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
 
         module.__getattr__ = find  # type: ignore[method-assign]

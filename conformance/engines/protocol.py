@@ -165,6 +165,14 @@ def used(engine: Engine, needs: Collection[Need]) -> frozenset[Capability]:
 
 def check(engine: Any, name: str) -> Engine:
     """``engine``, if it is one. Raises EngineError."""
+    # First, because the parts are those of one version.
+    version = getattr(engine, "protocol", None)
+    if version != ENGINE_VERSION:
+        names = "names no version" if version is None else f"was written for version {version}"
+        raise EngineError(
+            f"engine {name!r}: {engine!r} {names} of the engine protocol; this suite has "
+            f"{ENGINE_VERSION}: see docs/extension_points.md"
+        )
     missing = [
         each
         for each in ("name", "conventions", "capabilities", "api", "uses", "replica", "build")
@@ -172,12 +180,6 @@ def check(engine: Any, name: str) -> Engine:
     ]
     if missing:
         raise EngineError(f"engine {name!r}: {engine!r} has no {', '.join(missing)}")
-    version = getattr(engine, "protocol", None)
-    if version != ENGINE_VERSION:
-        raise EngineError(
-            f"engine {name!r}: {engine!r} was written for version {version} of the engine protocol; this suite has "
-            f"{ENGINE_VERSION}: see docs/extension_points.md"
-        )
     if EngineCapability.SMP_API in engine.capabilities and not engine.api:
         raise EngineError(f"engine {name!r}: claims the SMP API and names no module in `api`")
     found: Engine = engine

@@ -1,6 +1,6 @@
 """The protocols between the harness and a backend, and the values that pass between them.
 
-A *executor* opens a *world* of ranks; ``World.run(job)`` runs one body on every rank and returns a
+An *executor* opens a *world* of ranks; ``World.run(job)`` runs one body on every rank and returns a
 *report*. A rank's fabric is in smp_core/transport/protocols.py. Nothing here imports torch.
 
 The protocols carry a version: a backend states which one it was written for, and another one is
@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import importlib
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -50,8 +51,9 @@ class Factory:
         fabric: RankFabric = make(environment, *self.arguments)
         version = getattr(fabric, "protocol", None)
         if version != FABRIC_VERSION:
+            names = "names no version" if version is None else f"was written for version {version}"
             raise BackendError(
-                f"the fabric of {self.reference} was written for version {version} of its protocol; this one has "
+                f"the fabric of {self.reference} {names} of its protocol; this one has "
                 f"{FABRIC_VERSION}: inherit from smp_core.transport.protocols.RankFabric (docs/extension_points.md)"
             )
         return fabric
@@ -227,3 +229,9 @@ class Backend:
     #: The file of failures that are expected of it (docs/conformance.md): a path (that starts at
     #: ``__file__``), or ``package:path`` below an importable package. The suite alone reads it.
     expectations: Path | str | None = None
+
+    @property
+    def open_host(self) -> Callable[[], Executor]:
+        """The former name of `open_executor`."""
+        warnings.warn("Backend.open_host: use open_executor", DeprecationWarning, stacklevel=2)
+        return self.open_executor

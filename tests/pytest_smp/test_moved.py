@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 
 import pytest
 
@@ -27,6 +28,36 @@ moved.install()
 def test_an_old_address_leads_to_the_same_object(address, name, now):
     with pytest.warns(DeprecationWarning, match=rf"{name} is {now.__name__}\.{name} now"):
         assert getattr(importlib.import_module(address), name) is getattr(now, name)
+
+
+@pytest.mark.parametrize(
+    ("former", "today", "now"),
+    [
+        ("Host", "Executor", protocols),
+        ("HostOptions", "ExecutorOptions", protocols),
+        ("Seat", "RankEnvironment", transport),
+    ],
+)
+def test_a_former_name_leads_to_the_object_of_todays_name(former, today, now):
+    base = importlib.import_module("smp_core.backends.base")
+    with pytest.warns(DeprecationWarning, match=rf"{former} is {now.__name__}\.{today} now"):
+        assert getattr(base, former) is getattr(now, today)
+
+
+def test_the_warning_names_the_file_that_imports():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        from smp_core.backends import open_backend  # noqa: F401
+        from smp_core.backends.base import Job  # noqa: F401
+    assert caught
+    assert {each.filename for each in caught} == {__file__}
+
+
+def test_a_backend_forwards_open_host():
+    sim = backends.BACKENDS["sim"]
+    with pytest.warns(DeprecationWarning, match="use open_executor") as caught:
+        assert sim.open_host is sim.open_executor
+    assert caught[0].filename == __file__
 
 
 def test_what_never_was_is_no_attribute():

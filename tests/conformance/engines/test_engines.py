@@ -24,7 +24,10 @@ from conformance.engines.smp import SmpEngine
 
 class Half:
     name = "half"
-    conventions = Conventions()
+    conventions, protocol = Conventions(), ENGINE_VERSION
+
+class Old:
+    name = "old"
 
 class Late:
     name, api, conventions = "late", "", Conventions()
@@ -35,7 +38,7 @@ class Late:
 RIGHT = DdpEngine("theirs")
 # DistributedDataParallel averages: whoever says that it sums promises what is not so.
 WRONG = DdpEngine("boasting", conventions=Conventions(dp="sum", microbatch="sum"))
-HALF, LATE, LAST = Half(), Late(), DdpEngine("last", protocol=1)
+HALF, LATE, LAST, OLD = Half(), Late(), DdpEngine("last", protocol=1), Old()
 """
 
 PROFILE = """
@@ -114,6 +117,7 @@ def test_what_is_no_engine_ends_the_session_before_it_runs(
         "not.there:ENGINE": "cannot import not.there: ModuleNotFoundError: No module named 'not'",
         "mine:NOTHING": "module mine has no attribute 'NOTHING'",
         "mine:HALF": " has no capabilities, api, uses, replica, build",
+        "mine:OLD": "names no version of the engine protocol; this suite has 2",
         "mine:LAST": "was written for version 1 of the engine protocol; this suite has 2",
         "mine:LATE": "claims the SMP API and names no module in `api`",
     }
