@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 #: Imported before any fork, and by nobody for its effects. `torch._dynamo` is what a process's first optimizer imports.
 IMPORTS = (
@@ -121,18 +121,47 @@ class ForkServer:
         requests, answers = self._process.stdin, self._process.stdout
         assert requests is not None
         assert answers is not None
-        requests.write(json.dumps(job).encode() + b"\n")
-        pid = json.loads(answers.readline())
-        ready, _, _ = select.select([answers], [], [], timeout)
-        if not ready:
-            os.killpg(pid, signal.SIGKILL)
-        code: int = json.loads(answers.readline())
+        try:
+            requests.write(json.dumps(job).encode() + b"\n")
+            pid = _read(answers)
+            ready, _, _ = select.select([answers], [], [], timeout)
+            if not ready:
+                _kill(pid)
+            code = _read(answers)
+        except BaseException:
+            # What the server has yet to say of this job would be taken for an answer to the next one.
+            self._abandon()
+            raise
         return code if ready else None
+
+    def _abandon(self) -> None:
+        """End the server, which kills the process of its job; the next run starts another."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
 
     def close(self) -> None:
         """End the server."""
         if self._process is not None:
             self._process.communicate()
+
+
+def _read(answers: IO[bytes]) -> int:
+    line = answers.readline()
+    if not line:
+        raise RuntimeError("the fork server has ended before it answered")
+    number: int = json.loads(line)
+    return number
+
+
+def _kill(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has just ended, or has no group yet
+        os.killpg(leader, signal.SIGKILL)
 
 
 def _read_at_start(environment: Mapping[str, str]) -> list[str]:
@@ -227,12 +256,26 @@ def _new_main() -> Any:
 
 def _ended(pid: int, requests: int) -> int:
     """How the process ends. It is killed when nobody asks any more."""
+    if not hasattr(os, "pidfd_open"):
+        return _ended_by_asking(pid, requests)
     descriptor = os.pidfd_open(pid)
     ready, _, _ = select.select([descriptor, requests], [], [])
     if descriptor not in ready:
-        os.killpg(pid, signal.SIGKILL)
+        _kill(pid)
     os.close(descriptor)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _ended_by_asking(pid: int, requests: int) -> int:
+    """What `_ended` does, where the system tells of no process that ends."""
+    while True:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        ready, _, _ = select.select([requests], [], [], 0.02)
+        if ready:
+            _kill(pid)
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 if __name__ == "__main__":
