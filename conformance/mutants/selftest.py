@@ -160,7 +160,10 @@ class _Selftest:
         start = time.monotonic()
         here = [each for each in self.written if each not in self.elsewhere]
         if not here and not self.sites:
-            self._line("no mutant to try: their requirements have no property here", red=True)
+            self._line(
+                "no mutant to try: no mutant has such a name, or its requirement has no property here",
+                red=True,
+            )
             return False
         needed = {each.requirement for each in here}
         items = [
