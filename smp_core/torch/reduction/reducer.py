@@ -323,6 +323,9 @@ class GradientReducer:
             if not self._policy.scatters:
                 reduced.update(bucket.full_gradients(row, self._policy.bucket_views))
                 continue
+            # `p.grad` is a view of the row: without a copy it would keep the padding of the all-reduce.
+            if row.untyped_storage().nbytes() > row.numel() * row.element_size():
+                row = row.clone()
             whole: dict[nn.Parameter, torch.Tensor] = {}
             for parameter, padded in bucket.shards(row):
                 shard = self._shards.shard(parameter)
