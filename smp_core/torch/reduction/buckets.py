@@ -42,7 +42,10 @@ class Bucket:
     def rows(self, totals: Totals) -> torch.Tensor:
         """The gradients, ``(ranks, width)``, in memory of their own; zeros for a parameter without a gradient."""
         width = sum(layout.shard_numel for layout in self.layouts)
-        rows = torch.empty((self.ranks, width), dtype=self.dtype)
+        device = self.parameters[
+            0
+        ].device  # not torch's default device, which a script may have set
+        rows = torch.empty((self.ranks, width), dtype=self.dtype, device=device)
         start = 0
         for parameter, layout in zip(self.parameters, self.layouts, strict=True):
             columns = rows[:, start : start + layout.shard_numel]

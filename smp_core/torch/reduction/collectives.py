@@ -267,7 +267,7 @@ class Collectives:
 
 
 class OperationState(enum.Enum):
-    """How far an operation has come, and what memory it holds. No state holds what an earlier one has folded."""
+    """How far an operation has come, and what memory it holds."""
 
     FIRST_EXCHANGE = "first exchange"
     """What is sent, and a buffer of the same size (of a gather: of all shards) that is being received into."""

@@ -18,7 +18,8 @@ in silence.
 
 How the engine calls it, on every rank and in its own thread::
 
-    reducer = GradientReducer(runtime, dict(model.local_named_parameters()), options, sharding)
+    shards = model.sharding.gradient_shards(runtime)
+    reducer = GradientReducer(runtime, dict(model.local_named_parameters()), options, shards)
     reducer.begin_step(buffers)                     # before the first microbatch
     failure = reducer.end_step(ledger.totals(), None)     # all ranks: returns the agreed failure
     failure = reducer.end_step({}, failure)               # where this rank's pipeline failed
@@ -175,7 +176,7 @@ class GradientReducer:
         if self._step is not None:
             # An all-reduce is of the whole window, a reduce-scatter of the step alone.
             known = None if self._policy.scatters else self._pending.get(parameter)
-            self._step.on_ready(parameter, total if known is None else known + total)
+            self._step.on_ready(parameter, total if known is None else _added(known, total))
 
     def on_late_grad(self, parameter: nn.Parameter) -> None:
         """Another gradient of a parameter is to come that seemed to be complete."""
@@ -242,6 +243,23 @@ class GradientReducer:
             raise wrong
         self._agreed_on = self._trained_by(agreed.reports)
         self._was_late = self._was_late or any(report.again for report in agreed.reports)
+        before = self._passes, self._unit, self._has, self._pending
+        try:
+            self._finish(step, agreed, window, joined=joined)
+        except BaseException:  # a communication hook's, say: the window is as before the step
+            self._passes, self._unit, self._has, self._pending = before
+            raise
+        return None
+
+    def _finish(
+        self,
+        step: BucketReducer,
+        agreed: Agreement,
+        window: dict[nn.Parameter, torch.Tensor],
+        *,
+        joined: bool,
+    ) -> None:
+        """Accumulate a step that went well, and reduce the window if it ends here."""
         if not self._passes:
             self._unit = agreed.microbatches
         self._passes += 1
@@ -258,11 +276,10 @@ class GradientReducer:
             self._pending, self._passes, self._unit = {}, 0, 0
             self.reductions += 1
             if not joined:
-                for parameter, gradient in reduced.items():
-                    if parameter in has:
-                        self._deposit(parameter, gradient)
+                for parameter in self._parameters:  # hooks of parameters run in this order
+                    if parameter in has and parameter in reduced:
+                        self._deposit(parameter, reduced[parameter])
         counted.happened("reduced" if ends else "accumulated")
-        return None
 
     def _add_remaining(
         self, step: BucketReducer, totals: Totals, count: int
@@ -298,7 +315,11 @@ class GradientReducer:
         if not any(report.fresh for report in agreed.reports):
             return self._pending
         unfrozen = self._buckets(self._has - step.planned)
-        return _sum(self._pending, step.scattered(agreed.late, unfrozen))
+        # In place: the ranks have agreed that the step went well, and no sum is held twice.
+        for parameter, shard in step.scattered(agreed.late, unfrozen).items():
+            known = self._pending.get(parameter)
+            self._pending[parameter] = shard if known is None else known + shard
+        return self._pending
 
     # The end of a window.
 
@@ -351,15 +372,12 @@ class GradientReducer:
         """Begin the all-reduces of the window's sums; all are launched before the first is waited for."""
         if self._hook is not None:
             last = len(buckets) - 1
-            rows = [bucket.rows(self._pending).view(-1) for bucket in buckets]
-            given = [
-                GradBucket(index, index == last, bucket.parameters, row)
-                for index, (bucket, row) in enumerate(zip(buckets, rows, strict=True))
-            ]
-            return [
-                (bucket, self.replicas.hooked(self._hook, each))
-                for bucket, each in zip(buckets, given, strict=True)
-            ]
+            results: list[tuple[Bucket, _Result]] = []
+            for index, bucket in enumerate(buckets):
+                row = bucket.rows(self._pending).view(-1)
+                given = GradBucket(index, index == last, bucket.parameters, row)
+                results.append((bucket, self.replicas.hooked(self._hook, given)))
+            return results
         begun: list[tuple[Bucket, _Result]] = []
         for bucket in buckets:
             if self._policy.scatters:
@@ -546,10 +564,10 @@ def _sum(pending: Totals, totals: Totals) -> dict[nn.Parameter, torch.Tensor]:
     after = dict(pending)
     for parameter, total in totals.items():
         known = after.get(parameter)
-        if known is None:
-            after[parameter] = total
-        elif known.is_sparse and not total.is_sparse:
-            after[parameter] = total + known
-        else:
-            after[parameter] = known + total
+        after[parameter] = total if known is None else _added(known, total)
     return after
+
+
+def _added(known: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """The sum; torch adds a sparse tensor to a dense one, and not the other way round."""
+    return total + known if known.is_sparse and not total.is_sparse else known + total

@@ -243,6 +243,8 @@ class Unsharded:
         live = self._live_units[unit.number]
         # Made outside of inference mode, since calls that record a graph may use the tensors, too.
         with torch.inference_mode(False), torch.no_grad():
+            live.tensors.clear()  # of an attempt that failed midway
+            live.versions.clear()
             for index, full in enumerate(unit.full_tensors(live.all_gather.result())):
                 live.tensors.append(full)
                 live.versions.append(full._version)

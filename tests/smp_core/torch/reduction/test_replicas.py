@@ -334,6 +334,34 @@ def test_a_communication_hook_reduces_instead(smp: Any) -> None:
     assert len(seen) > 1
 
 
+@pytest.mark.smp(ranks=2, ddp=True, microbatches=2)
+def test_a_window_whose_hook_failed_may_be_tried_again(smp: Any) -> None:
+    here, _ = world()
+    named = parameters()
+    gradients = reducer(here, named, Options())
+    calls: list[int] = []
+
+    def hook(state: Any, bucket: GradBucket) -> Any:
+        calls.append(bucket.index())
+        if len(calls) == 1:
+            return None
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    gradients.register_comm_hook(None, hook)
+    values = {name: torch.ones(shape) for name, shape in zip(BACKWARD[::-1], SHAPES, strict=True)}
+    gradients.begin_step()
+    with pytest.raises(TypeError):
+        gradients.end_step(gradients_of(named, values), None)
+    assert all(named[name].grad is None for name in values)
+    gradients.begin_step()
+    gradients.end_step(gradients_of(named, values), None)
+    assert gradients.reductions == 1
+    for name, value in values.items():
+        assert torch.equal(named[name].grad, value)  # type: ignore[arg-type]
+
+
 @pytest.mark.smp(ranks=1)
 def test_a_communication_hook_needs_ddp_and_overlap(smp: Any) -> None:
     gradients = reducer(world()[0], {}, Options())
@@ -367,3 +395,21 @@ def test_a_deposit_keeps_sparse_and_dense_apart_or_adds_them() -> None:
         assert parameter.grad is not None
         expected = first.to_dense() + second.to_dense()
         assert torch.equal(parameter.grad.to_dense(), expected)
+
+
+def test_hooks_of_parameters_run_in_the_order_of_the_parameters(smp_world: Any) -> None:
+    assert smp_world.run(order_of_hooks, ranks=2, config={"ddp": True}) == [BACKWARD[::-1]] * 2
+
+
+def order_of_hooks() -> list[str]:
+    named = parameters()
+    gradients = reducer(world()[0], named, Options())
+    seen: list[str] = []
+    for name, parameter in named.items():
+        if not parameter.requires_grad:
+            continue
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+    values = {name: torch.ones(shape) for name, shape in zip(BACKWARD[::-1], SHAPES, strict=True)}
+    gradients.begin_step()
+    gradients.end_step(gradients_of(named, values), None)
+    return seen
