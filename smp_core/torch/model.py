@@ -450,6 +450,17 @@ class DistributedModel(nn.Module):
         """
         return contextlib.nullcontext() if self._half is None else half.in_float32()
 
+    def _run_eagerly(
+        self,
+        module: nn.Module,
+        forward: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
+        """Call a module of the tree outside of a step."""
+        with self.computing():
+            return self._eager_calls.run(module, forward, args, kwargs)
+
     def settle(self) -> None:
         """What waited for the partition, before the first step; before the next one, as far as it failed."""
         if self._settled:
@@ -488,7 +499,7 @@ class DistributedModel(nn.Module):
         if session.runtime.config.skip_tracing or creation.is_delayed(self.module):
             return placement.decide(session, self.module)
         call = split()[0]
-        with tracing.Tracer(self.module, session, **self._trace) as tracer:
+        with tracing.Tracer(self.module, session, **self._trace) as tracer, self.computing():
             body(*call.args, **call.kwargs)
         return placement.decide(session, self.module, tracer.trace)
 
@@ -523,7 +534,7 @@ class DistributedModel(nn.Module):
             self.module,
             self.owner,
             self._pp_rank,
-            self._eager_calls.run,
+            self._run_eagerly,
             activations.CheckpointedSite,
         )
         self._watch = uses.Watch(self.module)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -18,6 +20,14 @@ from smp_core.torch.sharding.eager_calls import EagerCalls
 from smp_core.torch.sharding.sharded_parameter import ShardedParameter
 
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def _warn(former: str, name: str) -> None:
+    warnings.warn(
+        f"model.sharding.{former} is smp_core.torch.observe.{name}(model) now",
+        DeprecationWarning,
+        stacklevel=3,
+    )
 
 
 class WholeModel:
@@ -42,6 +52,18 @@ class WholeModel:
 
     def gradient_shards(self, runtime: Runtime) -> GradientShards:
         return WholeGradients(runtime)
+
+    @property
+    def gathered(self) -> SimpleNamespace:
+        """The counters of version 0.1, for one version."""
+        _warn("gathered.peak", "unsharded_peak")
+        return SimpleNamespace(peak=0, live=0)
+
+    @property
+    def collectives(self) -> SimpleNamespace:
+        """The counters of version 0.1, for one version."""
+        _warn("collectives.traffic", "traffic")
+        return SimpleNamespace(traffic=self.traffic)
 
     # Steps.
 

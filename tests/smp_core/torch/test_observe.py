@@ -47,3 +47,21 @@ def test_what_replicas_did(smp):
 def test_before_init_there_is_nothing_to_observe():
     with pytest.raises(NotInitializedError):
         observe.counters()
+
+
+@pytest.mark.smp(ranks=1)
+def test_the_former_names_of_a_whole_model_work_for_one_version(smp):
+    model = smp.DistributedModel(nn.Linear(2, 2))
+    train_step(model, torch.ones(1, 2))
+    with pytest.warns(DeprecationWarning, match=r"observe\.unsharded_peak"):
+        assert model.sharding.gathered.peak == 0
+    with pytest.warns(DeprecationWarning, match=r"observe\.traffic"):
+        assert model.sharding.collectives.traffic.bytes() == 0
+
+
+@pytest.mark.smp(ranks=1, fp16=True)
+def test_a_module_called_outside_of_steps_computes_what_has_no_16_bit_kernel(smp):
+    model = smp.DistributedModel(nn.Sequential(nn.AvgPool3d(2)))
+    x = torch.ones(1, 1, 2, 2, 2, dtype=torch.float16)
+    model(x)
+    assert model.module(x).item() == 1
