@@ -27,6 +27,7 @@ from conformance.mutants.trials import (
     forget,
     in_processes,
     limit,
+    own_examples,
     run,
     shown,
 )
@@ -238,7 +239,7 @@ class _Selftest:
             if REQUIREMENTS.named(requirement).level < Level.L3
         }
         items = sorted(below & costs.keys(), key=lambda item: costs[item])
-        watched = [PropertyCoverage(item, limit(costs[item])) for item in items]
+        watched = [PropertyCoverage(item, limit(costs[item], own_examples(item))) for item in items]
         covered = dict(in_processes(watched, self.config))
         trials = []
         for site in sites:

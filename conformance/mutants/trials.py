@@ -53,12 +53,22 @@ START_LIMIT = 30.0
 GRACE = 10.0
 
 
-def limit(cost: float) -> float:
+def limit(cost: float, own: int) -> float:
     """The seconds that a property gets on a mutant, by those of FEW examples on the reference.
 
     With few examples it gets no fewer than with many: a run on ranks that ends by its time limit may be run again.
+    ``own`` is the number of examples that the property asks for by itself (`own_examples`).
     """
-    return TIMES * cost * MANY / FEW + MORE
+    return TIMES * cost * min(MANY, own) / min(FEW, own) + MORE
+
+
+def own_examples(item: pytest.Item) -> int:
+    """How many examples a property asks for by itself; one, if it is no property of Hypothesis."""
+    test: Any = getattr(item, "obj", None)
+    if not hasattr(test, "hypothesis"):
+        return 1
+    examples: int = test._hypothesis_internal_use_settings.max_examples  # what @settings sets
+    return examples
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,7 +132,7 @@ class Trial:
         skipped, no_kill = 0, TrialOutcome(TrialResult.SURVIVED)
         for examples in (FEW, MANY):
             for item in self.properties:
-                allowed = limit(self.costs[item])
+                allowed = limit(self.costs[item], own_examples(item))
                 attempt = Attempt(item.nodeid, examples)
                 tell(allowed, attempt)
                 error = run(item, examples, allowed)

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from conformance.mutants.catalogue import MUTANTS
 from conformance.mutants.selftest import LOST, MutantScore, _kinds, score
@@ -21,6 +23,7 @@ from conformance.mutants.trials import (
     TrialResult,
     in_processes,
     limit,
+    own_examples,
 )
 
 SELFTEST = ["--smp-selftest"]
@@ -349,9 +352,24 @@ def test_a_bug_of_a_trial_is_no_property(pytestconfig: pytest.Config) -> None:
 
 
 def test_a_property_gets_a_multiple_of_its_seconds() -> None:
-    assert limit(0.0) > 0
+    assert limit(0.0, MANY) > 0
     # A machine ten times slower than for the reference, which has run FEW examples.
-    assert limit(3.0) - limit(2.0) >= 10 * MANY / FEW
+    assert limit(3.0, MANY + 1) - limit(2.0, MANY + 1) >= 10 * MANY / FEW
+    # One that asks for fewer by itself, or is run once, takes no longer than on the reference.
+    assert limit(3.0, FEW - 1) == limit(3.0, 1) < limit(3.0, FEW + 1) < limit(3.0, MANY)
+    assert limit(3.0, 1) - limit(2.0, 1) >= 10
+
+
+def test_the_examples_that_a_property_asks_for_are_known(request: pytest.FixtureRequest) -> None:
+    @given(st.integers())
+    @settings(max_examples=7)
+    def seven(number: int) -> None: ...
+
+    def once() -> None: ...
+
+    for test, expected in ((seven, 7), (once, 1)):
+        item = pytest.Function.from_parent(request.node.parent, name="test", callobj=test)
+        assert own_examples(item) == expected
 
 
 def test_the_score_of_nothing_is_no_number() -> None:
