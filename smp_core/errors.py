@@ -8,9 +8,11 @@ swallows them.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-_PAGES = "docs/spec/"  #: how messages write the address of a page
+#: How messages write the address of a page. A message may hold another one, whose addresses are replaced already.
+_PAGES = re.compile(r"(?<![\w/])docs/spec/(?=\w+\.md)")
 #: A wheel carries the specification inside of the package (pyproject.toml).
 _SHIPPED = Path(__file__).parent / "_docs" / "spec"
 
@@ -19,9 +21,9 @@ def with_pages(message: str) -> str:
     """The message with addresses of pages that its reader can open: as they are where the package lies in a clone,
     otherwise those of the wheel's own copy.
     """
-    if _PAGES not in message or not _SHIPPED.is_dir():
+    if not _SHIPPED.is_dir():
         return message
-    return message.replace(_PAGES, f"{_SHIPPED}/")
+    return _PAGES.sub(lambda found: f"{_SHIPPED}/", message)
 
 
 class SmpError(Exception):

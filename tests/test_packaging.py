@@ -153,12 +153,15 @@ def test_messages_of_the_wheel_name_pages_that_it_has(
     wheel.extractall(tmp_path)
     code = (
         "from smp_core.config import Config\nfrom smp_core.errors import ConfigError\n"
-        "try:\n    Config(microbatches=0)\nexcept ConfigError as error:\n    print(error)"
+        "try:\n    Config(microbatches=0)\nexcept ConfigError as error:\n    print(error)\n"
+        "    print(ConfigError(str(error)))"
     )
     told = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    page, _, anchor = told.stdout.strip().rpartition(" See ")[2].partition("#")
+    message, nested = told.stdout.splitlines()
+    assert nested == message
+    page, _, anchor = message.rpartition(" See ")[2].partition("#")
     assert Path(page).is_relative_to(tmp_path)
     assert f'<a id="{anchor}">' in Path(page).read_text(encoding="utf-8")
 
