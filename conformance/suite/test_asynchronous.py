@@ -35,10 +35,10 @@ from conformance.requirements.catalogue import requirement
 from pytest_smp.proxies import SmpWorld, TmpPath
 from pytest_smp.strategies import TensorSpec
 
-JobSpec = list[list[int]]  # for each rank, the numbers of all calls
+CallOrders = list[list[int]]  # for each rank, the numbers of all calls
 
 
-def orders(data: st.DataObject, ranks: int, count: int, name: str) -> JobSpec:
+def orders(data: st.DataObject, ranks: int, count: int, name: str) -> CallOrders:
     """For each rank an order of so many calls."""
     permutations = st.permutations(range(count))
     return [list(data.draw(permutations, f"{name} of rank {rank}")) for rank in range(ranks)]
@@ -115,7 +115,9 @@ def test_completed_work(smp_world: SmpWorld, data: st.DataObject, kind: str, ask
     smp_world.run(ask_and_wait, [call, *others], asks, ranks=ranks)
 
 
-def wait_for_futures(program: Sequence[GroupCall], waits: JobSpec, reduced: bool = False) -> None:
+def wait_for_futures(
+    program: Sequence[GroupCall], waits: CallOrders, reduced: bool = False
+) -> None:
     """Calls whose futures are waited for in these orders; the works afterwards.
 
     Args:
@@ -165,8 +167,8 @@ def test_futures_of_reductions(smp_world: SmpWorld, data: st.DataObject, counts:
 def fly(
     groups: Sequence[Ranks | None],
     program: Sequence[GroupCall],
-    issues: JobSpec | None,
-    waits: JobSpec,
+    issues: CallOrders | None,
+    waits: CallOrders,
 ) -> None:
     """Issue all calls, in the order of the program or in the rank's own; wait for them in another.
 

@@ -40,7 +40,7 @@ def rank_of_launcher() -> str:
     sys.exit(f"supervisor: none of {', '.join(RANK_VARIABLES)} says which rank this is")
 
 
-def _server(told: str, command: list[str]) -> int:
+def _supervise(told: str, command: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     slot, supervisor = rank_of_launcher(), os.getpid()
     _adopt_orphans()
@@ -218,7 +218,7 @@ def main(arguments: list[str]) -> None:
             die_with(int(arguments[1]))
             os.execvp(arguments[3], arguments[3:])
         sys.exit(_keep(int(arguments[1]), arguments[2], arguments[3:]))
-    sys.exit(_server(arguments[0], arguments[1:]))
+    sys.exit(_supervise(arguments[0], arguments[1:]))
 
 
 if __name__ == "__main__":

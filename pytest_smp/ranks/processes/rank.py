@@ -148,14 +148,14 @@ class _Server:
             os.set_blocking(self._control.fileno(), True)
             request = pickle.loads(self._control.recv_bytes())
             if type(request) is tuple:
-                self._serve_errand(Task(*request))
+                self._serve_task(Task(*request))
             elif request is None:
                 return
             else:
                 answer = self._form(request) if type(request) is Forming else _prepare(request)
                 self._control.send_bytes(pickle.dumps(answer))
 
-    def _serve_errand(self, task: Task) -> None:
+    def _serve_task(self, task: Task) -> None:
         done = self._run(task)
         if os.getpid() != self._process:  # a body forked, and its child came back to here
             os._exit(0)

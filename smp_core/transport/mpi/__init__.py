@@ -21,7 +21,7 @@ def load_mpi() -> ModuleType:
 
 
 def open_fabric(environment: RankEnvironment) -> RankFabric:
-    """This rank's side of a world over MPI: the ranks 0 to ``seat.size - 1`` of the MPI job.
+    """This rank's side of a world over MPI: the ranks 0 to ``environment.size - 1`` of the MPI job.
 
     All ranks of the world call it, and no other. Raises BackendError, which says what to install or
     how to start the ranks, without mpi4py, an MPI library, its threads, or a job of that size.

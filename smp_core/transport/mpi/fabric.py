@@ -66,7 +66,7 @@ class MpiFabric(RankFabric):
         self._handles.clear()
         messenger(self._environment).enter(
             self._runs
-        )  # its waits ask this world's seat from now on
+        )  # its waits ask this world's environment from now on
         self._objects.open()
         _entered = self
         if self._torch is not None:

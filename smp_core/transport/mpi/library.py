@@ -51,7 +51,7 @@ def load() -> ModuleType:
 
 
 def messenger(environment: RankEnvironment) -> Messenger:
-    """What carries the messages of the world of this seat.
+    """What carries the messages of the world of this environment.
 
     Made once in a process for each size, and kept: a world that is formed anew makes no MPI call at
     all, so that a run that was ended in the midst of one blocks nobody. Collective over the world's

@@ -43,7 +43,7 @@ class MpiWork(Work):
         name: str,
     ) -> None:
         super().__init__()
-        self._fabric, self._operation, self._flight = fabric, operation, in_flight
+        self._fabric, self._operation, self._in_flight = fabric, operation, in_flight
         self._outputs, self.name = outputs, name
         self._landed = False
         self._error: CollectiveMismatchError | None = None
@@ -59,7 +59,7 @@ class MpiWork(Work):
             self._fabric.unwaited.pop(id(self), None)
             try:
                 with torch.no_grad():
-                    self._flight.land(self._operation.values())
+                    self._in_flight.land(self._operation.values())
             except CollectiveMismatchError as error:
                 self._error = error
         if self._error is not None:

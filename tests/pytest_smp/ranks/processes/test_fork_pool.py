@@ -529,7 +529,7 @@ def _fork_server(box=None):
     return os.getppid()
 
 
-def test_a_killed_nursery_is_replaced(run, caplog):
+def test_a_killed_fork_server_is_replaced(run, caplog):
     before = run(_fork_server).values[0]
     os.kill(before, signal.SIGKILL)
     os.waitid(os.P_PID, before, os.WEXITED | os.WNOWAIT)
@@ -540,7 +540,7 @@ def test_a_killed_nursery_is_replaced(run, caplog):
     assert "killed by SIGKILL" in report.warnings[0]
 
 
-def test_a_stopped_nursery_goes_on(run, caplog):
+def test_a_stopped_fork_server_goes_on(run, caplog):
     def body():
         if smp.rank() == 0:
             os.kill(os.getppid(), signal.SIGSTOP)
@@ -553,15 +553,15 @@ def test_a_stopped_nursery_goes_on(run, caplog):
     assert "was stopped, and goes on" in caplog.text
 
 
-def _kills_the_nursery():
+def _kills_the_fork_server():
     if smp.rank() == 0:
         os.kill(os.getppid(), signal.SIGKILL)
     smp.barrier()
     time.sleep(60)
 
 
-def test_a_nursery_killed_in_a_run_is_a_crash(run):
-    report = run(_kills_the_nursery)
+def test_a_fork_server_killed_in_a_run_is_a_crash(run):
+    report = run(_kills_the_fork_server)
     assert report.verdict is VerdictKind.CRASHED
     assert "its fork server has ended: killed by SIGKILL" in str(report.error)
 
@@ -653,7 +653,7 @@ def _variable():
     return os.environ.get("SMP_TEST_VARIABLE")
 
 
-def test_a_new_nursery_does_not_keep_what_was_set_when_it_started(run, monkeypatch):
+def test_a_new_fork_server_does_not_keep_what_was_set_when_it_started(run, monkeypatch):
     fork_server = run(_fork_server).values[0]
     monkeypatch.setenv("SMP_TEST_VARIABLE", "1")
     os.kill(fork_server, signal.SIGKILL)

@@ -54,7 +54,7 @@ class World:
         self.fabric: Any = None
 
     def environment(self, size: int) -> RankEnvironment:
-        """A seat of the next forming; every rank of the job counts."""
+        """The environment of the next forming; every rank of the job counts."""
         self._formings += 1
         folder = FOLDER / f"world-{self._formings}"
         folder.mkdir(exist_ok=True)
