@@ -1,5 +1,7 @@
 """Documented names that have moved out of smp_core.torch.pipeline."""
 
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,25 @@ def test_the_timeline_is_found_at_its_old_address_with_a_warning():
     with pytest.warns(DeprecationWarning, match=r"use smp_core\.torch\.execution\.timeline"):
         from smp_core.torch.pipeline import timeline as old
     assert old is timeline
+
+
+def test_names_of_the_timeline_are_found_at_its_old_address_with_a_warning(monkeypatch):
+    import smp_core.torch.pipeline as pipeline
+
+    address = f"{pipeline.__name__}.timeline"
+    monkeypatch.delitem(sys.modules, address, raising=False)
+    try:
+        old = importlib.import_module(address)
+        with pytest.warns(
+            DeprecationWarning, match="use smp_core.torch.execution.timeline"
+        ) as told:
+            from smp_core.torch.pipeline.timeline import violations
+    finally:
+        vars(pipeline).pop("timeline", None)  # by which an import binds it
+        sys.modules.pop(address, None)
+    assert violations is timeline.violations
+    assert told[0].filename == __file__
+    assert not hasattr(old, "nothing")
 
 
 def test_the_replay_names_its_new_address():
