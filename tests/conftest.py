@@ -32,6 +32,9 @@ settings.load_profile("patient")
 # tests that send Ctrl-C to a session would wait in vain.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# What is started by nohup ignores SIGHUP, and its children too: the tests that send it would wait in vain.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 pytest_plugins = ["pytester"]
 
