@@ -194,6 +194,7 @@ PARTS: dict[str, tuple[Part, ...]] = {
             "_dispatch_tls_set_dispatch_key_excluded",
         ),
         *_parts("torch._C._autograd", "_top_saved_tensors_default_hooks"),
+        *_parts("torch._ops", "OpOverload"),
         *_parts("torch", "Tensor._make_subclass", "_neg_view", "_GLOBAL_DEVICE_CONTEXT"),
         *_parts("torch.nn", "Module._load_from_state_dict"),
         *_parts("torch.nn.modules.batchnorm", "_NormBase._load_from_state_dict"),
