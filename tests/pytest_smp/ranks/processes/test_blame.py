@@ -44,7 +44,9 @@ def _once_inside(act):
 
 
 def _a_thread_holds_the_interpreter():
-    thread = threading.Thread(target=lambda: ctypes.PyDLL(None).sleep(600))  # a PyDLL keeps the lock
+    thread = threading.Thread(
+        target=lambda: ctypes.PyDLL(None).sleep(600)
+    )  # a PyDLL keeps the lock
     thread.start()
     thread.join()
 
