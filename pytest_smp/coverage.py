@@ -1,8 +1,8 @@
 """Coverage of lines that run on rank processes, for pytest-cov and for `coverage run`.
 
 The controller's own measurement sees its own process alone. So each rank process measures with the
-same settings, sends what it saw with the result of each run, and the controller adds that to its own
-data before anybody reports or saves them.
+same settings and sends the executed lines with the result of each run. The controller adds them to
+its own data before anybody reports or saves them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _OPTIONS = (
     *("branch", "concurrency", "core", "cover_pylib", "include", "omit", "plugins"),
     *("relative_files", "source", "source_dirs", "source_pkgs", "timid"),
 )
-#: What coverage has to say, the controller's own says; a project may turn warnings into errors.
+#: Coverage's warnings that rank processes suppress: the controller's own measurement gives each once,
+#: and in a project that turns warnings into errors a rank's copy would fail the body.
 _SILENT = (
     *("already-imported", "dynamic-conflict", "include-ignored", "module-not-imported"),
     *("module-not-measured", "module-not-python", "no-ctracer", "no-data-collected", "no-sysmon"),

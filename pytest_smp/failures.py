@@ -1,7 +1,7 @@
-"""What a failed run leaves on the exception that it raised: verdict, rank, world.
+"""A failed run marks the exception that it raises with verdict, rank and world.
 
-Hypothesis raises an exception again, or several in a group, long after the run's report is gone;
-what was said of each travels with it.
+Hypothesis raises an exception again, or several in a group, long after the run's report is gone; the
+mark stays on the exception.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _NAME = "_smp_failure"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Failure:
-    """How the run ended that raised an exception.
+    """The end of the run that raised an exception.
 
     Attributes:
-        verdict: the word for it (base.VerdictKind).
+        verdict: the value of the run's VerdictKind.
         root: the rank that raised, None where the verdict is on the world.
-        ranks: how many there were.
-        backend: what they were made of.
+        ranks: the size of the world.
+        backend: the name of the backend.
         config: what the run gave smp.init, if anything.
     """
 

@@ -57,7 +57,7 @@ __all__ = [
 
 
 class Declaring(Protocol):
-    """What holds the faults of the test that runs: the controller (running.py)."""
+    """The holder of the running test's faults: the controller (running.py)."""
 
     faults: tuple[Fault, ...]
 
@@ -70,7 +70,7 @@ class Declared:
         controller.faults += faults
 
     def withdraw(self) -> None:
-        """The next run does without them. Does no harm when that is so already."""
+        """Take these faults out of force for the next runs; a second call changes nothing."""
         mine = {id(fault) for fault in self.faults}
         self._controller.faults = tuple(
             fault for fault in self._controller.faults if id(fault) not in mine
@@ -92,26 +92,28 @@ class Declared:
 
 
 class SmpFaults:
-    """Says what is to go wrong in the runs of this test, and on which rank.
+    """Injects faults into the runs of this test, each on a named rank.
 
-    Every method puts one fault in force for the test's next runs, and returns something that can be
-    used by ``with``, where that is to end earlier: in a property, whose examples share one test. It
-    strikes once in a run. ``at``, ``nth`` and ``when`` say at which call (see faults.Fault and
-    docs/faults.md). Bad values are refused at once (ArgumentError, ArgumentTypeError); a rank that
-    the run does not have, and what the backend cannot do, when the run is to start (RankError,
-    UnsupportedError); a fault that was not reached in a run that ended well, after it
-    (FaultNotReachedError, unless ``required`` is false).
+    Every method puts one fault in force for the test's next runs and returns a context manager, whose
+    ``with`` block ends the fault earlier, as a property needs whose examples share one test. A fault
+    strikes once in a run, at the call that ``at``, ``nth`` and ``when`` name (see faults.Fault and
+    docs/faults.md).
+
+    The methods raise ArgumentError or ArgumentTypeError for a bad value. The start of a run raises
+    RankError for a rank that the run does not have, and UnsupportedError for a fault that the backend
+    cannot inject. A run that ended well raises FaultNotReachedError for a fault that did not strike,
+    unless ``required`` is false.
     """
 
     def __init__(self, controller: Declaring) -> None:
         self._controller = controller
 
     def add(self, *faults: Fault) -> Declared:
-        """Put these in force."""
+        """Put these faults in force."""
         return Declared(self._controller, checked(faults, "smp_faults.add"))
 
     def clear(self) -> None:
-        """None is in force any more, those of markers included."""
+        """Take all faults out of force, those of markers included."""
         self._controller.faults = ()
 
     def kill(
@@ -200,7 +202,7 @@ class SmpFaults:
         return self.add(Corrupt(rank=rank, at=at, nth=nth, how=how, required=required))
 
     def unpicklable(self, rank: int, *, required: bool = True) -> Declared:
-        """What the rank's body returns cannot be pickled."""
+        """The rank's body returns a value that cannot be pickled."""
         return self.add(Unpicklable(rank=rank, required=required))
 
     def full_disk(self, rank: int, below: str | os.PathLike[str], after: int = 0) -> Declared:
@@ -228,9 +230,9 @@ def checked(values: Iterable[object], where: str) -> tuple[Fault, ...]:
 
 
 def of_markers(item: pytest.Item) -> tuple[Fault, ...]:
-    """What the item's markers declare, those nearest to it last.
+    """The faults that the item's markers declare, those of the nearest marker last.
 
-    Raises ArgumentTypeError for what is no fault.
+    Raises ArgumentTypeError for a value that is no fault.
     """
     found: list[Fault] = []
     for marker in reversed(list(item.iter_markers("smp_faults"))):

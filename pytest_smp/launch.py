@@ -62,7 +62,7 @@ def split(config: pytest.Config) -> int | None:
 
 
 def is_external(backend: str) -> bool:
-    """Whether the ranks of this backend are a launcher's."""
+    """Return whether a launcher starts the ranks of this backend."""
     return backend.partition(":")[0] == _NAME
 
 
@@ -73,7 +73,7 @@ def job_size() -> int | None:
 
 
 def shortage(ranks: int, there: int) -> str:
-    """That so many ranks are needed and fewer are there, and the command that gives them."""
+    """The sentence that ``ranks`` are needed and fewer are there, with the command that starts enough."""
     launch = _job()
     if launch is None or ranks <= launch.size:
         return f"needs {ranks} ranks, and {there} are there: pytest --smp-ranks={ranks}"

@@ -39,7 +39,7 @@ _NOT_ON_RANKS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """What a marked test asks for."""
+    """The numbers of ranks and the configuration that a marked test asks for."""
 
     ranks: tuple[int, ...]  # one run of the test for each
     many: bool  # written as a list: the ids name the number
@@ -47,10 +47,10 @@ class Request:
 
 
 def request_of(definition: pytest.Item | Any, settings: Settings) -> Request | None:
-    """What the test's markers say, or None for a test without. Markers nearer to the test win, key
-    by key.
+    """The request that the test's markers make, or None for a test without a marker.
 
-    Raises ``Collector.CollectError`` with the test's name for anything that cannot work.
+    Of two markers with the same keyword the nearer one to the test wins. Raises
+    ``Collector.CollectError`` with the test's name for a request that cannot be met.
     """
     markers = list(definition.iter_markers("smp"))
     if not markers:
@@ -76,7 +76,7 @@ def request_of(definition: pytest.Item | Any, settings: Settings) -> Request | N
 
 
 def request_of_item(item: pytest.Item, settings: Settings, ranks_parameter: str) -> Request:
-    """What one item asks for: exactly one number of ranks.
+    """The request of one item, with exactly one number of ranks.
 
     Raises ``Collector.CollectError`` as ``request_of``.
     """
@@ -153,7 +153,7 @@ class Problems:
 
 
 def problems(items: Iterable[pytest.Item], settings: Settings, ranks_parameter: str) -> Problems:
-    """What is wrong with the markers of these items."""
+    """The mistakes in the markers of these items."""
     wrong: set[pytest.Item] = set()
     found: dict[tuple[str, str], list[str]] = {}
     for item in items:

@@ -1,6 +1,6 @@
-"""The pytest plugin: hooks and fixtures only. What they do stands in the modules beside this one.
+"""The pytest plugin: hooks and fixtures only, which call the modules beside this one.
 
-A session without marked tests imports no torch, no Hypothesis and nothing else that is heavy.
+A session without marked tests imports neither torch nor Hypothesis nor any other heavy module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _SETTINGS = pytest.StashKey[settings.Settings]()
 _CONTROLLER: pytest.StashKey[Controller] = pytest.StashKey()
 _REQUEST: pytest.StashKey[Request] = pytest.StashKey()
-#: What other plugins want imported where rank processes come from; read when the backend is opened.
+#: Modules that other plugins want imported in the fork server; read when the backend is opened.
 PRELOAD: pytest.StashKey[tuple[str, ...]] = pytest.StashKey()
 _RANKS = "_smp_ranks"
 

@@ -1,6 +1,7 @@
-"""Who the failed rank was, while a debugger looks at it.
+"""The failed rank's identity for a debugger, which runs in the controller after the run.
 
-The run is over: its rank answers what follows from its number, and cannot communicate.
+While the debugger runs, this thread is the failed rank: its number and groups can be asked for, and
+communication raises ThreadError, since the run is over.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _ELSEWHERE = "external"  # its ranks may be spread over machines
 
 
 class _Gone:
-    """Stands for what ended with the run: whatever is asked of it raises ThreadError."""
+    """Stands for an object that ended with the run: each access to an attribute raises ThreadError."""
 
     def __init__(self, rank: int, why: str) -> None:
         self._rank, self._why = rank, why
@@ -32,7 +33,7 @@ class _Gone:
 
 
 class _Runtime(_Gone):
-    """Of a rank whose configuration is not known: the body may have given its own to smp.init."""
+    """The runtime of a rank whose configuration is not known: the body may have given its own to smp.init."""
 
     def __init__(self, fabric: Any) -> None:
         super().__init__(fabric.rank, "which configuration the body gave smp.init is not known")
@@ -40,7 +41,7 @@ class _Runtime(_Gone):
 
 
 class _Fabric(_Gone):
-    """Of a run that is over."""
+    """The fabric of a run that is over."""
 
     def __init__(self, failure: Failure) -> None:
         assert failure.root is not None

@@ -1,8 +1,7 @@
-"""What the fixtures give: stateless stand-ins that find their rank, their world or their test when
-they are used.
+"""The values of the fixtures: stateless proxies that find their rank, world or test when they are used.
 
-Hypothesis refuses function-scoped fixtures, so these live as long as the session. They pickle to
-themselves.
+Hypothesis refuses function-scoped fixtures, so the proxies live as long as the session. ``smp`` is
+pickled as a reference, ``smp_tmp_path`` as a plain path; ``smp_world`` refuses to be pickled.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ __tracebackhide__ = operator.methodcaller("errisinstance", SmpError)
 
 @functools.cache
 def _parts() -> tuple[Any, Any]:
-    """The API, and what knows the rank. Torch is loaded when somebody uses the fixture, not before."""
+    """The API and the module that knows the current rank, imported at the first use since they import torch."""
     import smp_core.torch as api
     from smp_core.transport import current_rank
 
@@ -72,7 +71,7 @@ def the_smp() -> Smp:
 
 
 class Runner(Protocol):
-    """What runs functions on ranks: the controller (running.py)."""
+    """The object that runs functions on ranks: the controller (running.py)."""
 
     settings: Settings
 
@@ -113,7 +112,7 @@ class SmpWorld:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the backend claims (--smp-backend)."""
+        """The capabilities that the session's backend (--smp-backend) claims."""
         from pytest_smp.ranks.backends import find_backend
 
         return find_backend(self._controller.settings.backend).capabilities

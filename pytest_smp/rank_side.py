@@ -1,5 +1,5 @@
-"""What a rank process needs of pytest: test modules imported as the controller imported them, asserts
-rewritten and explained, conftest modules loaded.
+"""The part of pytest on rank processes: importing test modules as the controller did, rewriting and
+explaining asserts, loading conftest modules.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Prelude:
-    """Makes a pytest configuration like the controller's, where the ranks come from.
+    """Makes a pytest configuration like the controller's in the process that rank processes come from.
 
-    As xdist's workers do, but only as far as imports go: no hook of a session is called. A plugin or
-    conftest module is imported there once more, and configures nothing.
+    Plugins and conftest modules are imported there once more, as in xdist's workers. Unlike there, no
+    hook of a session is called, so they configure nothing.
     """
 
     args: tuple[str, ...]

@@ -1,9 +1,9 @@
-"""What is ready before Hypothesis draws a property's first example, so that a slow or busy machine
-fails no test that is correct.
+"""Preparation before Hypothesis draws a property's first example, so that a slow or busy machine
+fails no correct test.
 
-Hypothesis takes the time of drawing (its health check ``too_slow``) and of each example (its setting
-``deadline``). Ranks, imports and Hypothesis's own search for constants happen once in a session, and
-would be timed with whichever example comes first.
+Hypothesis times the drawing (its health check ``too_slow``) and each example (its setting
+``deadline``). The start of ranks, imports and Hypothesis's own search for constants happen once in a
+session, and would otherwise be timed with the first example.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from pytest_smp.ranks.protocols import Executor, Job
 
 _SETTINGS = "_hypothesis_internal_use_settings"
 
-#: What is imported on first use: of ours, and of torch by DDP, FSDP2, checkpoints. The latter takes
-#: seconds, so it is for properties with a deadline alone; a version of torch need not have them all.
+#: Modules that are imported on first use: ours, and those of torch that DDP, FSDP2 and checkpoints
+#: import. Torch's take seconds, so only properties with a deadline import them beforehand; a version
+#: of torch need not have them all.
 _OURS = ("smp_core.torch", "pytest_smp.marker")
 _TORCHS = ("torch._dynamo", "torch.profiler._cupti_monitor", "torch.utils.serialization.config")
 
 
 def _nothing() -> None:
-    """The body of a run that brings the ranks to life."""
+    """The empty body of the run that starts the ranks."""
 
 
 def prepare(executor: Executor, ranks: int, function: Any, timeout: float) -> None:
-    """Bring ``ranks`` ranks to life, and whatever examples of the property ``function`` would load.
+    """Start ``ranks`` ranks and import the modules that examples of the property ``function`` would import.
 
-    ``timeout`` is in seconds. Where ranks are processes their start is timed by nobody, and is left to
+    ``timeout`` is in seconds. Where ranks are processes, no deadline is in force, so they start with
     the first example.
     """
     for name in _OURS:
@@ -42,11 +43,11 @@ def prepare(executor: Executor, ranks: int, function: Any, timeout: float) -> No
     if executor.steady:
         if deadline_of(function) is not None:
             for name in _TORCHS:
-                with contextlib.suppress(Exception):  # who does not use it needs no reason
+                with contextlib.suppress(Exception):  # a property that does not use it must still run
                     importlib.import_module(name)
         executor.open(ranks).run(Job(body=_nothing, arguments=lambda _: ((), {}), timeout=timeout))
-    # Numbers and strings in the source of local modules, of which all are drawn from now on. Searched
-    # for in the middle of a draw, whenever modules have been imported since.
+    # Hypothesis draws numbers and strings from the source of local modules. It searches for them in the
+    # middle of a draw, whenever modules were imported since the last search.
     search = getattr(providers, "_get_local_constants", None)  # private
     if search is not None:
         search()
@@ -55,8 +56,8 @@ def prepare(executor: Executor, ranks: int, function: Any, timeout: float) -> No
 def deadline_of(function: Any) -> datetime.timedelta | None:
     """The deadline that the property's author asked for, by ``@settings`` or in a profile; else None.
 
-    Settings pass a deadline that they do not set themselves on as the same object. So an inherited one is known,
-    and 200 ms that somebody wrote down are not mistaken for it.
+    Settings inherit a deadline as the same object. So identity tells Hypothesis's default of 200 ms
+    from 200 ms that the author wrote.
     """
     settings = getattr(function, _SETTINGS, None)
     if settings is None or settings.deadline is _builtin_deadline():
@@ -77,8 +78,8 @@ def _builtin_deadline() -> datetime.timedelta | None:
 
 @contextlib.contextmanager
 def deadline_in_force(executor: Executor, function: Any) -> Iterator[None]:
-    """Leave out a deadline that nobody asked for; every one where ranks are started and replaced
-    within examples.
+    """While entered, drop the property's deadline if its author did not ask for it, or if the executor
+    starts and replaces ranks within examples.
     """
     function = getattr(function, "__func__", function)  # a method's attributes are its function's
     settings = getattr(function, _SETTINGS, None)

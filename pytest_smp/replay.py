@@ -1,10 +1,10 @@
-"""What a step must compute, in plain PyTorch on one rank: a loop over microbatches that sums gradients
-in the published order.
+"""The expected result of a step, in plain PyTorch on one rank: a loop over microbatches that sums
+gradients in the published order.
 
-The module is a plain ``nn.Module`` that holds everything; no engine, no schedule, no other rank. Its
-calls have the identity nodes, uses and random streams of the engine (uses.py, streams.py), because
-those are the published order within a microbatch. The folds are written out again here, so that the
-engine's are checked, and not used::
+The module is a plain ``nn.Module`` that holds all parameters; no engine, schedule or other rank takes
+part. Its calls have the identity nodes, uses and random streams of the engine (uses.py, streams.py in
+smp_core/torch/execution), because those are the published order within a microbatch. The folds are
+written out again here, so that the engine's are checked, and not used::
 
     expected = replay.gradients(module, body, [(x[:4],), (x[4:],)], seed=7)
     expected.gradients["fc.weight"]       # None where there is no gradient
@@ -30,12 +30,12 @@ from smp_core.torch.execution import uses
 
 @dataclasses.dataclass(slots=True)
 class Replayed:
-    """What a replayed step gave.
+    """The results and gradients of a replayed step.
 
     Attributes:
-        results: what the body returned, by microbatch.
-        gradients: by name of the parameter, as ``named_parameters`` has it; a shared one has its first
-            name, one that got none is None.
+        results: the values that the body returned, by microbatch.
+        gradients: the gradient of each parameter by its name in ``named_parameters``; a shared parameter
+            has its first name, and a parameter without a gradient has None.
     """
 
     results: list[Any]
@@ -115,9 +115,9 @@ def reduce_sharded(
 
     Each step is folded over the ranks of each shard group, the folds are summed over the steps, in
     order, these sums are folded over the groups, and the result is divided once; all of it in float32 at
-    least. Groups are consecutive blocks of ``sharding`` ranks (API 4.3). What a rank has no
-    gradient for counts as zeros, unless none has one in any step. With ``sharding=1`` this is
-    :func:`accumulate`, then :func:`reduce`.
+    least. Groups are consecutive blocks of ``sharding`` ranks (API 4.3). A missing gradient counts as
+    zeros; the result is None if every rank misses it in every step. With ``sharding=1`` the result is
+    that of :func:`accumulate`, then :func:`reduce`.
     """
     reduced: dict[str, torch.Tensor | None] = {}
     for name in ranks[0][0]:

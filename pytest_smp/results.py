@@ -33,9 +33,9 @@ _ENDS_THE_SESSION = (KeyboardInterrupt, pytest.exit.Exception)
 def conclude(report: Report, backend: str, config: Mapping[str, Any] | None = None) -> None:
     """Raise what a failed or skipped run is to raise; return for a run that passed.
 
-    It is the root-cause rank's own exception object, with the other ranks as notes: Hypothesis
-    tells failures apart by the exception, and a group of all ranks' would be as many failures.
-    ``config`` is what the run gave smp.init.
+    The exception is the root-cause rank's own object, with the other ranks' outcomes as notes. A group
+    of all ranks' exceptions would not do: Hypothesis tells failures apart by the exception, and would
+    count each of the group. ``config`` is the configuration that the run gave smp.init.
     """
     __tracebackhide__ = True
     _prefer_failure(report)
@@ -109,7 +109,7 @@ def _notes(report: Report, backend: str) -> list[str]:
 
 
 def _line(outcome: Outcome) -> tuple[Any, ...]:
-    """What an outcome has in common with another of the same cause: type of error and line."""
+    """The key that outcomes of the same cause share: the type of the error and its line."""
     error = outcome.error
     if error is None:
         return (outcome.kind, outcome.rank)
@@ -190,8 +190,9 @@ def add_to_item(
 
 
 def summary_of(error: BaseException) -> str | None:
-    """What the property ``smp`` says of a test that started its runs itself and let ``error``
-    through; None if no run raised it.
+    """The value of the property ``smp`` for a test that started its runs itself and let ``error`` through.
+
+    None if no run raised ``error``.
     """
     found = [failure for _, failure in failures.parts(error)]
     if not found:
@@ -211,7 +212,7 @@ def summary_of(error: BaseException) -> str | None:
 
 
 def _told(error: BaseException) -> dict[str, Any]:
-    """What the section at the end shows of an exception, and of those that it groups."""
+    """The parts of an exception, and of those that it groups, for the section of failures at the end."""
     several = [each for each, _ in failures.parts(error) if each is not error]
     return {
         "error": f"{type(error).__name__}: {_text(error)}".rstrip(": "),

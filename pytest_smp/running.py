@@ -156,7 +156,7 @@ class Controller:
 
     @property
     def explores(self) -> bool:
-        """Whether schedules are drawn where a test has none."""
+        """True if schedules are drawn for a test that gives none."""
         return self.settings.explore > 0 and self.settings.schedule is None
 
     def report(
@@ -221,7 +221,7 @@ class Controller:
 
     @property
     def abandons(self) -> bool:
-        """Whether ranks that do not come back are left behind, and go on: threads are."""
+        """True if ranks that do not end are left behind and go on, as threads are."""
         return self._executor is None or self._executor.steady
 
     @contextlib.contextmanager
@@ -292,7 +292,7 @@ class Controller:
 
 def _check_reached(faults: tuple[Fault, ...], report: Report) -> None:
     if any(outcome.kind is not OutcomeKind.RETURNED for outcome in report.outcomes):
-        return  # who skips need not come to it
+        return  # a rank that skips need not reach its fault
     struck = {index for outcome in report.outcomes for index in outcome.struck}
     texts = unreached(faults, struck)
     if texts:
@@ -324,8 +324,10 @@ def _untraced() -> Iterator[None]:
 
 
 def _hypothesis_context() -> Callable[[], contextlib.AbstractContextManager[Any] | None]:
-    """What lets ``st.data()``, ``assume``, ``note``, ``target`` and ``event`` work inside a rank
-    thread.
+    """The context in which ``st.data()``, ``assume``, ``note``, ``target`` and ``event`` work inside a
+    rank thread.
+
+    Raises BackendError if this version of Hypothesis keeps its build context elsewhere.
     """
     variable = getattr(control, "_current_build_context", None)  # private
     if variable is None or not hasattr(variable, "with_value"):
@@ -341,9 +343,9 @@ def _hypothesis_context() -> Callable[[], contextlib.AbstractContextManager[Any]
 
 
 class _Entered:
-    """While entered, Hypothesis's variables have these values in this thread: `with_value`, without its price.
+    """While entered, Hypothesis's variables have these values in this thread.
 
-    It is paid on each rank of each example.
+    Hypothesis's own ``with_value`` does the same more slowly, which every rank of every example would pay.
     """
 
     __slots__ = ("_before", "_values")
@@ -362,7 +364,7 @@ class _Entered:
 
 
 def _current_example() -> ConjectureData | None:
-    """What the example that runs now is drawn from; an explicit example is not drawn."""
+    """Hypothesis's source of choices for the example that runs now; None for an explicit example."""
     build = control._current_build_context.value
     if build is None or build.data.max_choices == 0:
         return None
@@ -397,7 +399,7 @@ def _explore(run: Callable[[Schedule], None], controller: Controller, name: str)
 
 
 def _leading_names(body: Callable[..., Any], args: Sequence[Any]) -> Sequence[str]:
-    """What the body calls its first arguments; used when one of them cannot be copied."""
+    """The names of the body's first parameters, for the error about an argument that cannot be copied."""
     code = getattr(body, "__code__", None)
     return () if code is None else code.co_varnames[: min(len(args), code.co_argcount)]
 

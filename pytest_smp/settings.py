@@ -208,7 +208,7 @@ def _under_launcher(name: str) -> str:
 
 
 def chosen(config: pytest.Config) -> bool:
-    """Whether the user set any of the options."""
+    """Return whether the user set any of the options."""
     return any(
         config.getoption(f"smp_{option.name}") is not None or config.getini(f"smp_{option.name}")
         for option in _OPTIONS

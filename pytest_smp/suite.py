@@ -1,9 +1,9 @@
-"""The door of the conformance suite: its options, and its plugin once a session needs it.
+"""The entry of the conformance suite: its options, and its plugin once a session needs it.
 
 The suite's package has a plain name, `conformance`, and a project may have a package of that name.
-So no other session imports ours: pytest loads this module, and the suite's plugin follows when an
-option, an argument or a collected file asks for it. Where Python finds another package of the name,
-the suite stands back.
+So pytest loads only this module in every session. The suite's plugin is imported when an option, an
+argument or a collected file asks for it. If Python finds another package of the name, the suite is
+not loaded.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import pytest
 _NAME = "conformance"
 _INSTALLED = Path(__file__).parents[1] / _NAME
 HERE = _INSTALLED  #: a test below it belongs to the suite
-LISTENER = "smp-conformance"  #: the name of what the suite's plugin registers to hear reports
-OUTPUT = "smp_conformance"  #: of xdist's workers, under this key
+LISTENER = "smp-conformance"  #: the name of the plugin by which the suite hears reports
+OUTPUT = "smp_conformance"  #: the key of the suite's data in the output of xdist's workers
 REQUIREMENT = "requirement"  #: the property of a report that tells which requirement was tested
 
 
@@ -90,7 +90,7 @@ def _moved_path(config: pytest.Config, argument: str) -> str | None:
 
 
 def leads_in(config: pytest.Config, argument: str) -> bool:
-    """Whether an argument of the command line names the suite, or what stands in it."""
+    """Return whether an argument of the command line names the suite or a file in it."""
     name = argument.partition("::")[0]
     if _by_name(config, argument):
         return _other() is None
@@ -111,7 +111,7 @@ class _Door:
 
     @property
     def is_open(self) -> bool:
-        """Whether the suite's plugin is loaded."""
+        """True if the suite's plugin is loaded."""
         return self._plugin is not None
 
     def open(self, why: str) -> Any:
@@ -127,8 +127,8 @@ class _Door:
                 f"{why}: pytest-smp's suite is the package {_NAME!r}, and {other}: run the suite from "
                 f"another folder, by `pytest` and not by `python -m pytest`, without PYTHONPATH"
             )
-        # What these assert must not depend on how Python runs; installed in a folder of its own they
-        # are rewritten anyway, from a working copy they are not.
+        # The asserts of these modules must also hold under `python -O`. pytest rewrites an installed
+        # plugin's modules by itself, and those of a working copy only when told.
         pytest.register_assert_rewrite(f"{_NAME}.cases.tensors", f"{_NAME}.cases.traffic")
         manager = self._config.pluginmanager
         manager.register(importlib.import_module(f"{_NAME}.mutants.command"), "smp-selftest")
@@ -165,13 +165,13 @@ class _Door:
             self._listener().pytest_testnodedown(node)
 
     def _listener(self) -> Any:
-        """What hears the reports of xdist's workers; this process did not collect the suite itself."""
+        """The listener to reports of xdist's workers; this process did not collect the suite itself."""
         self.open("a worker of xdist").started(self._config)
         return self._config.pluginmanager.get_plugin(LISTENER)
 
 
 def _other() -> str | None:
-    """What Python finds under the suite's name, in words, if that is not the suite."""
+    """A sentence on the package that Python finds under the suite's name; None if the package is the suite."""
     try:
         found = importlib.util.find_spec(_NAME)
     except (ImportError, ValueError):

@@ -12,10 +12,9 @@ from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file at once, or not at all. A link stays: what it points to is written.
+    """Write a whole text file, or nothing. A link stays, and its target is written.
 
-    What is no regular file (a pipe, a device, the standard output) is not replaced: the text goes
-    into it.
+    A pipe, a device or the standard output is not replaced: the text is written into it.
     """
     descriptor = _descriptor(path)
     if descriptor is not None:
@@ -52,7 +51,7 @@ def check_writable(path: Path) -> None:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether what is written stays written: no regular file, or one that is our output."""
+    """Return whether written text cannot be replaced: no regular file, or this process's own output."""
     try:
         found = path.stat()
     except OSError:
@@ -84,7 +83,7 @@ def _standard(found: os.stat_result) -> int | None:
 
 
 def _mode(path: Path) -> int:
-    """What an ordinary write would give the file: mkstemp makes it private."""
+    """The permissions that an ordinary write would give the file; mkstemp makes its file private."""
     if path.exists():
         return path.stat().st_mode & 0o777
     mask = os.umask(0)
