@@ -43,10 +43,10 @@ def prepare(executor: Executor, ranks: int, function: Any, timeout: float) -> No
     if executor.steady:
         if deadline_of(function) is not None:
             for name in _TORCHS:
-                with contextlib.suppress(Exception):  # a property that does not use it must still run
+                with contextlib.suppress(Exception):  # a property may not need it
                     importlib.import_module(name)
         executor.open(ranks).run(Job(body=_nothing, arguments=lambda _: ((), {}), timeout=timeout))
-    # Hypothesis draws numbers and strings from the source of local modules. It searches for them in the
+    # Hypothesis draws numbers and strings from the source of local modules, and searches for them in the
     # middle of a draw, whenever modules were imported since the last search.
     search = getattr(providers, "_get_local_constants", None)  # private
     if search is not None:
