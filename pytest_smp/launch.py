@@ -83,5 +83,5 @@ def shortage(ranks: int, there: int) -> str:
 
 def _job() -> Launch | None:
     external = sys.modules.get("pytest_smp.ranks.processes.external")
-    job = None if external is None else external.Job.current
+    job = None if external is None else external.ExternalJob.current
     return None if job is None else job.launch

@@ -16,7 +16,7 @@ from smp_core.torch import weights
 from smp_core.torch.exceptions import BatchSizeError
 from smp_core.torch.execution import engine, schedule
 from smp_core.torch.execution.remote import boundary
-from smp_core.torch.execution.remote.boundary import Record
+from smp_core.torch.execution.remote.boundary import ServedCall
 from smp_core.torch.execution.remote.messages import Forward
 from smp_core.torch.execution.schedule import Progress, Ready
 from smp_core.torch.execution.server import Server
@@ -127,7 +127,7 @@ def everybody_needs_data(patch: Patch) -> None:
 @BUGS.enter("PIPE-EQUALS-PLAIN", *ASSERTION, RuntimeError, origin="B056")
 def latest_call_only(patch: Patch) -> None:
     """a rank keeps only the latest call of each module for the backward pass"""
-    backward, latest = boundary.run_backward, dict[str, Record]()
+    backward, latest = boundary.run_backward, dict[str, ServedCall]()
     forward = boundary.run_forward
 
     def kept(*args: Any) -> Any:
@@ -136,7 +136,7 @@ def latest_call_only(patch: Patch) -> None:
             latest[record.path] = record
         return frozen, record
 
-    def other(record: Record, grads: Any) -> Any:
+    def other(record: ServedCall, grads: Any) -> Any:
         found = latest.get(record.path, record)
         return backward(found if len(found.outputs) == len(grads) else record, grads)
 
@@ -149,7 +149,7 @@ def gradients_stop_at_the_boundary(patch: Patch) -> None:
     """the gradients of a call's inputs come back as zeros from another rank"""
     backward = boundary.run_backward
 
-    def zeros(record: Record, grads: Any) -> Any:
+    def zeros(record: ServedCall, grads: Any) -> Any:
         return [
             None if each is None else torch.zeros_like(each) for each in backward(record, grads)
         ]

@@ -61,7 +61,7 @@ def _external(name: str) -> Backend:
     fabric = name.removeprefix(EXTERNAL).removeprefix(":")
     if not fabric:
         external = sys.modules.get("pytest_smp.ranks.processes.external")
-        job = None if external is None else external.Job.current
+        job = None if external is None else external.ExternalJob.current
         fabric = "mpi" if job is None else job.fabric
     if fabric not in _LAUNCHED:
         raise BackendError(

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from pytest_smp.ranks.rank_state import RankStates, Variables, clear_thread
 
 
-class Part(Protocol):
+class IsolatedState(Protocol):
     """One piece of process-wide state.
 
     A state that ``get`` returned is never changed afterwards.
@@ -176,7 +176,7 @@ class _TorchDtype:
 
 
 @functools.cache
-def _parts() -> tuple[Part, ...]:
+def _parts() -> tuple[IsolatedState, ...]:
     # Imported here: numpy loads its random module late, and a rank may be the first to use it.
     import numpy.random
     import torch
@@ -185,7 +185,7 @@ def _parts() -> tuple[Part, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def _fresh(part: Part, seed: int) -> Any:
+def _fresh(part: IsolatedState, seed: int) -> Any:
     return part.fresh(seed)
 
 
@@ -217,7 +217,7 @@ def reset(seed: int) -> None:
 class Isolation:
     """Switches the process-wide state between the ranks of a run, and the controller outside it."""
 
-    _last_outside: dict[Part, Any] = {}  # noqa: RUF012  what the last run's controller had: often the same again
+    _last_outside: dict[IsolatedState, Any] = {}  # noqa: RUF012  what the last run's controller had: often the same again
 
     def __init__(self, size: int, seed: int, variables: Variables | None = None) -> None:
         self._parts = _parts()
@@ -227,7 +227,7 @@ class Isolation:
         self._outside = [self._current(part) for part in self._parts]
         self._loaded = list(self._outside)
 
-    def _current(self, part: Part) -> Any:
+    def _current(self, part: IsolatedState) -> Any:
         last = self._last_outside.get(part)
         if last is None or not part.unchanged(last):
             last = self._last_outside[part] = part.get()

@@ -217,7 +217,7 @@ class Unused(Many):
         return out
 
 
-class Route(Many):
+class Router(Many):
     """One of two children, as the values say: which of them is used differs over microbatches."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -429,7 +429,7 @@ KINDS: dict[str, Callable[[_Making, Block], nn.Module]] = {
     "nested": Nested,
     "direct": Direct,
     "unused": Unused,
-    "route": Route,
+    "route": Router,
     "tuple": Tuples,
     "dict": Dicts,
 }

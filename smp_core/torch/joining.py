@@ -18,7 +18,7 @@ from types import TracebackType
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import UnsupportedTrainingError
 from smp_core.torch.execution import agreement, failures
-from smp_core.torch.execution.agreement import Report
+from smp_core.torch.execution.agreement import ReplicaReport
 from smp_core.torch.session import Model, Session
 
 
@@ -92,7 +92,7 @@ class Join:
         return bool(self._active)
 
     def _meet(self, joined: bool) -> list[int]:
-        agreed = agreement.agree(self._session.runtime, Report(joined=joined))
+        agreed = agreement.agree(self._session.runtime, ReplicaReport(joined=joined))
         if agreed.active and len(agreed.active) < len(agreed.reports):
             self._check_partitioned(len(agreed.reports) - len(agreed.active))
         return agreed.active

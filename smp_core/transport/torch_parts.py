@@ -24,7 +24,7 @@ _C = "torch._C._distributed_c10d"
 
 
 @dataclass(frozen=True)
-class Part:
+class TorchPart:
     """A private name of torch.
 
     Attributes:
@@ -69,11 +69,11 @@ class Part:
         return None
 
 
-def _parts(module: str, *names: str) -> tuple[Part, ...]:
-    return tuple(Part(module, name) for name in names)
+def _parts(module: str, *names: str) -> tuple[TorchPart, ...]:
+    return tuple(TorchPart(module, name) for name in names)
 
 
-_REGISTER = Part(
+_REGISTER = TorchPart(
     _C10D,
     "_register_pg_in_world",
     takes=("backend_name", "store", "group_name", "backend_config", "rank_mapping"),
@@ -141,7 +141,7 @@ _WAIT = _parts("torch", "ops._c10d_functional.wait_tensor.default")
 _OPTIONS = _parts(_C10D, "AllToAllOptions", "AllgatherOptions", "BroadcastOptions")
 
 #: By who uses it: parts without which that cannot work.
-PARTS: dict[str, tuple[Part, ...]] = {
+PARTS: dict[str, tuple[TorchPart, ...]] = {
     "the sim backend": (
         *_WORLD,
         *_WORK,
@@ -150,8 +150,8 @@ PARTS: dict[str, tuple[Part, ...]] = {
         *_PROFILER,
         *_NATIVE,
         *_parts(_C, "Store", "_set_thread_isolation_mode"),
-        Part("torch.distributed.c10d_logger", "_get_msg_dict", calls=1),
-        Part(_C10D, "_new_process_group_helper", calls=6),
+        TorchPart("torch.distributed.c10d_logger", "_get_msg_dict", calls=1),
+        TorchPart(_C10D, "_new_process_group_helper", calls=6),
         *_parts("torch.distributed.c10d_logger", "_c10d_logger.name"),
         *_parts("torch.distributed.rendezvous", "_rendezvous_handlers"),
         *_parts("torch.distributed._functional_collectives", "all_reduce"),
@@ -169,7 +169,7 @@ PARTS: dict[str, tuple[Part, ...]] = {
         *_WORLD,
         *_parts("torch", "_GLOBAL_DEVICE_CONTEXT"),
         *_parts(_C10D, "PrefixStore", "destroy_process_group"),
-        Part(_C10D, "_new_process_group_helper", takes=("timeout", "group_desc"), calls=6),
+        TorchPart(_C10D, "_new_process_group_helper", takes=("timeout", "group_desc"), calls=6),
     ),
     "the board": (
         _REGISTER,

@@ -25,7 +25,7 @@ class Known(NamedTuple):
     generation: int
 
 
-class Registry:
+class GroupRegistry:
     """The process groups that torch.distributed knows, for one run after the other.
 
     torch gives the name of a destroyed group away again, so a group is its name and how many of

@@ -19,7 +19,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from pytest_smp.ranks.board import dispatched, fingerprint
-from pytest_smp.ranks.board.groups import Known, Registry
+from pytest_smp.ranks.board.groups import GroupRegistry, Known
 from pytest_smp.ranks.board.native import NativeMethod, native_call
 from pytest_smp.ranks.board.recorder import Recorder
 from pytest_smp.ranks.board.works import Works
@@ -39,7 +39,7 @@ class Instrument:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._registry = Registry(recorder)
+        self._registry = GroupRegistry(recorder)
         self._works = Works(recorder)
         self._dispatched = dispatched.Dispatched(recorder, self._registry)
         self._coalescing = _Coalescing()

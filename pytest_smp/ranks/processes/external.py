@@ -47,10 +47,10 @@ _QUIT = 5.0  # seconds for MPI to be finalised
 _KEY = "smp-controller"
 
 
-class Job:
+class ExternalJob:
     """What the process of rank 0 knows before it splits, and its controller inherits."""
 
-    current: Job | None = None
+    current: ExternalJob | None = None
 
     def __init__(self, launch: Launch, fabric: str, capture: bool) -> None:
         self.launch, self.fabric, self.capture = launch, fabric, capture
@@ -99,7 +99,7 @@ def split(launch: Launch, fabric: str = "", *, capture: bool = True) -> int | No
     that the controller is forked into, return None at once.
     """
     fabric = fabric or launch.fabric
-    job = Job(launch, fabric, capture) if launch.rank == 0 else None
+    job = ExternalJob(launch, fabric, capture) if launch.rank == 0 else None
     controller = 0
     if job is not None:
         sys.stdout.flush()
@@ -109,7 +109,7 @@ def split(launch: Launch, fabric: str = "", *, capture: bool = True) -> int | No
         if controller == 0:
             os.close(kept)
             threading.Thread(target=_end_with, args=(alive, job), daemon=True).start()
-            Job.current = job
+            ExternalJob.current = job
             for launcher in LAUNCHERS:  # also of an srun above torchrun
                 for name in (launcher.rank, launcher.size):
                     os.environ.pop(name, None)  # what the controller starts is no rank of the job
@@ -156,7 +156,7 @@ def _leave(number: int, _: object) -> None:
     raise SystemExit(128 + number)
 
 
-def _end_with(alive: int, job: Job) -> None:
+def _end_with(alive: int, job: ExternalJob) -> None:
     """End the controller when its supervisor is gone, but not before it could say why."""
     os.read(alive, 1)  # nobody writes: it returns when the other end is closed
     time.sleep(_LAST_WORDS)
@@ -172,7 +172,7 @@ def _pass_on(pid: int, number: int) -> None:
 class _Supervisor:
     """One process of the job, apart from the controller."""
 
-    def __init__(self, launch: Launch, fabric: str, job: Job | None) -> None:
+    def __init__(self, launch: Launch, fabric: str, job: ExternalJob | None) -> None:
         self._launch, self._fabric, self._job = launch, fabric, job
         self._folder = private_folder()
 
@@ -319,7 +319,7 @@ class ExternalPool(ForkServerPool):
     """The ranks of a launcher's job. See processes.WorkerPool."""
 
     def __init__(self, options: ExecutorOptions) -> None:
-        job = Job.current
+        job = ExternalJob.current
         if job is None:
             raise BackendError(
                 "the external backend runs on ranks that a launcher started, and this process was "

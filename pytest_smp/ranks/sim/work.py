@@ -22,7 +22,7 @@ from smp_core.transport.stack_frames import Place
 from smp_core.transport.unseen import hide
 
 
-class Exchange(Operation, Protocol):
+class TensorOperation(Operation, Protocol):
     """An operation that gives its ranks tensors."""
 
     def values(self, rank: int) -> list[torch.Tensor]:
@@ -35,7 +35,7 @@ class SimWork(Work):
     def __init__(
         self,
         context: RankContext,
-        operation: Exchange,
+        operation: TensorOperation,
         in_flight: InFlightBuffer,
         outputs: Any,
         name: str,

@@ -22,7 +22,7 @@ from smp_core.errors import SmpError
 from smp_core.torch.execution import counted
 
 
-class Listener(Protocol):
+class GradientListener(Protocol):
     """The reducer, which hears during the backward pass which totals seem complete (reduction/reducer.py)."""
 
     def on_ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
@@ -44,7 +44,7 @@ class Ledger:
     """
 
     def __init__(
-        self, microbatches: int, listener: Listener | None = None, *, moves: bool = False
+        self, microbatches: int, listener: GradientListener | None = None, *, moves: bool = False
     ) -> None:
         if microbatches < 1:
             raise ValueError(f"a step has at least one microbatch, not {microbatches}")
@@ -88,7 +88,7 @@ class Ledger:
             self._expected.setdefault(microbatch, Counter())[parameter] -= 1
             self._tell(self._listener, parameter)
 
-    def _tell(self, listener: Listener, parameter: nn.Parameter) -> None:
+    def _tell(self, listener: GradientListener, parameter: nn.Parameter) -> None:
         """Tell the listener if all contributions seem to be there."""
         # Hooks of the user's on the parameter see the sum of a microbatch, which only close() has.
         if parameter._backward_hooks or parameter in self._told:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 
 from smp_core.torch.execution.remote.messages import Request
-from smp_core.torch.execution.remote.packets import Payload, ReceivedPayload
+from smp_core.torch.execution.remote.packets import OutgoingPayload, ReceivedPayload
 from smp_core.torch.execution.running import RunningStep
 from smp_core.torch.execution.schedule import Phase
 from smp_core.torch.execution.workers import Unwound, Worker
@@ -58,7 +58,7 @@ class Activity:
         self.called_remote = False
         self.entered: object = None
         self.worker: Worker | None = None
-        self.request: tuple[int, Request, Payload] | None = None
+        self.request: tuple[int, Request, OutgoingPayload] | None = None
         self.reply: ReceivedPayload | None = None
         self.finished = self.unwound = False
         self.error: BaseException | None = None
@@ -95,7 +95,7 @@ class Activity:
             self.worker.pause()
             self.check()
 
-    def ask(self, rank: int, message: Request, payload: Payload) -> ReceivedPayload:
+    def ask(self, rank: int, message: Request, payload: OutgoingPayload) -> ReceivedPayload:
         """Send a request to another pp rank, and wait for the answer."""
         self.request = rank, message, payload
         self.pause()

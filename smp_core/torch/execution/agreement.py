@@ -16,7 +16,7 @@ NONE, SPARSE, DENSE = 0, 1, 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Report:
+class ReplicaReport:
     """One replica's word on a step.
 
     Attributes:
@@ -54,7 +54,7 @@ class Report:
 class Agreement:
     """What all replicas know after the exchange: the same on each."""
 
-    reports: tuple[Report, ...]  # in the order of dp ranks
+    reports: tuple[ReplicaReport, ...]  # in the order of dp ranks
 
     @property
     def failure(self) -> Any:
@@ -91,7 +91,7 @@ class Agreement:
         return [position for position, one in enumerate(self.reports) if not one.joined]
 
 
-def agree(runtime: Runtime, report: Report) -> Agreement:
+def agree(runtime: Runtime, report: ReplicaReport) -> Agreement:
     """Exchange reports over the DP group of this rank; all of its members call.
 
     One message from each member; none where there is one replica.
@@ -99,5 +99,5 @@ def agree(runtime: Runtime, report: Report) -> Agreement:
     group = runtime.group(GroupKind.DP)
     if len(group.ranks) == 1:
         return Agreement((report,))
-    reports: Sequence[Report] = runtime.fabric.objects.allgather(report, group)
+    reports: Sequence[ReplicaReport] = runtime.fabric.objects.allgather(report, group)
     return Agreement(tuple(reports))

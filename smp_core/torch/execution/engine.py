@@ -32,8 +32,13 @@ from smp_core.torch.exceptions import (
 )
 from smp_core.torch.execution import activity as activities
 from smp_core.torch.execution import agreement, streams
-from smp_core.torch.execution.remote.messages import End, Failure
-from smp_core.torch.execution.remote.packets import NOTHING, Payload, ReceivedPayload, freeze
+from smp_core.torch.execution.remote.messages import End, RemoteFailure
+from smp_core.torch.execution.remote.packets import (
+    NOTHING,
+    OutgoingPayload,
+    ReceivedPayload,
+    freeze,
+)
 from smp_core.torch.execution.running import Callee, RunningStep
 from smp_core.torch.execution.server import Server
 from smp_core.torch.session import Reducer, Session
@@ -182,7 +187,7 @@ def _in_mode(
     return result
 
 
-def _sendable(results: list[object]) -> Payload:
+def _sendable(results: list[object]) -> OutgoingPayload:
     """Pickle the results, and unpickle them on trial: here an error still reaches every rank."""
     what = "smp.step: what the function returned"
     sent = freeze(results, what, False)
@@ -196,16 +201,16 @@ def _sendable(results: list[object]) -> Payload:
     return sent
 
 
-def _agreed(step: RunningStep) -> Failure | None:
+def _agreed(step: RunningStep) -> RemoteFailure | None:
     """Replicas tell each other how their pipelines ended, and reduce gradients if all went well; the
     first failure is every rank's.
     """
     model = step.session.model
     if model is not None and not model.sharding.end_step(step.failure is not None):
         return step.failure
-    failure: Failure | None
+    failure: RemoteFailure | None
     if model is None or model.gradients is None:
-        report = agreement.Report(failure=step.failure)
+        report = agreement.ReplicaReport(failure=step.failure)
         failure = agreement.agree(step.session.runtime, report).failure
     else:
         totals = step.ledger.totals() if step.failure is None else {}

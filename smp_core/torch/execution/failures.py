@@ -13,7 +13,7 @@ from smp_core.errors import SmpError, VerdictError
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import StepAbortedError
-from smp_core.torch.execution.remote.messages import Failure
+from smp_core.torch.execution.remote.messages import RemoteFailure
 from smp_core.torch.execution.schedule import Phase
 from smp_core.torch.execution.timeline import Timed
 from smp_core.torch.session import Session
@@ -29,7 +29,7 @@ def aborted(session: Session, error: BaseException) -> StepAbortedError:
     return _aborted(failure_of(session.runtime, None, error))
 
 
-def remote_failure(failure: Failure, when: str | None = None) -> Exception:
+def remote_failure(failure: RemoteFailure, when: str | None = None) -> Exception:
     """What a rank raises for the failure of another; ``when`` it was, if it was in no microbatch."""
     if failure.api is not None:
         error: Exception = pickle.loads(failure.api)
@@ -37,7 +37,7 @@ def remote_failure(failure: Failure, when: str | None = None) -> Exception:
     return _aborted(failure, when)
 
 
-def failure_of(runtime: Runtime, activity: Timed | None, error: BaseException) -> Failure:
+def failure_of(runtime: Runtime, activity: Timed | None, error: BaseException) -> RemoteFailure:
     """An exception of this rank, in a form that can be sent."""
     api = None
     if isinstance(error, SmpError) and not isinstance(error, VerdictError):
@@ -45,7 +45,7 @@ def failure_of(runtime: Runtime, activity: Timed | None, error: BaseException) -
             pickled = pickle.dumps(error)
             if type(pickle.loads(pickled)) is type(error):
                 api = pickled
-    return Failure(
+    return RemoteFailure(
         runtime.position(GroupKind.PP),
         runtime.rank,
         None if activity is None else activity.microbatch,
@@ -78,7 +78,7 @@ def _text(error: BaseException) -> str:
         return f"(its text cannot be had: str() raised {type(why).__name__})"
 
 
-def _aborted(failure: Failure, when: str | None = None) -> StepAbortedError:
+def _aborted(failure: RemoteFailure, when: str | None = None) -> StepAbortedError:
     """What the other ranks raise for a user's exception."""
     where = f"pp rank {failure.pp_rank} (world rank {failure.rank})"
     what = when or "before the first microbatch"

@@ -8,9 +8,9 @@ from typing import NoReturn, Protocol
 
 from smp_core.topology import GroupKind
 from smp_core.torch.execution import modes, schedule
-from smp_core.torch.execution.accumulation import Ledger, Listener
+from smp_core.torch.execution.accumulation import GradientListener, Ledger
 from smp_core.torch.execution.failures import failure_of, remote_failure
-from smp_core.torch.execution.remote.messages import Failure
+from smp_core.torch.execution.remote.messages import RemoteFailure
 from smp_core.torch.execution.remote.transport import Transport
 from smp_core.torch.execution.source import WHOLE, ParameterSource
 from smp_core.torch.execution.timeline import Timed, Timeline
@@ -53,7 +53,7 @@ class RunningStep:
     """
 
     def __init__(
-        self, session: Session, overlap: Callable[[RunningStep, Reducer], Listener]
+        self, session: Session, overlap: Callable[[RunningStep, Reducer], GradientListener]
     ) -> None:
         runtime, model = session.runtime, session.model
         config = runtime.config
@@ -78,9 +78,9 @@ class RunningStep:
         self.computing = contextlib.nullcontext if model is None else model.computing
         self.seed = 0  # of the random streams: drawn by the driver, and part of each request
         self.timeline = Timeline(runtime.rank)
-        self.failure: Failure | None = None
+        self.failure: RemoteFailure | None = None
         self.unwinding = False  # every activity is to end, and no rank is told
-        self._own: tuple[Failure, BaseException] | None = None
+        self._own: tuple[RemoteFailure, BaseException] | None = None
         self._calls = 0
         self._ended: list[
             int
@@ -111,12 +111,12 @@ class RunningStep:
             self.failure = failure_of(self.session.runtime, activity, error)
             self._own = self.failure, error
 
-    def failed(self, failure: Failure) -> None:
+    def failed(self, failure: RemoteFailure) -> None:
         """Record the failure of another rank, unless the step has failed before."""
         if self.failure is None:
             self.failure = failure
 
-    def refuse(self, failure: Failure) -> NoReturn:
+    def refuse(self, failure: RemoteFailure) -> NoReturn:
         """Raise the failure: the exception itself on its rank and for errors of this project, StepAbortedError else."""
         if self._own is not None and self._own[0] == failure:
             raise self._own[1]

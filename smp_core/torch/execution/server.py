@@ -24,7 +24,12 @@ from smp_core.torch.execution.remote.messages import (
     Message,
     Returned,
 )
-from smp_core.torch.execution.remote.packets import NOTHING, Payload, ReceivedPayload, freeze
+from smp_core.torch.execution.remote.packets import (
+    NOTHING,
+    OutgoingPayload,
+    ReceivedPayload,
+    freeze,
+)
 from smp_core.torch.execution.running import RunningStep
 from smp_core.torch.execution.schedule import Kind, Phase, Progress, Ready
 from smp_core.torch.execution.workers import Unwound, Worker
@@ -54,7 +59,7 @@ class Server:
         self._waiting: dict[int, Activity] = {}
         self._live: set[Activity] = set()
         self._requests: dict[Activity, Forward | Backward] = {}
-        self._records: dict[tuple[int, int], boundary.Record] = {}
+        self._records: dict[tuple[int, int], boundary.ServedCall] = {}
         self._deterministic = step.session.runtime.config.deterministic_server
         self._order = 0
         self._ended: tuple[End, ReceivedPayload] | None = None
@@ -72,7 +77,7 @@ class Server:
             self._turn(expecting=bool(self._waiting))
         return self._results
 
-    def end(self, end: End, results: Payload) -> None:
+    def end(self, end: End, results: OutgoingPayload) -> None:
         """Send the end of the step to the other ranks."""
         if self._transport is not None:
             for rank in range(1, self._transport.size):
@@ -229,14 +234,14 @@ class Server:
             self._results[activity.microbatch] = value
             self._step.end_microbatch(activity.microbatch)
         else:
-            assert isinstance(value, Payload)
+            assert isinstance(value, OutgoingPayload)
             answer = Returned(activity.microbatch, asked.call)
             self._send(asked.caller, answer, value, activity.microbatch)
 
     def _drop_starts(self) -> None:
         self._ready = [each for each in self._ready if each[0].kind is not Kind.START]
 
-    def _send(self, to: int, message: Message, payload: Payload, microbatch: int) -> None:
+    def _send(self, to: int, message: Message, payload: OutgoingPayload, microbatch: int) -> None:
         assert self._transport is not None
         self._transport.send(to, message, payload, microbatch)
 
@@ -275,7 +280,7 @@ class Server:
             function: Function = lambda each: self._forward(each, message, received)  # noqa: E731
         else:
             # An unknown call gets an empty record, whose backward pass raises that its graph was freed.
-            record = self._records.get((message.caller, message.of)) or boundary.Record("")
+            record = self._records.get((message.caller, message.of)) or boundary.ServedCall("")
             activity = Activity(step, Phase.BACKWARD, message.microbatch, record.path)
             function = lambda _: self._backward(record, message, received)  # noqa: E731
         self._requests[activity] = message
@@ -287,7 +292,9 @@ class Server:
         for key in gone:
             self._records.pop(key).close()
 
-    def _forward(self, activity: Activity, message: Forward, received: ReceivedPayload) -> Payload:
+    def _forward(
+        self, activity: Activity, message: Forward, received: ReceivedPayload
+    ) -> OutgoingPayload:
         site = self._step.sites[message.key.path]
         site.follow(message.caller, message.training)
         payload, record = boundary.run_forward(
@@ -301,8 +308,8 @@ class Server:
         return payload
 
     def _backward(
-        self, record: boundary.Record, message: Backward, received: ReceivedPayload
-    ) -> Payload:
+        self, record: boundary.ServedCall, message: Backward, received: ReceivedPayload
+    ) -> OutgoingPayload:
         grads = boundary.run_backward(record, received.thaw())
         if not record.outstanding:
             self._records.pop((message.caller, message.of), None)

@@ -36,7 +36,7 @@ from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import ShardingError, UnsupportedTrainingError
 from smp_core.torch.execution import agreement, counted
-from smp_core.torch.execution.agreement import DENSE, NONE, SPARSE, Agreement, Report
+from smp_core.torch.execution.agreement import DENSE, NONE, SPARSE, Agreement, ReplicaReport
 from smp_core.torch.precision.masters import Masters
 from smp_core.torch.reduction import drift
 from smp_core.torch.reduction.bucket_reducer import BucketReducer
@@ -218,7 +218,7 @@ class GradientReducer:
         held, shards = ({}, {}) if failure is not None or joined else self._digests()
         agreed = agreement.agree(
             self._runtime,
-            Report(
+            ReplicaReport(
                 failure=failure,
                 present=self._present(step),
                 launched=step.launched,
@@ -408,7 +408,7 @@ class GradientReducer:
         return bytes(parameter.requires_grad for parameter in self._parameters)
 
     @staticmethod
-    def _trained_by(reports: Iterable[Report]) -> bytes:
+    def _trained_by(reports: Iterable[ReplicaReport]) -> bytes:
         return next((each.trained for each in reports if each.trained), b"")
 
     def _planned(self) -> list[nn.Parameter]:
@@ -462,7 +462,7 @@ class GradientReducer:
             )
         )
 
-    def _other_gathers(self, reports: Mapping[int, Report]) -> ShardingError | None:
+    def _other_gathers(self, reports: Mapping[int, ReplicaReport]) -> ShardingError | None:
         """The error if ranks of a shard group gathered different units: what one sent was not what the other took
         it for.
         """
@@ -478,7 +478,7 @@ class GradientReducer:
                 )
         return None
 
-    def _other_frozen(self, reports: Mapping[int, Report]) -> Exception | None:
+    def _other_frozen(self, reports: Mapping[int, ReplicaReport]) -> Exception | None:
         """The error if replicas do not train the same parameters: buckets are made of those."""
         trained = {rank: each.trained for rank, each in reports.items()}
         if len(set(trained.values()) - {b""}) < 2:

@@ -16,7 +16,7 @@ from smp_core.reduction import reduce_tensors
 from smp_core.transport.messages import group_text
 from smp_core.transport.mpi.matching import Meetings, Receive
 from smp_core.transport.mpi.messenger import Buffer, Outgoing
-from smp_core.transport.mpi.routes import Part, Route, Tensors
+from smp_core.transport.mpi.routes import MemberPart, Route, Tensors
 from smp_core.transport.protocols import Group
 
 Tensor = torch.Tensor
@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 LARGE = 32 * 1024
 
 
-class Operation(Protocol):
+class MpiOperation(Protocol):
     """What a work waits for."""
 
     @property
@@ -69,11 +69,17 @@ def from_bytes(payload: Buffer, like: Tensors) -> list[Tensor]:
     return values
 
 
-class Exchange:
+class CollectiveOperation:
     """One member's part in a collective call: everything that it brings is sent at once."""
 
     def __init__(
-        self, group: Group, meetings: Meetings, number: int, route: Route, part: Part, note: str
+        self,
+        group: Group,
+        meetings: Meetings,
+        number: int,
+        route: Route,
+        part: MemberPart,
+        note: str,
     ) -> None:
         self._group, self._number, self._note = group, number, note
         self._route, self._part = route, part
@@ -97,13 +103,13 @@ class Exchange:
 
     @property
     def done(self) -> bool:
-        """See Operation."""
+        """See MpiOperation."""
         if self._sent:
             self._sent = [outgoing for outgoing in self._sent if not outgoing.done]
         return self._gathering.done and (not self._sent or self._gathering.strange is not None)
 
     def values(self) -> list[Tensor]:
-        """See Operation."""
+        """See MpiOperation."""
         part = self._part
         came = [
             [] if like is None else self._came(member, like)
@@ -148,17 +154,17 @@ class LargeAllReduce:
     """
 
     def __init__(
-        self, group: Group, meetings: Meetings, number: int, part: Part, note: str
+        self, group: Group, meetings: Meetings, number: int, part: MemberPart, note: str
     ) -> None:
         self._group, self._meetings, self._number = group, meetings, number
         self._part, self._note = part, note
         self._sizes = [tensor.numel() for tensor in part.brings]
         block = torch.cat(list(part.brings)) if len(part.brings) > 1 else part.brings[0]
         self._slices = _slices(block, part.size)
-        slices = Part(part.me, part.size, self._slices, self._slices, part.op, part.root)
+        slices = MemberPart(part.me, part.size, self._slices, self._slices, part.op, part.root)
         self._error: CollectiveMismatchError | None = None
         self._lock = meetings.lock
-        self._rounds = [Exchange(group, meetings, number, _SLICES, slices, note)]
+        self._rounds = [CollectiveOperation(group, meetings, number, _SLICES, slices, note)]
 
     def step(self) -> bool:
         """Begin the second round when the first is done. Whether there is no more to begin.
@@ -172,21 +178,23 @@ class LargeAllReduce:
             except CollectiveMismatchError as error:
                 self._error = error
                 return True
-            second = Part(part.me, part.size, own, self._slices, part.op, part.root)
+            second = MemberPart(part.me, part.size, own, self._slices, part.op, part.root)
             number = -self._number  # apart from the numbers of calls
             self._rounds.append(
-                Exchange(self._group, self._meetings, number, _RESULTS, second, self._note)
+                CollectiveOperation(
+                    self._group, self._meetings, number, _RESULTS, second, self._note
+                )
             )
         return len(self._rounds) == 2 or self._error is not None
 
     @property
     def done(self) -> bool:
-        """See Operation."""
+        """See MpiOperation."""
         with self._lock:  # another thread may be moving messages
             return self.step() and (self._error is not None or self._rounds[1].done)
 
     def values(self) -> list[Tensor]:
-        """See Operation."""
+        """See MpiOperation."""
         if self._error is not None:
             raise self._error
         return list(torch.split(torch.cat(self._rounds[1].values()), self._sizes))
@@ -205,7 +213,7 @@ _RESULTS = Route(
 )
 
 
-class Sent:
+class SendOperation:
     """A send: done when its receive has taken it."""
 
     def __init__(self, outgoing: Outgoing, payload: object) -> None:
@@ -213,15 +221,15 @@ class Sent:
 
     @property
     def done(self) -> bool:
-        """See Operation."""
+        """See MpiOperation."""
         return self._outgoing.done
 
     def values(self) -> list[Tensor]:
-        """See Operation."""
+        """See MpiOperation."""
         return []
 
 
-class Received:
+class ReceiveOperation:
     """A receive of one tensor."""
 
     def __init__(self, group: Group, me: int, receive: Receive, like: Tensor) -> None:
@@ -229,11 +237,11 @@ class Received:
 
     @property
     def done(self) -> bool:
-        """See Operation."""
+        """See MpiOperation."""
         return self._receive.done
 
     def values(self) -> list[Tensor]:
-        """See Operation."""
+        """See MpiOperation."""
         message = self._receive.message
         assert message is not None
         theirs, ours = message.note.decode(), tensor_note(self._like)

@@ -36,7 +36,7 @@ class Receive:
         return self.message is not None and self.message.ready
 
 
-class Mailbox:
+class MpiMailbox:
     """Messages that are sent to be received, matched by source and number, in the order of sending
     and of posting.
 

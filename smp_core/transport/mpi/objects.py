@@ -13,7 +13,7 @@ from typing import Any
 
 from smp_core.errors import CollectiveMismatchError
 from smp_core.transport.messages import group_text
-from smp_core.transport.mpi.matching import Gathering, Mailbox, Meetings
+from smp_core.transport.mpi.matching import Gathering, Meetings, MpiMailbox
 from smp_core.transport.mpi.messenger import Messenger, Outgoing
 from smp_core.transport.payload import Payload, plain_dumps
 from smp_core.transport.protocols import Group, RankEnvironment
@@ -55,7 +55,7 @@ class MpiObjects:
 
     def open(self) -> None:
         """In the run that begins, calls and messages count from the first."""
-        self._mailbox = Mailbox(self._messenger, "objects")
+        self._mailbox = MpiMailbox(self._messenger, "objects")
         self._trees: dict[Group, _Tree] = {}
 
     def send(self, obj: object, dest: int) -> None:

@@ -12,17 +12,17 @@ from smp_core.transport.checked_group import CheckedGroup, Collective, Fields
 from smp_core.transport.memory import InFlightBuffer
 from smp_core.transport.mpi.exchange import (
     LARGE,
-    Exchange,
+    CollectiveOperation,
     LargeAllReduce,
-    Received,
-    Sent,
+    ReceiveOperation,
+    SendOperation,
     bytes_of,
     flat_copies,
     tensor_note,
     to_bytes,
 )
-from smp_core.transport.mpi.matching import Mailbox, Meetings
-from smp_core.transport.mpi.routes import ROUTES, Part
+from smp_core.transport.mpi.matching import Meetings, MpiMailbox
+from smp_core.transport.mpi.routes import ROUTES, MemberPart
 from smp_core.transport.mpi.work import MpiWork, RankSide
 from smp_core.transport.peers import ANY, Source
 from smp_core.transport.protocols import Group
@@ -43,7 +43,7 @@ class MpiProcessGroup(CheckedGroup):
         """In the run that begins, calls and messages count from the first."""
         channel = self._fabric.channel(self._group)
         self._meetings = Meetings(self._fabric.messenger, f"calls {channel}")
-        self._mailbox = Mailbox(self._fabric.messenger, f"messages {channel}")
+        self._mailbox = MpiMailbox(self._fabric.messenger, f"messages {channel}")
         self._coalesced = None
 
     # Issuing.
@@ -62,17 +62,19 @@ class MpiProcessGroup(CheckedGroup):
             )
         with torch.no_grad():
             brought = flat_copies(call.brings)
-            part = Part(self._position, self._size, brought, call.gets, call.op, call.root)
+            part = MemberPart(self._position, self._size, brought, call.gets, call.op, call.root)
             issued = self._issue(call.operation, part, _text(call.operation, call.fields))
         return self._handle(issued, in_flight, call.outputs, call.operation)
 
-    def _issue(self, operation: str, part: Part, note: str) -> Exchange | LargeAllReduce:
+    def _issue(
+        self, operation: str, part: MemberPart, note: str
+    ) -> CollectiveOperation | LargeAllReduce:
         number, group = self._meetings.number(), self._group
         if ROUTES[operation] is ROUTES["all_reduce"] and bytes_of(part.brings) > LARGE:
             large = LargeAllReduce(group, self._meetings, number, part, note)
             self._fabric.messenger.step(large, large.step)
             return large
-        return Exchange(group, self._meetings, number, ROUTES[operation], part, note)
+        return CollectiveOperation(group, self._meetings, number, ROUTES[operation], part, note)
 
     def _post(self, verb: str, tensors: list[Tensor], peer: Source, tag: int) -> MpiWork:
         self._check(verb)
@@ -83,9 +85,11 @@ class MpiProcessGroup(CheckedGroup):
             assert rank is not ANY
             payload = to_bytes(flat_copies(tensors))
             outgoing = self._mailbox.send(rank, tag, payload, tensor_note(tensor))
-            return self._handle(Sent(outgoing, payload), InFlightBuffer(tensors, ()), tensors, verb)
+            return self._handle(
+                SendOperation(outgoing, payload), InFlightBuffer(tensors, ()), tensors, verb
+            )
         receive = self._mailbox.receive(rank, tag)
-        received = Received(self._group, self._position, receive, tensor)
+        received = ReceiveOperation(self._group, self._position, receive, tensor)
         return self._handle(received, InFlightBuffer((), tensors), tensors, verb)
 
     def _handle(

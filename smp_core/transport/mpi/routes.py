@@ -1,6 +1,6 @@
 """What goes from member to member in each tensor collective, and what a member makes of it.
 
-A member's part in a call is what it brings and what it gets, tensors both (``Part``). A route says
+A member's part in a call is what it brings and what it gets, tensors both (``MemberPart``). A route says
 which of the brought tensors go to which member, what comes from whom, and how the values of the
 outputs follow; values are flat, in the order of the outputs' elements. Reductions fold what has
 come in the order of smp_core/reduction.py, so that the bits are those of `sim`.
@@ -20,7 +20,7 @@ Tensors = Sequence[Tensor]
 
 
 @dataclasses.dataclass(slots=True)
-class Part:
+class MemberPart:
     """One member's part in a call. Members are positions in the group."""
 
     me: int
@@ -31,9 +31,10 @@ class Part:
     root: int | None  # of a collective that has one
 
 
-Goes = Callable[[Part, int], Tensors | None]  # to a member; None: no message at all
-Comes = Callable[[Part, int], Tensors | None]  # from a member: tensors that are alike
-Values = Callable[[Part, Sequence[Tensors]], list[Tensor]]  # of the outputs, from what came of each
+Goes = Callable[[MemberPart, int], Tensors | None]  # to a member; None: no message at all
+Comes = Callable[[MemberPart, int], Tensors | None]  # from a member: tensors that are alike
+# Of the outputs, from what came of each.
+Values = Callable[[MemberPart, Sequence[Tensors]], list[Tensor]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,79 +46,79 @@ class Route:
     values: Values
 
 
-def _all_brings(part: Part, member: int) -> Tensors | None:
+def _all_brings(part: MemberPart, member: int) -> Tensors | None:
     return part.brings
 
 
-def _brings_from_root(part: Part, member: int) -> Tensors | None:
+def _brings_from_root(part: MemberPart, member: int) -> Tensors | None:
     return part.brings if part.me == part.root else None
 
 
-def _brings_to_root(part: Part, member: int) -> Tensors | None:
+def _brings_to_root(part: MemberPart, member: int) -> Tensors | None:
     return part.brings if member == part.root else None
 
 
-def _likewise_at_root(part: Part, member: int) -> Tensors | None:
+def _likewise_at_root(part: MemberPart, member: int) -> Tensors | None:
     return part.brings if part.me == part.root else None
 
 
-def _its_own(part: Part, member: int) -> Tensors | None:
+def _its_own(part: MemberPart, member: int) -> Tensors | None:
     return part.brings[member :: part.size]
 
 
-def _outputs_from_root(part: Part, member: int) -> Tensors | None:
+def _outputs_from_root(part: MemberPart, member: int) -> Tensors | None:
     return part.gets if member == part.root and part.gets else None
 
 
-def _outputs(part: Part, member: int) -> Tensors | None:
+def _outputs(part: MemberPart, member: int) -> Tensors | None:
     return part.gets
 
 
-def _its_outputs(part: Part, member: int) -> Tensors | None:
+def _its_outputs(part: MemberPart, member: int) -> Tensors | None:
     return part.gets[member :: part.size]
 
 
-def _its_outputs_at_root(part: Part, member: int) -> Tensors | None:
+def _its_outputs_at_root(part: MemberPart, member: int) -> Tensors | None:
     return part.gets[member :: part.size] if part.me == part.root else None
 
 
-def _reduced(part: Part, came: Sequence[Tensors]) -> list[Tensor]:
+def _reduced(part: MemberPart, came: Sequence[Tensors]) -> list[Tensor]:
     return [reduce_tensors(column, part.op) for column in zip(*came, strict=True)]
 
 
-def _reduced_at_root(part: Part, came: Sequence[Tensors]) -> list[Tensor]:
+def _reduced_at_root(part: MemberPart, came: Sequence[Tensors]) -> list[Tensor]:
     return _reduced(part, came) if part.me == part.root else []
 
 
-def _interleaved(part: Part, came: Sequence[Tensors]) -> list[Tensor]:
+def _interleaved(part: MemberPart, came: Sequence[Tensors]) -> list[Tensor]:
     return [tensor for column in zip(*came, strict=True) for tensor in column]
 
 
-def _joined(part: Part, came: Sequence[Tensors]) -> list[Tensor]:
+def _joined(part: MemberPart, came: Sequence[Tensors]) -> list[Tensor]:
     columns = zip(*came, strict=True)
     return [torch.cat(column) for column in columns]
 
 
-def _of_root(part: Part, came: Sequence[Tensors]) -> list[Tensor]:
+def _of_root(part: MemberPart, came: Sequence[Tensors]) -> list[Tensor]:
     if not part.gets:
         return []
     assert part.root is not None
     return list(came[part.root])
 
 
-def _nothing(part: Part, came: Sequence[Tensors]) -> list[Tensor]:
+def _nothing(part: MemberPart, came: Sequence[Tensors]) -> list[Tensor]:
     return []
 
 
-def _its_slices(part: Part, member: int) -> Tensors | None:
+def _its_slices(part: MemberPart, member: int) -> Tensors | None:
     return [torch.tensor_split(tensor, part.size)[member] for tensor in part.brings]  # all equal
 
 
-def _gathered_at_root(part: Part, came: Sequence[Tensors]) -> list[Tensor]:
+def _gathered_at_root(part: MemberPart, came: Sequence[Tensors]) -> list[Tensor]:
     return [tensors[0] for tensors in came] if part.me == part.root else []
 
 
-def _scattered(part: Part, member: int) -> Tensors | None:
+def _scattered(part: MemberPart, member: int) -> Tensors | None:
     return [part.brings[member]] if part.me == part.root else None
 
 

@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from smp_core.errors import CollectiveMismatchError
 from smp_core.transport.memory import InFlightBuffer
-from smp_core.transport.mpi.exchange import Operation, Received
+from smp_core.transport.mpi.exchange import MpiOperation, ReceiveOperation
 from smp_core.transport.mpi.messenger import Messenger
 from smp_core.transport.protocols import Group
 from smp_core.transport.unseen import hide
@@ -37,7 +37,7 @@ class MpiWork(Work):
     def __init__(
         self,
         fabric: RankSide,
-        operation: Operation,
+        operation: MpiOperation,
         in_flight: InFlightBuffer,
         outputs: Any,
         name: str,
@@ -132,7 +132,7 @@ class MpiWork(Work):
     def source_rank(self) -> int:
         """Of a receive, the group rank that sent; -1 of anything else."""
         self.wait()
-        return self._operation.source if isinstance(self._operation, Received) else -1
+        return self._operation.source if isinstance(self._operation, ReceiveOperation) else -1
 
     _source_rank = source_rank
 

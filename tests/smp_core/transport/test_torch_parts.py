@@ -17,7 +17,7 @@ import smp_core
 from pytest_smp.ranks.backends import open_backend
 from smp_core.errors import BackendError, UnknownTorchWarning
 from smp_core.transport import torch_parts
-from smp_core.transport.torch_parts import PARTS, TRIED, Part
+from smp_core.transport.torch_parts import PARTS, TRIED, TorchPart
 
 PACKAGES = Path(smp_core.__file__).parents[1]
 LISTED = {str(part) for parts in PARTS.values() for part in parts}
@@ -119,14 +119,22 @@ def test_another_release_goes_on_with_one_warning(version: str) -> None:
 @pytest.mark.parametrize(
     ("part", "text"),
     [
-        (Part("torch.nowhere", "x"), r"does not have: torch\.nowhere\.x\. Install"),
-        (Part("torch.distributed", "_nothing"), r"torch\.distributed\._nothing"),
-        (Part("torch.distributed", "new_group", takes=("colour",)), "the parameter 'colour' of"),
-        (Part("torch.distributed", "new_group", calls=20), "too many positional arguments"),
-        (Part("torch.distributed", "get_rank", calls=0, takes=("group", "x")), "the parameter 'x'"),
+        (TorchPart("torch.nowhere", "x"), r"does not have: torch\.nowhere\.x\. Install"),
+        (TorchPart("torch.distributed", "_nothing"), r"torch\.distributed\._nothing"),
+        (
+            TorchPart("torch.distributed", "new_group", takes=("colour",)),
+            "the parameter 'colour' of",
+        ),
+        (TorchPart("torch.distributed", "new_group", calls=20), "too many positional arguments"),
+        (
+            TorchPart("torch.distributed", "get_rank", calls=0, takes=("group", "x")),
+            "the parameter 'x'",
+        ),
     ],
 )
-def test_what_is_missing_is_named(part: Part, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_named(
+    part: TorchPart, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch_parts, "PARTS", {"the sim backend": (part,)})
     with pytest.raises(BackendError, match=text) as caught:
         torch_parts.require("the sim backend", version="2.99.0")
@@ -171,7 +179,7 @@ def test_a_torch_without_a_part_is_refused_before_the_part_is_looked_up(
     monkeypatch.setitem(
         torch_parts.PARTS,
         "the sim backend",
-        (Part("torch._C._distributed_c10d", "_set_isolation"),),
+        (TorchPart("torch._C._distributed_c10d", "_set_isolation"),),
     )
     with (
         pytest.warns(UnknownTorchWarning),
@@ -199,4 +207,4 @@ def test_a_function_that_takes_any_keyword_has_all_of_them(
         pass
 
     monkeypatch.setattr(torch, "_smp_test", SimpleNamespace(helper=helper), raising=False)
-    assert Part("torch", "_smp_test.helper", takes=("anything",), calls=1).missing() is None
+    assert TorchPart("torch", "_smp_test.helper", takes=("anything",), calls=1).missing() is None

@@ -18,7 +18,7 @@ from smp_core.torch.execution import modes
 from smp_core.torch.execution.activity import Activity
 from smp_core.torch.execution.failures import module_text
 from smp_core.torch.execution.remote.messages import Backward, Forward
-from smp_core.torch.execution.remote.packets import Payload, ReceivedPayload, freeze
+from smp_core.torch.execution.remote.packets import OutgoingPayload, ReceivedPayload, freeze
 from smp_core.torch.execution.uses import CallKey
 
 Tensor = torch.Tensor
@@ -117,7 +117,7 @@ class _RemoteOutputs(torch.autograd.Function):
 # The owner's side.
 
 
-class Record:
+class ServedCall:
     """A module call that this rank has run for another rank, kept until its backward pass.
 
     Attributes:
@@ -158,7 +158,7 @@ class _ReceivedInputs(torch.autograd.Function):
     """The owner's node: its backward pass keeps the gradients of the inputs in the record."""
 
     @staticmethod
-    def forward(ctx: Any, record: Record, anchor: Tensor, received: list[Tensor]) -> object:
+    def forward(ctx: Any, record: ServedCall, anchor: Tensor, received: list[Tensor]) -> object:
         ctx.record = record
         ctx.set_materialize_grads(False)
         return tuple(received)
@@ -173,12 +173,12 @@ def run_forward(
     message: Forward,
     received: ReceivedPayload,
     run: Callable[[tuple[object, ...], dict[str, object]], object],
-) -> tuple[Payload, Record | None]:
+) -> tuple[OutgoingPayload, ServedCall | None]:
     """Run a module for another rank by ``run(args, kwargs)``.
 
     Returns the outputs, and the record for their backward pass if an output requires a gradient.
     """
-    record = Record(message.key.path)
+    record = ServedCall(message.key.path)
     with modes.entered(message.modes):
         wanted = received.differentiable()
         tensors = list(received.tensors)
@@ -198,7 +198,7 @@ def run_forward(
     return payload, record if record.outputs else None
 
 
-def run_backward(record: Record, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+def run_backward(record: ServedCall, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Run the backward pass of a call that this rank has run.
 
     Returns the gradients of the inputs; None for an input that the outputs do not depend on, as autograd does.

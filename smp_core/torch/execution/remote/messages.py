@@ -63,7 +63,7 @@ class Returned(NamedTuple):
     call: int
 
 
-class Failure(NamedTuple):
+class RemoteFailure(NamedTuple):
     """An exception in an activity, in the form in which other ranks learn of it.
 
     Attributes:
@@ -94,13 +94,13 @@ class Failed(NamedTuple):
 
     microbatch: int
     call: int
-    failure: Failure
+    failure: RemoteFailure
 
 
 class End(NamedTuple):
     """The end of the step. Its payload is the results of all microbatches, if nothing has failed."""
 
-    failure: Failure | None
+    failure: RemoteFailure | None
 
 
 #: Requests belong to a microbatch, and so do answers.

@@ -30,7 +30,7 @@ _LENGTHS = struct.Struct("<QQQQ")  # bytes of all, of the head, of the pickle; t
 _ALIGNMENT = 64  # bytes, that of torch's allocator
 
 
-class Payload(NamedTuple):
+class OutgoingPayload(NamedTuple):
     """A value ready to be sent.
 
     Attributes:
@@ -96,7 +96,7 @@ def _path(module: nn.Module) -> str | None:
     return next((path for path, site in model.sites.items() if site.module is module), None)
 
 
-def freeze(value: object, what: str, grad: bool) -> Payload:
+def freeze(value: object, what: str, grad: bool) -> OutgoingPayload:
     """Pickle a value and list its tensors.
 
     With ``grad``, tensors that require a gradient are part of the graph. Raises PayloadError, whose text begins
@@ -112,10 +112,12 @@ def freeze(value: object, what: str, grad: bool) -> Payload:
             "Pass tensors and picklable values, or keep caller and module in one partition"
         ) from error
     tensors = pickler.tensors
-    return Payload(file.getvalue(), tensors, [grad and each.requires_grad for each in tensors])
+    return OutgoingPayload(
+        file.getvalue(), tensors, [grad and each.requires_grad for each in tensors]
+    )
 
 
-NOTHING = Payload(pickle.dumps(None), [], [])
+NOTHING = OutgoingPayload(pickle.dumps(None), [], [])
 
 
 class ReceivedPayload:
@@ -139,7 +141,7 @@ class ReceivedPayload:
         return _Unpickler(io.BytesIO(self._pickled), given).load()
 
 
-def encode(sender: int, message: object, payload: Payload, least: int) -> Tensor:
+def encode(sender: int, message: object, payload: OutgoingPayload, least: int) -> Tensor:
     """Encode a message and its payload as one uint8 tensor of at least ``least`` elements, padded at the end."""
     packed = [_packed(tensor) for tensor in payload.tensors]
     specs, at = [], 0

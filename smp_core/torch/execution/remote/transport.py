@@ -27,7 +27,7 @@ from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.execution.remote import packets
 from smp_core.torch.execution.remote.messages import Message
-from smp_core.torch.execution.remote.packets import Payload, ReceivedPayload
+from smp_core.torch.execution.remote.packets import OutgoingPayload, ReceivedPayload
 from smp_core.transport.protocols import Group
 
 ENVELOPE = 4096  # bytes
@@ -50,7 +50,9 @@ class Transport:
         self._mark = 0  # the last bytes of the posted envelope until a message overwrites them
         self.messages = self.bytes = 0  # sent so far
 
-    def send(self, to: int, message: Message, payload: Payload, microbatch: int | None) -> None:
+    def send(
+        self, to: int, message: Message, payload: OutgoingPayload, microbatch: int | None
+    ) -> None:
         """Send a message and its payload; returns at once."""
         buffer = packets.encode(self.rank, message, payload, ENVELOPE)
         works = self._sent.setdefault(microbatch, [])

@@ -343,7 +343,7 @@ def test_ranks_that_never_come_are_named_once(monkeypatch: pytest.MonkeyPatch) -
     launch = launch_of({"RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"})
     assert launch is not None
     monkeypatch.setattr(external, "_GATHER", 0.2)
-    monkeypatch.setattr(external.Job, "current", external.Job(launch, "gloo", True))
+    monkeypatch.setattr(external.ExternalJob, "current", external.ExternalJob(launch, "gloo", True))
     executor = open_backend("external", ExecutorOptions(ranks=3))
     try:
         for _ in range(2):
