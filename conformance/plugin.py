@@ -8,5 +8,5 @@ from conformance.session import plugin
 warnings.warn(
     "conformance.plugin has moved: use conformance.session.plugin", DeprecationWarning, stacklevel=2
 )
-# pytest is given the plugin itself: a second module with its hooks would be called beside it.
+# pytest gets the plugin itself: a second module with the same hooks would run each hook twice.
 sys.modules[__name__] = plugin

@@ -1,1 +1,1 @@
-"""Cases: what the properties draw, run on ranks, and compare with values that are made another way."""
+"""Cases: drawn inputs of properties, functions that run them on ranks, and oracles for the results."""

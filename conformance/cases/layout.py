@@ -1,8 +1,8 @@
-"""What API 4 says of a world: coordinates, groups and positions, straight from its
-text.
+"""The coordinates, groups and positions of a world, straight from the text of API 4.
 
-The reference of the properties, and so no user of the code that they test: of a
-:class:`~smp_core.topology.Topology` it reads the five fields that say what was asked for.
+The properties compare ranks with this module, so this module uses no code that they test. Of a
+:class:`~smp_core.topology.Topology` only the fields that say what was asked for are read: size,
+pipeline, tensor and placement.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHARED: Mapping[smp.CommGroup, str] = {
     smp.CommGroup.RDP_GROUP: "PT",
 }
 
-#: How to read a rank number as a position in a group of this kind (API 1.5).
+#: The rank type that reads a number as a position in a group of this kind (API 1.5).
 RANK_TYPES: Mapping[smp.CommGroup, smp.RankType] = {
     smp.CommGroup.WORLD: smp.RankType.WORLD_RANK,
     smp.CommGroup.MP_GROUP: smp.RankType.MP_RANK,
@@ -46,7 +46,7 @@ def degrees(world: Topology) -> dict[str, int]:
 
 
 def coordinates(world: Topology, rank: int) -> dict[str, int]:
-    """The coordinates of a rank, by letter: the right-most letter varies fastest (4.2)."""
+    """The coordinates of a rank, by letter; the right-most letter varies fastest (API 4.2)."""
     letters = {"cluster": "DPT", "spread": "TPD"}.get(world.placement, world.placement)
     at: dict[str, int] = {}
     for letter in reversed(letters):
@@ -55,7 +55,7 @@ def coordinates(world: Topology, rank: int) -> dict[str, int]:
 
 
 def members(world: Topology, group: smp.CommGroup, rank: int) -> list[int]:
-    """The world ranks of the group of this kind that ``rank`` is in, ascending (4.1, 4.2)."""
+    """The world ranks of the group of this kind that ``rank`` is in, ascending (API 4.1, 4.2)."""
     own = coordinates(world, rank)
     everyone = ((each, coordinates(world, each)) for each in range(world.size))
     return [each for each, at in everyone if all(at[c] == own[c] for c in SHARED[group])]
@@ -73,5 +73,5 @@ def parameters(world: Topology) -> dict[str, Any]:
         "pipeline_parallel_degree": world.pipeline,
         "tensor_parallel_degree": world.tensor,
         "placement_strategy": world.placement,
-        "ddp": world.tensor > 1,  # 3.5: tensor parallelism needs it
+        "ddp": world.tensor > 1,  # API 3.5: tensor parallelism needs ddp
     }

@@ -1,8 +1,8 @@
-"""What the properties of 16-bit training share: runs whose gradients are known, and what they give in plain
-PyTorch. On ranks: :mod:`conformance.cases.precision_runs`.
+"""Runs of 16-bit training with known gradients, and an oracle that trains them in plain PyTorch.
 
-The model is a sum of products, so a gradient is what was drawn for it, times the loss scale: it may be
-infinite, NaN or absent on one rank and in one element, and no other one knows of it.
+:mod:`conformance.cases.precision_runs` trains the same runs on ranks. The model is a sum of products, so
+each gradient is the drawn factor times the loss scale. A gradient may be infinite, NaN or absent in one
+element on one rank, without a trace in any other gradient.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from pytest_smp.strategies import Overflows
 from pytest_smp.strategies import training_oracle as oracle
 
-#: The columns of the inputs that each stage multiplies with its weights: the first, and how many.
-#: Neither number is divided by a degree.
+#: The first column and the number of columns of the inputs that each stage multiplies with its weights.
+#: No sharding degree of a run divides these numbers of columns, so shards have padding.
 STAGES = ((0, 5), (5, 3))
 _COLUMNS = 9  # the last one is the sum
 
-#: In place of factors: there is no product, so that the weights have no gradient.
+#: A mark in place of factors: the stage multiplies nothing, so its weights get no gradient.
 _ABSENT = 2.0**14
 _FACTORS = {"large": 40000.0, "inf": math.inf, "nan": math.nan}
 
@@ -46,7 +46,7 @@ class Product(nn.Module):
 
 
 class PrecisionStages(nn.Module):
-    """Two of them, and a parameter that is always used."""
+    """The model of a run: two :class:`Product` modules, and a parameter that every call uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,24 +62,28 @@ class PrecisionStages(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionRun:
-    """One run.
+    """One training run as data: its gradients, degrees, optimizer and loss scaling.
 
     Attributes:
-        history: of the gradients of each rank, that is of each stage of each replica; of a whole model
-            where there is no pipeline, whose stage is drawn.
-        pp, dp, sharding: degrees.
-        threshold: ``sdp_param_persistence_threshold``.
-        split_state: ``shard_optimizer_state``.
-        dtype: of the module.
-        microbatches, passes: of each step, each one row; ``backward_passes_per_step``.
-        optimizer: by the oracle's name.
-        scaling: the arguments of ``DistributedOptimizer``.
-        scales: what ``loss_scale`` is set to before each step, in turn; None: it is left.
-        max_norm, norm_type: what ``clip_master_grads`` is called with; None: it is not called.
-        clip: ``sdp_gradient_clipping``.
-        after_skip: whether the script sets gradients to zero after a skipped step, too, as before any other.
-        span: gradients are whole numbers from ``-span`` to ``span``.
-        seed: of values.
+        history: the kind of gradient for each step and rank. With a pipeline a rank is one stage of one
+            replica; without one, the seed chooses the stage that gets this kind.
+        pp: the pipeline degree.
+        dp: the number of replicas.
+        sharding: the sharding degree.
+        threshold: the value of ``sdp_param_persistence_threshold``.
+        split_state: the value of ``shard_optimizer_state``.
+        dtype: the dtype of the module, as a name of torch.
+        microbatches: the microbatches of a step, one row each.
+        passes: the value of ``backward_passes_per_step``.
+        optimizer: a name in the oracle's OPTIMIZERS.
+        scaling: the keyword arguments of ``DistributedOptimizer``.
+        scales: the values of ``loss_scale`` that the script sets before each step, in turn; None sets none.
+        max_norm: the first argument of ``clip_master_grads``; None leaves the call out.
+        norm_type: the ``norm_type`` of ``clip_master_grads``.
+        clip: the value of ``sdp_gradient_clipping``.
+        after_skip: whether the script calls ``zero_grad`` also after a skipped step.
+        span: the largest magnitude of a finite gradient, which is a whole number.
+        seed: the seed of the drawn values.
     """
 
     history: Overflows
@@ -119,16 +123,19 @@ class PrecisionRun:
 
     @property
     def narrow(self) -> bool:
-        """Whether there are 16 bits."""
+        """True if the module has a 16-bit dtype."""
         return self.dtype != "float32"
 
     @property
     def dynamic(self) -> bool:
-        """Whether overflows are looked for."""
+        """True if the loss scale is dynamic, so that each step checks for overflow."""
         return self.dtype == "float16" and dict(self.scaling).get("dynamic_loss_scale", False)
 
     def own(self, whole: Tensor, rank: int) -> Tensor:
-        """What a rank has of a parameter, or of its master: its part of the elements where it is split."""
+        """The elements of a parameter, or of its master, that a rank holds.
+
+        A persistent parameter is held whole. Otherwise the rank holds its owned range, flat.
+        """
         if self.sharding == 1 or whole.numel() < self.threshold:
             return whole
         part = -(-whole.numel() // self.sharding)  # rounded up
@@ -137,7 +144,7 @@ class PrecisionRun:
 
 
 def batch(run: PrecisionRun, step: int, turn: int, replica: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of one pass of one replica: a row for each microbatch."""
+    """The inputs and targets of one pass of one replica, with one row for each microbatch."""
     rng = random.Random(f"{run.seed} {step} {turn} {replica}")
     rows, span = range(run.microbatches), run.span
     x = torch.tensor([[float(rng.randint(-span, span)) for _ in range(_COLUMNS)] for _ in rows])
@@ -158,7 +165,7 @@ def batch(run: PrecisionRun, step: int, turn: int, replica: int) -> tuple[Tensor
 
 
 def rows(x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets of each microbatch."""
+    """Yield the input and the target of each microbatch."""
     return ((x[at : at + 1], y[at : at + 1]) for at in range(len(x)))
 
 
@@ -183,7 +190,7 @@ class LossScaleRules:
         self.good = 0  # steps since the last overflow
 
     def step(self, overflow: bool) -> None:
-        """One step is over."""
+        """Count one finished step and change the scale by its ``overflow``."""
         if overflow:
             self.good = 0
             if self.left == 1:
@@ -199,10 +206,15 @@ class LossScaleRules:
 
 @dataclasses.dataclass
 class Told:
-    """What there is to see after a step.
+    """The visible results of a step.
 
-    ``norm``: what clipping returned. ``parameters`` are whole; ``masters`` what the rank has of them.
-    ``state``: the optimizer's, whole, by the index of the parameter.
+    Attributes:
+        overflow: the optimizer's ``overflow``.
+        scale: the loss scale after the step.
+        norm: the result of clipping, or None if the script did not clip.
+        parameters: the parameters of the rank's stage, unsharded, by name.
+        masters: the elements of the masters that the rank holds, by name.
+        state: the optimizer's state, unsharded, by the index of the parameter.
     """
 
     overflow: bool
@@ -214,7 +226,7 @@ class Told:
 
 
 class Plain:
-    """The run in one process, with float32 masters; see :meth:`steps`."""
+    """The oracle: trains a run in one process, with float32 masters; see :meth:`steps`."""
 
     def __init__(self, run: PrecisionRun) -> None:
         self.run = run
@@ -227,7 +239,7 @@ class Plain:
         self.optimizer = oracle.OPTIMIZERS[run.optimizer](self.masters.values())
 
     def sums(self, step: int, scale: float) -> dict[str, Tensor | None]:
-        """The gradients of a step: float32 sums of 16-bit gradients, divided once."""
+        """The gradients of a step: float32 sums of the module's gradients, divided once at the end."""
         run, sums = self.run, dict[str, Tensor | None].fromkeys(self.held)
         for replica in range(run.dp):
             for turn in range(run.passes):
@@ -244,7 +256,7 @@ class Plain:
         return {name: None if each is None else each / divisor for name, each in sums.items()}
 
     def steps(self) -> Iterator[Told]:
-        """What a step leaves behind, step by step."""
+        """Train, and yield the results of each step."""
         run, said = self.run, dict(self.run.scaling)
         rules = LossScaleRules(**said.get("dynamic_loss_args", {}))
         if not run.dynamic:
@@ -266,7 +278,10 @@ class Plain:
             yield Told(overflow, rules.scale, norm, held, masters, state)
 
     def _update(self, sums: dict[str, Tensor | None], scale: float) -> float | None:
-        """One step of the optimizer; gradients are multiplied once."""
+        """Step the optimizer and return the clipped norm, or None if the run has no ``max_norm``.
+
+        Each gradient is multiplied once, by the clipping coefficient over the loss scale.
+        """
         run = self.run
         given = [each.double().reshape(-1) / scale for each in sums.values() if each is not None]
         norm = float(torch.cat(given).norm(run.norm_type))
@@ -285,7 +300,7 @@ class Plain:
 
 
 def state_of(state_dict: Any) -> dict[int, dict[str, Tensor]]:
-    """What an optimizer keeps, as tensors, by the index of the parameter."""
+    """Copy the optimizer's state from a state dict: tensors by name, by the index of the parameter."""
     return {
         index: {
             name: torch.as_tensor(each).clone() for name, each in values.items() if each is not None

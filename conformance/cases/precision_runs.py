@@ -21,7 +21,10 @@ from pytest_smp.strategies import training_oracle as oracle
 
 
 def train(run: PrecisionRun, parts: tuple[str, ...]) -> list[Told]:
-    """The run on one rank. ``parts``: the fields of :class:`Told` that are asked for, if they take long."""
+    """Train a run on one rank and return the results of each step.
+
+    ``parts`` names the fields of a result to fill in; ``overflow``, ``scale`` and ``norm`` always are.
+    """
     module = PrecisionStages()
     model = smp.DistributedModel(module, backward_passes_per_step=run.passes)
     if run.pp > 1:
@@ -61,7 +64,7 @@ def train(run: PrecisionRun, parts: tuple[str, ...]) -> list[Told]:
 
 
 def masters(model: Any, optimizer: Any) -> dict[str, Tensor]:
-    """What the optimizer works on, of what a rank holds, by the unwrapped model's names."""
+    """The masters of the parameters that a rank holds, by the unwrapped model's names."""
     groups = zip(optimizer.fp16_groups, optimizer.fp32_from_fp16_groups, strict=True)
     of = {id(own): master for pair in groups for own, master in zip(*pair, strict=True)}
     return {
@@ -72,7 +75,7 @@ def masters(model: Any, optimizer: Any) -> dict[str, Tensor]:
 
 
 def held(run: PrecisionRun, model: Any) -> dict[str, Tensor]:
-    """The parameters that a rank holds, whole, by the unwrapped model's names."""
+    """The parameters of a rank's stage, unsharded, by the unwrapped model's names."""
     own = {name.removeprefix("module."): each for name, each in model.local_named_parameters()}
     if run.sharding > 1:
         whole = model.state_dict()
@@ -81,7 +84,7 @@ def held(run: PrecisionRun, model: Any) -> dict[str, Tensor]:
 
 
 def alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and values; NaN is like NaN."""
+    """Return whether two tensors have the same dtype, shape and values; NaN equals NaN."""
     return (
         one.dtype is other.dtype
         and one.shape == other.shape
@@ -114,13 +117,15 @@ def _flat(state: dict[int, dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _float32(value: float | None) -> float | None:
-    """A norm is as exact as gradients are."""
+    """Round a norm or scale to float32, the precision that gradients are summed in."""
     return None if value is None else float(torch.tensor(value, dtype=torch.float32))
 
 
 def check(smp_world: SmpWorld, engine: str, run: PrecisionRun, *parts: str) -> None:
-    """Compare all ranks with plain PyTorch after every step, to the last bit. ``parts``: fields of
-    :class:`Told`, in whose order a difference is told.
+    """Compare all ranks with plain PyTorch after every step, to the last bit.
+
+    ``parts`` names the compared fields of a result; the first difference in their order is reported.
+    Raises AssertionError.
     """
     __tracebackhide__ = True
     count = run.pp * run.dp
@@ -159,8 +164,14 @@ def layouts(
     sharded: bool | None = None,
     split: bool | None = None,
 ) -> list[dict[str, Any]]:
-    """The layouts that the session's ranks and the engine's claims allow; skips where there is none.
-    ``sharded``, ``split``: whether parameters, and the optimizer's state alone, are split; None: either.
+    """The degrees of a run that the session's ranks and the engine's claims allow, as fields of PrecisionRun.
+
+    Args:
+        smp_world: the session's ranks; a session with fewer than ``least`` skips the test.
+        engine: the name of the engine.
+        least: the fewest ranks.
+        sharded: whether parameters are sharded; None allows both.
+        split: whether the optimizer's state alone is split; None allows both.
     """
     needs(smp_world, least)
     claims = find_engine(engine).capabilities
@@ -178,7 +189,7 @@ def layouts(
 
 @st.composite
 def dynamic_args(draw: st.DrawFn, *, powers: bool = True) -> dict[str, Any]:
-    """``dynamic_loss_args``, each key given or not; scales are powers of two if ``powers``."""
+    """Draw ``dynamic_loss_args`` with any of their keys; ``powers`` allows only powers of two as factors."""
     whole = st.sampled_from([2.0, 4.0, 32.0])
     keys: dict[str, st.SearchStrategy[Any]] = {
         "init_scale": st.sampled_from([2**4, 2.0**15, 2**16, 1, 2.0**8]),
@@ -188,7 +199,7 @@ def dynamic_args(draw: st.DrawFn, *, powers: bool = True) -> dict[str, Any]:
         "delayed_shift": st.integers(1, 3),
         "consecutive_hysteresis": st.booleans(),
     }
-    # Two keys that nearly always matter, and the rest now and then.
+    # The defaults of these two keys hide nearly every effect within a few steps, so they are mostly given.
     given = {"init_scale", "scale_window"} | draw(st.sets(st.sampled_from(list(keys))))
     left_out = (
         draw(st.sets(st.sampled_from(["init_scale", "scale_window"])))
@@ -210,20 +221,30 @@ def runs(
     most: int = 6,
     **fixed: Any,
 ) -> PrecisionRun:
-    """Runs with a dynamic loss scale, unless ``fixed`` says another."""
+    """Draw a run, with a dynamic loss scale unless ``fixed`` gives ``scaling``.
+
+    Args:
+        draw: Hypothesis's.
+        layouts: the degrees to choose from, as :func:`layouts` returns them.
+        powers: whether every scale factor is a power of two.
+        kinds: the kinds of gradient beside finite ones.
+        least: the fewest steps.
+        most: the most steps; runs of many ranks have fewer.
+        fixed: fields of the run that are not drawn.
+    """
     layout = draw(st.sampled_from(layouts))
     if "scaling" not in fixed:
         arguments = draw(dynamic_args(powers=powers))
         given = {"dynamic_loss_scale": True, "dynamic_loss_args": arguments}
         fixed["scaling"] = tuple(given.items())
-    # Ranks with shards of the same parameters must use the same ones.
+    # The ranks of a shard group must use the same parameters, so none of them may lack a gradient alone.
     odd = [kind for kind in kinds if kind != "absent" or layout["sharding"] == 1]
     ranks = layout["pp"] * layout["dp"]
     most = min(most, max(2, 24 // ranks))  # many ranks take long
     steps = {"min_steps": min(least, most), "max_steps": most}
     drawn = {
         "history": draw(overflows(ranks, kinds=odd, **steps)),
-        "threshold": draw(st.sampled_from([4, 0, 6])),  # some are split, all, none
+        "threshold": draw(st.sampled_from([4, 0, 6])),  # some parameters are sharded, all, none
         "microbatches": draw(st.sampled_from([1, 2])),
         "passes": draw(st.sampled_from([1, 1, 2])),
         "optimizer": draw(st.sampled_from(["momentum", "adam", "sgd"])),

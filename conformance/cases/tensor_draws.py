@@ -1,4 +1,4 @@
-"""What the properties of tensor collectives draw: cases within what a backend claims."""
+"""Strategies of tensor collectives: they draw cases that a backend claims."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pytest_smp.ranks.capabilities import Capabilities
 from pytest_smp.strategies.numbers import ALL
 from pytest_smp.strategies.recipes import LAYOUTS
 
-#: A property of tensor collectives draws worlds of up to so many ranks: the smallest with a fold of
-#: three full levels. COLL-SIZES takes every size of them.
+#: The largest world of a property of tensor collectives: the smallest whose reduction tree has three
+#: full levels. The property of COLL-SIZES runs every size up to it.
 MOST = 8
 
-#: Layouts that a call can write to, and those that it can only read.
+#: Layouts that an output can have, and layouts that an input can have.
 WRITABLE = tuple(name for name in LAYOUTS if name != "expanded")
 READABLE = tuple(LAYOUTS)
 
@@ -30,26 +30,27 @@ Members = tuple[tuple[int, ...], bool]  #: ranks in a group's order; whether it 
 
 
 def worlds(smp_world: SmpWorld, least: int = 1) -> st.SearchStrategy[int]:
-    """Numbers of ranks; skips the test where the session has fewer than ``least``."""
+    """Draw a world size from ``least`` to MOST, or skip a session with fewer than ``least`` ranks."""
     needs(smp_world, least)
     return _many(least, min(MOST, smp_world.ranks))
 
 
 def _many(least: int, most: int) -> st.SearchStrategy[int]:
-    """Numbers of ranks. One or two show little of an order or a root, and more than five take long;
-    those between come twice.
+    """Draw a number of ranks; 3, 4 and 5 are twice as likely as the others.
+
+    One or two ranks show little of an order or a root, and more than five take long.
     """
     numbers = range(least, most + 1)
     return st.sampled_from([*numbers, *(number for number in numbers if 2 < number < 6)])
 
 
 def op_of(operation: str) -> str:
-    """SUM for what reduces."""
+    """The reduce op of a case by default: SUM if the operation reduces, else empty."""
     return "SUM" if COLLECTIVES[operation].reduces else ""
 
 
 def claimed(smp_world: SmpWorld, among: Iterable[str] = COLLECTIVES) -> list[str]:
-    """The collectives that the backend claims, and a dtype of; ends the property where there is none."""
+    """The collectives that the backend claims for at least one dtype; without any, end the property."""
     claims, among = smp_world.capabilities, list(among)
     found = [
         name
@@ -60,7 +61,7 @@ def claimed(smp_world: SmpWorld, among: Iterable[str] = COLLECTIVES) -> list[str
 
 
 def rooted(smp_world: SmpWorld, data: st.DataObject, ranks: int) -> Iterator[tuple[Case, str]]:
-    """A case of every claimed collective with a root, and the keyword of its root."""
+    """Yield a case of every claimed collective with a root, and the keyword that names the root."""
     for operation in claimed(smp_world, [name for name, each in COLLECTIVES.items() if each.root]):
         root = data.draw(st.integers(0, ranks - 1), f"root of {operation}")
         case = Case(operation, tuple(range(ranks)), shape=(2,), op=op_of(operation), root=root)
@@ -68,11 +69,11 @@ def rooted(smp_world: SmpWorld, data: st.DataObject, ranks: int) -> Iterator[tup
 
 
 def dtypes(claims: Capabilities, op: str = "", operation: str = "") -> list[torch.dtype]:
-    """The dtypes that the backend moves, or reduces by ``op``; ends the property where there is none.
+    """The dtypes that the backend moves, or reduces by ``op``; without any, end the property.
 
-    ``operation``: a name of COLLECTIVES, of which they must be; any dtype that is claimed, if empty.
+    ``operation`` is a name of COLLECTIVES whose dtypes are asked for; if empty, every claimed dtype counts.
 
-    torch.distributed.ReduceOp docs: MAX, MIN and PRODUCT are not supported for complex tensors.
+    The torch.distributed.ReduceOp docs do not support MAX, MIN and PRODUCT of complex tensors.
     """
     return dtypes_or_none(claims, op, operation) or not_supported(
         f"the backend claims no dtype for {op or operation or 'any collective'}"
@@ -80,7 +81,7 @@ def dtypes(claims: Capabilities, op: str = "", operation: str = "") -> list[torc
 
 
 def dtypes_or_none(claims: Capabilities, op: str, operation: str) -> list[torch.dtype]:
-    """As ``dtypes``, for properties that go through several operations; empty where there is none."""
+    """The dtypes as in ``dtypes``, or an empty list, for properties that try several operations."""
     names = claims.moves(COLLECTIVES[operation].capability) if operation else claims.dtypes
     if op:
         names &= claims.reductions.get(op, frozenset())
@@ -91,19 +92,19 @@ def dtypes_or_none(claims: Capabilities, op: str, operation: str) -> list[torch.
 
 
 def kept(claims: Capabilities, ops: Iterable[str]) -> list[str]:
-    """Those of these reduce ops for which the backend claims a dtype; ends the property without."""
+    """Those of these reduce ops for which the backend claims a dtype; without any, end the property."""
     ops = list(ops)
     found = [op for op in ops if claims.reductions.get(op)]
     return found or not_supported(f"the backend claims none of {', '.join(ops)}")
 
 
 def spread(case: Case, among: Sequence[torch.dtype]) -> list[Case]:
-    """The case in each of these dtypes."""
+    """Repeat the case in each of these dtypes."""
     return [dataclasses.replace(case, dtype=dtype) for dtype in among]
 
 
 def alternated(cases: Sequence[Case], first: bool) -> list[Case]:
-    """Every second case is asynchronous; ``first``: whether the first one is."""
+    """Make every second case asynchronous; ``first`` says whether the first case is."""
     return [
         dataclasses.replace(case, asynchronous=(at % 2 == 0) == first)
         for at, case in enumerate(cases)
@@ -111,18 +112,18 @@ def alternated(cases: Sequence[Case], first: bool) -> list[Case]:
 
 
 def some(dtypes: Sequence[torch.dtype], most: int = 4) -> st.SearchStrategy[list[torch.dtype]]:
-    """At most so many of these dtypes, far apart; each comes as often as any other."""
+    """Draw at most ``most`` of these dtypes, far apart in the list; all are equally likely."""
     step = -(-len(dtypes) // most)
     return st.integers(0, step - 1).map(lambda first: list(dtypes[first::step]))
 
 
 def sides(least_dims: int = 0, most_dims: int = 3, most: int = 5) -> st.SearchStrategy[Shape]:
-    """Shapes without a side of 0."""
+    """Draw a shape without a side of 0."""
     return st.lists(st.integers(1, most), min_size=least_dims, max_size=most_dims).map(tuple)
 
 
 def empty(least_dims: int = 1) -> st.SearchStrategy[Shape]:
-    """Shapes with a side of 0."""
+    """Draw a shape with one side of 0."""
     return (
         sides(least_dims, 3, 3)
         .filter(bool)
@@ -150,24 +151,25 @@ def cases(
     taken: Sequence[str] = ("contiguous",),
     **fixed: Any,
 ) -> Case:
-    """Cases of a collective. Shrinks towards one call of few ranks on the default group.
+    """Draw a case of a collective. Examples shrink towards few ranks on the default group.
 
     Args:
+        draw: Hypothesis's.
         world: the number of ranks that run.
-        claims: what the backend claims; groups are made only if it claims them.
+        claims: the backend's claims; without GROUPS the case is on the default group.
         operation: a name of COLLECTIVES.
-        group: "default", "any" (the default one, or some ranks, ascending), "unsorted" (ranks in
-            any other order), "alone" (one rank), "without 0".
+        group: "default", "any" (the default group, or some ranks in ascending order), "unsorted"
+            (ranks in any other order), "alone" (one rank), or "without 0" (ranks but rank 0, ascending).
         members: the group itself, if it was drawn before.
-        shape: of a piece; if not given any without a side of 0.
+        shape: the strategy of a piece's shape; by default any shape without a side of 0.
         uneven: whether the first sides of pieces differ, 0 among them.
-        given: layouts to draw inputs' from.
-        taken: layouts to draw outputs' from.
+        given: the layouts that inputs may have.
+        taken: the layouts that outputs may have.
         fixed: further fields of the case.
     """
     collective = COLLECTIVES[operation]
     joins = "joined" in (collective.given, collective.taken)
-    # Only what is about stacks draws them: a backend may know concatenations alone.
+    # Only a property of stacked pieces asks for them: a backend may support concatenations alone.
     stacked = fixed.get("stacked", False)
     cut = (joins and not stacked) or uneven or fixed.get("chunks", False)
     named = min(
@@ -207,18 +209,19 @@ def every(
     most: int = 1,
     **how: Any,
 ) -> list[Case]:
-    """A case of each of these collectives that the backend claims, all on one group.
+    """Draw a case of each of these collectives that the backend claims, all on one group.
 
-    Nothing is left to the draw that way: whatever the number of examples, each is called in each.
+    Every example calls every collective, so a small number of examples leaves none of them out.
 
     Args:
+        draw: Hypothesis's.
         world: the number of ranks that run.
         smp_world: the backend.
         among: names of COLLECTIVES.
-        group: as for :func:`cases`.
-        members: as for :func:`cases`.
-        most: the number of dtypes of each, at most.
-        how: further arguments of :func:`cases`, and fields.
+        group: the kind of group, as for :func:`cases`.
+        members: the group itself, as for :func:`cases`.
+        most: the largest number of dtypes of each collective.
+        how: further arguments of :func:`cases`, fields of the case among them.
     """
     claims = smp_world.capabilities
     members = members or draw(groups(world, claims, group))
@@ -231,7 +234,7 @@ def every(
 
 
 def _layouts(names: Sequence[str], shape: Shape) -> st.SearchStrategy[tuple[str, ...]]:
-    """Two, so that neighbours differ, of those that suit the shape."""
+    """Draw one or two of the layouts that suit the shape; with two, neighbouring tensors can differ."""
     fitting = [name for name in names if LAYOUTS[name].min_dims <= len(shape)]
     if len(fitting) < 2:
         return st.just(tuple(fitting) or ("contiguous",))
@@ -239,7 +242,7 @@ def _layouts(names: Sequence[str], shape: Shape) -> st.SearchStrategy[tuple[str,
 
 
 def groups(world: int, claims: Capabilities, kind: str) -> st.SearchStrategy[Members]:
-    """Groups of a kind that :func:`cases` knows; the default one, if the backend makes no others."""
+    """Draw a group of a kind that :func:`cases` knows; without the claim GROUPS, the default group."""
     return _groups(world, kind if Capability.GROUPS in claims else "default")
 
 

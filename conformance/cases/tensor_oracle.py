@@ -1,6 +1,6 @@
-"""What members bring to a tensor collective, and what must come of it: computed without a rank.
+"""The inputs and the expected results of a tensor collective, computed without a rank.
 
-What is reduced is computed number by number in Python, which is exact, and so tells nothing of an order.
+Reductions are computed number by number in Python. Such arithmetic is exact, so no order is implied.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Recipe(NamedTuple):
     signs: Signs
 
 
-#: From so many numbers on a tensor is large.
+#: The number of elements from which a tensor counts as large.
 MANY = 2**16
-#: The numbers of a large tensor come again after so many: a prime, so that no two places that are a
-#: power of two apart hold the same.
+#: The period after which the numbers of a large tensor repeat. The period is a prime, so two places
+#: that are a power of two apart hold different numbers.
 _PERIOD = 2**16 + 1
 
 
 def made(spec: TensorSpec, source: int, sources: int) -> Tensor:
-    """The tensor of a recipe; to make every number of a large one anew would take long."""
+    """Make the tensor of a recipe. A large tensor repeats its first numbers, which is faster."""
     if spec.numel <= _PERIOD or spec.layout == "expanded":
         return spec.make(source, sources)
     some = dataclasses.replace(spec, shape=(_PERIOD,), layout="contiguous", offset=0)
@@ -48,8 +48,10 @@ def made(spec: TensorSpec, source: int, sources: int) -> Tensor:
 
 
 def kept(recipe: Recipe, source: int, sources: int) -> Tensor:
-    """The tensor of a recipe. Only to be read: each rank needs the values of all, and ranks that are threads share
-    them. Of large ones those of the latest calls are kept.
+    """The tensor of a recipe, cached; callers must only read it.
+
+    Each rank needs the values of all ranks, and simulated ranks share the cache. Only the latest large
+    tensors stay cached.
     """
     large = recipe.spec.numel >= MANY
     return (_kept_large if large else _kept_small)(recipe, source, sources)
@@ -60,7 +62,7 @@ def _kept_small(recipe: Recipe, source: int, sources: int) -> Tensor:
     return _recipe_made(recipe, source, sources)
 
 
-@functools.lru_cache(maxsize=12)  # of one call of few ranks: they take up to 48 MB each
+@functools.lru_cache(maxsize=12)  # enough for a call of few ranks; each tensor takes up to 48 MB
 def _kept_large(recipe: Recipe, source: int, sources: int) -> Tensor:
     return _recipe_made(recipe, source, sources)
 
@@ -80,7 +82,7 @@ def _recipe_made(recipe: Recipe, source: int, sources: int) -> Tensor:
 
 
 def with_signs(numbers: Tensor, signs: Signs, source: int) -> Tensor:
-    """The numbers of a dtype, 1-D, with other signs. Those without a sign are only put to 0."""
+    """Change the signs of a 1-D tensor's numbers. A dtype without signs only gets zeros, if "mixed"."""
     dtype = numbers.dtype
     if dtype.is_complex or dtype.is_floating_point:
         wide = numbers.to(torch.complex128 if dtype.is_complex else torch.float64)
@@ -89,7 +91,7 @@ def with_signs(numbers: Tensor, signs: Signs, source: int) -> Tensor:
     if signed(dtype):
         positive = wide.real > 0 if dtype.is_complex else wide > 0
         wide = torch.where(positive, wide, -wide)
-    # From 0 to 7, as if at random: of the place and the member, mixed by multiplication.
+    # Pseudorandom numbers from 0 to 7: the place and the member, mixed by multiplication.
     chance = (
         (torch.arange(len(wide)) * 2654435761 + source % 2**20 * 40503 + 97) % 2**32 // 2**13 % 8
     )
@@ -102,8 +104,8 @@ def with_signs(numbers: Tensor, signs: Signs, source: int) -> Tensor:
 
 # ---- Special numbers -----------------------------------------------------------------------------
 
-#: Bits of the mantissa of the dtypes that have all special numbers. The other float8 have no
-#: infinities; fnuz ones have no -0.0 either.
+#: Bits of the mantissa of the dtypes that have all special numbers. The other float8 dtypes have no
+#: infinities; the fnuz ones have no -0.0 either.
 MANTISSAS: Mapping[torch.dtype, int] = {
     torch.float64: 52,
     torch.float32: 23,
@@ -117,9 +119,10 @@ MANTISSAS: Mapping[torch.dtype, int] = {
 
 @functools.cache
 def specials(dtype: torch.dtype) -> Tensor:
-    """-0.0, the infinities, the least subnormals, and a quiet NaN that is not torch.nan. 1-D.
+    """The special numbers of a dtype, 1-D: -0.0, infinities, least subnormals, a NaN other than torch.nan.
 
-    As bits of IEEE 754: sign, exponent, mantissa. A complex number holds two of them.
+    The numbers are made from the bits of IEEE 754: sign, exponent, mantissa. The NaN is quiet. A complex
+    number holds two of the special numbers.
     """
     width, mantissa = 8 * dtype.to_real().itemsize, MANTISSAS[dtype]
     sign = -(1 << (width - 1))
@@ -141,29 +144,32 @@ WHOLE = frozenset(KINDS["integer"] + KINDS["unsigned"])
 def exact_bound(op: str, dtype: torch.dtype, size: int, numbers: int) -> int | None:
     """The ``bound`` of a recipe that makes a reduction exact in any order; 0 if there is none.
 
-    The numbers of an average over ``size`` ranks that is no power of two are multiples of ``size``,
-    so that it is exact whether numbers are divided or their sum is.
+    Where ``size`` is no power of two, an average takes multiples of ``size``. Then the result is exact
+    whether a backend divides the numbers or their sum.
 
     Args:
         op: the name of the ReduceOp.
-        dtype: of the tensors.
-        size: how many are reduced.
-        numbers: at most so many numbers of the recipe's sequence are used.
+        dtype: the dtype of the tensors.
+        size: the number of tensors that are reduced.
+        numbers: the most numbers of the recipe's sequence that are used.
     """
     numbered = NUMBERS[dtype]
     most = numbered.largest_bound
     if op not in ("SUM", "AVG", "PRODUCT") or dtype is torch.bool:
-        return None  # picks a number, or bits
-    if op == "PRODUCT":  # a power of two at worst, which is exact wherever it can be written
+        return None  # the result is one of the numbers, or their bits
+    if op == "PRODUCT":  # at worst a power of two, which is exact in every dtype that reaches it
         return max(2 if 2**size <= _largest(dtype) else 1, int(most ** (1 / size) + 1e-9))
     if op == "AVG" and size & (size - 1):
-        # Division of complex numbers need not be exact. And of a backend that multiplies by the
-        # reciprocal: 1/7 is the one that float32 rounds too far, as 21 * float32(1/7) != 3.
+        # Division of complex numbers need not be exact. A backend may multiply by the reciprocal, and
+        # of the reciprocals used here float32 only rounds 1/7 too far: 21 * float32(1/7) != 3.
         if dtype.is_complex or (size, dtype) == (7, torch.float32):
             return 0
         odd = size // (size & -size)
-        return most // (size * odd)  # sums are multiples of size, by at most most // odd
-    # Multiples of one number, by at most three times as many, whose sums are still in the sequence.
+        return most // (
+            size * odd
+        )  # then sums are multiples of size, at most most // odd times size
+    # Values are multiples of one number by factors up to 3 * (numbers + 1). If sums of `size` such
+    # values are still numbers of the sequence, a bound is not needed.
     if signed(dtype) and dtype is not torch.int64 and 3 * size * (numbers + 1) <= numbered.per_sign:
         return None
     return max(1, most // size)
@@ -175,7 +181,7 @@ def _largest(dtype: torch.dtype) -> float:
 
 
 def wrapped(number: int, dtype: torch.dtype) -> int:
-    """An integer as the dtype holds it: modulo 2 to the number of its bits."""
+    """The integer that a dtype holds in place of a number: modulo 2 to the power of its bits."""
     bits = 8 * dtype.itemsize
     number %= 1 << bits
     return number - (1 << bits) if signed(dtype) and number >> (bits - 1) else number
@@ -193,7 +199,7 @@ _FOLDS: Mapping[str, Callable[[Sequence[Any]], Any]] = {
 }
 
 
-#: Of a bool, a sum is "or" and a product is "and", as torch.add and torch.mul have it.
+#: A sum of bools is "or" and a product of bools is "and", as in torch.add and torch.mul.
 _BOOL_FOLDS: Mapping[str, Callable[[Sequence[bool]], bool]] = {
     **_FOLDS,
     "SUM": any,
@@ -202,12 +208,12 @@ _BOOL_FOLDS: Mapping[str, Callable[[Sequence[bool]], bool]] = {
 
 
 def reduced(tensors: Sequence[Tensor], op: str) -> Tensor:
-    """The reduction of tensors of one shape and dtype; integers wrap around.
+    """Reduce tensors of one shape and dtype; integers wrap around.
 
-    Exact if every partial result is: see :func:`exact_bound`.
+    The result is exact if every partial result is: see :func:`exact_bound`.
     """
     dtype, shape = tensors[0].dtype, tensors[0].shape
-    if tensors[0].numel() >= 2**13 and op == "SUM":  # numbers of Python would take seconds
+    if tensors[0].numel() >= 2**13 and op == "SUM":  # sums of Python's numbers would take seconds
         return _sum_of_many(tensors)
     fold = (_BOOL_FOLDS if dtype is torch.bool else _FOLDS)[op]
     numbers = [fold(column) for column in zip(*map(_numbers, tensors), strict=True)]
@@ -219,7 +225,7 @@ def reduced(tensors: Sequence[Tensor], op: str) -> Tensor:
 
 def _sum_of_many(tensors: Sequence[Tensor]) -> Tensor:
     dtype = tensors[0].dtype
-    if dtype is torch.uint64:  # modulo 2**64, sums of both are of the same bits
+    if dtype is torch.uint64:  # modulo 2**64, sums of int64 and of uint64 have the same bits
         return _sum_of_many([tensor.view(torch.int64) for tensor in tensors]).view(dtype)
     wide = torch.float64
     if dtype.is_complex or dtype in WHOLE:
@@ -237,10 +243,10 @@ def _numbers(tensor: Tensor) -> list[Any]:
 
 
 def alike(got: Tensor, want: Tensor) -> bool:
-    """Whether two results of a reduction are the same: to the last bit, but a bool as torch reads it.
+    """Return whether two results of a reduction are equal: bools by value, other dtypes to the last bit.
 
-    Any byte but 0 is True to torch. What the bytes are is a requirement of its own, so that a backend
-    that fails there is still asked for the rest.
+    To torch any byte but 0 is True. The bytes of bools have a requirement of their own, so a backend
+    that fails it can still pass the others.
     """
     if want.dtype is torch.bool and (got.dtype, got.shape) == (want.dtype, want.shape):
         return torch.equal(got, want)
@@ -248,7 +254,7 @@ def alike(got: Tensor, want: Tensor) -> bool:
 
 
 def difference(got: Tensor, want: Tensor) -> str:
-    """In words, how two tensors that are not the same differ."""
+    """Describe in words how two unequal tensors differ."""
     if (got.dtype, got.shape) != (want.dtype, want.shape):
         return (
             f"is {got.dtype} of shape {list(got.shape)}, "

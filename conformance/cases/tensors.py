@@ -1,11 +1,11 @@
-"""One call of a tensor collective as a value: who brings what, laid out how, and what comes of it.
+"""One call of a tensor collective as data: the members' inputs, their layouts, and the expected outputs.
 
-A :class:`Case` prints and pickles; :func:`play` carries cases out on every rank and compares there.
-What is expected is computed from the recipes of all members' tensors (tensor_oracle.py): what is moved by picking,
-what is reduced number by number.
+A :class:`Case` prints and pickles; :func:`play` runs cases on every rank and compares there. Expected
+outputs are computed from the recipes of all members' inputs (tensor_oracle.py): a collective that moves
+tensors picks some of them, and a collective that reduces is computed number by number.
 
-Words. The *piece* from i to j is the tensor that member i has for member j (of a broadcast or a
-gather it is the same for every j). Members are counted by their position in the group.
+Words. The *piece* from i to j is the tensor that member i has for member j. In a broadcast or a gather
+member i has the same piece for every j. A member's number is its position in the group.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class TensorCollective(NamedTuple):
     """How a function of torch.distributed takes the members' pieces.
 
     Attributes:
-        capability: what a backend claims that has it.
-        given: a member's input is one tensor for all ("one"), a list with a tensor for each member
-            ("list"), or these joined along the first dimension ("joined").
-        taken: a member's output is its input ("same"), one tensor, a list with a tensor from each
-            member, or these joined.
-        root: the keyword of its root; empty if it has none.
-        reduces: whether what a member gets is reduced over the members.
-        call: gets inputs, outputs and keywords.
+        capability: the claim of a backend that has the function.
+        given: the form of a member's input: one tensor for all members ("one"), a list with a tensor
+            for each member ("list"), or these tensors joined along the first dimension ("joined").
+        taken: the form of a member's output: its input ("same"), one tensor ("one"), a list with a
+            tensor from each member ("list"), or these tensors joined ("joined").
+        root: the keyword that names the root; empty for a function without a root.
+        reduces: whether the output is a reduction over the members.
+        call: calls the function with lists of inputs and outputs, and with keywords.
     """
 
     capability: Capability
@@ -62,7 +62,7 @@ class TensorCollective(NamedTuple):
     call: Callable[[list[Tensor], list[Tensor], dict[str, Any]], Any]
 
 
-# The functions are looked up when they are called: a planted bug may stand in their place.
+# Each lambda looks its function up at the call, because a mutant may have replaced the function.
 COLLECTIVES: Mapping[str, TensorCollective] = {
     "broadcast": TensorCollective(
         Capability.BROADCAST,
@@ -162,9 +162,9 @@ class Buffer(NamedTuple):
     tensor: Tensor
 
     def damaged(self) -> tuple[int, ...]:
-        """Where guards were written: indices of elements of the storage."""
+        """The indices in the storage at which a guard was overwritten."""
         there = storage(self.tensor)
-        if self.spec.layout == "contiguous":  # no mask as large as the tensor
+        if self.spec.layout == "contiguous":  # slices save a mask as large as the tensor
             start = self.spec.offset * self.spec.dtype.itemsize
             end = start + self.spec.numel * self.spec.dtype.itemsize
             intact = (there[:start] == GUARD_BYTE).all() and (there[end:] == GUARD_BYTE).all()
@@ -182,33 +182,34 @@ class Case:
 
     Attributes:
         operation: a name of :data:`COLLECTIVES`.
-        ranks: the group: world ranks, in its order.
-        dtype: of all tensors.
-        shape: of every piece.
-        rows: None, or the first side of every piece in place of the shape's: ``rows[i][j]`` from i
-            to j, or ``rows[i][0]`` where a member has one tensor for all.
-        default: whether the call is on the default group, and names none.
-        sort: whether torch has to sort the ranks of the group, which it gets in reverse.
-        op: of a reduction: the name of a ReduceOp; empty for a call that names none.
-        root: the root's position.
-        root_as: how the root is named: by its rank in the world, in the group, or not at all.
-        stacked: whether joined pieces are stacked; else they are concatenated.
-        given: layouts of inputs: member i's j-th tensor takes number ``i + j``, counted round.
-        taken: layouts of outputs, taken the same way; also of a broadcast's receivers.
+        ranks: the world ranks of the group, in the group's order.
+        dtype: the dtype of all tensors.
+        shape: the shape of every piece.
+        rows: None, or the first side of every piece, in place of the first side of ``shape``:
+            ``rows[i][j]`` from i to j, or ``rows[i][0]`` where a member has one tensor for all.
+        default: whether the call is on the default group and passes no group.
+        sort: whether ``new_group`` gets the ranks in reverse and has to sort them.
+        op: the name of a ReduceOp; empty for a call that passes none.
+        root: the position of the root.
+        root_as: whether the call names the root by its rank in the world, by its rank in the group, or
+            not at all.
+        stacked: whether joined pieces are stacked; otherwise they are concatenated.
+        given: layouts of inputs: tensor j of member i has layout ``i + j``, modulo their number.
+        taken: layouts of outputs, chosen like those of inputs; the receivers of a broadcast use them too.
         offset: elements in front of every tensor in its storage.
         chunks: whether the tensors of a list are views of one tensor.
-        in_place: whether a member's part of the output is its input, or the other way round.
-        unchanged: whether inputs are compared with what they were, guards included.
-        asynchronous: whether the call is issued, and then waited for.
-        special: whether values are those of :func:`specials`.
-        conjugated: whether inputs, complex ones, are lazy conjugates.
-        signs: of the inputs of a reduction: they alternate, are all those of negative or of positive
-            numbers, or are "mixed": none can be foretold, and some numbers are 0.
-        wide: whether values of a reduction come from the whole range of the dtype; else its result
+        in_place: whether a member's piece of the output is its input, or its input a piece of the output.
+        unchanged: whether inputs, guards included, are compared with their bytes before the call.
+        asynchronous: whether the call is asynchronous and then waited for.
+        special: whether the values are those of :func:`specials`.
+        conjugated: whether the complex inputs are lazy conjugates.
+        signs: the signs of the inputs of a reduction: alternating, all negative, all positive, or mixed
+            (pseudorandom, with some zeros).
+        wide: whether the values of a reduction span the whole range of the dtype; otherwise the result
             is exact in any order.
-        bits: whether a bool that comes of a reduction must be the byte 0 or 1.
-        number: which of ``of`` calls this is: no two of them bring the same values.
-        of: see ``number``.
+        bits: whether a bool in the result of a reduction must be the byte 0 or 1.
+        number: the number of this call among ``of`` calls, no two of which have the same values.
+        of: the number of calls with different values.
     """
 
     operation: str
@@ -246,11 +247,11 @@ class Case:
         return f"Case({', '.join(f'{name}={value!r}' for name, value in said.items())})"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self))  # Hypothesis would print every field
+        printer.text(repr(self))  # Hypothesis's own printing shows every field, defaults included
 
     @property
     def collective(self) -> TensorCollective:
-        """How the operation takes its tensors."""
+        """The collective that ``operation`` names."""
         return COLLECTIVES[self.operation]
 
     @property
@@ -266,14 +267,14 @@ class Case:
         return (sides[target if len(sides) > 1 else 0], *self.shape[1:])
 
     def pieces_of(self, me: int) -> tuple[list[Shape], list[Shape]]:
-        """The shapes of the pieces that a member has for the others, and of those for it."""
+        """The shapes of the pieces from a member to each member, and of the pieces from each to it."""
         return (
             [self.piece(me, each) for each in range(self.size)],
             [self.piece(each, me) for each in range(self.size)],
         )
 
     def gets(self, me: int) -> bool:
-        """Whether a member has an output."""
+        """Return whether a member has an output."""
         return self.collective.root != "dst" or me == self.root
 
     def joined(self, pieces: Sequence[Shape]) -> Shape:
@@ -283,7 +284,7 @@ class Case:
         return (sum(piece[0] for piece in pieces), *pieces[0][1:])
 
     def parts(self, whole: Tensor, pieces: Sequence[Shape]) -> list[Tensor]:
-        """Views of the pieces that a tensor joins."""
+        """Views of the pieces in a tensor that joins them."""
         if self.stacked:
             return list(whole.unbind())
         return list(torch.split(whole, [piece[0] for piece in pieces]))
@@ -291,25 +292,25 @@ class Case:
     def listed(
         self, side: Literal["given", "taken"], tensors: list[Tensor], pieces: Sequence[Shape]
     ) -> list[Tensor]:
-        """What is passed to the call: these tensors, or the chunks of the one that there is."""
+        """The tensors that the call gets: these, or with ``chunks`` the views of the only one."""
         if self.chunks and tensors and getattr(self.collective, side) == "list":
             return self.parts(tensors[0], pieces)
         return tensors
 
     def blanks(self, me: int, shapes: Sequence[Shape]) -> list[Buffer]:
-        """A member's output tensors, not written yet."""
+        """Make a member's output tensors of these shapes, with nothing written to them."""
         specs = [self.spec(self.taken, me + at, shape) for at, shape in enumerate(shapes)]
         return [Buffer(spec, _blank(spec)) for spec in specs]
 
     def spec(self, layouts: Sequence[str], index: int, shape: Shape) -> TensorSpec:
-        """The recipe of a tensor. A layout that needs more dimensions gives way to a plain one."""
+        """The recipe of a tensor; contiguous if the shape has too few dimensions for the layout."""
         layout = layouts[index % len(layouts)]
         if LAYOUTS[layout].min_dims > len(shape):
             layout = "contiguous"
         return TensorSpec(shape, self.dtype, layout, self.offset)
 
     def inputs(self, source: int) -> tuple[list[TensorSpec], int]:
-        """The recipes of a member's input tensors, and how many tensors there are in all calls."""
+        """The recipes of a member's input tensors, and the number of input tensors in all calls."""
         pieces = [self.piece(source, target) for target in range(self.size)]
         kind = "joined" if self.chunks else self.collective.given
         match self.collective.given, kind:
@@ -322,7 +323,9 @@ class Case:
         sources = self.of * self.size * len(shapes)
         most = max(map(math.prod, shapes))
         bound = None
-        if self.op in ("MIN", "MAX") and not signed(self.dtype):  # from both ends
+        if self.op in ("MIN", "MAX") and not signed(
+            self.dtype
+        ):  # values from both ends of the range
             bound = NUMBERS[self.dtype].largest_bound if source % 2 else None
         elif self.collective.reduces and not self.wide:
             bound = exact_bound(self.op or "SUM", self.dtype, self.size, most * sources)
@@ -331,13 +334,13 @@ class Case:
 
     @property
     def factor(self) -> int:
-        """What all values are multiples of: of an average that no power of two divides, the size."""
+        """A common divisor of all values: the size for an average over no power of two, otherwise 1."""
         return self.size if self.op == "AVG" and self.size & (self.size - 1) else 1
 
     def makes(self, source: int) -> list[tuple[Recipe, int, int]]:
-        """As ``inputs``, each with the arguments of ``TensorSpec.make``.
+        """The recipes of a member's inputs, each with the arguments of ``TensorSpec.make``.
 
-        They are chosen so that signs change from element to element and from tensor to tensor.
+        The arguments make signs change from element to element and from tensor to tensor.
         """
         specs, sources = self.inputs(source)
         first = (self.number * self.size + source) * len(specs)
@@ -350,11 +353,11 @@ class Case:
         return made
 
     def recipe(self, spec: TensorSpec) -> Recipe:
-        """The recipe of an input, and what becomes of its values."""
+        """The recipe of an input, with the changes to its values that this case asks for."""
         return Recipe(spec, self.factor, self.special, self.signs)
 
     def values(self, source: int) -> list[Tensor]:
-        """The pieces that a member has for each. Only to be read: they are kept."""
+        """The pieces from a member to each member. The tensors are cached; callers must only read them."""
         tensors = [kept(*each) for each in self.makes(source)]
         if self.conjugated:
             tensors = [torch.conj_physical(tensor) for tensor in tensors]
@@ -365,13 +368,13 @@ class Case:
         return self.parts(tensors[0], [self.piece(source, each) for each in range(self.size)])
 
     def expected(self, target: int) -> list[Tensor]:
-        """What a member must get: a tensor from each member, or one. Only to be read."""
+        """The expected outputs of a member: a tensor from each member, or one; callers must only read them."""
         if self.collective.given == "one":
-            target = 0  # the same for all
+            target = 0  # all members get the same, so the cache holds it once
         return _expected(self, target)
 
     def wanted(self, target: int) -> list[Tensor]:
-        """As ``expected``, worked out anew."""
+        """Compute the expected outputs of a member, without the cache of :meth:`expected`."""
         sources = [self.root] if self.collective.root == "src" else range(self.size)
         pieces = [self.values(source)[target] for source in sources]
         return [reduced(pieces, self.op or "SUM")] if self.collective.reduces else pieces
@@ -393,7 +396,7 @@ def _expected_large(case: Case, target: int) -> list[Tensor]:
 
 
 def _blank(spec: TensorSpec) -> Tensor:
-    """A tensor of its own, to write to."""
+    """Make a new tensor to write to; a small one is a copy of a cached tensor, which is faster."""
     return spec.blank() if spec.numel >= MANY else _copy(_blank_kept(spec))
 
 
@@ -404,7 +407,7 @@ def _blank_kept(spec: TensorSpec) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _guards(spec: TensorSpec) -> Tensor:
-    """Which bytes of the storage are guards'."""
+    """A mask of the bytes of a recipe's storage that belong to guards."""
     tensor = spec.blank()
     once = tensor[:1] if spec.layout == "expanded" else tensor
     once.copy_(torch.zeros(once.shape).to(spec.dtype))
@@ -412,12 +415,12 @@ def _guards(spec: TensorSpec) -> Tensor:
 
 
 def storage(tensor: Tensor) -> Tensor:
-    """Every byte that a tensor lies between, guards included: uint8, 1-D; no copy."""
+    """All bytes of a tensor's storage, guards included, as a 1-D uint8 view."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """A tensor that lies in a storage of its own as this one lies in its."""
+    """Copy a tensor with its storage: strides, offset and guards stay the same."""
     copied = storage(tensor).clone().view(tensor.dtype)
     return copied.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -426,9 +429,10 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def play(*cases: Case) -> None:
-    """Carry cases out, one after the other, and compare what this rank got.
+    """Run cases one after the other, and compare this rank's outputs.
 
-    Called on every rank; a rank takes part in the cases of its groups. Raises AssertionError.
+    Every rank must call this function; a rank takes part in the cases of its groups. Raises
+    AssertionError.
     """
     me = dist.get_rank()
     wanted = dict.fromkeys((case.ranks, case.sort) for case in cases if not case.default)
@@ -442,7 +446,7 @@ def play(*cases: Case) -> None:
 
 
 def new_group(ranks: Sequence[int], sort: bool = False) -> Any:
-    """A group of these ranks in this order; called on every rank of the world."""
+    """Make a group of these ranks in this order, or sorted if ``sort``; every rank of the world calls."""
     if sort:
         return dist.new_group(list(reversed(ranks)))  # sorted unless told otherwise
     if list(ranks) == sorted(ranks):
@@ -451,14 +455,14 @@ def new_group(ranks: Sequence[int], sort: bool = False) -> Any:
 
 
 class CallTensors(NamedTuple):
-    """This rank's tensors for a case: what is passed to the call, and what is looked at afterwards.
+    """This rank's tensors for a case: the arguments of the call, and the buffers to compare afterwards.
 
     Attributes:
-        inputs: buffers that are only read, but where a call writes to its input.
-        outputs: buffers that are written.
-        given: the input tensors, as they are passed to the call.
-        taken: the output tensors, as they are passed to the call.
-        before: the bytes of the inputs, where they are compared.
+        inputs: buffers of the input tensors; a broadcast or a reduction may write to them.
+        outputs: buffers that the call writes to.
+        given: the input tensors, as the call gets them.
+        taken: the output tensors, as the call gets them.
+        before: the bytes of the inputs before the call, if the case compares them.
     """
 
     inputs: list[Buffer]
@@ -479,7 +483,7 @@ def prepare(case: Case, me: int) -> CallTensors:
     if case.conjugated:
         given = [each.conj() for each in given]
     outputs: list[Buffer] = []
-    if collective.taken == "same":  # the receiver of a broadcast has a buffer, too
+    if collective.taken == "same":  # the receiver of a broadcast has no input and needs a buffer
         outputs = inputs or case.blanks(me, [case.piece(case.root, me)])
         taken = given = [each.tensor for each in outputs]
     else:
@@ -499,7 +503,10 @@ def prepare(case: Case, me: int) -> CallTensors:
 
 
 def inspect(case: Case, me: int, part: CallTensors, where: str) -> None:
-    """Compare what the member at a position got. Raises AssertionError, which begins with ``where``."""
+    """Compare the outputs of the member at a position.
+
+    Raises AssertionError, with a message that begins with ``where``.
+    """
     collective, taken = case.collective, part.taken
     if case.gets(me):
         _, inward = case.pieces_of(me)
@@ -517,7 +524,7 @@ def inspect(case: Case, me: int, part: CallTensors, where: str) -> None:
 
 
 def place(case: Case, me: int) -> str:
-    """Rank, call, group and dtype, for messages."""
+    """Describe rank, call, group and dtype for messages."""
     op = f" {case.op}" if case.op else ""
     root = f" root {case.root}" if case.collective.root else ""
     group = "the default group" if case.default else f"the group {list(case.ranks)}"
@@ -528,7 +535,7 @@ def place(case: Case, me: int) -> str:
 
 
 def take_part(case: Case, group: Any = None) -> None:
-    """Make this rank's tensors, call, and compare. Raises AssertionError."""
+    """Make this rank's tensors, call the collective, and compare. Raises AssertionError."""
     me = case.ranks.index(dist.get_rank())
     part, where = prepare(case, me), place(case, me)
     how = keywords(case, me, group)

@@ -1,7 +1,7 @@
-"""What the properties of traffic share: groups, messages, and collective calls in flight.
+"""Helpers of the properties of traffic: groups, messages, and collective calls in flight.
 
-Everything here is plain torch.distributed, on any backend. What a rank must receive is made again on
-the rank that receives it, from the recipe and the number of the sender: never by communication.
+Everything here is plain torch.distributed, on any backend. The receiving rank makes the expected tensor
+itself, from the sender's recipe and number, and never by communication.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from pytest_smp.strategies.numbers import ALL, NUMBERS
 
 Tensor = torch.Tensor
 
-#: For properties whose examples are programs of many calls: one example tells a lot.
+#: Settings of properties whose examples are programs of many calls: few examples show much.
 few = share(0.2)
 
-#: For properties whose examples differ in little beside the dtype, or take long.
+#: Settings of properties whose examples take long, or differ in little beside the dtype.
 once = share(0)
 
-#: How a call refuses what cannot be. torch's documentation says RuntimeError where torch raises
-#: ValueError, and TypeError where the error is that an argument is missing.
+#: The exceptions by which a call may refuse its arguments. The torch docs say RuntimeError where torch
+#: raises ValueError, and TypeError where an argument is missing.
 REFUSALS = (ValueError, RuntimeError, TypeError)
 
 
@@ -43,7 +43,7 @@ REFUSED_BY = "ValueError, RuntimeError or TypeError"
 
 
 def is_refused(call: Callable[[], object]) -> bool:
-    """Whether the call raises one of REFUSALS."""
+    """Return whether the call raises one of REFUSALS."""
     try:
         call()
     except REFUSALS:
@@ -52,15 +52,15 @@ def is_refused(call: Callable[[], object]) -> bool:
 
 
 def check(got: object, expected: object, what: str, rank: int | None = None) -> None:
-    """Raise AssertionError if the two are not the same to the last bit.
+    """Raise AssertionError unless the two values are the same to the last bit.
 
-    Raised by hand: pytest explains the asserts of test modules only.
+    There is no assert statement here, because pytest explains only those of test modules.
 
     Args:
-        got: what there is.
-        expected: what there must be.
-        what: the operation, group and dtype, and of which tensor or object.
-        rank: whose it is; the calling rank's, if not given.
+        got: the actual value.
+        expected: the expected value.
+        what: the name of the value for the message: operation, group, dtype, tensor or object.
+        rank: the rank that got the value; by default the calling rank.
     """
     if same(got, expected):
         return
@@ -73,13 +73,13 @@ def check(got: object, expected: object, what: str, rank: int | None = None) -> 
 
 
 def check_ranks(got: Sequence[object], expected: Sequence[object], what: str) -> None:
-    """``check`` what each rank returned."""
+    """``check`` the results of all ranks, in the order of ranks. Raises AssertionError."""
     for rank, (each, want) in enumerate(zip(got, expected, strict=True)):
         check(each, want, what, rank)
 
 
 def check_refused(refused: object, on: int, what: str) -> None:
-    """Raise AssertionError if a call was not refused on a rank."""
+    """Raise AssertionError unless ``refused`` is True, for a call on rank ``on``."""
     if refused is not True:
         raise AssertionError(f"rank {on}: {what} was not refused: {REFUSED_BY} was expected")
 
@@ -92,7 +92,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def claimed_dtypes(smp_world: SmpWorld) -> list[torch.dtype]:
-    """Dtypes that the backend moves."""
+    """The dtypes that the backend moves."""
     return [dtype for dtype in ALL if _name(dtype) in smp_world.capabilities.dtypes]
 
 
@@ -103,27 +103,28 @@ def dtypes(smp_world: SmpWorld) -> st.SearchStrategy[torch.dtype]:
     return st.sampled_from(found or not_supported("no dtype of messages is claimed"))
 
 
-#: The dtype of what is not about dtypes: whoever moves tensors for training moves this one.
+#: The dtype of properties that are not about dtypes: every backend for training moves this one.
 PLAIN = torch.float32
 
 
 # ---- Sizes of objects ----------------------------------------------------------------------------
 
-#: Bytes that an object carries beside what is looked at: what is large may go another way.
+#: Bytes that an object carries beside the compared value: large objects may take another path.
 paddings = st.sampled_from([0, 5_000, 200_000])
 
 
 # ---- Groups --------------------------------------------------------------------------------------
 
-Ranks = tuple[int, ...]  # of a group, in its order
+Ranks = tuple[int, ...]  # the ranks of a group, in the group's order
 
 
 @contextlib.contextmanager
 def new_groups(groups: Sequence[Ranks | None]) -> Iterator[list[Any]]:
-    """This rank's handles on new groups of these ranks, destroyed at the end; None is the world.
+    """Make groups of these ranks, give this rank's handles on them, and destroy the groups at the end.
 
-    Called by every rank. No rank destroys a group that another may be using, hence the barrier; it
-    is one of the object transport, so that what is tested is not disturbed.
+    None stands for the world. Every rank must enter. A barrier before the end keeps ranks from destroying
+    a group that another rank still uses. The barrier is the object transport's, because one of the
+    process groups could hide a fault of the calls under test.
     """
     handles = [
         dist.group.WORLD if ranks is None else dist.new_group(list(ranks), sort_ranks=False)
@@ -140,51 +141,50 @@ def new_groups(groups: Sequence[Ranks | None]) -> Iterator[list[Any]]:
 def groups(
     smp_world: SmpWorld, ranks: int, least: int = 1, most: int | None = None
 ) -> st.SearchStrategy[Ranks]:
-    """Groups of a world of so many ranks, in any order if the backend claims that, else ascending."""
+    """Draw a group of a world of so many ranks: in any order if the backend claims that, else ascending."""
     return strategies.groups(ranks, min_size=least, max_size=most).map(_order(smp_world))
 
 
 def _order(smp_world: SmpWorld) -> Callable[[Sequence[int]], Ranks]:
-    """What makes of ranks a group whose order the backend can keep."""
+    """The function from ranks to a group: the identity, or sorting if the backend claims no group order."""
     if Capability.GROUP_ORDER in smp_world.capabilities:
         return tuple
     return lambda ranks: tuple(sorted(ranks))
 
 
 def groups_of_all(smp_world: SmpWorld, ranks: Sequence[int]) -> st.SearchStrategy[Ranks]:
-    """Groups of all these ranks, in any order that the backend can keep."""
+    """Draw a group of all these ranks, in any order that the backend can keep."""
     return st.permutations(ranks).map(_order(smp_world))
 
 
 def groups_of(smp_world: SmpWorld, ranks: int, least: int = 1) -> st.SearchStrategy[Ranks | None]:
-    """As ``groups``; the world only, if the backend does not claim what ``new_groups`` needs."""
+    """Draw a group like ``groups``; None, the world, if the backend lacks a claim that ``new_groups`` needs."""
     if not {Capability.GROUPS, Capability.OBJECTS} <= smp_world.capabilities.claims:
         return st.none()
     return groups(smp_world, ranks, least)
 
 
 def is_member(handle: Any) -> bool:
-    """Whether this rank is in the group."""
+    """Return whether this rank is in the group."""
     return bool(handle != dist.GroupMember.NON_GROUP_MEMBER)
 
 
 def overlapping_groups(
     smp_world: SmpWorld, ranks: int, least: int = 2
 ) -> st.SearchStrategy[list[Ranks]]:
-    """Groups of a world of so many ranks, drawn apart: many overlap."""
+    """Draw ``least`` to 4 groups of a world of so many ranks, independently, so that many overlap."""
     return st.lists(groups(smp_world, ranks), min_size=least, max_size=4)
 
 
 # ---- Messages ------------------------------------------------------------------------------------
 
 
-#: The largest is the one up to which MPI promises tags; there are two pairs that 8 bits cannot tell
-#: apart.
+#: The largest one is the largest tag that MPI promises. 0 and 256, and 1 and 257, are equal in 8 bits.
 TAGS = (0, 1, 2, 7, 100, 256, 257, 2**15 - 1)
 
 
 def tags(smp_world: SmpWorld, among: Sequence[int] = TAGS) -> st.SearchStrategy[int]:
-    """Tags among these; 0 only, if the backend claims no others."""
+    """Draw one of these tags; only 0 if the backend does not claim tags."""
     return st.sampled_from(among) if Capability.TAGS in smp_world.capabilities else st.just(0)
 
 
@@ -198,12 +198,12 @@ class GroupMessage(NamedTuple):
 
 
 def content(message: GroupMessage, number: int, of: int, dtype: torch.dtype) -> Tensor:
-    """What the ``number``-th of so many messages brings."""
+    """The tensor of the message with this number, among ``of`` messages."""
     return made(TensorSpec((message.numel,), dtype), number, of)
 
 
 def in_order(numbers: Sequence[int], messages: Sequence[GroupMessage]) -> list[int]:
-    """These numbers of messages, with those of one sender, receiver and tag in ascending order."""
+    """Reorder numbers of messages so that those of one sender, receiver and tag ascend."""
     waiting: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for number in sorted(numbers):
         waiting[messages[number][:3]].append(number)
@@ -211,12 +211,14 @@ def in_order(numbers: Sequence[int], messages: Sequence[GroupMessage]) -> list[i
 
 
 class GroupExchange(NamedTuple):
-    """Messages of one group, and in which orders each rank posts them and waits for them.
+    """Messages of one group, with the orders in which each rank posts them and waits for them.
 
     Attributes:
-        posts: for each position the numbers of all messages, in an order that ``in_order`` leaves.
-        waits: the same, in any order.
-        blocking: whether ranks post their sends only, and then receive by calls that block.
+        messages: the messages; a message's number is its index.
+        posts: the numbers of all messages for each position, in an order that ``in_order`` allows.
+        waits: the numbers of all messages for each position, in any order.
+        blocking: whether ranks post only their sends, and then receive by blocking calls.
+        dtype: the dtype of all tensors.
     """
 
     messages: list[GroupMessage]
@@ -234,7 +236,7 @@ def exchanges(
     dtypes: st.SearchStrategy[torch.dtype],
     blocking: bool | None = None,
 ) -> GroupExchange:
-    """Exchanges among so many ranks; ``blocking`` is drawn if not given."""
+    """Draw an exchange of a group with so many positions; ``blocking`` is drawn if it is None."""
     drawn = draw(messages)
     orders = st.permutations(range(len(drawn)))
     return GroupExchange(
@@ -247,14 +249,14 @@ def exchanges(
 
 
 def post(message: GroupMessage, me: int, tensor: Tensor, group: Any) -> Any:
-    """Post this rank's side of the message; its work."""
+    """Post this rank's side of the message, and return the work."""
     if me == message.src:
         return dist.isend(tensor, group_dst=message.dest, group=group, tag=message.tag)
     return dist.irecv(tensor, group_src=message.src, group=group, tag=message.tag)
 
 
 def take_part(exchange: GroupExchange, group: Any) -> None:
-    """Play this rank's part; every message is looked at after its own wait, and again at the end."""
+    """Send and receive this rank's messages, and check each one after its wait and again at the end."""
     me, total = dist.get_rank(group), len(exchange.messages)
     works: dict[int, Any] = {}
     held: dict[int, tuple[Tensor, Tensor]] = {}
@@ -292,7 +294,7 @@ class GroupCall(NamedTuple):
 
     kind: str  #: a name in COLLECTIVES
     dtype: torch.dtype
-    numel: int = 1  #: of what one rank has for another
+    numel: int = 1  #: of the part that one rank has for another
     root: int = 0  #: a position in the group
     group: int = 0  #: an index of a list of groups
 
@@ -301,50 +303,50 @@ class Side(NamedTuple):
     """One rank's side of a call."""
 
     call: GroupCall
-    number: int  #: of the call in its program: calls bring different values
-    of: int  #: how many calls the program has
+    number: int  #: of the call in its program; calls of different numbers have different values
+    of: int  #: the number of calls in the program
     group: Any
     asynchronous: bool
 
     @property
     def position(self) -> int:
-        """In the group."""
+        """This rank's position in the group."""
         return dist.get_rank(self.group)
 
     @property
     def size(self) -> int:
-        """Of the group."""
+        """The number of ranks of the group."""
         return dist.get_world_size(self.group)
 
     @property
     def is_root(self) -> bool:
-        """Whether this rank is the root."""
+        """True if this rank is the root."""
         return self.position == self.call.root
 
     def part(self, src: int, dest: int = 0) -> Tensor:
-        """What one position has for another. Sums over all ranks are exact."""
+        """The tensor that position ``src`` has for position ``dest``; sums over all ranks are exact."""
         bound = min(2**11, NUMBERS[self.call.dtype].largest_bound // MOST_RANKS)
         spec = TensorSpec((self.call.numel,), self.call.dtype, bound=bound)
         number = (self.number * self.size + src) * self.size + dest
         return spec.make(number, self.of * self.size * self.size)
 
     def parts(self) -> list[Tensor]:
-        """What this rank has for each position."""
+        """The tensors that this rank has for each position."""
         return [self.part(self.position, dest) for dest in range(self.size)]
 
     def from_all(self, dest: int = 0) -> list[Tensor]:
-        """What each position has for ``dest``."""
+        """The tensors that each position has for ``dest``."""
         return [self.part(src, dest) for src in range(self.size)]
 
     def total(self, dest: int = 0) -> Tensor:
-        """The sum of what each position has for ``dest``."""
+        """The sum of the tensors that each position has for ``dest``."""
         wide = torch.complex128 if self.call.dtype.is_complex else torch.float64
         return (
             torch.stack([part.to(wide) for part in self.from_all(dest)]).sum(0).to(self.call.dtype)
         )
 
     def blank(self, parts: int = 1) -> Tensor:
-        """A tensor to write so many parts to."""
+        """Make a tensor with room for so many parts."""
         return torch.zeros(parts * self.call.numel, dtype=self.call.dtype)
 
     @property
@@ -354,7 +356,7 @@ class Side(NamedTuple):
 
 
 class IssuedCall(NamedTuple):
-    """What a call returned, the tensors that it writes, and what must be in them once it is done."""
+    """The work of an issued call, the tensors that the call writes, and their expected values."""
 
     side: Side
     work: Any
@@ -362,7 +364,7 @@ class IssuedCall(NamedTuple):
     expected: list[Tensor]
 
     def look(self, when: str) -> None:
-        """Raise AssertionError if the outputs are not as expected."""
+        """Raise AssertionError unless the outputs have their expected values."""
         call, ranks = self.side.call, dist.get_process_group_ranks(self.side.group)
         what = (
             f"{call.kind} of {call.numel} {_name(call.dtype)}, root at {call.root} of the group "
@@ -372,7 +374,7 @@ class IssuedCall(NamedTuple):
             check(got, expected, f"{what}, {when}: output {at}")
 
     def finish(self) -> None:
-        """Wait, and look at the outputs."""
+        """Wait for the call, and check its outputs. Raises AssertionError."""
         self.work.wait()
         self.look("after its wait")
 
@@ -474,7 +476,7 @@ COLLECTIVES: Mapping[str, CallKind] = {
 def issue(
     call: GroupCall, number: int, of: int, group: Any, asynchronous: bool = True
 ) -> IssuedCall:
-    """Make this rank's side of the call."""
+    """Issue this rank's side of the call."""
     side = Side(call, number, of, group, asynchronous)
     return IssuedCall(side, *COLLECTIVES[call.kind].issue(side))
 
@@ -487,11 +489,14 @@ def calls(
     moving: bool = False,
     kind: str = "",
 ) -> GroupCall:
-    """A call that the backend claims, on one of the groups of these sizes.
+    """Draw a call that the backend claims, on one of the groups of these sizes.
 
     Args:
-        moving: leave out the barrier, and calls without elements: what has nothing to look at.
-        kind: a name in COLLECTIVES, which is called; any, if empty.
+        draw: Hypothesis's.
+        smp_world: the backend.
+        sizes: the number of ranks of each group.
+        moving: whether to leave out barriers and calls without elements, whose outputs are empty.
+        kind: a name in COLLECTIVES that must be called; empty allows all.
     """
     claimed = smp_world.capabilities
     summed = claimed.reductions.get("SUM", frozenset())
@@ -523,7 +528,7 @@ def calls(
 
 
 def _none_fits(smp_world: SmpWorld, kind: str) -> NoReturn:
-    """End the example: in another dtype the call may be claimed; or the property, where it is not."""
+    """Reject the example if the kind of call may be claimed in another dtype; otherwise end the property."""
     if kind and COLLECTIVES[kind].capability in smp_world.capabilities:
         reject()
     not_supported(f"the backend does not claim {kind or 'a collective that fits'}")
@@ -532,12 +537,12 @@ def _none_fits(smp_world: SmpWorld, kind: str) -> NoReturn:
 def programs(
     smp_world: SmpWorld, sizes: Sequence[int], least: int = 2, most: int = 6
 ) -> st.SearchStrategy[list[GroupCall]]:
-    """Calls on groups of these sizes, in the order in which every rank issues them."""
+    """Draw calls on groups of these sizes, in the order in which every rank issues them."""
     return st.lists(calls(smp_world, sizes), min_size=least, max_size=most)
 
 
 def issue_all(program: Sequence[GroupCall], handles: Sequence[Any]) -> dict[int, IssuedCall]:
-    """Issue this rank's calls; by their numbers."""
+    """Issue this rank's calls of a program, and return them by number."""
     return {
         number: issue(call, number, len(program), handles[call.group])
         for number, call in enumerate(program)

@@ -1,4 +1,4 @@
-"""What the properties of training share: running a case on an engine, and comparing with plain PyTorch.
+"""Helpers of the properties of training: they run a case on an engine and compare with plain PyTorch.
 
 The oracle itself is a few lines of torch (:mod:`pytest_smp.strategies.training_oracle`).
 """
@@ -33,10 +33,10 @@ from smp_core.transport import current_rank
 
 
 def trials(count: int) -> settings:
-    """So many examples in the default profile of 100, and in proportion in others; at least those of
-    :func:`~conformance.cases.draws.share`.
+    """Settings with so many examples in the default profile of 100, and in proportion in other profiles.
 
-    An example trains a model: drawing it takes longer than Hypothesis is used to.
+    A property gets at least the examples of :func:`~conformance.cases.draws.share`. Hypothesis's checks
+    of slow and filtered draws are off, because drawing a model takes long.
     """
     return settings(
         share(count / 100),
@@ -45,27 +45,30 @@ def trials(count: int) -> settings:
 
 
 def claimed(smp_world: SmpWorld, engine: str) -> frozenset[EngineCapability]:
-    """What an engine claims, as far as the backend claims what it uses for that."""
+    """The engine's claims whose operations the backend claims too."""
     found, there = find_engine(engine), smp_world.capabilities.claims
     return frozenset(each for each in found.capabilities if used(found, {each}) <= there)
 
 
 def degrees(smp_world: SmpWorld, engine: str) -> tuple[int, ...]:
-    """The pipeline degrees that an engine can have."""
+    """The pipeline degrees that an engine can train with on this backend."""
     return (2, 1, 3, 4) if EngineCapability.PIPELINE in claimed(smp_world, engine) else (1,)
 
 
 def cases(
     smp_world: SmpWorld, engine: str, *, least: int = 1, most: int = 4, **fixed: Any
 ) -> st.SearchStrategy[Training]:
-    """Cases for the ranks of the session, and the pipeline degrees of the engine."""
+    """Draw a case for the session's ranks and the engine's pipeline degrees.
+
+    A session with fewer than ``least`` ranks skips the test.
+    """
     needs(smp_world, least)
     fixed.setdefault("pipeline", degrees(smp_world, engine))
     fixed.setdefault("without", without(engine))
     return trainings(min(most, MOST_RANKS, smp_world.ranks), **fixed)
 
 
-#: Kinds of blocks that only engines with a capability are given.
+#: Kinds of blocks that only engines with a certain capability get.
 KINDS = {
     EngineCapability.UNUSED: ("unused", "route"),
     EngineCapability.ANY_PARAMETER: ("gain", "empty", "transposed", "hold"),
@@ -73,7 +76,7 @@ KINDS = {
 
 
 def without(engine: str) -> tuple[str, ...]:
-    """The kinds of blocks that the engine does not claim."""
+    """The kinds of blocks that an engine does not get, for lack of a claim."""
     claims = find_engine(engine).capabilities
     return tuple(kind for need, kinds in KINDS.items() if need not in claims for kind in kinds)
 
@@ -81,8 +84,9 @@ def without(engine: str) -> tuple[str, ...]:
 def sharded_cases(
     smp_world: SmpWorld, engine: str, *, least: int = 1, most: int = 4, **fixed: Any
 ) -> st.SearchStrategy[ShardedTraining]:
-    """Cases of sharded training for the ranks of the session: with degrees, and kinds of parameters, that
-    the engine claims.
+    """Draw a case of sharded training with degrees and kinds of parameters that the engine claims.
+
+    A session with fewer than ``least`` ranks skips the test.
     """
     needs(smp_world, least)
     claims = find_engine(engine).capabilities
@@ -91,7 +95,7 @@ def sharded_cases(
     elif EngineCapability.BLOCKS not in claims:
         fixed["whole"] = True
     fixed.setdefault("without", without(engine))
-    # Norms in another order are others.
+    # A norm that is summed in another order differs in its last bits, and so does all that it scales.
     if not {EngineCapability.CLIPPING, EngineCapability.REPLAYED} <= claims:
         fixed.setdefault("clip", NO_CLIPPING)
     return sharded_trainings(min(most, MOST_RANKS, smp_world.ranks), **fixed)
@@ -100,16 +104,16 @@ def sharded_cases(
 def blocks_of_two(
     smp_world: SmpWorld, engine: str, **fixed: Any
 ) -> st.SearchStrategy[ShardedTraining]:
-    """Cases of four ranks in two shard groups, where the engine has several."""
+    """Draw a case of four ranks in two shard groups; in one, if the engine has no more."""
     if EngineCapability.BLOCKS not in find_engine(engine).capabilities:
         return sharded_cases(smp_world, engine, least=2, sharding=(2, 4), **fixed)
     drawn = sharded_cases(smp_world, engine, least=4, sharding=(2,), **fixed)
     return drawn.filter(lambda case: case.dp == 4)
 
 
-#: Models, optimizers and windows whose every step is exact (strategies/training_lattice.py): where only
-#: the head is trained and the loss is a product, gradients are whole numbers for any weights, also
-#: after steps of Adam's; elsewhere every step adds bits.
+#: Models, optimizers and windows whose every step is exact (strategies/training_lattice.py). If only the
+#: head is trained and the loss is a product, gradients are whole numbers for any weights, even for those
+#: that Adam leaves. In other models every step needs more bits, so windows are few.
 HEAD = Model(Block("chain", (Block("relu"),)), inputs=2, width=3, frozen=True)
 ONE_LAYER = Model(Block("chain"), inputs=2, width=2)
 TWO_LAYERS = Model(Block("chain", (Block("linear"), Block("linear"))), inputs=2, width=2)
@@ -124,7 +128,7 @@ STEPS: tuple[tuple[Model, str, int], ...] = (
 
 
 def several_steps(model: Model, optimizer: str, windows: int) -> dict[str, Any]:
-    """Fields of a case whose optimizer steps after each of several windows."""
+    """The fields of a case whose optimizer steps after each of several windows."""
     return {
         "model": model,
         "optimizer": optimizer,
@@ -140,9 +144,9 @@ def several_steps(model: Model, optimizer: str, windows: int) -> dict[str, Any]:
 
 
 def train_on_rank(engine: str, case: Training, salted: bool = False) -> Seen:
-    """Train the case with the engine; called on every rank.
+    """Train the case with the engine; every rank must call this function.
 
-    ``salted``: every rank but 0 makes other weights.
+    With ``salted`` every rank but 0 makes different weights, which rank 0's must replace.
     """
     found = find_engine(engine)
     if found.conventions.fresh:
@@ -150,14 +154,14 @@ def train_on_rank(engine: str, case: Training, salted: bool = False) -> Seen:
     replica = found.replica(case)
     at = importlib.import_module("torch.distributed").get_rank() if case.ranks > 1 else 0
     session = found.build(case, salt=f"rank {at}" if salted and at else "")
-    oracle.seed(case, replica)  # making a model draws numbers, too
+    oracle.seed(case, replica)  # after the build: making a model draws random numbers
     return train(session, case, replica)
 
 
 def results(
     smp_world: SmpWorld, engine: str, case: Training, *, salted: bool = False
 ) -> list[Seen]:
-    """Train the case in a world of its own."""
+    """Train the case in a world of its own, and return the results of all ranks."""
     __tracebackhide__ = True
     return smp_world.run(train_on_rank, engine, case, salted, ranks=case.ranks, config=case.config)
 
@@ -165,8 +169,10 @@ def results(
 def check(
     smp_world: SmpWorld, engine: str, case: Training, *, none: bool = False, salted: bool = False
 ) -> list[Seen]:
-    """Train the case, and compare all ranks with plain PyTorch, to the last bit, as far as its certificate
-    goes. Losses and outputs past that are dropped.
+    """Train the case, and compare all ranks with plain PyTorch to the last bit.
+
+    Losses and outputs of steps that the case's certificate does not cover are dropped on both sides.
+    Raises AssertionError.
     """
     __tracebackhide__ = True
     seen = results(smp_world, engine, case, salted=salted)
@@ -186,7 +192,7 @@ def check(
 
 @dataclasses.dataclass(frozen=True)
 class TrainingWorld:
-    """Degrees and microbatches."""
+    """Degrees, microbatches and schedule of a small world."""
 
     pp: int
     dp: int
@@ -211,7 +217,10 @@ class TrainingWorld:
 
 @st.composite
 def worlds(draw: st.DrawFn, smp_world: SmpWorld, engine: str, least: int = 1) -> TrainingWorld:
-    """Small worlds; skips the test where there are fewer ranks."""
+    """Draw a world of at most four ranks, with pipeline degree ``least`` to 2.
+
+    A session with fewer than ``least`` ranks skips the test.
+    """
     needs(smp_world, least)
     pairs = [(pp, dp) for pp in degrees(smp_world, engine) for dp in (1, 2) if least <= pp]
     fits = [(pp, dp) for pp, dp in pairs if pp <= 2 and pp * dp <= min(4, smp_world.ranks)]
@@ -224,12 +233,12 @@ def worlds(draw: st.DrawFn, smp_world: SmpWorld, engine: str, least: int = 1) ->
 
 
 def namespace(engine: str) -> Any:
-    """The engine's SMP API, as a script imports it."""
+    """The namespace of the engine's SMP API, as a script imports it."""
     return importlib.import_module(find_engine(engine).api)
 
 
 def step_of_the_sum(smp: Any) -> Any:
-    """A step function of model and batch, whose loss is the sum of the outputs."""
+    """Make a step function of model and batch, whose loss is the sum of the outputs."""
 
     @smp.step  # type: ignore[untyped-decorator]  # anybody's
     def body(model: Any, x: Any) -> Any:
@@ -241,7 +250,7 @@ def step_of_the_sum(smp: Any) -> Any:
 
 
 class _Api:
-    """The SMP API of the engine that is tested, for functions that run on ranks."""
+    """The SMP API of the engine under test, for functions that run on ranks."""
 
     engine = "smp"
 
@@ -249,20 +258,20 @@ class _Api:
         return getattr(namespace(self.engine), name)
 
 
-#: In place of ``import ... as smp``, in what :func:`with_engine` runs.
+#: The namespace that functions run by :func:`with_engine` use in place of ``import ... as smp``.
 smp: Any = _Api()
 
 
 def with_engine(engine: str, body: Callable[..., Any], *args: Any) -> Any:
-    """``body(*args)``, with :data:`smp` the engine's; called on every rank."""
-    smp.engine = engine  # one in a session, whether ranks are threads or processes
+    """Return ``body(*args)``, run with the engine's API as :data:`smp`; every rank must call."""
+    smp.engine = engine  # safe for ranks that are threads: a session has one engine
     return body(*args)
 
 
 def raised(call: Callable[[], object]) -> str | None:
-    """The type of the exception that a call raises, or None.
+    """The name of the type of the exception that a call raises, or None.
 
-    Which one is nobody's promise; that there is one, on every rank, is.
+    The API promises an exception on every rank, and not its type.
     """
     try:
         call()
