@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class CommGroup(enum.Enum):
-    """Which group of the calling rank a call is about.
+    """The group of the calling rank that a call is about.
 
-    All six, though AWS Common API lists three (API 8.8).
+    All six kinds are members, though AWS Common API lists three (API 8.8).
     """
 
     WORLD = GroupKind.WORLD
@@ -145,7 +145,7 @@ def _peer(runtime: Runtime, call: str, name: str, rank: object, rank_type: objec
     return ranks[position]
 
 
-# Who am I, and how many are we. None takes an argument (API 1.5).
+# The calling rank's numbers, and the sizes of its groups. No function takes an argument (API 1.5).
 
 
 def rank() -> int:

@@ -1,8 +1,8 @@
 """The configuration: every key with its type, default and source, and every rule between keys.
 
 Read it from the top: the constraints on a single value, the keys, and the rules, which are data
-(:data:`RULES`). What the public record leaves open is decided beside the key that it concerns.
-Decided here, because no key shows it:
+(:data:`RULES`). A question that the public record leaves open is decided beside the key that it concerns.
+Two decisions stand here, because no key shows them:
 
 - ``trace_execution_times`` and ``trace_device`` (API 3.5) are arguments of
   ``DistributedModel``, not keys.
@@ -50,7 +50,7 @@ class IgnoredKeyWarning(UserWarning):
 
 
 class Must(NamedTuple):
-    """What a value must be, completing "must be ...". Stands in the type of a key."""
+    """A constraint in the type of a key, in words that complete the message "must be ..."."""
 
     be: str
 
@@ -322,8 +322,8 @@ class Config(BaseModel):
         source="API 3.3, AWS Sharded Data Parallelism (sdp_gradient_clipping)",
     )
     ranks_per_node: MaybeCount = key(
-        # No key of the published library: there the launcher knows. It is for trying out layouts of
-        # nodes where there is one, as DeepSpeed's NDEV_PER_NODE is.
+        # The published library has no such key, since its launcher knows the nodes. This one tries out
+        # layouts of nodes on one machine, as DeepSpeed's NDEV_PER_NODE does.
         None,
         "consecutive ranks that count as one node; None: as the launcher says",
         source="API 3.3, ENGINES 1.3, AWS Sharded Data Parallelism (sdp_hierarchical_allgather)",
@@ -471,7 +471,7 @@ class Config(BaseModel):
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule between keys of a configuration. It is broken exactly if ``holds`` is false."""
+    """One rule between keys of a configuration, broken exactly if ``holds`` is false."""
 
     keys: tuple[
         str, ...

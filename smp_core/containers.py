@@ -70,7 +70,7 @@ def closed(value: Any, container: Container, parts: Sequence[Any]) -> Any:
 
 
 def is_set(value: object) -> bool:
-    """Whether it is a container without order."""
+    """Return whether a value is a container without order."""
     return isinstance(value, set | frozenset)
 
 

@@ -1,7 +1,7 @@
 """Every error that the project raises on purpose.
 
-What a user can catch derives from :class:`SmpError` and, where Python has a fitting built-in class,
-from that too. The exceptions that are no errors of the user's (:class:`Cancelled`,
+An error that a user can catch derives from :class:`SmpError` and, where Python has a fitting built-in class,
+from that class too. The exceptions that are no errors of the user's (:class:`Cancelled`,
 :class:`RunTimeout`, :class:`JobLost`) derive from ``BaseException``, so that no ``except Exception`` in a test body
 swallows them.
 """

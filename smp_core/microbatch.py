@@ -11,9 +11,10 @@ The rules (API 1.3.2 to 1.3.6; AWS Common API (smp.step)):
    does not divide is refused, and so is a tensor without that axis. Two tensors may differ in batch
    size (INF: only divisibility is documented, and pairs of samples, say, are batches of twice the size).
 2. An object whose class defines ``smp_slice(num_mb, mb, axis)`` is asked for its part, once for each
-   microbatch, and what it gives is handed on, whatever it is. It wins over rule 1 (INF: who writes it
-   for a dict or a tensor wants it used). The axis is the argument's own, 0 if none was named (INF).
-3. What is one object in a batch, a tensor in two arguments say, is one object in each microbatch.
+   microbatch, and the answer is handed on, whatever it is. This rule wins over rule 1 (INF: a user who
+   writes the method for a dict or a tensor wants it used). The axis is the argument's own, 0 if none was
+   named (INF).
+3. An object that occurs twice in a batch (a tensor in two arguments, say) is one object in each microbatch.
 4. Everything else is handed on as it is, defaults of the function included.
 
 A framework says what a tensor is; nothing here imports one.
@@ -38,14 +39,14 @@ _NO_BODIES = {
 
 
 class Framework(Protocol):
-    """What splitting and joining must know of tensors."""
+    """The operations on tensors that splitting and joining need."""
 
     def is_tensor(self, value: object) -> bool:
-        """Whether it is a tensor."""
+        """Return whether a value is a tensor."""
         ...
 
     def shape(self, tensor: Any) -> Sequence[int]:
-        """Its sides."""
+        """The sizes of a tensor's dimensions."""
         ...
 
     def part(self, tensor: Any, axis: int, start: int, length: int) -> Any:
@@ -53,7 +54,7 @@ class Framework(Protocol):
         ...
 
     def join(self, outputs: list[Any]) -> Any:
-        """What stands for the tensors that all microbatches returned at one place, in their order."""
+        """One value for the tensors that all microbatches, in order, returned at one place."""
         ...
 
 
@@ -127,8 +128,8 @@ def rules(
 ) -> Rules:
     """The rules of ``smp.step(function, non_split_inputs=..., input_split_axes=...)``, checked.
 
-    A name is that of a parameter, as it appears in the signature. That of ``*args`` or ``**kwargs``
-    speaks of all arguments that land there; where there is a ``**kwargs``, any other name speaks of the
+    A name is a parameter's, as the signature has it. The name of ``*args`` or ``**kwargs`` stands for
+    all arguments that land there. Where there is a ``**kwargs``, any other name stands for the
     keyword of that name and goes first (INF).
 
     Raises:
@@ -281,11 +282,11 @@ def join(
     results: Sequence[Any],
     microbatches: Sequence[int] | None = None,
 ) -> Any:
-    """What a step returns: the structure of its microbatches' results, joined leaf by leaf.
+    """Join the results of a step's microbatches leaf by leaf; the value has their structure.
 
-    Tensors at one place become ``framework.join([...])``; other leaves, None among them, a list by
-    microbatch. A set has no places: it is a leaf itself, unless it holds a tensor. Then it must hold
-    nothing else, because tensors of two sets cannot be paired (INF: sets are documented as inputs).
+    Tensors at one place become ``framework.join([...])``. Other leaves, None among them, become a list by
+    microbatch. A set has no places, so it is a leaf itself unless it holds a tensor. A set with a tensor must
+    hold nothing else, because tensors of two sets cannot be paired (INF: sets are documented as inputs).
 
     Args:
         framework: says what a tensor is.
@@ -348,7 +349,7 @@ class _Joiner:
             yield f"{place}[{at!r}]", [each[at] for each in found]
 
     def _kind(self, value: Any, container: Container | None) -> Any:
-        """What must be the same in every microbatch: leaves that are no tensors may be anything."""
+        """The property that all microbatches must share at one place: a container's type, or being a tensor or not."""
         return type(value) if container is not None else self.framework.is_tensor(value)
 
     def _differs(self, place: str, index: int, first: str, other: str) -> None:

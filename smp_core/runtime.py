@@ -1,5 +1,5 @@
-"""What ``smp.init`` builds, one per rank: the configuration, the topology, and the fabric. Who am
-I?
+"""The state that ``smp.init`` builds on each rank: the configuration, the topology, the fabric and the
+rank's number.
 
 A rank of a simulated world is a thread and keeps its runtime in its rank context. Everywhere else
 the runtime belongs to the process.
@@ -96,7 +96,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
 
 
 def is_initialized() -> bool:
-    """Whether ``init`` has run on this rank (API 1.2)."""
+    """Return whether ``init`` has run on this rank (API 1.2)."""
     context = rank_threads.current()
     return (_Process.runtime if context is None else context.runtime) is not None
 

@@ -1,4 +1,4 @@
-"""Which ranks form which groups: from the degrees and the placement alone, with no communication.
+"""The groups that ranks form: computed from the degrees and the placement alone, with no communication.
 
 Words. A rank has three *coordinates*, one per dimension of the world: ``rdp_rank`` (letter D, of
 ``reduced_data`` values), ``pp_rank`` (P, of ``pipeline``) and ``tp_rank`` (T, of ``tensor``). The
@@ -40,7 +40,7 @@ class Coordinates(NamedTuple):
     tp_rank: int
 
 
-#: What a placement may be called, and its letters: the rightmost varies fastest with the world rank
+#: The names of each placement, with its letters: the rightmost varies fastest with the world rank
 #: (API 4.2). Permutations count as names too (API 8.6).
 PLACEMENTS: Mapping[str, str] = {
     "cluster": "DPT",
@@ -48,8 +48,8 @@ PLACEMENTS: Mapping[str, str] = {
     **{letters: letters for letters in map("".join, itertools.permutations("DPT"))},
 }
 
-#: What the members of one group share, given a member's coordinates and the degree of sharding.
-#: Along an RDP group ranks ascend with ``rdp_rank``, so cutting the group into blocks is dividing
+#: The coordinates that the members of one group share, given a member's coordinates and the sharding
+#: degree. Along an RDP group ranks ascend with ``rdp_rank``, so cutting the group into blocks is dividing
 #: that coordinate.
 _SHARED: Mapping[GroupKind, Callable[[Coordinates, int], tuple[int, ...]]] = {
     GroupKind.WORLD: lambda at, sharding: (),

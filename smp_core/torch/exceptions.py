@@ -1,7 +1,7 @@
 """The errors of training (API 6 and 9.1: the sources name none, so the classes are ours).
 
-Each derives from SmpError and from the built-in class that fits. What an API call raises, every rank
-of the world that takes part in the step raises, in the same words.
+Each derives from SmpError and from the built-in class that fits. An error of an API call is raised in the
+same words on every rank of the world that takes part in the step.
 """
 
 from __future__ import annotations

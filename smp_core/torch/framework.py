@@ -1,4 +1,4 @@
-"""What splitting and joining know of PyTorch's tensors, and what stands for those of all microbatches."""
+"""The operations on PyTorch's tensors that splitting and joining need, and the joined value, StepOutput."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StepOutput:
     """The tensors that the microbatches of a step returned at one place (API 1.4).
 
     Sums add in the order of the microbatches, as gradients do: 16-bit floats in float32, rounded once;
-    integers and bools in int64, as ``torch.sum`` has it. What is returned carries gradients if the
+    integers and bools in int64, as ``torch.sum`` does. The results carry gradients if the
     outputs do (``detach_outputs=False``).
     """
 
@@ -124,7 +124,7 @@ class TorchFramework:
     join: Callable[[list[torch.Tensor]], object] = StepOutput
 
     def is_tensor(self, value: object) -> bool:
-        """Whether it is a tensor."""
+        """Return whether a value is a tensor."""
         return isinstance(value, torch.Tensor)
 
     def shape(self, tensor: torch.Tensor) -> Sequence[int]:

@@ -13,7 +13,7 @@ Hook = Callable[[object, object], object]
 
 
 class Handle:
-    """What ``register`` returns: ``remove()`` takes the hook away, and may be called again."""
+    """A registered hook, as ``register`` returns it: ``remove()`` takes the hook away, and may be called again."""
 
     def __init__(self, hooks: Hooks, key: int) -> None:
         self._hooks, self._key = hooks, key
@@ -46,7 +46,7 @@ class Hooks:
 
     @property
     def ran(self) -> bool:
-        """Whether ``run`` has been called."""
+        """True if ``run`` has been called."""
         return self._ran is not None
 
     def register(self, hook: Hook) -> Handle:
@@ -63,7 +63,7 @@ class Hooks:
 
     def run(self, model: object, optimizer: object) -> None:
         """Call each hook with (model, optimizer), the first time. ``optimizer`` is None where there
-        is none. What a hook raises goes on, with a note that names the hook; those after it do not
+        is none. An exception of a hook is raised with a note that names the hook, and later hooks do not
         run.
         """
         if self._ran is not None:

@@ -23,12 +23,12 @@ from smp_core.torch.session import Model, Session
 
 
 class Join:
-    """What ``model.join()`` returns: ``with model.join(): ...`` around the loop over batches, on every
+    """The context manager of ``model.join()``: ``with model.join(): ...`` around the loop over batches, on every
     rank. The ranks of one pipeline have equally many batches.
 
     Entering raises UnsupportedTrainingError if ``ddp`` is not on, inside of another join, and with
-    sharded data parallelism, ``shard_optimizer_state`` or ``dynamic_loss_scale``. Leaving raises what a
-    step of another replica raised. If a replica has no batch at all, the model must have been
+    sharded data parallelism, ``shard_optimizer_state`` or ``dynamic_loss_scale``. Leaving raises the error that
+    a step of another replica raised. If a replica has no batch at all, the model must have been
     partitioned before (by a step, or pipeline degree 1); else every replica raises
     UnsupportedTrainingError.
     """

@@ -276,11 +276,11 @@ class DistributedModel(nn.Module):
         return self._post_step.register(hook)
 
     def register_comm_hook(self, state: object, callable: CommHook) -> None:
-        """Have ``callable(state, bucket)`` reduce each bucket of gradients. It averages over replicas
-        and microbatches itself (API 1.7).
+        """Have ``callable(state, bucket)`` reduce each bucket of gradients. The hook itself averages over
+        replicas and microbatches (API 1.7).
 
         Raises UnsupportedTrainingError without ``ddp`` and ``overlapping_allreduce``, and for a second
-        hook; ArgumentTypeError for what cannot be called.
+        hook; ArgumentTypeError for a value that cannot be called.
         """
         if not self._session.runtime.config.ddp or not self._options.overlapping_allreduce:
             raise UnsupportedTrainingError(
@@ -298,10 +298,10 @@ class DistributedModel(nn.Module):
         else:
             self._comm_hook = state, callable
 
-    # What belongs where.
+    # The modules and parameters of this rank, and the state of the whole model.
 
     def get_module(self) -> nn.Module:
-        """What was wrapped."""
+        """The module that was wrapped."""
         return self.module
 
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
@@ -348,7 +348,7 @@ class DistributedModel(nn.Module):
 
     def cpu(self) -> Self:
         """Gather the whole model on every rank of the PP group, and of the shard group, on the CPU: all of
-        them call it. It is for reading, until the next step.
+        them call this. The gathered model is for reading, until the next step.
         """
         weights.cpu(self)
         return self
@@ -360,19 +360,19 @@ class DistributedModel(nn.Module):
         return iter(())
 
     def is_distributed_parameter(self, parameter: nn.Parameter) -> bool:
-        """Whether it is split over tp ranks."""
+        """Return whether the parameter is split over tp ranks."""
         return False
 
     def is_distributed_buffer(self, buffer: torch.Tensor) -> bool:
-        """Whether it is split over tp ranks."""
+        """Return whether the buffer is split over tp ranks."""
         return False
 
     def is_scaled_batch_parameter(self, parameter: nn.Parameter) -> bool:
-        """Whether it acts on the batch of the whole TP group."""
+        """Return whether the parameter acts on the batch of the whole TP group."""
         return False
 
     def is_scaled_batch_buffer(self, buffer: torch.Tensor) -> bool:
-        """Whether it acts on the batch of the whole TP group."""
+        """Return whether the buffer acts on the batch of the whole TP group."""
         return False
 
     def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -389,7 +389,7 @@ class DistributedModel(nn.Module):
         for name, parameter in self.local_named_parameters():
             yield name, parameter if masters is None else masters.of(parameter)
 
-    # What the engine asks for.
+    # The members that the engine reads.
 
     def owner(self, path: str) -> int:
         """The pp rank that runs a module."""
@@ -441,7 +441,7 @@ class DistributedModel(nn.Module):
 
     @property
     def wide(self) -> bool:
-        """Whether gradients of 16-bit parameters are summed in float32."""
+        """True if gradients of 16-bit parameters are summed in float32."""
         return self._half is not None
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
@@ -462,7 +462,9 @@ class DistributedModel(nn.Module):
             return self._eager_calls.run(module, forward, args, kwargs)
 
     def settle(self) -> None:
-        """What waited for the partition, before the first step; before the next one, as far as it failed."""
+        """Run the hooks and loads that wait for the partition: before the first step, and before the next one
+        again as far as they failed.
+        """
         if self._settled:
             return
         session = self._session
@@ -605,7 +607,7 @@ def _check_compiled(module: nn.Module) -> None:
 
 
 def _is_compiled(function: object) -> bool:
-    """Whether it is what torch.compile gives, and not torch.compiler.disable."""
+    """Return whether a function is compiled by torch.compile; one of torch.compiler.disable is not."""
     return hasattr(function, "_torchdynamo_orig_callable") and not hasattr(
         function, "_torchdynamo_disable"
     )

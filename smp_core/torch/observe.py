@@ -1,4 +1,4 @@
-"""What training did on this rank, for tests and measurements: counters, timeline, traffic and memory.
+"""Observations of training on this rank, for tests and measurements: counters, timeline, traffic and memory.
 
 ::
 
@@ -48,7 +48,7 @@ def timeline() -> tuple[Event, ...]:
 
 
 def traffic(model: DistributedModel) -> Traffic:
-    """What the collectives of sharded data parallelism sent for ``model`` on this rank.
+    """The traffic of the collectives of sharded data parallelism for ``model`` on this rank.
 
     The counters are empty for a model that is not sharded: plain data parallelism and pipelines are not
     counted.

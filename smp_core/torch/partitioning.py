@@ -1,5 +1,5 @@
-"""What a script says about its model before it is partitioned: which module goes to which partition,
-and how it is created (API 1.9).
+"""A script's wishes for its model before the model is partitioned: the partition of each module, and the way
+of creating the modules (API 1.9).
 
 An index is left on the module object itself, so it stays with a module that is assigned to its parent
 later, copied, or pickled.
@@ -209,7 +209,7 @@ def model_creation(
 
 
 def is_tracing() -> bool:
-    """Whether the first step runs the whole model on this rank to learn how to cut it
+    """Return whether the first step runs the whole model on this rank to learn how to cut it
     (API 1.2).
     """
     return sessions.current("smp.is_tracing").tracing

@@ -1,10 +1,10 @@
-"""What training remembers on one rank: its model, its optimizer, and the step in progress.
+"""The state of training on one rank: its model, its optimizer, and the step in progress.
 
 A session belongs to the rank's runtime, so it is the rank's own where ranks are threads, and it goes
 with ``smp.shutdown``.
 
-Every other module imports this one, so it imports none of them: ``Model`` and ``Optimizer`` name what
-modules read of the session's model and optimizer, and ``Reducer`` what a step asks of the reduction.
+Every other module imports this one, so it imports none of them: ``Model`` and ``Optimizer`` name the members that
+modules read of the session's model and optimizer, and ``Reducer`` those that a step reads of the reduction.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class Reducer(Protocol):
 
     @property
     def listens(self) -> bool:
-        """Whether the step tells of each complete gradient as it comes."""
+        """True if the step is to tell of each complete gradient when it is ready."""
 
     @property
     def due(self) -> bool:
-        """Whether ``advance`` would launch anything."""
+        """True if ``advance`` would launch anything."""
 
     @property
     def moves(self) -> bool:
-        """Whether the step gives away the gradients that it tells of."""
+        """True if the step gives away the gradients that it tells of."""
 
     def on_ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
         """Take a gradient that seems to be complete."""
@@ -89,10 +89,10 @@ class Reducer(Protocol):
 
 
 class Model(Protocol):
-    """What modules below ``model.py`` ask of the DistributedModel.
+    """The members of the DistributedModel that modules below ``model.py`` use.
 
     ``sharding``, ``masters`` and the values of ``sites`` are of classes that are defined above this
-    module: who reads them annotates them.
+    module, so each reader annotates them.
     """
 
     module: nn.Module
@@ -104,7 +104,7 @@ class Model(Protocol):
 
     @property
     def placement(self) -> Owners | None:
-        """Where everything of the model is; None until it is partitioned."""
+        """The owners of all modules and parameters of the model; None until it is partitioned."""
 
     @property
     def gradients(self) -> Reducer | None:
@@ -112,7 +112,7 @@ class Model(Protocol):
 
     @property
     def wide(self) -> bool:
-        """Whether gradients of 16-bit parameters are summed in float32."""
+        """True if gradients of 16-bit parameters are summed in float32."""
 
     def modules(self) -> Iterator[nn.Module]:
         """The model itself and the modules of the tree."""
@@ -127,7 +127,7 @@ class Model(Protocol):
         """This partition's buffers."""
 
     def is_distributed_parameter(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter is split over tp ranks."""
+        """Return whether a parameter is split over tp ranks."""
 
     def owner(self, path: str) -> int:
         """The pp rank that runs a module."""
@@ -149,7 +149,7 @@ class Model(Protocol):
 
 
 class Optimizer(Protocol):
-    """What modules below ``optimizer/`` ask of the DistributedOptimizer."""
+    """The members of the DistributedOptimizer that modules below ``optimizer/`` use."""
 
     optimizer: torch.optim.Optimizer
     loss_scaler: Any

@@ -1,4 +1,4 @@
-"""What scripts read of the library's inside: ``smp.state``, ``smp.core`` (API 1.1,
+"""The library's inside as scripts read it: ``smp.state``, ``smp.core`` (API 1.1,
 1.9).
 """
 
@@ -47,7 +47,7 @@ class Core:
 
     @property
     def initialized(self) -> bool:
-        """Whether ``smp.init`` has run on this rank."""
+        """True if ``smp.init`` has run on this rank."""
         return runtime.is_initialized()
 
     def barrier(self, group: comm.CommGroup = comm.CommGroup.WORLD) -> None:

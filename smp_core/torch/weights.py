@@ -1,8 +1,8 @@
-"""What a rank holds of its model, and the model's whole state: gathered, loaded, merged
+"""A rank's part of its model, and the model's whole state: gathered, loaded, merged
 (API 1.7).
 
 Names are those of the wrapped module, without a prefix. Each function takes the DistributedModel.
-Until the model is partitioned every rank holds all of it.
+Until the model is partitioned every rank holds all modules.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHARD = "_smp_shard"
 
 
 def owns(model: Model, path: str) -> bool:
-    """Whether this rank holds the module at ``path``."""
+    """Return whether this rank holds the module at ``path``."""
     if model.placement is None:
         return True
     return model.placement.modules[path] == _here(model)
@@ -97,8 +97,8 @@ def state_dict(model: Model, gather_to_rank0: bool = False) -> dict[str, object]
     ``state_dict``, as a plain dict.
 
     Collective over the PP group (API 1.7: called on every rank of at least ``dp_rank`` 0), and
-    over the shard group; otherwise there is nothing to gather. What this rank holds whole shares memory
-    with the model. With ``gather_to_rank0`` only world rank 0 gets it, the others an
+    over the shard group; otherwise there is nothing to gather. Tensors that this rank holds whole share memory
+    with the model. With ``gather_to_rank0`` only world rank 0 gets the state, the others an
     empty dict.
     """
     runtime = model._session.runtime
@@ -261,7 +261,7 @@ def check(model: Model, state: Mapping[str, object], strict: bool, same_partitio
 
 #: How torch's keys of extra state end.
 _EXTRA = "_extra_state"
-#: What a part says of itself.
+#: Keys by which a part of a state describes itself.
 _SAID = {PARTIAL, SHARD}
 
 

@@ -1,8 +1,8 @@
 """A process group whose calls are checked on their own rank before they are issued, so that a bad
 argument is an error of the rank that made it.
 
-It has torch's names and arguments, and every operation gives a work; synchronous calls are issue and
-wait. How a call that is in order is issued is a subclass's affair.
+The class has torch's names and arguments, and every operation gives a work; synchronous calls are issue and
+wait. A subclass decides how a correct call is issued.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class CheckedGroup(dist.ProcessGroup):
         """
         raise NotImplementedError
 
-    # What is checked.
+    # Checks.
 
     def _check_message(self, verb: str, tensors: Sequence[Tensor], peer: Source) -> Source:
         """Check a send or a receive, and return its peer.
@@ -450,7 +450,7 @@ class CheckedGroup(dist.ProcessGroup):
         works, self._coalesced = self._coalesced or [], None
         return CombinedWork(works)
 
-    # What torch asks a group about itself.
+    # Torch's questions to a group about itself.
 
     def rank(self) -> int:
         return self._position

@@ -29,7 +29,7 @@ class CombinedWork(Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether all are done."""
+        """Return whether all works are done."""
         completed = [
             work.is_completed() for work in self._works
         ]  # ask each: asking lets the others run

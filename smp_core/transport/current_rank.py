@@ -1,4 +1,4 @@
-"""Which rank the calling thread is, or the whole process."""
+"""The rank that the calling thread is, or the whole process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Why no rank can run: the wait-for graph of a stuck world, in words.
 
-The graph has an edge from every waiting rank to each rank that it waits for. It contains a cycle,
-or a chain that ends at a rank that has returned. It need not contain a cycle: seven ranks can wait
+The graph has an edge from every waiting rank to each rank that it waits for. A stuck world's graph has a cycle,
+or a chain that ends at a rank that has returned. The chain needs no cycle: seven ranks can wait
 in five groups while the eighth has left.
 """
 
@@ -80,7 +80,7 @@ def deadlock(
 ) -> tuple[DeadlockError, int]:
     """The verdict on a stuck world, and the rank that it is raised on.
 
-    That rank is the first that waits for one that has returned, else the first of a cycle.
+    The error is raised on the first rank that waits for one that has returned, else on the first of a cycle.
     """
     gone = set(finished)
     edges = {wait.rank: wait.missing for wait in waits}

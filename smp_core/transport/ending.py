@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 
 class _Ending:
-    """What is known so far."""
+    """The facts known so far about the end of the process."""
 
     watched = False
     uncaught: BaseException | None = None

@@ -1,7 +1,7 @@
 """The fabric of a plain script: a process that a launcher started as one of several ranks, or alone.
 
-What the ranks exchange data through is the launcher's (transport/launchers.py), or the process group that
-the script has made itself. The first ``smp.init`` forms it; it stays until the process ends.
+The ranks exchange data through the launcher's own means (transport/launchers.py), or through the process group that
+the script has made itself. The first ``smp.init`` forms the fabric, which stays until the process ends.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Joined:
     size = 0
 
     def holds(self) -> bool:
-        """Whether it is still there: the script may have destroyed its process group."""
+        """Return whether the world is still there: the script may have destroyed its process group."""
         return bool(self.fabric.holds())
 
     def join(self, collectives: str) -> Fabric:
@@ -224,7 +224,7 @@ class _TorchFabric:
         del self.objects
 
     def holds(self) -> bool:
-        """Whether the default process group is the one of the beginning."""
+        """Return whether the default process group is the one of the beginning."""
         import torch.distributed as dist
 
         return dist.group.WORLD is self._default
@@ -321,7 +321,7 @@ class _Mpi:
 
 
 class _MpiFabric:
-    """See Fabric. That of the `mpi` backend, in a run that lasts until the process ends."""
+    """The fabric of the `mpi` backend, in a run that lasts until the process ends. See Fabric."""
 
     made: _MpiFabric | None = None
 
@@ -358,7 +358,7 @@ class _MpiFabric:
         self._enter()
 
     def holds(self) -> bool:
-        """Whether the default process group is the one of the beginning."""
+        """Return whether the default process group is the one of the beginning."""
         import torch.distributed as dist
 
         return dist.group.WORLD is self._default
@@ -377,7 +377,7 @@ class _MpiFabric:
         self._world.Barrier()  # nobody uses the folder any more
 
     def tidy(self) -> None:
-        """What this rank has to do alone, however it ends."""
+        """Clean up on this rank alone, however the rank ends."""
         if self._pulse is not None:
             self._pulse.stop()
         # Every rank of the machine, whoever is the first: an aborted job kills the others.

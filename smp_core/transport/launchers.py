@@ -1,4 +1,4 @@
-"""Which launcher started this process, and as which rank: data, read from the environment."""
+"""The launcher that started this process, and the rank that it gave: data, read from the environment."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Launcher:
     size: str
     local_rank: str
     local_size: str
-    #: What its ranks exchange data through, if nobody says; where a rendezvous of torch's is given,
-    #: and otherwise.
+    #: The default fabric of its ranks, in an environment with a rendezvous of torch's and in one
+    #: without.
     with_rendezvous: str
     without: str
     #: How it is told the number of ranks: of all, or of each machine (``local``).
@@ -71,7 +71,7 @@ LAUNCHERS = (
         "srun -n ",
     ),
 )
-#: What torch's rendezvous needs (``env://``).
+#: The variables of torch's rendezvous (``env://``).
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 #: One of these is there in every process that a launcher of MPI jobs started.
 MPI_JOB = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "PMI_FD", "SLURM_PROCID")
@@ -93,12 +93,12 @@ class Launch:
 
     @property
     def one_machine(self) -> bool:
-        """Whether all ranks are known to be on this machine."""
+        """True if all ranks are known to be on this machine."""
         return self.local_size == self.size
 
     @property
     def fabric(self) -> str:
-        """What the ranks exchange data through, if nobody says."""
+        """The default fabric."""
         return self.launcher.with_rendezvous if self.rendezvous else self.launcher.without
 
     def command_for(self, ranks: int) -> str:
@@ -146,10 +146,10 @@ def launch_of(environment: Mapping[str, str]) -> Launch | None:
 
 
 def half_set(environment: Mapping[str, str]) -> str:
-    """Which launcher's rank is set without its size, or its size of several ranks without the rank,
-    and what to do; empty if none is.
+    """A message for an environment in which a launcher's rank is set without its size, or its size of several ranks
+    without the rank; empty in any other.
 
-    Every process of such a job would take itself for the only one. Asked where ``launch_of`` found
+    Every process of such a job would take itself for the only one. Called where ``launch_of`` found
     no launcher. Slurm sets a rank for scripts that are no step of a job, too.
     """
     for launcher in LAUNCHERS:
@@ -175,12 +175,12 @@ _PORT = 29500  # torchrun's own
 def launch_variables(
     rank: int, *, size: int, local: tuple[int, int] | None = None, port: int = _PORT
 ) -> dict[str, str]:
-    """What torchrun tells a rank by its environment: scripts and libraries read it.
+    """The environment variables by which torchrun tells a rank about itself; scripts and libraries read them.
 
     Args:
-        rank: which one.
+        rank: the world rank.
         size: of the world.
-        local: its rank on its machine, and how many there are; one machine if left out.
+        local: the rank's number on its machine, and how many ranks are there; one machine if left out.
         port: where ``env://`` meets. Nothing listens there until somebody makes a store.
     """
     local_rank, local_size = local or (rank, size)

@@ -81,7 +81,7 @@ class _Span(NamedTuple):
         return cls(start, start + _extent(tensor), tensor, written)
 
     def meets(self, other: _Span) -> bool:
-        """Whether an element of one lies on an element of the other."""
+        """Return whether an element of one span lies on an element of the other."""
         if self.start >= other.stop or other.start >= self.stop:
             return False
         mine, theirs = self.tensor, other.tensor
@@ -103,7 +103,7 @@ def _extent(tensor: Tensor) -> int:
 
 
 def _between(one: Tensor, other: Tensor) -> bool:
-    """Whether, of two tensors with equal strides, one lies in the gaps of the other: columns."""
+    """Return whether, of two tensors with equal strides, one lies in the gaps of the other, as columns do."""
     size = one.dtype.itemsize
     step = math.gcd(*one.stride()) * size
     return size <= (one.data_ptr() - other.data_ptr()) % step <= step - size if step else False
@@ -118,7 +118,7 @@ def _addresses(tensor: Tensor) -> Tensor:
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two elements are one place in memory."""
+    """Return whether two elements of the tensor are one place in memory."""
     if tensor.is_contiguous() or not tensor.numel():
         return False
     sides = sorted(
@@ -135,7 +135,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 
 def is_freed(tensor: Tensor) -> bool:
-    """Whether the memory is gone: FSDP resizes storages to 0."""
+    """Return whether the tensor's memory is gone: FSDP resizes storages to 0."""
     end = tensor.storage_offset() * tensor.dtype.itemsize + _extent(tensor) if tensor.numel() else 0
     return end > tensor.untyped_storage().nbytes()
 
@@ -164,7 +164,7 @@ class InFlightBuffer:
         return self._spans
 
     def outputs_meet(self) -> bool:
-        """Whether two outputs share memory."""
+        """Return whether two outputs share memory."""
         if len(self.outputs) < 2:
             return False
         spans = sorted((span for span in self.spans() if span.written), key=lambda span: span.start)
@@ -195,7 +195,7 @@ class InFlightBuffer:
         self._stands = []
 
     def changed(self) -> str | None:
-        """What happened to a tensor since it took off that must not, in words."""
+        """A forbidden change of a tensor since the launch, in words; None if there is none."""
         for what, tensor, bits in self._stands:
             if is_freed(tensor):
                 return f"memory of {what} was freed"
@@ -235,9 +235,10 @@ class OverlapTable(Generic[Owner]):
     def conflict(
         self, in_flight: InFlightBuffer, forgives: Callable[[Owner], bool] | None = None
     ) -> Owner | None:
-        """Whose operation writes where this one reads or writes, or reads where it writes.
+        """The owner of an operation that writes memory which this buffer reads or writes, or reads memory which it
+        writes; None if there is none.
 
-        Those that ``forgives`` is true of are passed over.
+        Owners for which ``forgives`` is true are passed over.
         """
         if not self._spans:
             return None

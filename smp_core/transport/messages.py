@@ -49,17 +49,17 @@ def group_text(name: str, ranks: Sequence[int]) -> str:
 
 
 def never_destroyed(name: str, ranks: Sequence[int], place: Place | None) -> str:
-    """What is said of a process group that a rank has left."""
+    """The text on a process group that a rank has left."""
     return f"process group {name} of ranks {[*ranks]} was never destroyed{at(place)}"
 
 
 def never_joined(call: str, absent: str) -> str:
-    """What is said of a collective call that some members of its group have not made."""
+    """The text on a collective call that some members of its group have not made."""
     return f"{call} was never joined by {absent}"
 
 
 def left(items: Iterable[tuple[int, str]]) -> list[str]:
-    """What ranks have left behind: one text for all ranks that left the same at the same line."""
+    """The texts on the things that ranks have left behind, with equal texts of several ranks joined into one."""
     ranks: dict[str, list[int]] = {}
     for rank, text in items:
         ranks.setdefault(text, []).append(rank)
@@ -172,9 +172,9 @@ def group_mismatch(
 
 
 def tag_hint(receiver: int, tag: int, sent: Iterable[tuple[int, int]]) -> str | None:
-    """What may be wrong where a receive of this tag waits.
+    """The likely cause of a wait in a receive of this tag; None if no message has another tag.
 
-    ``sent``: sender and tag of each message from a rank that it waits for, if nothing receives it.
+    ``sent``: sender and tag of each message from a rank that the receiver waits for, if nothing receives it.
     """
     for sender, other in sorted(set(sent)):
         if other != tag:
@@ -186,10 +186,10 @@ def tag_hint(receiver: int, tag: int, sent: Iterable[tuple[int, int]]) -> str | 
 
 
 def object_hint(call: str, me: int, others: Mapping[str, Sequence[int]]) -> str | None:
-    """What often is wrong when an object is never taken.
+    """The usual cause of an object that is never taken; None if the waits show none.
 
-    ``others``: the sends in which the ranks wait that should take it, each with those that it waits
-    for.
+    ``others``: the sends in which the ranks wait that should take the object, each with the ranks that the send
+    waits for.
     """
     if call.startswith("smp.broadcast") and any(
         other.startswith("smp.broadcast") for other in others

@@ -57,7 +57,7 @@ def _batch_p2p_ops(
     return results
 
 
-# What torch's kernel looks up in a C++ backend, by name, and where its arguments name the group.
+# The operations that torch's kernel looks up in a C++ backend: by name, with the position of the group's name.
 _OPERATIONS: dict[str, tuple[Callable[..., Any], int]] = {
     "all_gather_into_tensor_out": (_all_gather_into_tensor_out, 2),
     "batch_p2p_ops": (_batch_p2p_ops, 4),

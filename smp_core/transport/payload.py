@@ -34,7 +34,7 @@ def plain_dumps(obj: object) -> bytes:
 
 
 def tensor_reducers() -> dict[Any, Callable[[Any], Any]]:
-    """What a pickler needs for tensors of every dtype: nothing, while torch is not imported."""
+    """The reducers of a pickler for tensors of every dtype: none, while torch is not imported."""
     torch = sys.modules.get("torch")
     return {} if torch is None else {torch.Tensor: _reduce_tensor}
 

@@ -1,6 +1,6 @@
-"""Which members of a group a call may name: the peer of a message, the root of a collective.
+"""Checks of the group members that a call names: the peer of a message, the root of a collective.
 
-Every backend and the board judge them here. Members are positions in the group, 0 to its size - 1;
+Every backend and the board check them here. Members are positions in the group, 0 to its size - 1;
 Python's negative indices name nobody. A receive from any source names no peer: ``ANY``, which is no
 number, so that no number of a caller can mean it.
 """
@@ -26,7 +26,7 @@ Source = int | AnySource  # of a receive: a member, or ANY
 
 
 def is_member(position: int, size: int) -> bool:
-    """Whether a group of ``size`` members has one of this position."""
+    """Return whether a group of ``size`` members has a member at this position."""
     return 0 <= position < size
 
 

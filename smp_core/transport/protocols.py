@@ -29,7 +29,7 @@ class Group:
 
 
 class ObjectTransport(Protocol):
-    """What carries picklable objects between ranks, one operation per call, by world ranks.
+    """A carrier of picklable objects between ranks, one operation per call, by world ranks.
 
     Every call is synchronous (API 1.6). Each receiver gets a copy of its own. The caller has
     checked that ranks are in range, in the group, and not its own.
@@ -61,7 +61,7 @@ PRIVATE = "smp "
 
 
 class Fabric(Protocol):
-    """What one rank exchanges data through."""
+    """The object that one rank exchanges data through."""
 
     rank: int
     size: int
@@ -92,7 +92,7 @@ class Recorder(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """What the fabric is told on a rank process when a world forms.
+    """The values that the fabric is told on a rank process when a world forms.
 
     ``folder`` is private to this forming of the world, the same on all of its ranks, and empty at
     first; ``forming`` counts the formings of this session. ``check`` raises Cancelled once the run
@@ -110,8 +110,8 @@ class RankEnvironment:
     store: str = "file"  # one in `folder` serves all ranks; "env": the launcher's, by MASTER_ADDR
 
 
-#: The version of `RankFabric`. It rises when the protocol changes; a fabric that was written for another version is
-#: refused.
+#: The version of `RankFabric`, higher after each change of the protocol; a fabric that was written for another version
+#: is refused.
 FABRIC_VERSION = 2
 
 
@@ -129,7 +129,7 @@ class RankFabric(Fabric, Protocol):
 
     @property
     def holds(self) -> bool:
-        """Whether process groups of the last run are still there, because they are destroyed when the
+        """True if process groups of the last run are still there, because they are destroyed when the
         next run is entered. Their descriptors are not counted as left open by the body.
         """
         return False

@@ -1,4 +1,4 @@
-"""Whose line is it: finding the user's code in a stack, and cutting a traceback down to it."""
+"""The search for the user's line in a stack, and the cut of a traceback down to the user's code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OWN = tuple(
 
 # Where torch.distributed's public functions stand; any other file of torch calls on its own account.
 FRONT_DOOR = ("distributed_c10d.py", "c10d_logger.py", "typing_extensions.py", "warnings.py")
-# What torch wraps its deprecated names in: all_gather_into_tensor, reduce_scatter_tensor.
+# The files in which torch wraps its deprecated names: all_gather_into_tensor, reduce_scatter_tensor.
 _WRAPPERS = ("typing_extensions", "warnings")
 
 
@@ -31,12 +31,12 @@ def _torch_root() -> str | None:
 
 
 def is_ours(filename: str) -> bool:
-    """Whether a file belongs to this project's packages for users."""
+    """Return whether a file belongs to this project's packages for users."""
     return filename.startswith(_OWN)
 
 
 def is_own_code(code: types.CodeType) -> bool:
-    """Whether code is of this project's packages for users."""
+    """Return whether code is of this project's packages for users."""
     return is_ours(code.co_filename)
 
 

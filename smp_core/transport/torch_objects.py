@@ -1,7 +1,7 @@
 """An object transport over any torch backend: over messages of a process group where it has them,
 and over the store otherwise.
 
-Whatever carries it, a message is answered by an acknowledgement, which is what makes a send
+Each message is answered by an acknowledgement on either way, which makes a send
 synchronous.
 """
 
@@ -20,18 +20,18 @@ from smp_core.transport.protocols import Group, RankEnvironment
 
 
 class _Objects(ABC):
-    """See ObjectTransport. What carries the bytes is a subclass's business."""
+    """The base of the object transports; a subclass carries the bytes. See ObjectTransport."""
 
     def __init__(self, environment: RankEnvironment) -> None:
         self._rank, self._board = environment.rank, environment.board
 
     @abstractmethod
     def _deliver(self, data: bytes, dests: list[int]) -> None:
-        """Return after all of ``dests`` have taken it."""
+        """Return after all of ``dests`` have taken the data."""
 
     @abstractmethod
     def _receive(self, source: int) -> bytes:
-        """The next that ``source`` delivers to this rank."""
+        """The next data that ``source`` delivers to this rank."""
 
     @abstractmethod
     def _exchange(self, data: bytes, group: Group) -> list[bytes]:
@@ -212,7 +212,7 @@ def choose(environment: RankEnvironment, group: Any, store: Any) -> _Objects:
 
 
 def _ring(environment: RankEnvironment, group: Any) -> bool:
-    """Whether a message to the next rank and one from the last arrive as they were sent."""
+    """Return whether a message to the next rank and one from the last arrive as they were sent."""
     ahead, behind = (
         (environment.rank + 1) % environment.size,
         (environment.rank - 1) % environment.size,

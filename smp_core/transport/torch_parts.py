@@ -1,6 +1,6 @@
 """Every private part of torch that the packages use, as data, and the check that it is there.
 
-What counts is the part, not the version: a torch that nobody here has tried is used, with one
+The parts count, not the version: a torch that nobody here has tried is used, with one
 warning, if it has all of them; one that lacks a part is refused, in one sentence that names it.
 """
 
@@ -44,7 +44,7 @@ class TorchPart:
         return f"{self.module}.{self.path}"
 
     def missing(self) -> str | None:
-        """What is not as it is used, in words; None if all is."""
+        """The difference between the part and its use, in words; None if there is none."""
         try:
             found: object = importlib.import_module(self.module)
             for name in self.path.split("."):
@@ -79,7 +79,7 @@ _REGISTER = TorchPart(
     takes=("backend_name", "store", "group_name", "backend_config", "rank_mapping"),
     calls=1,
 )
-#: What a torch.distributed state for each rank, or for each run, is made of.
+#: The parts that make up a torch.distributed state for each rank, or for each run.
 _WORLD = (
     *_parts(
         _C10D,
@@ -209,7 +209,7 @@ PARTS: dict[str, tuple[TorchPart, ...]] = {
 
 
 def missing(users: Iterable[str]) -> dict[str, str]:
-    """What this torch lacks, by who needs it: the first part of each."""
+    """The first part that this torch lacks, for each user that lacks one."""
     lacks = {}
     for user in users:
         for part in PARTS[user]:
@@ -231,7 +231,7 @@ def installed() -> str:
 
 
 def tried(version: str) -> bool:
-    """Whether everything was run with this release."""
+    """Return whether everything was run with this release."""
     return version.startswith(tuple(f"{release}." for release in TRIED))
 
 

@@ -103,7 +103,7 @@ class TorchWorld:
 
     @property
     def whole(self) -> bool:
-        """Whether the world's own groups are all still there: a body may have destroyed them."""
+        """True if the world's own groups are all still there: a body may have destroyed them."""
         return self._own <= set(self._state.pg_map) and self._state.default_pg is self._default
 
     def leave(self, ours: Collection[Any] = ()) -> list[str]:
@@ -132,7 +132,7 @@ class TorchWorld:
 
     @property
     def holds(self) -> bool:
-        """Whether groups of the last run still exist."""
+        """True if groups of the last run still exist."""
         return bool(self._held)
 
     def release(self) -> None:

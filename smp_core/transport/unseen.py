@@ -1,7 +1,7 @@
-"""What a backend computes for itself is not the user's: no mode of theirs sees it.
+"""Computations of a backend that the user's modes do not see.
 
-A TorchDispatchMode or a TorchFunctionMode that a body has entered would count our copies as its own
-operations, and change what we compute.
+A TorchDispatchMode or a TorchFunctionMode that a body has entered would count a backend's copies as the body's own
+operations, and change the backend's results.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Files that are whole or not there: written under another name and then renamed, read without
 running anything.
 
-What is written. `torch.save`'s zip archives, so that `torch.load` reads them everywhere.
+Format. `torch.save`'s zip archives, so that `torch.load` reads them everywhere.
 
 Writing. A file gets its name when all of it is on the disk; until then it is called
 ``.NAME.UNIQUE.smp-part``, and its writer holds a lock on it. A crash leaves such a file; the next
@@ -43,7 +43,7 @@ def save(path: Path, obj: object) -> None:
     By pickle's protocol 2, the only one that can be read without running code.
 
     Raises CheckpointError, naming the path, if it cannot be written: a full disk, no such folder, no
-    permission, an object that cannot be pickled. What was there before is then still there.
+    permission, an object that cannot be pickled. A file that was there before is then unchanged.
     """
 
     def fill(file: IO[bytes]) -> None:
@@ -115,7 +115,7 @@ def load(
             ) from error
 
 
-#: What is said of a file that cannot be read, by whether files may run code.
+#: The advice in the message about a file that cannot be read, by whether files may run code.
 _RUN = {
     False: "Nothing of it was run. For a file that you trust: with smp.trust_checkpoints(). ",
     True: "",
@@ -315,7 +315,7 @@ def _unreadable(path: Path, what: str, error: OSError) -> CheckpointError:
 
 
 def _neighbours(path: Path) -> str:
-    """What there is instead, in words."""
+    """The names in the folder of a path that does not exist, in words for a message."""
     try:
         names = sorted(name for name in os.listdir(path.parent) if not name.startswith("."))
     except OSError:
@@ -327,7 +327,7 @@ def _neighbours(path: Path) -> str:
 
 
 def why_not(error: BaseException) -> str:
-    """What `torch.load` stumbled over, out of its long advice."""
+    """The reason of `torch.load`'s error, without its long advice."""
     text = str(error)
     named = re.search(r"GLOBAL (\S+)", text)
     if named is not None:

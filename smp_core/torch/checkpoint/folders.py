@@ -36,11 +36,11 @@ _OURS = re.compile(r"(model|optimizer|fp16_states)_\d+(_\d+){0,2}\.pt")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a folder says of itself.
+    """The description of a checkpoint that lies in its folder.
 
-    ``degrees`` maps keys of the configuration to what they were. ``files`` maps names to sizes in
-    bytes. ``order`` counts the checkpoints of one path. ``save`` tells the save from any other; its files say it,
-    too.
+    ``degrees`` maps keys of the configuration to their values at the save. ``files`` maps names to sizes in
+    bytes. ``order`` counts the checkpoints of one path. ``save`` identifies the save, and its files repeat
+    the value, so that a file of another save is found.
     """
 
     order: int
@@ -49,7 +49,7 @@ class Manifest:
     save: str | None = None
 
     def holds(self, kind: str) -> bool:
-        """Whether there are files of this kind: model, optimizer."""
+        """Return whether there are files of this kind: model, optimizer."""
         return any(name.startswith(f"{kind}_") for name in self.files)
 
 

@@ -1,4 +1,4 @@
-"""What files of checkpoints are called (API 1.11), and which names are refused."""
+"""The names of checkpoint files (API 1.11), and the names that are refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def refuse_module(call: str, module: types.ModuleType | None) -> None:
 
 
 def degrees(runtime: Runtime) -> dict[str, int]:
-    """What a partial checkpoint cannot be loaded without."""
+    """The degrees that a partial checkpoint is loaded with: the same as at its save."""
     return {
         "pipeline_parallel_degree": runtime.topology.pipeline,
         "tensor_parallel_degree": runtime.topology.tensor,
@@ -59,7 +59,7 @@ def degrees(runtime: Runtime) -> dict[str, int]:
 
 
 def of_rank(runtime: Runtime, v3: bool = False) -> str:
-    """What says in a file's name which rank it is of."""
+    """The part of a file's name that identifies the rank."""
     pp, tp, rdp = (runtime.position(each) for each in (GroupKind.PP, GroupKind.TP, GroupKind.RDP))
     if v3:
         return f"{pp}_{tp}_{rdp}"
@@ -67,7 +67,7 @@ def of_rank(runtime: Runtime, v3: bool = False) -> str:
 
 
 def of_part(runtime: Runtime) -> str:
-    """What says in the name of a partial file which part it is: the partition and, where
+    """The part of a partial file's name that identifies its content: the partition and, where
     parameters are split, the number of the shard (API 1.11: ``optimizer_{i}.pt`` per shard).
     """
     if runtime.topology.sharding == 1:

@@ -1,6 +1,6 @@
-"""What a file may hold: tensors and plain containers, so that it is read again without running code.
+"""The content that a file may hold: tensors and plain containers, which are read again without running code.
 
-Looked at when something is saved, while the training that made it is still there, and not when it is
+An object is checked when it is saved, while the training that made it is still there, and not when it is
 needed back. Scalars and arrays of numpy are made plain: numbers and tensors of the same dtype.
 """
 
@@ -25,7 +25,7 @@ _LEAVES = (
 _MAPPINGS = (dict, collections.OrderedDict, collections.Counter)
 _SEQUENCES = (list, tuple, set)
 
-#: What people try to save, and what to save instead.
+#: Types that users try to save, with the value to save in place of each.
 _INSTEAD = {
     "argparse.Namespace": "vars(it), a dict",
     "types.SimpleNamespace": "vars(it), a dict",
@@ -56,7 +56,7 @@ def plain(obj: object, call: str, name: str) -> Any:
 
 
 def _check(obj: object, call: str, name: str) -> bool:
-    """See :func:`plain`. Whether there is anything of numpy's in it."""
+    """Raise as :func:`plain` does; return whether the object holds a value of numpy's."""
     todo: list[tuple[str, object]] = [(name, obj)]
     seen: set[int] = set()  # a list may hold itself
     numpy = False

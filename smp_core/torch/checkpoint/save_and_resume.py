@@ -2,7 +2,7 @@
 
 `smp.save` and `smp.load` are each rank's own affair: nothing is sent, and a script may call them on
 some ranks only. `smp.save_checkpoint` and `smp.resume_from_checkpoint` are calls of all ranks of the
-world. A checkpoint is complete when they return on any rank; what goes wrong on one is raised on
+world. A checkpoint is complete when they return on any rank. An error of one rank is raised on
 all, in the same words, as soon as all know, so that none waits for one that has failed.
 
 Decided here, because the sources are silent (API 9.5):
@@ -22,9 +22,9 @@ Decided here, because the sources are silent (API 9.5):
 - A full file ``{tag}`` without an optimizer is the model's plain state dict, as `torch.save(module.state_dict(), ...)`
   makes it; with one it is a dict: ``model`` and ``optimizer`` as of their ``state_dict()``. The user content is
   ``user_content_{tag}``. Both files come into place together (full.py).
-- ``newest`` names the folder, or the file: ``{tag}_partial`` or ``{tag}``. It is written last.
-- A model that is not partitioned yet is refused by a partial save: which rank owns what is not
-  known. A full save is allowed as far as ``model.state_dict()`` is.
+- ``newest`` names the folder, or the file: ``{tag}_partial`` or ``{tag}``. The file ``newest`` is written last.
+- A model that is not partitioned yet is refused by a partial save, because its parameters have no owners
+  yet. A full save is allowed as far as ``model.state_dict()`` is.
 """
 
 from __future__ import annotations
@@ -268,8 +268,8 @@ def _save_optimizer(session: Session, folder: Path, optimizer: Any, said: StateD
 
 
 def _flat_groups(session: Session, optimizer: Any) -> StateDict:
-    """What public readers of shards put parameters together from: this rank's part of each, by the
-    optimizer's groups (API 1.11). Nothing where parameters are whole.
+    """This rank's part of each parameter, by the optimizer's groups, from which public readers of shards
+    put parameters together (API 1.11). Empty where parameters are whole.
     """
     place = _sharding_of(session).place
     if place is None:
@@ -286,7 +286,7 @@ def _save_full(
     runtime = session.runtime
 
     def gather() -> StateDict:
-        # Calls of all ranks. What one of them raises, it raises on all.
+        # Calls of all ranks: each raises on all ranks if it raises on one.
         state: StateDict = {_IS_PARTIAL: False}
         if model is not None:
             state["model"] = weights.state_dict(model, gather_to_rank0=True)
@@ -379,7 +379,7 @@ def resume_from_checkpoint(
 
 
 class _Loaded:
-    """What a checkpoint holds for this rank; None for what it does not."""
+    """The content of a checkpoint for this rank; None for a part that it does not have."""
 
     def __init__(self, where: Path) -> None:
         self.where = where
@@ -420,7 +420,7 @@ def _read_partial(session: Session, path: Path, tag: str, load_optimizer: bool) 
 
 
 def _part(session: Session, folder: Path, manifest: folders.Manifest, kind: str, *keys: str) -> Any:
-    """What the folder has of a kind for this rank, a dict with that and these keys."""
+    """This rank's content of one kind in the folder: a dict with the kind and ``keys`` among its keys."""
     _expect_own(session, folder, "model" if kind == "model" else "optimizer")
     of_rank = naming.of_part if kind == "model" else naming.of_state
     name = f"{kind}_{of_rank(session.runtime)}.pt"
@@ -521,7 +521,7 @@ def _apply_optimizer(session: Session, state: _Loaded) -> None:
         session.optimizer.load_state_dict({**state.optimizer, _IS_PARTIAL: False})
 
 
-# What is looked at on one rank.
+# Checks and helpers of one rank, without communication.
 
 
 def _partition_of(session: Session) -> StateDict:
@@ -537,7 +537,9 @@ def _partition_of(session: Session) -> StateDict:
 
 
 def _part_of(session: Session) -> list[int] | None:
-    """Which part of an optimizer's state that shard_optimizer_state splits is this rank's, and of how many."""
+    """The index of this rank's part of an optimizer's state, and the number of parts, if shard_optimizer_state
+    splits it.
+    """
     runtime = session.runtime
     if naming.of_state(runtime) == naming.of_part(runtime):
         return None

@@ -1,8 +1,8 @@
-"""Whether checkpoints may run code when they are loaded: no, unless the script says so.
+"""The permission that lets checkpoints run code when they are loaded: not given, unless the script gives it.
 
-A pickle can name any function. So what is saved is limited to what needs none, and what is loaded is
-read without calling any. A script that keeps objects of its own classes in checkpoints, and trusts
-whoever can write to the folder, lifts both limits.
+A pickle can name any function. So the objects that are saved are limited to those that need none, and files
+are read without calling any. A script that keeps objects of its own classes in checkpoints, and trusts
+everybody who can write to the folder, lifts both limits.
 """
 
 from __future__ import annotations
@@ -35,6 +35,6 @@ def trust_checkpoints(enabled: bool = True) -> Iterator[None]:
 
 
 def trusted() -> bool:
-    """Whether files may run code now."""
+    """Return whether files may run code now."""
     said = _trusted.get()
     return os.environ.get(VARIABLE) == "1" if said is None else said

@@ -33,14 +33,14 @@ class GradientListener(Protocol):
 
 
 class Ledger:
-    """Gradients of one step on one rank, of the parameters that this rank holds.
+    """The gradients of one step on one rank, for the parameters that this rank holds.
 
     ``add`` and ``close`` may alternate between microbatches. A parameter without a gradient in any microbatch is not in
     the totals. Sparse gradients stay sparse, and are coalesced.
 
-    The listener hears of a parameter once every microbatch has a contribution for each use of the parameter, or is
-    closed. It is called in the thread that calls ``add`` or ``close``. With ``moves`` the listener gets the sum itself,
-    and the totals keep only later contributions.
+    The listener is told of a parameter as soon as each microbatch has a contribution for each use of the parameter,
+    or is closed. The thread that calls ``add`` or ``close`` calls the listener. With ``moves`` the listener gets the
+    sum itself, and the totals keep only later contributions.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Ledger:
 
     @property
     def complete(self) -> bool:
-        """Whether all microbatches are closed."""
+        """True if all microbatches are closed."""
         return self._next == self._microbatches
 
     def totals(self) -> Mapping[nn.Parameter, torch.Tensor]:

@@ -1,5 +1,5 @@
-"""What replicas tell each other at the end of each step, in one message: how it ended, and which
-gradients there are. So no replica waits in a reduction for one that will not come.
+"""The one message that replicas exchange at the end of each step: how the step ended, and which gradients
+there are. So no replica waits in a reduction for one that will not come.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 
-#: What a replica has of a parameter, one byte each: the highest of all replicas counts.
+#: The state of a replica's gradient for a parameter, one byte each: the highest of all replicas counts.
 NONE, SPARSE, DENSE = 0, 1, 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """One replica's word on a step.
+    """One replica's account of a step.
 
     Attributes:
         failure: what went wrong, in the caller's terms (picklable); None if nothing did.
@@ -52,18 +52,18 @@ class ReplicaReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all replicas know after the exchange: the same on each."""
+    """The reports of all replicas after the exchange, equal on each rank."""
 
     reports: tuple[ReplicaReport, ...]  # in the order of dp ranks
 
     @property
     def failure(self) -> Any:
-        """That of the lowest dp rank that has one, or None."""
+        """The failure of the lowest dp rank that reports one, or None."""
         return next((one.failure for one in self.reports if one.failure is not None), None)
 
     @property
     def present(self) -> bytes:
-        """For each parameter the most that a replica has. A report without any counts as nothing."""
+        """For each parameter the highest state that a replica reports. An empty report counts as nothing."""
         length = max(len(one.present) for one in self.reports)
         return bytes(
             max(one.present[index] for one in self.reports if one.present)
@@ -72,7 +72,7 @@ class Agreement:
 
     @property
     def launched(self) -> int:
-        """How many buckets a replica has begun to exchange: the others must, too."""
+        """The largest number of buckets that a replica has begun to exchange: the others must exchange them, too."""
         return max(one.launched for one in self.reports)
 
     @property
@@ -82,7 +82,7 @@ class Agreement:
 
     @property
     def microbatches(self) -> int:
-        """Of the replicas that have input: the same on each."""
+        """The number of microbatches of the replicas that have input: the same on each."""
         return max(one.microbatches for one in self.reports)
 
     @property

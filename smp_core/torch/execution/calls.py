@@ -88,9 +88,9 @@ class Site:
 
     @property
     def closed(self) -> bool:
-        """Whether the forward pass is sure to call no module of another rank.
+        """True if the forward pass is sure to call no module of another rank.
 
-        True for trees of torch's own modules on this rank without hooks, whose code is known.
+        Only trees of torch's own modules on this rank without hooks are sure, because their code is known.
         """
         return self._of_torch is not None and not any(
             each._forward_hooks or each._forward_pre_hooks for each in self._of_torch
@@ -249,7 +249,7 @@ def keep_forwards(module: nn.Module) -> None:
 
 
 def _has_member(module: nn.Module, name: str) -> bool:
-    """Whether the module has a child, a parameter or a buffer of this name."""
+    """Return whether the module has a child, a parameter or a buffer of this name."""
     return any(
         name in members for members in (module._modules, module._parameters, module._buffers)
     )

@@ -25,12 +25,15 @@ def module_text(path: str) -> str:
 
 
 def aborted(session: Session, error: BaseException) -> StepAbortedError:
-    """What the other ranks raise when this one raised ``error`` before the first microbatch."""
+    """The exception for the other ranks when this rank raised ``error`` before the first microbatch."""
     return _aborted(failure_of(session.runtime, None, error))
 
 
 def remote_failure(failure: RemoteFailure, when: str | None = None) -> Exception:
-    """What a rank raises for the failure of another; ``when`` it was, if it was in no microbatch."""
+    """The exception that a rank raises for another rank's failure.
+
+    ``when`` says in words at which time the failure was, if it was in no microbatch.
+    """
     if failure.api is not None:
         error: Exception = pickle.loads(failure.api)
         return error
@@ -79,7 +82,7 @@ def _text(error: BaseException) -> str:
 
 
 def _aborted(failure: RemoteFailure, when: str | None = None) -> StepAbortedError:
-    """What the other ranks raise for a user's exception."""
+    """The exception that the other ranks raise for a user's exception."""
     where = f"pp rank {failure.pp_rank} (world rank {failure.rank})"
     what = when or "before the first microbatch"
     if failure.microbatch is not None:

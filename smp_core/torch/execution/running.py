@@ -24,7 +24,7 @@ class Callee(Protocol):
 
     @property
     def closed(self) -> bool:
-        """Whether the forward pass is sure to call no module of another rank."""
+        """True if the forward pass is sure to call no module of another rank."""
 
     def training(self) -> bytes:
         """The training modes of this module and its children, one byte each."""

@@ -151,7 +151,7 @@ class Server:
             gradients.advance()
 
     def _pauses(self, activity: Activity) -> bool:
-        """Whether an activity may have to wait for something.
+        """Return whether an activity may have to wait for something.
 
         An activity that never waits runs in the rank's own thread, which saves two changes of thread.
         """

@@ -104,5 +104,5 @@ class WholeParameters:
 
 _NO_HOOKS: AbstractContextManager[None] = contextlib.nullcontext()
 
-#: It has no state, so all models without shards have the same one.
+#: The only instance: it has no state, so all models without shards share it.
 WHOLE: ParameterSource = WholeParameters()

@@ -1,11 +1,11 @@
-"""Activation checkpointing: which modules keep no activations, and where they are run again
-(API 1.9).
+"""Activation checkpointing: the policies of modules that keep no activations, and the place where a module
+runs again (API 1.9).
 
-A policy is left on the module, or comes with one call of it (patches/checkpoint.py) as a keyword
-argument of its own. It is looked at where the module runs, on its owner: there the call becomes a region of
-recompute.py, whose repetition, during backward, is the same call once more: under the same key, so
-with the same random stream, and with the buffers that it found. It asks no other rank for anything, because a
-checkpointed module lies on one rank as a whole.
+A policy is left on the module, or comes with one call of the module (patches/checkpoint.py) as a keyword
+argument of its own. The module's owner reads the policy where the module runs, and makes the call a region of
+recompute.py. The region's repetition, during backward, is the same call once more: under the same key, so
+with the same random stream, and with the buffers that the call found. A repetition asks no other rank for
+anything, because a checkpointed module lies on one rank as a whole.
 
 Decided here, because the sources are silent: a group of a Sequential's layers is one region where the
 layers are on the Sequential's own rank; layers on other ranks are regions one by one, which changes memory and
@@ -227,7 +227,9 @@ def site_of(module: nn.Module) -> Site | None:
 
 
 class _Thread(threading.local):
-    """What this thread is in: Sequentials that run by groups, and a repetition."""
+    """The state of one thread: the Sequentials that run by groups around the present call, and whether the call
+    is a repetition.
+    """
 
     def __init__(self) -> None:
         self.policies: dict[int, CheckpointPolicy] = {}
@@ -290,7 +292,7 @@ def _owners(path: str) -> set[int]:
 
 
 def _whole(site: Site) -> bool:
-    """Whether the module lies on one rank. Raises PartitionError, or warns, if not."""
+    """Return whether the module lies on one rank. Raises PartitionError, or warns, if not."""
     owners = vars(site.module).get("_smp_checkpoint_owners")
     if owners is None:
         owners = site.module.__dict__["_smp_checkpoint_owners"] = _owners(site.path)

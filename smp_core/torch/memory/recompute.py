@@ -1,13 +1,13 @@
 """A function whose activations are not kept: backward runs it again where it needs them.
 
-torch's own `checkpoint(use_reentrant=False)` works in the same way, and imports torch's compiler for
-it, which takes seconds and memory on each rank; it also stops a repetition by an exception as soon as it
-has what it needs, in the middle of module calls that count on coming back. Here a repetition runs to
+torch's own `checkpoint(use_reentrant=False)` works in the same way, and imports torch's compiler for that,
+which takes seconds and memory on each rank. Torch's also stops a repetition by an exception as soon as it
+has the tensors that it needs, in the middle of module calls that count on coming back. Here a repetition runs to
 its end.
 
-How. What autograd would keep of the function is replaced by empty holders, numbered in the order of
-saving. The first holder that backward opens has the function run again, and whatever is saved then under the same
-number goes into the holder. The graph of the repetition is thrown away: nothing runs backwards through it, so
+How. The tensors that autograd would keep of the function are replaced by empty holders, numbered in the order of
+saving. The first holder that backward opens has the function run again, and each tensor that is saved then goes
+into the holder of its number. The graph of the repetition is thrown away: nothing runs backwards through it, so
 nothing is counted twice. The inputs are kept as autograd keeps tensors, so that a region in a region
 keeps its inputs as the outer one says, and an input that is modified in place is noticed.
 """

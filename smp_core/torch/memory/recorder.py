@@ -56,7 +56,7 @@ from smp_core.torch.execution.counted import (
 )
 from smp_core.torch.parameters import foreign
 
-#: What sharded data parallelism splits (AWS Sharded Data Parallelism (Introduction)).
+#: The kinds of memory that sharded data parallelism splits (AWS Sharded Data Parallelism (Introduction)).
 STATE = (PARAMETERS, MASTERS, OPTIMIZER, GRADIENTS)
 
 

@@ -95,7 +95,7 @@ class DistributedOptimizer(Internals, Optimizer):
             self._smp_mastered(session.model)
 
     def __getattr__(self, name: str) -> Any:
-        """What we do not define is the wrapped optimizer's: its groups, its hooks, its own methods."""
+        """Look an attribute that is not defined here up on the wrapped optimizer: its groups, hooks and methods."""
         if name == "optimizer":  # not there yet, while it is unpickled
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -212,7 +212,7 @@ class DistributedOptimizer(Internals, Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What ``model.backward`` multiplies losses by: 1 without ``fp16``. With it, may be set.
+        """The factor of ``model.backward`` on losses: 1 without ``fp16``. With ``fp16`` a script may set the factor.
 
         Setting it raises UnsupportedTrainingError without ``fp16``, ArgumentError for no positive number.
         """
@@ -296,7 +296,7 @@ class DistributedOptimizer(Internals, Optimizer):
         """Load the masters and the loss scaler of a state, as far as this run has such."""
         optimizer_state.load_precise(self._parameters, precise)
 
-    # What the model tells.
+    # Calls by the model.
 
     def _smp_partitioned(self, model: sessions.Model) -> None:
         """The model has been partitioned: forget what other ranks own."""

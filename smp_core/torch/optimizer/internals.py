@@ -1,8 +1,8 @@
 """Members of SMP's optimizer that helpers of scripts read, past what is documented (API 1.8, source EX).
 
-Of most only the name and a use are known. What can mean one thing is here, as far as there is such a thing;
-otherwise UnsupportedTrainingError says what to use instead, and not the wrapped optimizer that
-it has no such attribute.
+These are attributes seen in public scripts; of most only the name and a use are known. Where the meaning is
+unambiguous, the attribute is implemented. Otherwise access raises UnsupportedTrainingError, which names the
+alternative, so that the wrapped optimizer does not raise an AttributeError without advice.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from smp_core.torch.sharding.whole_model import WHOLE_MODEL
 
 
 class OptimizerParameters:
-    """What one rank's optimizer works on.
+    """The parameters that one rank's optimizer works on.
 
     Attributes:
         optimizer: the wrapped one.
@@ -54,18 +54,18 @@ class OptimizerParameters:
             self._keep_own(group)
             self.take_masters()
 
-    # What is here.
+    # The parameters of this rank.
 
     def held(self) -> list[nn.Parameter]:
-        """What the wrapped optimizer holds: this rank's parameters, or masters."""
+        """The parameters in the wrapped optimizer's groups: this rank's, or their masters."""
         return [each for group in self.optimizer.param_groups for each in group["params"]]
 
     def targets(self) -> list[nn.Parameter]:
-        """What the next update changes: what has a gradient."""
+        """The parameters that the next update changes: those with a gradient."""
         return [each for each in self.held() if each.grad is not None]
 
     def face(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What the wrapped optimizer has in the parameter's place."""
+        """The tensor that the wrapped optimizer has in the parameter's place."""
         masters = self.masters
         return parameter if masters is None else masters.of(parameter)  # type: ignore[arg-type]
 
@@ -130,7 +130,7 @@ class OptimizerParameters:
             self.take_masters()
 
     def _own(self, parameter: torch.Tensor) -> bool:
-        """Whether the parameter stays: it is ours, or none of the model's (then every rank has it)."""
+        """Return whether the parameter stays: this rank owns it, or it is not the model's (then every rank has it)."""
         return id(parameter) not in self._elsewhere and not foreign.is_foreign(parameter)
 
     def _keep_own(self, group: dict[str, Any]) -> None:

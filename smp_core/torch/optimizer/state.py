@@ -4,9 +4,9 @@ States name parameters by their index among all of them in the original order, a
 every rank: a rank's part has gaps. Each function takes the optimizer's parameters
 (parameters.py).
 
-What the wrapped optimizer keeps for a parameter has the shape of what stands in the parameter's place
-there: the parameter, a master, this rank's part of it, or its shard. What has the shape of the whole
-parameter is cut to that when it is loaded, so states of unsharded runs, and of runs of
+The wrapped optimizer's state for a parameter has the shape of the tensor in the parameter's place
+there: the parameter, a master, this rank's part of the parameter, or its shard. A state in the shape of the whole
+parameter is cut to the local shape when it is loaded, so states of unsharded runs, and of runs of
 other degrees, load anywhere.
 
 In a 16-bit run a state also has ``fp16_states``: the masters by name, and the state of the loss scaler.
@@ -252,7 +252,7 @@ def load_precise(parameters: OptimizerParameters, precise: Mapping[str, Any] | N
 def _own_masters(
     parameters: OptimizerParameters, precise: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """What was saved of this rank's masters, cut as they are. Raises CheckpointError for another shape."""
+    """The saved values of this rank's masters, cut as the masters are. Raises CheckpointError for another shape."""
     masters = parameters.masters
     if masters is None or masters.dtype is None:
         return {}

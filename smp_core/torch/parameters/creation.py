@@ -75,7 +75,7 @@ class Tape:
         self._storages: list[torch.UntypedStorage] = []  # alive, so torch gives no address twice
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor was made on this tape, or is a view of one."""
+        """Return whether a tensor was made on this tape, or is a view of one."""
         strided = tensor.layout is torch.strided
         return strided and tensor.untyped_storage()._cdata in self._numbers
 
@@ -321,7 +321,7 @@ def recording(tape: Tape) -> Iterator[None]:
 
 
 def is_delayed(module: nn.Module) -> bool:
-    """Whether a parameter of the module has no values yet, so that the model cannot be traced."""
+    """Return whether a parameter of the module has no values yet, so that the model cannot be traced."""
     return any(parameter.is_meta for parameter in module.parameters())
 
 

@@ -88,7 +88,7 @@ def unmark(tensor: torch.Tensor) -> None:
 
 
 def is_foreign(tensor: object) -> bool:
-    """Whether ``mark`` has made the tensor refuse computations."""
+    """Return whether ``mark`` has made the tensor refuse computations."""
     return isinstance(tensor, _Foreign)
 
 

@@ -1,1 +1,1 @@
-"""What SMP offers in place of functions of torch (API 1.1)."""
+"""SMP's replacements of functions of torch (API 1.1)."""

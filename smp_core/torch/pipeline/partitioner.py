@@ -94,7 +94,7 @@ def weigh(
 
 
 def callable_module(module: nn.Module) -> bool:
-    """Whether the module has a forward. The parent reads a module without one."""
+    """Return whether the module has a forward. The parent reads a module without one."""
     forward = getattr(type(module), "forward", None)
     return forward is not nn.Module.forward or "forward" in vars(module)
 
@@ -156,7 +156,7 @@ class _Builder:
         return sorted(parts, key=self.rank.__getitem__)
 
     def _read_in_place(self, child: nn.Module) -> bool:
-        """Whether a module above uses the child's parameters without calling the child."""
+        """Return whether a module above uses the child's parameters without calling the child."""
         own = next(iter(child.parameters(recurse=False)), None) is not None
         if not callable_module(child):
             return own

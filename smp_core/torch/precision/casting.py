@@ -1,4 +1,4 @@
-"""What is 16-bit in a 16-bit run: parameters, buffers, and what goes into and comes out of the model
+"""Conversion of a model to 16 bits: its parameters and buffers, and the inputs and outputs of its calls
 (API 1.8).
 
 The module is converted in place when it is wrapped: the ``nn.Parameter`` objects stay, so that an
@@ -31,7 +31,7 @@ def dtype_of(config: Config) -> torch.dtype | None:
 
 def convert(session: Session, module: nn.Module, dtype: torch.dtype) -> None:
     """Make float32 parameters and all floating-point buffers of a module tree ``dtype``, in place, as
-    ``Module.half`` does. What is ``dtype`` already stays, and so does what is not floating-point.
+    ``Module.half`` does. Tensors that are ``dtype`` already, or are not floating-point, stay.
     Gradients that parameters have are dropped.
 
     Raises ArgumentTypeError, before anything is changed, for a parameter of another floating-point or

@@ -1,16 +1,16 @@
 """Operators that torch has no 16-bit kernel for on the CPU: computed in float32 and rounded once to the 16-bit
 type, as a kernel would.
 
-Which they are was found by trying: some 370 calls of ``torch.nn.functional``, ``torch.linalg`` and ``torch``,
+The list was found by trying: some 370 calls of ``torch.nn.functional``, ``torch.linalg`` and ``torch``,
 forward and backward, in float16 and bfloat16 on torch 2.13; tests/smp_core/torch/precision/test_half.py
 tries those of the table again, and that torch still lacks them. Linear layers, convolutions, attention, recurrent and
 normalisation layers, embeddings, pooling but the one below, and the usual losses have kernels.
 
 The means is that of ``torch.autocast``: a dispatch key that a thread switches on and off, above autograd. Torch's
 own kernels stay as they are, and other threads and code outside of ``in_float32`` see nothing; operators that are not
-in the table cost nothing inside either. What torch refuses in 16 bits before it asks a kernel it still refuses, as on
-other devices: ``torch.fft``, ``torch.quantile``, ``ctc_loss``, complex numbers in bfloat16. Such a thing
-belongs outside of the model, whose outputs are float32.
+in the table cost nothing inside either. Operators that torch refuses in 16 bits before it asks a kernel are still
+refused, as on other devices: ``torch.fft``, ``torch.quantile``, ``ctc_loss``, complex numbers in bfloat16. They
+belong outside of the model, whose outputs are float32.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def in_float32() -> Iterator[None]:
 
 @functools.cache
 def _libraries() -> object:
-    """What keeps the functions in place, at a key that only ``in_float32`` switches on."""
+    """The libraries that keep the functions registered, at a key that only ``in_float32`` switches on."""
     others: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     others.fallback(torch.library.fallthrough_kernel, _KEY.name)
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]

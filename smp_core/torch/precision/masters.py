@@ -1,4 +1,4 @@
-"""Masters: what the optimizer works on in a parameter's place.
+"""Masters: the tensors that the optimizer works on in place of parameters.
 
 In a 16-bit run the master of a 16-bit parameter is a float32 copy of it, and gradients go there without
 ever being rounded to 16 bits; after an update the parameter is its master, rounded to nearest even. With
@@ -12,8 +12,8 @@ A master takes on whatever ``p.data`` is when it is made, so with sharded parame
     masters.deposit(parameter, gradient)   # adds to master.grad
     masters.publish()                      # after an update: parameters from masters
 
-A parameter that is changed in place, as by ``load_state_dict`` or under ``torch.no_grad()``, is what
-counts: its master takes the new value over before the next update (``sync``). What is written past
+A parameter that is changed in place, as by ``load_state_dict`` or under ``torch.no_grad()``, takes
+precedence: its master takes the new value over before the next update (``sync``). A value written past
 torch's version counter (``p.data.mul_(...)``) is not seen, and is overwritten.
 """
 
@@ -74,7 +74,7 @@ class Masters:
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by: 1 without fp16."""
+        """The factor on losses: 1 without fp16."""
         return 1.0 if self.scaler is None else self.scaler.loss_scale
 
     def follow(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -187,10 +187,10 @@ class Masters:
         master.grad = None if whole is None else self._own(whole.detach())
 
     def take_scale(self, targets: Sequence[nn.Parameter], scale: float) -> float:
-        """What these gradients are too large by: ``scale``, or 1. Who asks divides them by that, in one
-        multiplication with whatever else they are multiplied by; they count as unscaled from now on.
+        """The factor that these gradients are too large by: ``scale``, or 1. The caller divides them by the factor,
+        in one multiplication with any other factor of its own; the gradients count as unscaled from now on.
 
-        Where some are unscaled already, as after an update without ``zero_grad``, the others become it here.
+        Where some are unscaled already, as after an update without ``zero_grad``, the others are unscaled here.
         """
         scaled = [each for each in targets if each not in self._unscaled]
         self._unscaled.update(targets)
@@ -222,15 +222,15 @@ class Masters:
                 self._view(parameter, entry.master)
 
     def adopt(self) -> None:
-        """Take over what a load of the model's state gave to parameters. The others' masters keep the bits
-        that their parameters have not. What was written past torch's version counter is found by its values.
+        """Take over the values that a load of the model's state gave to parameters. The other parameters' masters
+        keep the bits that 16 bits do not hold. Values written past torch's version counter are found by comparison.
         """
         for parameter, entry in self._entries.items():
             if parameter._version != entry.version or not self._agree(parameter, entry.master):
                 self._adopt(parameter, entry)
 
     def _agree(self, parameter: nn.Parameter, master: nn.Parameter) -> bool:
-        """Whether the parameter is its master, rounded."""
+        """Return whether the parameter is its master, rounded."""
         rounded, own = master.detach().to(parameter.dtype), self._own(parameter.detach())
         return rounded.shape == own.shape and torch.equal(rounded, own)
 
@@ -274,10 +274,10 @@ class Masters:
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take the values of masters from a :meth:`state_dict`, in the shapes that they have here, and publish
-        them. What it does not name keeps its value.
+        them. A master that the state does not name keeps its value.
 
         Masters that are split are not published: ranks may load at different times. Parameters are then
-        expected to have been loaded, too; the next update makes them what their masters are in any case.
+        expected to have been loaded, too; the next update makes them equal to their masters in any case.
         """
         self.sync()
         with torch.no_grad():
@@ -303,12 +303,12 @@ class Masters:
         return moved
 
 
-#: What torch's optimizers keep once for each parameter: like an element of one that has no dimensions.
+#: Keys that torch's optimizers keep once for each parameter: the value is like a tensor without dimensions.
 _SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 def is_elementwise(key: object, value: object, shape: torch.Size | tuple[int, ...]) -> bool:
-    """Whether an optimizer's state has a value for each element of a parameter of this shape."""
+    """Return whether an optimizer's state has a value for each element of a parameter of this shape."""
     return isinstance(value, torch.Tensor) and value.shape == shape and key not in _SCALARS
 
 

@@ -42,7 +42,7 @@ class LossScaler:
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by."""
+        """The factor on losses."""
         return self.cur_scale
 
     @loss_scale.setter

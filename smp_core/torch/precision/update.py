@@ -1,8 +1,8 @@
-"""What comes before an update in a 16-bit run: the overflow flag, the loss scale, the norm.
+"""The preparation of an update in a 16-bit run: the overflow flag, the loss scale, the norm.
 
 The flag is the maximum over the world, in one exchange: a step is skipped on all ranks or on none
-(API 1.8, ENGINES 1.8). The norm is that of the whole model's gradients: each element once,
-whichever ranks it is on.
+(API 1.8, ENGINES 1.8). The norm is taken over the whole model's gradients, each element once,
+on whichever ranks the element is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from smp_core.torch.session import Session
 
 
 class Found(enum.IntEnum):
-    """What gradients there are, from the least to the worst."""
+    """The state of the gradients, from the least to the worst."""
 
     NOTHING = 0  #: no gradients: nothing to update with
     FINITE = 1
@@ -30,7 +30,7 @@ class Found(enum.IntEnum):
 
 
 def look(targets: Iterable[nn.Parameter]) -> Found:
-    """What this rank's gradients are."""
+    """The state of this rank's gradients."""
     found = Found.NOTHING
     for target in targets:
         if target.grad is not None:
@@ -42,7 +42,7 @@ def look(targets: Iterable[nn.Parameter]) -> Found:
 
 
 def look_everywhere(runtime: Runtime, targets: Iterable[nn.Parameter]) -> Found:
-    """What the gradients of the world are, the same on every rank. Collective over the world."""
+    """The state of the world's gradients, the same on every rank. Collective over the world."""
     world = runtime.group(GroupKind.WORLD)
     mine = look(targets)
     if len(world.ranks) == 1:
@@ -53,7 +53,7 @@ def look_everywhere(runtime: Runtime, targets: Iterable[nn.Parameter]) -> Found:
 class Update:
     """The gradients of one rank between backward and update, in a run with masters.
 
-    What was found in them is asked for once for each reduction: by ``clip`` or by ``ready``, whichever comes first.
+    Their state is looked up once for each reduction: by ``clip`` or by ``ready``, whichever comes first.
     """
 
     def __init__(self, session: Session, masters: Masters) -> None:
@@ -74,7 +74,7 @@ class Update:
         return self._known[1]
 
     def ready(self, targets: Iterable[nn.Parameter]) -> Found:
-        """What there is to update with, and the scaler is told; gradients that were looked at are not
+        """The state of the gradients, which the scaler is told. Gradients that were looked at are not
         looked at again. Collective over the world with a dynamic scaler.
         """
         found, scaler = self._look(targets), self._masters.scaler
@@ -166,8 +166,8 @@ def _largest(one: float, other: float) -> float:
 
 
 def coefficient(total: float, max_norm: float) -> float:
-    """What gradients of this norm are multiplied by: ``max_norm / (norm + 1e-6)``, at most 1; NaN for NaN,
-    as torch's ``clip_grad_norm_``.
+    """The factor for gradients of this norm: ``max_norm / (norm + 1e-6)``, at most 1; NaN for NaN,
+    as in torch's ``clip_grad_norm_``.
     """
     factor = max_norm / (total + 1e-6)
     return 1.0 if factor > 1 else factor

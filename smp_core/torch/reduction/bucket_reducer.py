@@ -69,7 +69,7 @@ class BucketReducer:
 
     @property
     def due(self) -> bool:
-        """Whether :meth:`advance` would launch anything."""
+        """True if :meth:`advance` would launch anything."""
         return self.launched < len(self._buckets) and not self._lacking[self.launched]
 
     def advance(self) -> None:
@@ -108,7 +108,7 @@ class BucketReducer:
         return self._taken | set(self._sums)
 
     def is_sparse(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter's gradient is sparse."""
+        """Return whether the parameter's gradient is sparse."""
         return parameter in self._sums and self._sums[parameter].is_sparse
 
     @property

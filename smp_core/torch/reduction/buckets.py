@@ -11,7 +11,7 @@ from smp_core.torch.reduction.layout import Layout, bins
 from smp_core.torch.reduction.policy import BucketUnit, ReductionPolicy
 
 Totals = Mapping[nn.Parameter, torch.Tensor]
-#: What sums are taken in, where that is not the parameter's own dtype.
+#: The dtypes that sums are taken in, where they differ from the parameter's own.
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 

@@ -8,7 +8,7 @@ member on its own: that is one hop, where a ring has as many as there are member
 otherwise send a shard between the same two nodes more than once.
 
 All members of a group begin the same operations in the same order, and so all of :meth:`all_reduce`
-and their results. What is given must not change until the result is there. Only the rank's own thread
+and their results. Arguments must not change until the result is there. Only the rank's own thread
 may call anything here.
 """
 
@@ -34,10 +34,10 @@ from smp_core.transport.protocols import Group
 Tensor = torch.Tensor
 _c10d: Any = distributed_c10d  # its stubs lack some options
 
-#: What may be folded: narrower floats would be rounded after every addition.
+#: The dtypes that may be folded: narrower floats would be rounded after every addition.
 _FOLDED = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
 
-#: What narrower floats are folded in.
+#: The dtypes that narrower floats are folded in.
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 #: The exchanges of an operation: each is waited for where it is yielded; the result is returned.
@@ -63,18 +63,18 @@ class _Members:
         if self.size > 1:
             self.process_group = runtime.fabric.process_group(Group(f"smp {name}", ranks))
         here, all_ = nodes[runtime.rank], {nodes[rank] for rank in ranks}
-        #: Whether the backend's own gather is used. Gloo's goes around a ring, one hop after the other: on
-        #: one machine every shard by itself takes half the time (benchmarks/sharding.py). Where some members
+        #: True if the backend's own gather is used. Gloo's gather goes around a ring, one hop after the other: on
+        #: one machine, sending every shard by itself takes half the time (benchmarks/sharding.py). Where some members
         #: share a node, and some do not, a ring crosses between nodes less often.
         self.ring = not _is_gloo(self.process_group) or 1 < len(all_) < self.size
         #: How many of the others are on other nodes.
         self.elsewhere = sum(nodes[rank] != here for rank in ranks)
-        #: Whether the next one on the ring is.
+        #: True if the next member on the ring is on another node.
         self.next_elsewhere = nodes[ranks[(self.rank + 1) % self.size]] != here
 
 
 def _is_gloo(process_group: Any) -> bool:
-    """Whether a group's tensors on the CPU go through torch's Gloo."""
+    """Return whether a group's tensors on the CPU go through torch's Gloo."""
     try:
         name = process_group._get_backend(torch.device("cpu")).name()
     except (AttributeError, RuntimeError):  # no group, or one that is no collection of backends
@@ -83,9 +83,9 @@ def _is_gloo(process_group: Any) -> bool:
 
 
 class Collectives:
-    """What one rank exchanges with those that its state is split over, and with those that hold the same.
+    """One rank's exchanges with its shard group and its replicate group.
 
-    Made by all ranks at the same point: it makes process groups, and asks for the layout of nodes.
+    All ranks make one at the same point, because the constructor makes process groups and asks for the layout of nodes.
 
     Args:
         runtime: this rank's.

@@ -23,7 +23,7 @@ from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import ReplicaDriftError
 
-#: What words of 64 bits are multiplied by, by their place in a block: odd, so that each bit of a word counts; the same
+#: The factors of a block's 64-bit words in the checksum, by place: odd, so that each bit of a word counts; the same
 #: on every rank.
 _WEIGHTS = torch.randint(
     -(2**63),
@@ -66,7 +66,7 @@ def checksum(digests: Iterable[int]) -> int:
 
 
 def differ(checksums: Mapping[int, int | None], groups: Iterable[Sequence[int]]) -> bool:
-    """Whether two ranks of one of the groups said different things. Ranks that said nothing do not count."""
+    """Return whether two ranks of one of the groups have different checksums. Ranks without a checksum do not count."""
     return any(
         len({checksums[rank] for rank in group if checksums.get(rank) is not None}) > 1
         for group in groups
@@ -82,9 +82,10 @@ def found(
     *,
     missing: bool = False,
 ) -> ReplicaDriftError | None:
-    """Which of these differs, and on which rank, as an error to be raised; None if nothing that ranks both have does,
-    or with ``missing`` that one has. All ranks of the group ``kind`` call it, and get the same answer; ``own`` are the
-    digests of what this rank has, by name.
+    """The error that names the first digest in which ranks differ, and those ranks; None if there is no difference.
+
+    A digest that only some ranks have is a difference with ``missing`` alone. All ranks of the group ``kind`` call
+    this function and get the same answer; ``own`` maps names to this rank's digests.
     """
     members = runtime.group(kind)
     answers = runtime.fabric.objects.allgather(dict(own), members)
@@ -95,7 +96,7 @@ def found(
         for name in dict.fromkeys(name for rank in ranks for name in told[rank]):
             values = {rank: told[rank].get(name) for rank in ranks if missing or name in told[rank]}
             if len(set(values.values())) > 1:
-                # That of most ranks is what it should be; of the lowest rank, where there is no majority.
+                # The value of most ranks counts as right; without a majority the lowest rank's does.
                 usual, _ = Counter(values.values()).most_common(1)[0]
                 odd = [rank for rank, value in values.items() if value != usual]
                 different.append((name, odd, [rank for rank in values if rank not in odd]))
@@ -114,8 +115,8 @@ def found(
 def frozen(
     runtime: Runtime, names: Sequence[str], trained: Mapping[int, bytes]
 ) -> ReplicaDriftError | None:
-    """Which parameter some ranks train and others do not, as an error to be raised; None if there is none. ``trained``
-    has a byte for each of ``names``, by rank, the same on each; a rank with none does not count.
+    """The error that names a parameter which some ranks train and others do not; None if there is none. ``trained``
+    has a byte for each of ``names``, by rank, in one order on all ranks; a rank without any does not count.
     """
     told = {rank: flags for rank, flags in trained.items() if flags}
     columns = enumerate(zip(*told.values(), strict=False))

@@ -1,4 +1,4 @@
-"""By which hops the shards of a tensor are all-gathered on the ranks of a group, as data.
+"""Gather plans: the hops by which the shards of a tensor are all-gathered on the ranks of a group, as data.
 
 A *gather plan* is a list of hops; in each, some ranks all-gather everything that they have so far. Where the
 shards then lie in another order than the group's, the plan says so, and they are put right: the result
@@ -8,12 +8,12 @@ of every plan is the same, byte for byte.
     One hop over the group.
 ``hierarchical``
     Between nodes first: rank ``l`` of each node with rank ``l`` of every other. Then within each node.
-    What has come lies by ``[place in the node, node, shard]`` and is reordered to ``[node, place, shard]``.
-    That reordering is easily forgotten: the size is right, and the values are where all are equal.
+    The gathered shards lie by ``[place in the node, node, shard]`` and are reordered to ``[node, place, shard]``.
+    A test with equal shards would not notice that the reordering is missing, since the sizes are right.
 
-AWS Sharded Data Parallelism (sdp_hierarchical_allgather) says that it works "within each node first, and then across
-nodes"; the published algorithm (MiCS) goes between nodes first. The values are the same, what leaves a
-node is not. Of a tensor of size M, over p ranks with k on each node (ENGINES 1.3):
+AWS Sharded Data Parallelism (sdp_hierarchical_allgather) says that the gather works "within each node first, and then
+across nodes"; the published algorithm (MiCS) goes between nodes first. The values are the same, but the bytes that
+leave a node are not. For a tensor of size M, over p ranks with k on each node (ENGINES 1.3):
 
 ======================== ============= =========== ===========
 order                    leaves a node p=16, k=8   p=64, k=8
@@ -23,7 +23,7 @@ between nodes first      (p - k) / p M 0.50        0.88
 within nodes first       k (p - k) / p M 4.0       7.0
 ======================== ============= =========== ===========
 
-Within nodes first sends more than not to care at all. So it is between nodes first here.
+Within nodes first sends more than a flat gather. So the plan here is between nodes first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the reducer does where plain and sharded data parallelism differ, as data.
+"""The behaviours of the reducer in which plain and sharded data parallelism differ, as data.
 
 A shard group of one rank is plain data parallelism: the totals of a step are that rank's shards already, so nothing
 is scattered, and the all-reduce over the replicate group is all there is.
@@ -36,7 +36,7 @@ class Options:
 
 
 class BucketUnit(enum.Enum):
-    """What the size of a bucket is counted in."""
+    """The unit in which the size of a bucket is counted."""
 
     BYTES = "bytes"
     """Bytes of gradients. One bucket of each dtype is open at a time, so a parameter of another dtype closes none."""
@@ -46,7 +46,7 @@ class BucketUnit(enum.Enum):
 
 
 class LateGradients(enum.Enum):
-    """What happens to a gradient that comes for a bucket after its launch, as where a function runs backward twice."""
+    """The treatment of a gradient that comes for a bucket after its launch, as where a function runs backward twice."""
 
     REDUCE_AGAIN = "reduce again"
     """The bucket's result is dropped, and all of its gradients are reduced again at the end of the step: the bits are

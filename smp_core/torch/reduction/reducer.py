@@ -8,9 +8,9 @@ the data and, if gradients are averaged over them, of microbatches. Gradients of
 same way, and are made whole by an all-gather in the end. The result is added to ``p.grad``, or to ``master.grad`` of a
 16-bit parameter with a master (precision/masters.py).
 
-Plain data parallelism is the same with a shard group of one rank: nothing is scattered or gathered. What else differs
-is a policy (policy.py). In contiguous blocks of a power of two ranks the two folds are one, so that without
-accumulation the degree makes no difference.
+Plain data parallelism is the same with a shard group of one rank: nothing is scattered or gathered. The other
+differences are a policy (policy.py). In contiguous blocks of a power of two ranks the two folds are one, so that
+without accumulation the degree makes no difference.
 
 Gradients that nobody has count as zeros, and a parameter that no rank has a gradient for keeps its ``p.grad``, also
 None. With several replicas gradients are reduced whether ``ddp`` is on or not: nobody wants replicas that drift apart
@@ -87,7 +87,7 @@ class GradientReducer:
 
     @property
     def boundary(self) -> bool:
-        """Whether gradients are reduced over replicas at the end of the present step."""
+        """True if gradients are reduced over replicas at the end of the present step."""
         return self._passes + 1 == self._options.backward_passes_per_step
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
@@ -140,7 +140,7 @@ class GradientReducer:
         self._step = self._new_step()
 
     def _may_overlap(self) -> bool:
-        """Whether buckets may be launched during the backward pass of the step that begins."""
+        """Return whether buckets may be launched during the backward pass of the step that begins."""
         # Totals of another number of microbatches than the window's first step had are scaled before they are summed.
         same = self._unit in (0, self._runtime.config.microbatches)
         if not self._options.overlapping_allreduce or not same:
@@ -163,12 +163,12 @@ class GradientReducer:
 
     @property
     def listens(self) -> bool:
-        """Whether the ledger is to say which totals are ready: only what may be launched early."""
+        """True if the ledger is to tell which totals are ready: only those are told that may be launched early."""
         return self._overlaps
 
     @property
     def moves(self) -> bool:
-        """Whether the ledger is to give away the totals that are ready."""
+        """True if the ledger is to give away the totals that are ready."""
         return self._policy.late is LateGradients.ADD
 
     def on_ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
@@ -185,7 +185,7 @@ class GradientReducer:
 
     @property
     def due(self) -> bool:
-        """Whether ``advance`` has something to launch."""
+        """True if ``advance`` has something to launch."""
         return self._step is not None and self._overlaps and self._step.due
 
     def advance(self) -> None:
@@ -395,7 +395,7 @@ class GradientReducer:
             target = self._masters.of(parameter)
             self._masters.deposit(parameter, gradient.to(target.dtype), deposit)
 
-    # What ranks compare.
+    # Comparisons between ranks.
 
     def _agree_first(self) -> None:
         """Before the first step: have the word of the first replica on which parameters are trained."""
@@ -412,8 +412,9 @@ class GradientReducer:
         return next((each.trained for each in reports if each.trained), b"")
 
     def _planned(self) -> list[nn.Parameter]:
-        """What buckets that are launched during the step are made of: the same on replicas that have since frozen
-        different parameters, which is found at the end. What was unfrozen since is reduced at the end, too.
+        """The parameters that make up the buckets launched during the step: the same on replicas that have since
+        frozen different parameters, which the step's end finds. A parameter that was unfrozen since is reduced at the
+        end, too.
         """
         known = self._agreed_on
         if known is None or len(known) != len(self._parameters):
@@ -442,7 +443,7 @@ class GradientReducer:
         held: Mapping[nn.Parameter, int],
         shards: Mapping[nn.Parameter, int],
     ) -> Exception | None:
-        """What every rank raises if they gathered, train or hold different things."""
+        """The error that every rank raises if ranks have gathered, train or hold different parameters; else None."""
         ranks = self._runtime.group(GroupKind.DP).ranks
         reports = dict(zip(ranks, agreed.reports, strict=True))
         return (

@@ -1,5 +1,5 @@
-"""What replicas exchange beside buckets: values of one replica for all, rows of sparse gradients, and buckets that a
-communication hook reduces.
+"""The exchanges of replicas beside buckets: values of one replica for all, rows of sparse gradients, and buckets that
+a communication hook reduces.
 
 Only the rank's own thread may call anything here.
 """
@@ -26,7 +26,7 @@ CommHook = Callable[[object, "GradBucket"], object]
 
 
 class GradBucket:
-    """What a communication hook is given, with the methods of ``torch.distributed.GradBucket``."""
+    """The bucket that a communication hook receives, with the methods of ``torch.distributed.GradBucket``."""
 
     def __init__(
         self, index: int, last: bool, parameters: Sequence[nn.Parameter], buffer: torch.Tensor
@@ -55,7 +55,7 @@ class GradBucket:
         return list(self._parameters)
 
     def is_last(self) -> bool:
-        """Whether no other bucket follows in this reduction."""
+        """Return whether no other bucket follows in this reduction."""
         return self._last
 
 

@@ -1,4 +1,4 @@
-"""What the reducer asks of the model's sharding; and the answers where nothing is sharded."""
+"""The questions of the reducer to the model's sharding, and the answers where nothing is sharded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ReducedShard(Protocol):
 
 
 class GradientShards(Protocol):
-    """Which gradients are sharded, and over which ranks."""
+    """The gradients that are sharded, and the ranks that they are sharded over."""
 
     @property
     def collectives(self) -> Collectives:
@@ -42,7 +42,7 @@ class GradientShards(Protocol):
         """A checksum of the units that were gathered in this step, in order; the same on all ranks of a shard group."""
 
     def shard(self, parameter: torch.Tensor) -> ReducedShard | None:
-        """What is kept of a parameter, None if it is whole on every rank."""
+        """The shard of a parameter on this rank; None if the parameter is whole on every rank."""
 
     def policy(self, options: Options, wide: bool) -> ReductionPolicy:
         """How gradients are reduced; ``wide``: there are float32 masters of 16-bit parameters."""

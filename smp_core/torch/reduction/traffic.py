@@ -1,7 +1,7 @@
-"""What the collectives of sharded data parallelism sent: counters, and on request every call.
+"""Counters of the bytes that the collectives of sharded data parallelism sent, and on request a list of the calls.
 
-Bytes are those that leave this rank, counted from the exchanges themselves: a part goes to every other
-rank, or all but one go on to the next on a ring; of rows each other rank is sent its own. Counting
+The bytes are those that leave this rank, counted from the exchanges themselves: each other rank is sent one part;
+around a ring, all parts but one go on to the next rank; of rows, each other rank is sent its own. Counting
 changes nothing, and takes memory only for as many counters as there are kinds of call.
 """
 
@@ -29,7 +29,7 @@ class Sent(NamedTuple):
 
 
 class TrafficKind(NamedTuple):
-    """What counters are kept by."""
+    """The kind of traffic that one counter counts."""
 
     operation: str
     group: GroupKind
@@ -83,7 +83,7 @@ class Traffic:
         }
 
     def since(self, mark: Mark | None = None) -> dict[TrafficKind, Sum]:
-        """What was counted since ``mark``, or since the beginning, of the kinds that were."""
+        """The traffic since ``mark``, or since the beginning, of the kinds with at least one call."""
         found: dict[TrafficKind, Sum] = {}
         for kind, now in self.mark().items():
             before = (mark or {}).get(kind, Sum())

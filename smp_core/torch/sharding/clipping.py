@@ -1,14 +1,14 @@
-"""torch's norms of gradients, in ``clip_grad_norm_`` and ``get_total_norm``, are of whole gradients of a sharded model.
+"""torch's norms of gradients, in ``clip_grad_norm_`` and ``get_total_norm``, count whole gradients of a sharded model.
 
-Each rank has its own shard of most gradients, and by the norm of that shard alone ranks would multiply what they hold
-in common by different numbers. So for shards torch takes the norm over the shard group: every rank of
-it calls, for the same parameters, and gets the same bits.
+Each rank has its own shard of most gradients. With the norm of that shard alone, ranks would multiply the gradients
+that they have in common by different numbers. So for shards torch takes the norm over the shard group: every rank of
+the group calls, for the same parameters, and gets the same bits.
 
-Both names lead to one private function of torch, ``_get_total_norm`` of ``torch.nn.utils.clip_grad``, which calls what
-its decorator keeps in a closure. That is replaced, once, when this module is imported: however and whenever a script
-has imported either name, it gets ours. Gradients that are no shards of the rank's model go to torch's own.
-Checked with torch 2.13. Where torch has no such function nothing is replaced; what ranks then multiply by numbers of
-their own is found by ``optimizer.step()``, which raises ReplicaDriftError, if all of them hold it.
+Both names lead to one private function of torch, ``_get_total_norm`` of ``torch.nn.utils.clip_grad``, which calls the
+function in its decorator's closure. This module replaces that function when it is imported: however and whenever a
+script has imported either name, it gets this project's. Gradients that are no shards of the rank's model go to torch's
+own. Checked with torch 2.13. Where torch has no such function nothing is replaced. If ranks then multiply gradients
+that all of them hold by different numbers, ``optimizer.step()`` finds the difference and raises ReplicaDriftError.
 """
 
 from __future__ import annotations

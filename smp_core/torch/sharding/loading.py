@@ -22,7 +22,7 @@ _COMMON = {nn.Module._load_from_state_dict, nn.modules.batchnorm._NormBase._load
 
 
 def is_special(module: nn.Module) -> bool:
-    """Whether any module of the tree loads its state in a way of its own, or has hooks that see it loaded."""
+    """Return whether any module of the tree loads its state in a way of its own, or has hooks that see the load."""
     return type(module).load_state_dict is not nn.Module.load_state_dict or any(
         getattr(each._load_from_state_dict, "__func__", None) not in _COMMON
         or each._load_state_dict_pre_hooks

@@ -39,8 +39,8 @@ def full_state(
 ) -> dict[object, Any]:
     """The state with tensors of the size of shards gathered, of the parameters' shapes and strides.
 
-    Every rank of the shard group calls it, whatever state it has: who owns no element of a parameter
-    need not have any of it. What ranks have of state they tell each other first.
+    Every rank of the shard group calls this function, whatever state it has: a rank that owns no element of a
+    parameter need not have any state of it. The ranks first tell each other which state they have.
 
     Args:
         state: this rank's, by the parameters' index.
@@ -88,7 +88,7 @@ def _order(index: object) -> tuple[bool, object]:
 
 
 def _local(shard: ShardedParameter, value: object) -> object:
-    """What is sent to the other ranks of a value: all of it, unless it has the size of the owned range."""
+    """The form of a value for the other ranks: a copy, or a ``_Shard`` if it has the size of the owned range."""
     if isinstance(value, torch.Tensor):
         if tuple(value.shape) == (shard.owned_numel,):
             return _Shard(value.dtype)

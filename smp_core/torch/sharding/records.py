@@ -1,7 +1,7 @@
-"""What a file of a partial checkpoint, or a part of a state, says of the shards in it, and whether they are
+"""The record of the shards in a file of a partial checkpoint, or in a part of a state, and the check that they are
 this rank's.
 
-Shards of different ranks have the same sizes and names, so nothing else tells them apart.
+Shards of different ranks have the same sizes and names, so only the record tells them apart.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class ShardedModel:
 
     @property
     def traffic(self) -> Traffic:
-        """What the collectives of the shard group and the replicate group sent."""
+        """The traffic of the collectives of the shard group and the replicate group."""
         return self.collectives.traffic
 
     @property
@@ -109,7 +109,7 @@ class ShardedModel:
     clips = True  # in optimizer.step()
 
     def gradient_shards(self, runtime: Runtime) -> GradientShards:
-        """What the reducer asks of the sharding; all ranks call it at the same point."""
+        """The sharding as the reducer sees it; all ranks call this at the same point."""
         return self
 
     @property
@@ -182,7 +182,7 @@ class ShardedModel:
     # Parameters.
 
     def shard(self, parameter: torch.Tensor) -> ShardedParameter | None:
-        """What is kept of a parameter, None if it is whole on every rank."""
+        """The shard of a parameter on this rank; None if the parameter is whole on every rank."""
         return self.unsharded.shard(parameter)
 
     def full_tensors(
@@ -319,13 +319,13 @@ class ShardedModel:
         multiply(with_gradient.difference(counted), 1 / scale)
 
     def has_shards(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Whether one of these is what this rank keeps of a gradient (clipping.py)."""
+        """Return whether one of these tensors is the gradient of one of this rank's shards (clipping.py)."""
         given = {id(each) for each in gradients}
         return any(id(each) in given for each in self._gradients_of_shards())
 
     def total_norm(self, gradients: Sequence[torch.Tensor], order: float) -> float:
-        """The norm of the whole gradients of which these are what this rank has; the same bits on all ranks of the
-        shard group, which all call. What every rank has counts once. Raises ShardingError as :meth:`resume` does.
+        """The norm of whole gradients, given this rank's parts of them; the same bits on all ranks of the shard
+        group, which all call. Gradients that every rank has count once. Raises ShardingError as :meth:`resume` does.
         """
         self.resume()
         shards = {id(each) for each in self._gradients_of_shards()}

@@ -133,7 +133,7 @@ def make_unit(
     ranks: int,
     rank: int,
 ) -> Unit:
-    """What ``rank`` is to keep of these parameters, all of one dtype: zeros, until each is given its
+    """The unit of ``rank``'s shards of these parameters, all of one dtype: zeros, until each is given its
     values (``ShardedParameter.copy_from_full``). The parameters themselves are not touched.
     """
     named = list(named)

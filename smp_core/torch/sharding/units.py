@@ -1,7 +1,7 @@
-"""Which parameters are gathered together.
+"""The choice of units: the parameters that are gathered together.
 
 A unit is to be large enough that an AllGather is worth its latency, and small enough that little is live
-at a time. The tree of modules tells what is used together:
+at a time. The tree of modules shows which parameters are used together:
 
 * the children of a container are the layers of the model: each one is a unit, with all that is below it. Containers
   are ModuleList, ModuleDict, and Sequential, unless it is a chain of modules without children, which is a layer;

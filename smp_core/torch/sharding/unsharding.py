@@ -96,10 +96,10 @@ class Unsharded:
         self.live = self.peak = 0
         self.prefetch = True
 
-    # Which parameters are sharded.
+    # The sharded parameters.
 
     def shard(self, parameter: torch.Tensor) -> ShardedParameter | None:
-        """What is kept of a parameter, None if it is whole on every rank."""
+        """The shard of a parameter on this rank; None if the parameter is whole on every rank."""
         known = self._places.get(id(parameter))
         return None if known is None else known[0].shards[known[1]]
 

@@ -33,7 +33,7 @@ def _warn(former: str, name: str) -> None:
 class WholeModel:
     """No parameter is sharded: each rank holds all parameters of its partition, and holds them all the time.
 
-    It has no state, so ``WHOLE_MODEL`` is the only one. ShardedModel says what the calls are for.
+    The class has no state, so ``WHOLE_MODEL`` is the only instance. ShardedModel documents the calls.
     """
 
     degree = 1

@@ -27,14 +27,14 @@ LARGE = 32 * 1024
 
 
 class MpiOperation(Protocol):
-    """What a work waits for."""
+    """The exchanges that a work waits for."""
 
     @property
     def done(self) -> bool:
-        """Whether all has been sent and come."""
+        """True if all has been sent and has come."""
 
     def values(self) -> list[Tensor]:
-        """Of each output the value. Raises CollectiveMismatchError if ranks made different calls."""
+        """The value of each output. Raises CollectiveMismatchError if ranks made different calls."""
 
 
 def to_bytes(tensors: Tensors) -> memoryview:
@@ -167,7 +167,7 @@ class LargeAllReduce:
         self._rounds = [CollectiveOperation(group, meetings, number, _SLICES, slices, note)]
 
     def step(self) -> bool:
-        """Begin the second round when the first is done. Whether there is no more to begin.
+        """Begin the second round when the first is done; return whether there is no more to begin.
 
         Called in any wait of the rank, so an error is kept for the wait for this operation.
         """
@@ -261,7 +261,7 @@ class ReceiveOperation:
 
 
 def tensor_note(tensor: Tensor) -> str:
-    """What a send and its receive must agree in."""
+    """The properties that a send and its receive must agree in, in words."""
     return f"{tensor.numel()} elements of {str(tensor.dtype).removeprefix('torch.')}"
 
 

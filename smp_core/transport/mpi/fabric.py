@@ -136,8 +136,8 @@ def _default() -> MpiProcessGroup:
 
 
 def _create(options: Any, backend_options: Any) -> MpiProcessGroup:
-    """What ``init_process_group("smp_mpi")`` calls, and ``new_group`` where the default group is
-    somebody else's.
+    """A group, as ``init_process_group("smp_mpi")`` asks for one, and ``new_group`` where the default group is
+    of another backend.
     """
     fabric, rank, size = _entered, options.group_rank, options.group_size
     if fabric is None:

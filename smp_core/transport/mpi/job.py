@@ -36,7 +36,7 @@ def join(launch: Launch) -> Any:
     return world
 
 
-#: What keeps an MPI's ranks to shared memory: otherwise each listens on an outer address.
+#: The variables that keep an MPI's ranks to shared memory: otherwise each listens on an outer address.
 _SHARED_MEMORY = (
     ("MPICH", {"UCX_TLS": "self,posix,sysv"}),
     ("Open MPI", {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm"}),
@@ -44,12 +44,12 @@ _SHARED_MEMORY = (
 
 
 def _choose_transport(launch: Launch) -> None:
-    """On one machine, keep MPI to it. Between machines, keep MPICH off UCX where it has something
-    else to choose. What the user has set stays.
+    """On one machine, keep MPI to shared memory. Between machines, keep MPICH off UCX where MPICH has another
+    module to choose. A variable that the user has set stays.
 
     With UCX, MPICH 5.0.2 loses a message from another machine that comes before its receive was
-    posted from any source (docs/findings.md). Where MPICH was built with UCX alone, naming another
-    ends the process; so this asks first.
+    posted from any source (docs/findings.md). Where MPICH was built with UCX alone, naming another module
+    ends the process, so this function asks for the build first.
     """
     with contextlib.suppress(ImportError, RuntimeError):  # `load` says what is missing
         import mpi4py

@@ -51,7 +51,7 @@ def load() -> ModuleType:
 
 
 def messenger(environment: RankEnvironment) -> Messenger:
-    """What carries the messages of the world of this environment.
+    """The messenger that carries the messages of the world of this environment.
 
     Made once in a process for each size, and kept: a world that is formed anew makes no MPI call at
     all, so that a run that was ended in the midst of one blocks nobody. Collective over the world's
@@ -90,8 +90,8 @@ def finalize() -> None:
 def _unlink_shared_memory() -> None:
     """Take away the names of the memory that the ranks of this machine share; they have it mapped.
 
-    MPICH does so in MPI_Finalize, which a job that is killed does not come to: each left a file of
-    some megabytes in /dev/shm. That all ranks have mapped it when MPI_Init returns was found, not
+    MPICH takes them away in MPI_Finalize, which a job that is killed does not come to: each such job left a file of
+    some megabytes in /dev/shm. When MPI_Init returns, all ranks have mapped the memory: that was found, not
     promised (mpich 5.0.2).
     """
     with contextlib.suppress(OSError):

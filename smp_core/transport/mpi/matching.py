@@ -1,4 +1,4 @@
-"""What becomes of messages on arrival: matched with receives (mailbox), or gathered for the n-th
+"""The destinations of messages on arrival: matched with receives (mailbox), or gathered for the n-th
 collective call (meetings).
 """
 
@@ -27,12 +27,12 @@ class Receive:
         self.message: Message | None = None
 
     def fits(self, message: Message) -> bool:
-        """Whether it may take this message."""
+        """Return whether the receive may take this message."""
         return self.source in (ANY, message.source) and self.number == message.number
 
     @property
     def done(self) -> bool:
-        """Whether its message is here."""
+        """True if the receive's message is here."""
         return self.message is not None and self.message.ready
 
 
@@ -102,12 +102,12 @@ class Gathering:
 
     @property
     def complete(self) -> bool:
-        """Whether no more messages are to come."""
+        """True if no more messages are to come."""
         return not self._missing
 
     @property
     def done(self) -> bool:
-        """Whether all are here, or one that does not belong to them."""
+        """True if all messages are here, or one that does not belong to them."""
         if self._unready:
             self._unready = [message for message in self._unready if not message.ready]
         return not (self._missing or self._unready) or self._strange is not None
@@ -141,7 +141,7 @@ class Meetings:
         return self._messenger.send(dest, self._key, number, payload, note)
 
     def expect(self, number: int, sources: Iterable[int], note: str) -> Gathering:
-        """What members, by their world ranks, bring for this one."""
+        """The messages that members, by their world ranks, send to this one in the call ``number``."""
         gathering = Gathering(sources, note)
         with self._messenger.lock:
             for message in self._early.pop(number, ()):

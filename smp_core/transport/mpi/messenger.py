@@ -35,7 +35,7 @@ LARGEST = 2**30  # bytes of one piece: MPI counts in 32 bits
 LONGEST_NOTE = 1024  # bytes
 
 # Rests between two looks at MPI, by how many came before it in vain. `sched_yield` lets ranks that
-# share a core take turns: without it a round of 8 ranks on 2 cores took 16 ms, with it 0.08. Who
+# share a core take turns: without it a round of 8 ranks on 2 cores took 16 ms, with it 0.08. A rank that
 # waits for long leaves the core to those that compute.
 _YIELDS = 400
 _NAP = 200e-6  # seconds
@@ -78,7 +78,7 @@ class Message:
 
     @property
     def ready(self) -> bool:
-        """Whether the payload is whole."""
+        """True if the payload is whole."""
         return not self.requests
 
 
@@ -137,7 +137,7 @@ class Messenger:
     def enter(self, epoch: int) -> None:
         """A run begins. Epochs ascend, and are the same on all ranks.
 
-        What is left of former runs is dropped; what faster ranks have sent already is kept.
+        Messages of former runs are dropped; messages that faster ranks have sent already for this run are kept.
         """
         with self.lock:
             self._epoch = epoch
@@ -254,7 +254,7 @@ class Messenger:
                 self._steps[owner] = step
 
     def progress(self) -> bool:
-        """Move what can be moved without waiting. Whether there was something."""
+        """Move all messages that can be moved without waiting; return whether there were any."""
         with self.lock:
             moved = False
             for _ in range(_TAKEN):

@@ -1,6 +1,6 @@
 """The native object transport of `mpi`.
 
-A send is a message whose receipt is awaited. What a group does together runs over a tree of its
+A send is a message whose receipt is awaited. A collective of a group runs over a tree of its
 members, up and down again: a rank wakes for each message that it takes, and a tree needs the
 fewest.
 """
@@ -26,7 +26,7 @@ def _dumps(obj: object) -> bytes:
 
 
 def _frozen(obj: object, call: str) -> bytes:
-    """What a Payload is, without the object of that class: its own pickling took longer than that
+    """The bytes of a Payload, without an object of that class, whose own pickling took longer than that
     of most payloads.
     """
     try:
@@ -103,11 +103,11 @@ class MpiObjects:
 
 
 class _Tree:
-    """What a group does together: up a tree of its members, and down again.
+    """A collective of a group: up a tree of its members, and down again.
 
     Places in the tree are counted from its root: place i hangs below place (i - 1) // _BRANCHES.
-    The root does most of the work, and ranks that share a core get equal shares of it, whatever
-    they do with them: so each call has another root, in turn.
+    The root does most of the work. Each call has another root, in turn, so ranks that share a core get equal
+    shares of it whatever they compute.
     """
 
     def __init__(self, group: Group, rank: int, messenger: Messenger) -> None:

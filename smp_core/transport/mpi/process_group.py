@@ -53,7 +53,7 @@ class MpiProcessGroup(CheckedGroup):
             raise NotInitializedError(f"{call}: process group {self._name} has been destroyed")
 
     def _collective(self, call: Collective, opts: Any) -> MpiWork:
-        """See CheckedGroup. What goes where stands in ROUTES."""
+        """Issue a collective along its route in ROUTES. See CheckedGroup."""
         self._check(call.operation)
         in_flight = InFlightBuffer(call.brings, call.gets)
         if in_flight.outputs_meet():
@@ -123,7 +123,7 @@ class MpiProcessGroup(CheckedGroup):
         return group
 
     def shutdown(self) -> None:
-        """What is in flight goes on: its works may still be waited for."""
+        """Refuse further calls. Operations in flight go on: their works may still be waited for."""
         self._destroyed = True
 
     abort = shutdown

@@ -1,9 +1,9 @@
-"""What goes from member to member in each tensor collective, and what a member makes of it.
+"""The routes of the tensor collectives: the tensors that go from member to member, and the values made of them.
 
-A member's part in a call is what it brings and what it gets, tensors both (``MemberPart``). A route says
-which of the brought tensors go to which member, what comes from whom, and how the values of the
-outputs follow; values are flat, in the order of the outputs' elements. Reductions fold what has
-come in the order of smp_core/reduction.py, so that the bits are those of `sim`.
+A member's part in a call is the tensors that it brings and those that it gets (``MemberPart``). A route says
+which of the brought tensors go to which member, which come from whom, and how the values of the
+outputs follow; values are flat, in the order of the outputs' elements. Reductions fold the received tensors
+in the order of smp_core/reduction.py, so that the bits are those of `sim`.
 """
 
 from __future__ import annotations

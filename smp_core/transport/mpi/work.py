@@ -21,7 +21,7 @@ from smp_core.transport.unseen import hide
 
 
 class RankSide(Protocol):
-    """What works and process groups ask of their rank's fabric (fabric.py)."""
+    """The members of a rank's fabric (fabric.py) that works and process groups use."""
 
     rank: int
     messenger: Messenger
@@ -120,7 +120,7 @@ class MpiWork(Work):
             return False
 
     def exception(self) -> CollectiveMismatchError | None:
-        """What ``wait`` has raised."""
+        """The error that ``wait`` has raised."""
         return self._error
 
     def result(self) -> list[torch.Tensor]:

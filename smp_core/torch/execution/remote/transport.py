@@ -76,7 +76,7 @@ class Transport:
             self._posted = work, envelope
 
     def arrived(self) -> bool:
-        """Whether ``receive`` would return at once. May be False although a message has come."""
+        """Return whether ``receive`` would return at once. May be False although a message has come."""
         if self._posted is None:
             return False
         work, envelope = self._posted
