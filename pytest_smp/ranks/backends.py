@@ -52,7 +52,7 @@ def _open_mpi() -> Executor:
     return ProcessExecutor(MpiexecPool, _MPI, synchronous_sends=True)
 
 
-#: What a launcher's ranks can exchange data through.
+#: The fabrics that a launcher's ranks can exchange data through, by name.
 _LAUNCHED = {"gloo": _GLOO, "mpi": _MPI}
 
 

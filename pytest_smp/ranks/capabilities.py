@@ -1,8 +1,8 @@
-"""What a backend claims that it can do, as data: a requirement needs some capabilities, and what
-needs one that is not claimed is not tested.
+"""The capabilities that a backend claims, as data: a requirement that needs an unclaimed one is not
+tested.
 
 A claim is a promise: a claimed capability that fails is a failure. Names of operations are those of
-torch.distributed's functions; dtypes are torch's names without ``torch.``. Nothing here imports
+torch.distributed's functions; dtypes are torch's names without ``torch.``. This module does not import
 torch.
 """
 
@@ -17,7 +17,7 @@ from smp_core.errors import BackendError
 
 
 class Capability(enum.StrEnum):
-    """What a backend must have for a requirement to apply to it at all."""
+    """A thing that a backend can do; a requirement applies only to backends that have all it needs."""
 
     RANKS = "ranks"  #: runs a body on a number of ranks; every backend does
     OBJECTS = "objects"  #: the object transport
@@ -74,16 +74,16 @@ REDUCTIONS: Mapping[str, frozenset[str]] = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What one backend claims.
+    """The claims of one backend.
 
     Attributes:
-        claims: the capabilities that it has.
-        dtypes: what claimed operations move.
-        narrower: by operation, what it moves where that is less; the others move all ``dtypes``.
-        reductions: by reduce op, the dtypes that every claimed reduction takes.
+        claims: the capabilities that the backend has.
+        dtypes: the dtypes that claimed operations move.
+        narrower: the dtypes of each operation that moves fewer; the other operations move all ``dtypes``.
+        reductions: the dtypes that every claimed reduction takes, by reduce op.
 
     Raises:
-        BackendError: a name is none of those above; it names the nearest thing to do.
+        BackendError: a capability, dtype or reduce op is unknown; the message says what to do.
     """
 
     claims: frozenset[Capability] = frozenset(Capability)

@@ -1,12 +1,12 @@
-"""What a process has once and every rank must have for itself: random generators, torch's default
-dtype, and the list in rank_state.py.
+"""State that a process has once and every rank must have for itself: random generators, torch's
+default dtype, and the list in rank_state.py.
 
 Rank threads share a process. At each hand-over the outgoing rank's state is put away and the
 incoming rank's is loaded. Reading a generator's whole state costs as much as several hand-overs
-(numpy 34 us, Python 9 us), so it is read only when its memory shows that somebody drew from it, and
-loaded only when it is not what is loaded already.
+(numpy 34 us, Python 9 us), so it is read only when the generator's memory shows a draw, and loaded
+only when another state is in the generator.
 
-What stays shared is listed in docs/sim.md.
+docs/sim.md lists the state that stays shared.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class IsolatedState(Protocol):
     def __hash__(self) -> int: ...
 
     def unchanged(self, state: Any) -> bool:
-        """Whether the process still has ``state``, which ``get`` returned or ``set`` loaded.
+        """Return whether the process still has ``state``, which ``get`` returned or ``set`` loaded.
 
-        May say no wrongly.
+        False is allowed for an unchanged state, True for a changed one is not.
         """
 
     def get(self) -> Any: ...
@@ -108,7 +108,7 @@ class _NumpyRandom:
             memory is not None
             and not full["has_gauss"]
             and current is generator
-            # The position comes last here. What is no longer a Mersenne twister has no memory.
+            # The position comes last in the memory, which only a Mersenne twister has.
             and memory.endswith(
                 ctypes.string_at(current.ctypes.state_address + self._LENGTH - _SEEN, _SEEN)
             )

@@ -27,8 +27,8 @@ from smp_core.transport.protocols import FABRIC_VERSION, RankEnvironment, RankFa
 if TYPE_CHECKING:
     from pytest_smp.ranks.faults import Claim, Fault
 
-#: The version of `Executor`, `World`, `Job` and `Report`. It rises when one of them changes; an executor that was
-#: written for another version is refused.
+#: The version of `Executor`, `World`, `Job` and `Report`, raised with each change of one of them. An executor
+#: that was written for another version is refused.
 PROTOCOL_VERSION = 2
 
 
@@ -60,7 +60,7 @@ class Factory:
 
 
 class VerdictKind(enum.StrEnum):
-    """What a run says of the world as a whole."""
+    """The verdict of a run on the world as a whole."""
 
     PASSED = "passed"
     FAILED = "failed"  # a rank raised
@@ -104,7 +104,7 @@ class Outcome:
 
 @dataclasses.dataclass(slots=True)
 class Report:
-    """What a run gave: the world's verdict, the rank and exception that caused it, one outcome per
+    """The report of a run: the world's verdict, the rank and exception that caused it, one outcome per
     rank.
     """
 
@@ -205,10 +205,10 @@ class Executor(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorOptions:
-    """What an executor of rank processes is told before it starts any.
+    """The options that an executor of rank processes gets before it starts any.
 
-    ``prelude`` is run once where ranks come from, before the first body: it gets them ready to
-    import what bodies refer to.
+    ``prelude`` runs once in the fork server or the rank process, before the first body: it prepares
+    the imports of the modules that bodies refer to.
     """
 
     ranks: int = 8  # the most that a world will have: an MPI job starts with so many

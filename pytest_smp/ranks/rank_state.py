@@ -1,14 +1,15 @@
-"""What Python and torch keep once per process and a body may change: on `sim`, each rank's own.
+"""State of Python and torch that exists once per process and that a body may change: on `sim`, each
+rank has its own.
 
-Rank threads share a process. At each hand-over what the outgoing rank has is put away, and what the
-incoming rank had is put back. A rank starts with what the process has when the run starts; what it
-changes, no other rank and no later run sees.
+Rank threads share a process. At each hand-over the outgoing rank's values are put away, and the
+incoming rank's are put back. A rank starts with the values that the process has when the run starts.
+No other rank and no later run sees its changes.
 
-``STATES`` is the whole list, with the environment beside it. Nearly no body changes any of it, so a
-hand-over reads all and compares, and a container that is changed in place (hooks, warning filters) is
-shared until a rank changes it. Random generators and the default dtype are in isolation.py; what torch
-keeps per thread (gradient mode, autocast, dispatch modes, saved-tensor hooks) needs no switching and
-is cleared by ``clear_thread``. docs/sim.md lists what stays shared.
+``STATES`` is the whole list, with the environment beside it. Nearly no body changes any of these
+states, so a hand-over reads all and compares, and a container that is changed in place (hooks, warning
+filters) is shared until a rank changes it. Random generators and the default dtype are in isolation.py.
+State that torch keeps per thread (gradient mode, autocast, dispatch modes, saved-tensor hooks) needs no
+switching and is cleared by ``clear_thread``. docs/sim.md lists the state that stays shared.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _HOOKS = (
     "forward_hooks_always_called forward_hooks_with_kwargs"
 )
 
-#: Whatever a process has once and a rank has for itself.
+#: All state that a process has once and a rank has for itself.
 STATES: tuple[Attribute | Switch, ...] = (
     Attribute("sys", "stdout"),
     Attribute("sys", "stderr"),
@@ -116,7 +117,7 @@ class _Loaded(NamedTuple):
 
 
 def _attribute(state: Attribute) -> tuple[Any, str] | None:
-    """The object that has it and its name there; None where this process has no such thing."""
+    """The object that has the attribute, and its name there; None where this process has no such object."""
     owner: Any = sys.modules.get(state.module)
     *way, name = state.path.split(".")
     for each in way:
@@ -125,7 +126,7 @@ def _attribute(state: Attribute) -> tuple[Any, str] | None:
 
 
 def _switch(state: Switch) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
-    """How to read it and to set it; None where this process has no such thing."""
+    """The functions that read and set the switch; None where this process has no such switch."""
     module = sys.modules.get(state.module)
     names = (*state.read, state.write)
     if module is None or not all(hasattr(module, name) for name in names):
@@ -147,7 +148,7 @@ def _switch(state: Switch) -> tuple[Callable[[], Any], Callable[[Any], None]] | 
 
 
 def _look() -> _Loaded:
-    """One expression reads all of it: this is done at every hand-over."""
+    """The list's loaded part, read by one compiled expression, since every hand-over reads all of it."""
     names: dict[str, Any] = {"intern": sys.intern}
     terms: list[str] = []
     writes: list[Callable[[Any], None]] = []
@@ -180,7 +181,7 @@ _loaded: tuple[int, _Loaded] | None = None
 
 
 def find() -> _Loaded:
-    """What reads and writes the list, as far as its modules are loaded."""
+    """The functions that read and write the part of the list whose modules are loaded."""
     global _loaded
     if _loaded is None or _loaded[0] != len(sys.modules):
         _loaded = len(sys.modules), _look()
@@ -338,7 +339,7 @@ class RankStates:
         self._changed.add(os.fsencode(name))
 
     def _restore_environment(self) -> None:
-        """What ranks set went to the C library's environment, too, which is one per process."""
+        """Undo the ranks' changes in the C library's environment, which is one per process."""
         for name in self._changed:
             if name in self._environment:
                 self._putenv(name, self._environment[name])

@@ -1,8 +1,8 @@
 """Exceptions that travel from a rank process to the controller, whatever a body has raised.
 
-What can travel arrives as it is. Of what is too deep or too long, the middle is left out; what
-cannot be pickled at all is replaced by a RemoteError with its text. Nothing is lost for being
-strange: a rank that could not tell its error would look like one that crashed.
+An exception that can travel arrives as it is. One that is too deep or too long loses its middle. One
+that cannot be pickled is replaced by a RemoteError with its text. Every exception arrives in one of
+these forms, since a rank without an error to tell would look like one that crashed.
 """
 
 from __future__ import annotations

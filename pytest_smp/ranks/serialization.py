@@ -1,9 +1,10 @@
-"""What travels between the controller and rank processes: functions, exceptions, and what they hold.
+"""The pickling of functions, exceptions and their contents, between the controller and rank processes.
 
-What can be imported travels by name. A function that cannot (a closure, a lambda, what a decorator
-hid) travels as its code and its cells, and is put back into its own module: there the globals are
-that module's, and its classes are those of the one import, not copies. What has no module to go
-back to (``__main__``) travels by value, by cloudpickle. Exceptions keep their traceback, by tblib.
+An object that can be imported travels by name. A function that cannot (a closure, a lambda, a function
+that a decorator hid) travels as its code and its cells, and is put back into its own module: there its
+globals are that module's, and its classes are those of the one import, not copies. An object without a
+module to go back to (``__main__``) travels by value, by cloudpickle. Exceptions keep their traceback,
+by tblib.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _home(function: types.FunctionType) -> tuple[str, str] | None:
 
 
 def _by_name(obj: types.FunctionType | type) -> bool:
-    """Whether looking up its qualified name in its module finds this very object."""
+    """Return whether the object's module has this very object under its qualified name."""
     found: Any = sys.modules.get(obj.__module__)
     for part in obj.__qualname__.split("."):
         found = getattr(found, part, None)
@@ -161,7 +162,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _hides(frame: types.FrameType) -> dict[str, Any]:
-    """What pytest reads of a frame: it leaves out those that hide themselves."""
+    """The local variable by which pytest leaves a frame out, if the frame or its module sets it to True."""
     for names in (frame.f_locals, frame.f_globals):
         if "__tracebackhide__" in names:
             return {"__tracebackhide__": True} if names["__tracebackhide__"] is True else {}
@@ -180,8 +181,11 @@ def _open(modules: dict[str, str], data: bytes) -> Any:
 
 
 def is_constant(body: object) -> bool:
-    """Whether a function is the same from run to run: what is imported by name is. Of others, cells,
-    defaults and attributes are what they hold now, and so are the globals of one without a module.
+    """Return whether a function is the same from run to run, so that its pickle can be reused.
+
+    A function that is imported by name is. Any other one is only if it has a module and no cells,
+    defaults or attributes: these travel with their present values, and so do the globals of a function
+    without a module.
     """
     return (
         isinstance(body, types.FunctionType)
@@ -207,7 +211,7 @@ def dumps(obj: object) -> bytes:
 
 
 class _Opening:
-    """Pickles to what imports the modules first."""
+    """Pickles to a call that imports the modules and then reads the data."""
 
     def __init__(self, modules: dict[str, str], data: bytes) -> None:
         self._state = modules, data

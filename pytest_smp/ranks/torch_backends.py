@@ -1,8 +1,8 @@
 """Backends that torch knows by a name: ``torch:NAME``, or ``torch:NAME@package.module`` where a
 module has to be imported for torch to know it.
 
-What registers itself by an entry point of torch's own (group ``torch.backends``) is there as soon as
-torch is imported, and needs no module.
+A process group that registers itself by an entry point of torch's own (group ``torch.backends``) is
+there as soon as torch is imported, and needs no module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PREFIX = "torch:"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Known:
-    """What is known of one of torch's own: those of which nothing is known are asked everything."""
+    """The facts about one of torch's process groups. By default every capability is claimed, and so tested."""
 
     capabilities: Capabilities = EVERYTHING
     expectations: str | None = None
@@ -68,18 +68,18 @@ def torch_backend(
     expectations: Path | str | None = None,
     synchronous_sends: bool = False,
 ) -> Backend:
-    """A backend of one's own around a process group that torch knows as ``name``, on the `pool` executor:
-    what an entry point of the group ``smp.backends`` may name.
+    """Make a third party's backend around a process group that torch knows as ``name``, on the `pool`
+    executor. An entry point of the group ``smp.backends`` may name the returned backend.
 
     Args:
         name: the process group's name in torch, and the backend's.
-        summary: what it is, in one line.
-        registers: a module whose import calls ``torch.distributed.Backend.register_backend``. It is
-            imported on every rank, after the rank was forked.
-        capabilities: what it claims.
-        expectations: its file of expected failures. See Backend.
-        synchronous_sends: its sends are over only when their receives have come. Let it be False
-            where that is so for some: the board then takes no send for a wait.
+        summary: a description in one line.
+        registers: a module whose import calls ``torch.distributed.Backend.register_backend``. Every
+            rank imports the module after it was forked.
+        capabilities: the backend's claims.
+        expectations: the backend's file of expected failures. See Backend.
+        synchronous_sends: True if every send ends only when its receive has been posted. Leave it False
+            if only some do: the board then takes no send for a wait.
     """
     known = _Known(capabilities, synchronous_sends=synchronous_sends)
     made = _backend(name, summary, name, registers, known)

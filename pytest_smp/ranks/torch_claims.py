@@ -1,8 +1,8 @@
-"""What torch's own backends claim. Imports no torch: the table of backends reads it.
+"""The claims of torch's own backends. The table of backends reads this module, so it imports no torch.
 
-What is not claimed is what they refuse, by an error in the calling rank and before anything is sent;
-docs/findings.md says how. What they take and get wrong is claimed, and stands among the expected
-failures.
+A capability is left unclaimed only if the backend refuses such calls with an error on the calling rank,
+before anything is sent; docs/findings.md says how. A capability whose calls the backend takes and gets
+wrong is claimed, and stands among the expected failures.
 """
 
 from __future__ import annotations

@@ -82,11 +82,11 @@ class Finding:
 
 
 class Board:
-    """What ``size`` ranks have written down in one run.
+    """The records of ``size`` ranks in one run, and the findings that follow from them.
 
-    ``patience``: how many seconds nothing may happen before ranks in calls that some backends end
-    early count as blocked. ``synchronous_sends``: the backend ends a send of a tensor only when its
-    receive has been posted (Gloo does), so that sends without one are blocked at once.
+    ``patience``: the seconds without a record after which ranks in calls that some backends end early
+    count as blocked. ``synchronous_sends``: the backend ends a send of a tensor only when its receive
+    has been posted (Gloo does), so that a send without a receive is blocked at once.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class Board:
     # Feeding.
 
     def reset(self, run: int | None = None) -> None:
-        """Forget everything: a run starts.
+        """Forget all records: a run starts.
 
-        With ``run``, records count from that run's ``Recorder.begin`` on, so that late ones of the
+        With ``run``, records count from that run's ``Recorder.begin`` on, so that late records of the
         last run do no harm.
         """
         self._meetings: dict[tuple[GroupKey, int], Meeting] = {}
@@ -277,8 +277,9 @@ class Board:
         return None
 
     def _may_learn(self, suspect: Meeting | tuple[Post, Post], now: float) -> bool:
-        """Whether to wait for the calls of those that have not come: at least until the next look,
-        and for ``patience`` as long as one of them is under way.
+        """Return whether to wait for members whose calls have not come or are not taken yet.
+
+        The wait lasts at least until the next look, and for ``patience`` while one of them is under way.
         """
         if not isinstance(suspect, Meeting):
             return False
@@ -440,21 +441,21 @@ class Board:
         return [*lines, *([f"  and {rest} more"] if rest else [])]
 
     def waits(self, rank: int) -> bool:
-        """Whether a rank is in a communication call, or has left its body by one that raised."""
+        """Return whether a rank is in a communication call, or has left its body by one that raised."""
         state = self._ranks[rank]
         return bool(state.current()) or state.failed is not None
 
     def parted(self) -> bool:
-        """Whether the members of a group may have counted its calls differently."""
+        """Return whether the members of a group may have counted its calls differently."""
         return any(True for _ in self._left())
 
     def body_is_over(self, rank: int) -> bool:
-        """Whether a rank's body is over, so that its outcome is on its way."""
+        """Return whether a rank's body is over, so that its outcome is on its way."""
         return self._ranks[rank].ended
 
     def settled(self) -> bool:
-        """Whether nothing is on its way: every body is over, every call has met its partners and is
-        over too.
+        """Return whether nothing is on its way: every body is over, and every call has met its partners
+        and is over too.
         """
         ended = all(state.ended and not state.unsure for state in self._ranks)
         calls = any(state.calls for state in self._ranks)
@@ -464,12 +465,12 @@ class Board:
         return ended and not calls and not odd
 
     def unfinished(self, rank: int) -> bool:
-        """Whether a call of a rank may still be under way in its backend, though the body is over."""
+        """Return whether a rank's call may still be under way in its backend, though the body is over."""
         state = self._ranks[rank]
         return bool(self._damaged or state.calls or state.raised or state.unsure)
 
     def blocked(self, rank: int) -> bool:
-        """Whether a rank is in a call that cannot end unless others come."""
+        """Return whether a rank is in a call that cannot end unless other ranks make theirs."""
         state = self._ranks[rank]
         return any(call.blocked() for call in state.current())
 
@@ -486,14 +487,13 @@ class Board:
     # Leaks.
 
     def leaks(self, strict: bool) -> tuple[list[str], list[str]]:
-        """What is left after every rank has returned: what fails the run, what is a warning.
+        """The leaks after every rank has returned: those that fail the run, and those that are warnings.
 
-        Process groups are the fabric's business (RankFabric.leave), so ``strict`` changes nothing
-        here.
+        The fabric looks after process groups (RankFabric.leave), so ``strict`` changes nothing here.
         """
         if self._damaged:
             return [], []
-        # Of a call that raised, the body was told.
+        # A call that raised is no leak: the body has got the error.
         kept = [call for call in self._left() if not call.raised]
         left = sorted(kept, key=lambda call: (call.rank, call.number))
         found = [(call.rank, f"{_never(call)}{messages.at(call.place)}") for call in left]

@@ -1,17 +1,17 @@
-"""Calls as the board keeps them, and whom each still needs.
+"""Calls as the board keeps them, and the ranks that each call still needs.
 
-There are two strengths of needing. A call *surely* needs a rank if no correct backend can end it
-without that rank: an all_reduce needs every member's value, a receive needs its send. It *wants* a
-rank that it would wait for if every operation waited for all who take part, as on `sim`; a backend
-may end it earlier: a send that is buffered, the root of a broadcast.
+There are two strengths of needing. A call *surely* needs a rank if no correct backend can end the call
+without that rank: an all_reduce needs every member's value, a receive needs its send. A call *wants* a
+rank if it would wait for that rank on `sim`, where every operation waits for all ranks that take part.
+Another backend may end such a call earlier: a buffered send, the root's part in a broadcast.
 
 Note [Late refusals]
 
-A backend may also end a call by refusing it, and some judge a collective only when its turn has come
-in a thread of their own, while the rank already waits. Seen on Gloo (torch 2.13): dtypes that it has
-not (int16), reduce ops that do not fit the dtype (BAND of floats, PREMUL_SUM), split sizes that do
-not add up. So a collective needs somebody surely only if no backend has a reason to refuse it: its
-dtypes and reduce op are plain, and what it says of itself is consistent. Others want.
+A backend may also end a call by refusing it. Some backends judge a collective in a thread of their own,
+when its turn has come and the rank already waits. Gloo (torch 2.13) does so for dtypes that it lacks
+(int16), reduce ops that do not fit the dtype (BAND of floats, PREMUL_SUM) and split sizes that do not
+add up. So a collective surely needs ranks only if no backend has a reason to refuse it: its dtypes and
+reduce op are plain, and its arguments are consistent. Any other collective only wants them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NOTHING = Description("", None)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupKey:
-    """What makes a group the same on all of its members."""
+    """The identity of a group, which is the same on all of its members."""
 
     kind: str
     name: str
@@ -42,9 +42,9 @@ class GroupKey:
 class Issued:
     """A call of one rank.
 
-    ``taken``: it counts for sure, because the backend has taken it or the rank waits for it; until
-    then it may be withdrawn. ``waited``: the rank has learnt that it is over. ``raised``: by an
-    error; a backend may judge arguments only there.
+    ``taken``: the call counts for sure, because the backend has taken it or the rank waits for it; until
+    then the call may be withdrawn. ``waited``: the rank has learnt that the call is over. ``raised``: the
+    wait has raised; some backends refuse arguments only there.
     """
 
     rank: int
@@ -62,20 +62,20 @@ class Issued:
         raise NotImplementedError
 
     def wants(self) -> list[int]:
-        """The world ranks that it would wait for on `sim`."""
+        """The world ranks that the call would still wait for on `sim`."""
         raise NotImplementedError
 
     def needs(self) -> list[int]:
-        """The world ranks without which it surely cannot end."""
+        """The world ranks without which the call surely cannot end."""
         raise NotImplementedError
 
     def blocked(self) -> bool:
-        """Whether on `sim` it could not end as things are."""
+        """Return whether the call could not end on `sim` with the calls made so far."""
         return bool(self.wants())
 
     @property
     def may_end(self) -> bool:
-        """Whether a correct backend may end it alone: see Note [Late refusals]."""
+        """True if a correct backend may end the call without other ranks: see Note [Late refusals]."""
         return False
 
     def described(self) -> str:
@@ -102,7 +102,7 @@ class Meeting:
 
     @property
     def complete(self) -> bool:
-        """Whether every member has called."""
+        """True if every member has called."""
         return len(self.calls) == len(self.group.ranks)
 
     def missing(self) -> list[int]:
@@ -110,7 +110,8 @@ class Meeting:
         return [rank for rank in self.group.ranks if rank not in self.calls]
 
 
-#: Who surely needs whom: "all", "root takes" from all, "root gives" to all.
+#: The ranks that surely need others: with "all" every member needs all, with "root takes" the root needs
+#: all, with "root gives" all need the root.
 _FLOWS = {
     "barrier": "all",
     "all_reduce": "all",
@@ -139,7 +140,7 @@ _BITWISE = frozenset({"BAND", "BOR", "BXOR"})
 
 
 def _is_plain(description: Description) -> bool:
-    """Whether no backend has a reason to refuse the call: see Note [Late refusals]."""
+    """Return whether no backend has a reason to refuse the call: see Note [Late refusals]."""
     fields = dict(description.fields or ())
     dtypes = set(str(fields.get("dtype", "")).split())
     if not dtypes <= _FLOATS | _INTEGERS:
@@ -179,7 +180,7 @@ class Joined(Issued):
 
     @property
     def may_end(self) -> bool:
-        """See Issued. Of nothing, nothing need be sent."""
+        """See Issued. A call without elements need not send anything."""
         return not self.description.elements or not _is_plain(self.description)
 
     def _is_member(self) -> bool:
@@ -217,8 +218,10 @@ class Joined(Issued):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Post(Issued):
-    """A send or a receive. ``peer``: in the world, None from anybody. ``meets``: whether sends, too,
-    surely end with their receive alone.
+    """A send or a receive.
+
+    ``peer``: the other rank's number in the world, None for a receive from any source. ``meets``: True
+    if a send, too, surely ends only with its receive.
     """
 
     sends: bool = False
@@ -293,7 +296,7 @@ class Stray(Issued):
         return True
 
     def why(self) -> str:
-        """What is wrong with it."""
+        """The reason why the call can meet no rank, in words."""
         return peers.absent("rank", self.peer, len(self.group.ranks))
 
     def error(self) -> RankError:
@@ -344,7 +347,7 @@ class Box:
             self.posts.insert(at, other)
 
     def may_match(self, post: Post) -> bool:
-        """Whether a post that has met nobody may be over all the same."""
+        """Return whether a post that has met no other may be over all the same."""
         if not self.wild:
             return False
         if post.sends:

@@ -1,4 +1,4 @@
-"""What the board sees of torch.distributed, and what it does not: data, for the documentation.
+"""The parts of torch.distributed that the board sees, and those that it does not: data, for the documentation.
 
 Each entry was seen with torch 2.13 on Gloo, or read in its source.
 """
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Covered(NamedTuple):
-    """What is covered: whether its calls are compared, its waits are known, and what to know."""
+    """A covered part: its name, whether its calls are compared and its waits are known, and a note."""
 
     what: str
     calls: bool

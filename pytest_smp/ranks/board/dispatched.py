@@ -1,16 +1,16 @@
 """Calls that reach a process group in C++: DDP's reducer, functional collectives.
 
 Torch sends each of them through its dispatcher on the way to the backend. A kernel in front of the
-backends' sees it, records it and passes it on. Which reduce op such a call names cannot be read
-from Python, so it is compared with nothing.
+backends' sees the call, records it and passes it on. The reduce op of such a call cannot be read from
+Python, so it is not compared.
 
 Note [Waits in C++]
 
-The caller in C++ also waits in C++, where we see nothing. What is known: functional collectives
-wait in ``wait_tensor``, an operator too. The check of parameters with which DDP begins waits for
-each call at once. DDP's reducer waits for its buckets when the backward pass is over, in a callback
-that it queues behind the last bucket; a callback queued at the first bucket runs just before. Who
-else issues calls from C++ is taken to go on, so that no verdict follows from them alone.
+The caller in C++ also waits in C++, where we see nothing. Three kinds of waits are known. Functional
+collectives wait in ``wait_tensor``, an operator too. The check of parameters with which DDP begins waits
+for each call at once. DDP's reducer waits for its buckets when the backward pass is over, in a callback
+that it queues behind the last bucket; a callback queued at the first bucket runs just before. Any other
+caller in C++ is taken to go on, so that no verdict follows from its calls alone.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ _MOST_TRACKED = 256  # calls whose tensors are looked through for those that are
 
 
 class _Thread(threading.local):
-    """What one thread is in: DDP's first check, backward passes; the calls issued there."""
+    """The state of one thread: calls issued in DDP's first check, depth of backward passes, calls issued there."""
 
     checked: list[int] | None = None
     passes = 0

@@ -1,7 +1,7 @@
-"""What each call of a process group says, taken from its arguments.
+"""The description of each call of a process group, taken from its arguments.
 
-A call is taken down as a key, cheap to make and to look up; the words follow from the key, once.
-What members must agree on is what `sim` compares.
+A call is recorded as a key, which is cheap to make and to look up; the description in words is made
+from each key once. The fields that members must agree on are those that `sim` compares.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ Spec = tuple[torch.dtype, torch.Size]
 
 
 class Key(NamedTuple):
-    """A call: what it brings and gets; ``cuts`` are the two lists of rows of an all_to_all_single."""
+    """A call, with the tensors that the rank brings and gets.
+
+    ``cuts`` are the two lists of rows of an all_to_all_single.
+    """
 
     operation: str
     op: str | None
@@ -173,7 +176,7 @@ _BY_PAIRS = ("all_gather", "all_gather_coalesced", "all_to_all", "all_to_all_sin
 
 
 def unknown(operation: str) -> Description:
-    """Of a call whose arguments nobody understands: it takes part and is compared with nothing."""
+    """The description of a call with unknown arguments: the call counts, and is compared with none."""
     return Description(operation, None, elements=0)
 
 

@@ -12,7 +12,7 @@ from pytest_smp.ranks.board.recorder import Recorder
 from smp_core.topology import GroupKind
 from smp_core.transport import messages
 
-#: What the API's own process groups say of themselves (torch's group_desc).
+#: The descriptions (torch's group_desc) of the API's own process groups.
 _OF_THE_API = frozenset(f"{kind.name}_GROUP" for kind in GroupKind)
 
 

@@ -1,4 +1,4 @@
-"""What the board knows of one rank: its records, read in order."""
+"""The board's knowledge of one rank: its records, read in order."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from smp_core.transport.stack_frames import Place
 
 
 class Calls(Protocol):
-    """Who learns of the ranks' calls."""
+    """The listener to the ranks' calls."""
 
     def issued(self, call: Issued, partners: list[int]) -> None:
-        """A new call; ``partners`` are those of an object."""
+        """A new call; ``partners`` are the ranks that an object goes to or comes from."""
 
     def withdrawn(self, call: Issued) -> None:
-        """The backend has refused it."""
+        """The backend has refused the call."""
 
     def over(self, call: Issued) -> None:
-        """The rank has learnt that it is over."""
+        """The rank has learnt that the call is over."""
 
 
 class RankState:

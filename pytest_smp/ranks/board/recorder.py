@@ -1,8 +1,8 @@
 """The rank's side of the board: calls and waits become records.
 
-What repeats (groups, lines of code, descriptions of calls) is sent once and then named by a number,
-so that a call in a loop costs some tens of bytes. A record is written before the call that it
-announces, so that the controller never knows less than the other ranks can observe.
+Groups, lines of code and descriptions of calls are sent once and then named by a number, so that a call
+in a loop costs some tens of bytes. A record is written before the call that it announces, so that the
+controller never knows less than the other ranks can observe.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ def _listed(numbers: Sequence[int]) -> bytes:
     return b"%d" % numbers[0] if len(numbers) == 1 else ",".join(map(str, numbers)).encode()
 
 
-#: Stands in ``fields`` for what nobody knows of a call.
+#: Stands in ``fields`` for an unknown value.
 UNKNOWN = "?"
 
 
 class Description(NamedTuple):
-    """What a call says.
+    """The description of a call.
 
-    ``fields`` are what all members of the group must agree on, None where nobody knows; ``told`` is
-    of interest all the same. ``sent`` and ``expected`` are sizes, where they are compared by pairs of
-    members: shapes of whole tensors, numbers of elements of parts; ``elements`` is how many the
-    call moves, 0 if some of its tensors are empty.
+    ``fields`` are the values that all members of the group must agree on, None if they are not known;
+    ``told`` are further values for messages. ``sent`` and ``expected`` are sizes that are compared by
+    pairs of members: shapes of whole tensors, numbers of elements of parts. ``elements`` is the number of
+    elements that the call moves, 0 if some of its tensors are empty.
     """
 
     operation: str
@@ -62,17 +62,17 @@ class Description(NamedTuple):
 
 
 class _Depth(threading.local):
-    """How deep this thread is in calls that are recorded, or in what must not be."""
+    """The number of recorded calls and ``quiet`` blocks that this thread is in."""
 
     depth = 0
 
 
 class Recorder:
-    """Writes one rank's records. A base.Recorder.
+    """Writes one rank's records. Implements the protocol in smp_core.transport.protocols.
 
-    Silent before ``begin`` and after ``end``, in a child that the body forks, and inside
-    ``quiet()`` and the calls that it records: what a transport does on a private group is its own.
-    ``inside.depth`` is what ``quiet`` counts, for callers that cannot afford a context manager.
+    Nothing is recorded before ``begin`` and after ``end``, in a child that the body forks, inside
+    ``quiet()``, and inside a recorded call: a transport's calls on a private group are no calls of the
+    body. ``quiet`` counts in ``inside.depth``, for callers that cannot afford a context manager.
     """
 
     def __init__(self, rank: int, write: Callable[[bytes], object]) -> None:
@@ -111,7 +111,7 @@ class Recorder:
 
     @property
     def active(self) -> bool:
-        """Whether a call made here and now is to be recorded."""
+        """True if a call that this thread makes now is to be recorded."""
         return self._on and not self.inside.depth and os.getpid() == self._pid
 
     @contextlib.contextmanager
@@ -158,7 +158,7 @@ class Recorder:
             raise
         self.done((number,))
 
-    # What instrumentation calls. A number names the call from then on.
+    # Called by instrumentation. A number names the call from then on.
 
     def collective(
         self, group: int, key: object, describe: Callable[[], Description], place: int | None = None

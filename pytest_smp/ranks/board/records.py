@@ -31,8 +31,8 @@ WAITS = "w"  # numbers, place, thread
 DONE = "f"  # numbers: the rank has learnt that they are over
 FAILED = "!"  # numbers: waiting for them has raised
 
-#: Who makes a call or waits: the rank's main thread, alone; the main thread, while the body has
-#: other Python threads that may communicate as well; another thread.
+#: The thread that makes a call or waits: the rank's main thread, alone; the main thread, while the body
+#: has other Python threads that may communicate as well; another thread.
 MAIN, ACCOMPANIED, OTHER = 0, 1, 2
 
 #: The types of each record's items behind its kind. ``object``: looked at where it is used.

@@ -1,8 +1,8 @@
-"""Faults that a test asks for: what is to go wrong, on which rank, and when.
+"""Faults that a test asks for: the kind of error, the rank, and the call.
 
-A fault is a value. It strikes when its rank reaches an operation for the n-th time in a run; counts
-begin anew with each run. Nothing here imports torch, and nothing else here is imported before a run
-has a fault (``striking`` on the rank, ``simulated`` and ``process`` for the two kinds of ranks).
+A fault is a value, and strikes when its rank reaches an operation for the n-th time in a run; counts
+begin anew with each run. No module here imports torch. The other modules (``striking`` on the rank,
+``simulated`` and ``process`` for the two kinds of ranks) are not imported before a run has a fault.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from smp_core.errors import ArgumentError, ArgumentTypeError, RankError, Unsuppo
 
 
 class Claim(enum.StrEnum):
-    """What an executor must be able to do for a fault to strike on its ranks."""
+    """The abilities of an executor that faults need to strike on its ranks."""
 
     STRIKES = "strikes"  #: calls can be counted and interfered with
     PROCESSES = "processes"  #: ranks are processes: they send results, and receive none
@@ -73,11 +73,11 @@ def _code(value: object) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Fault:
-    """What every fault says.
+    """The base class of faults.
 
     Attributes:
-        rank: the world rank that it strikes.
-        required: a run that ends well, and that it did not strike, fails (FaultNotReachedError).
+        rank: the world rank that the fault strikes.
+        required: a run that ends well without the fault having struck fails (FaultNotReachedError).
 
     Raises:
         ArgumentError, ArgumentTypeError: a value is out of range, or of the wrong type; an
@@ -96,7 +96,7 @@ class Fault:
 
     @property
     def needs(self) -> frozenset[Claim]:
-        """What an executor must be able to do."""
+        """The abilities of an executor that this fault needs."""
         return frozenset({Claim.STRIKES})
 
     def moment(self) -> str:
@@ -104,7 +104,7 @@ class Fault:
         return "in the body"
 
     def __repr__(self) -> str:
-        """As code, without what goes without saying."""
+        """The fault as code, without arguments that have their default."""
         said = [
             f"{field.name}={_code(getattr(self, field.name))}"
             for field in dataclasses.fields(self)
@@ -296,8 +296,9 @@ class Corrupt(_OfMessage):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Unpicklable(Fault):
-    """What the body returns cannot be pickled. Of ranks that are processes: others return it as it
-    is.
+    """The body's return value cannot be pickled.
+
+    Needs ranks that are processes: simulated ranks return their values without pickling.
     """
 
     verb = "unpicklable"
@@ -312,14 +313,15 @@ class Unpicklable(Fault):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class FullDisk(Fault):
-    """The disk is full for what the rank's body writes to files below a folder.
+    """The disk is full for files below a folder that the rank's body writes.
 
-    What Python writes raises OSError (ENOSPC); ``torch.save``, which writes from C++, raises what it
-    raises then. Files keep what was written before, as on a real disk. Always reached.
+    A write by Python raises OSError (ENOSPC); ``torch.save``, which writes from C++, raises its own error
+    for a full disk. Files keep the bytes that were written before, as on a real disk. The fault counts as
+    reached in every run.
 
     Attributes:
         below: the folder.
-        after: so many bytes still find room.
+        after: the number of bytes that still find room.
     """
 
     verb = "full_disk"
@@ -339,7 +341,7 @@ ALWAYS = (FullDisk,)
 
 
 class Garbled:
-    """What arrives instead of an object whose message was damaged. It equals nothing."""
+    """Arrives instead of an object whose message was damaged; no comparison with it is true."""
 
     def __init__(self, text: str) -> None:
         self.text = text

@@ -1,9 +1,9 @@
 """A full disk, for one rank's files below a folder.
 
-Files that Python opens are ours for the time, and raise ENOSPC when the room is used up. What
-``torch.save`` writes, it writes in C++: while its writer is open, no file of the process may grow
-beyond the room that is left (RLIMIT_FSIZE), which fails there as a full disk does. Ranks that are
-threads take turns, and none passes while a file is written, so that their files are told apart too.
+While the body runs, files that Python opens are of the class ``_File``, which raises ENOSPC when the
+room is used up. ``torch.save`` writes in C++: while its writer is open, no file of the process may grow
+beyond the room that is left (RLIMIT_FSIZE), so that a write fails there as on a full disk. Simulated
+ranks take turns, and no turn ends while a file is written, so that their files are told apart too.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from typing import Any, Self
 from pytest_smp.ranks.faults import FullDisk
 from smp_core.transport import current_rank
 
-#: Whether shutil lets the kernel copy, from descriptor to descriptor, past the file's write.
+#: The switches by which shutil lets the kernel copy from descriptor to descriptor, past the file's write.
 _SHORT_CUTS = {"_USE_CP_SENDFILE", "_USE_CP_COPY_FILE_RANGE"}
 
 
 class _Room:
-    """The bytes that are left below one folder."""
+    """The number of bytes that still find room below one folder."""
 
     def __init__(self, fault: FullDisk) -> None:
         self._below = os.path.realpath(fault.below)
         self.left = fault.after
 
     def holds(self, path: str) -> bool:
-        """Whether the file is one of those."""
+        """Return whether the file lies below the folder."""
         real = os.path.realpath(path)
         return real == self._below or real.startswith(self._below + os.sep)
 
 
 class _File(io.FileIO):
-    """A file that finds no room."""
+    """A file that takes bytes from the room, and raises OSError (ENOSPC) when there is none."""
 
     def __init__(self, room: _Room, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

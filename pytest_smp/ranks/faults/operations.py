@@ -6,7 +6,7 @@ import difflib
 
 from smp_core.errors import ArgumentError, ArgumentTypeError
 
-#: What is no call, and comes once in a run.
+#: Moments of a run that are no calls; each comes once.
 MOMENTS = {
     "start": "before the body",
     "end": "after the body, before the result was sent",
@@ -85,5 +85,5 @@ def canonical(verb: str, at: object) -> str:
 
 
 def matches(at: str, operation: str) -> bool:
-    """Whether a fault at ``at`` means a call of ``operation``, which has its API in front."""
+    """Return whether a fault at ``at`` strikes at ``operation``, whose name begins with that of its API."""
     return at == operation or (at in AMBIGUOUS and operation.partition(".")[2] == at)

@@ -91,7 +91,7 @@ class FaultyContext(RankContext):
             self.issued = self.strikes.before(f"dist.{call}")
 
     def finished_outcome(self) -> Outcome:
-        """See RankContext. Whatever its body made of it, a rank that was killed has crashed."""
+        """See RankContext. A killed rank has crashed, even if its body has caught the exception."""
         outcome = super().finished_outcome()
         if self._crash:
             detail = f"crashed: {self._crash}"

@@ -1,7 +1,7 @@
 """A rank's faults in one run: counting its calls, and striking when one is due.
 
-What striking does to the rank (how it dies, how it stands still) depends on what a rank is:
-``Effects``.
+``Effects`` is the part that differs between simulated ranks and rank processes: the ways to end a rank
+and to let it stand still.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from smp_core.transport.protocols import Group, ObjectTransport
 
 
 class Effects(Protocol):
-    """What a fault does to a rank of one kind."""
+    """The effects of faults on a rank of one kind: a simulated rank or a rank process."""
 
     def end(self, code: int, text: str) -> None:
         """The rank ends with this exit status (negative is a signal). Does not return.
@@ -43,12 +43,12 @@ class Effects(Protocol):
         """
 
     def stand_still(self, seconds: float | None, text: str) -> None:
-        """For ever, if ``seconds`` is None."""
+        """The rank stands still for ``seconds``, or for ever if that is None."""
 
 
 @dataclasses.dataclass(eq=False)
 class _Due:
-    """One fault of this rank, and how many calls of its operation there were."""
+    """One fault of this rank, and the number of calls of its operation so far."""
 
     index: int
     fault: Fault
@@ -71,13 +71,13 @@ class Strikes:
 
     @property
     def of_tensors(self) -> bool:
-        """Whether calls of torch.distributed matter."""
+        """True if a fault strikes at calls of torch.distributed."""
         return any(not due.fault.at.startswith("smp.") for due in [*self._calls, *self._messages])  # type: ignore[attr-defined]
 
     # Calls.
 
     def before(self, operation: str) -> Later:
-        """The rank is about to make a call; what is to strike once that is over is returned."""
+        """The rank is about to make a call; return the faults that strike once the call is over."""
         later = []
         for due, fault in _counted(self._calls, operation):
             if fault.when == "after":
@@ -92,7 +92,7 @@ class Strikes:
             self._strike(due)
 
     def message(self, operation: str) -> list[Drop | Corrupt]:
-        """What befalls the message that this call sends."""
+        """Count the message that this call sends; return the faults that strike it."""
         hits: list[Drop | Corrupt] = []
         for due, fault in _counted(self._messages, operation):
             self.struck.add(due.index)
@@ -113,7 +113,7 @@ class Strikes:
     # The body.
 
     def body(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        """The body, with what strikes around it."""
+        """The body, wrapped so that faults strike before it, in it and after it."""
 
         def struck_body(*args: Any, **kwargs: Any) -> Any:
             self.struck.update(due.index for due in self._all if isinstance(due.fault, ALWAYS))
@@ -164,14 +164,14 @@ _EFFECTS: dict[type[_AtCall], Callable[[Effects, Any, str], None]] = {
 
 
 class _Unpicklable:
-    """What an Unpicklable makes a body return."""
+    """The value that a body returns under an Unpicklable fault."""
 
     def __reduce__(self) -> Any:
         raise TypeError("smp_faults made it so")
 
 
 def damaged(obj: object, fault: Corrupt) -> object:
-    """What arrives of an object."""
+    """The object that arrives in place of ``obj`` if ``fault`` damages its message."""
     if fault.how is not None:
         return fault.how(obj)
     return Garbled(f"rank {fault.rank}, {fault.moment()}")
