@@ -1,4 +1,4 @@
-"""What an engine claims that it can do, as data. Nothing here imports torch."""
+"""The capabilities that an engine may claim, as data. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from pytest_smp.ranks.capabilities import Capability
 
 
 class EngineCapability(enum.StrEnum):
-    """What an engine must have for a requirement to apply to it at all."""
+    """A capability that an engine may claim; a requirement that needs it applies to no other engine."""
 
     TRAINING = "training"  #: trains a model over replicas; every engine does
     PIPELINE = "pipeline"  #: pipeline degrees above 1
-    SMP_API = "the SMP API"  #: it has ``api``: a namespace that a script imports as ``smp``
+    SMP_API = "the SMP API"  #: the engine's ``api`` names a module that a script imports as ``smp``
     UNUSED = "unused parameters"  #: parameters that some calls, or ranks, do not use
-    ANY_PARAMETER = "any parameter"  #: also without dimension, or not contiguous
+    ANY_PARAMETER = "any parameter"  #: also parameters without dimensions, or not contiguous
     SHARDING = "sharding"  #: degrees of sharded data parallelism above 1
     BLOCKS = "sharding blocks"  #: several shard groups, which are replicas of each other
-    CLIPPING = "clipping"  #: a step clips the norm of all gradients, where they are sharded
+    CLIPPING = "clipping"  #: a step clips the norm of all gradients if they are sharded
     BF16 = "bf16"  #: sharded training with bfloat16 parameters and float32 masters
     FP16 = "fp16"  #: training with float16 parameters and float32 masters
-    TRAFFIC = "counted exchanges"  #: a session tells what it exchanged
+    TRAFFIC = "counted exchanges"  #: a session lists its exchanges
     REPLAYED = "replayed order"  #: the published order of reductions: no choice changes a bit
 
 
-#: What a requirement may need: of the backend, or of the engine.
+#: A capability that a requirement may need, of the backend or of the engine.
 Need = Capability | EngineCapability
 NEEDS: tuple[Need, ...] = (*Capability, *EngineCapability)

@@ -1,4 +1,4 @@
-"""The exchanges of engines that use the functions of torch.distributed, recorded there."""
+"""A recorder of exchanges, for engines that call the functions of torch.distributed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from conformance.engines.protocol import Exchange
 
-#: Functions that move tensors, by what they are; the larger one of their tensors counts.
+#: Recorded functions of torch.distributed, with the operation that each one is noted as.
 _FUNCTIONS = {
     "all_reduce": "all_reduce",
     "all_gather": "all_gather",
@@ -26,18 +26,18 @@ _FUNCTIONS = {
     "broadcast": "broadcast",
 }
 
-#: The recorder that a thread has entered: ranks may be threads.
+#: The recorder that each thread has entered; one for each thread, because ranks may be threads.
 _entered = threading.local()
 
 
 class CollectiveRecorder:
-    """While entered, notes each exchange that this thread begins."""
+    """Notes each exchange that the current thread begins while the recorder is entered."""
 
     def __init__(self) -> None:
         self._found: list[Exchange] = []
 
     def take(self) -> list[Exchange]:
-        """What was noted since the last time."""
+        """Return the exchanges noted since the last call, and forget them."""
         found, self._found = self._found, []
         return found
 
@@ -49,14 +49,17 @@ class CollectiveRecorder:
         _entered.recorder = None
 
     def note(self, operation: str, tensors: list[Any], group: Any) -> None:
-        """One call."""
+        """Add one call to the exchanges; its largest argument gives the number of elements."""
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self._found.append(Exchange(operation, tuple(ranks), max(map(_elements, tensors))))
 
 
 @functools.cache
 def _install() -> None:
-    """Once in a process, and for good: a function that is not recorded does what it did."""
+    """Wrap the functions of torch.distributed, once in a process and for good.
+
+    Without an entered recorder a wrapped function only calls the original.
+    """
     for name, operation in _FUNCTIONS.items():
         if hasattr(dist, name):
             setattr(dist, name, _noted(getattr(dist, name), operation))
@@ -71,7 +74,7 @@ def _noted(function: Callable[..., Any], operation: str) -> Callable[..., Any]:
         given = (*args, *kwargs.values())
         groups = [each for each in given if isinstance(each, dist.ProcessGroup)]
         recorder.note(operation, list(given), groups[0] if groups else None)
-        _entered.recorder = None  # one may call another
+        _entered.recorder = None  # a recorded function may call another one, which counts once
         try:
             return function(*args, **kwargs)
         finally:

@@ -1,4 +1,4 @@
-"""The engine ``ddp``: torch's DistributedDataParallel, microbatches looped under ``no_sync``."""
+"""The engine ``ddp``: torch's DistributedDataParallel; all microbatches but the last use ``no_sync``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONVENTIONS = Conventions(dp="mean", microbatch="sum")
 
 @dataclasses.dataclass(frozen=True)
 class DdpEngine:
-    """Replicas of whole models: the pipeline degree is 1."""
+    """An engine whose ranks all hold the whole model; the pipeline degree is 1."""
 
     name: str = "ddp"
     api: str = ""
@@ -32,7 +32,7 @@ class DdpEngine:
     protocol: int = ENGINE_VERSION
 
     def replica(self, case: Training) -> int:
-        """The rank."""
+        """The number of this rank's replica, which is the rank itself."""
         import torch.distributed as dist
 
         import smp_core.torch as smp
@@ -41,7 +41,7 @@ class DdpEngine:
         return dist.get_rank()
 
     def build(self, case: Training, *, salt: str = "") -> Session:
-        """Wrap the model over the world."""
+        """Make this rank's session, with DistributedDataParallel over the whole world."""
         import smp_core.torch as smp
         from conformance.engines.ddp_session import DdpSession
 

@@ -13,7 +13,7 @@ from pytest_smp.strategies.training_script import Batch
 
 
 class DdpSession:
-    """One rank: the wrapped model, and the case's optimizer."""
+    """The session of one rank: the wrapped model, and the case's optimizer."""
 
     def __init__(self, case: Training, salt: str) -> None:
         self.case = case
@@ -24,7 +24,10 @@ class DdpSession:
         self.optimizer = oracle.optimizer_of(case, self.module.parameters())
 
     def backward(self, batch: Batch, *, boundary: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """All microbatches; gradients are reduced in the last backward of the last pass."""
+        """Run all microbatches, and return losses and outputs by microbatch.
+
+        The last backward pass reduces the gradients, if this step is at a boundary.
+        """
         losses, outputs = [], []
         for number in range(self.case.microbatches):
             x, y = (
@@ -41,23 +44,23 @@ class DdpSession:
         return losses, outputs
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """All of them."""
+        """Copies of all gradients, by the unwrapped model's names."""
         return {
             name: None if each.grad is None else each.grad.clone()
             for name, each in oracle.parameters(self.module).items()
         }
 
     def parameters(self) -> dict[str, Tensor]:
-        """All of them."""
+        """Copies of all parameters, by the unwrapped model's names."""
         return {n: p.detach().clone() for n, p in oracle.parameters(self.module).items()}
 
     def zero_grad(self) -> None:
-        """As asked."""
+        """Set gradients to zero, or to None, as ``case.set_to_none`` says."""
         self.optimizer.zero_grad(set_to_none=self.case.set_to_none)
 
     def step(self) -> None:
-        """The optimizer's."""
+        """Step the case's optimizer."""
         self.optimizer.step()
 
     def close(self) -> None:
-        """Nothing is held beside the process group."""
+        """Do nothing: the session holds nothing beside the default process group."""

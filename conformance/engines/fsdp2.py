@@ -28,7 +28,7 @@ _CLAIMS = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Fsdp2Engine:
-    """Parameters are sharded by rows; what a unit's backward gives is reduced at once."""
+    """An engine that shards parameters by rows; each unit's gradients are reduced in one exchange."""
 
     name: str
     capabilities: frozenset[EngineCapability] = _CLAIMS
@@ -40,7 +40,7 @@ class Fsdp2Engine:
     protocol: int = ENGINE_VERSION
 
     def replica(self, case: Training) -> int:
-        """The rank."""
+        """The number of this rank's replica, which is the rank itself."""
         import torch.distributed as dist
 
         import smp_core.torch as smp
@@ -49,7 +49,7 @@ class Fsdp2Engine:
         return dist.get_rank()
 
     def build(self, case: Training, *, salt: str = "") -> Session:
-        """Shard the model over the world."""
+        """Make this rank's session, with the model sharded over the world."""
         import smp_core.torch as smp
         from conformance.engines.fsdp2_session import Fsdp2Session
 

@@ -1,4 +1,4 @@
-"""One rank's training with torch's ``fully_shard``: a unit per layer, and one for the rest."""
+"""One rank's training with torch's ``fully_shard``: one unit for each layer, and one for the rest."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from pytest_smp.strategies.training_script import Batch
 
 
 class Fsdp2Session:
-    """One rank: the sharded model, and an optimizer of its shards.
+    """The session of one rank: the sharded model, and an optimizer of its shards.
 
-    Cases that say nothing of sharding are sharded over all ranks.
+    A case without a sharding degree is sharded over all ranks.
     """
 
     def __init__(self, case: Training, salt: str) -> None:
-        # Outputs of layers may be views; nobody changes them in place.
+        # Outputs of layers may be views. The warning is for outputs changed in place, which no case does.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
         self.case = case
         self.module = oracle.make(case, salt=salt)
-        with torch.no_grad():  # fully_shard takes the weights for equal
+        with torch.no_grad():  # fully_shard expects the same weights on all ranks, and sends none
             for tensor in (*self.module.parameters(), *self.module.buffers()):
                 dist.broadcast(tensor.data, 0)
         degree = getattr(case, "sharding", case.dp)
@@ -44,7 +44,7 @@ class Fsdp2Session:
                 MixedPrecisionPolicy(**given, output_dtype=torch.float32),
                 MixedPrecisionPolicy(**given),
             )
-            for buffer in self.module.buffers():  # which it leaves alone
+            for buffer in self.module.buffers():  # fully_shard casts parameters and no buffers
                 buffer.data = buffer.data.to(self._dtype)
         shape = (case.dp,) if degree == case.dp else (case.dp // degree, degree)
         self._mesh = mesh = init_device_mesh(
@@ -59,8 +59,10 @@ class Fsdp2Session:
         self._recorder = CollectiveRecorder()
 
     def backward(self, batch: Batch, *, boundary: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """All microbatches; gradients are scattered after the last one, and reduced over replicas of a
-        shard in the last pass.
+        """Run all microbatches, and return losses and outputs by microbatch.
+
+        The last microbatch reduces gradients within the shard group. The last pass also reduces them over
+        the replicate group.
         """
         losses, outputs = [], []
         for number in range(self.case.microbatches):
@@ -69,7 +71,8 @@ class Fsdp2Session:
                 for each, axis in zip(batch, self.case.axes, strict=True)
             )
             last = number == self.case.microbatches - 1
-            self.root.set_requires_gradient_sync(last)  # which says the same of both hops
+            # set_requires_gradient_sync sets both hops, so the all-reduce is set after it.
+            self.root.set_requires_gradient_sync(last)
             self.root.set_requires_all_reduce(last and boundary)
             self.root.set_is_last_backward(last and boundary)
             with self._recorder:
@@ -81,23 +84,23 @@ class Fsdp2Session:
         return losses, outputs
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """All of them, gathered."""
+        """Copies of all gradients, unsharded, by the unwrapped model's names."""
         return {
             name: None if each.grad is None else _whole(each.grad).clone()
             for name, each in oracle.parameters(self.module).items()
         }
 
     def parameters(self) -> dict[str, Tensor]:
-        """All of them, gathered, in the dtype that the model computes in."""
+        """Copies of all parameters, unsharded, in the dtype that the model computes in."""
         held = oracle.parameters(self.module).items()
         return {name: _whole(each.detach()).to(self._dtype, copy=True) for name, each in held}
 
     def zero_grad(self) -> None:
-        """As asked."""
+        """Set gradients to zero, or to None, as ``case.set_to_none`` says."""
         self.optimizer.zero_grad(set_to_none=self.case.set_to_none)
 
     def step(self) -> None:
-        """The optimizer's, after torch's own clipping."""
+        """Step the optimizer, after torch's own clipping if the case clips."""
         if self.case.most is not None:
             torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.case.most)
         self.optimizer.step()
@@ -108,16 +111,16 @@ class Fsdp2Session:
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
 
-    # What sharding is asked for.
+    # The methods that ShardedSession adds.
 
     def state(self) -> dict[str, list[Tensor]]:
-        """This rank's parts."""
+        """This rank's part of the training state, without the optimizer's counters of steps."""
         held = list(self.module.parameters())
         kept = [
             each
             for values in self.optimizer.state.values()
             for name, each in values.items()
-            if isinstance(each, Tensor) and name != "step"  # which counts
+            if isinstance(each, Tensor) and name != "step"  # a counter, which is not sharded
         ]
         return {
             "parameters": [_part(each) for each in held],
@@ -126,7 +129,7 @@ class Fsdp2Session:
         }
 
     def traffic(self) -> list[Exchange]:
-        """What was exchanged since it was asked last."""
+        """Return the exchanges since the last call, and forget them."""
         return self._recorder.take()
 
 
@@ -139,8 +142,10 @@ def _part(tensor: Tensor) -> Tensor:
 
 
 def _units(root: nn.Module) -> Iterator[nn.Module]:
-    """The stem, the head, and the layers between; a module that shares a parameter with others, or is
-    there twice, goes with the root (fully_shard refuses it elsewhere).
+    """Yield the modules that become units: the stem, the layers and the head.
+
+    A module that stands there twice, or shares a parameter with another one, is left to the root's unit,
+    because fully_shard refuses it elsewhere.
     """
     body: Any = root.body
     layers = list(body) if isinstance(body, nn.Sequential) else [body]

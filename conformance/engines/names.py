@@ -6,7 +6,7 @@ import importlib
 
 from conformance.engines.protocol import Engine, EngineError, check
 
-#: Engines by the name that ``--smp-engine`` takes; any other is ``module:attribute``.
+#: Built-in engines by the name that ``--smp-engine`` takes; other engines are ``module:attribute``.
 BUILT_IN = {
     "smp": "conformance.engines.smp:ENGINE",
     "ddp": "conformance.engines.ddp:ENGINE",
@@ -16,7 +16,7 @@ BUILT_IN = {
 
 
 def find_engine(name: str) -> Engine:
-    """The engine of this name. Raises EngineError, which says what is wrong with the name."""
+    """Import the engine of this name. Raises EngineError, which says what is wrong with the name."""
     place = BUILT_IN.get(name, name)
     module_name, colon, attribute = place.partition(":")
     if not (module_name and colon and attribute):
@@ -24,7 +24,7 @@ def find_engine(name: str) -> Engine:
         raise EngineError(f"engine {name!r}: there is {known}; or give module:attribute")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # of any kind: somebody else's module runs
+    except Exception as error:  # any kind: importing runs the code of a third party
         raise EngineError(
             f"engine {name!r}: cannot import {module_name}: {type(error).__name__}: {error}"
         ) from error

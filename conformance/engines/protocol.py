@@ -1,10 +1,10 @@
-"""What an engine is: how it is built, asked and closed on one rank, and its conventions as data.
+"""The protocol of an engine: its claims and conventions as data, and its session on one rank.
 
-An engine is an importable object, so that each rank finds it by its name. It is tested on a case
-(:class:`~pytest_smp.strategies.training.Training`): a model, its weights, degrees, schedule and data.
+An engine is an importable object, so that each rank finds it by its name. A property tests an engine on a
+case (:class:`~pytest_smp.strategies.training.Training`): a model, its weights, degrees, schedule and data.
 
-Every session of the suite imports its engine, to know what it claims. So nothing here imports torch,
-and neither should the module that has the engine: :meth:`Engine.build` can.
+Every session of the suite imports the tested engine to read its claims. So nothing here imports torch,
+and the module of an engine should not either: :meth:`Engine.build` can import it.
 """
 
 from __future__ import annotations
@@ -23,24 +23,29 @@ if TYPE_CHECKING:
     from pytest_smp.strategies.training_script import Batch
 
 
-#: The version of `Engine` and `Session`. It rises when one of them changes; an engine that was written for another
-#: version is refused.
+#: The version of `Engine` and `Session`. The number rises when one of them changes; the suite refuses an
+#: engine that was written for another version.
 ENGINE_VERSION = 2
 
 
 class EngineError(Exception):
-    """Raised when an engine cannot be used: it is not there, or is no engine."""
+    """Raised when an engine cannot be used: there is none of this name, or the object is no engine."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Conventions:
-    """How an engine reduces gradients; sums over accumulated passes.
+    """The ways in which an engine reduces and shards. Every engine sums over accumulated passes.
 
-    ``"as asked"`` follows the case's ``average``. ``shards``: what is split in equal parts, for those
-    that split: the flat elements of a parameter, its rows, or all elements of a unit of parameters, one
-    after the other (FSDP1's flat parameter). ``fresh``: whether processes that have trained a case cannot
-    train another, because of what the engine keeps in them: they are replaced then, which takes time,
-    and takes a backend whose ranks are processes.
+    Attributes:
+        dp: whether gradients are the mean or the sum over replicas.
+        microbatch: whether gradients are the mean or the sum over microbatches; ``"as asked"`` follows
+            the case's ``average``.
+        shards: the sequence that sharding splits in equal parts: the flat elements of a parameter
+            (``"flat"``), its rows (``"rows"``), or the elements of all parameters of a unit, one parameter
+            after the other, as in FSDP1's flat parameter (``"unit"``).
+        fresh: whether a process can train only one case, because of the state that the engine leaves in
+            it. Such processes are replaced after each case. Replacing takes time, and a backend whose
+            ranks are processes.
     """
 
     dp: Literal["mean", "sum"] = "mean"
@@ -49,7 +54,7 @@ class Conventions:
     fresh: bool = False
 
     def divisor(self, case: Training) -> int:
-        """What the sum over replicas, passes and microbatches is divided by."""
+        """The divisor of the sum over replicas, passes and microbatches."""
         mean = case.average if self.microbatch == "as asked" else self.microbatch == "mean"
         return (case.dp if self.dp == "mean" else 1) * (case.microbatches if mean else 1)
 
@@ -57,16 +62,17 @@ class Conventions:
 class Session(Protocol):
     """One rank's training of one case.
 
-    A case is trained so: for each of ``case.windows``, ``zero_grad``, ``case.passes`` times ``backward``,
-    ``gradients``, and ``step`` where ``case.steps_after(window)``; then ``parameters`` and ``close``. So
-    ``zero_grad`` may come again without a ``step`` in between, and drops the gradients of that window.
+    The suite calls ``zero_grad``, ``case.passes`` times ``backward`` and ``gradients`` for each of
+    ``case.windows``, followed by ``step`` if ``case.steps_after(window)``. At the end it calls
+    ``parameters`` and ``close``. So a second ``zero_grad`` may follow without a ``step`` in between, and
+    drops the gradients of the window.
     """
 
     def backward(self, batch: Batch, *, boundary: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """Forward and backward of one step: losses and outputs by microbatch, in order, detached.
+        """Run forward and backward of one step, and return the microbatches' losses and outputs, detached.
 
-        ``batch`` is what this rank's replica is given: inputs and targets of all microbatches, each
-        with its batch axis. ``boundary``: the last of the passes whose gradients are summed.
+        ``batch`` holds the inputs and targets of all microbatches of this rank's replica, each with its
+        batch axis. ``boundary`` is true in the last of the passes whose gradients are summed.
         """
         ...
 
@@ -83,12 +89,13 @@ class Session(Protocol):
         ...
 
     def step(self) -> None:
-        """One step of the case's optimizer."""
+        """Step the case's optimizer once."""
         ...
 
     def close(self) -> None:
-        """Give up what the session holds, and what its engine keeps in modules: groups, counters, the model
-        that it knows. The next case is trained by the same processes.
+        """Release the session's resources and the engine's module state: groups, counters, the known model.
+
+        The same processes train the next case.
         """
         ...
 
@@ -96,47 +103,51 @@ class Session(Protocol):
 class Exchange(NamedTuple):
     """One exchange of tensors, as one of its ranks sees it."""
 
-    operation: str  #: what is asked for: all_gather, reduce_scatter, all_reduce, or another word
-    ranks: tuple[int, ...]  #: of the world
-    elements: int  #: of the larger side
+    operation: str  #: all_gather, reduce_scatter, all_reduce, or another word
+    ranks: tuple[int, ...]  #: the world ranks of the group
+    elements: int  #: the elements of the larger one of input and output
 
 
 class ShardedSession(Session, Protocol):
-    """What is also asked of engines that claim sharding; ``gradients`` and ``parameters`` are whole.
+    """The session of an engine that claims sharding; ``gradients`` and ``parameters`` are unsharded.
 
-    ``module`` is the model's, as it is called: hooks of its submodules run where they are used.
+    ``module`` is the module that the engine calls, so hooks on its submodules run with their calls.
     """
 
     module: nn.Module
 
     def state(self) -> dict[str, list[Tensor]]:
-        """This rank's part of the training state: tensors by ``parameters``, ``gradients``, ``optimizer``."""
+        """This rank's part of the training state.
+
+        The keys are ``parameters``, ``gradients`` and ``optimizer``; the values are lists of tensors.
+        """
         ...
 
     def traffic(self) -> list[Exchange]:
-        """What ``backward`` exchanged since it was asked last; for engines that claim it."""
+        """The exchanges of ``backward`` since the last call; only for engines that claim TRAFFIC."""
         ...
 
     def live(self) -> int | None:
-        """The most elements that were whole at a time, or on their way, if the engine counts them; for
-        engines of the SMP API.
+        """The peak of elements that were unsharded, or being gathered, at one time.
+
+        None if the engine does not count them. Only engines of the SMP API are asked.
         """
         ...
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """A way to train.
+    """A way to train a model on ranks.
 
     Attributes:
-        name: as shown.
-        conventions: how it reduces.
-        capabilities: what it claims.
-        api: the namespace that a script imports as ``smp``, by its module's name; empty without.
-        protocol: the `ENGINE_VERSION` that it was written for.
-        uses: by its capabilities, what it asks of the backend for them. What needs a capability of
-            the engine is not asked for where the backend lacks that. An engine whose ``uses`` is
-            empty is tested on every backend, and fails where an operation is missing.
+        name: the name in reports.
+        conventions: the ways in which the engine reduces and shards.
+        capabilities: the engine's claims.
+        api: the name of the module that a script imports as ``smp``; empty without the SMP API.
+        protocol: the `ENGINE_VERSION` that the engine was written for.
+        uses: the capabilities of a backend that each capability of the engine depends on. If the backend
+            lacks one, requirements of that capability are not tested. An engine with an empty ``uses`` is
+            tested on every backend, and fails where an operation is missing.
     """
 
     name: str
@@ -147,25 +158,25 @@ class Engine(Protocol):
     uses: Mapping[EngineCapability, frozenset[Capability]]
 
     def replica(self, case: Training) -> int:
-        """Which replica's data this rank is given."""
+        """The number of the replica whose data this rank gets."""
         ...
 
     def build(self, case: Training, *, salt: str = "") -> Session:
-        """The session of this rank, in a world of ``case.ranks`` initialised with ``case.config``.
+        """Make this rank's session, in a world of ``case.ranks`` initialised with ``case.config``.
 
-        Rank 0's weights count; ``salt`` makes those of this rank others.
+        Training starts from rank 0's weights; a ``salt`` makes this rank draw different ones first.
         """
         ...
 
 
 def used(engine: Engine, needs: Collection[Need]) -> frozenset[Capability]:
-    """What the engine asks of the backend for these of its capabilities."""
+    """The capabilities of a backend that the engine depends on for these needs."""
     return frozenset().union(*(asked for each, asked in engine.uses.items() if each in needs))
 
 
 def check(engine: Any, name: str) -> Engine:
-    """``engine``, if it is one. Raises EngineError."""
-    # First, because the parts are those of one version.
+    """Return ``engine`` if it satisfies the protocol. Raises EngineError."""
+    # The version is checked first, because it decides which attributes an engine must have.
     version = getattr(engine, "protocol", None)
     if version != ENGINE_VERSION:
         names = "names no version" if version is None else f"was written for version {version}"

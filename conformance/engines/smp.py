@@ -1,4 +1,4 @@
-"""The engine ``smp``: any implementation of the SMP API, ours if no other is named."""
+"""The engine ``smp``: any implementation of the SMP API; by default ``smp_core.torch``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 CONVENTIONS = Conventions()
 
-#: What ours asks of the backend: sums are exchanges and a fold of our own; a rank of a pipeline takes
-#: what comes first.
+#: The capabilities of a backend that ``smp_core.torch`` depends on. Reductions are exchanges followed by
+#: a fold, so no reducing collective is needed. A pp rank receives from any source.
 USES: Mapping[EngineCapability, frozenset[Capability]] = MappingProxyType(
     {
         EngineCapability.TRAINING: frozenset(
@@ -38,7 +38,7 @@ USES: Mapping[EngineCapability, frozenset[Capability]] = MappingProxyType(
 class SmpEngine:
     """A namespace of the SMP API as an engine.
 
-    A third party's::
+    A third party writes::
 
         ENGINE = SmpEngine("theirs", "their.module.torch", frozenset(EngineCapability) - {...})
     """
@@ -53,15 +53,15 @@ class SmpEngine:
     protocol: int = ENGINE_VERSION
 
     def namespace(self) -> Any:
-        """The module."""
+        """Import the module that ``api`` names, and return it."""
         return importlib.import_module(self.api)
 
     def replica(self, case: Training) -> int:
-        """The rank's data-parallel rank (API 4.4)."""
+        """The number of this rank's replica, which is its data-parallel rank (API 4.4)."""
         return int(self.namespace().dp_rank())
 
     def build(self, case: Training, *, salt: str = "") -> Session:
-        """As a script would."""
+        """Make this rank's session, with the calls that a user's script makes."""
         from conformance.engines.smp_session import SmpSession
 
         return SmpSession(self.namespace(), case, salt=salt)

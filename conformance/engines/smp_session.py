@@ -1,4 +1,4 @@
-"""One rank's training with the SMP API, as a script does it; and what it holds and exchanges."""
+"""One rank's training with the SMP API, with the calls of a user's script, and its memory and traffic."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from pytest_smp.strategies.training_script import Batch, Script
 
 
 class SmpSession(Script):
-    """A script that can also be asked what sharding is asked for."""
+    """A script with the methods that ShardedSession adds."""
 
     _found: tuple[Exchange, ...] = ()
 
     def backward(self, batch: Batch, *, boundary: bool = True) -> tuple[list[Tensor], list[Tensor]]:
-        """As the script's, with all that the engine's own ledger sees, if it has one."""
+        """Run the script's ``backward``, and keep the exchanges that the engine's ledger records.
+
+        At sharding degree 1 nothing is recorded.
+        """
         sharding = self._sharding
         if sharding is None:
             return super().backward(batch, boundary=boundary)
@@ -26,12 +29,12 @@ class SmpSession(Script):
         return made
 
     def live(self) -> int | None:
-        """By the engine's own count, if it has one."""
+        """The engine's own count of the peak of unsharded elements; None at sharding degree 1."""
         return None if self._sharding is None else self._sharding.unsharded.peak
 
     @property
     def _sharding(self) -> Any:
-        """That of the model; None at degree 1, where nothing is counted."""
+        """The sharding of the model; None at sharding degree 1, where nothing is counted."""
         sharding: Any = self.model.sharding
         return sharding if sharding.degree > 1 else None
 
@@ -46,13 +49,13 @@ class SmpSession(Script):
         return tuple(groups.get(kind.value, range(case.dp)))
 
     def state(self) -> dict[str, list[Tensor]]:
-        """This rank's parts."""
+        """This rank's part of the training state, without the optimizer's counters of steps."""
         trained = list(self.trained().values())
         kept = [
             each
             for values in self.optimizer.state.values()
             for name, each in values.items()
-            if isinstance(each, Tensor) and name != "step"  # which counts
+            if isinstance(each, Tensor) and name != "step"  # a counter, which is not sharded
         ]
         return {
             "parameters": [each.detach() for each in self.module.parameters()],
@@ -61,6 +64,6 @@ class SmpSession(Script):
         }
 
     def traffic(self) -> list[Exchange]:
-        """What was exchanged since it was asked last."""
+        """Return the exchanges since the last call, and forget them."""
         found, self._found = list(self._found), ()
         return found

@@ -1,7 +1,7 @@
-"""The requirements, each declared once; properties point to them by :func:`requirement`.
+"""All requirements, each declared once; properties point to them by :func:`requirement`.
 
-Sources of the API's requirements are in docs/spec; of the process groups', torch's own
-documentation of torch.distributed.
+Requirements of the API cite docs/spec. Requirements of process groups cite torch's documentation of
+torch.distributed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,6 @@ REQUIREMENTS = Registry(
 def requirement(id: str) -> pytest.MarkDecorator:
     """Mark a property as a test of the requirement ``id``.
 
-    Raises RequirementError, which ends the collection of the property's file, if there is none.
+    Raises RequirementError for an unknown id; the error ends the collection of the property's file.
     """
     return pytest.mark.requirement(REQUIREMENTS.named(id).id)

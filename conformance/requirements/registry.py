@@ -1,6 +1,6 @@
-"""What a requirement is: one promise of the API, with its id, sentence, source, level and what it needs.
+"""The type of a requirement: one promise of the API, with its id, sentence, source, level and needs.
 
-The requirements themselves are data and stand in :mod:`conformance.requirements`.
+The requirements themselves are data, in the other modules of :mod:`conformance.requirements`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ __all__ = [
 
 
 class RequirementError(Exception):
-    """Raised when requirements and properties do not fit together: an id that is declared twice, an
-    empty field, a property of an unknown requirement, a requirement without a property.
+    """Raised when requirements or properties are declared wrongly.
+
+    The causes are an id that is declared twice or of a wrong form, an empty field, and a property of an
+    unknown requirement.
     """
 
 
 class Level(enum.IntEnum):
-    """How far a backend or engine goes. Levels are cumulative: L1 is claimed together with L0."""
+    """A grade of a backend or engine. Grades are cumulative: L1 includes the requirements of L0."""
 
     sentence: str
 
     def __new__(cls, number: int, sentence: str) -> Level:
-        """A level is its number, and carries its sentence."""
+        """Make a level that is the number and carries the sentence."""
         level = int.__new__(cls, number)
         level._value_ = number
         level.sentence = sentence
@@ -66,9 +68,13 @@ class Requirement:
 
     id: str  #: ``COMM-ALLGATHER-ORDER``: the area first
     sentence: str  #: the promise, in one sentence
-    source: str  #: where it is made; what is our decision says INF, with the reason
+    source: (
+        str  #: the document that makes the promise; INF and a reason for a decision of this project
+    )
     level: Level
-    needs: frozenset[Need]  #: a backend, or an engine, that does not claim them is not tested
+    needs: frozenset[
+        Need
+    ]  #: capabilities; the requirement is not tested without claims to all of them
 
     def __post_init__(self) -> None:
         if not self.needs:
@@ -85,9 +91,9 @@ class Requirement:
         return f"{self.id}: {self.sentence} [{self.source}]"
 
     def lacks(self, claims: Collection[Need], more: Collection[Need] = ()) -> list[Need]:
-        """What it needs beside these claims, of the backend first, in the order of declaration.
+        """The needs of this requirement that are not claimed: the backend's first, in declared order.
 
-        ``more``: what it needs beside its own needs, because the engine uses it.
+        ``more`` are further needs, of the engine that the requirement is tested on.
         """
         needs = {*self.needs, *more}
         return [each for each in NEEDS if each in needs and each not in claims]
@@ -107,7 +113,7 @@ class Registry(Mapping[str, Requirement]):
             self._by_id[each.id] = each
 
     def named(self, id: str) -> Requirement:
-        """The requirement of this id."""
+        """The requirement of this id. Raises RequirementError if there is none, with the nearest id."""
         found = self._by_id.get(id)
         if found is None:
             near = difflib.get_close_matches(id, self._by_id, n=1)
