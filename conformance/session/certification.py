@@ -1,4 +1,4 @@
-"""Which level a run certifies, and what keeps it from certifying more."""
+"""The level that a run certifies, and the obstacles to certification."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _GOOD = {Verdict.PASS, Verdict.WAIVED, Verdict.NOT_SUPPORTED}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Certification:
-    """What a run says about the backend as a whole.
+    """The judgement of a run about the backend as a whole.
 
     Attributes:
-        level: the highest one reached, or None.
-        obstacles: what --smp-certify does not allow, in words; empty if all is well.
-        waivers: how many requirements up to that level are waived.
+        level: the highest level reached, or None.
+        obstacles: descriptions of everything that --smp-certify does not allow; empty if there is nothing.
+        waivers: the number of waived requirements up to that level.
     """
 
     level: Level | None
@@ -28,7 +28,7 @@ class Certification:
 
     @property
     def certified(self) -> bool:
-        """Whether nothing stands against it."""
+        """True if a level is reached and there is no obstacle."""
         return self.level is not None and not self.obstacles
 
     def __str__(self) -> str:
@@ -41,7 +41,8 @@ class Certification:
 def reached(registry: Registry, verdicts: Mapping[str, Verdict]) -> Level | None:
     """The highest level up to which every requirement is PASS, WAIVED or NOT SUPPORTED.
 
-    A level of which nothing passed is not reached by that alone: claiming nothing proves nothing.
+    A level in which no requirement is PASS is not reached by itself, because a backend that claims nothing
+    has proved nothing.
     """
     found = None
     for level in Level:
@@ -59,13 +60,13 @@ def certification(
     obstacles: Mapping[str, list[str]],
     whole: bool,
 ) -> Certification:
-    """The certification of a run.
+    """Certify a run.
 
     Args:
         registry: the requirements.
-        verdicts: on each of them.
-        obstacles: what the session left out, in words, each with the names that it is about.
-        whole: whether the session asked for every property; of a part, no level follows.
+        verdicts: the verdict on each requirement, by id.
+        obstacles: descriptions of everything that the session left out, each with names of what it concerns.
+        whole: whether the session asked for every property; a part of them certifies no level.
     """
     found = dict(obstacles)
     for verdict in Verdict:

@@ -1,6 +1,6 @@
 """The file of expected failures: read and checked before anything runs, and written from what failed.
 
-It is TOML, and stands in the repository of whoever wrote the backend::
+The file is TOML and is kept in the repository of the backend's author::
 
     version = 1
 
@@ -9,8 +9,8 @@ It is TOML, and stands in the repository of whoever wrote the backend::
     reason = "send returns as soon as the object has left"
     link = "https://example.com/issues/7"
 
-Every entry must match a requirement, and no requirement two entries: a waiver that does nothing, or
-has two reasons, is one that nobody looks at.
+Every entry must match a requirement, and no requirement may match two entries. A waiver without effect,
+or with two reasons, would go unnoticed.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from urllib.parse import urlsplit
 from conformance.session.verdicts import Verdict
 
 VERSION = 1
-TODO = "TODO"  #: how a reason or a link begins that the tool wrote and nobody has filled in
+TODO = "TODO"  #: the beginning of a reason or a link that the tool wrote and a person must fill in
 _FIELDS = ("id", "reason", "link")
 _HEADER = re.compile(r"^[ \t]*\[\[[ \t]*expected[ \t]*\]\]", re.MULTILINE)
 
 
 class ExpectationError(Exception):
-    """Raised when a file of expected failures cannot be used; says the file, the entry and why."""
+    """Raised when a file of expected failures cannot be used; names the file, the entry and the reason."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Expectation:
-    """One entry: the requirements that ``id``, exact or a glob, names are expected to fail."""
+    """One entry: the requirements that match ``id``, an exact id or a glob, are expected to fail."""
 
     id: str
     reason: str
@@ -49,17 +49,17 @@ class Expectation:
     place: str = dataclasses.field(default="", compare=False)  # "expected.toml:3: entry 1"
 
     def matches(self, id: str) -> bool:
-        """Whether it speaks of the requirement of this id."""
+        """Return whether the entry covers the requirement of this id."""
         return id == self.id or (self.glob and fnmatchcase(id, self.id))
 
     @property
     def glob(self) -> bool:
-        """Whether ``id`` is a pattern."""
+        """True if ``id`` is a glob."""
         return not {"*", "?", "["}.isdisjoint(self.id)
 
     @property
     def todo(self) -> bool:
-        """Whether nobody has said yet why it is expected."""
+        """True if the reason or the link is still the tool's TODO."""
         return any(text.strip().upper().startswith(TODO) for text in (self.reason, self.link))
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class Expectation:
 
 
 def read(path: Path) -> list[Expectation]:
-    """The entries of a file, as they stand there.
+    """Read the entries of a file, in the order of the file.
 
     Raises ExpectationError for a file that cannot be read, is not TOML, or has a field missing,
     unknown or of a wrong type.
@@ -85,10 +85,10 @@ def read(path: Path) -> list[Expectation]:
 
 
 def file_of(named: Path | str | None) -> Path | None:
-    """The file that a Backend names: a path, or ``package:path`` below an importable package.
+    """The file that a backend names: a path, or ``package:path`` below an importable package.
 
-    Raises ExpectationError if there is no such package, or the path is not absolute: where the
-    session was started is nothing that a backend knows.
+    Raises ExpectationError if there is no such package or the path is not absolute: a backend cannot know
+    the folder that a session is started in. Returns None if the backend names no file.
     """
     if named is None:
         return None
@@ -111,10 +111,13 @@ def file_of(named: Path | str | None) -> Path | None:
 
 
 def parse(text: str, name: str) -> list[Expectation]:
-    """The entries of a text in TOML; ``name`` is what messages call the file. Raises as ``read``."""
+    """Parse the entries of a text in TOML; messages call the file ``name``. Raises ExpectationError."""
     try:
         document = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # of a number, a date, or a nest beyond Python's
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # ... or numbers, dates and nesting beyond Python's
         raise ExpectationError(f"{name}: not TOML: {error}") from None
     _refuse_unknown(document, ("version", "expected"), name)
     version = document.get("version")
@@ -125,7 +128,7 @@ def parse(text: str, name: str) -> list[Expectation]:
     if not isinstance(entries, list) or not all(isinstance(each, dict) for each in entries):
         raise ExpectationError(f"{name}: expected is no list of entries: write [[expected]]")
     lines = [text.count("\n", 0, found.start()) + 1 for found in _HEADER.finditer(text)]
-    exact = len(lines) == len(entries)  # written in another way, an entry has its number only
+    exact = len(lines) == len(entries)  # false for inline tables, whose lines are not known
     return [
         _entry(each, f"{name}:{lines[n]}: entry {n + 1}" if exact else f"{name}: entry {n + 1}")
         for n, each in enumerate(entries)
@@ -159,12 +162,12 @@ def check(entries: Sequence[Expectation], ids: Collection[str]) -> dict[str, Exp
     """The expected failures by the requirement's id.
 
     Args:
-        entries: what was read.
-        ids: of all requirements.
+        entries: the entries of the file.
+        ids: the ids of all requirements.
 
     Raises:
         ExpectationError: an entry has no reason yet, its link is no URL, it matches no requirement,
-            or one that another entry matches.
+            or it matches a requirement that another entry matches.
     """
     found: dict[str, Expectation] = {}
     for entry in entries:
@@ -205,15 +208,16 @@ def updated(
     verdicts: Mapping[str, Verdict],
     failed: Collection[str],
 ) -> list[Expectation]:
-    """What the file should say after a run, in the order of the requirements.
+    """The entries that the file should have after a run, in the order of the requirements.
 
-    An entry stays as long as all that it matches failed or was left out; a glob that matches more
-    gives its reason and link to the ones that failed. What failed and stands nowhere is new.
+    An entry stays if every supported requirement that it matches failed or was left out. Of a glob that
+    also matches a requirement that passed, the others get an entry each, with its reason and link. A
+    failed requirement without an entry gets a new one.
 
     Args:
-        entries: what the file said.
-        verdicts: on every requirement.
-        failed: ids of the requirements that failed in a way that can be waived.
+        entries: the entries of the file before.
+        verdicts: the verdict on every requirement, by id.
+        failed: the ids of requirements that failed in a way that can be waived.
     """
     known = list(verdicts)
     stays = {id for id in known if id in failed or verdicts[id] is Verdict.SKIPPED}
@@ -238,7 +242,7 @@ def updated(
 
 
 def written(entries: Sequence[Expectation], errors: Mapping[str, str]) -> str:
-    """The entries in TOML; an entry that is still to be filled in gets its error as a comment."""
+    """Write the entries in TOML; an entry with a TODO gets its requirement's error as a comment."""
     return "\n".join(_lines(entries, errors)) + "\n"
 
 
@@ -256,7 +260,7 @@ def _lines(entries: Sequence[Expectation], errors: Mapping[str, str]) -> Iterato
 
 
 def _string(text: str) -> str:
-    # JSON's escapes are among those of a TOML basic string, which moreover forbids a raw DEL.
+    # TOML's basic strings have all of JSON's escapes, and also forbid a raw DEL.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

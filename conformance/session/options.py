@@ -1,8 +1,7 @@
-"""The suite's options: each a command-line flag and an ini key of the same name, and the flags of the
-self-test.
+"""The suite's options, each a command-line flag and an ini key of one name, and the self-test's flags.
 
-Nothing here imports more than pytest: every session of every user of the distribution reads this
-file, and does not import the package that it belongs to (see pytest_smp/suite.py).
+This file imports nothing but pytest. Every session of every user of the distribution reads the file
+alone, without importing its package (see pytest_smp/suite.py).
 """
 
 from __future__ import annotations
@@ -15,15 +14,17 @@ import pytest
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SuiteOptions:
-    """The values in force for a session; paths are absolute."""
+    """The values of the suite's options in a session; paths are absolute."""
 
-    certify: bool  # nothing may be left out: the gate of a CI
+    certify: bool  # whether anything left out is a failure: the gate of a CI
     expectations: Path | None  # the file of expected failures
-    write_expectations: Path | None  # where to write that file, from what failed
-    report: Path | None  # where to write the verdicts as JSON
-    engine: str  # what trains: the name of an engine, or module:attribute
-    level: str  # the highest level whose requirements are run: "L2", or "" for all
-    smoke: bool  # a rehearsal: few examples of each property
+    write_expectations: (
+        Path | None
+    )  # the file of expected failures to write, from the run's failures
+    report: Path | None  # the JSON file to write the verdicts to
+    engine: str  # the engine under test: a name, or module:attribute
+    level: str  # the highest level whose requirements run: "L2", or "" for all
+    smoke: bool  # whether the run is a rehearsal, with few examples of each property
 
 
 _HELP = {
@@ -36,11 +37,11 @@ _HELP = {
     "smoke": "rehearse: at most three examples of each property; certifies nothing",
 }
 _FLAGS = {"certify", "smoke"}
-_DEFAULTS = {"engine": "smp", "level": ""}  # of what is no file
+_DEFAULTS = {"engine": "smp", "level": ""}  # of the options whose values are not files
 
 
 def add_options(parser: pytest.Parser) -> None:
-    """Declare flags and ini keys."""
+    """Declare the suite's flags and ini keys."""
     group = parser.getgroup("smp", "tests on ranks (pytest-smp)")
     for name, text in _HELP.items():
         flag = f"--smp-{name.replace('_', '-')}"
@@ -72,17 +73,17 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def given(config: pytest.Config) -> str:
-    """The first option on the command line that is about the suite alone, or the empty text."""
+    """The first flag on the command line that only the suite has, or the empty string."""
     names = (*(name for name in _HELP if name != "report"), "selftest", "mutants", "mutant")
     flags = (f"--smp-{name.replace('_', '-')}" for name in names if config.getoption(f"smp_{name}"))
     return next(flags, "")
 
 
 def read(config: pytest.Config, *, ini: bool) -> SuiteOptions:
-    """The values in force. Raises pytest.UsageError for two that contradict each other.
+    """Read the options of a session. Raises pytest.UsageError for two that contradict each other.
 
-    Without ``ini`` only the command line counts: a project's ini keys are about its sessions of the
-    suite, not about all its other tests.
+    Without ``ini`` only the command line counts. A project's ini keys are meant for its sessions of the
+    suite, and not for its other tests.
     """
     options = SuiteOptions(
         certify=bool(_value(config, "certify", ini)[0]),
@@ -108,7 +109,7 @@ def read(config: pytest.Config, *, ini: bool) -> SuiteOptions:
 
 
 def _value(config: pytest.Config, name: str, ini: bool) -> tuple[str | bool | None, Path]:
-    """What is given, and the folder that a relative path starts at."""
+    """The value of an option, and the folder that a relative path in it starts from."""
     value = config.getoption(f"smp_{name}")
     if value is not None or not ini:
         return value, config.invocation_params.dir

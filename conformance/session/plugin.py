@@ -1,4 +1,4 @@
-"""The suite's pytest plugin: hooks only. What they do stands in the modules beside this one.
+"""The hooks of the suite's pytest plugin; the modules beside this one do the work.
 
 pytest_smp/suite.py loads this module in sessions that collect the suite or use its options.
 """
@@ -51,7 +51,7 @@ def _session(config: pytest.Config) -> SuiteSession:
 
 
 def _with_suite(config: pytest.Config) -> SuiteSession:
-    """The session, now that it is known to collect the suite."""
+    """The suite session of a pytest session that collects the suite, so that ini keys count too."""
     session = _session(config)
     session.found()
     return session
@@ -63,7 +63,7 @@ def _used(config: pytest.Config) -> SuiteSession | None:
 
 @contextlib.contextmanager
 def _refusing(config: pytest.Config) -> Iterator[None]:
-    """Let the main process refuse what a worker of xdist refuses."""
+    """Pass an xdist worker's UsageError on, so that the main process refuses the session with it."""
     try:
         yield
     except pytest.UsageError as error:
@@ -86,7 +86,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def started(config: pytest.Config) -> None:
-    """The main process's session has started: what it is to write must be writable now."""
+    """Note the start of the main process's session, and check that its output files can be written."""
     config.stash[_STARTED] = True
     suite = _used(config)
     if suite is not None:
@@ -99,8 +99,8 @@ def started(config: pytest.Config) -> None:
 def pytest_pycollect_makemodule(
     module_path: Path, parent: pytest.Collector
 ) -> pytest.Module | None:
-    # Of a file outside of the root folder pytest leaves the path out of the ids: they say too little
-    # to be an argument of the next command line.
+    # pytest's ids of a file outside the root folder lack the path, so they would be no use as arguments
+    # of the next command line.
     root = parent.config.rootpath
     if not module_path.is_relative_to(door.HERE) or module_path.is_relative_to(root):
         return None
@@ -144,15 +144,18 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def smp_engine(request: pytest.FixtureRequest) -> str:
-    """The name by which every rank finds the engine that is tested (--smp-engine)."""
-    # The first optimizer of a process imports it, for seconds that no run on ranks has to spare.
+    """The name by which every rank finds the engine under test (--smp-engine)."""
+    # A process's first optimizer imports torch._dynamo for seconds, which would count against a run's limit.
     import torch._dynamo  # noqa: F401
 
     return _session(request.config).options.engine
 
 
 class _Running:
-    """What stands around a running test, and so in its tracebacks: in sessions of the suite only."""
+    """The wrapper around a running test.
+
+    A wrapper is visible in tracebacks, so only sessions of the suite register this one.
+    """
 
     def __init__(self, suite: SuiteSession) -> None:
         self._suite = suite
@@ -164,7 +167,8 @@ class _Running:
             return (yield)
 
 
-# Innermost: what others make of a report, as a conftest module that forgives, is none of a verdict's.
+# Innermost, because a verdict must not depend on hooks of others, such as a conftest's that turns failures
+# into passes.
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[Any]
@@ -176,11 +180,11 @@ def pytest_runtest_makereport(
     return report
 
 
-# What the main process hears, from its own items or from xdist's workers, and the end.
+# Hooks of the main process: reports of its own items or of xdist's workers, and the end.
 
 
 class _Listener:
-    """The hooks that get no config."""
+    """The main process's hooks that need the config and get none from pytest."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -231,7 +235,7 @@ class _Listener:
 
 
 class _Worker:
-    """What a worker of xdist tells at its end."""
+    """The hook of an xdist worker's end: sends its results to the main process."""
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

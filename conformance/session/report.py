@@ -1,5 +1,6 @@
-"""The verdicts of a session as JSON: a document with a version, described in docs/report.md and
-``report.schema.json``.
+"""The verdicts of a session as a versioned JSON document.
+
+docs/report.md and ``report.schema.json`` describe the document.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ SCHEMA = Path(__file__).parents[1] / "report.schema.json"
 SCHEMA_VERSION = 2
 _SUITE = "pytest-smp"
 _EXAMPLE = ("Failing test case", "Falsifying example")  # Hypothesis's words, now and before
-_MOST_CHARACTERS = 4000  # of one text; the difference of two large values may have millions
+_MOST_CHARACTERS = 4000  # of one text; a comparison of two large values may have millions
 
 
 class Reported(Protocol):
-    """What a report says of a session of the suite (:class:`~conformance.session.session.SuiteSession`)."""
+    """The part of a suite session that a report reads.
+
+    :class:`~conformance.session.session.SuiteSession` satisfies this protocol.
+    """
 
     backend: Backend
     engine: Engine
@@ -55,9 +59,9 @@ class Reported(Protocol):
 
 
 def document(session: Reported, exit_status: int | None) -> dict[str, Any]:
-    """The whole report.
+    """Make the whole report.
 
-    ``exit_status`` is that of the session, or None while it runs.
+    ``exit_status`` is the exit status of the session, or None while the session runs.
     """
     verdicts = session.verdicts()
     interrupted = session.interrupted
@@ -202,7 +206,7 @@ def _version(distribution: str) -> str | None:
 
 
 def error_text(error: BaseException) -> str:
-    """Type and message of an exception."""
+    """The type and the message of an exception, shortened."""
     try:
         text = str(error)
     except Exception as broken:  # a broken __str__ must not hide the error
@@ -211,11 +215,11 @@ def error_text(error: BaseException) -> str:
 
 
 def shortened(text: str) -> str:
-    """The text, cut where it is very long."""
+    """Cut a text that is longer than 4000 characters, and say how much is missing."""
     left = len(text) - _MOST_CHARACTERS
     return text if left <= 0 else f"{text[:_MOST_CHARACTERS]}... ({left} more characters)"
 
 
 def write(path: Path, document: dict[str, Any]) -> None:
-    """Write the document; whoever reads the file meanwhile sees the old one or the new one, whole."""
+    """Write the document atomically: another process reads the whole old one or the whole new one."""
     write_text(path, json.dumps(document, indent=2) + "\n")

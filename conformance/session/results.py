@@ -1,4 +1,4 @@
-"""What became of one property, and how a property is named in texts that outlive the session."""
+"""The result of one property, and names of properties for texts that outlive the session."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from conformance.session.verdicts import PropertyOutcome
 
-#: The package of the properties, as ``pytest --pyargs`` is told, and its folder.
+#: The package of the properties, as an argument of ``pytest --pyargs``, and its folder.
 ADDRESS = "conformance.suite"
 HERE = Path(__file__).parents[1] / "suite"
 
@@ -18,15 +18,15 @@ _RANK = list(PropertyOutcome)
 
 @dataclasses.dataclass(slots=True)
 class PropertyResult:
-    """What became of one property.
+    """The result of one property.
 
     Attributes:
-        requirement: the id of the requirement that it tests.
-        outcome: the worst of all its phases and repetitions.
+        requirement: the id of the requirement that the property tests.
+        outcome: the worst outcome of all phases and repetitions.
         duration: seconds, set-up and tear-down included.
-        error: type and message of the exception, or None.
-        notes: the notes of that exception; the falsifying example is among them.
-        smp: how its ranks ended, for a test that is marked ``smp``.
+        error: the type and message of the exception, or None.
+        notes: the notes of that exception, with the falsifying example among them.
+        smp: the report of the ranks, for a test that is marked ``smp``.
     """
 
     requirement: str
@@ -37,7 +37,7 @@ class PropertyResult:
     smp: dict[str, Any] | None = None
 
     def add(self, outcome: PropertyOutcome) -> bool:
-        """Take one more outcome into account; whether it is the worst so far."""
+        """Add one more outcome, and return whether it is worse than all before."""
         worse = self.outcome is PropertyOutcome.NOT_RUN or _RANK.index(outcome) < _RANK.index(
             self.outcome
         )
@@ -47,14 +47,15 @@ class PropertyResult:
 
 
 def property_name(nodeid: str) -> str:
-    """A property's name, wherever the session was started: ``conformance/suite/test_x.py::test_y[z]``."""
+    """A property's name, the same from any folder: ``conformance/suite/test_x.py::test_y[z]``."""
     path, _, rest = nodeid.partition("::")
     return f"{ADDRESS.replace('.', '/')}/{path.rpartition('/')[2]}::{rest}"
 
 
 def argument(nodeid: str) -> str:
-    """A property as an argument of ``pytest --pyargs``, from any folder, in any shell:
-    ``'conformance.suite.test_x::test_y[z]'``.
+    """A property as an argument of ``pytest --pyargs``: ``'conformance.suite.test_x::test_y[z]'``.
+
+    The argument is quoted for a shell, and valid from any folder.
     """
     path, _, rest = nodeid.partition("::")
     module = path.rpartition("/")[2].removesuffix(".py")

@@ -1,8 +1,7 @@
-"""What one pytest session does with the suite: which properties run, what became of them, and what
-follows.
+"""The suite in one pytest session: selects properties, collects their outcomes and judges them.
 
-Properties may run in xdist's workers: what the main process must know travels in the reports'
-``user_properties`` and, at a worker's end, in its ``workeroutput``.
+Properties may run in xdist's workers. A worker sends its outcomes to the main process in the reports'
+``user_properties`` and, at its end, in its ``workeroutput``.
 """
 
 from __future__ import annotations
@@ -45,8 +44,11 @@ if TYPE_CHECKING:
 
 _SMOKE = 3  # examples of a property in a rehearsal
 
-_REQUIREMENT = "requirement"  # of a test's report; JUnit files show it, too
-_SIBLINGS = "requirement_properties"  # how many there are, before any is deselected
+# Keys in the user_properties of a test's report; JUnit files show them, too.
+_REQUIREMENT = "requirement"
+_SIBLINGS = (
+    "requirement_properties"  # the requirement's number of properties, deselected ones included
+)
 _TOLD = "conformance"  # outcome, error and notes of a property that did not pass, in JSON
 _EXPECTED: pytest.StashKey[Expectation | None] = pytest.StashKey()
 
@@ -80,16 +82,20 @@ class SuiteSession:
         self.results: dict[str, PropertyResult] = {}  # by node id
         self.siblings: dict[str, int] = {}  # by requirement
         self.whole: bool | None = None  # None: not known yet
-        self.unclosed: str | None = None  # how the backend failed to close
-        self._here = self._started = False  # whether the suite is collected; whether all has begun
+        self.unclosed: str | None = None  # the error with which the backend failed to close
+        self._here = self._started = (
+            False  # whether the suite is collected; whether start() was called
+        )
         self._collected: set[Path] = set()
         self._controller: Controller | None = None  # if we opened its backend
-        self._crashed: dict[str, str] = {}  # by node id; whose, a worker tells at its end
+        self._crashed: dict[
+            str, str
+        ] = {}  # by node id; a worker's output names the requirements later
         self._certification: Certification | None = None
         self._written: str | None = None
 
     def found(self) -> None:
-        """The session collects the suite: from now on the ini keys count, too.
+        """Note that the session collects the suite, and read the options again with the ini keys.
 
         Raises pytest.UsageError for options or expected failures that cannot be used.
         """
@@ -115,7 +121,7 @@ class SuiteSession:
         return Registry(*(each for each in self.all.values() if each.level <= highest))
 
     def _claims(self) -> tuple[Engine, dict[str, list[Need]]]:
-        """The engine, and what requirements need beside what backend and engine claim.
+        """The engine, and the needs that neither backend nor engine claims, by requirement.
 
         Raises pytest.UsageError if there is no such engine.
         """
@@ -141,12 +147,13 @@ class SuiteSession:
                 return entries, {id: entry for id, entry in found.items() if id in self.registry}
         except ExpectationError as error:
             raise pytest.UsageError(f"expected failures: {error}") from None
-        # The file is about to be written: what it says too much goes, what it lacks stays a failure.
+        # The file is about to be written anew, so entries without effect may stand in it. Unlisted failures
+        # stay failures, so that they are found and listed.
         usable = [entry for entry in reversed(entries) if not entry.todo]
         return entries, {id: e for e in usable for id in self.registry if e.matches(id)}
 
     def _expectations_file(self) -> Path | None:
-        """What was asked for, the file that is about to be written anew, or the backend's own."""
+        """The file of the options, the existing file to write anew, or the backend's own; None without."""
         target = self.options.write_expectations
         if self.options.expectations is not None:
             return self.options.expectations
@@ -154,7 +161,7 @@ class SuiteSession:
             return target
         try:
             own = expectations.file_of(self.backend.expectations)
-            # It may name the file that is about to be written for the first time.
+            # The backend may name the file that is about to be written for the first time.
             return None if target is not None and own is not None and not own.exists() else own
         except ExpectationError as error:
             raise pytest.UsageError(f"backend {self.backend.name}: {error}") from None
@@ -162,11 +169,15 @@ class SuiteSession:
     # Collection.
 
     def collects(self, path: Path) -> None:
-        """A folder or file of the suite is being collected."""
+        """Note that a folder or file of the suite is being collected."""
         self._collected.add(path)
 
     def collected(self, session: pytest.Session, items: list[pytest.Item]) -> None:
-        """Look at all items, before any is deselected: what they test, and whether they can."""
+        """Prepare all items before any is deselected: find their requirements, sort them, mark skips.
+
+        Raises pytest.UsageError for an item without a requirement, and for a requirement without a property
+        in a session that asked for the whole suite.
+        """
         found: dict[str, list[pytest.Item]] = defaultdict(list)
         above: list[pytest.Item] = []
         for item in items:
@@ -199,17 +210,17 @@ class SuiteSession:
             item.add_marker(pytest.mark.skip(f"not supported: {lacks}"))
 
     def selected(self, items: list[pytest.Item]) -> None:
-        """What is left is to be run."""
+        """Note that these items, which no plugin has deselected, are to run."""
         for item in items:
             if item.nodeid in self.results:
                 self.results[item.nodeid].outcome = PropertyOutcome.NOT_RUN
 
     def _is_whole(self, session: pytest.Session) -> bool:
-        """Whether every property must be there: the package, or a folder above it, was asked for,
-        and each of its files was collected, all of it.
+        """Return whether the session asked for every property of the suite.
 
-        A folder above may be a project's that has its virtual environment below it, and does not
-        collect that. ``--lf`` collects parts of files.
+        The package or a folder above it must be an argument, and every file must be collected in full. A
+        folder above may be a project with its virtual environment below, which pytest does not collect.
+        ``--lf`` collects parts of files.
         """
         asked = any(session.isinitpath(path) for path in (HERE, *HERE.parents))
         parts = session.testsfailed or getattr(session.config.option, "lf", False)
@@ -219,7 +230,7 @@ class SuiteSession:
     def open_backend(self, items: list[pytest.Item]) -> None:
         """Open the backend if any property will need it.
 
-        Raises pytest.UsageError if it cannot be opened: that says nothing of any requirement.
+        Raises pytest.UsageError if the backend cannot be opened, because no requirement is to blame.
         """
         ours = [self.results[item.nodeid] for item in items if item.nodeid in self.results]
         if all(result.requirement in self.lacks for result in ours):
@@ -227,7 +238,7 @@ class SuiteSession:
         from pytest_smp.plugin import PRELOAD, controller_of
 
         if any("smp_engine" in getattr(item, "fixturenames", ()) for item in items):
-            # A process's first optimizer imports it, for seconds: better once, before there are ranks.
+            # A process's first optimizer imports torch._dynamo for seconds: do so once, before ranks exist.
             self.config.stash[PRELOAD] = ("torch._dynamo",)
         try:
             controller_of(self.config).open()
@@ -236,7 +247,7 @@ class SuiteSession:
         self._controller = controller_of(self.config)
 
     def close_backend(self) -> None:
-        """Close what ``open_backend`` opened, while a failure can still be told."""
+        """Close what ``open_backend`` opened, early enough that a failure can still be reported."""
         if self._controller is None:
             return
         try:
@@ -248,9 +259,11 @@ class SuiteSession:
 
     @contextlib.contextmanager
     def adjusted(self, item: pytest.Item) -> Iterator[None]:
-        """Do not make a failure smaller that is expected, or that is only to be listed; and try fewer
-        examples where ranks are slow, but of what is expected to fail, which ends at the first, and
-        in a rehearsal.
+        """Change Hypothesis's settings while an item runs.
+
+        An expected failure is not shrunk, and neither is any failure of a session that only lists them;
+        their number of examples stays, since the first failure ends them. All other properties get fewer
+        examples on ranks that are processes, and in a rehearsal.
         """
         function = getattr(item, "obj", None)
         function = getattr(function, "__func__", function)
@@ -268,7 +281,7 @@ class SuiteSession:
         base = before or hypothesis_settings()
         if listed:
             phases = [each for each in base.phases if each not in (Phase.shrink, Phase.explain)]
-            # What is saved counts as shrunk: a later run that is to shrink it would not.
+            # Hypothesis takes a saved example for shrunk, so a later run would not shrink it: save nothing.
             kept = None if base.database is None else ReadOnlyDatabase(base.database)
             changed = hypothesis_settings(base, phases=phases, database=kept)
         else:
@@ -282,7 +295,7 @@ class SuiteSession:
             setattr(function, name, before)
 
     def tell(self, item: pytest.Item, call: pytest.CallInfo[Any], made: pytest.TestReport) -> None:
-        """Put what the main process must know into a report, and waive an expected failure."""
+        """Write outcome, error and notes into a report for the main process, and waive an expected failure."""
         id = _property(made, _REQUIREMENT)
         if id is None or made.passed or call.excinfo is None:
             return
@@ -299,13 +312,14 @@ class SuiteSession:
 
     @property
     def _replaces_ranks(self) -> bool:
-        """Whether a rank that does not come back is ended and another takes its place, as processes
-        are; a thread that computes for ever goes on, beside all that is tested after it.
+        """True if a rank that does not return is ended and replaced, as a rank process is.
+
+        A thread that computes for ever cannot be ended, and runs on beside all later tests.
         """
         return self._controller is not None and not getattr(self._controller.open(), "steady", True)
 
     def logged(self, made: pytest.TestReport) -> None:
-        """Take a report into account, from wherever it comes."""
+        """Add a report to the results, whether this process or an xdist worker made it."""
         id = _property(made, _REQUIREMENT)
         if id is None:
             if str(made.when) == "???":  # xdist's word for a worker that crashed
@@ -327,7 +341,7 @@ class SuiteSession:
     # Workers of xdist.
 
     def worker_output(self) -> dict[str, Any]:
-        """What a worker tells the main process."""
+        """The data that an xdist worker sends to the main process at its end."""
         return {
             "whole": self.whole,
             "unclosed": self.unclosed,
@@ -338,7 +352,7 @@ class SuiteSession:
         }
 
     def worker_told(self, output: Mapping[str, Any]) -> None:
-        """Take what a worker told into account."""
+        """Add the output of an xdist worker to the results."""
         self.whole = output["whole"]
         self.unclosed = self.unclosed or output["unclosed"]
         for nodeid, (id, selected) in output["properties"].items():
@@ -349,17 +363,17 @@ class SuiteSession:
 
     @property
     def used(self) -> bool:
-        """Whether a property was run, or was to be."""
+        """True if a property was selected to run."""
         return any(r.outcome is not PropertyOutcome.DESELECTED for r in self.results.values())
 
     @property
     def complete(self) -> bool:
-        """Whether every property that was selected ran to its end."""
+        """True if the session was not interrupted and every selected property ran to its end."""
         outcomes = [result.outcome for result in self.results.values()]
         return self.interrupted is None and self.used and PropertyOutcome.NOT_RUN not in outcomes
 
     def verdicts(self) -> dict[str, Verdict]:
-        """The verdict on every requirement, as far as is known."""
+        """The verdict on every requirement, from the results so far."""
         outcomes: dict[str, list[PropertyOutcome]] = defaultdict(list)
         for result in self.results.values():
             outcomes[result.requirement].append(result.outcome)
@@ -368,7 +382,7 @@ class SuiteSession:
         return judge_all(self.registry, outcomes, unclaimed=self.lacks, expected=self.expected)
 
     def certification(self) -> Certification:
-        """What the run certifies, and what stands against it."""
+        """The certification of the run, with its obstacles."""
         if self._certification is None:
             self._certification = certification(
                 self.registry, self.verdicts(), self._obstacles(), bool(self.whole)
@@ -411,7 +425,11 @@ class SuiteSession:
         return found
 
     def finish(self, session: pytest.Session) -> None:
-        """Judge, and write what was asked for; may turn the session's exit status to failure."""
+        """Judge the run and write the report and the file of expected failures, if asked for.
+
+        The session's exit status becomes TESTS_FAILED if a verdict is FAIL, the backend failed to close, or
+        --smp-certify finds an obstacle.
+        """
         self.close_backend()
         for nodeid, text in self._crashed.items():
             if nodeid in self.results:
@@ -426,7 +444,7 @@ class SuiteSession:
             self.interrupted = self.unclosed
         if session.exitstatus == pytest.ExitCode.OK and (
             self.unclosed is not None
-            # Another plugin may have made a passed test of one that failed.
+            # Another plugin may have turned a failed test into a passed one.
             or Verdict.FAIL in self.verdicts().values()
         ):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -437,10 +455,10 @@ class SuiteSession:
         self._write_report(int(session.exitstatus))
 
     def start(self) -> None:
-        """See that all that is to be written at the end can be, while nothing has run yet.
+        """Check, before anything runs, that the files to write at the end can be written.
 
-        Raises pytest.UsageError if it cannot. What is left if the process is killed is a report
-        that says so.
+        Raises pytest.UsageError if one cannot. Then write a first report, which says that the session has
+        not ended: the report of a session that is killed.
         """
         self._started = True
         for name in ("report", "write_expectations"):
@@ -454,7 +472,7 @@ class SuiteSession:
         self._write_so_far()
 
     def _write_so_far(self) -> None:
-        """Write what is known: a session of hours that is killed keeps it."""
+        """Write a report of the results so far, which a session killed after hours leaves behind."""
         if self.options.report is not None and not written.is_stream(self.options.report):
             self._write_report(None)
 
@@ -463,7 +481,7 @@ class SuiteSession:
             report.write(self.options.report, report.document(self, exit_status))
 
     def _write_expectations(self) -> str | None:
-        """Write the file of expected failures, if it was asked for; what was done, in words."""
+        """Write the file of expected failures if asked for, and describe in words what was done."""
         path = self.options.write_expectations
         if path is None:
             return None
@@ -488,10 +506,10 @@ class SuiteSession:
             text += f"\ncannot be waived, for they could not be tested: {', '.join(hopeless)}"
         return text
 
-    # What the terminal shows.
+    # Output to the terminal.
 
     def header(self) -> str:
-        """The backend, what it claims, the file of expected failures."""
+        """The lines at the start: the backend and the engine with their claims, and expected failures."""
         text = f"conformance: {self.backend.name} claims {claims_text(self.backend.capabilities)}"
         path = self.expectations
         if path is not None:
@@ -527,7 +545,7 @@ class SuiteSession:
                 yield from (f"   {text}" for text in found.obstacles)
 
     def tells(self, exit_status: int) -> bool:
-        """Whether there is anything to show."""
+        """Return whether the session has verdicts to show in the terminal."""
         if self.config.option.collectonly or exit_status == pytest.ExitCode.USAGE_ERROR:
             return False
         ran = {result.outcome for result in self.results.values()}
@@ -537,7 +555,7 @@ class SuiteSession:
         )
 
     def heading(self) -> str:
-        """How many requirements got which verdict, and on what."""
+        """The heading of the summary: the number of each verdict, the backend and its ranks."""
         return (
             f"requirements: {counted(self.verdicts().values())} "
             f"({self.settings.backend}, --smp-ranks={self.settings.ranks})"
@@ -567,7 +585,7 @@ def requirement_of(item: pytest.Item, registry: Registry) -> str:
 
 
 def claims_text(capabilities: Capabilities) -> str:
-    """What is claimed, in one line: everything, or all but what."""
+    """The claims of a backend in one line: "everything", or all but the named parts."""
     missing = [str(each) for each in Capability if each not in capabilities]
     dtypes = sorted(DTYPES - capabilities.dtypes)
     reductions = [
@@ -593,21 +611,21 @@ def _property(made: Any, name: str) -> Any:
 def _outcome(
     made: pytest.TestReport, error: BaseException, replaces_ranks: bool
 ) -> PropertyOutcome:
-    """What a phase that did not pass says of the property."""
+    """The outcome of a property from one phase that did not pass."""
     if not made.failed:
         return (
             PropertyOutcome.NOT_SUPPORTED
             if isinstance(error, NotSupported)
             else PropertyOutcome.SKIPPED
         )
-    # A run that did not end raises no Exception; what computes for ever is not waived.
+    # RunTimeout is no Exception. On threads a run that does not end cannot be waived: it never stops.
     failures = (Exception, pytest.fail.Exception, *((RunTimeout,) if replaces_ranks else ()))
     tested = made.when == "call" and isinstance(error, failures)
     return PropertyOutcome.FAILED if tested else PropertyOutcome.ERROR
 
 
 def _told_outcome(made: pytest.TestReport, told: Mapping[str, Any]) -> PropertyOutcome:
-    """The outcome that a report stands for. What is neither good nor bad for certain is skipped."""
+    """The outcome of a property from a report; one that is neither pass nor failure counts as skipped."""
     if told:
         return PropertyOutcome(told["outcome"])
     if made.failed:
@@ -620,7 +638,7 @@ def _told_outcome(made: pytest.TestReport, told: Mapping[str, Any]) -> PropertyO
 
 
 def _notes(error: BaseException) -> list[str]:
-    """The notes of an exception, and of those that it groups."""
+    """The notes of an exception, and of all exceptions in it if it is a group."""
     notes = [report.shortened(note) for note in getattr(error, "__notes__", ())]
     for part in getattr(error, "exceptions", ()):
         notes += _notes(part)
@@ -630,9 +648,10 @@ def _notes(error: BaseException) -> list[str]:
 def basic_first(
     items: list[pytest.Item], found: Mapping[str, Sequence[pytest.Item]], declared: Sequence[str]
 ) -> None:
-    """Put the items of ``found``, by requirement, into the order in which requirements are declared: plain
-    values before layouts, groups and asynchronous calls, so that ``-x`` stops at the most basic promise
-    that is broken. Other items stay where they are.
+    """Sort the items of ``found``, by requirement, into the order in which requirements are declared.
+
+    Plain values come before layouts, groups and asynchronous calls, so ``-x`` stops at the most basic
+    broken promise. Items of other tests keep their places.
     """
     suite = iter([item for id in sorted(found, key=declared.index) for item in found[id]])
     ours = {id(item) for tests in found.values() for item in tests}

@@ -1,4 +1,4 @@
-"""From what became of the properties to a verdict for each requirement, and the table of verdicts."""
+"""Verdicts on requirements, derived from the outcomes of properties, and the table of verdicts."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from conformance.requirements.registry import NEEDS, Level, Need, Registry
 
 
 class PropertyOutcome(enum.StrEnum):
-    """What became of one property, the worst first."""
+    """The outcome of one property, the worst first."""
 
-    ERROR = "error"  #: it could not be tested: set-up, tear-down, a time limit, a crash
+    ERROR = "error"  #: the property could not be tested: set-up, tear-down, a time limit, a crash
     FAILED = "failed"
-    WAIVED = "waived"  #: it failed, and its requirement is an expected failure
-    SKIPPED = "skipped"  #: it says that it does not apply to this session
-    NOT_RUN = "not run"  #: the session ended before
+    WAIVED = "waived"  #: the property failed, and its requirement is an expected failure
+    SKIPPED = "skipped"  #: the property does not apply to this session, by its own word
+    NOT_RUN = "not run"  #: the session ended before the property ran
     DESELECTED = "deselected"
-    NOT_SUPPORTED = "not supported"  #: it needs what the backend does not claim
+    NOT_SUPPORTED = "not supported"  #: the backend lacks a claim that the property needs
     PASSED = "passed"
 
 
 class Verdict(enum.StrEnum):
-    """What a run says of a requirement, the worst first."""
+    """The verdict of a run on a requirement, the worst first."""
 
     FAIL = "FAIL"  #: a property failed, or could not be tested
-    STALE_WAIVER = "STALE WAIVER"  #: listed as an expected failure, and every property passed
-    SKIPPED = "SKIPPED"  #: a property was left out, by choice or because it asks for more ranks
-    WAIVED = "WAIVED"  #: listed as an expected failure, and failed
-    NOT_SUPPORTED = "NOT SUPPORTED"  #: the backend does not claim what it needs
+    STALE_WAIVER = "STALE WAIVER"  #: an expected failure whose properties all passed
+    SKIPPED = "SKIPPED"  #: a property was left out, by choice or for lack of ranks
+    WAIVED = "WAIVED"  #: an expected failure that failed
+    NOT_SUPPORTED = "NOT SUPPORTED"  #: the backend or the engine lacks a claim that is needed
     PASS = "PASS"  #: every property passed
 
 
 class NotSupported(pytest.skip.Exception):  # type: ignore[name-defined,misc]  # set by a decorator
-    """Raised in a property that cannot apply to what the backend claims (a dtype, a reduction)."""
+    """Raised in a property for which the backend's claims lack a dtype or a reduction, for example."""
 
 
 def not_supported(reason: str) -> NoReturn:
-    """End this property: the backend does not claim what it needs.
+    """End the running property, because the backend lacks a claim that it needs. Raises NotSupported.
 
-    What a requirement needs altogether is declared with it, and seen to before its properties run;
-    this is for one of several properties, and for dtypes and reductions.
+    The needs of a whole requirement are declared with it and checked before its properties run. This
+    function is for the needs of one property among several, and for dtypes and reductions.
     """
     __tracebackhide__ = True
     raise NotSupported(reason)
@@ -57,12 +57,12 @@ _LEFT_OUT = {PropertyOutcome.SKIPPED, PropertyOutcome.NOT_RUN, PropertyOutcome.D
 def judge(
     outcomes: Collection[PropertyOutcome], *, claimed: bool = True, expected: bool = False
 ) -> Verdict:
-    """The verdict on a requirement.
+    """The verdict on one requirement.
 
     Args:
-        outcomes: of all its properties; none at all means that none was looked at.
-        claimed: whether the backend claims all that it needs.
-        expected: whether it is listed as an expected failure.
+        outcomes: the outcomes of all its properties; empty if none was run.
+        claimed: whether the backend and the engine claim all its needs.
+        expected: whether the requirement is an expected failure.
     """
     if not claimed:
         return Verdict.NOT_SUPPORTED
@@ -85,13 +85,13 @@ def judge_all(
     unclaimed: Collection[str] = (),
     expected: Collection[str] = (),
 ) -> dict[str, Verdict]:
-    """The verdict on every requirement, by its id, as ``judge`` gives it.
+    """The verdict on every requirement, by id; see :func:`judge`.
 
     Args:
         registry: the requirements.
-        outcomes: of their properties, by the requirement's id.
-        unclaimed: ids of those that need what the backend does not claim.
-        expected: ids of those that are listed as expected failures.
+        outcomes: the outcomes of properties, by the requirement's id.
+        unclaimed: the ids of requirements that need something the backend or the engine does not claim.
+        expected: the ids of requirements that are expected failures.
     """
     return {
         id: judge(outcomes.get(id, ()), claimed=id not in unclaimed, expected=id in expected)
@@ -100,12 +100,12 @@ def judge_all(
 
 
 def counted(verdicts: Collection[Verdict]) -> str:
-    """How many of each: ``1 FAIL, 20 PASS``."""
+    """The number of each verdict in words: ``1 FAIL, 20 PASS``."""
     counts = Counter(verdicts)
     return ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
 
 
-#: Verdicts that may be given to hundreds, of which nobody needs to look at each.
+#: Verdicts that hundreds of requirements may get, without a need to read each.
 _MANY = {Verdict.SKIPPED, Verdict.NOT_SUPPORTED, Verdict.PASS}
 _MOST_LINES = 4
 
@@ -119,7 +119,7 @@ def table(
 ) -> Iterator[str]:
     """The verdicts in lines of at most ``width`` characters: by level, the worst first.
 
-    Long lists of requirements that need no look are cut, unless ``whole``.
+    Long lists of requirements that passed, were skipped or are not supported are cut, unless ``whole``.
     """
     column = max(map(len, [Verdict.SKIPPED, *verdicts.values()])) + 1
     for level in Level:
@@ -140,11 +140,11 @@ def table(
 
 
 def lacking(lacks: Mapping[str, Iterable[Need]], width: int) -> Iterator[str]:
-    """For each capability that is not claimed, a line: which requirements need it.
+    """Yield a line for each capability that is not claimed, with the requirements that need it.
 
     Args:
-        lacks: by the id of a requirement, what it needs and the backend or engine does not claim.
-        width: characters that a line may have; a long list is cut.
+        lacks: the capabilities that are needed and not claimed, by the id of the requirement.
+        width: the most characters of a line; a longer list is cut.
     """
     by_capability: dict[Need, list[str]] = {each: [] for each in NEEDS}
     for id, lacked in lacks.items():
