@@ -1,5 +1,5 @@
-"""What all tests share: pytest's own fixture for running pytest, one terminal for everybody, commands that tests
-start, with the proof that nothing of them stays, and a process to fork programs from.
+"""The common parts of all tests: pytest's own fixture for running pytest, one terminal for everybody, commands that
+tests start, with the proof that nothing of them stays, and a process to fork programs from.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ settings.load_profile("patient")
 # tests that send Ctrl-C to a session would wait in vain.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# What is started by nohup ignores SIGHUP, and its children too: the tests that send it would wait in vain.
+# A program started by nohup ignores SIGHUP, and its children too: the tests that send it would wait in vain.
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -107,7 +107,7 @@ class Started:
 
     @property
     def text(self) -> str:
-        """What it has written so far."""
+        """The output that the command has written so far."""
         return self.output.read_text(errors="replace")
 
     def shows(self, words: str, timeout: float = 60.0) -> None:
@@ -128,7 +128,7 @@ class Started:
         return code, self.text
 
     def processes(self) -> dict[int, str]:
-        """What runs of it, with its command line."""
+        """The command lines of the command's processes that are alive, by process id."""
         found = {}
         for path in Path("/proc").iterdir():
             try:

@@ -58,7 +58,7 @@ class ForkServer:
     """Runs programs, one after the other, each in a process that is forked for it."""
 
     def __init__(self) -> None:
-        # What pytest and xdist say of this session is not to be said of those.
+        # The variables that pytest and xdist set for this session do not concern the programs started here.
         self._environment = {
             name: each for name, each in os.environ.items() if "PYTEST" not in name
         }
@@ -129,7 +129,7 @@ class ForkServer:
                 _kill(pid)
             code = _read(answers)
         except BaseException:
-            # What the server has yet to say of this job would be taken for an answer to the next one.
+            # A late answer of the server about this job would be taken for an answer to the next one.
             self._abandon()
             raise
         return code if ready else None
@@ -255,7 +255,7 @@ def _new_main() -> Any:
 
 
 def _ended(pid: int, requests: int) -> int:
-    """How the process ends. It is killed when nobody asks any more."""
+    """The exit code of the process, which is killed when nobody asks any more."""
     if not hasattr(os, "pidfd_open"):
         return _ended_by_asking(pid, requests)
     descriptor = os.pidfd_open(pid)
@@ -267,7 +267,7 @@ def _ended(pid: int, requests: int) -> int:
 
 
 def _ended_by_asking(pid: int, requests: int) -> int:
-    """What `_ended` does, where the system tells of no process that ends."""
+    """The exit code, as `_ended` gives it, where the system does not tell that a process has ended."""
     while True:
         found, status = os.waitpid(pid, os.WNOHANG)
         if found:

@@ -41,7 +41,7 @@ def test_the_figures_of_the_page_can_be_measured(monkeypatch: pytest.MonkeyPatch
 
 
 def test_activations_in_flight_are_counted() -> None:
-    """What GPipe and 1F1B do on a rank, written out: forwards and backwards of microbatches."""
+    """The order of GPipe and of 1F1B on a rank, written out: forwards and backwards of microbatches."""
     from benchmarks import pipeline
 
     gpipe = [("F", 0), ("F", 1), ("F", 2), ("B", 0), ("B", 1), ("B", 2)]

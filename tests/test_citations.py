@@ -151,7 +151,7 @@ def test_links_of_the_specification_lead_somewhere() -> None:
 
 
 def test_tags_of_requirements_have_a_key() -> None:
-    """What a source begins a part with, before a colon or a version, as `INF:` and `REL 1.2.0`."""
+    """A tag is the word before a colon or a version at the start of a source's part, as `INF:` and `REL 1.2.0`."""
     for each in REQUIREMENTS.values():
         used = set(re.findall(r"\b([A-Z]{2,3})(?=:| \d+\.\d+\.| for\b|,)", each.source))
         assert used - {"API", "NCCL", "MPI"} <= ANCHORS["index"], each.id

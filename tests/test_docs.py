@@ -1,4 +1,4 @@
-"""What README and docs show is what happens."""
+"""The examples of README and docs do what the pages show."""
 
 from __future__ import annotations
 

@@ -237,7 +237,7 @@ def test_each_degree_has_the_curve_of_its_own_published_order(smp_world, charact
 
 
 def held(example: ModuleType, options) -> Sample:
-    """What a rank holds after the first update, which makes the optimizer's state."""
+    """The memory that a rank holds after the first update, which makes the optimizer's state."""
     smp.init(
         {
             "ddp": True,

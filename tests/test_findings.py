@@ -17,7 +17,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 PAGE = (DOCS / "findings.md").read_text(encoding="utf-8")
 SCRIPTS = sorted((DOCS / "findings").glob("*.py"))
 #: By the first word of a script's name: the wheels that it is about, and their version where another
-#: one no longer has the defect. Who lacks them is not told by installing them.
+#: one no longer has the defect. A missing wheel is not installed; its scripts are skipped.
 _WHEELS: dict[str, dict[str, str]] = {
     "mpich": {"mpi4py": "", "mpich": ""},
     "deepspeed": {"deepspeed": "0.16.4"},

@@ -47,7 +47,7 @@ def declared() -> list[Requirement]:
 
 
 def needs(name: str) -> list[Requirement]:
-    """What an installed distribution needs here, by its own metadata, extras left out."""
+    """The requirements of an installed distribution here, by its own metadata, extras left out."""
     lines = importlib.metadata.requires(name) or []
     return [
         r for r in map(Requirement, lines) if r.marker is None or r.marker.evaluate({"extra": ""})

@@ -20,7 +20,7 @@ RECIPES = dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE 
 
 
 def read_changes(recipe: str) -> Iterator[tuple[str, str, str]]:
-    """What a recipe changes: file, text that is there, text in its place."""
+    """The changes of a recipe: file, text that is there, text in its place."""
     for body in re.findall(r"^```diff\n(.*?)^```$", recipe, re.MULTILINE | re.DOTALL):
         title, *lines = body.splitlines(keepends=True)
         before = "".join(line[1:] for line in lines if line[0] in " -")
@@ -41,7 +41,7 @@ def read_commands(recipe: str) -> list[list[str]]:
 
 
 def needs_mpi(command: list[str]) -> bool:
-    """Whether a command needs an MPI, which not every machine has; the tests of `mpi` look for it themselves."""
+    """Return whether a command needs an MPI, which not every machine has; the tests of `mpi` look for it themselves."""
     return "--smp-backend=mpi" in command
 
 
@@ -71,7 +71,7 @@ def test_every_recipe_ends_with_a_command() -> None:
 
 @pytest.mark.parametrize("title", RECIPES)
 def test_the_commands_of_a_recipe_pass(title: str, clone: Path) -> None:
-    # What pytest and xdist say of this session is not to be said of those.
+    # The variables that pytest and xdist set for this session do not concern the sessions started here.
     outside = {name: each for name, each in os.environ.items() if "PYTEST" not in name}
     environment = {**outside, "PYTHONPATH": str(clone)}
     commands = [each for each in read_commands(RECIPES[title]) if not needs_mpi(each)]

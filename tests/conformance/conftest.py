@@ -47,7 +47,7 @@ def sessions(tmp_path: Path, fork_server: ForkServer) -> Sessions:
             (tmp_path / "pytest.ini").write_text("[pytest]\n")
         if plugin or not (tmp_path / "planted.py").exists():
             (tmp_path / "planted.py").write_text(plugin)
-        # What pytest and xdist say of this session is not to be said of those.
+        # The variables that pytest and xdist set for this session do not concern the sessions started here.
         outside = {name: each for name, each in os.environ.items() if "PYTEST" not in name}
         environment = {**outside, "PYTHONPATH": str(tmp_path), "COLUMNS": "80"}
         program = DRIVER.format(sessions=[_split(each) for each in sessions])

@@ -79,7 +79,7 @@ class Ended:
 
     @property
     def end(self) -> str:
-        """What stands at the end of the output: the section on failures on ranks, and below."""
+        """The end of the output: the section on failures on ranks, and below."""
         return self.text.partition("= failures on ranks =")[2]
 
 

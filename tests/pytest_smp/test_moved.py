@@ -1,4 +1,4 @@
-"""What backends of others imported from its old address is found there, with a warning."""
+"""An import of a backend's name from its old address finds the name, with a warning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pytest makes of a marked test: one item and one report, output per rank, skips and expected
+"""The results of a marked test in pytest: one item and one report, output per rank, skips and expected
 failures agreed by all ranks.
 """
 

@@ -16,8 +16,8 @@ from pytest_smp.ranks.sim.executor import ThreadExecutor
 if TYPE_CHECKING:
     from tests.pytest_smp.conftest import Session
 
-#: Every import, start of a thread and search for constants takes ten seconds. What happens within an
-#: example or its drawing is written down.
+#: Every import, start of a thread and search for constants takes ten seconds. Those within an
+#: example or its drawing are written down.
 _SLOW = """
     import importlib.abc, sys, threading, time
     import hypothesis.internal.conjecture.providers as providers

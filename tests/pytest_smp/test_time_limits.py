@@ -78,7 +78,7 @@ _ARGUMENTS = ("--smp-backend=slow:backend", "--smp-timeout=60")
 @pytest.mark.parametrize("hangs", ["smp_world", "marked"])
 @pytest.mark.parametrize("next_one", ["smp_world", "marked"])
 def test_the_next_test_has_the_whole_limit(slow: Session, hangs: str, next_one: str) -> None:
-    """Whatever starts the runs of the test that hangs, and of the one after it."""
+    """The limit is whole for each way of starting the runs of the test that hangs, and of the one after it."""
     bodies = {
         "smp_world": ("", "smp_world, seconds", "smp_world.run(takes, seconds)"),
         "marked": ("@pytest.mark.smp", "smp, seconds", "return seconds"),

@@ -114,7 +114,7 @@ CHOICES = {
 TENSOR_2 = {"tensor_parallel_degree": 2, "ddp": True}
 SHARDED_2 = {"sharded_data_parallel_degree": 2}
 
-#: What a key needs beside it to be free to take any of its values.
+#: The keys that another key needs beside it to be free to take any of its values.
 COMPANIONS: dict[str, dict[str, Any]] = {
     "auto_partition": {"default_partition": 0},
     "default_partition": {"partitions": 9},
@@ -263,7 +263,7 @@ class Lines:
 
 
 class Rude:
-    """What users pass by mistake may fail in any way."""
+    """A value passed by mistake, which may fail in any way."""
 
     def __repr__(self) -> str:
         raise RuntimeError
@@ -647,7 +647,7 @@ def test_worlds_that_fit(pipeline: int, tensor: int, sharded: int) -> None:
         # AWS Sharded Data Parallelism (Selecting the degree of sharded data parallelism): 2, 4 or 8 for 8.
         ({"sharded_data_parallel_degree": 3}, 8, "Use one of 1, 2, 4, 8."),
         (
-            # It divides the DP size 8, but not the RDP size 4 (API 8.3).
+            # The degree divides the DP size 8, but not the RDP size 4 (API 8.3).
             {**TENSOR_2, "sharded_data_parallel_degree": 8, "prescaled_batch": True},
             8,
             "8 / (1 * 2) = 4. Use one of 1, 2, 4.",

@@ -17,7 +17,7 @@ from smp_core.microbatch import Call, join, rules, split
 
 
 class Joined(list):
-    """What stands for the arrays of all microbatches."""
+    """One value for the arrays of all microbatches."""
 
 
 class Numpy:

@@ -84,7 +84,7 @@ def _parameter(name: str) -> object:
 
 @pytest.fixture(scope="module", autouse=True)
 def _temporary_folder(tmp_path_factory):
-    """What torch's launcher prepares: some tests leave files there for the other ranks."""
+    """Prepare the folder that torch's launcher makes: some tests leave files there for the other ranks."""
     folder = tmp_path_factory.mktemp("torch")
     (folder / "test_dir").mkdir()
     with pytest.MonkeyPatch.context() as patch:

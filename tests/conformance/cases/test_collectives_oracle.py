@@ -1,4 +1,4 @@
-"""What the properties of tensor collectives expect, against numbers worked out by hand."""
+"""The values that the properties of tensor collectives expect, against numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_integers_wrap_by_their_width() -> None:
 @pytest.mark.parametrize("dtype", [dtype for dtype in ALL if dtype is not torch.bool], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
 def test_sums_of_cases_are_exact(dtype: torch.dtype, size: int) -> None:
-    """Whatever the order: the sum of all magnitudes, in a wider type, is in the dtype."""
+    """In any order, because the sum of all magnitudes, in a wider type, is in the dtype."""
     case = Case("all_reduce", tuple(range(size)), dtype, (4, 5), op="SUM")
     values = [case.values(rank)[0] for rank in range(size)]
     if dtype.is_complex:
@@ -76,7 +76,7 @@ def test_products_are_exact() -> None:
 @pytest.mark.parametrize("dtype", [*KINDS["floating"], *KINDS["half"], *KINDS["float8"]], ids=str)
 @pytest.mark.parametrize("size", [3, 5, 6, 7])
 def test_averages_are_exact(dtype: torch.dtype, size: int) -> None:
-    """Whether numbers are divided, multiplied by the reciprocal, or summed first."""
+    """An average is the same if values are divided, multiplied by the reciprocal, or summed first."""
     case = Case("all_reduce", tuple(range(size)), dtype, (4, 5), op="AVG")
     if exact_bound("AVG", dtype, size, 1) == 0:
         assert dtype.itemsize == 1 or (size, dtype) == (7, torch.float32)

@@ -18,7 +18,7 @@ from smp_core.topology import GroupKind, Topology
 
 
 def changed(operator: str, source: str) -> list[str]:
-    """What the operator makes of a statement: each change of each of its nodes, in the order of
+    """The changes that the operator makes of a statement: each change of each of its nodes, in the order of
     ``ast.walk``.
     """
     (statement,) = ast.parse(source).body

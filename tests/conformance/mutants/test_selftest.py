@@ -225,7 +225,7 @@ def pytest_collection_modifyitems(items):
     assert "=== exit 1" in output
 
 
-#: What a generated mutant would be, with only a few properties in the session.
+#: The like of a generated mutant, with only a few properties in the session.
 AS_GENERATED = """
 import contextlib, os, signal
 import smp_core.torch as smp

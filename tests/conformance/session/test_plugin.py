@@ -242,7 +242,7 @@ def test_what_could_not_be_tested_is_not_waived(small: Any, tmp_path: Path) -> N
         assert exit_code(output) == 1
 
 
-#: What a file says, and what is said of it.
+#: The content of a bad file of expectations, and the message about it.
 BAD_FILES = {
     "id": (WAIVERS.replace("ORDER", "ODER"), "2: entry 1 (COMM-ODER): matches no requirement; "),
     "key": (WAIVERS.replace("reason", "reson"), "2: entry 1 (COMM-ORDER): unknown key 'reson'"),

@@ -83,7 +83,7 @@ def by_id(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def outcomes(found: dict[str, Any]) -> dict[str, str]:
-    """What became of its properties, by the name of the test."""
+    """The outcomes of a report's properties, by the name of the test."""
     properties = [each for r in found["requirements"] for each in r["properties"]]
     return {each["name"].partition("::")[2]: each["outcome"] for each in properties}
 
@@ -242,7 +242,7 @@ def test_an_interrupted_session_with_workers_says_so(small: Any, tmp_path: Path)
     found = loaded(tmp_path / "r.json")
     assert (found["complete"], found["interrupted"]) == (False, "KeyboardInterrupt")
     assert by_id(found)["LIFE-START"]["verdict"] == "PASS"
-    # It has another property, of which no worker has told yet.
+    # ERROR-RANK has another property, of which no worker has told yet.
     assert outcomes(found)["test_rank"] == "passed"
     assert "test_rank_again" not in outcomes(found)
     assert by_id(found)["ERROR-RANK"]["verdict"] == "SKIPPED"

@@ -27,13 +27,13 @@ WAIVED, NOT_SUPPORTED = PropertyOutcome.WAIVED, PropertyOutcome.NOT_SUPPORTED
         ([PASSED], Verdict.PASS, Verdict.STALE_WAIVER),
         ([PASSED, PASSED], Verdict.PASS, Verdict.STALE_WAIVER),
         ([PASSED, FAILED], Verdict.FAIL, Verdict.FAIL),
-        # What could not be tested is not what was expected.
+        # An error is no expected failure: the property could not be tested.
         ([PASSED, ERROR], Verdict.FAIL, Verdict.FAIL),
         ([WAIVED, ERROR], Verdict.FAIL, Verdict.FAIL),
         ([ERROR, SKIPPED], Verdict.FAIL, Verdict.FAIL),
         ([WAIVED, PASSED], Verdict.WAIVED, Verdict.WAIVED),
         ([WAIVED, SKIPPED], Verdict.WAIVED, Verdict.WAIVED),
-        # What was not looked at whole is not a pass, and no waiver of it is stale.
+        # A requirement with a property that did not run is no pass, and no waiver of it is stale.
         ([SKIPPED], Verdict.SKIPPED, Verdict.SKIPPED),
         ([PASSED, SKIPPED], Verdict.SKIPPED, Verdict.SKIPPED),
         ([PASSED, PropertyOutcome.DESELECTED], Verdict.SKIPPED, Verdict.SKIPPED),

@@ -1,4 +1,4 @@
-"""What backends claim, and how other people's backends are found."""
+"""The claims of backends, and the ways in which other people's backends are found."""
 
 from __future__ import annotations
 

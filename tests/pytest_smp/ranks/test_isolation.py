@@ -14,7 +14,7 @@ from pytest_smp.ranks.protocols import Job
 
 
 def draws(count):
-    """What a rank draws: a normal number is ready after each odd call, and the dtype shows."""
+    """The numbers that a rank draws: a normal number is ready after each odd call, and the dtype shows."""
     values = []
     for _ in range(count):
         values += [random.random(), random.gauss(0, 1)]

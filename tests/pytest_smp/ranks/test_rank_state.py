@@ -1,4 +1,4 @@
-"""What a process has once is each rank's own on `sim`: a rank that changes it changes its own."""
+"""Each rank of `sim` has its own copy of the state that a process has once: a rank changes its own copy alone."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_every_entry_of_the_list_is_changed_by_a_probe(smp_world):
     assert smp_world.run(body, ranks=1) == [[]]
 
 
-# What goes with another entry, or is changed by nothing that all torch has.
+# Entries that change together with another one, or that no function of every supported torch changes.
 SAME = {f"PRINT_OPTS.{name}" for name in ("threshold", "edgeitems", "linewidth", "sci_mode")} | {
     "_cache",
     "_is_in_any_mode_without_ignore_compile_internals",

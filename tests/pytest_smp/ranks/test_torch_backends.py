@@ -31,7 +31,7 @@ class Given:
 
 
 def run(name: str, *bodies, args=()):
-    """What the bodies return, one run each."""
+    """The values that the bodies return, one run each."""
     executor = open_backend(name, ExecutorOptions(ranks=RANKS))
     try:
         reports = [

@@ -1,4 +1,4 @@
-"""What the tests of strategies share: looking for values, and pasting what Hypothesis prints."""
+"""The common parts of the tests of strategies: looking for values, and pasting what Hypothesis prints."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def drawn() -> Callable[..., list[Any]]:
 
 @pytest.fixture(scope="session")
 def minimal() -> Callable[..., Any]:
-    """What a strategy's values shrink to, among those that meet a condition; or the first of them."""
+    """The value that a strategy's values shrink to, among those that meet a condition; or the first of them."""
 
     def search(
         strategy: SearchStrategy[Any],

@@ -1,4 +1,4 @@
-"""What `same` tells apart, and what it does not."""
+"""The values that `same` tells apart, and those that it does not."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_bytes_count_where_torch_cannot_compare() -> None:
 
 
 def test_a_bool_that_is_neither_0_nor_1_is_told_apart() -> None:
-    # What a recipe's `blank` holds; torch turns it into 1 whenever it copies it.
+    # The value of a recipe's `blank`; torch turns it into 1 whenever it copies it.
     odd = torch.tensor([0x80, 1], dtype=torch.uint8).view(torch.bool)
     assert not same(odd, torch.tensor([True, True]))
     assert same(odd, odd)

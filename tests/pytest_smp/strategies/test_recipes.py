@@ -261,7 +261,7 @@ def storage(tensor: torch.Tensor) -> torch.Tensor:
 def test_every_guard_is_guarded_and_no_element_is(spec: TensorSpec, data: st.DataObject) -> None:
     tensor = spec.make()
     everything = storage(tensor)
-    # Which elements of the storage are in the view, told apart by their addresses.
+    # The elements of the storage that are in the view, told apart by their addresses.
     at = {
         (tensor[index].data_ptr() - everything.data_ptr()) // spec.dtype.itemsize
         for index in itertools.product(*map(range, spec.shape))
@@ -277,7 +277,7 @@ def test_every_guard_is_guarded_and_no_element_is(spec: TensorSpec, data: st.Dat
 @pytest.mark.parametrize("layout", ["strided", "sliced", "transposed", "reversed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.bool], ids=str)
 def test_a_writer_that_takes_a_view_for_dense_is_caught(layout: str, dtype: torch.dtype) -> None:
-    # What Gloo does to a strided output, live on torch 2.13 (pytorch#192920).
+    # Gloo writes a strided output like this, live on torch 2.13 (pytorch#192920).
     spec = TensorSpec((2, 3, 5), dtype, layout, offset=1)
     output, expected = spec.blank(), spec.make(1, 2)
     output.as_strided((spec.numel,), (1,), spec.offset).copy_(expected.reshape(-1))

@@ -142,7 +142,7 @@ def test_dir_shows_every_public_name() -> None:
 
 
 def test_the_documented_imports_are_names_of_the_package() -> None:
-    """What a user pastes below them needs no other module of the project."""
+    """The code that a user pastes below the imports needs no other module of the project."""
     lines = [line.strip() for line in (strategies.__doc__ or "").splitlines()]
     ours = [line for line in lines if line.startswith("from ") and "smp" in line]
     assert ours

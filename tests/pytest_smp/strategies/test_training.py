@@ -227,7 +227,7 @@ def test_the_published_order_gives_the_same_where_nothing_rounds() -> None:
 
 
 def seen_of(found: oracle.Results, replica: int) -> Seen:
-    """What a rank that holds everything would have seen."""
+    """The results that a rank which holds everything would have seen."""
     return Seen(
         replica,
         found.losses[replica],

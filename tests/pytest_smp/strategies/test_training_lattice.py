@@ -1,4 +1,4 @@
-"""What is certified for several optimizer steps is exact: in float64, and in any order of sums."""
+"""A case that is certified for several optimizer steps is exact: in float64, and in any order of sums."""
 
 from __future__ import annotations
 

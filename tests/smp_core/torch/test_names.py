@@ -41,7 +41,7 @@ def engine_names() -> list[str]:
 
 
 NAMES = engine_names()
-#: What torch itself leaves to a user: nn.Module.__call__ has a parameter ``self``.
+#: The names that torch itself leaves to a user: nn.Module.__call__ has a parameter ``self``.
 ARGUMENTS = [name for name in NAMES if name not in ("self", "preserve_rng_state")]
 MEMBERS = [name for name in NAMES if not hasattr(nn.ModuleDict(), name)]
 TAGS = [name for name in NAMES if not hasattr(nn.Parameter(torch.zeros(1)), name)]

@@ -1,4 +1,4 @@
-"""What public training scripts do, on every backend, against plain PyTorch on one process."""
+"""The calls of public training scripts, on every backend, against plain PyTorch on one process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
 
 
 def run(executor: Executor, body: Callable[[], Any], config: dict[str, Any]) -> list[Any]:
-    """What ``body()`` returned, by rank."""
+    """The value of ``body()`` on each rank."""
     job = Job(body=body, arguments=_nothing, parameters=config, timeout=120.0)
     report = executor.open(RANKS).run(job)
     if report.error is not None:

@@ -1,5 +1,5 @@
-"""Which launcher started a process is read from its environment. The variables of each test are what
-that launcher sets, as its documentation says.
+"""The launcher that started a process is read from its environment. The variables of each test are those
+that the launcher sets, as its documentation says.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What verdicts say, word for word the same on simulated ranks and on rank processes."""
+"""The messages of verdicts, word for word the same on simulated ranks and on rank processes."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def polls() -> None:
 
 
 def test_a_rank_that_polls_does_not_keep_the_verdict_away(smp_world: Any) -> None:
-    """It never waits, so that others of its kind never are the only ones left."""
+    """The polling rank never waits, so ranks that wait are never the only ones left."""
     report = smp_world.report(polls, ranks=RANKS)
     assert report.verdict is VerdictKind.MISMATCH, report.error
     assert "\nodd one out: rank 1" in str(report.error)

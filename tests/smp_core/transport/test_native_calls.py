@@ -1,5 +1,5 @@
-"""What torch's C++ asks of process groups and works: on `sim` and `mpi` they are Python classes, and
-give what torch's Gloo gives.
+"""The calls of torch's C++ on process groups and works: on `sim` and `mpi` these are Python classes, and
+their results are those of torch's Gloo.
 """
 
 from __future__ import annotations

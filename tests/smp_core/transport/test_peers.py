@@ -1,4 +1,4 @@
-"""Which ranks a call may name: a number that is no rank is an error of the rank that calls, on `sim`.
+"""The ranks that a call may name: a number that is no rank is an error of the rank that calls, on `sim`.
 
 No number means any source, and none counts from the end as a Python index does.
 """
@@ -91,7 +91,7 @@ def no_positions(size: int) -> st.SearchStrategy[int]:
 
 
 def refused(call: Call, at: int, members: list[int] | None, on: int) -> str:
-    """What the call says on rank ``on``; then all ranks go on together."""
+    """The error of the call on rank ``on``; then all ranks go on together."""
     group = dist.group.WORLD if members is None else dist.new_group(members, sort_ranks=False)
     said = ""
     if dist.get_rank() == on:

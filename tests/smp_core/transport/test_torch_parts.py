@@ -1,4 +1,4 @@
-"""Which parts of torch are used is data; a torch that nobody tried is judged by them."""
+"""The used parts of torch are data; a torch that nobody tried is judged by them."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _LIMIT = 60.0  # seconds; nothing here should come near it
 
 @dataclass
 class Seen:
-    """What came of a run: the finding, the ranks' own errors, the records, the leaks."""
+    """The results of a run: the finding, the ranks' own errors, the records, the leaks."""
 
     board: Board
     finding: Finding | None = None

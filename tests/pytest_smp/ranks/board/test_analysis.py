@@ -1,4 +1,4 @@
-"""What follows from records made by hand: each class of fault, and what only looks like one."""
+"""The findings from records made by hand: each class of fault, and records that only look like one."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def _exchange(gives: tuple[int, ...], takes: tuple[int, ...]) -> Key:
 
 
 def at_once(board: Board) -> Finding | None:
-    """What two looks find that follow each other at once."""
+    """The finding of two looks that follow each other at once."""
     everybody = range(board.size)
     return board.look(everybody, 0.0) or board.look(everybody, 0.0)
 
 
 def later(board: Board) -> Finding | None:
-    """What the board finds after nothing has happened for long."""
+    """The finding after nothing has happened for long."""
     everybody = range(board.size)
     return board.look(everybody, 0.0) or board.look(everybody, LONG)
 
@@ -269,7 +269,7 @@ def test_one_look_is_not_enough() -> None:
 
 
 def test_a_rank_whose_outcome_came_before_its_records() -> None:
-    """It is not running, but what it sent last may still be on its way."""
+    """The rank is not running, but its last messages may still be on their way."""
     board, (one, other) = world(2)
     one.waits(one.posts("irecv", 1))
     assert board.look([0], 0.0) is None
@@ -471,7 +471,7 @@ def test_receives_from_anybody() -> None:
 
 
 def test_a_receive_behind_one_from_anybody() -> None:
-    """It waits for the rank that the other receive has taken from, and that sends no more."""
+    """The second receive waits for the rank that the first has taken from, and that sends no more."""
     board, ranks = world(3)
     for sender in (1, 2):
         ranks[sender].posts("isend", 0)

@@ -77,7 +77,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 
 def error_of(call: Callable[[], object]) -> str:
-    """What a call raises. A recursion is cut at once, before the stack of C is full."""
+    """The error that a call raises. A recursion is cut at once, before the stack of C is full."""
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(limit // 4)
     try:
@@ -90,9 +90,9 @@ def error_of(call: Callable[[], object]) -> str:
 
 
 def both(call: Callable[[], object]) -> tuple[str, str]:
-    """What a call raises without the board, and with it.
+    """The errors that a call raises without the board, and with it.
 
-    With it first: that a class has no override of a method pybind11 looks up once.
+    The call with the board comes first: pybind11 looks an override that a class does not have up only once.
     """
     recorder = Recorder(0, lambda data: None)
     instrument = Instrument(recorder)

@@ -102,7 +102,7 @@ class Writer:
                 for sends, shift in ((True, step.shift), (False, -step.shift))
             ]
         named_root = OPERATIONS[step.operation].rooted
-        # What a rank that is no root brings or gets stands in the other list.
+        # On a rank that is not the root, the tensors that it brings or gets stand in the other list.
         both = specs["brings"] or specs["gets"]
         brings = specs["gets"] if step.operation == "scatter" else both
         key = fingerprint.Key(
@@ -132,7 +132,7 @@ class Writer:
 
 
 def written(plans: Plans) -> list[bytes]:
-    """What each rank writes."""
+    """The records that each rank writes."""
     blocked = ending(plans).blocked
     writers = [Writer(rank, plans, blocked.get(rank)) for rank in range(len(plans))]
     return [b"".join(writer.records) for writer in writers]

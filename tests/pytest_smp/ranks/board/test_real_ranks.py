@@ -43,7 +43,7 @@ def verdict(body: Body, size: int = 3) -> str:
 
 
 def on_sim(body: Body, size: int = 3) -> str:
-    """What `sim` says of the same body."""
+    """The error of `sim` for the same body."""
     executor = open_backend("sim")
     try:
         job = Job(body=body, arguments=lambda rank: ((rank,), {}), timeout=60)

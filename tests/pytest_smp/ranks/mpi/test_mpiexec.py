@@ -16,7 +16,7 @@ from pytest_smp.ranks.mpi import supervisor
 from pytest_smp.ranks.mpi.mpiexec import MpiexecPool
 from pytest_smp.ranks.protocols import ExecutorOptions
 
-#: What a shell has that srun, mpiexec or torchrun started, by their documentation.
+#: The variables of a shell that srun, mpiexec or torchrun started, by their documentation.
 OUTER = {
     "PMI_RANK": "0",
     "PMI_SIZE": "1",

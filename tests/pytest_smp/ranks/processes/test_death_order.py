@@ -108,7 +108,7 @@ class Scene(WorkerPool):
         self._news: list[Ended] = []
         self._now = 0.0
 
-    # What happens.
+    # Events.
 
     def death(self) -> None:
         self.dies = True
@@ -183,14 +183,14 @@ class Scene(WorkerPool):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is drawn.
+    """One drawn death.
 
     Attributes:
         call: the collective in which the rank dies.
-        other: what a body calls that has caught an error of the first.
-        peers: what each rank's call does if it sees the death: raise, return, wait, or raise into a
+        other: the call of a body that has caught an error of the first.
+        peers: the effect of the death on each rank's call: raise, return, wait, or raise into a
             body that catches the error and calls something else.
-        order: what happens, and to which rank.
+        order: the events, each with its rank.
     """
 
     size: int

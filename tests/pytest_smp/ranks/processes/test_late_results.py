@@ -133,7 +133,7 @@ def test_what_was_told_before_a_world_failed_to_form_is_not_lost(executor, monke
 
 
 def test_a_connection_of_a_dead_process_is_no_rank(executor):
-    """It was being made while the process ended."""
+    """The connection was being made while the process ended."""
     _crash(executor)
     ends = [Pipe() for _ in range(2)]
     hello = {"slot": 1, "pid": _dead_process(), "host": "here", "folder": "/nowhere"}

@@ -1,5 +1,5 @@
-"""What a body changes of its rank process, the next body does not find: each thing by itself, as a
-body does it, and read as a body reads it.
+"""A body does not find the changes that the last body has made to its rank process: each kind by itself, made
+and read as a body does.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def test_a_patched_builtin_costs_the_rank_at_most(executor, name):
     assert _run(executor, lambda: getattr(__builtins_module(), name).__name__) == [name] * RANKS
 
 
-#: What a module does to torch.nn.functional.relu when it is imported.
+#: The ways in which a module changes torch.nn.functional.relu when it is imported.
 MODULES = {
     "a function": "def relu(*args, **kwargs): return old(*args, **kwargs)",
     "a function that wraps": (
@@ -257,7 +257,7 @@ MODULES = {
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_what_a_module_changes_when_a_body_imports_it_stays(executor, tmp_path, module):
-    """It stays imported: no later import would change it again."""
+    """The module stays imported: no later import would change the function again."""
     code = "import functools\nimport torch.nn.functional as F\nold = F.relu\n"
     (tmp_path / "smp_test_module.py").write_text(f"{code}{MODULES[module]}\nF.relu = relu\n")
 

@@ -41,7 +41,7 @@ exec ip netns exec {name}-$host unshare --mount --uts --ipc --pid --fork --kill-
         exec "$@"
     ' $host "$@"
 """
-#: What mpiexec takes for ssh.
+#: A script that mpiexec takes for ssh.
 RSH = """#!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
 host=${{1#{name}-}}; shift

@@ -62,7 +62,7 @@ def every_form(rank: int) -> tuple[list[Work], list[list[torch.Tensor]]]:
 
 
 def expected(rank: int) -> list[list[list[float]]]:
-    """What `every_form` writes, from the definition of each collective."""
+    """The values that `every_form` writes, from the definition of each collective."""
 
     def total(slot: int) -> list[float]:
         return [sum(column) for column in zip(*(numbers(r, slot) for r in RANKS), strict=True)]

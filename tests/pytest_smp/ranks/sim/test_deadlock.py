@@ -36,7 +36,7 @@ def ones(count: int = 1) -> torch.Tensor:
     return torch.ones(count)
 
 
-# Who waits for whom.
+# The wait-for graph.
 
 
 def test_a_rank_has_returned(smp_world: Any) -> None:
@@ -217,7 +217,8 @@ def test_a_cycle_beside_ranks_that_could_have_gone_on(smp_world: Any) -> None:
     assert report.root == 2
 
 
-# What they wait in. Each: rank 1 takes part, rank 0 does not; the words of the wait.
+# The operations that ranks wait in. In each, rank 1 takes part and rank 0 does not; beside it stand the words of
+# the wait.
 
 
 def _backward_hook() -> None:
@@ -346,7 +347,7 @@ def test_waits_of_all_kinds_at_once(smp_world: Any) -> None:
     assert lines[-1] == "wait-for cycle: rank 0 -> rank 1 -> rank 2 -> rank 0"
 
 
-# What becomes of the ranks.
+# The end of the ranks.
 
 
 def test_the_error_ends_at_the_users_line(smp_world: Any) -> None:

@@ -54,7 +54,7 @@ INPUT_LAYOUTS = {**OUTPUT_LAYOUTS, "expanded": _expanded}
 
 
 def table(layout: str, rank: int, slot: int, rows: int = ROWS) -> Table:
-    """What an input holds: a value of its own in each element that has memory of its own."""
+    """The elements of an input: a value of its own in each element that has memory of its own."""
     return [
         [
             float(1 + c + COLUMNS * (0 if layout == "expanded" else r) + 50 * slot + 500 * rank)
@@ -345,7 +345,7 @@ def test_an_input_may_lie_in_its_own_output(smp_world: Any) -> None:
 
 
 def test_all_ranks_may_share_nothing_afterwards(smp_world: Any) -> None:
-    """What was exchanged is a copy: writing it on one rank changes no other rank's."""
+    """Received tensors are copies: writing them on one rank changes no other rank's."""
 
     def body() -> list[list[float]]:
         rank = dist.get_rank()
@@ -380,7 +380,7 @@ def test_requires_grad_tensors_are_moved_and_stay_leaves(smp_world: Any) -> None
     assert smp_world.run(body, ranks=2) == [([4.0, 6.0], True, None)] * 2
 
 
-# What cannot be written is an error of the rank that passed it.
+# A tensor that cannot be written is an error of the rank that passed it.
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def ones(count: int = 1) -> torch.Tensor:
 
 
 def leak(report: Report) -> list[str]:
-    """What was left, a line each, with the user's line behind it."""
+    """The leftovers that a report names, a line each, with the user's line behind it."""
     assert report.verdict is VerdictKind.LEAK
     assert isinstance(report.error, LeakError)
     head, *lines = str(report.error).splitlines()
@@ -138,7 +138,7 @@ def test_a_sub_groups_messages_are_seen(smp_world: Any) -> None:
 
 
 def test_a_failure_is_told_before_a_leak(smp_world: Any) -> None:
-    """What a run that failed leaves behind is no news."""
+    """The leftovers of a run that failed are no news."""
 
     def body() -> None:
         if dist.get_rank() == 0:

@@ -19,7 +19,7 @@ Issue = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 def pair(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What an operation reads, and what it writes: 2 ranks, 4 elements."""
+    """The tensor that an operation reads, and the one that it writes: 2 ranks, 4 elements."""
     return torch.arange(4.0) + 10 * rank, torch.zeros(4)
 
 
@@ -273,7 +273,7 @@ def test_a_failure_names_what_was_in_flight(smp_world: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_arithmetic_on_poison_is_a_race(smp_world: Any, dtype: torch.dtype) -> None:
-    # It is not a number before, and not a number after: but other bits.
+    # The element is not a number before, and not a number after, but has other bits.
     def body() -> None:
         tensor = torch.ones(5, dtype=dtype)
         work = dist.all_reduce(tensor, async_op=True)

@@ -40,7 +40,7 @@ def mismatch(report: Report) -> str:
 Calls = tuple[str, Callable[[], Any], str, Callable[[], Any], str]
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
-# What differs; the call of all ranks but the last, and its words; the call of the last, and its
+# The property that differs; the call of all ranks but the last, and its words; the call of the last, and its
 # words. G8 to G12 are among them.
 CASES: list[Calls] = [
     (

@@ -1,4 +1,4 @@
-"""What a user's mode sees of communication: the user's own operations, and none of the backend's."""
+"""A user's mode sees the user's own operations, and none of the backend's."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_the_cores_are_given_back_however_a_run_ends(run, body):
 
 
 def test_ranks_that_are_given_up_compute_elsewhere(run):
-    """What computes for ever on the core of the next run would take half of it."""
+    """A thread that computes for ever on the core of the next run would take half of it."""
     before, ids, over = cores(), [], threading.Event()
 
     def body():

@@ -279,7 +279,7 @@ def test_a_rank_may_skip(executor):
 
 
 def test_a_recursion_without_end_is_a_recursion_error(executor):
-    """Whatever call of ours it reaches last: the turn is not lost."""
+    """The turn is not lost, at whichever call of the backend the recursion ends."""
 
     def body():
         smp.allgather(1, smp.WORLD)
@@ -395,7 +395,7 @@ def test_a_collection_while_frames_are_taken_does_not_hang(executor, threshold):
 def test_state_that_cannot_be_put_back_ends_the_run_and_not_its_turns(
     executor, monkeypatch, body, entering
 ):
-    """Whoever enters: a rank, or the controller at the end."""
+    """The error is the same if a rank enters, and if the controller does at the end."""
     switch, broken = RankStates.switch, []
 
     def breaks(self, leaving, following):

@@ -86,7 +86,7 @@ BODIES = {
 
 
 def census() -> dict[str, object]:
-    """What a run could leave behind: live objects of ours and torch's, threads, descriptors, hooks."""
+    """The things that a run could leave behind: live objects of ours and torch's, threads, descriptors, hooks."""
     gc.collect()
     kinds = collections.Counter(
         f"{type(each).__module__}.{type(each).__qualname__}"

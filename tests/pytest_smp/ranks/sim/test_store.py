@@ -20,7 +20,7 @@ def default_store() -> Any:
 
 Steps = list[Callable[[Any], Any]]
 
-# What does not wait: the results on a HashStore are the oracle.
+# Operations that do not wait: the results on a HashStore are the oracle.
 STEPS: dict[str, Steps] = {
     "set and get": [
         lambda s: s.set("a", "text"),
@@ -194,7 +194,7 @@ def test_the_store_of_a_group(smp_world: Any) -> None:
 
 
 def test_a_barrier_by_the_store(smp_world: Any) -> None:
-    """What torch's own barrier at start-up does with it."""
+    """The barrier through the store that torch runs at start-up."""
 
     def body() -> None:
         dist.distributed_c10d._store_based_barrier(

@@ -96,7 +96,7 @@ def test_trap_2_a_question_about_another_ranks_group_is_refused(smp_world: Any, 
 
 @pytest.mark.parametrize("use", ["wait", "is_completed", "get_future", "result", "synchronize"])
 def test_trap_2_another_ranks_work_is_refused_at_once(smp_world: Any, use: str) -> None:
-    """It would put the wrong rank to sleep, and the run would not end."""
+    """A wait there would put the wrong rank to sleep, and the run would not end."""
     captured: list[Any] = []
 
     def body() -> None:

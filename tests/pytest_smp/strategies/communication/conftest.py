@@ -1,4 +1,4 @@
-"""What the tests of communication programs share: steps written by hand, and running a program."""
+"""The common parts of the tests of communication programs: steps written by hand, and running a program."""
 
 from __future__ import annotations
 

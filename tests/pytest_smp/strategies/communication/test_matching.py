@@ -28,7 +28,7 @@ def changed(plans: Plans, rank: int, place: int, **fields: Any) -> Plans:
 
 
 def blocked(end: Ending) -> dict[int, int]:
-    """Which ranks wait for ever, and in which step."""
+    """The ranks that wait for ever, each with the number of the step."""
     return {rank: action.step.number for rank, action in end.blocked.items()}
 
 

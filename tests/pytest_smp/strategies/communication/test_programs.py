@@ -211,7 +211,7 @@ def test_capabilities_limit_what_is_drawn(drawn: Draw) -> None:
         assert len(program.steps) <= 2
 
 
-#: What a step must not be where a capability is not claimed.
+#: Steps that must not be drawn where a capability is not claimed.
 NOT_ASKED: dict[Capability, Callable[[Step], bool]] = {
     Capability.TAGS: lambda step: step.tag != 0,
     Capability.GROUP_ORDER: lambda step: [*step.members] != sorted(step.members),

@@ -182,7 +182,7 @@ def test_what_cannot_be_written_is_named_and_leaves_nothing(tmp_path, make):
     assert [name for _, _, names in os.walk(tmp_path) for name in names] == []
 
 
-# What a crash leaves.
+# The remains of a crash.
 
 
 def _left_over(path):
@@ -447,7 +447,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, room):
     assert os.listdir(tmp_path) == ["model_0.pt"]
 
 
-# What may be saved.
+# The objects that may be saved.
 
 
 class _Own:

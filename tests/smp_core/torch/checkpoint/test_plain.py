@@ -1,4 +1,4 @@
-"""What may be saved: numpy's numbers are made plain, other objects need trust."""
+"""The objects that may be saved: numpy's numbers are made plain, other objects need trust."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What replicas learn of each other at the end of a step."""
+"""The reports that replicas get of each other at the end of a step."""
 
 from __future__ import annotations
 

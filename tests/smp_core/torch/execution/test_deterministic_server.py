@@ -53,7 +53,7 @@ class Net(nn.Module):
 
 
 def orders() -> list[tuple[int, str | None, str]]:
-    """What this rank did in a step, in order."""
+    """The activities of this rank in a step, in order."""
     torch.manual_seed(5)
     model = smp.DistributedModel(Net())
 

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank of a pipeline is the same error on all, and the next step is as if nothing
+"""An error on one rank of a pipeline is the same error on all, and the next step is as if nothing
 had happened.
 """
 
@@ -92,7 +92,7 @@ def batch(bad=None):
 
 
 def caught(call, *args):
-    """What a call raises: its type's name, its text, its notes."""
+    """The error that a call raises: its type's name, its text, its notes."""
     try:
         call(*args)
     except Exception as error:

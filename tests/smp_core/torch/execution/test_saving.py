@@ -1,4 +1,4 @@
-"""What autograd saves of a gathered parameter comes back, in its geometry, from memory that is gathered again."""
+"""A gathered parameter that autograd saves comes back, in its geometry, from memory that is gathered again."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A rank that dies, stands still, comes late or loses a message in the midst of a training step: the
 verdict names it, and the next run trains as if nothing had happened.
 
-Two pipelines of two ranks; rank 1 is what fails. It sends what its module returned in step 2 as its
-third message, the gradient of that module's input as its fourth.
+Two pipelines of two ranks; rank 1 fails. Its third message is the output of its module in step 2, its
+fourth message the gradient of that module's input.
 """
 
 from __future__ import annotations

@@ -378,7 +378,7 @@ def test_a_module_split_by_the_automatic_partition_keeps_its_activations(smp_wor
 
 
 class _Repeats(torch.autograd.Function):
-    """What torch's own checkpoint does: the module is called in backward."""
+    """A function that, as torch's own checkpoint does, calls the module in backward."""
 
     @staticmethod
     def forward(ctx, module, x):

@@ -1,4 +1,4 @@
-"""What a rank holds, counted, against what it has to hold, calculated from sizes."""
+"""The memory that a rank holds, counted, against the memory that it has to hold, calculated from sizes."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_after_an_update_there_is_the_state_and_nothing_else(smp_world, degree, 
 
 
 def test_between_its_uses_a_unit_is_held_by_nobody(smp_world):
-    """What storages say: never more than the embedding, which is used last, too, and one block."""
+    """The storages never hold more than the embedding, which is used last, too, and one block."""
     config = config_of(4, sdp_param_persistence_threshold=1, sdp_max_live_parameters=10_000)
     block = sum(parameter.numel() for parameter in Block().parameters())
     shared = CHARACTERS * WIDTH

@@ -1,4 +1,4 @@
-"""What helpers of scripts read of the optimizer: each against what a script could see otherwise."""
+"""The members of the optimizer that helpers of scripts read: each against a value that a script sees otherwise."""
 
 from __future__ import annotations
 

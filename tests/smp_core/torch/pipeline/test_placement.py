@@ -18,7 +18,7 @@ MANUAL = {"auto_partition": False, "default_partition": 0}
 
 
 def distributed(module):
-    """What the first step does with the placement, without a DistributedModel."""
+    """Place the module as the first step does, without a DistributedModel."""
     session = current("test")
     model = types.SimpleNamespace(module=module)
     placed = placement.settle(session, lambda: placement.decide(session, module))

@@ -39,7 +39,7 @@ class Reference:
             master.grad = None if total is None else total / divisor
 
     def overflowed(self):
-        """Whether a gradient is infinite, or no number."""
+        """Return whether a gradient is infinite, or no number."""
         given = [master.grad for master in self.masters if master.grad is not None]
         return not all(bool(gradient.isfinite().all()) for gradient in given)
 

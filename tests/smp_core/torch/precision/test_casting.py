@@ -1,4 +1,4 @@
-"""What is converted to 16 bits: parameters in place, buffers, inputs and outputs in trees."""
+"""The tensors that are converted to 16 bits: parameters in place, buffers, inputs and outputs in trees."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ VOLUME = torch.arange(64.0).view(1, 1, 4, 4, 4) / 8
 ROWS = torch.arange(24.0).view(4, 6).cos()
 CLASSES = torch.arange(4)
 
-#: What the operators of the table are called by, and the operators that this calls.
+#: By the names of the table's operators, a call that runs them, and its input.
 CALLS = {
     "_cdist_forward _cdist_backward": (lambda x: torch.cdist(x, x.detach() + 1), ROWS),
     "_pdist_forward _pdist_backward": (F.pdist, ROWS),
@@ -95,7 +95,7 @@ def test_rrelu_draws_as_in_float32():
 
 
 def lacks(call, given, dtype):
-    """Whether torch refuses the call, for want of a kernel."""
+    """Return whether torch refuses the call, for want of a kernel."""
     try:
         call(given.to(dtype))
     except RuntimeError as error:
@@ -122,7 +122,7 @@ def test_other_dtypes_are_as_before(dtype):
 
 def test_neither_other_threads_nor_torchs_kernels_see_anything():
     def kernels():
-        """What stands at each dispatch key but ours."""
+        """The functions at each dispatch key but ours."""
         dumps = {name: torch._C._dispatch_dump(f"aten::{name}") for name in half.OPERATORS}
         return {
             name: [line for line in dump.splitlines() if not line.startswith("AutocastIPU")]

@@ -236,7 +236,7 @@ def test_a_parameter_that_was_replaced_and_no_optimizer_holds_is_forgotten(smp):
 
 @pytest.mark.parametrize((), MASTERED[1:])
 def test_one_rank_alone_may_look_at_what_the_optimizer_does_not_hold(smp):
-    """It makes masters there; nothing that ranks do together depends on that."""
+    """The look makes masters there; nothing that ranks do together depends on that."""
     module = nn.Sequential(line(size=4), line(size=1))
     model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(sgd(module[1].parameters()))

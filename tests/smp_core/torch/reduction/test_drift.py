@@ -179,7 +179,7 @@ def test_a_gradient_that_all_ranks_hold_is_compared_before_the_update(smp_world)
 
 
 def first_then_clip(parameters, most, norm_type):
-    """What ``clip_grad_norm_`` does, from the public functions that torch has for its halves."""
+    """Clip as ``clip_grad_norm_`` does, by the public functions that torch has for its halves."""
     parameters = list(parameters)
     total = get_total_norm([each.grad for each in parameters], norm_type)
     torch.nn.utils.clip_grads_with_norm_(parameters, most, total)

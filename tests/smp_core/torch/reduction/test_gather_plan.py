@@ -17,7 +17,7 @@ BETWEEN, WITHIN = "between nodes", "within nodes"
 
 
 def arrived(plans: dict[int, GatherPlan]) -> dict[int, list[int]]:
-    """Whose part each row of each rank's result has: the plans of a group, carried out."""
+    """The rank whose part each row of each rank's result has: the plans of a group, carried out."""
     rows = {rank: [rank] for rank in plans}
     for number in range(max(len(plan.hops) for plan in plans.values())):
         rows = {
@@ -106,7 +106,7 @@ def test_what_leaves_a_node_is_the_formula_of_each_order(p: int, k: int) -> None
 
 
 def places(*hosts: str) -> list[tuple[int, int]]:
-    """What a launcher tells ranks on these hosts."""
+    """The numbers that a launcher tells ranks on these machines: the local rank, and the ranks of the machine."""
     return [
         (hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])) for rank in range(len(hosts))
     ]

@@ -58,7 +58,7 @@ def world() -> tuple[runtime.Runtime, int]:
 def reducer(
     here: runtime.Runtime, named: Mapping[str, nn.Parameter], options: Options
 ) -> GradientReducer:
-    """That of plain data parallelism."""
+    """The reducer of plain data parallelism."""
     return GradientReducer(here, named, options, WholeGradients(here))
 
 

@@ -1,4 +1,4 @@
-"""What tests of sharded checkpoints train: a model with every kind of parameter, here and in plain PyTorch.
+"""The training of tests of sharded checkpoints: a model with every kind of parameter, here and in plain PyTorch.
 
 The plain loop, over replicas in one process, knows nothing of shards, ranks or files.
 """
@@ -114,7 +114,7 @@ class Run:
         return loss.detach()
 
     def overflowed(self, number):
-        """Whether the step was skipped."""
+        """Run a step and return whether it was skipped."""
         self.step(number)
         return self.optimizer.overflow
 

@@ -101,7 +101,7 @@ def gradients(model: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
 
 
 def outcome(model: Any) -> dict[str, Any]:
-    """What a step has left: gradients and state, whole."""
+    """The gradients and the state that a step has left, whole."""
     return {"gradients": dict(gradients(model)), "state": dict(model.state_dict())}
 
 

@@ -12,7 +12,7 @@ import smp_core.torch as smp
 
 
 class Linear(nn.Module):
-    """What most models here begin with."""
+    """A model with one layer, which most models here begin with."""
 
     def __init__(self):
         super().__init__()

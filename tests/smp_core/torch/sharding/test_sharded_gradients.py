@@ -214,12 +214,12 @@ def on_some_ranks():
 
 
 def test_a_gradient_on_some_ranks_only(smp_world):
-    # What is complete early on one rank is not on another: sums are launched between other gathers.
+    # A sum that is complete early on one rank is not on another: sums are launched between other gathers.
     same(smp_world, on_some_ranks, degrees=(1, 2, 4), ranks=4, sdp_reduce_bucket_size=1)
 
 
 def hooked():
-    """What hooks of both kinds see, and change."""
+    """The gradients that hooks of both kinds see, and change."""
     model, _ = wrapped(Layers())
     parameters, seen, after = list(model.module.parameters()), [], []
 

@@ -1,4 +1,4 @@
-"""What goes wrong, or past the model: told where it happens, and the next step is as if nothing had been."""
+"""Errors, and uses of parameters past the model: told where they happen; the next step is as if nothing had been."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_other_models_on_the_ranks(smp_world):
         smp_world.run(built_differently, ranks=2, config=TWO)
 
 
-# What is done to parameters behind the engine's back.
+# Changes of parameters behind the engine's back.
 
 
 def other_data(what):
@@ -312,7 +312,7 @@ def test_an_activation_that_is_modified_in_place(smp_world):
     same(smp_world, activation_in_place)
 
 
-# What is read, or asked for, past the model.
+# Reads of parameters, and calls, past the model.
 
 
 class Holds(nn.Module):

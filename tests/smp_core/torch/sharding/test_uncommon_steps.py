@@ -48,7 +48,7 @@ def same(one, other):
 
 
 def at_degrees(smp_world, body, *args, degrees=(2, 4), **more):
-    """What ranks give at degree 1 is what they give at others."""
+    """Run a body at sharding degree 1 and at others: the results of the ranks are the same."""
     expected = smp_world.run(body, *args, ranks=4, config=config(1, **more))
     for degree in degrees:
         found = smp_world.run(body, *args, ranks=4, config=config(degree, **more))
@@ -257,5 +257,5 @@ def after_failure():
 
 
 def test_a_state_after_a_step_that_failed_on_all_ranks(smp_world):
-    """What was on its way when it failed is not taken for the first part of the state."""
+    """Gathers that were on their way at the failure are not taken for the first part of the state."""
     assert all(smp_world.run(after_failure, ranks=2, config=config(2)))

@@ -1,4 +1,4 @@
-"""Which parameters are gathered together: all of them, each once, of one dtype, in units under the limit."""
+"""The parameters that are gathered together: all of them, each once, of one dtype, in units under the limit."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_only_what_is_given_is_in_a_unit():
     assert sorted(found) == sorted(name for name, _ in given)
 
 
-# What a rank keeps of a unit.
+# A rank's shards of a unit.
 
 KINDS = {
     "matrix": torch.arange(15.0).view(3, 5),

@@ -83,7 +83,7 @@ def check_moves_of_every_dtype(world: Any) -> None:
 
 
 def exactly(op: str, values: list[int], dtype: torch.dtype) -> Tensor:
-    """What ``op`` gives, by Python's own numbers, rounded or wrapped once."""
+    """The result of ``op``, by Python's own numbers, rounded or wrapped once."""
     total: Any = values[0]
     for value in values[1:]:
         total = {

@@ -476,7 +476,7 @@ def check_another_thread_moves_messages_meanwhile(world: Any) -> None:
 
 
 def check_a_wait_asks_though_messages_keep_coming(world: Any) -> None:
-    """Whether the run was ended, and how late it is; what it waits for is not among them."""
+    """A wait asks whether the run was ended, and how late it is; the messages are not those that it waits for."""
     messenger, asked = world.fabric.messenger, world.asked
     messenger.progress = lambda: True
     try:

@@ -40,7 +40,7 @@ class Board:
 
 
 class World:
-    """What a check is given: this rank's fabric, and what else it may need."""
+    """The argument of a check: this rank's fabric, and whatever else a check may need."""
 
     def __init__(self) -> None:
         self.comm = MPI.COMM_WORLD

@@ -27,7 +27,7 @@ except BackendError as error:
 
 
 def told(tmp_path: object, *, before: str = "", rank: int = 0, size: int = 1, **env: str) -> str:
-    """What the error says, in a process that no mpiexec has started."""
+    """The text of the error in a process that no mpiexec has started."""
     code = OPEN.format(before=before, rank=rank, size=size)
     command = [sys.executable, "-c", code, str(tmp_path)]
     process = subprocess.run(

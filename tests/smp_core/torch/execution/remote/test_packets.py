@@ -1,4 +1,4 @@
-"""What is payload, encoded, decoded and thawed is what it was."""
+"""An object that is made a payload, encoded, decoded and thawed is equal to the object before."""
 
 from __future__ import annotations
 
