@@ -88,7 +88,9 @@ _MOST_TRACKED = 256  # calls whose tensors are looked through for those that are
 
 
 class _Thread(threading.local):
-    """The state of one thread: calls issued in DDP's first check, depth of backward passes, calls issued there."""
+    """The state of one thread: the calls issued in DDP's first check, the depth of backward passes, and the
+    calls issued in those.
+    """
 
     checked: list[int] | None = None
     passes = 0

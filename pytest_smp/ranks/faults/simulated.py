@@ -24,7 +24,7 @@ from smp_core.errors import Cancelled, CrashError
 
 
 class _Standing:
-    """A rank that stands still for ever. An Operation of the scheduler."""
+    """The operation that a rank waits for if it stands still for ever. An Operation of the scheduler."""
 
     done = False
 

@@ -159,7 +159,7 @@ class MpiexecPool(WorkerPool):
         return ended
 
     def last_words(self) -> str:
-        """What mpiexec itself wrote."""
+        """The end of mpiexec's own output."""
         try:
             return Path(self.folder, _LOG).read_text(errors="replace")[-2000:]
         except OSError:
@@ -202,8 +202,8 @@ def rank_main() -> None:
     from smp_core.transport.mpi.library import finalize, load
 
     torch.set_num_threads(1)
-    # All ranks of the job together: MPI_Init ends on none before all have called it, and the first
-    # world may have fewer. What is missing is told when a world forms.
+    # All ranks of the job load MPI together: MPI_Init returns on no rank before all have called it, and
+    # the first world may have fewer. An error is raised again when a world forms.
     with contextlib.suppress(BackendError):
         load()
     membership = json.loads(Path(folder, _MEMBERSHIP).read_text())

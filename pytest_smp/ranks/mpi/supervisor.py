@@ -129,7 +129,7 @@ class _SharedMemory:
 
 
 def _uses(pid: int, path: str) -> bool:
-    """Whether a process has a file open, or mapped. A file is opened, mapped and then closed."""
+    """Return whether a process has a file open or mapped; shared memory is opened, mapped and then closed."""
     with contextlib.suppress(OSError):
         for descriptor in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
@@ -151,7 +151,7 @@ def _descendants(pid: int | None = None) -> list[int]:
 
 
 def _can_watch() -> bool:
-    """Whether the kernel tells when a process ends. Some sandboxes, and old kernels, do not."""
+    """Return whether the kernel tells when a process ends. Some sandboxes, and old kernels, do not."""
     if not hasattr(os, "pidfd_open"):
         return False
     try:
@@ -162,7 +162,7 @@ def _can_watch() -> bool:
 
 
 def _outlives(controller: int, job: int, memory: _SharedMemory) -> bool:
-    """Wait until one of the two has ended. Whether that was the controller."""
+    """Wait until the controller or the job has ended; return whether the controller has."""
     try:
         watched = os.pidfd_open(controller)
     except ProcessLookupError:

@@ -219,7 +219,7 @@ class ProcessExecutor(Executor):
             self._pending.welcome(connection, hello)
 
     def ends(self) -> list[Ended]:
-        """Those that ended, but for those that this executor killed."""
+        """The rank processes that ended since the last call, without those that this executor killed."""
         told, self._unclaimed = [*self._unclaimed, *self._pool.ended()], []
         news = [ended for ended in told if (ended.slot, ended.pid) not in self._killed]
         self._killed.difference_update((ended.slot, ended.pid) for ended in told)
@@ -230,7 +230,7 @@ class ProcessExecutor(Executor):
         return news
 
     def unclaimed(self, ended: Ended) -> None:
-        """For whoever asks next."""
+        """Keep an end that is no part of the run that read it, for the next call of ``ends``."""
         self._unclaimed.append(ended)
 
     def _kill(self, ranks: Collection[RankProcess]) -> None:
@@ -238,7 +238,7 @@ class ProcessExecutor(Executor):
         self._pool.kill(ranks)
 
     def _gather(self, size: int) -> list[str]:
-        """Have a world. What happened to its ranks since the last run, in words."""
+        """Form a world of ``size`` ranks; return the ends of its processes since the last run, in words."""
         news: list[str] = []  # of all attempts: an end is told of once
         for attempt in range(1, _ATTEMPTS + 1):
             try:
@@ -359,7 +359,7 @@ class ProcessExecutor(Executor):
                         self.lost = f"the job has lost rank {ended.slot} before it was ready"
                     text = self._pool.last_words()
                     text += "".join(read_output(self._pool.folder, ended.pid or 0))[-2000:]
-                    # What exits by itself has a reason, and would do so again.
+                    # A process that exits with an error would do so again: only a killed one is restarted.
                     kind = BackendError if (ended.code or 0) > 0 else _ProcessLost
                     raise kind(
                         f"the process of rank {ended.slot} ended before it was ready: "
@@ -372,8 +372,8 @@ class ProcessExecutor(Executor):
         self._ranks.pop(rank.slot, None)
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(rank.control)
-        # It may live a little longer, and must not take this for the controller's end, at which a rank
-        # removes the run's folder.
+        # The process may live a little longer, and must not take the closed connection for the
+        # controller's end, at which a rank removes the run's folder.
         with contextlib.suppress(OSError):
             rank.line.send_bytes(str(DISMISSED).encode())
         rank.control.close()

@@ -48,7 +48,7 @@ _KEY = "smp-controller"
 
 
 class ExternalJob:
-    """What the process of rank 0 knows before it splits, and its controller inherits."""
+    """The data of the job that the process of rank 0 has before it splits, and that its controller inherits."""
 
     current: ExternalJob | None = None
 
@@ -62,12 +62,12 @@ class ExternalJob:
         self.secret = wire.new_secret()
 
     def contact(self) -> dict[str, Any]:
-        """What every rank must know to connect."""
+        """The address and the secret that every rank needs to connect, and whether output is captured."""
         address = self.socket.getsockname()
         return {"address": address, "secret": self.secret.hex(), "capture": self.capture}
 
     def remove_folders(self) -> None:
-        """Those on the controller's machine."""
+        """Remove the run's folders on the controller's machine."""
         for folder in self.folders:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -410,7 +410,7 @@ class ExternalPool(ForkServerPool):
             self._lose(server)
 
     def _lose(self, server: ForkServerConnection) -> None:
-        """Who starts no rank any more."""
+        """Count a fork server as lost, with all its ranks; no lost rank is started again."""
         self.final = True
         self._servers.remove(server)
         self._news.unregister(server.connection.fileno())

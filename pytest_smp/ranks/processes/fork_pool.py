@@ -29,7 +29,7 @@ log = logging.getLogger("pytest_smp.ranks")
 _START = (
     "import sys; from pytest_smp.ranks.processes.fork_server import start; start(int(sys.argv[1]))"
 )
-#: What a fork server imports before it forks.
+#: The modules that a fork server imports before it forks.
 PRELOAD = (
     "torch",
     "torch.distributed.nn.functional",  # its default arguments capture the default group: now none

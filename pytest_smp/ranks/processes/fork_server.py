@@ -1,10 +1,10 @@
-"""The fork server: a process that has everything imported and forks ranks, of the worker pool and of a
-launcher's job.
+"""The fork server: a process that has all modules imported and forks the ranks of the worker pool and of
+a launcher's job.
 
-Importing torch takes about a second, forking what has imported it a few milliseconds. The fork server
-runs no thread and no body. It takes requests from the controller, tells it which of its children
-ended and how, and ends with it: when the controller's end of the connection closes, however that
-came about, the fork server kills the ranks and removes the run's folder.
+Importing torch takes about a second, and forking a process that has imported it takes a few
+milliseconds. The fork server runs no thread and no body. The controller sends it requests, and is told
+how each child ended. When the controller's end of the connection closes for any reason, the fork server
+kills the ranks, removes the run's folder and ends.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ForkServer:
         self, controller: Connection, setting: dict[str, Any], launcher: int | None = None
     ) -> None:
         self._launcher = launcher
-        # Who is this process's child already is nobody's orphan: a launcher's rank 0 forked the
+        # A process that is a child already is no orphan of a body: a launcher's rank 0 forked the
         # controller.
         self._spared = set(children())
         self._servants: set[int] = set()  # what the prelude started: for all ranks, to the end
@@ -167,7 +167,7 @@ class ForkServer:
             os.waitpid(pid, os.WNOHANG)
 
     def _orphans(self) -> list[int]:
-        """What bodies started and put into groups of their own, and whose parents are gone."""
+        """The processes that bodies started in groups of their own and whose parents have ended."""
         ours = self._children | self._spared | self._servants
         return [pid for pid in children() if pid not in ours]
 
@@ -198,7 +198,7 @@ class ForkServer:
 
 
 def _kill_group(pid: int) -> None:
-    """SIGKILL to a rank and to what its bodies started."""
+    """Send SIGKILL to a rank and to the processes that its bodies started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 

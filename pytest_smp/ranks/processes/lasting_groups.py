@@ -68,8 +68,8 @@ class LastingGroups:
         }
 
     def leave(self) -> bool:
-        """The run is over: torch.distributed forgets them. Whether they can serve again: a body may
-        have destroyed all process groups that there are.
+        """The run is over: torch.distributed forgets the groups. Return whether they can serve again,
+        which is not so if the body has destroyed all process groups.
         """
         world: Any = c10d._world
         whole = True
@@ -97,6 +97,8 @@ class LastingGroups:
 
 
 def lasts(group: Group) -> bool:
-    """Whether a group may stay. A default group that makes groups by itself keeps its own ways."""
+    """Return whether a group may stay after the run. A default group with a ``new_group`` of its own makes
+    all groups anew.
+    """
     default: Any = c10d._world.default_pg
     return group.name.startswith(PRIVATE) and not callable(getattr(default, "new_group", None))

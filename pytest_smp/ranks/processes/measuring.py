@@ -1,7 +1,7 @@
-"""What is measured while a rank process runs bodies: nothing, unless a prelude installs something.
+"""Measurements while a rank process runs bodies: none, unless a prelude installs one.
 
-What was measured travels with each run's result, and not in files at the process's end: a rank may be
-killed at any time after.
+The data travels with each run's result, and not in files at the process's end, since a rank may be
+killed at any time after the run.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ class Measurement(Protocol):
     """Called by the rank process that runs the body, in the thread that runs it."""
 
     def begin(self) -> None:
-        """Before each run."""
+        """Called before each run."""
 
     def end(self) -> bytes:
-        """After each run, however it ended: what the controller is to be told of it."""
+        """Called after each run, however it ended; the returned data goes to the controller."""
 
 
 _installed: Measurement | None = None
@@ -35,5 +35,5 @@ def begin() -> None:
 
 
 def end() -> bytes:
-    """A run has ended: what was measured."""
+    """A run has ended; return the measured data."""
     return b"" if _installed is None else _installed.end()

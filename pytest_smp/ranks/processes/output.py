@@ -1,5 +1,5 @@
-"""What a rank process writes: descriptors 1 and 2 are files in the run's folder, so that what C++
-writes while it dies is kept as well.
+"""The output of a rank process: descriptors 1 and 2 are files in the run's folder, so that output from
+C++ of a dying process is kept as well.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 
 def output_files(folder: str, pid: int) -> tuple[Path, Path]:
-    """Where a rank process writes."""
+    """The files that a rank process writes its standard output and its standard error to."""
     return Path(folder, f"{pid}.out"), Path(folder, f"{pid}.err")
 
 
 def read_output(folder: str, pid: int) -> tuple[str, str]:
-    """What a rank process has written in its run, to standard output and to standard error."""
+    """The text that a rank process has written in its run, to standard output and to standard error."""
     texts = []
     for path in output_files(folder, pid):
         try:
@@ -51,7 +51,7 @@ class Output:
         sys.stdout, sys.stderr = self._streams
 
     def written(self) -> tuple[str, str]:
-        """What was written since the last renewal."""
+        """The text written since the last renewal, to standard output and to standard error."""
         self._flush()
         out, err = (_whole(file) for file in self._files)
         return out, err
@@ -63,7 +63,7 @@ class Output:
 
 
 def _is_spoilt(stream: Any) -> bool:
-    """Whether a body has closed, detached or reconfigured it."""
+    """Return whether a body has closed, detached or reconfigured the stream."""
     try:
         return bool(stream.closed) or (stream.errors, stream.line_buffering) != ("strict", True)
     except ValueError:  # detached: it has no buffer to ask

@@ -1,7 +1,7 @@
-"""What a process has once, and a body may change: environment, folder, import path, signal handlers,
-streams. A rank process gives each body the controller's, and has them again afterwards.
+"""State that a process has once and a body may change: environment, folder, import path, signal
+handlers, streams. A rank process gives each body the controller's values, and restores them afterwards.
 
-Looking costs less than setting: nearly all bodies change nothing, and a rank looks after every run.
+Comparing costs less than setting: nearly all bodies change nothing, and a rank compares after every run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def environment() -> Any:
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str | None]:
-    """What must be set, or unset (None), to make ``now`` of ``before``."""
+    """The variables to set, or to unset (None), to turn ``before`` into ``now``."""
     changed: dict[str, str | None] = {
         name: value for name, value in now.items() if before.get(name) != value
     }
@@ -49,9 +49,10 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str 
 
 
 class ProcessState:
-    """Those of one rank process.
+    """The process state of one rank process.
 
-    ``set_environment`` and ``path`` are the controller's to say, and stay until it says otherwise.
+    The controller gives the environment (``set_environment``) and ``path``, which stay until it gives
+    others.
     """
 
     def __init__(self) -> None:
@@ -64,7 +65,7 @@ class ProcessState:
         os.umask(self._umask)
 
     def set_environment(self, changed: Mapping[str, str | None]) -> None:
-        """What the controller changed since it started the ranks."""
+        """Set the variables that the controller has changed since it started the ranks."""
         wanted = {**self._base, **changed}
         for name, value in changes(
             os.environ, {name: value for name, value in wanted.items() if value is not None}
@@ -116,21 +117,21 @@ def _set(name: str, value: str | None) -> None:
 
 
 class Belongings:
-    """The threads, child processes and file descriptors of a rank process: what a body adds to them
-    and leaves, no next body may find.
+    """The threads, child processes and file descriptors of a rank process. No body may find any that an
+    earlier body has added and left.
     """
 
     def __init__(self) -> None:
         self.renew()
 
     def renew(self) -> None:
-        """What there is now is the rank's own."""
+        """Count the present threads and descriptors as the rank's own."""
         self._threads = set(threading.enumerate())
         self._descriptors = open_descriptors()
         self._count, self._lowest = _count_descriptors(), _lowest_descriptor()
 
     def adopt(self, descriptors: Collection[str]) -> None:
-        """These have come since, and are the rank's own, too."""
+        """Count these descriptors, which have come since, as the rank's own, too."""
         if not descriptors:
             return
         self._descriptors |= set(descriptors)
@@ -141,7 +142,7 @@ class Belongings:
         )
 
     def added(self, *, descriptors: bool) -> list[str]:
-        """What has come since, in words; open descriptors only if asked for."""
+        """The threads and processes that have come since, in words; open descriptors only if asked for."""
         left = []
         if threading.active_count() != len(self._threads):
             for thread in set(threading.enumerate()) - self._threads:
@@ -206,7 +207,7 @@ def _is_open(descriptor: int) -> bool:
 
 
 def _target(descriptor: str) -> str:
-    """What a descriptor is."""
+    """The file or other object behind a descriptor, in words."""
     try:
         return os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:
@@ -214,7 +215,7 @@ def _target(descriptor: str) -> str:
 
 
 def _has_children() -> bool:
-    """Whether there is any child, ended ones that nobody waited for included."""
+    """Return whether this process has any child, ended ones that nobody waited for included."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

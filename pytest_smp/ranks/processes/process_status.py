@@ -12,7 +12,7 @@ _GONE = frozenset("ZX")  # ended, and not yet waited for
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessStatus:
-    """What ``/proc/PID/stat`` says.
+    """The status of a process in ``/proc/PID/stat``.
 
     Attributes:
         exists: there is such a process, ended ones that nobody waited for included.

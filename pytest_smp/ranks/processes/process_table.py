@@ -1,9 +1,9 @@
-"""What a process has once, beside what process_state.py restores: limits, modes, tables of the
+"""State that a process has once, beside that of process_state.py: limits, modes, tables of the
 interpreter and of torch, and the functions of much used modules.
 
-A rank process notes each value before a body and compares it afterwards. What the body has changed
-is put back; what cannot be is told, and the rank is replaced. What a module has changed while the body
-imported it stays, as the module does: no later import would change it again.
+A rank process notes each value before a body and compares it afterwards. A value that the body has
+changed is put back; if that fails, the rank says so and is replaced. A value that a module has changed
+while the body imported it stays, as the module does: no later import would change it again.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _attribute(owner: Any, name: str) -> State:
     return State(full, lambda: getattr(owner, name), lambda before: setattr(owner, name, before))
 
 
-#: What measures coverage sets these anew for each run.
+#: States that a measurement of coverage sets anew for each run.
 TRACING = (
     State("the trace function", sys.gettrace, sys.settrace),
     State("the profile function", sys.getprofile, sys.setprofile),
@@ -278,13 +278,13 @@ def _is_code(value: object) -> bool:
 
 
 class _Imports:
-    """The modules that a body was the first to import. What they have made is not the body's."""
+    """The modules that a body was the first to import. Their changes do not count as the body's."""
 
     def __init__(self) -> None:
         self._before = sys.modules.copy()  # 5 us; a set of the names takes 35
 
     def have_made(self, new: Any, old: Any) -> bool:
-        """Whether one of them has put ``new`` where ``old`` was, as far as the object shows it."""
+        """Return whether one of them has put ``new`` where ``old`` was, as far as the object shows it."""
         if type(new).__module__.startswith("unittest.mock"):
             return False  # the body made it, even if it was the first to import that
         now = sys.modules.copy()
@@ -370,8 +370,9 @@ class ProcessTable:
         self._builtins = _BUILTINS.copy()
 
     def put_back(self) -> list[str]:
-        """A body is over: undo what it changed. What could not be undone, in words. Raises nothing:
-        a body may have patched whatever this calls.
+        """Undo the changes of a body that is over; return those that could not be undone, in words.
+
+        Raises nothing, even if the body has patched a function that this method calls.
         """
         left: list[str] = []
         try:

@@ -118,7 +118,7 @@ class _Standing:
 
 
 class _Server:
-    """What a rank process keeps from run to run."""
+    """The state that a rank process keeps from run to run, and its loop over requests."""
 
     def __init__(
         self, membership: Membership, control: Connection, line: Connection, output: Output | None
@@ -142,7 +142,7 @@ class _Server:
         self._stacks = Stacks(membership.folder)
 
     def serve(self) -> None:
-        """Until the controller says exit, or is gone."""
+        """Answer requests until the controller says exit, or is gone."""
         while True:
             # A body may have made every descriptor non-blocking that it found.
             os.set_blocking(self._control.fileno(), True)

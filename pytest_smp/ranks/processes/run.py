@@ -43,15 +43,15 @@ _CANCEL = 2.0  # seconds that a cooperative fabric gets to unwind
 
 
 class Ends(Protocol):
-    """Who hears of rank processes that end, whichever run they were in."""
+    """The part of the executor that a run needs: the ends of rank processes, whichever run they were in."""
 
     selector: selectors.BaseSelector  # control connections, by rank; None: the worker pool has news
 
     def ends(self) -> list[Ended]:
-        """Those that ended since the last call."""
+        """The rank processes that ended since the last call."""
 
     def unclaimed(self, ended: Ended) -> None:
-        """For whoever asks next."""
+        """Keep an end that is no part of this run, for the next call of ``ends``."""
 
 
 class Run:
@@ -107,7 +107,7 @@ class Run:
     # Waiting.
 
     def _wait(self) -> bool:
-        """Until all ranks have ended, or one's failure has ended the run. Whether time was up."""
+        """Wait until all ranks have ended or a failure has ended the run; return whether time was up."""
         limit = math.inf if self._job.timeout is None else self._job.timeout
         start = looked = time.monotonic()
         failed_at = found_at = math.inf
@@ -142,7 +142,7 @@ class Run:
         return bool(self._crashed or self._gone or self._errors or self._finding)
 
     def _all_wait(self) -> bool:
-        """Whether nobody who still runs can change the verdict: each waits for others, and lives."""
+        """Return whether no running rank can change the verdict: each waits for others, and is alive."""
         return self._checks and all(
             self._board.blocked(slot) and (self._gone or self._pool.state(rank) is not None)
             for slot, rank in self._running.items()
@@ -254,7 +254,7 @@ class Run:
             self._crashed[rank.slot] = str(ended)
 
     def _hear_last(self, rank: RankProcess) -> None:
-        """What a rank sent before it ended, which still lies in its connection."""
+        """Read the result that a rank sent before it ended, which may still lie in its connection."""
         while rank.slot in self._running and rank.control.poll(0):
             try:
                 self._came_back(rank, Done.of(rank.control.recv_bytes()))
@@ -269,7 +269,7 @@ class Run:
             self._read_line(rank)
 
     def _read_line(self, rank: RankProcess, upto: int | None = None) -> None:
-        """What a rank has written for the board, or, with ``upto``, so many bytes of this run."""
+        """Read a rank's records for the board: those that are there, or up to byte ``upto`` of this run."""
         descriptor = rank.line.fileno()
         looks = 0
         while rank.records < upto if upto is not None else looks < _CHUNKS:

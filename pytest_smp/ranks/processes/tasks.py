@@ -1,4 +1,4 @@
-"""What the controller and a rank process say to each other over the control connection."""
+"""The requests of the controller and the answers of a rank process, on the control connection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pytest_smp.ranks.protocols import Factory, Outcome, OutcomeKind
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobSpec:
-    """What stays the same from run to run, most of the time: sent when it changes."""
+    """The part of a job that rarely changes from run to run; sent when it changes."""
 
     key: int
     body: bytes
@@ -63,7 +63,7 @@ class Preparing:
 
 @dataclasses.dataclass(slots=True)
 class Done:
-    """What a rank sends back."""
+    """A rank's answer to a task."""
 
     number: int
     outcome: Outcome

@@ -135,10 +135,10 @@ def _loopback(environment: RankEnvironment) -> Iterator[None]:
 
 
 def open_torch(environment: RankEnvironment, backend: str, module: str = "") -> TorchFabric:
-    """The fabric of ``torch:backend``; ``module`` registers it, if torch does not know it.
+    """The fabric of ``torch:backend``; ``module`` registers the backend, if torch does not know it.
 
-    It is imported here, on a rank that has been forked: what it starts (threads, connections) would
-    not outlive the fork of the fork server.
+    The module is imported here, on a rank that has been forked: threads and connections that it starts
+    would not outlive the fork of the fork server.
     """
     if module:
         importlib.import_module(module)

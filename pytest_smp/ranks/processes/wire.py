@@ -69,7 +69,7 @@ def _watched(sock: socket.socket) -> None:
 
 
 def is_silence(error: BaseException) -> bool:
-    """Whether this is how the other machine's silence shows, rather than a process's end."""
+    """Return whether an error shows the other machine's silence, rather than a process's end."""
     return isinstance(error, OSError) and error.errno in (
         errno.ETIMEDOUT,
         errno.EHOSTUNREACH,
@@ -122,12 +122,11 @@ def listen(address: Address) -> socket.socket:
 
 
 class Listener:
-    """Where ranks connect: an address, or a socket that listens already.
+    """Accepts the connections of ranks, at an address or on a socket that listens already.
 
-    ``welcome`` gets each connection that proved itself, and its hello.
-
-    It is called in a thread of the listener's. A stranger is refused and logged, and holds nobody
-    up: each connection proves itself in a thread of its own, within ten seconds.
+    ``welcome`` gets each connection that proved itself, and its hello, in a thread of the listener's. A
+    stranger is refused and logged, and delays no other: each connection proves itself in a thread of its
+    own, within ten seconds.
     """
 
     def __init__(
@@ -168,10 +167,10 @@ class Listener:
             try:
                 deliver_challenge(connection, self._secret)
                 answer_challenge(connection, self._secret)
-                # The limit stays: who stops in the midst of a frame, or does not take one, is lost.
+                # The limit stays: a peer that stops in the midst of a frame, or takes none, is lost.
                 hello = json.loads(connection.recv_bytes(_LONGEST_HELLO))
             except EOFError as error:
-                # It went away before it could prove anything: often a rank that was killed just then.
+                # The peer went away before it could prove anything: often a rank that was just killed.
                 connection.close()
                 log.debug("a connection to %s ended at once: %s", self.address, error)
                 return

@@ -56,7 +56,7 @@ class WorkerPool(ABC):
 
     @abstractmethod
     def ended(self) -> list[Ended]:
-        """Those that ended since the last call. Does not wait."""
+        """The rank processes that ended since the last call. Does not wait."""
 
     @abstractmethod
     def kill(self, ranks: Collection[RankProcess]) -> None:
@@ -76,7 +76,7 @@ class WorkerPool(ABC):
         """A machine does not answer. Called in the midst of a run."""
 
     def last_words(self) -> str:
-        """What is known beside the ranks' own output when they cannot start."""
+        """Text for the error when ranks cannot start, beside their own output."""
         return ""
 
     def stacks(self, ranks: Sequence[RankProcess]) -> dict[int, list[str]]:
@@ -91,7 +91,7 @@ class WorkerPool(ABC):
         return ProcessStatus.of(rank.pid)
 
     def written(self, rank: RankProcess) -> tuple[str, str]:
-        """What a rank has written in this run, to standard output and to standard error."""
+        """The text that a rank has written in this run, to standard output and to standard error."""
         return read_output(rank.folder, rank.pid)
 
     def place(self, slot: int, size: int) -> tuple[int, int]:

@@ -1,7 +1,8 @@
-"""What each tensor collective gives each member, once all of them have called.
+"""The results of each tensor collective for each member, once all of them have called.
 
 Each function gets the members' calls in group order; a call's data are the tensors that the member
-brings, in a list. It returns a list per member: the values of that member's outputs, in new memory.
+brings, in a list. The function returns a list per member: the values of that member's outputs, in new
+memory.
 """
 
 from __future__ import annotations

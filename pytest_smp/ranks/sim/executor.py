@@ -58,33 +58,31 @@ _GRACE = 1.0  # seconds that an abandoned rank gets to unwind before its thread 
 
 
 class ThreadFabric(Protocol):
-    """What the fabric keeps for one rank of one run."""
+    """The part of the fabric that belongs to one rank of one run."""
 
     def enter(self) -> None:
         """Called in the rank's thread before the body."""
 
     def in_flight(self) -> list[str]:
-        """What the rank has issued and not waited for, in words."""
+        """The operations that the rank has issued and not waited for, in words."""
 
     def leave(self) -> None:
         """Called in the rank's thread after the body, however it ended."""
 
 
 class WorldFabric(Protocol):
-    """What the fabric keeps for all ranks of one run."""
+    """The part of the fabric that all ranks of one run share."""
 
     def rank_fabric(self, context: RankContext) -> ThreadFabric: ...
 
     def leaks(self, strict: bool) -> tuple[list[str], list[str]]:
-        """After all ranks have returned: what was left behind that fails the run, and what only
-        deserves a warning.
-        """
+        """The leaks after all ranks have returned: those that fail the run, and those that are warnings."""
 
     def close(self) -> None: ...
 
 
 class _RankThread:
-    """A warm thread. It sleeps on its turn, runs the part it was given, and sleeps again."""
+    """A warm thread, which sleeps until its turn, runs the part that it was given, and sleeps again."""
 
     def __init__(self, rank: int) -> None:
         self.turn = _thread.allocate_lock()
@@ -320,7 +318,7 @@ def _variables(size: int) -> Variables:
 
 
 class _Part:
-    """What one thread does in one run."""
+    """The work of one thread in one run."""
 
     __slots__ = ("_context", "_fabric")
 
@@ -410,7 +408,7 @@ def _captured(size: int) -> Iterator[tuple[_Output, _Output]]:
 
 
 def _unfinished(scheduler: Scheduler, contexts: list[RankContext]) -> dict[int, Outcome]:
-    """What can be said of each rank that has not returned when time is up."""
+    """The outcome of each rank that has not returned when time is up, with its state in words."""
     unfinished = {}
     for context in contexts:
         rank, waiting, kind = context.rank, context.thread_state.waiting, OutcomeKind.STUCK

@@ -128,7 +128,7 @@ class SimFabric:
     def new_group(
         self, ranks: tuple[int, ...], name: str | None, desc: str | None
     ) -> SimProcessGroup | None:
-        """What torch's ``new_group`` delegates to. None for a rank that is no member."""
+        """Make a group for torch's ``new_group``, which delegates here. None for a rank that is no member."""
         shared = self._shared_group(str(name), ranks)
         self._shared.called_new_group.setdefault(str(name), set()).add(self.rank)
         if self.rank not in ranks:
@@ -156,7 +156,7 @@ class SimFabric:
 
 
 class SimWorldFabric:
-    """What the ranks of one run share."""
+    """The state that the ranks of one run share."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -171,16 +171,16 @@ class SimWorldFabric:
         self._worlds.enter()
 
     def rank_fabric(self, context: RankContext) -> SimFabric:
-        """The side of one rank."""
+        """The fabric of one rank, on this shared state."""
         fabric = SimFabric(self, context)
         self._fabrics.append(fabric)
         return fabric
 
     def group(self, name: str, ranks: tuple[int, ...], rank: int) -> SharedGroup:
-        """What the members of one group share, made by the first to come.
+        """The state that the members of one group share, made when the first of them comes.
 
-        Raises CollectiveMismatchError if ranks give one name to different groups: they did not all
-        call new_group.
+        Raises CollectiveMismatchError if ranks give one name to different groups, since not all of them
+        called new_group.
         """
         known = self._groups.get(name)
         if known is None:

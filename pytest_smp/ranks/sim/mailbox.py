@@ -62,7 +62,7 @@ class Post:
 
     @property
     def hint(self) -> str | None:
-        """What may have gone wrong where it waits in vain: of a receive, its tag."""
+        """A likely mistake if a receive waits in vain: its tag is not that of the sends; None for a send."""
         if self.mailbox is None or self.verb == "send":
             return None
         ranks = self.group.ranks
@@ -91,11 +91,11 @@ class Post:
         return (self.group.ranks[self.peer],)
 
     def issued(self, rank: int) -> Place | None:
-        """The line that posted it."""
+        """The line that posted the send or the receive."""
         return self.place
 
     def values(self, rank: int) -> list[torch.Tensor]:
-        """What the rank gets, once done."""
+        """The values that the rank gets, once the post is done: one for a receive, none for a send."""
         return [] if self.value is None else [self.value]
 
 

@@ -22,7 +22,7 @@ Fields = tuple[tuple[str, Any], ...]
 
 @dataclasses.dataclass(slots=True)
 class Call:
-    """One member's call: what it says (compared), what it brings (``data``), where it was made."""
+    """One member's call: operation and ``fields`` (compared), the tensors it brings (``data``), its line."""
 
     operation: str
     fields: Fields
@@ -65,7 +65,7 @@ class Meeting:
         return None if call is None else call.place
 
     def values(self, rank: int) -> Any:
-        """What a member gets, once done, if the result has a part for each member."""
+        """A member's part of the result, once done, if the result has a part for each member."""
         return self.result[self.channel.position[rank]]
 
 
@@ -126,8 +126,10 @@ class Channel:
 
 
 class Mismatch:
-    """The verdict on a meeting whose calls differ. A Judgement of the scheduler: whoever comes to
-    such a meeting waits, so that the verdict can tell which of the members are the odd ones.
+    """The verdict on a meeting whose calls differ.
+
+    A Judgement of the scheduler: a rank that comes to such a meeting waits, so that the verdict can tell
+    which of the members are the odd ones.
     """
 
     def __init__(self, meeting: Meeting, context: RankContext) -> None:
@@ -144,11 +146,11 @@ class Mismatch:
 
     @property
     def ripe(self) -> bool:
-        """Whether every member has come."""
+        """True if every member has come."""
         return self._meeting.arrived == len(self._meeting.calls)
 
     def verdict(self) -> tuple[CollectiveMismatchError, int]:
-        """What differs, every call that was made, and the rank to blame."""
+        """The error, with the difference and every call that was made, and the rank to blame."""
         group, meeting = self._meeting.channel.group, self._meeting
         calls = {
             rank: call

@@ -38,7 +38,7 @@ class _Message:
 
     @property
     def hint(self) -> str | None:
-        """What often is wrong when a message is never taken."""
+        """The frequent mistake behind a message that is never taken, if the receivers' waits show it."""
         waits = [self.thread_states[rank].waiting for rank in self.outstanding]
         others: dict[str, list[int]] = {}
         for wait in waits:
@@ -65,7 +65,7 @@ class _Receive:
 
 
 class ObjectRouter:
-    """What the object transports of a world's ranks share."""
+    """The state that the object transports of a world's ranks share."""
 
     def __init__(self) -> None:
         self.messages: dict[tuple[int, int], _Message] = {}

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-#: What Python says (sys.audit) in the thread that is about to start a process.
+#: Python's audit events (sys.audit) in the thread that is about to start a process.
 _STARTS = frozenset(
     {"os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system", "subprocess.Popen"}
 )
@@ -120,7 +120,7 @@ class OneCore:
                 _set(thread, self._core)  # type: ignore[misc]
 
     def _release_caller(self) -> None:
-        """Whoever starts a process passes on the cores that it has itself."""
+        """Give the calling thread all cores again: a process that it starts inherits the thread's cores."""
         if _get(0) == self._core:  # type: ignore[misc]
             self.release([0])
 

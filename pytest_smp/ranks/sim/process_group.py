@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 
 
 class SharedGroup:
-    """What the members' process groups of one group have in common."""
+    """The state that the members' process groups of one group share."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -33,7 +33,7 @@ class SharedGroup:
         self.rank_map = {rank: index for index, rank in enumerate(group.ranks)}
 
 
-# What completes a collective, by its reduce op and root. Looked up when the call is issued.
+# The functions that complete collectives, by reduce op and root. Looked up when a call is issued.
 _COMPLETE: dict[str, Callable[[str, Any], Complete]] = {
     "barrier": lambda op, root: collectives.barrier,
     "monitored_barrier": lambda op, root: collectives.barrier,
@@ -56,7 +56,7 @@ _COMPLETE: dict[str, Callable[[str, Any], Complete]] = {
 
 
 def _users(place: Place | None) -> bool:
-    """Whether the user's own line issued a call, rather than torch's code on its own account."""
+    """Return whether the user's own line issued a call, rather than torch's code on its own account."""
     return place is None or place.direct
 
 
@@ -175,7 +175,7 @@ class SimProcessGroup(CheckedGroup):
 
     @property
     def alive(self) -> bool:
-        """Whether nobody has destroyed it."""
+        """True until the group is destroyed."""
         return not self._destroyed
 
     @property

@@ -44,14 +44,14 @@ class Operation(Protocol):
 
 
 class Judgement(Operation, Protocol):
-    """A verdict that is certain, and that says more once other ranks have shown what they do.
+    """A verdict that is certain, and that says more once other ranks have made their next calls.
 
-    Nobody's wait for it ends but with the run.
+    A rank that waits for a judgement waits until the run ends.
     """
 
     @property
     def ripe(self) -> bool:
-        """Whether nothing more is to be learnt."""
+        """True if further calls of other ranks would add nothing to the verdict."""
 
     def verdict(self) -> tuple[BaseException, int]:
         """The error, and the rank to blame."""
@@ -113,7 +113,7 @@ class Scheduler:
         self.decisions = 0  # made so far
         self.deviated: list[tuple[int, int]] = []  # the deviations that took effect
 
-    # What ranks call. The caller has the turn.
+    # Called by ranks. The caller has the turn.
 
     def decide(self, options: int) -> int:
         """The schedule's choice among so many, 0 to ``options`` - 1."""
@@ -178,7 +178,7 @@ class Scheduler:
             self.check(thread_state)
 
     def others_ready(self, slow: Collection[ThreadState]) -> bool:
-        """Whether a rank that is not among ``slow`` could have the turn."""
+        """Return whether a rank that is not among ``slow`` could have the turn."""
         return any(thread_state not in slow for thread_state in self._ready)
 
     def fail(self, thread_state: ThreadState, failure: BaseException) -> None:
@@ -205,7 +205,7 @@ class Scheduler:
         thread_state.finished = True
         self._hand_over(thread_state, self._next())
 
-    # What the controller calls, while no rank has the turn or after it has given up on them.
+    # Called by the controller, while no rank has the turn or after it has given up on them.
 
     def start(self) -> None:
         """Give the first rank its turn."""

@@ -1,4 +1,4 @@
-"""What a rank does to see whether a torch that was not tried works on `sim`.
+"""A rank's check whether an untried version of torch works on `sim`.
 
 Each call goes through a private part of torch: the state of torch.distributed that belongs to the
 rank, the registry of groups, works and their futures, functional collectives, new groups, messages.
@@ -14,7 +14,7 @@ LIMIT = 30.0  # seconds; the run itself takes milliseconds
 
 
 def body() -> None:
-    """Raises AssertionError for the first call whose values are wrong, or what torch raises."""
+    """Make the calls. Raises AssertionError for the first one with wrong values, or an error of torch."""
     rank = dist.get_rank()
     mine, one = torch.tensor([rank + 1.0]), torch.ones(1)
 

@@ -15,14 +15,14 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 class StoreData:
-    """What the ranks' stores share: the values, and who waits for which keys."""
+    """The data that the ranks' stores share: the values, and the waits for keys."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self.waits: list[_KeyWait] = []
 
     def changed(self) -> None:
-        """Let those go on whose keys are all there now."""
+        """End the waits whose keys are all set now."""
         for wait in list(self.waits):
             if all(key in self.values for key in wait.keys):
                 wait.done = True
@@ -95,7 +95,7 @@ class SimStore(Store):
         return _bytes(expected) if value is None else value
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are set. Lets the others run first: it is made for polling."""
+        """Return whether all keys are set. The other ranks run first, since callers poll."""
         self._context.check("torch.distributed store")
         self._context.scheduler.give_way(self._context.thread_state)
         return all(key in self._data.values for key in keys)

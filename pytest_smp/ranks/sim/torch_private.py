@@ -1,4 +1,4 @@
-"""What `sim` makes of torch's private parts (smp_core/transport/torch_parts.py lists them).
+"""The changes of `sim` to torch's private parts (smp_core/transport/torch_parts.py lists them).
 
 torch.distributed keeps its state once per process (``distributed_c10d._world`` and a C++ registry
 of group names). While a run lasts, rank threads get a state each; every other thread keeps the
@@ -109,7 +109,9 @@ _full_message = c10d_logger._get_msg_dict
 
 
 def _message(name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """What torch logs. In full it describes the group, which another rank's refuses to be."""
+    """The content of torch's log record; on a rank the function's name alone, since the full content
+    describes the group, and a group of another rank refuses that.
+    """
     if current_rank.current() is None:
         return _full_message(name, *args, **kwargs)
     return {"func_name": name}
@@ -119,7 +121,7 @@ def _message(name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
 def _refusing(meet: Callable[..., Any]) -> Callable[..., Any]:
     """A way in which torch's processes find each other, refused where it would wait for other ranks.
 
-    It waits in C++ with the turn in hand, so the ranks that it waits for never come.
+    The wait would be in C++ with the turn in hand, so the other ranks would never come.
     """
 
     @functools.wraps(meet)
@@ -151,8 +153,8 @@ make_group = c10d._new_process_group_helper
 def _made_alone(
     group_size: int, group_rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """What makes a process group of any backend, refused where it would wait for other ranks."""
-    # As it is, or one for each kind of device: "cpu:gloo,cuda:nccl".
+    """Make a process group of any backend, unless that would wait for other ranks (UnsupportedError)."""
+    # One name, or one for each kind of device: "cpu:gloo,cuda:nccl".
     names = str(backend).lower()
     meets = any(each.rpartition(":")[2] in _MEET for each in names.split(","))
     if meets and group_size != 1 and current_rank.current() is not None:
@@ -189,7 +191,7 @@ class rank_worlds:
 
 
 def _create(options: Any, backend_options: Any) -> Any:
-    """What ``init_process_group("sim")`` calls, after the rank has destroyed its default group."""
+    """Make the default group for ``init_process_group("sim")``, after the rank has destroyed the former one."""
     context = current_rank.current()
     if context is None:
         raise ThreadError(

@@ -26,7 +26,7 @@ class TensorOperation(Operation, Protocol):
     """An operation that gives its ranks tensors."""
 
     def values(self, rank: int) -> list[torch.Tensor]:
-        """What a rank gets, once done: one value per output."""
+        """The values that a rank gets, once the operation is done: one per output."""
 
 
 class SimWork(Work):
@@ -50,7 +50,7 @@ class SimWork(Work):
 
     @property
     def receives(self) -> bool:
-        """Whether it is a receive of a message."""
+        """True if the operation is the receive of a message."""
         return isinstance(self._operation, Post) and bool(self.in_flight.outputs)
 
     def _wait(self) -> None:
@@ -131,7 +131,7 @@ class SimWork(Work):
 
     @property
     def done(self) -> bool:
-        """Whether the operation is done; the rank may not have learnt it yet."""
+        """True if the operation is done; the rank may not have learnt it yet."""
         return self._operation.done
 
     def is_success(self) -> bool:
