@@ -112,8 +112,15 @@ class Started:
 
     def shows(self, words: str, timeout: float = 60.0) -> None:
         """Wait until it has written this."""
+        self._until(lambda: words in self.text, timeout)
+
+    def makes(self, path: Path, timeout: float = 60.0) -> None:
+        """Wait until it has made this file."""
+        self._until(path.exists, timeout)
+
+    def _until(self, seen: Callable[[], bool], timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        while words not in self.text:
+        while not seen():
             assert self.process.poll() is None, self.text
             assert time.monotonic() < deadline, self.text
             time.sleep(0.02)
