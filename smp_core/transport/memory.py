@@ -1,14 +1,14 @@
 """The memory of an operation in flight: from its issue until it was waited for, its tensors belong
 to the operation.
 
-- What the others get is what the inputs held at issue.
+- The other ranks get the values that the inputs held at issue.
 - Outputs hold poison until the wait: NaN in floating and complex dtypes, bytes ``0xA5`` in integers,
   the opposite in bool.
 - A tensor that was written to in between, by the user's code or by another operation, is a
   RaceError.
 
-A synchronous call blocks its rank until it is done, so nothing of this can be seen, and it is left
-out.
+A synchronous call blocks its rank until it is done, so nothing of this can be seen, and such a call
+is left out.
 """
 
 from __future__ import annotations
