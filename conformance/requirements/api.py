@@ -1,7 +1,7 @@
 """Requirements of the API: lifecycle, configuration, groups, objects.
 
-A source names the section that makes the promise. Where the sources leave a choice open, the source
-says INF and why it was decided so (docs/spec/index.md).
+Each requirement's source names the section that makes the promise. Where the documents leave a choice
+open, the source says INF and the reason of the decision (docs/spec/index.md).
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ LIFECYCLE = (
     ),
     Requirement(
         "LIFE-INIT-AGAIN",
-        "init called again with the same parameters, or with none, changes nothing.",
+        "A second call of init with the same parameters, or with none, changes nothing.",
         f"API 1.2; {_INF_INIT}",
         Level.L0,
         _RANKS,
     ),
     Requirement(
         "LIFE-INIT-OTHER",
-        "init called again with other parameters is refused, and the first ones stay in force.",
+        "A second call of init with other parameters is refused, and the first ones stay in force.",
         f"API 1.2; {_INF_INIT}",
         Level.L0,
         _RANKS,
@@ -161,15 +161,15 @@ CONFIGURATION = (
 GROUPS = (
     Requirement(
         "GROUP-NAMES",
-        "CommGroup and RankType have all six members, and smp.WORLD, smp.MP_GROUP, ... are short for "
-        "the groups.",
+        "CommGroup and RankType have all six members, and smp.WORLD, smp.MP_GROUP, ... are the members "
+        "of CommGroup.",
         "AWS Common API (CommGroup, RankType), API 1.5, 8.8; smp.RDP_GROUP is INF, for symmetry",
         Level.L0,
         _RANKS,
     ),
     Requirement(
         "GROUP-WORLD",
-        "rank runs from 0 to size - 1 over the ranks, and size is their number.",
+        "size is the number of ranks, and rank numbers them from 0 to size - 1.",
         "AWS Common API (MPI Basics)",
         Level.L0,
         _RANKS,
@@ -206,8 +206,8 @@ GROUPS = (
     ),
     Requirement(
         "GROUP-MEMBERS",
-        "get_mp_group, get_dp_group and get_tp_group list the world ranks that the definition puts "
-        "together, the same list on each of them.",
+        "get_mp_group, get_dp_group and get_tp_group list the world ranks of the defined group, and "
+        "return the same list on each of its ranks.",
         "AWS Common API (MPI Basics), API 1.5, 4.1",
         Level.L0,
         _RANKS,
@@ -215,7 +215,7 @@ GROUPS = (
     Requirement(
         "GROUP-POSITION",
         "The world ranks of a group ascend, and mp_rank, dp_rank, pp_rank, tp_rank and rdp_rank are "
-        "positions there.",
+        "positions in this order.",
         "AWS Common API (MPI Basics); INF, API 4.2: the order where tp > 1, as after an MPI "
         "communicator split",
         Level.L0,
@@ -223,15 +223,15 @@ GROUPS = (
     ),
     Requirement(
         "GROUP-PROCESS-GROUPS",
-        "get_world_process_group and its five siblings give torch process groups of the ranks of the "
-        "group, in its order.",
+        "get_world_process_group and its five siblings return torch process groups with the ranks of the "
+        "group, in the group's order.",
         "AWS Common API (MPI Basics), API 1.5; the order is INF, as in GROUP-POSITION",
         Level.L0,
         _PROCESS_GROUPS | {Capability.GROUPS},
     ),
     Requirement(
         "GROUP-PROCESS-GROUPS-DDP",
-        "Without ddp the process groups of world, MP and DP are refused.",
+        "Without ddp, requests for the process groups of world, MP and DP are refused.",
         "API 1.5; INF: that the refusal is an error",
         Level.L0,
         _PROCESS_GROUPS,
@@ -241,8 +241,8 @@ GROUPS = (
 SEND_RECV = (
     Requirement(
         "COMM-SEND-VALUE",
-        "recv_from returns an object equal to the one that was sent: types, structure, and of tensors "
-        "dtype, shape and every bit.",
+        "recv_from returns an object equal to the sent one: in types, in structure, and in the dtype, shape "
+        "and bits of tensors.",
         "AWS Common API (smp.send, smp.recv_from), API 1.6",
         Level.L1,
         _OBJECTS,
@@ -256,31 +256,31 @@ SEND_RECV = (
     ),
     Requirement(
         "COMM-RECV-SOURCE",
-        "recv_from receives from the rank it names, whatever other ranks have sent before.",
+        "recv_from receives from the named rank, even if other ranks have sent before.",
         "AWS Common API (smp.recv_from)",
         Level.L1,
         _OBJECTS,
     ),
     Requirement(
         "COMM-RANK-TYPE",
-        "dest_rank and src_rank count in the caller's own group of the kind that rank_type names, for "
-        "all six rank types.",
+        "dest_rank and src_rank are positions in the caller's own group of the kind that rank_type names, "
+        "for all six rank types.",
         "AWS Common API (RankType, smp.send, smp.recv_from), API 1.5, 8.8",
         Level.L1,
         _OBJECTS,
     ),
     Requirement(
         "COMM-RANK-TYPE-MIXED",
-        "Sends to one world rank keep their order and meet its recv_from, whichever rank types the two "
-        "sides use.",
+        "Sends to one world rank keep their order and match its calls of recv_from, even if the two sides use "
+        "different rank types.",
         "AWS Common API (RankType: how a rank is read); INF: and nothing more",
         Level.L1,
         _OBJECTS,
     ),
     Requirement(
         "COMM-SEND-COPY",
-        "What is sent is the object as it was at the call: later changes on either side do not reach "
-        "the other.",
+        "The receiver gets a copy of the object as it was at the call of send; later changes on either side "
+        "do not reach the other.",
         "AWS Common API (Communication API: a picklable object is sent), API 1.6",
         Level.L1,
         _OBJECTS,
@@ -304,8 +304,8 @@ SEND_RECV = (
 BROADCAST = (
     Requirement(
         "COMM-BROADCAST-VALUE",
-        "Every other rank of the group receives an object equal to the root's by recv_from, for any "
-        "kind of group and any root.",
+        "Every other rank of the group receives an object equal to the root's by recv_from, for every "
+        "kind of group and every root.",
         "AWS Common API (smp.broadcast), API 1.6",
         Level.L1,
         _OBJECTS,
@@ -326,7 +326,7 @@ BROADCAST = (
     ),
     Requirement(
         "COMM-BROADCAST-COPY",
-        "Each receiver of a broadcast holds an object of its own, be it small or large.",
+        "Each receiver of a broadcast holds an object of its own, for small and for large objects.",
         "AWS Common API (Communication API: a picklable object is sent), API 1.6",
         Level.L1,
         _OBJECTS,
@@ -358,15 +358,14 @@ ALLGATHER = (
     ),
     Requirement(
         "COMM-ALLGATHER-VALUE",
-        "The members' objects may be of any types and sizes, None, empty and large ones among them, "
-        "and arrive equal.",
+        "Objects of any types and sizes arrive equal, also None, empty and large ones.",
         "AWS Common API (smp.allgather: any picklable objects)",
         Level.L1,
         _OBJECTS,
     ),
     Requirement(
         "COMM-ALLGATHER-REPEATED",
-        "The n-th allgather of one member meets the n-th of every other, whatever came before.",
+        "The n-th allgather of one member matches the n-th of every other, after any earlier calls.",
         "AWS Common API (smp.allgather: matching calls), API 1.6",
         Level.L1,
         _OBJECTS,
@@ -380,14 +379,14 @@ ALLGATHER = (
     ),
     Requirement(
         "COMM-ALLGATHER-KINDS",
-        "Calls on groups of different kinds do not mix, not even if their members are the same.",
+        "Calls on groups of different kinds do not mix, even if the groups have the same members.",
         "AWS Common API (CommGroup), API 1.6, 4.1",
         Level.L1,
         _OBJECTS,
     ),
     Requirement(
         "COMM-ALLGATHER-COPY",
-        "Every element is a copy, the caller's own included.",
+        "Every element of the result is a copy, also the caller's own object.",
         "AWS Common API (Communication API: a picklable object is gathered); INF for the own element",
         Level.L1,
         _OBJECTS,
@@ -411,14 +410,14 @@ BARRIERS = (
     ),
     Requirement(
         "COMM-BARRIER-DEFAULT",
-        "barrier() is barrier(smp.WORLD).",
+        "barrier() does the same as barrier(smp.WORLD).",
         "AWS Common API (smp.barrier)",
         Level.L1,
         _OBJECTS,
     ),
     Requirement(
         "COMM-BARRIER-MP-DP",
-        "mp_barrier() is barrier(smp.MP_GROUP) and dp_barrier() is barrier(smp.DP_GROUP).",
+        "mp_barrier() does the same as barrier(smp.MP_GROUP), and dp_barrier() as barrier(smp.DP_GROUP).",
         "AWS Common API (smp.dp_barrier, smp.mp_barrier)",
         Level.L1,
         _OBJECTS,
@@ -436,31 +435,31 @@ ERRORS = (
     ),
     Requirement(
         "COMM-ERROR-SELF",
-        "A send to oneself or a recv_from oneself is an error, because it could never return.",
+        "A send to oneself, or a recv_from oneself, is an error, because neither could ever return.",
         "AWS Common API (Communication API: both calls are synchronous); INF: the sources name no error",
         Level.L2,
         _OBJECTS,
     ),
     Requirement(
         "COMM-ERROR-TYPE",
-        "A group that is no CommGroup, a rank type that is no RankType, or a rank that is no int (a bool "
-        "is none) is an error in the rank that calls, which can go on.",
+        "A group that is no CommGroup, a rank type that is no RankType, and a rank that is no int or is a "
+        "bool, are errors in the calling rank, which can go on.",
         f"AWS Common API (Communication API: the types of the arguments), API 1.6; {_INF_ERROR}",
         Level.L2,
         _OBJECTS,
     ),
     Requirement(
         "COMM-ERROR-PICKLE",
-        "An object that cannot be pickled is an error in the rank that sends it; nothing is sent, and "
-        "its next call is as if the failed one had not been.",
+        "An object that cannot be pickled is an error in the sending rank; nothing is sent, and the rank's "
+        "next call works as if the failed call had not been made.",
         "AWS Common API (Communication API: any picklable object); INF: the sources name no error",
         Level.L2,
         _OBJECTS,
     ),
     Requirement(
         "COMM-ERROR-UNPICKLE",
-        "An object whose pickle cannot be read is an error in each rank that receives it from another; "
-        "the object is taken, and the rank's next call is as if it had been read.",
+        "An object whose pickle cannot be read is an error in each rank that receives it from another rank; "
+        "the message is consumed, and the rank's next call works.",
         "AWS Common API (Communication API: any picklable object); INF: the sources name no error",
         Level.L2,
         _OBJECTS,

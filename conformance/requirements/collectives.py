@@ -1,9 +1,9 @@
 """Requirements of the tensor collectives of a process group: values, layouts, dtypes, roots.
 
-An id is ``COLL-``, the collective, and what of it: so a backend that fails for one collective and
-one layout can name just that. ``_ALL`` are those of every collective, each tested with all that the
-backend claims. Their source is torch's documentation of the function; what it leaves open and every
-user of it relies on is INF, with the reason.
+An id is ``COLL-``, the collective and the tested aspect, so a backend that fails for one collective and
+one layout can name just this one. Requirements made by ``_all`` have no collective in their id and are tested
+with every collective that the backend claims. The source is torch's documentation of the function. A
+promise that the documentation leaves open, and that users rely on, says INF and the reason.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def _docs(function: str) -> str:
     return f"torch.distributed.{function} docs"
 
 
-#: Words of an id, and the function's name.
+#: The capability of each collective, which is also the function's name, by its words in an id.
 _NAMES = {
     each.value.upper().replace("_", "-"): each
     for each in (
@@ -36,9 +36,9 @@ _NAMES = {
 
 
 def _of(words: str, aspect: str, sentence: str, source: str = "", *more: Capability) -> Requirement:
-    """A requirement of one collective; ``source`` comes after the function's documentation.
+    """Declare a requirement of one collective; ``source`` comes after the function's documentation.
 
-    It needs ``more`` beside the collective.
+    The requirement needs the collective and the capabilities in ``more``.
     """
     collective = _NAMES[words]
     made = "; ".join(filter(None, [_docs(collective.value), source]))
@@ -47,13 +47,13 @@ def _of(words: str, aspect: str, sentence: str, source: str = "", *more: Capabil
 
 
 def operation_of(declared: Requirement) -> str:
-    """The name of the collective, for a requirement of one."""
+    """The function's name of the one collective that a requirement is about."""
     (collective,) = declared.needs.intersection(_NAMES.values())
     return collective.value
 
 
 MOVEMENT = (
-    _of("BROADCAST", "VALUE", "Every member's tensor holds what the root's does."),
+    _of("BROADCAST", "VALUE", "Every member's tensor holds the elements of the root's."),
     _of(
         "ALL-GATHER",
         "VALUE",
@@ -62,8 +62,7 @@ MOVEMENT = (
     _of(
         "ALL-GATHER",
         "UNEVEN",
-        "Members' tensors may differ in size, 0 among them, as long as each finds its place in the "
-        "others' lists.",
+        "Members' tensors may differ in size, also 0, if every member's list has tensors of these sizes.",
         "uneven sized tensors are supported",
         Capability.UNEVEN,
     ),
@@ -82,7 +81,7 @@ MOVEMENT = (
     _of(
         "GATHER", "VALUE", "On the root the i-th tensor of the list holds the i-th member's tensor."
     ),
-    _of("SCATTER", "VALUE", "The i-th member's tensor holds the i-th of the root's list."),
+    _of("SCATTER", "VALUE", "The i-th member's tensor holds the i-th tensor of the root's list."),
     _of(
         "ALL-TO-ALL",
         "VALUE",
@@ -91,21 +90,21 @@ MOVEMENT = (
     _of(
         "ALL-TO-ALL",
         "UNEVEN",
-        "The i-th member's j-th output holds the j-th member's i-th input where all sizes differ, "
-        "0 among them.",
+        "The i-th member's j-th output holds the j-th member's i-th input, also if all sizes differ and some "
+        "are 0.",
         "the examples",
         Capability.UNEVEN,
     ),
     _of(
         "ALL-TO-ALL-SINGLE",
         "VALUE",
-        "Without split sizes, the i-th part of member j's input is the j-th part of member i's output.",
+        "Without split sizes, the j-th part of member i's output holds the i-th part of member j's input.",
     ),
     _of(
         "ALL-TO-ALL-SINGLE",
         "UNEVEN",
-        "Inputs are cut by input_split_sizes and outputs by output_split_sizes along the first "
-        "dimension, 0 among them.",
+        "input_split_sizes cuts inputs, and output_split_sizes outputs, along the first dimension; sizes may "
+        "be 0.",
         "the examples",
     ),
 )
@@ -116,8 +115,8 @@ COALESCED = tuple(
     _of(
         words,
         "COALESCED",
-        "Several calls that are issued as one, by the coalescing manager or by the operators for several "
-        f"tensors, each do what they do alone, whatever their shapes: {does}.",
+        "Calls of any shapes that the coalescing manager, or an operator for several tensors, issues as one "
+        f"have the same results as alone: {does}.",
         f"{_MANAGER}; torch.ops._c10d_functional (the operators that compiled programs call)",
         Capability.COALESCED,
     )
@@ -137,11 +136,14 @@ COALESCED = tuple(
 _OPS = "torch.distributed.ReduceOp docs"
 
 REDUCTIONS = (
-    _of(
-        "ALL-REDUCE", "SUM", "Every member gets the sum over the members, element by element.", _OPS
-    ),
+    _of("ALL-REDUCE", "SUM", "SUM gives every member the sum over the members, by element.", _OPS),
     _of("ALL-REDUCE", "PRODUCT", "PRODUCT gives every member the product over the members.", _OPS),
-    _of("ALL-REDUCE", "MIN-MAX", "MIN and MAX give every member the least and the largest.", _OPS),
+    _of(
+        "ALL-REDUCE",
+        "MIN-MAX",
+        "MIN and MAX give every member the least and the largest number of the members, by element.",
+        _OPS,
+    ),
     _of("ALL-REDUCE", "BITS", "BAND, BOR and BXOR combine the members' integers bit by bit.", _OPS),
     _of(
         "ALL-REDUCE",
@@ -152,58 +154,60 @@ REDUCTIONS = (
     _of(
         "ALL-REDUCE",
         "AVG-HALF",
-        "An average of large float16 numbers does not overflow, and lies among them but for "
-        "rounding: AVG divides before it sums.",
+        "AVG divides before it sums, so an average of large float16 numbers does not overflow, and lies "
+        "between the least and the largest number up to rounding.",
         f"{_OPS}: AVG divides values by the world size before summing",
     ),
     _of(
         "ALL-REDUCE",
         "WRAP",
-        "Sums and products of integers wrap around, every bit of the dtype kept.",
+        "Sums and products of integers wrap around: they are exact modulo 2 to the power of the dtype's bits.",
         "INF: as torch.add and torch.mul do",
     ),
     _of(
         "ALL-REDUCE",
         "BOOL",
-        'Of bool tensors SUM is "or" and PRODUCT is "and", and every byte of the result is 0 or 1.',
+        'SUM of bools is "or" and PRODUCT of bools is "and", and every byte of the result is 0 or 1.',
         "INF: as torch.add and torch.mul do",
     ),
     _of(
         "ALL-REDUCE",
         "IDENTICAL",
-        "Of any real numbers, all members hold the same bits.",
+        "All members hold the same bits of the result, also for numbers whose sum depends on the order.",
         "bitwise identical in all processes",
     ),
-    _of("REDUCE", "VALUE", "The root gets what all_reduce gives everybody, for every op.", _OPS),
+    _of("REDUCE", "VALUE", "The root gets the result of an all_reduce, for every op.", _OPS),
     _of(
         "REDUCE-SCATTER",
         "VALUE",
-        "The i-th member gets the reduction of everybody's i-th input, for every op.",
+        "The i-th member gets the reduction of all members' i-th inputs, for every op.",
         _OPS,
     ),
     _of(
         "REDUCE-SCATTER-SINGLE",
         "CAT",
-        "The i-th member gets the reduction of the i-th part of everybody's input, a concatenation, "
-        "for every op.",
+        "The i-th member gets the reduction of the i-th parts of all members' inputs, which concatenate the "
+        "parts, for every op.",
         f"form (i); {_OPS}",
     ),
     _of(
         "REDUCE-SCATTER-SINGLE",
         "STACK",
-        "The i-th member gets the reduction of the i-th part of everybody's input, a stack, for every "
-        "op.",
+        "The i-th member gets the reduction of the i-th parts of all members' inputs, which stack the parts, "
+        "for every op.",
         f"form (ii); {_OPS}",
     ),
 )
 
 ROOTS = tuple(
-    _of(words, "ROOT", f"{root} is a rank of the world, group_{root} is one of the group{default}.")
+    _of(
+        words, "ROOT", f"{root} is a rank of the world, and group_{root} one of the group{default}."
+    )
     for words, root, default in (
         ("BROADCAST", "src", ""),
         ("REDUCE", "dst", ""),
-        ("GATHER", "dst", "; without either it is rank 0 of the world"),
-        ("SCATTER", "src", "; without either it is rank 0 of the world"),
+        ("GATHER", "dst", "; without either the root is rank 0 of the world"),
+        ("SCATTER", "src", "; without either the root is rank 0 of the world"),
     )
 )
 
@@ -214,7 +218,7 @@ LAYOUTS = (
         _of(
             words,
             "LAYOUT",
-            "Tensors that are not contiguous are read and written as they lie, and nothing beside them.",
+            "Tensors that are not contiguous are read and written by their strides, and no byte beside them.",
             _ANY_VIEW,
             Capability.LAYOUTS,
         )
@@ -235,11 +239,11 @@ LAYOUTS = (
         for side, sentence in (
             (
                 "IN",
-                "Inputs that are not contiguous, expanded ones among them, are read as they lie.",
+                "Inputs that are not contiguous, also expanded ones, are read by their strides.",
             ),
             (
                 "OUT",
-                "Outputs that are not contiguous are written as they lie, and nothing beside them.",
+                "Outputs that are not contiguous are written by their strides, and no byte beside them.",
             ),
         )
     ),
@@ -249,7 +253,7 @@ EMPTY = tuple(
     _of(
         words,
         "EMPTY",
-        "Tensors without elements are taken, and the next call is as if this had not been.",
+        "Tensors without elements are accepted, and the next call works.",
         "INF: it takes tensors, and sizes need only be right",
     )
     for words in _NAMES
@@ -264,7 +268,7 @@ def _all(
     *more: Capability,
     level: Level = Level.L1,
 ) -> Requirement:
-    """A requirement of every collective that the backend claims; it needs ``more`` beside one."""
+    """Declare a requirement of every collective that the backend claims; ``more`` are further needs."""
     needs = frozenset({Capability.PROCESS_GROUPS, *more})
     return Requirement(f"COLL-{aspect}", sentence, source, level, needs)
 
@@ -274,7 +278,7 @@ _NEW_GROUP = _docs("new_group")
 GROUPS = (
     _all(
         "SIZES",
-        "Collectives work in groups of every size: nobody is left out, and nobody taken twice.",
+        "Collectives work in groups of every size: no member is left out or counted twice.",
         "the collectives' docs: no size of a group is excepted",
     ),
     _all(
@@ -286,7 +290,7 @@ GROUPS = (
     ),
     _all(
         "GROUP-SORTED",
-        "Unless told otherwise the ranks of a group ascend, whatever order they were listed in.",
+        "By default the ranks of a group ascend, in whatever order new_group got them.",
         f"{_NEW_GROUP} (sort_ranks)",
         Capability.GROUPS,
     ),
@@ -304,13 +308,13 @@ GROUPS = (
     ),
     _all(
         "GROUP-OVERLAP",
-        "Collectives in turn on groups that share ranks move each group's own values.",
+        "Collectives that alternate between groups with common ranks move each group's own values.",
         f"{_NEW_GROUP} (ranks; overlapping groups)",
         Capability.GROUPS,
     ),
     _all(
         "GROUP-OUTSIDER",
-        "To a rank that is not in the group a collective returns None and leaves its tensors alone.",
+        "On a rank outside the group a collective returns None and leaves the tensors alone.",
         f"{_docs('all_reduce')} and its siblings' (None, if not part of the group)",
         Capability.GROUPS,
     ),
@@ -324,16 +328,16 @@ NUMBERS = (
     ),
     _all(
         "SPECIAL-REDUCED",
-        "Reductions treat infinities, NaNs and subnormals as arithmetic does: an infinity stays one, what "
-        "is no number gives none, nothing is lost for being small, and no other element changes. Whether "
-        "the MIN or MAX of a number and a NaN is the number or the NaN is left open.",
+        "Reductions treat infinities, NaNs and subnormals as arithmetic does: an infinity stays one, a NaN "
+        "gives a NaN, no subnormal is lost, and no other element changes. The MIN or MAX of a number and a "
+        "NaN may be either.",
         "INF: as torch.add, torch.mul, torch.minimum and torch.maximum do; torch.distributed.ReduceOp docs "
         "name no number apart, and say nothing of MIN and MAX of a NaN",
     ),
     _all(
         "CONJUGATED",
-        "Of a complex input that is a lazy conjugate, the conjugates are taken (gather, "
-        "reduce_scatter, reduce_scatter_single; the other functions of torch refuse it).",
+        "A complex input that is a lazy conjugate is read as its conjugates (gather, reduce_scatter, "
+        "reduce_scatter_single; the other functions of torch refuse such an input).",
         "torch.Tensor.conj docs (a lazy conjugate is the tensor of the conjugates); INF: that "
         "collectives take it",
     ),
@@ -342,12 +346,12 @@ NUMBERS = (
 BUFFERS = (
     _all(
         "OFFSET",
-        "A tensor that begins inside its storage is read and written where it lies.",
+        "A tensor with an offset in its storage is read and written at this offset.",
         "torch.Tensor.storage_offset docs; INF: collectives take tensors, not storages",
     ),
     _all(
         "INPUTS",
-        "Inputs, and a broadcast's tensor on the root, are the same after the call.",
+        "A call does not change its inputs, or a broadcast's tensor on the root.",
         "the collectives' docs: they name inputs and outputs, and those that are both",
     ),
     _all(
@@ -364,7 +368,7 @@ BUFFERS = (
     ),
     _all(
         "IN-PLACE",
-        "A member's input may be its own part of the output (all_gather, all_gather_single), and its "
+        "A member's input may be its own part of the output (all_gather, all_gather_single), and a member's "
         "output its own part of the input (reduce_scatter, reduce_scatter_single).",
         "INF: MPI and NCCL name it in place, and FSDP does it",
     ),
@@ -378,7 +382,7 @@ AMOUNTS = (
     ),
     _all(
         "REPEATED",
-        "Of two calls of one shape, one after the other, each moves its own values.",
+        "Two calls of one shape, one after the other, each move their own values.",
         "torch.distributed docs (synchronous collective operations)",
     ),
     _all(
@@ -388,14 +392,14 @@ AMOUNTS = (
     ),
     _all(
         "LARGE",
-        "Tensors of up to 2**20 elements and more, also of no round number, are moved and reduced "
-        "as small ones are.",
+        "Tensors of 2**20 elements and more, also of numbers that are no powers of two, are moved and reduced "
+        "like small ones.",
         "torch.distributed docs: no size is excepted",
     ),
 )
 
 BARRIER = (
-    _of("BARRIER", "ALL", "No member leaves a barrier before every member has come to it."),
+    _of("BARRIER", "ALL", "No member leaves a barrier before every member has entered."),
     _of(
         "BARRIER",
         "GROUP",
@@ -405,20 +409,20 @@ BARRIER = (
     ),
 )
 
-_REFUSED = "is an error in the calling rank; nothing is sent, and it can go on."
+_REFUSED = "is an error in the calling rank; nothing is sent, and the rank can go on."
 
 ERRORS = (
     _all(
         "ERROR-ROOT",
-        f"A root that is named by src (dst) and group_src (group_dst) both, or has to be named and is "
-        f"not, {_REFUSED}",
+        f"A root that is named both by src (dst) and by group_src (group_dst), or is missing where one is "
+        f"required, {_REFUSED}",
         "torch.distributed.broadcast, reduce, gather and scatter docs (group_src, group_dst); "
         "INF: that it is a ValueError",
         level=Level.L2,
     ),
     _all(
         "ERROR-RANGE",
-        f"A root that the group does not have, beyond its last rank or negative, {_REFUSED}",
+        f"A root outside the group, beyond the last rank or negative, {_REFUSED}",
         "torch.distributed.broadcast, reduce, gather and scatter docs (src, dst: a rank); INF: torch "
         "names no error; accepted in silence it would be another rank's value, or nobody's",
         level=Level.L2,

@@ -21,15 +21,15 @@ PIPELINES = (
         (
             "GRAD-PLAIN",
             (
-                "Losses, outputs, gradients and the parameters after a step are those of a plain loop over "
-                "microbatches, steps and replicas, for any model, at pipeline degree 1."
+                "At pipeline degree 1 losses, outputs, gradients and the parameters after a step are those of "
+                "a plain loop over microbatches, steps and replicas, for any model."
             ),
             "API 1.3, 1.7, 5; ENGINES 1.6",
         ),
         (
             "GRAD-ACCUMULATION",
             (
-                "Gradients of backward_passes_per_step steps are summed, in every window, and reduced over "
+                "In every window the gradients of backward_passes_per_step steps are summed, and reduced over "
                 "replicas once."
             ),
             "API 1.7 (backward_passes_per_step); INF: that they are summed, ENGINES 1.6",
@@ -37,40 +37,40 @@ PIPELINES = (
         (
             "GRAD-REPLICAS",
             (
-                "Gradients are averaged over data-parallel replicas, each of which has data of its own, and "
-                "are the same on all of them."
+                "Gradients are averaged over data-parallel replicas with different data, and are the same on "
+                "all replicas."
             ),
             "API 1.7; ENGINES 1.6",
         ),
         (
             "GRAD-STEPS",
             (
-                "Each of several steps computes with the parameters that the optimizer's step before it has "
-                "made, and the optimizer goes on from the state that it had then."
+                "Each of several steps computes with the parameters of the optimizer's last step, and the "
+                "optimizer goes on from the state after that step."
             ),
             "API 1.7, 1.8; torch's docs (torch.optim)",
         ),
         (
             "GRAD-FROZEN",
-            "Parameters that need no gradient get none and do not change.",
+            "Parameters with requires_grad=False get no gradient and do not change.",
             "API 1.7; torch's docs (requires_grad)",
         ),
         (
             "GRAD-BUCKETS",
-            "The size of buckets, and whether reduction overlaps with backward, change no bit.",
+            "Neither the size of buckets, nor the overlap of reduction with backward, changes a bit.",
             "API 1.7 (bucket_cap_mb, overlapping_allreduce); ENGINES 5.9",
         ),
         (
             "GRAD-BOUNDED",
             (
-                "On real values the gradients are the mean of the replicas' own, up to the rounding of "
+                "On real values the gradients are the mean of the replicas' gradients, up to the rounding of "
                 "their sum."
             ),
             "API 1.7 (averaged); INF: the bound, ENGINES 2.2 tier B",
         ),
         (
             "MODEL-BROADCAST",
-            "Training starts from the weights and buffers of rank 0, whatever the other ranks made.",
+            "Training starts from the weights and buffers of rank 0, also if other ranks made different ones.",
             "API 1.3.8, 1.7",
         ),
     ),
@@ -79,8 +79,8 @@ PIPELINES = (
         (
             "GRAD-UNUSED",
             (
-                "A parameter that a replica did not use counts as zero there; one that none used keeps no "
-                "gradient."
+                "A parameter that a replica did not use has a zero gradient there; a parameter that no replica "
+                "used has none."
             ),
             "API 1.7 (find_unused_parameters, REL 1.2.0); ENGINES 5.19",
         ),
@@ -90,14 +90,14 @@ PIPELINES = (
         (
             "PIPE-EQUALS-PLAIN",
             (
-                "A pipeline gives the losses, outputs, gradients and parameters of a plain loop: for any "
+                "A pipeline gives the losses, outputs, gradients and parameters of a plain loop, for any "
                 "model, partition, degrees, number of microbatches, schedule and batch axes."
             ),
             "API 5; ENGINES 1.10",
         ),
         (
             "PIPE-AUTOMATIC",
-            "The same with a partition that the library chooses.",
+            "A pipeline with an automatic partition gives the results of a plain loop.",
             "API 3 (auto_partition), 5",
         ),
         (
@@ -111,26 +111,26 @@ PIPELINES = (
         (
             "PIPE-AVERAGE",
             (
-                "Gradients are divided by the number of microbatches if average_grads_across_microbatches, "
-                "and else summed."
+                "Gradients are averaged over microbatches with average_grads_across_microbatches, and summed "
+                "without."
             ),
             "API 1.7 (average_grads_across_microbatches)",
         ),
         (
             "PIPE-EVERYWHERE",
-            "What a step returns is there on every rank of the pipeline, in the order of microbatches.",
+            "Every rank of the pipeline gets a step's results, in the order of microbatches.",
             "API 1.3.7, 1.4",
         ),
         (
             "PIPE-FIRST-RANK",
-            "Only the data of pp_rank 0 counts; others may give tensors without elements.",
+            "Only the data of pp_rank 0 counts; other ranks may pass tensors without elements.",
             "API 1.3.11; INF: that they are not looked at",
         ),
         (
             "PIPE-LOCAL",
             (
-                "Once partitioned, each rank holds its own partition's parameters and no others, and the "
-                "ranks of a pipeline hold all of them."
+                "After partitioning each rank holds the parameters of its own partition and no others, and the "
+                "ranks of a pipeline together hold all parameters."
             ),
             "API 1.7 (local_parameters), 1.3.8",
         ),
@@ -139,7 +139,10 @@ PIPELINES = (
         _API_PIPELINE,
         (
             "PIPE-SIMPLE",
-            "Under the schedule simple no backward begins before the last forward of the step ended.",
+            (
+                "Under the schedule simple no backward pass begins before the last forward pass of the step has "
+                "ended."
+            ),
             "API 5",
         ),
         (
@@ -149,7 +152,10 @@ PIPELINES = (
         ),
         (
             "PIPE-INTERLEAVED",
-            "Under the schedule interleaved, with one microbatch at a time, each is done before the next.",
+            (
+                "Under the schedule interleaved a backward pass does not wait for all forward passes, and with "
+                "active_microbatches=1 each microbatch is done before the next begins."
+            ),
             "API 5",
         ),
     ),
@@ -158,8 +164,8 @@ PIPELINES = (
         (
             "PIPE-REPLAYED",
             (
-                "On real values, with dropout, the bits depend on no choice: partition, pipeline degree, "
-                "schedule, active_microbatches, buckets."
+                "On real values, with dropout, no choice of partition, pipeline degree, schedule, "
+                "active_microbatches or buckets changes a bit."
             ),
             "INF: the order of reductions is published, ENGINES 1.10, 2.2 tier R",
         ),
@@ -170,7 +176,7 @@ PIPELINES = (
         ),
         (
             "PIPE-REPEATABLE",
-            "The same run twice gives the same bits.",
+            "Two equal runs give the same bits.",
             "INF: the order of reductions is published, ENGINES 2.2 tier R",
         ),
     ),
@@ -178,7 +184,7 @@ PIPELINES = (
         _API,
         (
             "MODEL-BAD-BATCH",
-            "A batch that cannot be divided by microbatches is refused on every rank.",
+            "A batch that the number of microbatches does not divide is refused on every rank.",
             "API 1.3.4; INF: which exception is the engine's own",
         ),
         (
@@ -188,34 +194,34 @@ PIPELINES = (
         ),
         (
             "MODEL-RAISING-BODY",
-            "What a step's body or a module raises ends the step on every rank, and the next step works.",
+            "An exception of a step's body or of a module ends the step on every rank, and the next step works.",
             "API 1.3.1 (a step is called by all ranks); INF: that all of them end it",
         ),
         (
             "MODEL-DETACHED",
-            "backward of a tensor that does not depend on the model is refused on every rank.",
+            "model.backward of a tensor that does not depend on the model is refused on every rank.",
             "API 1.7; INF: which exception is the engine's own",
         ),
         (
             "MODEL-ATTRIBUTES",
             (
-                "partitioned tells whether the model is, module is the wrapped module, and state_dict is "
-                "whole and has the names and values of the wrapped module."
+                "partitioned is true after partitioning, module is the wrapped module, and state_dict has all "
+                "names and values of the wrapped module."
             ),
             "API 1.7",
         ),
         (
             "HOOK-POST-PARTITION",
             (
-                "Hooks of register_post_partition_hook are called with model and optimizer, once, after the "
-                "partition and before the first real forward; removed ones are not called."
+                "Hooks of register_post_partition_hook are called once, with model and optimizer, after "
+                "partitioning and before the next forward pass; removed hooks are not called."
             ),
             "API 1.3.8, 1.7",
         ),
         (
             "HOOK-POST-STEP",
             (
-                "Hooks of register_post_step_hook are called with model and optimizer, once, after the first "
+                "Hooks of register_post_step_hook are called once, with model and optimizer, after the first "
                 "step."
             ),
             "API 1.7; INF: that it is once, API 9.9",
@@ -233,34 +239,34 @@ PIPELINES = (
         (
             "MODEL-JOIN",
             (
-                "Under join, replicas that have no more batches do not stop the others, and count as "
-                "zeros."
+                "Under join, replicas without more batches do not stop the others, and their gradients count "
+                "as zeros."
             ),
             "API 1.7 (join); torch's docs (join)",
         ),
         (
             "CKPT-PARTIAL",
             (
-                "What was saved partially and is resumed with the same partition trains on bit for bit, the "
-                "optimizer's state included; the user's content comes back."
+                "Training resumed from a partial checkpoint with the same partition goes on bit for bit, with "
+                "the optimizer's state, and returns the user's content."
             ),
             "API 1.11",
         ),
         (
             "CKPT-FULL",
-            "A full checkpoint resumes into any other partition and degree, bit for bit.",
+            "Training resumed from a full checkpoint goes on bit for bit, at any other partition and degree.",
             "API 1.11",
         ),
         (
             "CKPT-MISSING",
-            "A checkpoint that is not there, or is torn, is refused on every rank.",
+            "A missing or torn checkpoint is refused on every rank.",
             "API 1.11; INF: which exception is the engine's own",
         ),
         (
             "CKPT-STATE",
             (
-                "state_dict is whole on every rank that calls it, and loads into a model with another "
-                "partition."
+                "state_dict has all parameters on every rank that calls it, and loads into a model with "
+                "another partition."
             ),
             "API 1.7 (state_dict, load_state_dict)",
         ),
@@ -269,7 +275,7 @@ PIPELINES = (
         _API_PIPELINE,
         (
             "MODEL-OUTSIDE-STEP",
-            "Calling the model, or its backward, outside a step is refused on every rank.",
+            "A call of the model, or of its backward, outside a step is refused on every rank.",
             "API 1.3.9",
         ),
         (
@@ -279,14 +285,14 @@ PIPELINES = (
         ),
         (
             "MODEL-SHARED-ACROSS",
-            "A parameter that manual partitions share is refused on every rank.",
+            "A parameter that two manual partitions share is refused on every rank.",
             "API 1.7 (the user's duty); INF: that it is refused",
         ),
         (
             "MODEL-UNUSED-INPUT",
             (
-                "A tensor argument of a module that does not influence its output gets no gradient, as in "
-                "autograd, or is refused on every rank; nobody waits for one."
+                "A tensor argument that does not influence its module's output gets no gradient, as in "
+                "autograd, or is refused on every rank; no rank waits for its gradient."
             ),
             "API 1.7 (raises since 1.3.0, instead of hanging); INF: that it may be as in autograd",
         ),

@@ -1,7 +1,8 @@
 """The requirements of the 16-bit paths: loss scales, overflows, masters, rounding, clipping, split state.
 
-Which configurations are refused is among those of :mod:`conformance.requirements.api` (CONF-FP16-BF16,
-CONF-BF16-SHARDED); sharded training in 16 bits also in :mod:`conformance.requirements.sharding`.
+:mod:`conformance.requirements.api` has the requirements of refused configurations (CONF-FP16-BF16,
+CONF-BF16-SHARDED), and :mod:`conformance.requirements.sharding` those of sharded training in 16 bits
+(SHARD-BF16, SHARD-FP16).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ _API: frozenset[Need] = frozenset(
         Capability.PROCESS_GROUPS,
         EngineCapability.TRAINING,
         EngineCapability.SMP_API,
-        EngineCapability.PIPELINE,  # most are asked of pipelines, too
+        EngineCapability.PIPELINE,  # most properties also draw pipelines
     }
 )
 _FP16 = _API | {EngineCapability.FP16}
@@ -30,8 +31,8 @@ PRECISION = (
         (
             "PREC-LOSS-SCALE",
             (
-                "After every step the loss scale is what the rules of dynamic_loss_args make of the overflows "
-                "so far, on every rank; keys that are not given have the documented defaults."
+                "After every step the loss scale follows from the overflows so far by the rules of "
+                "dynamic_loss_args, on every rank; missing keys have the documented defaults."
             ),
             f"{_PREDECESSOR}, dynamic_loss_args; ENGINES 1.8",
         ),
@@ -39,43 +40,43 @@ PRECISION = (
             "PREC-OVERFLOW",
             (
                 "An infinity or NaN in the gradients of any rank makes overflow true on all ranks of the "
-                "world; without one it is false on all, whatever padding holds."
+                "world; otherwise overflow is false on all, also if padding holds one."
             ),
             f"{_PREDECESSOR}; ENGINES 1.8 (the flag over the world), 1.4 (padding)",
         ),
         (
             "PREC-SKIP",
             (
-                "A step with an overflow leaves the parameters, the masters and the optimizer's state as they "
-                "were on all ranks, and drops the gradients; one without changes them on all."
+                "On all ranks a step with an overflow changes no parameter, master or optimizer state, and drops "
+                "the gradients; a step without an overflow updates them."
             ),
             f"{_PREDECESSOR}; ENGINES 1.8",
         ),
         (
             "PREC-STATIC",
             (
-                "A static loss scale is divided out of the gradients again, and never reports an overflow."
+                "Gradients are divided by a static loss scale again, and no overflow is ever reported."
             ),
             _PREDECESSOR,
         ),
         (
             "PREC-SET-SCALE",
-            "loss_scale may be set between steps, and is what losses are multiplied by from then on.",
+            "loss_scale may be set between steps, and losses are multiplied by the new value from then on.",
             "API 1.8 (loss_scale, settable)",
         ),
         (
             "PREC-MASTERS",
             (
-                "The optimizer works on float32 masters, also in its state; after each step parameters "
-                "are these, rounded once, to the nearest and ties to even."
+                "The optimizer works on float32 masters, with float32 state; after each step parameters are "
+                "the masters, rounded once, to the nearest and ties to even."
             ),
             f"{_PREDECESSOR}; ENGINES 1.8 (invariants)",
         ),
         (
             "PREC-SUMS",
             (
-                "16-bit gradients are summed over microbatches, passes and ranks, divided, and given to the "
-                "masters in float32."
+                "16-bit gradients are summed over microbatches, passes and ranks in float32, divided, and given "
+                "to the masters."
             ),
             "INF: ENGINES 1.6, 1.8 (reduce_dtype is float32, micro-steps in float32)",
         ),
@@ -83,29 +84,29 @@ PRECISION = (
             "PREC-CLIP-NORM",
             (
                 "clip_master_grads returns the norm of the whole model's gradients without the loss scale, "
-                "the same on all ranks; -1 after an overflow; a norm up to max_norm changes nothing."
+                "the same on all ranks, and -1 after an overflow; gradients of a norm up to max_norm stay."
             ),
             "API 1.8 (clip_master_grads); ENGINES 1.7",
         ),
         (
             "PREC-NESTS",
             (
-                "Float32 tensors in the model's arguments become 16-bit, rounded once, through tuples, lists "
-                "and dicts; 16-bit tensors in what it returns become float32; all else stays."
+                "Float32 tensors in the model's arguments become 16-bit, rounded once, also within tuples, "
+                "lists and dicts; 16-bit tensors in the model's results become float32; other values stay."
             ),
             _PREDECESSOR,
         ),
         (
             "PREC-EXACT",
             (
-                "On whole numbers that 16 bits hold, pipelines and replicas have the losses, outputs, "
+                "On whole numbers that 16 bits hold, pipelines and replicas give the losses, outputs, "
                 "gradients and parameters of one process."
             ),
             "API 1.8; ENGINES 2.2 tier E",
         ),
         (
             "PREC-DTYPES",
-            "Parameters that are neither float32 nor of the run's 16-bit dtype are a TypeError.",
+            "Parameters that are neither float32 nor of the run's 16-bit dtype raise TypeError.",
             _PREDECESSOR,
         ),
     ),
@@ -114,8 +115,8 @@ PRECISION = (
         (
             "PREC-CLIP",
             (
-                "clip_master_grads multiplies each gradient once, by max_norm / (norm + 1e-6) and the inverse "
-                "of the loss scale together."
+                "clip_master_grads multiplies each gradient once, by the product of max_norm / (norm + 1e-6) and "
+                "the inverse of the loss scale."
             ),
             "API 1.8; ENGINES 1.7 (one combined multiply); INF: its bits",
         ),
@@ -143,22 +144,22 @@ PRECISION = (
         _API,
         (
             "PREC-IGNORED",
-            "Without fp16 the arguments of loss scaling are ignored without a word.",
+            "Without fp16 the arguments of loss scaling are ignored, without a warning.",
             "API 1.8",
         ),
         (
             "PREC-GRAD-SCALER",
             (
-                "smp.amp.GradScaler does on all ranks what torch's does in one process that has the gradients "
-                "of all: an infinity or NaN on one skips the step, and lowers the scale, everywhere."
+                "smp.amp.GradScaler works on all ranks as torch's works in one process with all gradients: an "
+                "infinity or NaN on one rank skips the step and lowers the scale on all."
             ),
             "API 1.9 (amp.GradScaler); torch's docs (torch.amp.GradScaler)",
         ),
         (
             "PREC-STATE-BYTES",
             (
-                "With shard_optimizer_state each replica's rank keeps the state of its own part of the "
-                "parameters: the whole divided by their number, up to padding, and all of it together."
+                "With shard_optimizer_state the ranks of all replicas together keep the whole optimizer state, "
+                "and each rank an equal part of it, up to padding."
             ),
             "API 3.3 (shard_optimizer_state); ENGINES 1.4",
         ),
@@ -167,7 +168,7 @@ PRECISION = (
         _API | {EngineCapability.REPLAYED},
         (
             "PREC-STATE-EQUAL",
-            "shard_optimizer_state changes no bit of what an elementwise optimizer does.",
+            "shard_optimizer_state changes no bit of an elementwise optimizer's results.",
             "API 3.3 (shard_optimizer_state); ENGINES 2.1 (elementwise on flat shards)",
         ),
     ),

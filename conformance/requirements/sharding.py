@@ -1,6 +1,6 @@
 """The requirements of sharded data parallelism: values, memory, exchanges, limits, kinds of parameters.
 
-Which configurations are refused is among those of :mod:`conformance.requirements.api` (CONF-SHARDED-*).
+:mod:`conformance.requirements.api` has the requirements of refused configurations (CONF-SHARDED-*).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHARDING = (
             "SHARD-EQUALS-PLAIN",
             (
                 "Losses, outputs, gradients, and the parameters after steps of an elementwise optimizer, are "
-                "those of one process, for any model and every degree that the engine has, 1 included."
+                "those of one process, for any model and every sharding degree of the engine, also 1."
             ),
             "AWS Sharded Data Parallelism; API 4.3; ENGINES 5.3, 5.5",
         ),
@@ -34,14 +34,14 @@ SHARDING = (
         _SHARDING,
         (
             "SHARD-ACCUMULATION",
-            "Gradients of backward_passes_per_step steps are summed, in every window.",
+            "In every window the gradients of backward_passes_per_step steps are summed.",
             "AWS Sharded Data Parallelism (Tips and considerations); API 1.7; INF: that they are summed, ENGINES 1.6",
         ),
         (
             "SHARD-STEPS",
             (
-                "Each of several steps gathers the parameters that the optimizer's step before it has made, "
-                "and the optimizer goes on from the state that it had then."
+                "Each of several steps gathers the parameters of the optimizer's last step, and the optimizer "
+                "goes on from the state after that step."
             ),
             "AWS Sharded Data Parallelism (Introduction: the life of a parameter); API 1.8; torch's docs (torch.optim)",
         ),
@@ -49,29 +49,29 @@ SHARDING = (
             "SHARD-REPLICAS",
             (
                 "After any number of steps ranks that hold the same part of the state hold the same bits, and "
-                "what is not split has the same bits on all ranks."
+                "parameters that are not sharded have the same bits on all ranks."
             ),
             "AWS Sharded Data Parallelism (Introduction: replicas); ENGINES 1.5, 5.15",
         ),
         (
             "SHARD-MEMORY",
             (
-                "Parameters, gradients and the optimizer's state take the bytes of the whole divided by the "
-                "degree on each rank, up to padding, and a shard group holds all of it."
+                "On each rank parameters, gradients and the optimizer's state take the bytes of the whole divided "
+                "by the sharding degree, up to padding, and a shard group together holds the whole."
             ),
             "AWS Sharded Data Parallelism (Introduction: training state, divided by the degree); ENGINES 1.4, 3.2",
         ),
         (
             "SHARD-FREED",
             (
-                "What is gathered for a layer is freed when it has run, forward and backward; after a step "
-                "nothing is whole but what is not split."
+                "Parameters that are gathered for a layer are freed after its forward and after its backward "
+                "pass; after a step only parameters that are not sharded are whole."
             ),
             "AWS Sharded Data Parallelism; ENGINES 1.2",
         ),
         (
             "SHARD-FROZEN",
-            "Parameters that need no gradient get none, have no optimizer state, and do not change.",
+            "Parameters with requires_grad=False get no gradient, have no optimizer state, and do not change.",
             "API 1.7; torch's docs (requires_grad)",
         ),
         (
@@ -84,7 +84,7 @@ SHARDING = (
         ),
         (
             "SHARD-INIT",
-            "Training starts from the weights and buffers of rank 0, whatever the other ranks made.",
+            "Training starts from the weights and buffers of rank 0, also if other ranks made different ones.",
             "API 1.3.8, 1.7",
         ),
     ),
@@ -101,8 +101,8 @@ SHARDING = (
         (
             "SHARD-ALLREDUCE-BOUNDARY",
             (
-                "Gradients leave the shard group in the last of the accumulated passes only; the others "
-                "stay within it."
+                "Only the last of the accumulated passes sends gradients beyond the shard group; the other passes "
+                "send them within the group."
             ),
             "AWS Sharded Data Parallelism (Tips and considerations: all-reduce at the boundary); ENGINES 1.2",
         ),
@@ -117,8 +117,8 @@ SHARDING = (
         (
             "SHARD-CLIP-ONE-PROCESS",
             (
-                "A step scales gradients down to the L2 norm that is asked for, over the whole model and each "
-                "parameter once, as one process does; a smaller norm it leaves as it is."
+                "A step scales gradients down to the configured L2 norm, over the whole model and each parameter "
+                "once, as one process does; gradients of a smaller norm do not change."
             ),
             "AWS Sharded Data Parallelism (sdp_gradient_clipping); ENGINES 1.7, 5.11",
         ),
@@ -128,8 +128,8 @@ SHARDING = (
         (
             "SHARD-UNUSED",
             (
-                "A parameter that is not split, and that a rank did not use, counts as zero there; any one that "
-                "none used keeps no gradient."
+                "A parameter that is not sharded has a zero gradient on a rank that did not use it; a parameter "
+                "that no rank used has no gradient."
             ),
             "API 1.7 (find_unused_parameters, REL 1.2.0); INF: all ranks gather alike, ENGINES 5.19",
         ),
@@ -138,7 +138,7 @@ SHARDING = (
         _SHARDING | {EngineCapability.ANY_PARAMETER},
         (
             "SHARD-ANY-PARAMETER",
-            "Parameters may have no dimension, no element, fewer than ranks, and any strides.",
+            "Parameters may have no dimension, no element, fewer elements than ranks, and any strides.",
             "AWS Sharded Data Parallelism (sdp_param_persistence_threshold: each parameter tensor); ENGINES 1.4",
         ),
     ),
@@ -157,32 +157,32 @@ SHARDING = (
         _API,
         (
             "SHARD-THRESHOLD",
-            "A parameter is split if it has at least sdp_param_persistence_threshold elements.",
+            "A parameter is sharded if it has at least sdp_param_persistence_threshold elements.",
             "AWS Sharded Data Parallelism (sdp_param_persistence_threshold); ENGINES 1.5",
         ),
         (
             "SHARD-LIVE-BOUND",
             (
-                "With small layers no more elements than sdp_max_live_parameters are whole at any time."
+                "With small layers no more elements than sdp_max_live_parameters are unsharded at any time."
             ),
             "AWS Sharded Data Parallelism (sdp_max_live_parameters); ENGINES 1.5",
         ),
         (
             "SHARD-OUTSIDE",
             (
-                "A module may use a parameter of another one, which smp.register_parameter tells; its "
-                "gradient has all uses."
+                "A module may use a parameter of another module that smp.register_parameter registers; the "
+                "gradient of the parameter includes all uses."
             ),
             "AWS Sharded Data Parallelism (Register external model parameters)",
         ),
         (
             "SHARD-SAME-MODEL",
-            "Ranks that wrap different models are refused, on every rank.",
+            "Wrapping different models on different ranks is refused on every rank.",
             "AWS Sharded Data Parallelism; INF: which exception is the engine's own",
         ),
         (
             "SHARD-DELAYED",
-            "Under delayed initialization parameters have the values that they would have without.",
+            "Delayed initialization gives parameters the same values as immediate initialization.",
             "AWS Sharded Data Parallelism (Tips and considerations: delayed_parameter_initialization); ENGINES 1.11",
         ),
     ),
@@ -195,12 +195,12 @@ SHARDING = (
         ),
         (
             "SHARD-LIVE",
-            "sdp_max_live_parameters, and so what is fetched ahead, changes no bit.",
+            "sdp_max_live_parameters, which limits the parameters gathered ahead, changes no bit.",
             "AWS Sharded Data Parallelism (sdp_max_live_parameters); ENGINES 1.5",
         ),
         (
             "SHARD-HIERARCHICAL",
-            "sdp_hierarchical_allgather changes no bit, whichever ranks are on one node.",
+            "sdp_hierarchical_allgather changes no bit, for any assignment of ranks to nodes.",
             "AWS Sharded Data Parallelism (sdp_hierarchical_allgather); ENGINES 1.3",
         ),
         (
@@ -225,7 +225,10 @@ SHARDING = (
         _SHARDING | {EngineCapability.FP16},
         (
             "SHARD-FP16",
-            "The same with fp16 and float16.",
+            (
+                "With fp16 the model computes in float16, gradients are summed in float32, and parameters "
+                "are float32 masters rounded once."
+            ),
             "AWS Sharded Data Parallelism (FP16 training); API 1.8",
         ),
         level=Level.L6,

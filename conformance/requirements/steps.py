@@ -1,10 +1,10 @@
-"""The requirements of smp.step without a pipeline: what a microbatch gets, and what a step returns."""
+"""The requirements of smp.step without a pipeline: arguments of microbatches, and results of steps."""
 
 from __future__ import annotations
 
 from conformance.requirements.registry import Capability, EngineCapability, Level, Need, Requirement
 
-# Replicas tell each other how their step ended.
+# Replicas exchange objects to agree on the end of a step.
 _NEEDS: frozenset[Need] = frozenset({Capability.OBJECTS, EngineCapability.SMP_API})
 
 _INF_ERROR = "INF, API 9.1: the exception is not documented; trained in silence it would be wrong"
@@ -27,58 +27,59 @@ SPLITTING = (
     ),
     _promise(
         "STEP-SPLIT",
-        "Microbatch i of n gets the i-th of n equal parts of every tensor along its batch axis, which is "
-        "0 if nothing is said; tensors of one step may differ in batch size.",
+        "Microbatch i of n gets the i-th of n equal parts of every tensor along its batch axis, by default "
+        "0; tensors of one step may differ in batch size.",
         "AWS Common API (smp.step), API 1.3.2, 1.3.4; INF: the order, and that only "
         "divisibility is asked",
     ),
     _promise(
         "STEP-AXES",
-        "input_split_axes gives the batch axis of an argument by its name in the signature, whether it "
-        "is passed by position or by keyword.",
+        "input_split_axes gives the batch axis of an argument by its name in the signature, for arguments "
+        "passed by position and by keyword.",
         "AWS Common API (input_split_axes), API 1.3; INF: an axis from the end counts as in torch",
     ),
     _promise(
         "STEP-WHOLE",
-        "Arguments named in non_split_inputs are handed whole to every microbatch.",
+        "Every microbatch gets the whole of an argument that is named in non_split_inputs.",
         "AWS Common API (non_split_inputs), API 1.3",
     ),
     _promise(
         "STEP-UNCHANGED",
-        "What cannot be split is passed as it is, the same object to every microbatch.",
+        "Every microbatch gets the same object of an argument that cannot be split.",
         "API 1.3.2",
     ),
     _promise(
         "STEP-NESTS",
-        "Tensors are split in lists, tuples, dicts and sets at any depth, and these keep their types, "
-        "keys and order.",
+        "Tensors in lists, tuples, dicts and sets are split at any depth, and the containers keep their "
+        "types, keys and order.",
         "AWS Common API (smp.step: list, tuple, dict or set), API 1.3.2; sets, API 9.6",
     ),
     _promise(
         "STEP-SLICE",
-        "An object that defines smp_slice is replaced by what that returns, of any type, wherever it "
-        "stands among the arguments.",
+        "An object that defines smp_slice is replaced by the value that smp_slice returns, of any type, at "
+        "any place in the arguments.",
         "AWS Common API (smp_slice), API 1.3.2, 1.3.3",
     ),
     _promise(
         "STEP-SLICE-CALLS",
-        "smp_slice is called once for each microbatch, with the number of microbatches, the microbatch "
-        "counted from 0, and the batch axis of the argument.",
+        "smp_slice is called once for each microbatch, with the number of microbatches, the zero-based index "
+        "of the microbatch, and the batch axis of the argument.",
         "AWS Common API (smp_slice), API 1.3.3; INF: axis 0 if none is named, API 9.6",
     ),
     _promise(
         "STEP-IDENTITY",
-        "What is split and returned is, concatenated, what was passed, to the last bit.",
+        "A tensor that is split, returned by the body and concatenated has the bits of the argument.",
         "AWS Common API (smp.step, StepOutput.concat)",
     ),
     _promise(
         "STEP-INPUT-GRADIENT",
-        "The gradient of an argument that is a leaf is that of all of its microbatches.",
+        "A split argument that is a leaf gets the gradients of all its microbatches, each at its place in "
+        "the batch.",
         "INF: microbatches are views of the batch, as by torch.split",
     ),
     _promise(
         "STEP-SELF",
-        "A step in the body of a class gets exactly the arguments that it is called with, no self.",
+        "A step defined in the body of a class gets exactly the arguments of the call, without self.",
         "API 1.3.10 (INF there: one public trainer)",
     ),
 )
@@ -97,32 +98,32 @@ RESULTS = (
     ),
     _promise(
         "STEP-OUTPUT-LISTS",
-        "What is returned and is no tensor, None included, becomes a list by microbatch.",
+        "A returned value that is no tensor, such as None, becomes a list with one value for each microbatch.",
         "API 1.3.6, 8.14",
     ),
     _promise(
         "STEP-REDUCE-MEAN",
-        "reduce_mean is the mean over microbatches, element by element.",
+        "reduce_mean returns the mean over microbatches, element by element.",
         "AWS Common API (StepOutput.reduce_mean), API 1.4",
     ),
     _promise(
         "STEP-REDUCE-SUM",
-        "reduce_sum is the sum over microbatches, element by element.",
+        "reduce_sum returns the sum over microbatches, element by element.",
         "AWS Common API (StepOutput.reduce_sum), API 1.4",
     ),
     _promise(
         "STEP-CONCAT",
-        "concat is torch.cat of the outputs along axis 0, which may differ in size there.",
+        "concat returns torch.cat of the outputs along axis 0, along which their sizes may differ.",
         "AWS Common API (StepOutput.concat), API 1.4",
     ),
     _promise(
         "STEP-STACK",
-        "stack is torch.stack of the outputs: a new first axis.",
+        "stack returns torch.stack of the outputs, with a new first axis.",
         "AWS Common API (StepOutput.stack), API 1.4",
     ),
     _promise(
         "STEP-DETACH",
-        "Returned tensors are detached, unless detach_outputs is False: then gradients flow back.",
+        "Returned tensors are detached; with detach_outputs=False they are not, and gradients flow back.",
         "AWS Common API (detach_outputs), API 1.3",
     ),
 )
@@ -136,12 +137,12 @@ REFUSALS = (
     ),
     _promise(
         "STEP-NO-AXIS",
-        "A tensor that does not have the batch axis is refused before the body runs.",
+        "A tensor without the batch axis is refused before the body runs.",
         f"AWS Common API (non_split_inputs: to be used for those); {_INF_ERROR}",
     ),
     _promise(
         "STEP-UNKNOWN-NAME",
-        "non_split_inputs and input_split_axes that name no parameter are refused.",
+        "Names in non_split_inputs or input_split_axes that are no parameters of the step are refused.",
         f"AWS Common API (non_split_inputs: names as in the signature); {_INF_ERROR}",
     ),
     _promise(

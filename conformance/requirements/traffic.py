@@ -1,7 +1,6 @@
-"""Requirements of point-to-point, asynchronous work, groups in flight and their life, and of what
-objects may be sent.
+"""Requirements of messages, asynchronous calls, process groups, lists of objects, and kinds of objects.
 
-The documentation is that of torch 2.13.
+Sources cite the documentation of torch 2.13.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ from conformance.requirements.registry import Capability, Level, Requirement
 _OBJECTS = frozenset({Capability.OBJECTS})
 _PROCESS_GROUPS = frozenset({Capability.PROCESS_GROUPS})
 _MESSAGES = _PROCESS_GROUPS | {Capability.POINT_TO_POINT}
-#: Properties destroy their groups behind a barrier of the object transport, so that what is tested
-#: is not disturbed.
+#: Properties destroy their groups after a barrier of the object transport, because a barrier of a process
+#: group could hide a fault of the calls under test.
 _GROUPS = _PROCESS_GROUPS | {Capability.GROUPS, Capability.OBJECTS}
-#: Properties make sure by an all_gather of objects that ranks can go on.
+#: Properties check by an all_gather of objects that ranks can go on.
 _GO_ON = _PROCESS_GROUPS | {Capability.ALL_GATHER}
 
 _WRONG_RANK = (
@@ -30,36 +29,37 @@ _REQUEST = "torch.distributed docs: Synchronous and asynchronous collective oper
 POINT_TO_POINT = (
     Requirement(
         "P2P-VALUE",
-        "A receive fills its tensor with the elements that were sent, bit for bit, for every shape and "
-        "claimed dtype; the sent tensor stays as it is.",
+        "A receive fills its tensor with the sent elements, bit for bit, for every shape and claimed dtype; "
+        "the sent tensor does not change.",
         "torch.distributed docs: send (tensor), recv (Tensor to fill with received data)",
         Level.L1,
         _MESSAGES,
     ),
     Requirement(
         "P2P-ZERO-SIZE",
-        "A message without elements is sent and received like any other, and takes no other's place.",
+        "A message without elements is sent and received like any other, and never matches another "
+        "message's receive.",
         "torch.distributed docs: send, recv: nothing says that a tensor must have elements",
         Level.L1,
         _MESSAGES,
     ),
     Requirement(
         "P2P-OFFSET",
-        "Of a storage only the part in the tensor is sent, and only that part is written.",
+        "Only the part of a storage that is in the tensor is sent, and only this part is written.",
         "torch.distributed docs: recv (Tensor to fill with received data)",
         Level.L1,
         _MESSAGES,
     ),
     Requirement(
         "P2P-NON-CONTIGUOUS",
-        "A view that does not lie densely is sent and received by its elements, in row-major order.",
+        "A view that is not contiguous is sent and received by its elements, in row-major order.",
         "INF: send and recv take a Tensor, and name no layout; Gloo refuses these",
         Level.L1,
         _MESSAGES | {Capability.MESSAGE_LAYOUTS},
     ),
     Requirement(
         "P2P-LARGE",
-        "A message of thousands of elements, of tens of thousands or of a million arrives whole, in both "
+        "Messages of thousands, of tens of thousands and of a million elements arrive whole, also in both "
         "directions at once.",
         "torch.distributed docs: send, recv: nothing limits the size of a tensor",
         Level.L1,
@@ -67,8 +67,8 @@ POINT_TO_POINT = (
     ),
     Requirement(
         "P2P-ORDER",
-        "Messages of one sender, receiver and tag are received in the order in which they were sent, "
-        "however many are under way and however their sizes differ.",
+        "Messages of one sender, receiver and tag are received in the order of sending, for any number of "
+        "messages in flight and any sizes.",
         "torch.distributed docs: batch_isend_irecv (operations between the same pair of ranks "
         "in the same direction)",
         Level.L1,
@@ -76,7 +76,7 @@ POINT_TO_POINT = (
     ),
     Requirement(
         "P2P-TAG",
-        "A receive gets the message of its tag, in whatever order messages of other tags come.",
+        "A receive gets the message of its tag, also if messages of other tags come before.",
         "torch.distributed docs: send, recv (tag: to match send with remote recv); MPI standard: "
         "MPI_TAG_UB is at least 32767",
         Level.L1,
@@ -84,22 +84,22 @@ POINT_TO_POINT = (
     ),
     Requirement(
         "P2P-PEER",
-        "A receive gets the message of the rank that it names, whatever other ranks have sent before.",
+        "A receive gets the message of the named rank, also if other ranks have sent before.",
         "torch.distributed docs: recv (src)",
         Level.L1,
         _MESSAGES,
     ),
     Requirement(
         "P2P-BOTH-WAYS",
-        "Two ranks that send to each other with one tag each receive what the other has sent.",
+        "Two ranks that send to each other with one tag each receive the other's message.",
         "torch.distributed docs: isend, irecv: the direction is in the call",
         Level.L1,
         _MESSAGES,
     ),
     Requirement(
         "P2P-REUSE",
-        "Once a send has returned, or was waited for, its tensor may be changed: the receiver gets what "
-        "was there before.",
+        "After a send has returned, or was waited for, its tensor may be changed: the receiver gets the "
+        "elements from before.",
         "torch.distributed docs: send (synchronously), isend (modifying before the request "
         "completes is undefined)",
         Level.L1,
@@ -107,14 +107,14 @@ POINT_TO_POINT = (
     ),
     Requirement(
         "P2P-SEPARATE",
-        "A received tensor is the receiver's own: the next message does not change an earlier one.",
+        "A received tensor is the receiver's own: a later message does not change it.",
         "torch.distributed docs: recv (Tensor to fill with received data)",
         Level.L1,
         _MESSAGES,
     ),
     Requirement(
         "P2P-WAIT-OWN",
-        "The wait for one operation does not wait for others, issued before it or after.",
+        "The wait for one operation does not wait for operations issued before or after it.",
         _FINISHED,
         Level.L1,
         _MESSAGES,
@@ -142,7 +142,7 @@ POINT_TO_POINT = (
     ),
     Requirement(
         "P2P-GROUP",
-        "In a group, dst and src are world ranks.",
+        "On a group, dst and src are world ranks.",
         "torch.distributed docs: send (dst), recv (src): regardless of the group argument",
         Level.L1,
         _MESSAGES | _GROUPS,
@@ -156,37 +156,37 @@ POINT_TO_POINT = (
     ),
     Requirement(
         "P2P-GROUP-ASYNC",
-        "In a group of any ranks in any order, messages match by sender, receiver, tag and order as in the "
-        "world, however many are in flight.",
+        "On a group of any ranks in any order, messages match by sender, receiver, tag and order as in the "
+        "world, for any number of messages in flight.",
         "torch.distributed docs: isend, irecv (group, tag)",
         Level.L1,
         _MESSAGES | _GROUPS,
     ),
     Requirement(
         "P2P-GROUP-APART",
-        "Messages of different groups do not mix, not even between the same ranks and with one tag.",
+        "Messages of different groups do not mix, even between the same ranks and with one tag.",
         "torch.distributed docs: send (group: the process group to work on)",
         Level.L1,
         _MESSAGES | _GROUPS,
     ),
     Requirement(
         "P2P-ANY-SOURCE",
-        "A receive without a source takes each message once, of every claimed dtype; recv tells by its "
-        "return value who sent it.",
+        "Receives without a source take each message once, of every claimed dtype; recv returns the rank of "
+        "the sender.",
         "torch.distributed docs: recv (src: will receive from any process if unspecified; Returns)",
         Level.L1,
         _MESSAGES | {Capability.ANY_SOURCE},
     ),
     Requirement(
         "P2P-ANY-SOURCE-GROUP",
-        "A receive without a source on a group takes messages of that group, and returns world ranks.",
+        "A receive without a source on a group takes messages of this group, and returns world ranks.",
         "torch.distributed docs: recv (group; Returns)",
         Level.L1,
         _MESSAGES | _GROUPS | {Capability.ANY_SOURCE},
     ),
     Requirement(
         "P2P-ANY-SOURCE-ORDER",
-        "Of one sender, receives without a source take the messages in the order of sending.",
+        "Receives without a source take the messages of one sender in the order of sending.",
         "torch.distributed docs: recv; INF: as where the source is named",
         Level.L1,
         _MESSAGES | {Capability.ANY_SOURCE},
@@ -200,8 +200,8 @@ POINT_TO_POINT = (
     ),
     Requirement(
         "P2P-BATCH",
-        "batch_isend_irecv exchanges with several partners at once, in any order of its list, also where "
-        "all ranks list their sends first.",
+        "batch_isend_irecv exchanges with several partners at once, in any order of its list, also if all "
+        "ranks list their sends first.",
         "torch.distributed docs: batch_isend_irecv (the relative ordering of sends vs. "
         "receives does not matter)",
         Level.L1,
@@ -216,14 +216,15 @@ POINT_TO_POINT = (
     ),
     Requirement(
         "P2P-BATCH-WAIT",
-        "The requests of a batch may be waited for in any order; after all waits all is received.",
+        "The requests of a batch may be waited for in any order; after all waits every message has been "
+        "received.",
         "torch.distributed docs: batch_isend_irecv (Returns)",
         Level.L1,
         _MESSAGES | {Capability.COALESCING},
     ),
     Requirement(
         "P2P-BATCH-GROUP",
-        "A batch on a group of any ranks in any order exchanges among them; peer is a world rank, and "
+        "A batch on a group of any ranks in any order exchanges among these ranks; peer is a world rank, and "
         "group_peer a position in the group.",
         "torch.distributed docs: batch_isend_irecv, P2POp (peer, group, group_peer)",
         Level.L1,
@@ -231,7 +232,7 @@ POINT_TO_POINT = (
     ),
     Requirement(
         "P2P-ERROR-SELF",
-        "A send that blocks, to oneself, is an error.",
+        "A blocking send to oneself is an error.",
         "torch.distributed docs: send (dst: should not be the same as the rank of the current "
         "process)",
         Level.L2,
@@ -246,8 +247,8 @@ POINT_TO_POINT = (
     ),
     Requirement(
         "P2P-ERROR-NEGATIVE",
-        "A negative partner is an error in the calling rank, which can go on: it does not count from "
-        "the last rank, and does not stand for any source.",
+        "A negative partner is an error in the calling rank, which can go on; negative numbers neither count "
+        "from the last rank nor stand for any source.",
         f"torch.distributed docs: send (dst), recv (src: any process if unspecified); {_WRONG_RANK}",
         Level.L2,
         _MESSAGES,
@@ -268,7 +269,7 @@ POINT_TO_POINT = (
     ),
     Requirement(
         "P2P-NON-MEMBER",
-        "Of a group that the rank is not in, isend and irecv return None and recv returns -1.",
+        "On a rank outside the group isend and irecv return None, and recv returns -1.",
         "torch.distributed docs: isend, irecv, recv (Returns)",
         Level.L2,
         _MESSAGES | _GROUPS,
@@ -278,43 +279,42 @@ POINT_TO_POINT = (
 ASYNCHRONOUS = (
     Requirement(
         "ASYNC-VALUE",
-        "Once its handle was waited for, an asynchronous collective has done what the synchronous one "
-        "does.",
+        "After the wait for its handle an asynchronous collective has the results of the synchronous one.",
         _REQUEST,
         Level.L1,
         _PROCESS_GROUPS,
     ),
     Requirement(
         "ASYNC-RETURN",
-        "With async_op a collective returns a handle, and without it None.",
+        "A collective returns a handle with async_op=True, and None without.",
         "torch.distributed docs: all_reduce and its siblings (Returns)",
         Level.L1,
         _PROCESS_GROUPS,
     ),
     Requirement(
         "ASYNC-WAIT-ORDER",
-        "Handles of one group may be waited for in any order, another on each rank.",
+        "Handles of one group may be waited for in any order, and in a different order on each rank.",
         _REQUEST,
         Level.L1,
         _PROCESS_GROUPS,
     ),
     Requirement(
         "ASYNC-WAIT-AGAIN",
-        "A handle may be waited for again, and the outputs stay as they are.",
+        "A handle may be waited for again, and the outputs do not change.",
         f"{_REQUEST}; INF: nothing says that a second wait differs",
         Level.L1,
         _PROCESS_GROUPS,
     ),
     Requirement(
         "ASYNC-COMPLETED",
-        "is_completed is True after wait; where it is True, the outputs are there.",
+        "is_completed is True after wait; once is_completed is True, the outputs are written.",
         "torch.distributed docs: Synchronous and asynchronous collective operations (is_completed)",
         Level.L1,
         _PROCESS_GROUPS,
     ),
     Requirement(
         "ASYNC-FUTURE",
-        "get_future gives, for every collective, a future that completes when the outputs are there.",
+        "get_future returns, for every collective, a future that completes when the outputs are written.",
         "torch.distributed docs: Work.get_future (associated with the completion of the Work)",
         Level.L1,
         _PROCESS_GROUPS,
@@ -328,37 +328,36 @@ ASYNCHRONOUS = (
     ),
     Requirement(
         "ASYNC-THEN-SYNC",
-        "A synchronous call may follow an asynchronous one that was not yet waited for.",
+        "A synchronous call may follow an asynchronous call whose wait comes later.",
         _REQUEST,
         Level.L1,
         _PROCESS_GROUPS,
     ),
     Requirement(
         "ASYNC-KEPT",
-        "Outputs stay as they are whatever is called later, and handles may be dropped in any order.",
+        "Later calls do not change outputs, and handles may be dropped in any order.",
         _REQUEST,
         Level.L1,
         _PROCESS_GROUPS,
     ),
     Requirement(
         "ASYNC-REUSE",
-        "After the wait inputs and outputs may be changed and used again: the other ranks get what was "
-        "there before.",
+        "After the wait inputs and outputs may be changed and used again: the other ranks get the elements "
+        "from before.",
         _REQUEST,
         Level.L1,
         _PROCESS_GROUPS | {Capability.ALL_GATHER},
     ),
     Requirement(
         "ASYNC-GROUPS",
-        "Calls in flight on several groups do not mix, however the groups overlap and however many calls "
-        "each has.",
+        "Calls in flight on several groups do not mix, for any overlap of the groups and any number of calls.",
         "torch.distributed docs: new_group (a handle that can be given to collective calls)",
         Level.L1,
         _GROUPS,
     ),
     Requirement(
         "ASYNC-GROUPS-ORDER",
-        "Asynchronous calls on different groups may be issued in another order on each rank.",
+        "Asynchronous calls on different groups may be issued in a different order on each rank.",
         "torch.distributed docs: new_group (Safe concurrent usage: one order is demanded with "
         "NCCL); INF: with NCCL only",
         Level.L1,
@@ -373,7 +372,7 @@ ASYNCHRONOUS = (
     ),
     Requirement(
         "ASYNC-BARRIER",
-        "The wait for an asynchronous barrier returns only after every rank of the group has come to it.",
+        "The wait for an asynchronous barrier returns only after every rank of the group has entered.",
         "torch.distributed docs: barrier (blocks ... if async work handle is called on wait())",
         Level.L1,
         _PROCESS_GROUPS | {Capability.BARRIER, Capability.OBJECTS},
@@ -383,15 +382,15 @@ ASYNCHRONOUS = (
 PROCESS_GROUPS = (
     Requirement(
         "PG-WORLD",
-        "The default group holds every rank, at the position of its number.",
+        "The default group holds every rank, at the position of the rank's number.",
         "torch.distributed docs: get_rank, get_world_size, get_process_group_ranks",
         Level.L0,
         _PROCESS_GROUPS,
     ),
     Requirement(
         "PG-RANKS",
-        "A new group holds the ranks that it was made of, ascending, or in their own order with "
-        "sort_ranks=False; all ranks where none are given; and each member knows its position.",
+        "A new group holds the given ranks, ascending, or in the given order with sort_ranks=False; without "
+        "given ranks all ranks; and each member knows its position.",
         "torch.distributed docs: new_group (ranks, sort_ranks), get_process_group_ranks, "
         "get_rank, get_world_size",
         Level.L0,
@@ -413,14 +412,14 @@ PROCESS_GROUPS = (
     ),
     Requirement(
         "PG-SAME-MEMBERS",
-        "Groups of the same ranks are groups apart: the life of one does not touch the other.",
+        "Two groups of the same ranks are independent: destroying one does not affect the other.",
         "torch.distributed docs: new_group (create a new distributed group)",
         Level.L0,
         _GROUPS,
     ),
     Requirement(
         "PG-DESTROY",
-        "When a group is destroyed, every other group works on, the default group too.",
+        "After a group is destroyed, every other group still works, also the default group.",
         "torch.distributed docs: destroy_process_group (a given process group)",
         Level.L0,
         _GROUPS,
@@ -434,8 +433,8 @@ PROCESS_GROUPS = (
     ),
     Requirement(
         "PG-SUBGROUPS",
-        "new_subgroups and new_subgroups_by_enumeration cut the world as they say, and return the "
-        "caller's own part and all parts.",
+        "new_subgroups and new_subgroups_by_enumeration divide the world as documented, and return the "
+        "caller's own group and all groups.",
         "torch.distributed docs: new_subgroups, new_subgroups_by_enumeration (Returns)",
         Level.L0,
         _GROUPS | _GO_ON,
@@ -449,7 +448,7 @@ PROCESS_GROUPS = (
     ),
     Requirement(
         "PG-DESTROYED",
-        "A collective call on a destroyed group of several ranks is an error, and so is destroying it again.",
+        "A collective call on a destroyed group of several ranks is an error, and so is a second destroy.",
         "torch.distributed docs: destroy_process_group; INF: torch names no error; a call that "
         "worked would keep the group alive",
         Level.L2,
@@ -457,7 +456,7 @@ PROCESS_GROUPS = (
     ),
     Requirement(
         "PG-ERROR-TRANSLATE",
-        "To translate a rank that is not in the group is an error.",
+        "Translating a rank that is not in the group is an error.",
         "torch.distributed docs: get_group_rank, get_global_rank (must be part of group, "
         "otherwise this raises)",
         Level.L2,
@@ -465,7 +464,7 @@ PROCESS_GROUPS = (
     ),
     Requirement(
         "PG-ERROR-RANKS",
-        "new_group with a rank twice, or with one that the world does not have, is an error on every rank.",
+        "new_group with a rank twice, or with a rank that the world does not have, is an error on every rank.",
         "torch.distributed docs: new_group (ranks: List of ranks of group members); INF: that "
         "it is an error",
         Level.L2,
@@ -481,23 +480,23 @@ PROCESS_GROUPS = (
     ),
     Requirement(
         "PG-ERROR-LENGTH-THEN",
-        "After an all_gather that was refused for the length of its list, the next call works: the refused "
-        "one counts for nothing.",
+        "After an all_gather that was refused for the length of its list, the next call works: a refused call "
+        "does not count.",
         _REFUSED_FIRST,
         Level.L2,
         _PROCESS_GROUPS | {Capability.ALL_GATHER},
     ),
     Requirement(
         "PG-ERROR-SPLITS",
-        "Split sizes that do not add up to the rows are an error in the calling rank.",
+        "Split sizes that do not add up to the rows of the tensor are an error in the calling rank.",
         "torch.distributed docs: all_to_all_single (split sizes); INF: that it is an error",
         Level.L2,
         _PROCESS_GROUPS | {Capability.ALL_TO_ALL_SINGLE},
     ),
     Requirement(
         "PG-ERROR-SPLITS-THEN",
-        "After an all_to_all_single that was refused for its split sizes, the next call works: the refused "
-        "one counts for nothing.",
+        "After an all_to_all_single that was refused for its split sizes, the next call works: a refused call "
+        "does not count.",
         _REFUSED_FIRST,
         Level.L2,
         _GO_ON | {Capability.ALL_TO_ALL_SINGLE},
@@ -507,7 +506,7 @@ PROCESS_GROUPS = (
 OBJECT_LISTS = (
     Requirement(
         "PG-OBJECTS-ALL-GATHER",
-        "all_gather_object puts the object of the i-th rank of the group at i, of any sizes.",
+        "all_gather_object puts the object of the i-th rank of the group at i, for objects of any sizes.",
         "torch.distributed docs: all_gather_object",
         Level.L1,
         _PROCESS_GROUPS | {Capability.ALL_GATHER},
@@ -535,14 +534,14 @@ OBJECT_LISTS = (
     ),
     Requirement(
         "PG-OBJECTS-SEND",
-        "recv_object_list fills the list with the objects of send_object_list, and returns who sent.",
+        "recv_object_list fills the list with the objects of send_object_list, and returns the sender's rank.",
         "torch.distributed docs: send_object_list, recv_object_list",
         Level.L1,
         _MESSAGES,
     ),
     Requirement(
         "PG-OBJECTS-OUTSIDER",
-        "To a rank that is not in the group the calls of lists of objects leave the list alone.",
+        "On a rank outside the group the calls of lists of objects leave the list alone.",
         "torch.distributed docs: all_gather_object (Returns: the object_list will be unmodified)",
         Level.L2,
         _GROUPS,
@@ -561,21 +560,21 @@ PAYLOADS = (
     ),
     Requirement(
         "COMM-PAYLOAD-EDGE",
-        "An object arrives whole whatever its size, also just below and above powers of two.",
+        "Objects of every size arrive whole, also of sizes just below and above powers of two.",
         _PICKLABLE,
         Level.L1,
         _OBJECTS,
     ),
     Requirement(
         "COMM-PAYLOAD-SIZES",
-        "Objects of different sizes may follow each other, the small after the large.",
+        "Objects of different sizes arrive whole one after the other, also a small one after a large one.",
         _PICKLABLE,
         Level.L1,
         _OBJECTS,
     ),
     Requirement(
         "COMM-PAYLOAD-MANY",
-        "Of hundreds of small objects in a row each arrives once, in order.",
+        "Hundreds of small objects in a row each arrive once, in order.",
         _PICKLABLE,
         Level.L1,
         _OBJECTS,
@@ -589,29 +588,30 @@ PAYLOADS = (
     ),
     Requirement(
         "COMM-PAYLOAD-SHARED",
-        "What is one part at two places of an object is one part in the copy, cycles included; equal "
-        "parts that are two stay two.",
+        "A part that occurs at two places of an object, also in a cycle, is one part in the copy; two equal "
+        "parts stay two.",
         f"{_PICKLABLE}: pickle keeps it so",
         Level.L1,
         _OBJECTS,
     ),
     Requirement(
         "COMM-PAYLOAD-DISTINCT",
-        "Objects of two calls are two copies, also if they are equal, or the same object.",
+        "Two calls give two copies, also of equal objects or of the same object.",
         "AWS Common API (Communication API: a picklable object is sent), API 1.6",
         Level.L1,
         _OBJECTS,
     ),
     Requirement(
         "COMM-PAYLOAD-CLASSES",
-        "Instances, named tuples, enum members, functions, classes and exceptions arrive as such.",
+        "Instances, named tuples, enum members, functions, classes and exceptions arrive with their types "
+        "and contents.",
         _PICKLABLE,
         Level.L1,
         _OBJECTS,
     ),
     Requirement(
         "COMM-PAYLOAD-ARRAYS",
-        "numpy arrays and scalars keep dtype, shape and every element, whatever their layout.",
+        "numpy arrays and scalars of any layout keep dtype, shape and every element.",
         _PICKLABLE,
         Level.L1,
         _OBJECTS,
@@ -626,15 +626,15 @@ PAYLOADS = (
     ),
     Requirement(
         "COMM-PAYLOAD-DTYPES",
-        "Tensors of every claimed dtype can be sent as objects, those too that torch's own pickle "
-        "cannot read back, and keep requires_grad.",
+        "Tensors of every claimed dtype can be sent as objects and keep requires_grad, also if torch's own "
+        "pickle cannot read the dtype back.",
         "AWS Common API (Communication API: any picklable object); INF: torch 2.13 pickles them and fails to unpickle",
         Level.L1,
         _OBJECTS,
     ),
     Requirement(
         "COMM-PAYLOAD-MODULES",
-        "A module arrives with its state, its mode, and with the parameters shared that were shared.",
+        "A module arrives with its state and its mode, and shared parameters stay shared.",
         _PICKLABLE,
         Level.L1,
         _OBJECTS,
