@@ -33,7 +33,7 @@ class CommGroup(enum.Enum):
 
 
 class RankType(enum.Enum):
-    """How a rank number is to be read: as a position in which group of the calling rank (API
+    """The group of the calling rank in which a rank number is a position (API
     1.5, 8.8).
     """
 

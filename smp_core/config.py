@@ -667,6 +667,6 @@ def _show(value: object) -> str:
 
 
 def _divisors(number: int) -> str:
-    """Its divisors in ascending order, listed."""
+    """The divisors of a number in ascending order, listed."""
     small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
     return ", ".join(map(str, sorted({*small, *(number // each for each in small)})))

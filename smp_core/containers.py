@@ -42,7 +42,7 @@ def opened(value: Any) -> Container | None:
 
 
 def map_leaves(function: Leaf, value: Any) -> Any:
-    """The same container with ``function(leaf)`` for each leaf.
+    """A container of the same structure with ``function(leaf)`` for each leaf.
 
     A container in which nothing changes is given back itself, not a copy. Empty containers are containers.
     """

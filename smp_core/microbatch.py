@@ -71,7 +71,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rules:
-    """How the arguments of one function are split. Made by :func:`rules`.
+    """The way in which the arguments of one function are split. Made by :func:`rules`.
 
     Attributes:
         function: its name, for messages.
@@ -86,8 +86,8 @@ class Rules:
     axes: Mapping[str, int]
 
     def places(self, call: Call) -> Iterator[tuple[str, int | None]]:
-        """Of each argument of a call, positional ones first, how a message calls it, and its batch
-        axis: None if it is not split.
+        """For each argument of a call, positional ones first, its name in messages and its batch
+        axis: None if the argument is not split.
 
         Raises ArgumentTypeError if the function cannot be called so.
         """

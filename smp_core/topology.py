@@ -33,7 +33,7 @@ class GroupKind(StrEnum):
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands in each dimension; every value counts from 0."""
+    """The position of a rank in each dimension; every value counts from 0."""
 
     rdp_rank: int
     pp_rank: int
@@ -140,7 +140,7 @@ class Topology:
         return self.size // (self.pipeline * self.tensor)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where ``rank`` stands in each dimension.
+        """The position of ``rank`` in each dimension.
 
         Raises:
             RankError: ``rank`` is not in the world.
@@ -189,7 +189,7 @@ class Topology:
         return self._layout.partitions[kind].position_of[rank]
 
     def group_size(self, kind: GroupKind) -> int:
-        """How many ranks a group of this kind has; all groups of a kind have the same size."""
+        """The number of ranks in a group of this kind; all groups of a kind have the same size."""
         return len(self._layout.partitions[kind].groups[0])
 
     def global_batch(self, batch: int, prescaled: bool) -> int:
@@ -206,7 +206,7 @@ class Topology:
 
     @property
     def _degrees(self) -> tuple[int, int, int]:
-        """In the order of :class:`Coordinates`."""
+        """The degrees, in the order of :class:`Coordinates`."""
         return self.reduced_data, self.pipeline, self.tensor
 
     def _check(self, rank: int) -> None:

@@ -22,7 +22,7 @@ from smp_core.torch.optimizer import DistributedOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):
-    """As ``torch.amp.GradScaler`` on the CPU; arguments, state and methods are torch's, in
+    """``torch.amp.GradScaler`` on the CPU, for all ranks together. Arguments, state and methods are torch's, in
     the order of the versions that SMP was written for: ``init_scale`` first.
 
     ``unscale_`` and ``step`` are collective over the world: every rank calls them, also one that owns
@@ -54,7 +54,7 @@ class GradScaler(torch.amp.GradScaler):
         )
 
     def scale(self, outputs: Any) -> Any:
-        """As torch's; a rank whose body does not run never calls it."""
+        """Scale outputs as torch's scaler does; a rank whose body does not run never calls this."""
         self._check()
         return super().scale(outputs)
 
@@ -80,17 +80,17 @@ class GradScaler(torch.amp.GradScaler):
         return {device: torch.full((), float(any(anywhere)), device=device)}
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """As torch's, agreed over the world."""
+        """Unscale gradients as torch's scaler does, and agree over the world on infinities and NaN."""
         self._ready()
         super().unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, *args: object, **kwargs: object) -> Any:
-        """As torch's: the update is left out on every rank if any rank found an infinity or NaN."""
+        """Update as torch's scaler does; no rank updates if any rank found an infinity or NaN."""
         self._ready()
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """As torch's; the same on every rank."""
+        """Change the scale as torch's scaler does; the new scale is the same on every rank."""
         self._ready()
         super().update(new_scale)
 

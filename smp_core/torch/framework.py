@@ -73,13 +73,13 @@ class StepOutput:
         return torch.stack(self._outputs)
 
     def merge(self) -> NoReturn:
-        """Only TensorFlow's API has it. Raises UnsupportedTrainingError."""
+        """Raise UnsupportedTrainingError, since only TensorFlow's API has this method."""
         raise UnsupportedTrainingError(
             "StepOutput.merge is only in the TensorFlow API (docs/spec/api.md#1.4); use concat()"
         )
 
     def accumulate(self, *args: object, **kwargs: object) -> NoReturn:
-        """Only TensorFlow's API has it. Raises UnsupportedTrainingError."""
+        """Raise UnsupportedTrainingError, since only TensorFlow's API has this method."""
         raise UnsupportedTrainingError(
             "StepOutput.accumulate is only in the TensorFlow API (docs/spec/api.md#1.4); use reduce_mean()"
         )
@@ -128,7 +128,7 @@ class TorchFramework:
         return isinstance(value, torch.Tensor)
 
     def shape(self, tensor: torch.Tensor) -> Sequence[int]:
-        """Its sides."""
+        """The sizes of a tensor's dimensions."""
         return tensor.shape
 
     def part(self, tensor: torch.Tensor, axis: int, start: int, length: int) -> torch.Tensor:

@@ -237,7 +237,7 @@ class DistributedModel(nn.Module):
         self.finished()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; of masters, too."""
+        """Drop or zero gradients as torch's method does, those of masters included."""
         super().zero_grad(set_to_none)
         if self.masters is not None:
             self.masters.zero_grad(set_to_none)

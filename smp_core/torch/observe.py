@@ -25,7 +25,7 @@ from smp_core.torch.reduction.traffic import Traffic
 
 
 class Counters(NamedTuple):
-    """How often this rank did something since ``smp.init``: the same on every rank."""
+    """Counters of this rank's steps and reductions since ``smp.init``: the same on every rank."""
 
     steps: int  #: steps that have begun
     reductions: int  #: gradients that were reduced: once for each window of accumulated steps

@@ -316,7 +316,7 @@ def _module_of(model: Model, key: str) -> str:
 
 
 def _complaint(model: Model, missing: list[str], unexpected: list[str]) -> str:
-    """In the words of torch.nn.Module.load_state_dict."""
+    """The message about keys that a load misses or does not expect, in the words of torch.nn.Module.load_state_dict."""
     lines = [
         f"{what} key(s) in state_dict: " + ", ".join(f'"{key}"' for key in keys) + ". "
         for what, keys in (("Unexpected", unexpected), ("Missing", missing))

@@ -1,1 +1,1 @@
-"""How ranks exchange data: under torchrun, mpiexec or srun, alone, and what the harness's backends share with these."""
+"""Data exchange between ranks: under torchrun, mpiexec or srun, alone, and the parts that the harness shares."""

@@ -25,7 +25,7 @@ class CombinedWork(Work):
         return True
 
     def synchronize(self) -> None:
-        """As ``wait``."""
+        """Wait for all works, as ``wait`` does."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -36,11 +36,11 @@ class CombinedWork(Work):
         return all(completed)
 
     def is_success(self) -> bool:
-        """As ``is_completed``."""
+        """Return whether all works are done, as ``is_completed`` does."""
         return self.is_completed()
 
     def exception(self) -> None:
-        """None: a failed operation ends the run."""
+        """Return None: a failed operation ends the run."""
         return
 
     def result(self) -> list[torch.Tensor]:

@@ -1,9 +1,9 @@
-"""How a plain script ends: by which exit code, told while Python's exit handlers run.
+"""The end of a plain script: its exit code, told while Python's exit handlers run.
 
 A rank that ends by an error must not wait for the others at its exit: they wait for it. Python does
-not tell its exit handlers how the process ends, so this looks at uncaught exceptions and at
-``sys.exit``. Not seen are a bare ``raise SystemExit(1)``, ``exit`` of the interactive shell, and what
-ends the process past Python.
+not tell its exit handlers how the process ends, so this module looks at uncaught exceptions and at
+``sys.exit``. Not seen are a bare ``raise SystemExit(1)``, ``exit`` of the interactive shell, and
+everything that ends the process past Python.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Ending:
 
 
 def watch() -> None:
-    """From now on ``status`` knows."""
+    """Begin to record the end of the process for ``status``."""
     if _Ending.watched:
         return
     _Ending.watched = True

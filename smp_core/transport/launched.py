@@ -29,7 +29,7 @@ _WORLD = "WORLD"
 
 
 class Place(Protocol):
-    """Where this process stands: in a world of ``size`` ranks, which ``join`` forms."""
+    """The place of this process: a rank in a world of ``size`` ranks, which ``join`` forms."""
 
     size: int
 
@@ -41,7 +41,7 @@ class Place(Protocol):
 
 
 def find_place() -> Place:
-    """Where this process stands; nobody is met yet.
+    """The place of this process; no other rank is contacted yet.
 
     Raises BackendError if the launcher's environment is half set, or gives the ranks no way to
     meet.
@@ -143,7 +143,7 @@ _stores: list[Any] = []
 
 
 class _Torch:
-    """See Place. By torch's rendezvous, or in the script's own process group."""
+    """A place that joins by torch's rendezvous, or in the script's own process group. See Place."""
 
     def __init__(self, rank: int, size: int, launch: Launch | None, *, ours: bool) -> None:
         self.rank, self.size, self._launch, self._ours = rank, size, launch, ours
@@ -201,7 +201,7 @@ def _names(collectives: str) -> str:
 
 
 class _TorchFabric:
-    """See Fabric. The default process group is there already."""
+    """A fabric on torch's default process group, which is there already. See Fabric."""
 
     def __init__(self, rank: int, size: int) -> None:
         import torch.distributed as dist
@@ -294,7 +294,7 @@ _leaving = False
 
 
 class _Mpi:
-    """See Place. In the job of an mpiexec, or of srun."""
+    """A place in the job of an mpiexec, or of srun. See Place."""
 
     def __init__(self, launch: Launch) -> None:
         self.size, self._launch = launch.size, launch

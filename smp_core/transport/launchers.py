@@ -120,7 +120,7 @@ class Launch:
 
 
 def launch_of(environment: Mapping[str, str]) -> Launch | None:
-    """How this process was launched, or None: by hand.
+    """The launch of this process, or None if it was started by hand.
 
     Raises BackendError if a launcher's rank is not below its size, or is no number.
     """

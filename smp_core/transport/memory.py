@@ -25,7 +25,7 @@ Tensor = torch.Tensor
 
 
 def copy(tensor: Tensor) -> Tensor:
-    """Its values now, dense, apart from autograd."""
+    """The present values of a tensor, dense, apart from autograd."""
     return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
@@ -66,7 +66,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 class _Span(NamedTuple):
-    """Where in memory a tensor lies: addresses in bytes, the same whichever storage it is of."""
+    """The memory of one tensor: addresses in bytes, the same whichever storage the tensor is of."""
 
     start: int
     stop: int
@@ -110,7 +110,7 @@ def _between(one: Tensor, other: Tensor) -> bool:
 
 
 def _addresses(tensor: Tensor) -> Tensor:
-    """Where each element begins; elements of a dimension of stride 0 once."""
+    """The address of each element; elements of a dimension of stride 0 once."""
     places = torch.zeros((), dtype=torch.int64)
     for side, stride in zip(tensor.shape, tensor.stride(), strict=True):
         places = places.unsqueeze(-1) + torch.arange(side if stride else 1) * stride
@@ -156,7 +156,7 @@ class InFlightBuffer:
         self._stands: list[tuple[str, Tensor, Tensor]] = []
 
     def spans(self) -> list[_Span]:
-        """Where its tensors lie."""
+        """The memory of the operation's tensors."""
         if self._spans is None:
             spans = [_Span.of(tensor, written=False) for tensor in self.inputs]
             spans += [_Span.of(tensor, written=True) for tensor in self.outputs]
@@ -177,9 +177,9 @@ class InFlightBuffer:
         return False
 
     def take_off(self, name: str) -> None:
-        """From here on the rank's code runs beside the operation of this name.
+        """Begin to watch: the rank's code runs beside the operation of this name from here on.
 
-        ``inputs`` become copies, outputs are poisoned, and how all tensors stand is kept.
+        ``inputs`` become copies, outputs are poisoned, and the bits of all tensors are kept for ``changed``.
         """
         self.spans()
         originals, self.inputs = self.inputs, [copy(tensor) for tensor in self.inputs]
@@ -191,7 +191,7 @@ class InFlightBuffer:
         self._stands = [(what, tensor, _bits(tensor)) for what, tensor in watched]
 
     def unwatch(self) -> None:
-        """From here on nobody cares what happens to its tensors until it lands."""
+        """Stop watching the tensors: changes until the operation lands are no races from here on."""
         self._stands = []
 
     def changed(self) -> str | None:

@@ -1,4 +1,4 @@
-"""How verdicts read: the words of `sim`, from plain values instead of its live objects."""
+"""The texts of verdicts: the words of `sim`, from plain values instead of its live objects."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def merged(calls: Iterable[Made]) -> list[str]:
 
 
 def differing(descriptions: Sequence[tuple[str, Fields]]) -> str:
-    """In what these calls, operation and fields, differ."""
+    """The properties in which these calls (operation and fields) differ."""
     if len({operation for operation, _ in descriptions}) > 1:
         return "operation"
     names = dict.fromkeys(name for _, fields in descriptions for name, _ in fields)
@@ -143,7 +143,7 @@ def pair_mismatch(
 
 
 def elements(size: Size) -> int:
-    """How many elements a tensor of this size has."""
+    """The number of elements of a tensor of this size."""
     return size if isinstance(size, int) else math.prod(size)
 
 

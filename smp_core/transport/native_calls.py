@@ -1,8 +1,8 @@
-"""Where torch's C++ goes past a process group, or a work, that is a Python class.
+"""The calls by which torch's C++ goes past a process group, or a work, that is a Python class.
 
-torch calls most operations of a Python process group by name. Some it looks up in a C++ backend
-that such a group does not have ("No backend type associated with device type cpu"), and one it asks
-of a work whose Python half may be gone by then. ``install`` mends each, for our groups only: all
+torch calls most operations of a Python process group by name. Some operations are looked up in a C++ backend
+that such a group does not have ("No backend type associated with device type cpu"), and one is asked
+of a work whose Python half may be gone by then. ``install`` mends each, for this project's groups only: all
 others keep torch's own kernels.
 """
 
@@ -113,7 +113,7 @@ def _allow_monitored_barrier() -> None:
 
 @functools.cache
 def install() -> Any:
-    """From now on these work for our process groups; once per process."""
+    """Make these operations work for this project's process groups; called once per process."""
     library: Any = torch.library.Library(_NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]
     for name, (ours, at) in _OPERATIONS.items():
         library.impl(name, _operation(name, ours, at), "CPU", with_keyset=True)

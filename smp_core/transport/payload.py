@@ -22,7 +22,7 @@ _Dumps = Callable[[object], bytes]
 
 
 def plain_dumps(obj: object) -> bytes:
-    """By pickle's newest protocol: classes and functions by name."""
+    """Pickle an object by pickle's newest protocol: classes and functions by name."""
     reducers = tensor_reducers()
     if not reducers:
         return pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)

@@ -77,7 +77,7 @@ class Fabric(Protocol):
 
 
 class Recorder(Protocol):
-    """Where a rank process writes down what it is about to do (the board; see pytest_smp/ranks/board)."""
+    """The recorder to which a rank process writes its next calls (the board; see pytest_smp/ranks/board)."""
 
     def call(
         self, call: str, group: Group, *, to: Sequence[int] = (), source: int | None = None

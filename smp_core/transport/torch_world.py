@@ -73,10 +73,10 @@ class TorchWorld:
         self._excepthook: Any = None
 
     def enter(self) -> None:
-        """From now on torch.distributed speaks of this world.
+        """Make torch.distributed speak of this world.
 
-        Its groups are made over a prefix of the store that is this run's alone: torch numbers
-        groups anew after they were destroyed, and would find the addresses of those.
+        The world's groups are made over a prefix of the store that is this run's alone: torch numbers
+        groups anew after they were destroyed, and would find the addresses of the old ones.
         """
         while _HOLDING:
             _HOLDING[0].release()

@@ -77,8 +77,8 @@ def of_part(runtime: Runtime) -> str:
 
 
 def of_state(runtime: Runtime) -> str:
-    """As :func:`of_part`, for the optimizer's state: with ``shard_optimizer_state`` each rdp rank has its own,
-    which is called as by ``v3``.
+    """The part of a file's name that identifies the optimizer's state: with ``shard_optimizer_state`` each rdp rank
+    has its own file, named as by ``v3``; otherwise as :func:`of_part`.
     """
     split = runtime.config.shard_optimizer_state and len(runtime.group(GroupKind.RDP).ranks) > 1
     return of_rank(runtime, v3=True) if split else of_part(runtime)

@@ -62,7 +62,7 @@ def failure_of(runtime: Runtime, activity: Timed | None, error: BaseException) -
 
 
 def _traceback(error: BaseException) -> str:
-    """Of the user's frames, as far as there are any: those between them are ours, and torch's call."""
+    """The traceback of the user's frames, if there are any; frames of this project and of torch are left out."""
     told = traceback.TracebackException.from_exception(error)  # survives what _text does
     users = [frame for frame in told.stack if not frame.filename.startswith(_INSIDE)]
     if users:

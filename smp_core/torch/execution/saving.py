@@ -55,7 +55,7 @@ class _Reference:
 
 
 class _Value:
-    """Any other tensor."""
+    """A saved tensor that is no parameter, with its version, so that a change in place is noticed."""
 
     __slots__ = ("__weakref__", "tensor", "version")
 
@@ -117,5 +117,5 @@ def keep(tensor: torch.Tensor) -> Kept:
 
 
 def opened(kept: Kept) -> torch.Tensor:
-    """The tensor again."""
+    """The tensor that ``keep`` was given, in the value that backward needs."""
     return kept if isinstance(kept, torch.Tensor) else kept.open()

@@ -1,7 +1,7 @@
-"""Where module calls and saved tensors get the model's parameters from.
+"""The source from which module calls and saved tensors get the model's parameters.
 
-``sharding/unsharding.py`` is the source of a sharded model. ``WHOLE`` is that of every other: each parameter of a
-rank is whole there, and is read as it is.
+``sharding/unsharding.py`` is the source of a sharded model. ``WHOLE`` is the source of every other model: each
+parameter of a rank is whole there, and is read as it is.
 """
 
 from __future__ import annotations
@@ -81,16 +81,16 @@ class WholeParameters:
         return parameter.detach()
 
     def leave(self, frame: Frame, backward: bool) -> None:
-        """Nothing is held for a call."""
+        """Do nothing, since nothing is held for a call."""
 
     def expect(self, microbatch: object, parameter: nn.Parameter) -> None:
-        """Nothing waits for a gradient."""
+        """Do nothing, since nothing waits for a gradient."""
 
     def on_grad(self, microbatch: object, parameter: nn.Parameter) -> None:
-        """Nothing waits for a gradient."""
+        """Do nothing, since nothing waits for a gradient."""
 
     def end_backward(self, microbatch: object) -> None:
-        """Nothing waits for a gradient."""
+        """Do nothing, since nothing waits for a gradient."""
 
     def saved_tensor_hooks(self, microbatch: object) -> AbstractContextManager[object]:
         return _NO_HOOKS

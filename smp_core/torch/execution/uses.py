@@ -333,7 +333,7 @@ class _Delivery:
 
 
 class _ShardedDelivery(_Delivery):
-    """The same for a use of a sharded parameter, whose unit waits for its gradients."""
+    """A delivery for a use of a sharded parameter; it also tells the parameter's unit, which waits for gradients."""
 
     __slots__ = ("source",)
 
@@ -428,7 +428,7 @@ def _alone(value: object) -> int:
 
 
 def _alone_in_graph() -> int:
-    """The same count for a parameter that a graph holds, too: some versions of torch add no reference."""
+    """The count of ``_alone`` for a parameter that a graph holds, too: some versions of torch add no reference."""
     use = nn.Parameter(torch.zeros(1))
     graph = use * 1
     uses = {0: (None, use)}

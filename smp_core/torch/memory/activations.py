@@ -49,7 +49,7 @@ ARGUMENT = "_smp_checkpoint"  #: keyword argument by which a policy comes with a
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointPolicy:
-    """How a module is checkpointed. ``group``, for a Sequential: so many layers in one region; 0 for
+    """The activation checkpointing of one module. ``group``, for a Sequential: so many layers in one region; 0 for
     as many as lie on one rank one after the other; None if the module is no Sequential.
     """
 
@@ -217,7 +217,7 @@ def call(
 
 
 def site_of(module: nn.Module) -> Site | None:
-    """Where the calls of a module are caught, or None if they are not."""
+    """The site that catches the calls of a module, or None if they are not caught."""
     caught = vars(module).get("_compiled_call_impl")
     owner = getattr(caught, "__self__", None)
     return owner if isinstance(owner, Site) else None
@@ -329,7 +329,7 @@ class _Run(nn.Module):
         self.__dict__["layers"] = layers
 
     def modules(self) -> object:  # type: ignore[override]
-        """Those of the layers, each once."""
+        """The modules of the layers, each once."""
         return iter({id(each): each for layer in self.layers for each in layer.modules()}.values())
 
     def forward(self, value: object) -> object:

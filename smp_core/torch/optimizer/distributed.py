@@ -102,7 +102,7 @@ class DistributedOptimizer(Internals, Optimizer):
 
     @property
     def loss_scaler(self) -> LossScaler | None:
-        """See precision/scaler.py; None without ``fp16``. A script may set its own before the first step."""
+        """The scaler of losses (precision/scaler.py); None without ``fp16``. A script may set its own before step 1."""
         return self._parameters.scaler
 
     @loss_scaler.setter
@@ -145,7 +145,7 @@ class DistributedOptimizer(Internals, Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
-        """As torch's. Other ranks' parameters get their index in states, and are left out."""
+        """Add a group as torch's method does. Other ranks' parameters get their index in states, and are left out."""
         self.optimizer.add_param_group(param_group)
         self._parameters.add_last_group()
 
@@ -194,13 +194,13 @@ class DistributedOptimizer(Internals, Optimizer):
             return closure()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; of masters and of their parameters."""
+        """Drop or zero gradients as torch's method does, those of masters and of their parameters."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
         if self._parameters.masters is not None:
             self._parameters.masters.zero_grad(set_to_none)
 
     def with_gradients(self) -> list[object]:
-        """Where a script finds gradients: this rank's parameters, or the masters of 16-bit ones."""
+        """The tensors in whose ``grad`` a script finds gradients: this rank's parameters, or masters of 16-bit ones."""
         shown = []
         for order in self._parameters.order:
             for each in order:

@@ -33,17 +33,17 @@ class Internals:
 
     @property
     def fp16_groups(self) -> list[list[nn.Parameter]]:
-        """By group, this rank's 16-bit parameters that have masters."""
+        """This rank's 16-bit parameters that have masters, by group."""
         return [[parameter for parameter, _ in pairs] for pairs in _pairs(self._parameters)]
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[nn.Parameter]]:
-        """By group, their masters, in the same order."""
+        """The masters of ``fp16_groups``, by group, in the same order."""
         return [[master for _, master in pairs] for pairs in _pairs(self._parameters)]
 
     @property
     def master_is_distributed(self) -> dict[nn.Parameter, bool]:
-        """Of each master of ``fp32_from_fp16_groups``, whether its parameter is split over tp ranks."""
+        """For each master of ``fp32_from_fp16_groups``, whether its parameter is split over tp ranks."""
         return {
             master: self._session.model is not None
             and self._session.model.is_distributed_parameter(parameter)
@@ -53,7 +53,7 @@ class Internals:
 
     @property
     def master_distribution_axis(self) -> dict[nn.Parameter, int | None]:
-        """Of each master, along which axis: None, since no parameter is split."""
+        """For each master the axis along which it is split: None, since no parameter is split."""
         return dict.fromkeys(self.master_is_distributed)
 
     # Sharded data parallelism.
@@ -67,9 +67,9 @@ class Internals:
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """By group, this rank's part of the values that the optimizer updates, as to log their norm: float32,
-        1-D, of each parameter ``ceil(numel / degree)`` elements with zeros at the end, in the group's
-        order (API 1.11). Of parameters that are whole on every rank it has a part as well, so that over the
+        """This rank's part of the values that the optimizer updates, by group, as to log their norm: float32,
+        1-D, for each parameter ``ceil(numel / degree)`` elements with zeros at the end, in the group's
+        order (API 1.11). Parameters that are whole on every rank have a part here as well, so that over the
         shard group each element counts once. Copies, without gradients.
 
         Raises UnsupportedTrainingError without sharded data parallelism, and before the model is wrapped.
@@ -160,7 +160,7 @@ class Internals:
 
 
 def _pairs(parameters: OptimizerParameters) -> list[list[tuple[nn.Parameter, nn.Parameter]]]:
-    """By group, (parameter, master)."""
+    """The pairs of a parameter and its master, by group."""
     masters, groups = parameters.masters, parameters.optimizer.param_groups
     if masters is None or masters.dtype is None:
         return [[] for _ in groups]

@@ -32,7 +32,7 @@ _NOT_ELEMENTWISE = tuple(
 
 
 class OwnParts:
-    """How the masters of one rank are split over its RDP group. Made by all ranks at the same point."""
+    """The split of one rank's masters over its RDP group. Made by all ranks at the same point."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.collectives = Collectives(runtime, GroupKind.RDP, None)
@@ -55,7 +55,7 @@ class OwnParts:
                 self._gather([pairs[number] for number in bin_])
 
     def _gather(self, pairs: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
-        """Of one dtype."""
+        """Make parameters of one dtype whole again from the parts of all ranks."""
         size = self.collectives.size
         layouts = [Layout(parameter.numel(), size) for parameter, _ in pairs]
         sent = pairs[0][1].new_zeros(sum(layout.shard_numel for layout in layouts))

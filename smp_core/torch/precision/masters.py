@@ -33,7 +33,7 @@ Deposit = Callable[[nn.Parameter, torch.Tensor], None]
 
 
 class Parts(Protocol):
-    """How masters are split over ranks (optimizer/parts.py)."""
+    """The split of masters over ranks (optimizer/parts.py)."""
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's elements of a tensor, flat; memory of the tensor where possible."""
@@ -78,7 +78,7 @@ class Masters:
         return 1.0 if self.scaler is None else self.scaler.loss_scale
 
     def follow(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """From now on these are the rank's own parameters, by name, each once, in the model's order.
+        """Take these as the rank's own parameters: by name, each once, in the model's order.
 
         A parameter that has left the model, as one that was replaced, keeps its master for as long as the
         optimizer holds that: as in plain torch it is not trained any more, and keeps its index and state.
@@ -104,7 +104,7 @@ class Masters:
         return entry.master
 
     def made(self, parameter: nn.Parameter) -> nn.Parameter:
-        """As :meth:`of`, but makes none: itself, if it has no master yet."""
+        """The master of a parameter; the parameter itself if none was made yet. See :meth:`of`, which makes one."""
         entry = self._entries.get(parameter)
         return parameter if entry is None else entry.master
 

@@ -94,7 +94,7 @@ class BucketReducer:
 
     @property
     def launched(self) -> int:
-        """How many buckets have been launched."""
+        """The number of buckets that have been launched."""
         return len(self._operations)
 
     @property

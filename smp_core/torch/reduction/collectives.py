@@ -51,7 +51,7 @@ class Pending(Protocol):
         """Wait for it. The memory is new, and the same however often this is called."""
 
     def poll(self) -> None:
-        """If the exchange in flight has completed, go on and free its buffers; without waiting."""
+        """Without waiting: if the exchange in flight has completed, go on and free its buffers."""
 
 
 class _Members:
@@ -267,20 +267,21 @@ class Collectives:
 
 
 class OperationState(enum.Enum):
-    """How far an operation has come, and what memory it holds."""
+    """The stage that an operation has reached, and the memory that it holds there."""
 
     FIRST_EXCHANGE = "first exchange"
-    """What is sent, and a buffer of the same size (of a gather: of all shards) that is being received into."""
+    """The sent tensor, and a buffer of the same size (of a gather: of all shards) that is being received into."""
 
     LATER_EXCHANGE = "later exchange"
-    """What the exchange before gave, folded or gathered, and a buffer for what the present one brings."""
+    """The result of the exchange before, folded or gathered, and a buffer that the present one receives into."""
 
     DONE = "done"
     """The result alone."""
 
 
 class _Operation:
-    """See Pending. The first exchange begins at once, the next ones when the result is asked for.
+    """An operation of several exchanges (see Pending). The first exchange begins at once, the next ones when the
+    result is asked for.
 
     Operations of several exchanges go through a queue: the later exchanges begin in the order in which the
     operations did, whatever is asked for first, and so in the same order on all ranks. If they are batched

@@ -43,7 +43,7 @@ class Hop(NamedTuple):
 
 
 class GatherPlan(NamedTuple):
-    """How this rank gets the shards of all."""
+    """The way in which this rank gets the shards of all ranks."""
 
     hops: tuple[Hop, ...]
     #: For each member of the group the row of the last hop's result that has its shard; None: in order.
@@ -80,7 +80,7 @@ def _by_places(places: Sequence[tuple[int, int]]) -> tuple[int, ...]:
 
 
 def flat(ranks: tuple[int, ...], rank: int, nodes: Sequence[int]) -> GatherPlan:
-    """Everybody with everybody."""
+    """The plan of one hop over the whole group."""
     return GatherPlan((Hop("", ranks),))
 
 

@@ -1,4 +1,4 @@
-"""How one tensor is split over the ranks of a group: flat, padded, in equal shards.
+"""The split of one tensor over the ranks of a group: flat, padded, in equal shards.
 
 A tensor of ``numel`` elements is laid out flat and cut into one shard of ``ceil(numel / ranks)`` elements
 for each rank, in rank order; the last shards are filled up with zeros, and may be nothing else
@@ -37,7 +37,7 @@ class Layout:
         return self.shard_numel * self.ranks
 
     def owned_range(self, rank: int) -> tuple[int, int]:
-        """Where the elements of a rank begin and end in the flat tensor, without padding."""
+        """The first and the last element (exclusive) of a rank in the flat tensor, without padding."""
         size = self.shard_numel
         return min(rank * size, self.numel), min((rank + 1) * size, self.numel)
 

@@ -17,22 +17,22 @@ class Options:
     """The arguments of DistributedModel that are about gradients (API 1.7)."""
 
     overlapping_allreduce: bool = True
-    """Whether buckets may be launched during the backward pass, rather than at the end of the step."""
+    """True if buckets may be launched during the backward pass, rather than at the end of the step."""
 
     backward_passes_per_step: int = 1
     """How many steps are summed before gradients are reduced over replicas: a window."""
 
     average_grads_across_microbatches: bool = True
-    """Whether the one division is by the number of microbatches, too."""
+    """True if the one division is by the number of microbatches, too."""
 
     bucket_cap_mb: float = 25
     """The most MiB of gradients that one bucket holds in plain data parallelism."""
 
     broadcast_buffers: bool = True
-    """Whether a step begins with the buffers of one replica on all of them."""
+    """True if a step begins with the buffers of one replica on all of them."""
 
     gradient_as_bucket_view: bool = False
-    """Whether ``p.grad`` may be a view of the reduced bucket, which saves a copy."""
+    """True if ``p.grad`` may be a view of the reduced bucket, which saves a copy."""
 
 
 class BucketUnit(enum.Enum):
@@ -61,10 +61,10 @@ class LateGradients(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionPolicy:
-    """How gradients are reduced. Sums, their order, and the one division are the same under every policy."""
+    """The way in which gradients are reduced. Sums, their order, and the one division are the same in every policy."""
 
     scatters: bool
-    """Whether each step ends with a reduce-scatter over the shard group, whose results are accumulated. False: the
+    """True if each step ends with a reduce-scatter over the shard group, whose results are accumulated. False: the
     group is one rank, whose totals are accumulated as they are, and the all-reduce is what may be launched early.
     """
 
@@ -72,26 +72,26 @@ class ReductionPolicy:
     """The most that one bucket holds; a larger parameter is alone."""
 
     bucket_unit: BucketUnit
-    """What ``bucket_cap`` counts."""
+    """The unit of ``bucket_cap``."""
 
     late: LateGradients
-    """What happens to a gradient that comes for a bucket after its launch."""
+    """The treatment of a gradient that comes for a bucket after its launch."""
 
     wide: bool
-    """Whether gradients of 16-bit parameters are float32 from the first sum on. False: they travel in 16 bits, and are
+    """True if gradients of 16-bit parameters are float32 from the first sum on. False: they travel in 16 bits, and are
     folded and divided in float32, and rounded once.
     """
 
     keeps_sparse: bool
-    """Whether a gradient that is sparse on every replica stays sparse: its rows travel as objects. False: it is made
+    """True if a gradient that is sparse on every replica stays sparse: its rows travel as objects. False: it is made
     dense when it is added to a bucket.
     """
 
     comm_hooks: bool
-    """Whether a communication hook of the user's may reduce buckets: it is given whole gradients."""
+    """True if a communication hook of the user's may reduce buckets: it is given whole gradients."""
 
     bucket_views: bool
-    """Whether the gradients given to parameters may be views of the reduced bucket."""
+    """True if the gradients given to parameters may be views of the reduced bucket."""
 
     held_by: GroupKind
     """The ranks that hold alike the parameters that are not sharded; at the end of each step they compare them."""

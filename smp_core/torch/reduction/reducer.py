@@ -114,7 +114,7 @@ class GradientReducer:
         self._hook = state, hook
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
-        """From now on these are the rank's parameters: a script may replace or add one between steps,
+        """Take these as the rank's parameters: a script may replace or add one between steps,
         on all replicas alike.
         """
         self._parameters = list(dict.fromkeys(parameters))
@@ -296,7 +296,7 @@ class GradientReducer:
         return window
 
     def _present(self, step: BucketReducer) -> bytes:
-        """For each parameter whether there is a gradient, and of which kind; empty if nothing is reduced now."""
+        """For each parameter the kind of its gradient, or that there is none; empty if nothing is reduced now."""
         if not self._policy.scatters and not self.boundary:
             return b""
         has = self._has | step.present
@@ -422,8 +422,8 @@ class GradientReducer:
         return [each for each, on in zip(self._parameters, known, strict=True) if on]
 
     def _digests(self) -> tuple[dict[nn.Parameter, int], dict[nn.Parameter, int]]:
-        """Of the trained parameters that other ranks hold, too, and of this rank's shards of the others. None of
-        replicas whose gradients a hook reduces: they may differ as the hook wants it.
+        """The digests of the trained parameters that other ranks hold, too, and of this rank's shards of the others.
+        Replicas whose gradients a hook reduces have no digests: they may differ as the hook wants.
         """
         held: dict[nn.Parameter, int] = {}
         shards: dict[nn.Parameter, int] = {}

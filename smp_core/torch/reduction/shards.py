@@ -19,7 +19,7 @@ class ReducedShard(Protocol):
 
     @property
     def layout(self) -> Layout:
-        """How the elements are split."""
+        """The split of the elements over the ranks."""
 
     @property
     def padded(self) -> torch.Tensor:
@@ -45,11 +45,11 @@ class GradientShards(Protocol):
         """The shard of a parameter on this rank; None if the parameter is whole on every rank."""
 
     def policy(self, options: Options, wide: bool) -> ReductionPolicy:
-        """How gradients are reduced; ``wide``: there are float32 masters of 16-bit parameters."""
+        """The reduction of gradients; ``wide``: there are float32 masters of 16-bit parameters."""
 
 
 class WholeGradients:
-    """Nothing is sharded: a shard group of one rank, and a replicate group of the DP group.
+    """The gradients of a model that is not sharded: a shard group of one rank, and the DP group as replicate group.
 
     Made by all ranks at the same point, as ``Collectives`` are.
     """
@@ -63,5 +63,5 @@ class WholeGradients:
         """No parameter is sharded."""
 
     def policy(self, options: Options, wide: bool) -> ReductionPolicy:
-        """How gradients are reduced; ``wide``: there are float32 masters of 16-bit parameters."""
+        """The reduction of plain data parallelism; ``wide``: there are float32 masters of 16-bit parameters."""
         return policy.plain(options, wide)

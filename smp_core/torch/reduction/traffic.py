@@ -92,7 +92,7 @@ class Traffic:
         return found
 
     def calls(self, mark: Mark | None, operation: str) -> int:
-        """How often ``operation`` was called since ``mark``, in all groups and dtypes."""
+        """The number of calls of ``operation`` since ``mark``, in all groups and dtypes."""
         return sum(
             each.calls for kind, each in self.since(mark).items() if kind.operation == operation
         )

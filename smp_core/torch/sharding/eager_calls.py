@@ -67,7 +67,7 @@ class EagerSharding(Protocol):
 
 
 class ShardedEagerCalls(EagerCalls):
-    """Those of a sharded model; a ledger that passes gradients on to that of the backward pass."""
+    """The eager calls of a sharded model; as a ledger, they pass gradients on to the ledger of the backward pass."""
 
     def __init__(self, sharding: EagerSharding, wide: bool) -> None:
         super().__init__(wide)
@@ -76,7 +76,7 @@ class ShardedEagerCalls(EagerCalls):
         self._depth = 0
 
     def expect(self, microbatch: int, parameter: nn.Parameter) -> None:
-        """Nothing is done before the end."""
+        """Do nothing: gradients are processed at the end of the backward pass."""
 
     def add(self, microbatch: int, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Take a contribution for the present backward pass, or the next."""

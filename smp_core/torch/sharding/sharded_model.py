@@ -101,7 +101,7 @@ class ShardedModel:
         return records.record(self.collectives.rank, self.collectives.size, split)
 
     def eager_calls(self, wide: bool) -> EagerCalls:
-        """How calls outside of steps run; ``wide`` as of a Ledger."""
+        """The eager calls of this model; ``wide`` as in a Ledger."""
         return ShardedEagerCalls(self, wide)
 
     # Gradients.
@@ -118,7 +118,7 @@ class ShardedModel:
         return self.unsharded.gather_digest
 
     def policy(self, options: Options, wide: bool) -> ReductionPolicy:
-        """How gradients are reduced."""
+        """The reduction of sharded gradients."""
         return policy.sharded(self._runtime.config.sdp_reduce_bucket_size)
 
     # Steps.
@@ -245,10 +245,11 @@ class ShardedModel:
 
     @contextlib.contextmanager
     def loading_tree(self, module: nn.Module) -> Iterator[None]:
-        """The same for ``load_state_dict``: afterwards each shard copies its elements of what was loaded.
+        """While entered, full parameters stand in the tree for ``load_state_dict``; afterwards each shard copies its
+        elements of the loaded values.
 
         If modules load in ways of their own, full parameters have their true values, since such a module may
-        look at them, or change a part of them only: then every rank of the shard group calls it alike.
+        look at them, or change a part of them only: then every rank of the shard group calls this alike.
         Otherwise values are unspecified, and nothing is exchanged.
         """
         special = loading.is_special(module)
@@ -347,7 +348,7 @@ class ShardedModel:
         return gradient if self.shard(parameter) is not None else self._slice(gradient)
 
     def _slice(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Of what every rank has the range that this rank would own."""
+        """The range of a whole gradient that this rank would own if it were sharded."""
         layout = Layout(gradient.numel(), self.collectives.size)
         return gradient.reshape(-1)[slice(*layout.owned_range(self.collectives.rank))]
 

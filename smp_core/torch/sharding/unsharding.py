@@ -43,7 +43,7 @@ class AllGather(Protocol):
 
 
 class UnitState(enum.Enum):
-    """How much of a unit a rank holds in memory. The rank's own shards are held in every state."""
+    """The amount of a unit that a rank holds in memory. The rank's own shards are held in every state."""
 
     SHARDED = "sharded"
     """The rank's own shards alone: ``1 / degree`` of the unit, padding included."""
@@ -108,7 +108,7 @@ class Unsharded:
         return (shard for unit in self.units for shard in unit.shards)
 
     def state(self, unit: Unit) -> UnitState:
-        """How much of a unit this rank holds now."""
+        """The amount of a unit that this rank holds now."""
         live = self._live_units.get(unit.number)
         return UnitState.SHARDED if live is None else live.state
 
@@ -236,7 +236,7 @@ class Unsharded:
             self._at = at + 1 if right else None
 
     def _unshard(self, unit: Unit) -> None:
-        """In the rank's own thread: complete the all-gather of one unit, and launch that of the next."""
+        """Complete the all-gather of one unit, and launch the next unit's. Only for the rank's own thread."""
         if self.state(unit) is UnitState.SHARDED:
             self._make_room(unit.numel)
             self._launch(unit)

@@ -68,7 +68,7 @@ class WholeModel:
     # Steps.
 
     def begin_step(self, *, eager: bool = False) -> None:
-        """Nothing is gathered in a step."""
+        """Do nothing, since nothing is gathered in a step."""
 
     def end_step(self, failed: bool) -> bool:
         return True  # nobody waits for a shard, so ranks meet at the end of a failed step, too
@@ -87,10 +87,10 @@ class WholeModel:
         return [own for _, own in given]
 
     def unshard(self) -> None:
-        """Parameters are whole."""
+        """Do nothing, since parameters are whole."""
 
     def reshard(self) -> None:
-        """Parameters stay whole."""
+        """Do nothing, since parameters stay whole."""
 
     def full_tree(self, module: nn.Module, keep: bool = True) -> AbstractContextManager[None]:
         return _NOTHING

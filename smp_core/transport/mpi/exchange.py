@@ -52,7 +52,7 @@ def to_bytes(tensors: Tensors) -> memoryview:
 
 
 def bytes_of(tensors: Tensors) -> int:
-    """How many bytes tensors take."""
+    """The number of bytes that tensors take."""
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 

@@ -30,7 +30,7 @@ _RUNS = 2**32  # more than a world sees
 
 
 class MpiFabric(RankFabric):
-    """See RankFabric. Every rank of the world enters every run: runs are told apart by counting."""
+    """The fabric of `mpi`; see RankFabric. Every rank of the world enters every run: counting tells runs apart."""
 
     protocol = FABRIC_VERSION
     cooperative = True
@@ -106,7 +106,7 @@ class MpiFabric(RankFabric):
     # torch.distributed.
 
     def process_group(self, group: Group) -> Any:
-        """See Fabric. Making a group needs no communication."""
+        """The process group over a group, made without communication. See Fabric."""
         if group.name == _DEFAULT:
             if not dist.is_initialized():
                 raise NotInitializedError("the default process group has been destroyed")

@@ -154,7 +154,7 @@ class Messenger:
         self._inbox.Wait()
 
     def open(self, channel: int, receiver: Receiver) -> None:
-        """From now on the receiver gets the channel's messages, those first that have come
+        """Deliver the channel's messages to the receiver from now on, those first that have come
         already.
         """
         with self.lock:
@@ -341,7 +341,7 @@ class Messenger:
         return True
 
     def look(self) -> None:
-        """As one turn of a wait, for who asks again and again."""
+        """Take one turn of a wait, for a caller that asks again and again."""
         if not self.progress():
             self.check()
             os.sched_yield()

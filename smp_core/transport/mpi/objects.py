@@ -54,7 +54,7 @@ class MpiObjects:
         self.open()
 
     def open(self) -> None:
-        """In the run that begins, calls and messages count from the first."""
+        """Begin a run: its calls and messages count from the first."""
         self._mailbox = MpiMailbox(self._messenger, "objects")
         self._trees: dict[Group, _Tree] = {}
 

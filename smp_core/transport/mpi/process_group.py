@@ -40,7 +40,7 @@ class MpiProcessGroup(CheckedGroup):
         self.open()
 
     def open(self) -> None:
-        """In the run that begins, calls and messages count from the first."""
+        """Begin a run: its calls and messages count from the first."""
         channel = self._fabric.channel(self._group)
         self._meetings = Meetings(self._fabric.messenger, f"calls {channel}")
         self._mailbox = MpiMailbox(self._fabric.messenger, f"messages {channel}")

@@ -39,7 +39,7 @@ Values = Callable[[MemberPart, Sequence[Tensors]], list[Tensor]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Route:
-    """See above. ``values`` finds an empty list for a member that nothing comes from."""
+    """The route of one operation (see the module). ``values`` finds an empty list for a member that sends nothing."""
 
     goes: Goes
     comes: Comes

@@ -78,7 +78,7 @@ class MpiWork(Work):
         return True
 
     def synchronize(self) -> None:
-        """As ``wait``."""
+        """Wait, as ``wait`` does."""
         self.wait()
 
     def forget(self) -> None:
@@ -113,7 +113,7 @@ class MpiWork(Work):
         return True
 
     def is_success(self) -> bool:
-        """As ``is_completed``, and False if ranks made different calls."""
+        """Return whether the work is completed; False if ranks made different calls."""
         try:
             return self.is_completed()
         except CollectiveMismatchError:
@@ -130,7 +130,7 @@ class MpiWork(Work):
         return outputs
 
     def source_rank(self) -> int:
-        """Of a receive, the group rank that sent; -1 of anything else."""
+        """The group rank that sent the message of a receive; -1 for any other work."""
         self.wait()
         return self._operation.source if isinstance(self._operation, ReceiveOperation) else -1
 
