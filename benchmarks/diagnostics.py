@@ -1,4 +1,4 @@
-"""What our verdicts are worth: programs with one planted fault, and what the verdict said of them."""
+"""The worth of our verdicts: programs with one planted fault, and the verdicts on them."""
 
 from __future__ import annotations
 

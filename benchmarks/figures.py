@@ -1,4 +1,4 @@
-"""What a benchmark gives: one row of the table."""
+"""The result of a benchmark: one row of the table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured quantity. ``budget`` is what we ask of it, in words; ``ratio`` compares within the run."""
+    """One measured quantity. ``budget`` is the required value, in words; ``ratio`` compares within the run."""
 
     name: str
     value: float

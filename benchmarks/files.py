@@ -1,6 +1,6 @@
 """A file of 100 tests with 8 ranks each, one allgather in every test, by pytest: ours, and its peers.
 
-The peers are installed by the tox environment ``bench`` alone. What takes seconds for each test is
+The peers are installed by the tox environment ``bench`` alone. A peer that takes seconds for each test is
 measured with fewer tests; the figure is for one test, the start of the session included.
 """
 

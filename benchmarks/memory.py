@@ -1,4 +1,4 @@
-"""What a rank holds in one step, by kind, at degrees 1, 2, 4 and 8: rows for the table, and a picture.
+"""The memory of a rank in one step, by kind, at degrees 1, 2, 4 and 8: rows for the table, and a picture.
 
     python -m benchmarks.memory docs/memory.svg
 
@@ -6,8 +6,8 @@ The character GPT of ``examples/`` on 8 simulated ranks, with AdamW in float32: 
 optimizer has its state. Everything is counted (smp_core/torch/memory/recorder.py) and nothing is timed, so that
 the picture is the same wherever it is made.
 
-It is written by hand, and not by a library of plots: those bring a dozen packages, for one picture whose shapes
-are rectangles, and their output changes from version to version.
+The SVG is written by this module, and not by a library of plots: such libraries bring a dozen packages for one
+picture whose shapes are rectangles, and their output changes from version to version.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ Samples = Sequence[tuple[str, str, Mapping[str, int]]]
 
 
 def samples(degree: int) -> Samples:
-    """Of the rank that holds the most, at its fullest."""
+    """The samples of the rank that holds the most at its fullest."""
     from pytest_smp.ranks.backends import open_backend
     from pytest_smp.ranks.protocols import Job
 
@@ -109,7 +109,7 @@ def measure() -> list[Figure]:
 
 
 def rows(found: Mapping[int, Samples]) -> list[Figure]:
-    """The figures: what is split, beside its part of what it is at degree 1, and the most of everything."""
+    """Two figures for each degree: the split state, beside an even part of that at degree 1, and the peak."""
     whole, most = state(found[1]), peak(found[1])
     figures = []
     for degree, given in found.items():
@@ -124,7 +124,7 @@ def rows(found: Mapping[int, Samples]) -> list[Figure]:
 
 
 def places(given: Samples) -> list[tuple[float, float, Mapping[str, int]]]:
-    """From where to where on the axis, 0 to 1, each sample holds: a phase's are evenly spread over it."""
+    """The interval of each sample on the axis from 0 to 1: the samples of a phase are evenly spread over it."""
     forward = [number for number, (_, phase, _) in enumerate(given) if phase == "F"]
     backward = [number for number, (_, phase, _) in enumerate(given) if phase == "B"]
     ends = (forward[-1] + 1, backward[-1] + 1, len(given))
@@ -164,12 +164,12 @@ def svg(found: Mapping[int, Samples]) -> str:
 
 
 def height(size: float, ceiling: int) -> float:
-    """Where on the page a number of bytes is."""
+    """The vertical position of a number of bytes on the page."""
     return BOTTOM - (BOTTOM - TOP) * size / ceiling
 
 
 def legend() -> Iterator[str]:
-    """Above the panels, from the bottom of the stack up."""
+    """The legend above the panels, in the order of the stack from its bottom up."""
     at = 14.0
     for kind, colour in KINDS.items():
         label = LABELS.get(kind, kind)
@@ -181,7 +181,7 @@ def legend() -> Iterator[str]:
 
 
 def scale(step: int, ceiling: int) -> Iterator[str]:
-    """Horizontal lines over all panels, with what they stand for."""
+    """Horizontal lines over all panels, with their sizes."""
     for size in range(0, ceiling + 1, step):
         y = height(size, ceiling)
         yield line(LEFT, y, WIDTH - 14, y, "#e4e4e4")
@@ -241,7 +241,7 @@ def steps(held: Sequence[tuple[float, float, int]]) -> list[tuple[float, int]]:
 
 
 def mebibytes(size: int) -> str:
-    """With two digits behind the point."""
+    """A number of bytes in MiB, with two digits behind the point."""
     return f"{size / 2**20:.2f}"
 
 
@@ -255,7 +255,7 @@ def text(
     anchor: str = "start",
     colour: str = "#222",
 ) -> str:
-    """One line of it."""
+    """One line of text."""
     weight = ' font-weight="bold"' if bold else ""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{colour}"{weight}>'
@@ -264,13 +264,13 @@ def text(
 
 
 def line(x: float, y: float, to_x: float, to_y: float, colour: str, dashes: str = "") -> str:
-    """A straight one."""
+    """A straight line."""
     dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
     return f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" stroke="{colour}"{dashed}/>'
 
 
 def main() -> None:
-    """Measure, draw, and say what was measured."""
+    """Measure, draw, and print the figures."""
     from benchmarks.__main__ import table
 
     found = {degree: samples(degree) for degree in DEGREES}

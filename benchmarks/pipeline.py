@@ -65,7 +65,7 @@ def train_step(model: Any, x: torch.Tensor, wanted: torch.Tensor) -> Any:
 
 
 def job(path: str) -> None:
-    """What each rank does; rank 0 writes what was found."""
+    """The work of each rank; rank 0 writes the results."""
     found: dict[str, Any] = {}
     torch.manual_seed(0)
     x, wanted = torch.randn(2, LINES, LENGTH, WIDTH)
@@ -239,8 +239,8 @@ def rows(name: str, theirs: str, found: dict[str, Any]) -> list[Figure]:
                 budget,
             )
         )
-    # What has to be sent: each stage's output to the next, the last one's to where the loss is
-    # computed, the gradients back, and a loss for each microbatch to each other rank.
+    # The least traffic: each stage's output goes to the next, the last one's to the rank that computes the
+    # loss, the gradients go back, and a loss for each microbatch goes to each other rank.
     least = 2 * STAGES * ACTIVATION + (STAGES - 1) * MICROBATCHES * 4
     figures.append(
         Figure(

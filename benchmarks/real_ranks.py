@@ -30,7 +30,7 @@ class _Objects:
 
 
 def nothing(objects):
-    """What a run costs in itself."""
+    """The empty body: the cost of a run in itself."""
 
 
 def gather(objects):

@@ -170,7 +170,7 @@ class Sent(_DispatchMode):  # type: ignore[misc]
 
 
 def _bytes_of(operation: str, args: Any) -> float:
-    """What one rank sends. Raises KeyError for an operation that is not known."""
+    """The bytes that one rank sends in an operation. Raises KeyError for an unknown operation."""
     if operation in ("barrier", "broadcast_"):
         return 0.0
     times, at, group = {
@@ -185,7 +185,7 @@ def _bytes_of(operation: str, args: Any) -> float:
 
 
 def job(path: str) -> None:
-    """What each rank does; rank 0 writes what was found."""
+    """The work of each rank; rank 0 writes the results."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # that its output is a view
     found = {}
     for degree, names in JOBS.items():
@@ -287,8 +287,8 @@ def check(
 
 
 def formula(degree: int, elements: int) -> float:
-    """What one rank has to send in a step (ENGINES 3.2): two gathers and a reduction among
-    ``degree`` ranks, and a reduction among those that hold the same part.
+    """The bytes that one rank has to send in a step (ENGINES 3.2): two gathers and a reduction among
+    ``degree`` ranks, and a reduction among the ranks that hold the same part.
     """
     copies = RANKS // degree
     times = 3 * (degree - 1) / degree + 2 * (copies - 1) / (copies * degree)

@@ -30,7 +30,7 @@ TEXT = Path(__file__).with_name("text.txt")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What can be chosen. ``batch`` is that of all replicas together, ``microbatches`` are each one's."""
+    """The options of a training. ``batch`` is for all replicas together, ``microbatches`` for each replica."""
 
     pipeline: int = 1  # stages
     microbatches: int = 4
@@ -81,7 +81,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Characters (N, T) to logits (N, T, characters). It knows nothing of ranks."""
+    """A model from characters (N, T) to logits (N, T, characters), without any knowledge of ranks."""
 
     def __init__(self, characters: int, options: Options) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ import smp_core.torch as smp
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What can be chosen. ``batch`` is that of all replicas together, ``microbatches`` are each one's."""
+    """The options of a training. ``batch`` is for all replicas together, ``microbatches`` for each replica."""
 
     pipeline: int = 1  # stages
     microbatches: int = 4
@@ -46,7 +46,7 @@ class Options:
 
 
 class Classifier(nn.Module):
-    """A perceptron, (N, 64) to (N, 10). It knows nothing of ranks."""
+    """A perceptron, (N, 64) to (N, 10), without any knowledge of ranks."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()

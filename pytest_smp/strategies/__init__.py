@@ -1,7 +1,7 @@
 """Hypothesis strategies for tests on ranks: worlds, groups, configurations, objects, tensors, and
 whole communication programs.
 
-What they draw follows the input rules of the design ("Exactness"): sizes are odd, tiny, zero and not
+Drawn values follow the input rules of the design ("Exactness"): sizes are odd, tiny, zero and not
 divisible; groups are unsorted and leave out rank 0; degree 1 comes often; values are unique per
 rank and per element; views have strides, offsets and guard elements. Every drawn value prints, in a
 failing example, as code that can be pasted below::
@@ -17,7 +17,7 @@ failing example, as code that can be pasted below::
 
 A communication program prints as a test file that runs alone.
 
-All of them refuse bad arguments at once, with ``hypothesis.errors.InvalidArgument``. The strategies
+All strategies refuse bad arguments at once, with ``hypothesis.errors.InvalidArgument``. The strategies
 of tensors, objects, programs and training import torch when they are first asked for; the others never do.
 """
 

@@ -1,8 +1,8 @@
 """Valid configurations, as the dicts that a script passes to ``smp.init``.
 
-The values that a key may have, given the values of the keys above it, stand in :data:`KEYS`. It is
-written down from API 3 and knows nothing of ``smp_core.config``, so that each can be tested
-against the other.
+:data:`KEYS` lists the values that a key may have, given the values of the keys above it. The list is
+written down from API 3 and uses nothing of ``smp_core.config``, so that each can be tested against the
+other.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def assignments(draw: DrawFn, keys: Sequence[ConfigurationKey], above: Parameter
     chosen = dict(above)
     for key in keys:
         values = key.values(chosen)
-        # Whether a key is there is drawn beside its value, so that both go together in shrinking.
+        # The presence of a key is drawn beside its value, so that both go together in shrinking.
         if values is not None and (draw(_SOMETIMES) or key.needed(chosen)):
             chosen[key.name] = draw(values)
     return {name: value for name, value in chosen.items() if name not in above}

@@ -1,4 +1,4 @@
-"""Whether two objects are the same, to the last bit: what a transport must keep."""
+"""Equality of two objects to the last bit, as a transport must keep it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def same(a: object, b: object) -> bool:
-    """Whether ``a`` and ``b`` cannot be told apart by type, structure and values.
+    """Return whether ``a`` and ``b`` cannot be told apart by type, structure and values.
 
     Stricter than ``==``, and defined where ``==`` is not: 1, 1.0 and True differ; 0.0 and -0.0
     differ; a nan is the same as a nan of equal bits; dicts must have the same order; the elements

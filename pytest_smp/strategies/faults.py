@@ -1,4 +1,4 @@
-"""What is to go wrong on a rank, drawn."""
+"""Drawn faults of a rank."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Calls of steps: batches in containers, how each argument is split, and what each microbatch must get.
+"""Calls of steps: batches in containers, the splitting of each argument, and the expected part of each
+microbatch.
 
-What a microbatch must get is computed from the recipe alone, by the definition: of ``n`` microbatches,
-number ``i`` gets the elements from ``i * size / n`` on, ``size / n`` of them, along the batch axis.
+The expected part is computed from the recipe alone, by the definition: of ``n`` microbatches, number
+``i`` gets the elements from ``i * size / n`` on, ``size / n`` of them, along the batch axis.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class MicrobatchSplit(NamedTuple):
 
     @property
     def divisible(self) -> bool:
-        """Whether the microbatches are of equal size with nothing left."""
+        """True if the microbatches are of equal size with nothing left."""
         return self.batch % self.microbatches == 0
 
 
@@ -83,7 +84,7 @@ class Batch:
         return _mapped(_made, self.value)
 
     def part(self, index: int, microbatches: int) -> Any:
-        """What microbatch ``index`` must get. Compare by :func:`~pytest_smp.strategies.same`."""
+        """The part that microbatch ``index`` must get. Compare by :func:`~pytest_smp.strategies.same`."""
         axis = self.axis
         if axis is None:
             return self.make()
@@ -164,7 +165,7 @@ def _batches(
     return _batch(leaves, depth, axis)
 
 
-#: What is handed on, as scripts do with the model and the optimizer.
+#: Leaves that are handed on unsplit, as scripts do with the model and the optimizer.
 _others = st.none() | st.integers(0, 9) | st.text(max_size=3)
 _sides = st.sampled_from([1, 2, 3, 0])
 _counts = st.integers(0, 3)
@@ -248,7 +249,7 @@ class StepCall:
         return tuple(made.values())[:first], dict(list(made.items())[first:])
 
     def part(self, index: int) -> tuple[Any, ...]:
-        """What the body must get for microbatch ``index``."""
+        """The arguments that the body must get for microbatch ``index``."""
         return tuple(each.part(index, self.microbatches) for each in self.arguments.values())
 
 

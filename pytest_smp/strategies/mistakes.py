@@ -1,7 +1,7 @@
 """Invalid configurations: valid ones in which exactly one thing is planted wrong.
 
-What is planted stands in tables: bad values per key, misspelt keys, broken cross-rules, degrees
-that do not fit the world. They are written down from API 3.4, 3.5 and 8, and know nothing of
+Tables list the planted mistakes: bad values per key, misspelt keys, broken cross-rules, degrees that do
+not fit the world. The tables are written down from API 3.4, 3.5 and 8, and use nothing of
 ``smp_core.config``, so that a checker of configurations can be tested against them. A value that
 the sources do not clearly refuse (``True`` for a count, ``"_only_forward"``) is not planted.
 """
@@ -34,7 +34,7 @@ _Names = tuple[str, ...]
 
 
 class Plant(NamedTuple):
-    """What is wrong: parameters to add to a valid dict, and the keys that the error must name."""
+    """One mistake: parameters to add to a valid dict, and the keys that the error must name."""
 
     parameters: Parameters
     keys: _Names
@@ -93,7 +93,7 @@ BAD_VALUES: Mapping[str, Sequence[Any]] = {
     ),
 }
 
-#: What must be given beside a key, so that its bad value is the one thing that is wrong.
+#: The parameters that must be given beside a key, so that the key's bad value is the only mistake.
 _BESIDE: Mapping[str, Parameters] = {"ddp_port": {"ddp": True}, "ddp_dist_backend": {"ddp": True}}
 
 
@@ -245,7 +245,7 @@ def _misfits(size: int) -> Iterator[Plant]:
 
 
 def invalid_configs(size: int) -> SearchStrategy[tuple[Parameters, tuple[str, ...]]]:
-    """Draw ``(parameters, keys)``: a configuration with one mistake, and what the error must name.
+    """Draw ``(parameters, keys)``: a configuration with one mistake, and the names that the error must hold.
 
     The mistake is a bad value, a misspelt key, a broken cross-rule, or degrees that do not fit a
     world of ``size`` ranks (the only kind that needs the world to be seen). ``keys`` are the names
@@ -281,6 +281,6 @@ def _in_any(
 def _in_free_keys(
     draw: DrawFn, plants: SearchStrategy[Plant]
 ) -> tuple[Parameters, tuple[str, ...]]:
-    # Beside keys that no rule concerns: so nothing but the plant is wrong, and nothing judges it.
+    # The other keys stand in no rule, so the plant is the only mistake, and no other check meets it first.
     parameters, keys = draw(plants)
     return {**draw(assignments(FREE_KEYS, {})), **parameters}, keys

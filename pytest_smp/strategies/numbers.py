@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 from hypothesis.strategies import SearchStrategy
 
-#: What `sim` moves and reduces. Left out of torch's: complex32, which torch itself calls
-#: experimental and cannot compare; float8_e8m0fnu, which has neither a zero nor a sign; quantized,
-#: packed and sub-byte types.
+#: The dtypes that `sim` moves and reduces. Three kinds of torch's dtypes are left out: complex32, which
+#: torch itself calls experimental and cannot compare; float8_e8m0fnu, which has neither a zero nor a
+#: sign; quantized, packed and sub-byte types.
 KINDS: Mapping[str, tuple[torch.dtype, ...]] = {
     "floating": (torch.float32, torch.float64),
     "half": (torch.bfloat16, torch.float16),
@@ -87,7 +87,7 @@ NUMBERS: Mapping[torch.dtype, Numbers] = {
 
 
 def signed(dtype: torch.dtype) -> bool:
-    """Whether numbers of this dtype have a sign; a bool has none."""
+    """Return whether numbers of this dtype have a sign; a bool has none."""
     return dtype not in (*KINDS["unsigned"], torch.bool)
 
 

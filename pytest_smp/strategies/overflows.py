@@ -11,15 +11,15 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from pytest_smp.strategies.arguments import check_int
 
-#: What a rank's gradients can be; the simplest first. ``large`` is finite, and no longer so once it is
-#: scaled; ``absent``: there are none.
+#: The kinds of a rank's gradients, the simplest first. ``large`` gradients are finite, and no longer so
+#: once they are scaled; ``absent`` means no gradients.
 KINDS = ("finite", "absent", "large", "inf", "nan")
 
 
 class Overflows:
-    """What the gradients of each rank are, by step: ``Overflows(("finite", "inf"), ("nan", "absent"))``.
+    """The kind of each rank's gradients, by step: ``Overflows(("finite", "inf"), ("nan", "absent"))``.
 
-    Each step says one of :data:`KINDS` for each rank. Equal, hashable and picklable by value.
+    Each step has one of :data:`KINDS` for each rank. Equal, hashable and picklable by value.
     Raises ValueError for another word, or for steps of different numbers of ranks.
     """
 
@@ -35,7 +35,7 @@ class Overflows:
 
     @property
     def ranks(self) -> int:
-        """Of how many ranks it tells; 0 without steps."""
+        """The number of ranks; 0 without steps."""
         return len(self.steps[0]) if self.steps else 0
 
     def __iter__(self) -> Iterator[tuple[str, ...]]:

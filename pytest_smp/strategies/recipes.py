@@ -192,7 +192,7 @@ class TensorSpec:
         return tuple(damaged.nonzero().flatten().tolist())
 
     def guards_intact(self, tensor: torch.Tensor) -> bool:
-        """Whether nothing outside the view ``tensor`` was written: no :meth:`damaged_guards`."""
+        """Return whether nothing outside the view ``tensor`` was written: no :meth:`damaged_guards`."""
         return not self.damaged_guards(tensor)
 
     def _once(self, view: torch.Tensor) -> torch.Tensor:

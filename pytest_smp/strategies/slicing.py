@@ -32,7 +32,7 @@ class Sliceable:
         return self.parts[mb]
 
     def again(self) -> Sliceable:
-        """One with the same parts that nobody has called."""
+        """A new object with the same parts and no calls."""
         return Sliceable(*self.parts)
 
     def __eq__(self, other: object) -> bool:
@@ -51,12 +51,12 @@ class Sliceable:
 
 
 class WrongSlice(tuple[int, ...]):
-    """What a :class:`Sliceable` gives that was asked for a microbatch that does not exist: no
-    exception, so that a property compares it, and fails.
+    """The value that a :class:`Sliceable` gives for a microbatch that does not exist: no exception, so
+    that a property compares the value, and fails.
     """
 
     def __new__(cls, *asked: int) -> WrongSlice:
-        """Of what was asked: num_mb, mb, axis."""
+        """``asked`` are the arguments of the call: num_mb, mb, axis."""
         return super().__new__(cls, asked)
 
 

@@ -105,7 +105,7 @@ class Training:
         return self.passes * self.windows
 
     def steps_after(self, window: int) -> bool:
-        """Whether the optimizer makes a step after this window."""
+        """Return whether the optimizer makes a step after this window."""
         return self.real or self.every or window == self.windows - 1
 
     @property
@@ -115,7 +115,7 @@ class Training:
 
     @property
     def divisor(self) -> int:
-        """What a sum over replicas and microbatches is divided by (API 1.7)."""
+        """The divisor of a sum over replicas and microbatches (API 1.7)."""
         return self.dp * (self.microbatches if self.average else 1)
 
     @property
@@ -186,7 +186,7 @@ def owners(case: Training) -> dict[str, int]:
 
 
 def features(case: Training) -> set[str]:
-    """What a case is an example of, by the names of the coverage table."""
+    """The rows of the coverage table that a case is an example of."""
     blocks = list(case.model.body.walk())
     keys = [(each.kind, each.size) for each in blocks if each.kind in ("shared", "tied")]
     at = owners(case) if case.partition is not None else {}

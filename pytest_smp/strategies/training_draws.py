@@ -76,7 +76,7 @@ def _cases(
     case = dataclasses.replace(case, **said)
     if real:
         return case
-    # What grows too large is tried with smaller values before it is given up.
+    # A case whose values grow too large is tried with smaller ones before it is given up.
     for loss, span in ((case.loss, 2), (case.loss, 1), ("product", 1)):
         smaller = dataclasses.replace(case, loss=loss, span=span)
         if certified(smaller):

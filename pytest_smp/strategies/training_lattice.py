@@ -1,5 +1,4 @@
-"""Whether several optimizer steps in a row round nowhere: the certificate of cases that step after
-each window.
+"""The certificate of cases that step after each window: several optimizer steps in a row round nowhere.
 
 After a step weights are no whole numbers but dyadic ones, multiples of ``2**-e``. Learning rates,
 momenta, decays and divisors are powers of two, so each step adds a known number of bits. A value that
@@ -7,8 +6,8 @@ is a polynomial of degree ``d`` in trained weights is a multiple of ``2**(-e d)`
 in any order of sums, if its magnitude times ``2**(e d)`` is at most ``2**24``.
 
 Where gradients do not depend on trained weights at all, weights may be any numbers: sums of gradients are
-whole, and an elementwise optimizer does the same to each element wherever it lies. What such weights
-give, losses and outputs after the first step, may round (``exact_outputs``).
+whole, and an elementwise optimizer does the same to each element wherever it lies. The losses and outputs
+that such weights give, those after the first step, may round (``exact_outputs``).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _FAR = 40  # a power of two so large that it stands out against every factor of 
 
 
 class _Update(NamedTuple):
-    """What one step of an optimizer adds to the bits after the point."""
+    """The bits after the point that one step of an optimizer adds, by the factor that adds them."""
 
     rate: int  #: of the learning rate
     momentum: int | None = None
@@ -45,20 +44,21 @@ _DYADIC = {
 
 
 class _Magnitudes(NamedTuple):
-    """Bounds, over one microbatch: of what is inside and of the loss, and of any gradient."""
+    """Bounds over one microbatch: of the values inside of the module and the loss, and of any gradient."""
 
     values: float
     gradients: float
 
 
 def exact_outputs(case: Training) -> int:
-    """Of how many steps a certificate covers losses and outputs, too: of all, or of the first window."""
+    """The number of steps whose losses and outputs a certificate covers, too: all, or the first window's."""
     return case.passes if case.every and case.optimizer not in _DYADIC else case.steps
 
 
 def certified(case: Training) -> bool:
-    """Whether no sum in this run can round, in whatever order; where there is a step after each window, but
-    for losses and outputs past ``exact_outputs``.
+    """Return whether no sum in this run can round, in whatever order.
+
+    If there is a step after each window, losses and outputs past ``exact_outputs`` are excepted.
     """
     if not case.every:
         return oracle.certified(case)

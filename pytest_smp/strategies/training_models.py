@@ -98,7 +98,7 @@ def build(model: Model, *, magnitudes: bool = False) -> Root:
 
 
 class _Making:
-    """What the blocks of one model share while they are made."""
+    """The state that the blocks of one model share while they are made."""
 
     def __init__(self, width: int, magnitudes: bool) -> None:
         self.width = width
@@ -279,7 +279,7 @@ class Transposed(nn.Module):
 class Borrower(nn.Module):
     """A linear map with the weight of another module, which is none of its children.
 
-    ``held``: it has the parameter itself, and not the module that it belongs to.
+    ``held``: this module has the parameter itself, and not the module that the parameter belongs to.
     """
 
     def __init__(self, lender: nn.Linear, held: bool) -> None:
@@ -289,7 +289,7 @@ class Borrower(nn.Module):
 
     @property
     def borrowed(self) -> nn.Parameter:
-        """What it uses."""
+        """The other module's weight, which this module uses."""
         weight = self.weights[0] if self.weights else self.lenders[0].weight
         return weight  # type: ignore[return-value]  # torch says Tensor
 

@@ -1,7 +1,7 @@
-"""What a training case must give: a plain PyTorch loop over microbatches, steps and replicas.
+"""The expected results of a training case: a plain PyTorch loop over microbatches, steps and replicas.
 
 The loop replays the same local shapes (rows of one microbatch of one replica), adds all gradients up
-and divides once. It uses nothing of ``smp_core``.
+and divides once. Nothing of ``smp_core`` is used.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ LARGEST = {"float32": 2**24, "float16": 2**11, "bfloat16": 2**8}
 
 @dataclasses.dataclass
 class Results:
-    """What a run gives.
+    """The results of a run.
 
     Attributes:
         losses: by replica and step, one for each microbatch, in order.
-        outputs: the same of what the model returned.
-        gradients: by window, each parameter's, by name; None if it was never used.
-        parameters: at the end, after one optimizer step or, if the case says so, one for each window.
+        outputs: the values that the model returned, in the same order.
+        gradients: by window, the gradient of each parameter by name; None if the parameter was never used.
+        parameters: the parameters at the end, after one optimizer step or, if the case says so, one for
+            each window.
     """
 
     losses: list[list[list[Tensor]]] = dataclasses.field(default_factory=list)
@@ -142,10 +143,11 @@ def optimizer_of(case: Training, given: Iterable[Tensor]) -> torch.optim.Optimiz
 
 
 class Reference:
-    """A case in one process: the module, and what its optimizer works on.
+    """A case in one process: the module, and the masters that its optimizer works on.
 
-    With 16 bits, a module of that dtype and float32 masters of its parameters: inputs are rounded to it,
-    outputs are float32 again, gradients float32 sums of 16-bit ones. Else masters are the parameters.
+    With 16 bits, the module is of that dtype and its parameters have float32 masters: inputs are rounded to
+    the dtype, outputs are float32 again, gradients are float32 sums of 16-bit ones. Otherwise the masters
+    are the parameters.
     """
 
     def __init__(self, case: Training) -> None:
@@ -182,7 +184,7 @@ class Reference:
         case = self.case
         for name, each in self.masters.items():
             gradient = reduced[name]
-            if gradient is not None:  # what was set to zero stays so, where nothing comes
+            if gradient is not None:  # without a gradient, a grad that was set to zero stays zero
                 each.grad = gradient.clone() if each.grad is None else each.grad + gradient
         now = {n: None if p.grad is None else p.grad.clone() for n, p in self.masters.items()}
         self.found.gradients.append(now)
@@ -199,7 +201,7 @@ class Reference:
         self.optimizer.zero_grad(set_to_none=case.set_to_none)
 
     def end(self) -> Results:
-        """What there was to see; parameters as the module has them."""
+        """The results of the whole run, with the parameters as the module has them."""
         self.found.parameters = {n: p.detach().clone() for n, p in parameters(self.module).items()}
         return self.found
 
@@ -281,7 +283,7 @@ class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its base 
 
 
 def certified(case: Training) -> bool:
-    """Whether no sum in this run can round, in whatever order it is taken.
+    """Return whether no sum in this run can round, in whatever order it is taken.
 
     All values are whole numbers. One microbatch is run in float64 with the largest magnitude in
     place of every value, and with each operation replaced by a bound of its magnitude: all terms are
@@ -303,7 +305,7 @@ def certified(case: Training) -> bool:
         x = torch.full((rows, length, case.model.inputs), float(case.span), dtype=torch.float64)
     else:
         x = torch.zeros((rows, length), dtype=torch.int64)
-    # The loss and all sums over microbatches are float32, what is inside of the module has its dtype.
+    # The loss and all sums over microbatches are float32; values inside of the module have its dtype.
     with _Largest() as largest:  # type: ignore[no-untyped-call]
         out = module(x)
     y = torch.full_like(out, case.span).detach()

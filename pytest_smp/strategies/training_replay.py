@@ -1,7 +1,8 @@
-"""What a training case with real values must give: the plain loop in the published order of reduction.
+"""The expected results of a training case with real values: the plain loop in the published order of
+reduction.
 
-The order is an object that the engine shares (:mod:`pytest_smp.replay`), so bits are equal
-there too (the tier "replayed").
+Calls have the engine's own order within a microbatch (:mod:`pytest_smp.replay`), so the bits of real
+values are equal, too (the tier "replayed").
 """
 
 from __future__ import annotations

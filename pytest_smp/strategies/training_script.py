@@ -22,7 +22,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Trained(Protocol):
-    """What trains a case on one rank (``conformance.engines.protocol.Session``)."""
+    """The object that trains a case on one rank (``conformance.engines.protocol.Session``)."""
 
     def backward(self, batch: Batch, *, boundary: bool) -> tuple[list[Tensor], list[Tensor]]: ...
     def gradients(self) -> dict[str, Tensor | None]: ...
@@ -34,9 +34,9 @@ class Trained(Protocol):
 
 @dataclasses.dataclass
 class Seen:
-    """What one rank saw of a run: as :class:`Results`, its own replica's part.
+    """The results that one rank saw of a run: those of its own replica, in the form of :class:`Results`.
 
-    ``gradients`` and ``parameters`` hold what the rank holds.
+    ``gradients`` and ``parameters`` are those that the rank holds.
     """
 
     replica: int
@@ -117,14 +117,14 @@ class Script:
         }
 
     def parameters(self) -> dict[str, Tensor]:
-        """That this rank holds; whole."""
+        """The parameters that this rank holds, unsharded."""
         if isinstance(self.case, ShardedTraining) and self.case.sharding > 1:
             held = self.model.state_dict()
             return {name: held[name].detach().clone() for name, _ in self._local()}
         return {name: each.detach().clone() for name, each in self._local()}
 
     def trained(self) -> dict[str, Tensor]:
-        """What the optimizer works on, by the parameters' names: float32 masters, where there are some."""
+        """The parameters that the optimizer works on, by name: float32 masters, where there are some."""
         if self.case.dtype == "float32":
             return dict(self._local())
         held, masters = (
@@ -264,7 +264,7 @@ def _expect(holds: bool, message: str) -> None:
 
 
 def merged(ranks: Sequence[Seen], replicas: int) -> Results:
-    """What all ranks saw, as one result: to compare one run with another."""
+    """The results of all ranks as one, to compare one run with another."""
     first = {replica: next(s for s in ranks if s.replica == replica) for replica in range(replicas)}
     windows = len(ranks[0].gradients)
     return Results(

@@ -78,7 +78,7 @@ class ShardedTraining(Training):
         return given
 
     def splits(self, elements: int) -> bool:
-        """Whether a parameter of so many elements is split (API 3.3)."""
+        """Return whether a parameter of so many elements is split (API 3.3)."""
         return self.sharding > 1 and elements >= self.threshold
 
 
@@ -88,7 +88,7 @@ def sizes(model: Model) -> list[int]:
 
 
 def sharded_features(case: ShardedTraining) -> set[str]:
-    """What a case is an example of, by the names of the coverage table."""
+    """The rows of the coverage table that a case is an example of."""
     found_sizes = sizes(case.model)
     near = {case.threshold - size for size in found_sizes}
     rows = {
@@ -157,7 +157,7 @@ def _around(draw: DrawFn, model: Model) -> int:
 
 @st.composite
 def _fields(draw: DrawFn, model: Model, dp: int, real: bool) -> dict[str, Any]:
-    """What is drawn for any case."""
+    """The fields that are drawn for every case."""
     average = draw(st.booleans())
     counts = (1, 2, 3) if real or not average else (1, 2, 4)
     elements = sum(sizes(model))
@@ -208,12 +208,12 @@ def _cases(
     drawn = draw(_fields(model, dp, real))
     drawn["registered"] |= "hold" in model.kinds()
     if "route" in model.kinds() and degree > 1:
-        # Ranks of a shard group have to gather alike: what they choose between is not split.
+        # Ranks of a shard group have to gather alike, so modules that they choose between are not split.
         drawn["threshold"] = HUGE
     case = ShardedTraining(model, dp=dp, sharding=degree, dtype=dtype, real=real, **drawn | said)
     if real:
         return case
-    # What grows too large is tried with smaller values before it is given up.
+    # A case whose values grow too large is tried with smaller ones before it is given up.
     for loss, span, rows in ((case.loss, 2, case.rows), (case.loss, 1, 1), ("product", 1, 1)):
         smaller = dataclasses.replace(case, loss=loss, span=span, rows=rows)
         if certified(smaller):

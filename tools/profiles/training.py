@@ -58,9 +58,9 @@ class _Arguments:
 
 @dataclasses.dataclass
 class Profile:
-    """What was drawn, and what failed: the case as code, and why.
+    """The counts of drawn cases, and the failures: each case as code, with its error.
 
-    ``features`` are the rows that a case counts in, ``wanted`` those that must be well covered.
+    ``features`` gives the rows that a case counts in; ``wanted`` are the rows that must be well covered.
     """
 
     features: Callable[[Any], set[str]] = features

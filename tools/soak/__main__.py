@@ -238,7 +238,7 @@ def _grown(run: Soak) -> list[str]:
 
 
 def _left(own: str, shared: set[str], processes: set[int]) -> list[str]:
-    """What outlives the executor."""
+    """The processes and files that outlive the executor, in words."""
     deadline = time.monotonic() + _ENDING
     while True:
         wrong = [f"process {pid} is left" for pid in set(leaks.descendants()) - processes]

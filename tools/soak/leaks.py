@@ -1,4 +1,4 @@
-"""What a session holds of the machine: processes, descriptors, memory, folders, shared memory."""
+"""The resources of the machine that a session holds: processes, descriptors, memory, folders, shared memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """What this process holds at one moment.
+    """The resources that this process holds at one moment.
 
     Attributes:
-        descriptors: open ones.
-        objects: that Python's collector knows.
-        resident: bytes.
+        descriptors: the number of open descriptors.
+        objects: the number of objects that Python's collector knows.
+        resident: the resident memory in bytes.
     """
 
     descriptors: int
@@ -29,17 +29,17 @@ class Held:
 
     @classmethod
     def now(cls) -> Held:
-        """After a collection."""
+        """Collect garbage, and count."""
         gc.collect()
         statm = Path("/proc/self/statm").read_text().split()
         return cls(len(os.listdir("/proc/self/fd")), len(gc.get_objects()), int(statm[1]) * _PAGE)
 
 
 def growth(name: str, before: Held, after: Held, runs: int) -> list[str]:
-    """What has grown between two moments with so many runs in between, in words.
+    """The growth between two moments with ``runs`` runs in between, in words.
 
-    What leaks grows by at least a descriptor at some time, by an object a run, or by a page a run.
-    Few runs say nothing of objects (caches fill) and of memory (allocators take it in large steps).
+    A leak grows by at least a descriptor at some time, by an object a run, or by a page a run. Few runs
+    say nothing of objects (caches fill) and of memory (allocators take it in large steps).
     """
     texts = []
     if after.descriptors > before.descriptors:

@@ -46,19 +46,19 @@ class SoakCase:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """What the body is called with."""
+        """The arguments of the body."""
         if isinstance(self.fault, Inside):
             return self.steps, self.folder, self.fault
         return self.steps, self.folder
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """What is injected."""
+        """The faults that are injected."""
         return () if isinstance(self.fault, Inside) else (self.fault,)
 
     @property
     def lasts(self) -> bool:
-        """Whether the run may last until its time is up."""
+        """True if the run may last until its time is up."""
         return self.kind == "stall" or (self.kind == "drop" and not self.checked)
 
 
@@ -153,7 +153,7 @@ _DRAW: dict[str, Callable[[random.Random, int, _Calls], Fault | None]] = {
 
 
 def complaints(case: SoakCase, report: Report, processes: bool) -> list[str]:
-    """What the report should have said, and did not. ``processes``: time passes on these ranks."""
+    """The statements that the report lacks, in words. ``processes``: time passes on these ranks."""
     return [text for fits, text in _JUDGE[case.kind](case, report, processes) if not fits]
 
 
@@ -186,7 +186,7 @@ def how(fault: Fault) -> str:
 
 
 def after_the_run(case: SoakCase, report: Report) -> str | None:
-    """What the next run must tell, if this one ended well before the rank did."""
+    """The warning that the next run must give if this one ended well before the rank did; else None."""
     late = isinstance(case.fault, Kill | Exit) and case.fault.at == "sent"
     if not late or report.verdict is not VerdictKind.PASSED:
         return None

@@ -23,7 +23,7 @@ _FOLDS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class InOrderGroup(dist.ProcessGroup):
-    """What ``torch.distributed`` calls, by the names that it calls."""
+    """A process group with the methods that ``torch.distributed`` calls, by their names there."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -90,7 +90,7 @@ class InOrderGroup(dist.ProcessGroup):
             raise ValueError(f"rank {rank} is not in a group of {self._size}")
         return rank
 
-    # What torch asks a group about itself.
+    # The life and the names of a group.
 
     @property
     def _link(self) -> dist.ProcessGroupGloo:

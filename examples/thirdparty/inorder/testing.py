@@ -1,4 +1,4 @@
-"""What pytest-smp is told about this backend: what it claims, and what is expected to fail."""
+"""The description of this backend for pytest-smp: its claims, and its expected failures."""
 
 from __future__ import annotations
 

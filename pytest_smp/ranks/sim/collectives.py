@@ -33,12 +33,12 @@ def _snapshot(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def barrier(calls: list[Call]) -> Values:
-    """Nothing moves."""
+    """No member brings or gets anything."""
     return [[] for _ in calls]
 
 
 def all_reduce(op: str) -> Complete:
-    """Brought: tensors, reduced one by one."""
+    """Each member brings the same number of tensors, and gets them reduced one by one."""
 
     def complete(calls: list[Call]) -> Values:
         columns = zip(*(call.data for call in calls), strict=True)
@@ -49,7 +49,7 @@ def all_reduce(op: str) -> Complete:
 
 
 def reduce(op: str, root: int) -> Complete:
-    """Brought: tensors, reduced one by one; the root gets the results."""
+    """Each member brings the same number of tensors; the root gets them reduced one by one."""
 
     def complete(calls: list[Call]) -> Values:
         columns = zip(*(call.data for call in calls), strict=True)
@@ -60,7 +60,7 @@ def reduce(op: str, root: int) -> Complete:
 
 
 def broadcast(root: int) -> Complete:
-    """Brought by the root: tensors; the others get them."""
+    """The root brings tensors; the others get them."""
 
     def complete(calls: list[Call]) -> Values:
         values = [copy(tensor) for tensor in calls[root].data]
@@ -70,8 +70,9 @@ def broadcast(root: int) -> Complete:
 
 
 def all_gather(calls: list[Call]) -> Values:
-    """Brought: (tensors, sizes): for each tensor, a member gets those of all; ``sizes`` are those
-    that it expects of them, tensor by tensor. Sizes may differ between members.
+    """Each member brings (tensors, sizes), and gets for each of its tensors those of all members.
+
+    ``sizes`` are the sizes that the member expects, tensor by tensor. Members' tensors may differ in size.
 
     Raises CollectiveMismatchError if a member brings another size than another member expects.
     """
@@ -85,15 +86,15 @@ def all_gather(calls: list[Call]) -> Values:
 
 
 def all_gather_single(calls: list[Call]) -> Values:
-    """Brought: tensors; for each of them, a member gets those of all, one behind the other."""
+    """Each member brings tensors, and gets for each of them those of all members, joined end to end."""
     columns = zip(*(call.data for call in calls), strict=True)
     values = [torch.cat([tensor.detach().reshape(-1) for tensor in column]) for column in columns]
     return [values for _ in calls]
 
 
 def reduce_scatter(op: str) -> Complete:
-    """Brought: tensors, one per member, and again; member i gets the reduction of everybody's
-    i-th.
+    """Each member brings one tensor per member, once or several times; member i gets the reductions of
+    all members' i-th tensors.
     """
 
     def complete(calls: list[Call]) -> Values:
@@ -105,7 +106,7 @@ def reduce_scatter(op: str) -> Complete:
 
 
 def reduce_scatter_single(op: str) -> Complete:
-    """Brought: tensors; member i gets the i-th part of their reduction."""
+    """Each member brings tensors; member i gets the i-th part of each reduction."""
 
     def complete(calls: list[Call]) -> Values:
         columns = zip(*(call.data for call in calls), strict=True)
@@ -120,7 +121,7 @@ def reduce_scatter_single(op: str) -> Complete:
 
 
 def scatter(root: int) -> Complete:
-    """Brought by the root: one tensor per member, who gets it."""
+    """The root brings one tensor per member; each member gets its own."""
 
     def complete(calls: list[Call]) -> Values:
         return [[value] for value in _snapshot(calls[root].data)]
@@ -129,7 +130,7 @@ def scatter(root: int) -> Complete:
 
 
 def gather(root: int) -> Complete:
-    """Brought: a tensor; the root gets all of them."""
+    """Each member brings a tensor; the root gets all of them."""
 
     def complete(calls: list[Call]) -> Values:
         values = _snapshot([call.data[0] for call in calls])
@@ -139,8 +140,8 @@ def gather(root: int) -> Complete:
 
 
 def all_to_all(calls: list[Call]) -> Values:
-    """Brought: (tensors, sizes): one tensor per member, who gets it, and the size of what each
-    member is to bring for this one.
+    """Each member brings (tensors, sizes): one tensor for each member, and the size of the tensor that it
+    expects of each.
 
     Raises CollectiveMismatchError if a pair of members disagrees on that size.
     """

@@ -1,7 +1,7 @@
-"""Programs as Python code that runs alone: a test file, readable, of which every call is a line.
+"""Programs as Python code that runs alone: a readable test file with a line for every call.
 
-What is printed is what runs: the text is compiled under a name of its own, so that tracebacks and
-verdicts show its lines.
+The printed text itself runs: it is compiled under a name of its own, so that tracebacks and verdicts
+show its lines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pytest_smp.strategies.communication.steps import Action, Lie, Plans, Shape,
 from pytest_smp.strategies.recipes import LAYOUTS
 from smp_core.errors import SmpError, VerdictError
 
-#: What every program starts with: always the same lines, because Hypothesis tells failures apart by
+#: The first lines of every program. They are always the same, because Hypothesis tells failures apart by
 #: the line that raised, and one bug of a backend is one failure.
 _HEAD = '''\
 import pytest
@@ -70,7 +70,7 @@ def check_object(got, wanted):
 
 
 class Printed(NamedTuple):
-    """A program's text, and in which line each action of each rank is."""
+    """A program's text, and the line of each action of each rank."""
 
     text: str
     lines: Mapping[tuple[int, Slot], int]  #: by rank and slot; lines count from 1
@@ -87,7 +87,7 @@ class Texts:
         self._known: dict[Step, tuple[Mapping[int, Any], Held]] = {}
 
     def lines(self, action: Action, rank: int) -> Iterator[tuple[int, str]]:
-        """What ``rank`` does in this action: parts of it, in order."""
+        """The code of ``rank`` for this action: pairs of a part's number and its line, in order."""
         step, number = action.step, action.step.number
         if action.what == "return":
             yield _CALL, "return"
@@ -108,7 +108,7 @@ class Texts:
                 yield from self._check(step, rank)
 
     def _model(self, step: Step) -> tuple[Mapping[int, Any], Held]:
-        """What goes in and what comes out, by rank."""
+        """The inputs and the expected results of a step, by rank."""
         known = self._known.get(step)
         if known is None:
             inputs = {rank: given(step, rank, self._world) for rank in step.participants}
@@ -228,7 +228,7 @@ def _geometry(shape: Shape, lie: Lie) -> str:
 
 
 def _signed_zeros(step: Step) -> bool:
-    """Whether the sign of a zero depends on the order of reduction: then any will do."""
+    """Return whether the sign of a zero depends on the order of reduction, so that any sign is right."""
     return step.dtype.startswith("complex") and step.reduce_op in ("PRODUCT", "AVG")
 
 
@@ -267,7 +267,7 @@ def _call(step: Step, rank: int, waits: bool) -> str:
 
 
 def even(step: Step) -> bool:
-    """Of all-to-all: whether everybody sends equally many rows to everybody."""
+    """Return whether all members of an all-to-all send equally many rows to each other."""
     return len({count for rows in step.rows for count in rows}) == 1
 
 
@@ -298,11 +298,11 @@ def printed(
     """The program as a test file.
 
     Args:
-        ranks: in the world.
-        groups: members, by variable, in the order of making them.
-        degrees: of the pipeline and of tensor parallelism.
-        plans: what each rank does.
-        sentence: what the test says of itself.
+        ranks: the size of the world.
+        groups: the members of each group by its variable, in the order in which the groups are made.
+        degrees: the degrees of pipeline and tensor parallelism.
+        plans: the actions of each rank.
+        sentence: the docstring of the test.
         checks: whether values are checked.
     """
     body, where = _body(plans, Texts(ranks, checks), ranks)
@@ -330,7 +330,7 @@ def printed(
 
 
 def _body(plans: Plans, texts: Texts, world: int) -> tuple[list[str], dict[tuple[int, Slot], int]]:
-    """The lines of all actions, and which of them is whose."""
+    """The lines of all actions, and the line of each action by rank and slot."""
     text: list[str] = []
     where: dict[tuple[int, Slot], int] = {}
     everybody = tuple(range(world))
@@ -378,8 +378,8 @@ def _merged(plans: Plans, texts: Texts) -> Iterator[tuple[tuple[Slot, int], tupl
 
 # ---- Running it ----------------------------------------------------------------------------------
 
-#: What a program's text is called in tracebacks and verdicts. One name for all, for the reason given
-#: above: what it shows is the program that ran last.
+#: The file name of a program's text in tracebacks and verdicts. All programs have one name, for the reason
+#: given above; the lines shown under it are those of the program that ran last.
 FILENAME = "<program>"
 
 

@@ -100,7 +100,7 @@ def _is_message(name: str) -> bool:
     return OPERATIONS[name].capability in (Capability.POINT_TO_POINT, Capability.COALESCING)
 
 
-#: What can be written to.
+#: The layouts of outputs: an expanded tensor cannot be written to.
 OUTPUT_LAYOUTS = tuple(name for name in LAYOUTS if name != "expanded")
 
 

@@ -69,7 +69,7 @@ class ProgramWorld:
 
     @functools.cached_property
     def operations(self) -> tuple[str, ...]:
-        """What can be called."""
+        """The operations that can be called."""
         return tuple(name for name in claimed(self.capabilities) if self.groups_for(name))
 
 

@@ -74,10 +74,10 @@ class Truth(NamedTuple):
 
 
 class Score(NamedTuple):
-    """What of a report is as it must be.
+    """The agreement of a report with the truth.
 
     Attributes:
-        verdict: its class.
+        verdict: whether the class of the verdict is right.
         rank: whether the rank at fault is named; of a deadlock, in the chain or cycle of waits.
         lines: whether the message shows the user's lines that matter.
     """
@@ -389,12 +389,12 @@ class InvalidProgram(Runnable):
 
     @property
     def verdict(self) -> VerdictKind:
-        """What the run must get."""
+        """The verdict that the run must get."""
         return self.truth.verdict
 
     @functools.cached_property
     def plans(self) -> Plans:
-        """What each rank does, in order."""
+        """The actions of each rank, in order."""
         return faulty(self.program.plans, self.fault)
 
     @functools.cached_property
@@ -444,7 +444,7 @@ class InvalidProgram(Runnable):
         raise InvalidArgument(f"{self.fault}: leaves the program valid")
 
     def score(self, report: Report) -> Score:
-        """What of this report is as the truth says."""
+        """Compare a report with the truth."""
         truth, message = self.truth, str(report.error)
         chain = message
         if truth.verdict is VerdictKind.DEADLOCK:

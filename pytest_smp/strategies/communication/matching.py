@@ -24,7 +24,7 @@ Made = tuple[Action, Any]
 
 @dataclass(eq=False)
 class _Operation:
-    """What a rank waits for. ``left``: on how many it still depends."""
+    """An operation that a rank waits for. ``left``: the number of matches that the operation still needs."""
 
     left: int = 1
 
@@ -44,14 +44,14 @@ class ProgramMeeting:
 
 @dataclass
 class Ending:
-    """How a program ends.
+    """The end of a program.
 
     Attributes:
         mismatches: meetings of calls that differ.
-        blocked: the ranks that wait for ever, and in which action.
+        blocked: the ranks that wait for ever, each with the action that it waits in.
         left: calls that nobody waited for, or that met nobody, of ranks that went on: rank and
             action. They count if no rank is blocked.
-        doubtful: whether it depends on more than the model knows.
+        doubtful: whether the end depends on more than the model knows.
     """
 
     mismatches: list[ProgramMeeting] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Ending:
 
 
 def ending(plans: Plans) -> Ending:
-    """How these plans end."""
+    """The end of these plans."""
     return _Run(plans).run()
 
 
@@ -191,7 +191,7 @@ class _Run:
 
 
 def _label(step: Step) -> tuple[Any, ...]:
-    """What the calls of one collective must agree on."""
+    """The values that the calls of one collective must agree on."""
     if not OPERATIONS[step.operation].has_tensors:
         return (step.operation,)
     if step.operation.startswith("all_to_all"):  # shapes may differ; counts are compared by pairs
@@ -211,7 +211,7 @@ def _as_real(label: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _counts_agree(meeting: ProgramMeeting, members: tuple[int, ...]) -> bool:
-    """Whether of all-to-all every pair of members expects what the other sends."""
+    """Return whether in an all-to-all every member expects of every other the number of elements it sends."""
     steps = {rank: action.step for rank, (action, _) in meeting.calls.items()}
     if not all(step.rows for step in steps.values()):
         return True

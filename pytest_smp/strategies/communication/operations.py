@@ -22,18 +22,18 @@ Held = dict[int, list[Any]]
 
 @dataclass(frozen=True)
 class ProgramOperation:
-    """How one operation is drawn, printed and computed.
+    """The facts by which one operation is drawn, printed and computed.
 
     Attributes:
-        capability: what a backend must claim.
+        capability: the capability that a backend must claim.
         inputs, outputs: the shapes of a rank's tensors; none where it brings none.
         results: the outputs by rank, from the inputs by rank.
-        arguments: of the call, before group and mode; ``{x}`` and ``{y}`` are input and output.
+        arguments: the arguments of the call before group and mode; ``{x}`` and ``{y}`` are input and output.
         x_list, y_list: whether the call takes a list of tensors.
         in_place: whether the input is the output.
         rooted, reduces: whether there is a root, a reduce op.
-        modes: which of "sync" and "async" exist.
-        alone: whether a group of one can do it.
+        modes: the existing ones of "sync" and "async".
+        alone: whether a group of one rank can call the operation.
     """
 
     capability: Capability
@@ -51,7 +51,7 @@ class ProgramOperation:
 
     @property
     def has_tensors(self) -> bool:
-        """Whether it moves tensors."""
+        """True if the operation moves tensors."""
         return self.capability not in (Capability.OBJECTS, Capability.BARRIER)
 
 
@@ -330,7 +330,7 @@ def unique(shape: Shape, layout: str) -> Shape:
 
 
 def given(step: Step, rank: int, world: int) -> list[Values]:
-    """What this rank's inputs hold before the call, without what an expanded layout repeats."""
+    """The elements of this rank's inputs before the call, without the repetitions of an expanded layout."""
     operation = OPERATIONS[step.operation]
     layout = (step.output if operation.in_place else step.input).layout
     shapes = [unique(shape, layout) for shape in operation.inputs(step, rank)]
@@ -340,7 +340,7 @@ def given(step: Step, rank: int, world: int) -> list[Values]:
 
 
 def expected(step: Step, inputs: Mapping[int, list[Values]]) -> Held:
-    """What each participant's outputs hold after the call, from what :func:`given` gives."""
+    """The elements of each participant's outputs after the call, from those of :func:`given`."""
     operation = OPERATIONS[step.operation]
     held = dict(inputs)
     if step.input.layout == "expanded" and not operation.in_place:

@@ -14,7 +14,7 @@ from pytest_smp.strategies.communication.steps import Plans, Step, planned
 
 
 class Runnable:
-    """What programs have in common: code, and running it."""
+    """The common base of programs: their code, and running it."""
 
     ranks: int
 
@@ -35,7 +35,7 @@ class Runnable:
         return self.__dict__
 
     def _repr_pretty_(self, printer: RepresentationPrinter, cycle: bool) -> None:
-        # No indentation: what stands there can be pasted into a file.
+        # No indentation, so that the text can be pasted into a file.
         printer.text("# a test file that runs alone\n\n" + self.code())
 
 
@@ -57,7 +57,7 @@ class Program(Runnable):
 
     @functools.cached_property
     def plans(self) -> Plans:
-        """What each rank does, in order."""
+        """The actions of each rank, in order."""
         return planned(self.steps, self.ranks)
 
     @functools.cached_property

@@ -1,14 +1,13 @@
-"""What a communication program is made of: steps in one order for all ranks, and what each rank
-does of them.
+"""The parts of a communication program: steps in one order for all ranks, and the actions of each rank.
 
 A *step* is one communication of some ranks. A rank's part in a program is a list of *actions*: the
 calls of the steps that it takes part in, in the steps' order, and the waits for those of its calls
 that are asynchronous, each anywhere behind its call.
 
-No program deadlocks. Take the first step that some participant has not called. What that
-participant waits for belongs to an earlier step, which all of its participants have called, so it
-ends. Calls on one group, and messages of one sender, receiver and tag, are made in the steps' order
-by everybody, so each meets its own.
+No program deadlocks. Take the first step that some participant has not called. The participant can only
+wait for a call of an earlier step, which all of that step's participants have called, so the wait ends.
+All ranks make their calls on one group, and their messages of one sender, receiver and tag, in the
+steps' order, so each call meets its own.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Slot = tuple[int, int, int, int]
 
 
 class Lie(NamedTuple):
-    """How a tensor lies in its storage: a layout of ``TensorSpec``, behind ``offset`` guards."""
+    """The position of a tensor in its storage: a layout of ``TensorSpec``, behind ``offset`` guards."""
 
     layout: str = "contiguous"
     offset: int = 0
@@ -35,23 +34,23 @@ class Step:
     """One communication.
 
     Attributes:
-        number: its place in the program, from 0.
+        number: the step's place in the program, from 0.
         operation: a key of OPERATIONS.
-        group: of tensors: ``""``, the default group, or the variable of a group that the program
-            makes; of objects: a group kind of the API, ``"WORLD"``, ``"DP"``, ...
+        group: for tensors ``""``, the default group, or the variable of a group that the program makes;
+            for objects a group kind of the API, ``"WORLD"``, ``"DP"``, ...
         members: the world ranks of the group, in its order.
         root: the root, or the sender; a world rank.
         peer: the receiver; a world rank.
-        tag: of point-to-point.
-        shift: of a batch: the i-th member sends to the (i + shift)-th.
+        tag: the tag of a point-to-point message.
+        shift: in a batch of messages, the i-th member sends to the (i + shift)-th.
         reduce_op: a name of ``torch.distributed.ReduceOp``.
-        dtype: torch's name of it.
-        shape: of the smaller of input and output; one of all, where they are a list.
-        rows: of all-to-all: how many rows of ``shape`` the i-th member sends to the j-th.
-        input, output: how they lie. What works in place lies like an output.
-        payload: which kind of object is sent.
-        lags: for each participant, None for a synchronous call; else after how many more steps
-            the rank waits for it.
+        dtype: torch's name of the dtype.
+        shape: the shape of the smaller of input and output, or of each tensor if that is a list.
+        rows: in an all-to-all, the number of rows of ``shape`` that the i-th member sends to the j-th.
+        input, output: the layouts of input and output; a tensor that is both has the output's.
+        payload: the kind of object that is sent.
+        lags: for each participant None if its call is synchronous, else the number of further steps
+            after which the rank waits for the call.
         priority: among the waits after one step, those of the smallest priority come first.
     """
 
@@ -98,12 +97,12 @@ class Action:
     target: str = ""
 
 
-#: What each rank does, in order.
+#: The actions of each rank, in order.
 Plans = tuple[tuple[Action, ...], ...]
 
 
 def planned(steps: tuple[Step, ...], ranks: int) -> Plans:
-    """What each of ``ranks`` ranks does in a valid program."""
+    """The actions of each of ``ranks`` ranks in a valid program."""
     plans: list[list[Action]] = [[] for _ in range(ranks)]
     for step in steps:
         at = step.number

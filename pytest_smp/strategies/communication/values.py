@@ -1,8 +1,8 @@
 """The numbers that tensors hold and the reductions of them, in plain Python: one half of the model.
 
 Nothing here computes with torch: numbers are ints, floats and complex, tensors flat lists of them.
-What a rank's tensors hold is what ``TensorSpec.make`` fills in, so values differ between ranks and
-elements; a call starts at an element of its own, so they differ between calls of one shape too.
+A rank's tensors hold the numbers that ``TensorSpec.make`` fills in, so values differ between ranks and
+elements. A call starts at an element of its own, so values differ between calls of one shape, too.
 
 Floats are exact in any order, by their bounds. Integers wrap around modulo 2**n; a bool adds by
 "or" and multiplies by "and" (smp_core.reduction).
