@@ -1,4 +1,4 @@
-"""allgather: order, values, matching."""
+"""Properties of smp.allgather: order, values, and the matching of calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from smp_core.topology import Topology
 
 
 def gather(sent: list[Any], group: smp.CommGroup) -> list[Any]:
-    """The objects of this rank's group."""
+    """Gather the objects of this rank's group."""
     return smp.allgather(sent[smp.rank()], group)
 
 
@@ -36,13 +36,13 @@ def test_element_i_comes_from_the_ith_rank(
 
 
 def fill(size: int, rank: int) -> bytes:
-    """``size`` bytes; those of another rank differ in every place."""
+    """Make ``size`` bytes that differ in every place from another rank's."""
     pattern = bytes((each + rank) % 251 for each in range(251))
     return (pattern * (size // 251 + 1))[:size]
 
 
 def gather_uneven(plan: list[Any], large: list[int]) -> list[Any]:
-    """The objects of all ranks; some bring a large one instead of the planned one."""
+    """Gather the planned objects of all ranks, or ``large[rank]`` bytes in place of one where not 0."""
     rank = smp.rank()
     return smp.allgather(fill(large[rank], rank) if large[rank] else plan[rank], smp.WORLD)
 
@@ -53,7 +53,7 @@ def gather_uneven(plan: list[Any], large: list[int]) -> list[Any]:
 def test_objects_of_any_type_and_size(smp_world: SmpWorld, data: st.DataObject) -> None:
     ranks = data.draw(sizes(smp_world), "ranks")
     sent = data.draw(st.lists(objects(), min_size=ranks, max_size=ranks), "objects")
-    lengths = st.sampled_from([0, 0, 4096, 200_000])  # around what transports send in one piece
+    lengths = st.sampled_from([0, 0, 4096, 200_000])  # below and above one packet of a transport
     large = data.draw(st.lists(lengths, min_size=ranks, max_size=ranks), "large")
     whole = [fill(large[r], r) if large[r] else sent[r] for r in range(ranks)]
     for got in smp_world.run(gather_uneven, sent, large, ranks=ranks):
@@ -61,12 +61,12 @@ def test_objects_of_any_type_and_size(smp_world: SmpWorld, data: st.DataObject) 
 
 
 def gather_often(program: list[smp.CommGroup]) -> list[list[Any]]:
-    """What each call of the program returns."""
+    """Call allgather on each group of the program, and return the results."""
     return [smp.allgather((n, smp.rank()), group) for n, group in enumerate(program)]
 
 
 def gathered(world: Topology, program: list[smp.CommGroup], rank: int) -> list[list[Any]]:
-    """What each call must return on ``rank``."""
+    """The expected results of the program's calls on ``rank``."""
     return [[(n, each) for each in members(world, g, rank)] for n, g in enumerate(program)]
 
 
@@ -88,8 +88,8 @@ def test_nth_call_meets_nth_call(
 def test_kinds_of_group_do_not_mix(
     smp_world: SmpWorld, data: st.DataObject, program: list[smp.CommGroup]
 ) -> None:
-    # Kinds with equal members are drawn often: WORLD and DP without pipeline, MP and PP without tensor
-    # parallelism, and all of them in a world of one.
+    # Kinds of groups often have equal members: WORLD and DP without pipeline, MP and PP without tensor
+    # parallelism, and all kinds in a world of one.
     world = data.draw(worlds(smp_world), "world")
     got = smp_world.run(gather_often, program, ranks=world.size, config=parameters(world))
     assert got == [gathered(world, program, rank) for rank in range(world.size)]
@@ -98,9 +98,9 @@ def test_kinds_of_group_do_not_mix(
 def gather_in_turn(
     rounds: list[int], order: list[list[int]], group: smp.CommGroup
 ) -> list[list[Any]]:
-    """Gather once the group before in ``order`` is through; then tell the next one.
+    """Gather after the previous group in ``order`` has finished; then tell the next group.
 
-    The first rank of a group tells every rank of the next.
+    The first rank of a group sends a message to every rank of the next group.
     """
     rank = smp.rank()
     turn = next(index for index, ranks in enumerate(order) if rank in ranks)
@@ -133,9 +133,9 @@ def test_groups_of_a_kind_do_not_wait_for_each_other(
 
 
 def gather_and_change(group: smp.CommGroup, padding: int) -> tuple[Any, list[Any]]:
-    """Change the own object after the call, and then, differently on every rank, what was received.
+    """Gather, change the own object on every rank, and then change the received objects on every rank.
 
-    Returns both as they are when everybody has done so.
+    Returns the own object and the received ones after the changes of all ranks.
     """
     me = smp.rank()
     own: dict[str, Any] = {"list": [me], "tensor": torch.full((3,), me), "pad": bytes(padding)}

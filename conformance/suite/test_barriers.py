@@ -1,4 +1,4 @@
-"""Barriers: who waits for whom."""
+"""Properties of barriers: the ranks that each rank waits for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from smp_core.topology import Topology
 
 WORLD_RANK = smp.RankType.WORLD_RANK
 
-#: The ways to say a barrier, by name: a call is made on a rank, so a rank is told the name.
+#: The ways to call a barrier, by their text. Ranks get the text, because it can be pickled.
 SPELLINGS: Mapping[str, Callable[[], None]] = {
     **{f"smp.barrier(smp.{g.name})": lambda g=g: smp.barrier(g) for g in smp.CommGroup},  # type: ignore[misc]
     "smp.barrier()": lambda: smp.barrier(),
@@ -30,13 +30,13 @@ SPELLINGS: Mapping[str, Callable[[], None]] = {
 def meet_and_look(
     inside: list[list[int]], spellings: list[list[str]], late: list[int], folder: Path
 ) -> list[list[int]]:
-    """Come to one barrier after the other; for each, the members that had not come when it let go.
+    """Enter barriers one after the other; return the members that were missing when each one returned.
 
     Args:
-        inside: for every rank the members of its group.
-        spellings: for every barrier how each rank says it.
-        late: ranks that come later than the others.
-        folder: what all ranks see.
+        inside: the members of each rank's group.
+        spellings: the text of each rank's call, for every barrier.
+        late: ranks that enter later than the others.
+        folder: a folder that all ranks see.
     """
     me, missing = smp.rank(), []
     for number, spelled in enumerate(spellings):
@@ -56,11 +56,11 @@ def check_all_come(
     group: smp.CommGroup,
     spellings: list[str],
 ) -> None:
-    """Nobody leaves before all have come, whichever spelling each rank uses.
+    """Check that no rank leaves a barrier before all have entered, for any spelling on each rank.
 
-    Observed by files, as in test_send_recv: a rank makes its file before it calls, so all files are
-    there whenever a barrier that waits lets a rank go, on any backend and at any speed. ``late`` ranks
-    exchange messages first, so that one that does not wait is likely to let a rank go too early.
+    Files show who has entered, as in test_send_recv. Each rank makes its file before its call, so all
+    files exist when a correct barrier returns, on any backend and at any speed. The ``late`` ranks exchange
+    messages first, so a barrier that does not wait is likely to return too early.
     """
     inside = [members(world, group, rank) for rank in range(world.size)]
     each = st.lists(st.sampled_from(spellings), min_size=world.size, max_size=world.size)
@@ -74,9 +74,9 @@ def check_all_come(
 
 
 def take_turns(order: list[list[int]], spelled: str) -> bool:
-    """Come to the barrier once the group before in ``order`` has left it; then tell the next one.
+    """Enter the barrier after the previous group in ``order`` has left; then tell the next group.
 
-    The first rank of a group tells every rank of the next.
+    The first rank of a group sends a message to every rank of the next group. Returns True.
     """
     me = smp.rank()
     turn = next(index for index, ranks in enumerate(order) if me in ranks)
@@ -92,9 +92,10 @@ def take_turns(order: list[list[int]], spelled: str) -> bool:
 def check_no_other_waits(
     smp_world: SmpWorld, data: st.DataObject, world: Topology, group: smp.CommGroup, spelled: str
 ) -> None:
-    """A group leaves the barrier although the next one cannot come before it has left.
+    """Check that a group leaves its barrier while other groups have not entered.
 
-    If the barrier waited for other groups, no rank could ever go on.
+    Each group enters after the previous one has left, so a barrier that waited for other groups would
+    deadlock.
     """
     order = data.draw(st.permutations(groups(world, group)), "order")
     assert all(
@@ -134,7 +135,7 @@ def test_the_default_is_the_world(
     check_all_come(smp_world, smp_tmp_path, data, world, smp.CommGroup.WORLD, spellings)
 
 
-#: mp_barrier and dp_barrier: the group of each, and how it is said.
+#: The calls of mp_barrier and dp_barrier, by their groups.
 SHORT = {
     smp.CommGroup.MP_GROUP: "smp.mp_barrier()",
     smp.CommGroup.DP_GROUP: "smp.dp_barrier()",

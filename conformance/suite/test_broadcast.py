@@ -1,4 +1,4 @@
-"""broadcast: called by the root alone, received by recv_from."""
+"""Properties of smp.broadcast, which only the root calls; the other ranks call recv_from."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ WORLD_RANK = smp.RankType.WORLD_RANK
 
 @st.composite
 def roots(draw: st.DrawFn, world: Topology, group: smp.CommGroup) -> list[int]:
-    """For every rank the world rank of the root of its group."""
+    """Draw a root for every group of the kind; return the world rank of its group's root for each rank."""
     drawn = {ranks[0]: draw(st.sampled_from(ranks)) for ranks in groups(world, group)}
     return [drawn[members(world, group, rank)[0]] for rank in range(world.size)]
 
 
 def pass_on(world: Topology, group: smp.CommGroup, roots: list[int], sent: list[Any]) -> Any:
-    """Broadcast in every group of the kind at once; what this rank receives."""
+    """Broadcast in every group of the kind at once, and return the object that this rank receives."""
     me = smp.rank()
     root = roots[me]
     if me == root:
@@ -56,9 +56,10 @@ def test_every_receiver_gets_the_object(
 
 
 def broadcast_and_tell(world: Topology, group: smp.CommGroup, root: int, first: bool) -> Any:
-    """The root broadcasts to its group, and sends something else to everybody outside of it.
+    """Broadcast from the root to its group, and send another object to every rank outside the group.
 
-    Returns the first that a rank receives from the root.
+    ``first`` says whether the broadcast comes before the sends. Returns the first object that this rank
+    receives from the root.
     """
     me, inside = smp.rank(), members(world, group, root)
     if me != root:
@@ -90,9 +91,9 @@ def test_other_groups_are_not_reached(
 
 
 def follow(world: Topology, root: int, program: list[Any]) -> list[int]:
-    """The root plays the program, a broadcast on a group or a send to a rank at each step.
+    """Run a program of the root: each step is a broadcast on a group, or a send to a rank.
 
-    Returns the numbers of the steps that this rank received, in order.
+    Returns the numbers of the steps that reached this rank, in the order of receiving.
     """
     me, got = smp.rank(), []
     for number, step in enumerate(program):
@@ -133,9 +134,9 @@ def test_broadcasts_and_sends_keep_their_order(smp_world: SmpWorld, data: st.Dat
 
 
 def broadcast_and_change(root: int, padding: int) -> list[Any]:
-    """Every rank changes what it holds; what it then sees.
+    """Broadcast an object and change it on every rank.
 
-    The others have changed theirs when this rank looks.
+    Returns this rank's object after the changes of all ranks.
     """
     me = smp.rank()
     obj: dict[str, Any]
@@ -163,7 +164,10 @@ def test_receivers_hold_objects_of_their_own(
 
 
 def broadcast_and_look(root: int, count: int, late: list[int], folder: Path) -> list[list[int]]:
-    """For each broadcast: the ranks that had not come to their recv_from when it returned."""
+    """Broadcast ``count`` times, late receivers last.
+
+    Returns, on the root, the ranks that had not come to their recv_from when each broadcast returned.
+    """
     me, missing = smp.rank(), []
     for number in range(count):
         if me in late:
@@ -184,10 +188,11 @@ def broadcast_and_look(root: int, count: int, late: list[int], folder: Path) -> 
 def test_broadcast_returns_after_all_receives_were_called(
     smp_world: SmpWorld, smp_tmp_path: TmpPath, data: st.DataObject, count: int
 ) -> None:
-    """Observed by files, as in test_send_recv: a receiver makes its file before it calls recv_from, so
-    all files are there whenever a broadcast that waits returns, on any backend and at any speed.
-    ``late`` receivers exchange messages first, so that a broadcast that does not wait, or waits for
-    some receivers only, is likely to return too early.
+    """Files show who has come, as in test_send_recv.
+
+    A receiver makes its file before its call of recv_from, so all files exist when a correct broadcast
+    returns, on any backend and at any speed. The ``late`` receivers exchange messages first, so a broadcast
+    that does not wait, or waits for some receivers only, is likely to return too early.
     """
     ranks = data.draw(sizes(smp_world), "ranks")
     root = data.draw(st.integers(0, ranks - 1), "root")
@@ -199,7 +204,7 @@ def test_broadcast_returns_after_all_receives_were_called(
 
 
 def broadcast_alone(alone: list[smp.CommGroup]) -> bool:
-    """Broadcast in groups of one rank."""
+    """Broadcast in groups of one rank, and return True."""
     for group in alone:
         smp.broadcast("nobody hears this", group)
     return True

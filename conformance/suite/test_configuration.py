@@ -1,4 +1,4 @@
-"""Configuration: what is valid is accepted, and every broken rule is refused before a rank starts."""
+"""Properties of configurations: valid ones are accepted, and broken rules refused before a rank starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pytest_smp.proxies import SmpWorld, TmpPath
 from pytest_smp.strategies import configs, placements
 from smp_core.errors import ConfigError
 
-#: Keys that have nothing to do with any rule between keys, with valid values (API 3.1, 3.3).
+#: Valid values of keys that occur in no rule between keys (API 3.1, 3.3).
 neutral = st.fixed_dictionaries(
     {},
     optional={
@@ -41,7 +41,7 @@ def leave_trace(trace: Path) -> None:
 
 
 def initialize(config: dict[str, Any]) -> tuple[str | None, bool]:
-    """The error of init, if there is one, and whether the rank is initialised after it."""
+    """Call init; return the text of its ConfigError, or None, and whether the rank is then initialised."""
     try:
         smp.init(config)
     except ConfigError as error:
@@ -52,7 +52,10 @@ def initialize(config: dict[str, Any]) -> tuple[str | None, bool]:
 def check_refused(
     smp_world: SmpWorld, folder: TmpPath, config: dict[str, Any], ranks: int, names: list[str]
 ) -> None:
-    """The configuration is refused before a rank starts, by init on every rank, and by its names."""
+    """Check that a configuration is refused before a rank starts, and by init on every rank.
+
+    Every error must contain all of ``names``.
+    """
     trace = folder.fresh() / "started"
     with pytest.raises(ConfigError) as refused:
         smp_world.run(leave_trace, trace, ranks=ranks, config=config)
@@ -79,7 +82,7 @@ def test_what_is_valid_is_accepted(smp_world: SmpWorld, data: st.DataObject) -> 
 
 
 def initialize_and_count(config: dict[str, Any]) -> int:
-    """The number of partitions."""
+    """Call init and return the number of partitions."""
     smp.init(config)
     return smp.pp_size()
 
@@ -165,8 +168,8 @@ def test_a_world_that_does_not_factor_is_refused(
     check_refused(smp_world, smp_tmp_path, config, ranks, ["pipeline_parallel_degree", str(ranks)])
 
 
-#: Configurations that break one rule between keys, and the keys that the refusal names. They are tried
-#: in a world that they fit, so that nothing else is wrong with them.
+#: Configurations that break one rule between keys, and the keys that the refusal names. Each one is tried
+#: in a world of the right size, so that no other rule is broken.
 BROKEN_RULES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("CONF-TENSOR-DDP", {"tensor_parallel_degree": 2}, ["tensor_parallel_degree", "ddp"]),
     (
@@ -251,5 +254,5 @@ def test_sharding_divides_reduced_data(
         "ddp": True,
         "prescaled_batch": True,
     }
-    # A pipeline degree is left out: another rule excludes it.
+    # No pipeline degree is given, because another rule excludes a pipeline with sharding.
     check_refused(smp_world, smp_tmp_path, config, world.size, ["sharded_data_parallel_degree"])

@@ -1,4 +1,4 @@
-"""Errors that the API promises: in the rank that makes the wrong call, which can go on."""
+"""Properties of wrong calls: the calling rank gets an error, and can go on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ WORLD_RANK = smp.RankType.WORLD_RANK
 
 
 def use_bad_rank(call: str, rank: int, group: smp.CommGroup, on: int) -> tuple[bool, list[int]]:
-    """Whether the call is refused on rank ``on``, and what all ranks gather afterwards."""
+    """Call send or recv_from with a wrong partner on rank ``on``, and then allgather on all ranks.
+
+    Returns whether the call raised RankError on this rank, and the gathered ranks.
+    """
     refused = False
     if smp.rank() == on:
         try:
@@ -91,7 +94,10 @@ NO_NAMES = (None, "WORLD", 0, WORLD_RANK.value)
 
 
 def use_bad_type(call: str, wrong: Any, on: int) -> tuple[bool, list[int]]:
-    """Whether the call is refused on rank ``on``, and what all ranks gather afterwards."""
+    """Make a call of MISTYPED on rank ``on``, and then allgather on all ranks.
+
+    Returns whether the call raised TypeError on this rank, and the gathered ranks.
+    """
     refused = False
     if smp.rank() == on:
         try:
@@ -119,7 +125,10 @@ def test_a_wrong_type_is_refused(
 
 
 def send_unpicklable(call: str, what: str, nested: bool, src: int) -> tuple[bool, Any]:
-    """Whether the bad object is refused on rank ``src``, and what a repeated call then gives."""
+    """Send an object that cannot be pickled from rank ``src``, and then a good one by the same call.
+
+    Returns whether the first call raised PayloadError on this rank, and the result of the second.
+    """
     me, others = smp.rank(), [rank for rank in range(smp.size()) if rank != smp.rank()]
     refused = False
     if me == src:
@@ -168,7 +177,10 @@ def test_an_unpicklable_object_is_refused(
 
 
 def receive_unreadable(call: str, nested: bool, src: int) -> tuple[bool, list[int]]:
-    """Whether this rank's call raises, and what all ranks gather afterwards."""
+    """Send an object that cannot be unpickled from rank ``src``, and then allgather on all ranks.
+
+    Returns whether this rank's call raised PayloadError, and the gathered ranks.
+    """
     me, others = smp.rank(), [rank for rank in range(smp.size()) if rank != src]
     bad = [1, {"key": Unreadable(1, 2)}] if nested else Unreadable(1, 2)
     refused = False
@@ -201,7 +213,7 @@ def test_an_object_that_cannot_be_unpickled_is_an_error_where_it_arrives(
     src = data.draw(st.integers(0, ranks - 1), "src")
     seen = smp_world.run(receive_unreadable, call, nested, src, ranks=ranks)
     for rank, (refused, gathered) in enumerate(seen):
-        # The sender may read its own object, and may give itself the original.
+        # The sender alone need not raise: it may read its own object, or keep the original.
         assert refused or rank == src, (
             f"smp.{call}: rank {rank} took an object that nobody can read"
         )

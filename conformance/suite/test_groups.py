@@ -1,4 +1,4 @@
-"""Groups: who am I, how many are we, and who is in which group."""
+"""Properties of groups: ranks, sizes and members."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pytest_smp.proxies import SmpWorld
 from smp_core.errors import ConfigError
 from smp_core.topology import Topology
 
-#: The groups whose list of ranks the sources document, and their getters.
+#: The getters of the lists of ranks that the documents describe, by kind of group.
 LISTS = {
     smp.CommGroup.MP_GROUP: "get_mp_group",
     smp.CommGroup.DP_GROUP: "get_dp_group",
@@ -27,12 +27,12 @@ LISTS = {
 
 
 def prefix(group: smp.CommGroup) -> str:
-    """How the getters of a group begin: ``mp_`` of ``mp_rank``, and nothing for the world."""
+    """The prefix of a group's getters: ``mp_`` as in ``mp_rank``; empty for the world."""
     return "" if group is smp.CommGroup.WORLD else group.name.removesuffix("GROUP").lower()
 
 
 def call(names: list[str]) -> list[Any]:
-    """What the calls without arguments return on this rank."""
+    """Make calls of the API without arguments, and return their results on this rank."""
     return [getattr(smp, name)() for name in names]
 
 
@@ -60,8 +60,8 @@ def test_ranks_count_from_0(smp_world: SmpWorld, data: st.DataObject) -> None:
 @given(data=st.data())
 @on_ranks
 def test_local_ranks_count_from_0_on_every_node(smp_world: SmpWorld, data: st.DataObject) -> None:
-    # Which ranks share a node is the executor's affair. But nodes of n ranks have n local ranks each, so
-    # among all ranks that say "one of n" every local rank from 0 to n - 1 is there equally often.
+    # The executor decides which ranks share a node. Every node of n ranks has local ranks 0 to n - 1, so
+    # these occur equally often among all ranks with local_size n.
     ranks = data.draw(sizes(smp_world), "ranks")
     seen = Counter(map(tuple, smp_world.run(call, ["local_rank", "local_size"], ranks=ranks)))
     for (rank, size), count in seen.items():
@@ -94,7 +94,7 @@ def test_coordinates(smp_world: SmpWorld, data: st.DataObject) -> None:
     ]
 
 
-#: The worked tables: world size, pipeline and tensor degree, placement; then the groups (4.2).
+#: The worked tables of API 4.2: world size, degrees and placement, and the groups.
 TABLES: list[tuple[Topology, dict[str, str]]] = [
     (Topology(8, 2, 1), {"MP": "01 23 45 67", "DP": "0246 1357"}),
     (Topology(8, 2, 1, placement="spread"), {"MP": "04 15 26 37", "DP": "0123 4567"}),
@@ -119,7 +119,7 @@ TABLES: list[tuple[Topology, dict[str, str]]] = [
 
 
 def meet(group: smp.CommGroup) -> str:
-    """The group of this rank, by an allgather, in the notation of the tables."""
+    """Gather the ranks of this rank's group, in the notation of the tables."""
     return "".join(map(str, smp.allgather(smp.rank(), group)))
 
 
@@ -149,8 +149,8 @@ def test_lists_of_members(smp_world: SmpWorld, data: st.DataObject) -> None:
     for index, group in enumerate(LISTS):
         lists = [each[index] for each in seen]
         for rank, ranks in enumerate(lists):
-            assert sorted(ranks) == members(world, group, rank)  # what the definition puts together
-            assert all(lists[each] == ranks for each in ranks)  # the same list on each of them
+            assert sorted(ranks) == members(world, group, rank)  # the group of the definition
+            assert all(lists[each] == ranks for each in ranks)  # the same list on each of its ranks
 
 
 @requirement("GROUP-POSITION")
@@ -177,7 +177,7 @@ def test_lists_ascend(smp_world: SmpWorld, data: st.DataObject) -> None:
 
 
 def process_group_ranks(name: str) -> tuple[list[int], int]:
-    """The world ranks of a process group, and this rank's place in it."""
+    """The world ranks of a process group, and this rank's position in it."""
     process_group = getattr(smp, name)()
     return dist.get_process_group_ranks(process_group), dist.get_rank(process_group)
 
@@ -196,7 +196,7 @@ def test_process_groups(smp_world: SmpWorld, data: st.DataObject, group: smp.Com
 
 
 def is_refused(name: str) -> bool:
-    """Whether the configuration is said to be in the way of the call."""
+    """Return whether the call raises ConfigError."""
     try:
         getattr(smp, name)()
     except ConfigError:

@@ -1,4 +1,4 @@
-"""Lifecycle: init, and what holds before and after it."""
+"""Properties of smp.init, and of calls before and after it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pytest_smp.proxies import SmpWorld
 from pytest_smp.strategies import topologies
 from smp_core.errors import AlreadyInitializedError, NotInitializedError
 
-#: Every call of the API but init and is_initialized, with arguments that are right in a world of two.
+#: Every call of the API but init and is_initialized, with arguments that are valid in a world of two.
 CALLS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("rank", "size", "local_rank", "local_size"), ()),
     **dict.fromkeys(("mp_rank", "mp_size", "dp_rank", "dp_size", "pp_rank", "pp_size"), ()),
@@ -35,18 +35,18 @@ CALLS: dict[str, tuple[Any, ...]] = {
 
 
 def place() -> dict[str, int]:
-    """Where this rank is, as the API says."""
+    """All ranks and sizes that the API returns on this rank, by name."""
     names = [name for name in CALLS if name.endswith(("rank", "size"))]
     return {name: getattr(smp, name)() for name in names}
 
 
 def letters(at: dict[str, int]) -> dict[str, int]:
-    """The coordinates in a place, by letter."""
+    """The coordinates of a :func:`place`, by letter."""
     return {"D": at["rdp_rank"], "P": at["pp_rank"], "T": at["tp_rank"]}
 
 
 def initialize(config: dict[str, Any]) -> tuple[bool, bool]:
-    """Whether the rank is initialised, before and after."""
+    """Call init; return whether the rank is initialised before and after."""
     before = smp.is_initialized()
     smp.init(config)
     return before, smp.is_initialized()
@@ -62,7 +62,7 @@ def test_init_is_what_initializes(smp_world: SmpWorld, data: st.DataObject) -> N
 
 
 def initialize_bare(none: bool) -> dict[str, int]:
-    """Where the rank is after init without parameters."""
+    """Call init without parameters, or with None, and return the ranks and sizes."""
     smp.init(None) if none else smp.init()
     return place()
 
@@ -78,7 +78,7 @@ def test_init_needs_no_argument(smp_world: SmpWorld, data: st.DataObject, none: 
 
 
 def initialize_and_look(config: dict[str, Any]) -> dict[str, int]:
-    """Where the rank is after init."""
+    """Call init and return the ranks and sizes."""
     smp.init(config)
     return place()
 
@@ -93,10 +93,12 @@ def test_init_takes_a_dict(smp_world: SmpWorld, data: st.DataObject) -> None:
 
 
 def call_all(calls: dict[str, tuple[Any, ...]]) -> tuple[list[str], bool]:
-    """The calls that are refused, and whether the rank is initialised in the end."""
+    """Make all calls; return the names of the refused ones, and whether the rank ends up initialised."""
     refused = []
     for name, arguments in calls.items():
-        if smp.is_initialized():  # by the call before; what follows would be real
+        if (
+            smp.is_initialized()
+        ):  # the last call has initialised; further calls could wait for others
             break
         try:
             getattr(smp, name)(*arguments)
@@ -114,7 +116,7 @@ def test_calls_before_init_are_refused(smp_world: SmpWorld) -> None:
 
 
 def initialize_twice(first: dict[str, Any], then: dict[str, Any] | None) -> tuple[Any, Any]:
-    """Where the rank is after the first init, and after the second."""
+    """Call init twice; return the ranks and sizes after the first call and after the second."""
     smp.init(first)
     before = place()
     smp.init(then)
@@ -138,7 +140,11 @@ def test_init_again_changes_nothing(smp_world: SmpWorld, data: st.DataObject, ho
 
 
 def change(first: dict[str, Any], then: dict[str, Any]) -> tuple[Any, bool, Any]:
-    """Where the rank is, whether a second init is refused, and where the rank is afterwards."""
+    """Call init twice, the second time with other parameters.
+
+    Returns the ranks and sizes after the first call, whether the second call raised
+    AlreadyInitializedError, and the ranks and sizes after it.
+    """
     smp.init(first)
     before = place()
     try:

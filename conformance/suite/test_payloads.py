@@ -1,4 +1,4 @@
-"""What objects may be sent: large, nested, with shared parts, with arrays and tensors in them."""
+"""Properties of sent objects: large, nested, with shared parts, with arrays and tensors in them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from pytest_smp.strategies.numbers import PICKLABLE
 
 WORLD_RANK = smp.RankType.WORLD_RANK
 
-#: The calls by which an object goes from one rank to another.
+#: The calls that send an object from one rank to another.
 CALLS = ("send", "broadcast", "allgather")
 
 
 def pass_object(call: str, obj: Any, src: int) -> Any:
-    """Bring an object from ``src`` to the other ranks (by ``send``: to one) by the call.
+    """Send an object by a call from ``src`` to the other ranks; ``send`` reaches only the next rank.
 
-    Returns what came to this rank; None to the others and to ``src``.
+    Returns the received object, or None on ``src`` and on ranks that receive nothing.
     """
     me, dest = smp.rank(), (src + 1) % smp.size()
     if call == "allgather":
@@ -50,7 +50,7 @@ def pass_object(call: str, obj: Any, src: int) -> Any:
 
 
 def receivers(call: str, src: int, ranks: int) -> list[int]:
-    """The ranks to which ``pass_object`` brings the object."""
+    """The ranks that receive the object of ``pass_object``."""
     return [(src + 1) % ranks] if call == "send" else [r for r in range(ranks) if r != src]
 
 
@@ -69,10 +69,10 @@ class Size(enum.Enum):
 
 
 def of_size(kind: Size, size: int) -> Any:
-    """An object with so many parts, no two neighbours alike."""
+    """Make an object of a kind with so many parts, in which no two neighbours are equal."""
     match kind:
         case Size.BYTES:
-            # 251 and 16384 have no common part: what repeats a block or loses one is seen.
+            # 251 is a prime, so a transport that repeats or loses a block of 2**n bytes changes the value.
             return (bytes(range(251)) * (size // 251 + 1))[:size]
         case Size.TEXT:
             return ("".join(map(chr, range(0x100, 0x100 + 251))) * (size // 251 + 1))[:size]
@@ -87,13 +87,13 @@ def of_size(kind: Size, size: int) -> Any:
 
 
 def pass_sizes(call: str, objects: list[tuple[Size, int]], src: int) -> list[bool]:
-    """Bring objects to the other ranks, one after the other; which came whole."""
+    """Send objects to the other ranks one after the other; return which of them arrived whole."""
     whole = []
     for kind, size in objects:
         made = of_size(kind, size)
         got = pass_object(call, made, src)
         if smp.rank() in receivers(call, src, smp.size()):
-            # By what is quick where there are many parts of one type.
+            # `same` is slow on containers of many parts; here == suffices, all parts having one type.
             slow = isinstance(made, torch.Tensor | np.ndarray)
             whole.append(same(got, made) if slow else type(got) is type(made) and got == made)
     return whole
@@ -102,7 +102,7 @@ def pass_sizes(call: str, objects: list[tuple[Size, int]], src: int) -> list[boo
 def check_sizes(
     smp_world: SmpWorld, data: st.DataObject, call: str, objects: list[tuple[Size, int]]
 ) -> None:
-    """All objects come whole, in their order."""
+    """Check that all objects arrive whole and in their order."""
     needs(smp_world, 2)
     ranks = data.draw(st.integers(2, min(3, smp_world.ranks)), "ranks")
     src = data.draw(st.integers(0, ranks - 1), "src")
@@ -110,7 +110,7 @@ def check_sizes(
         assert whole == [True] * (len(objects) if rank in receivers(call, src, ranks) else 0)
 
 
-#: Of each kind something above a million bytes or a hundred thousand parts.
+#: A size for each kind, above a million bytes or a hundred thousand parts.
 LARGE = {
     Size.BYTES: 2**20 + 1,
     Size.TEXT: 10**6,
@@ -129,7 +129,7 @@ def test_large_objects(smp_world: SmpWorld, data: st.DataObject, kind: Size, cal
     check_sizes(smp_world, data, call, [(kind, LARGE[kind])])
 
 
-#: Where a header or a buffer may end: 8 and 16 bits, a page, a packet, common buffers.
+#: Bytes at which a header or a buffer may end: 8 and 16 bits, a page, a packet, common buffers.
 EDGES = (2**8, 2**10, 1500, 2**12, 2**13, 2**15, 2**16, 2**17)
 
 
@@ -144,7 +144,7 @@ EDGES = (2**8, 2**10, 1500, 2**12, 2**13, 2**15, 2**16, 2**17)
 def test_sizes_around_powers_of_two(
     smp_world: SmpWorld, data: st.DataObject, call: str, edges: list[int], kind: Size
 ) -> None:
-    # A pickle has a few bytes more than its object; which of them an edge is meant for is open.
+    # A pickle has a few bytes more than its object, and an edge may apply to either, so sizes vary.
     near = st.integers(-40, 1)
     objects = [(kind, edge + data.draw(near, "near")) for edge in edges]
     check_sizes(smp_world, data, call, objects)
@@ -177,7 +177,7 @@ def test_many_small_objects(
 
 
 def nest(levels: int, kind: str) -> Any:
-    """A nest of so many levels, each of which knows its own."""
+    """Make a container of so many nested levels, each of which holds its number."""
     made: Any = "the bottom"
     for level in range(levels):
         match kind:
@@ -195,7 +195,7 @@ def nest(levels: int, kind: str) -> Any:
 
 
 def pass_nest(call: str, levels: int, kind: str, src: int) -> bool:
-    """Whether a nest came with its structure; True where none comes."""
+    """Send a nested container; return whether it arrived whole, or True on a rank that receives none."""
     got = pass_object(call, nest(levels, kind), src)
     return smp.rank() not in receivers(call, src, smp.size()) or same(got, nest(levels, kind))
 
@@ -220,7 +220,7 @@ def test_deep_nests(
 
 
 def pass_shared(call: str, src: int, padding: int) -> None:
-    """Parts that are one, parts that are equal, and cycles."""
+    """Send an object with shared parts, equal parts and cycles, and check that the copy has the same."""
     part: dict[str, Any] = {"list": [1]}
     cycle: list[Any] = ["cycle"]
     cycle.append(cycle)
@@ -258,7 +258,7 @@ def test_parts_that_are_one(
 
 
 def pass_equal(call: str, src: int, again: bool, content: list[Any], padding: int) -> None:
-    """Two objects that are equal, or one object twice: the copies are two."""
+    """Send two equal objects, or one object twice if ``again``, and check that the copies are two."""
     first = [*content, bytes(padding)]
     second = first if again else [*content, bytes(padding)]
     got = [pass_object(call, first, src), pass_object(call, second, src)]
@@ -297,7 +297,7 @@ class Colour(enum.Enum):
 
 
 class Slotted:
-    """An instance without a dict, with state of its own making."""
+    """A class to send, without an instance dict and with its own ``__getstate__``."""
 
     __slots__ = ("_number", "built")
 
@@ -335,7 +335,7 @@ def _oops() -> Oops:
     return error
 
 
-#: A value of many types, none of which is its own equal by chance.
+#: Values of many types, whose copies are equal only if the content arrived.
 VALUES: tuple[Any, ...] = (
     *(Colour.BLUE, smp.CommGroup.DP_GROUP, Slotted(3), Record("name", [1]), Pair(1, "two")),
     *(_oops(), Colour, Record, len, torch.float16, torch.Size([2, 3])),
@@ -348,12 +348,12 @@ VALUES: tuple[Any, ...] = (
 
 
 def type_and_text(value: Any) -> tuple[type, str]:
-    """What tells two of VALUES apart beside their equality: a deque's maxlen, 0.10 from 0.1."""
+    """The type and the repr of one of VALUES: they show a deque's maxlen, and 0.10 beside 0.1, unlike ==."""
     return type(value), "" if isinstance(value, Slotted) else repr(value)
 
 
 def pass_values(call: str, at: list[int], src: int) -> None:
-    """Values of these types, alone and in a nest."""
+    """Send some of VALUES, the first alone and then all within containers, and check the copies."""
     sent = [VALUES[index] for index in at]
     for obj in (sent[0], {"nest": sent}):
         got = pass_object(call, obj, src)
@@ -385,7 +385,7 @@ def test_values_of_many_types(
 
 
 def arrays() -> dict[str, Any]:
-    """Arrays and scalars of numpy, by what is particular to them."""
+    """Arrays and scalars of numpy, by the feature that each one has."""
     base = np.arange(24, dtype=np.float64).reshape(4, 6)
     structured = np.array([(1, 2.5), (3, -0.0)], dtype=[("a", "i4"), ("b", "f8")])
     return {
@@ -411,7 +411,7 @@ def arrays() -> dict[str, Any]:
 
 
 def pass_arrays(call: str, names: list[str], src: int) -> None:
-    """Arrays in one object keep dtype, shape and elements."""
+    """Send arrays in one object, and check that each keeps type, dtype, shape and elements."""
     sent = arrays()
     got = pass_object(call, {name: sent[name] for name in names}, src)
     if smp.rank() not in receivers(call, src, smp.size()):
@@ -442,7 +442,7 @@ def test_arrays(smp_world: SmpWorld, data: st.DataObject, call: str, names: list
 
 
 def made(spec: TensorSpec, kind: str, src: int, world: int) -> torch.Tensor:
-    """The tensor of a recipe, plain, as a leaf that wants a gradient, or as a parameter."""
+    """Make the tensor of a recipe: plain, as a leaf that requires a gradient, or as a parameter."""
     tensor = spec.make(src, world)
     if kind == "leaf":
         return tensor.requires_grad_()
@@ -450,7 +450,7 @@ def made(spec: TensorSpec, kind: str, src: int, world: int) -> torch.Tensor:
 
 
 def pass_tensors(call: str, items: list[tuple[TensorSpec, str]], src: int) -> None:
-    """Tensors in a nest, made from their recipes on the rank that sends them."""
+    """Send tensors within containers, and check values, types and that each tensor is a leaf."""
     sent = [made(spec, kind, src, smp.size()) for spec, kind in items]
     got = pass_object(call, {"nest": (sent,)}, src)
     if smp.rank() in receivers(call, src, smp.size()):
@@ -469,7 +469,7 @@ def _items(draw: st.DrawFn, dtypes: list[torch.dtype]) -> tuple[TensorSpec, str]
 def check_tensors(
     smp_world: SmpWorld, data: st.DataObject, call: str, dtypes: list[torch.dtype]
 ) -> None:
-    """Drawn tensors of these dtypes, or none where there are no dtypes."""
+    """Draw tensors of these dtypes and check that they arrive; without dtypes, check nothing."""
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
     src = data.draw(st.integers(0, ranks - 1), "src")
     if dtypes:
@@ -495,7 +495,7 @@ def test_tensors_that_pickle_cannot_read(
 
 
 def pass_module(call: str, src: int) -> None:
-    """A module with a weight in two places, a frozen parameter, a buffer, in evaluation mode."""
+    """Send a module with a shared weight, a frozen parameter and a buffer, in evaluation mode; check the copy."""
     tied = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
     tied["b"].weight = tied["a"].weight
     tied["b"].bias.requires_grad_(False)

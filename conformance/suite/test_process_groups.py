@@ -1,4 +1,4 @@
-"""Process groups: who is in them, how they live and end, and the objects that they carry."""
+"""Properties of process groups: members, creation and destruction, errors, and lists of objects."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from pytest_smp.strategies import objects
 
 
 def of_world() -> tuple[bool, int, int, list[int]]:
-    """What the default group says of itself."""
+    """Whether the default group is initialised, this rank, its size and its ranks."""
     ranks = dist.get_process_group_ranks(None)
     return dist.is_initialized(), dist.get_rank(), dist.get_world_size(), ranks
 
@@ -57,10 +57,11 @@ def test_the_default_group(smp_world: SmpWorld, data: st.DataObject) -> None:
 
 
 def say_ranks(ranks: list[int] | None, sort: bool | None) -> tuple[list[int], int, int] | None:
-    """The members of a new group, this rank's position and the size; None outside of it.
+    """Make a group; return its members, this rank's position and its size, or None on other ranks.
 
     Args:
-        sort: what to give for ``sort_ranks``, which is left out for None.
+        ranks: the first argument of new_group.
+        sort: the value of ``sort_ranks``; None leaves the argument out.
     """
     handle = dist.new_group(ranks) if sort is None else dist.new_group(ranks, sort_ranks=sort)
     if not is_member(handle):
@@ -83,7 +84,7 @@ def test_members_of_a_new_group(smp_world: SmpWorld, data: st.DataObject) -> Non
     if Capability.GROUP_ORDER not in smp_world.capabilities:
         sorts.remove(False)
     sort = data.draw(st.sampled_from(sorts), "sort_ranks")
-    every = st.permutations(range(ranks))  # what tells most: there is an order to lose
+    every = st.permutations(range(ranks))  # finds the most bugs: there is an order to lose
     drawn = every | strategies.groups(ranks).map(list) | st.none()
     listed = data.draw(drawn, "listed")
     seen = smp_world.run(say_ranks, listed, sort, ranks=ranks)
@@ -97,7 +98,7 @@ def test_members_of_a_new_group(smp_world: SmpWorld, data: st.DataObject) -> Non
 
 
 def say_outside(ranks: Ranks) -> tuple[bool, int, int]:
-    """Whether this rank's handle says that it is no member; its rank and size there."""
+    """Make a group; return whether this rank is outside, its rank in the group, and the group's size."""
     with new_groups([ranks]) as (handle,):
         outside = handle == dist.GroupMember.NON_GROUP_MEMBER
         return outside, dist.get_rank(handle), dist.get_world_size(handle)
@@ -118,7 +119,10 @@ def test_ranks_outside_a_group(smp_world: SmpWorld, data: st.DataObject) -> None
 
 
 def translate(ranks: Ranks | None, world: int) -> tuple[list[int | None], list[int | None]] | None:
-    """Positions of world ranks, and world ranks of positions; None where that is refused."""
+    """Translate all numbers of the world by get_group_rank, and by get_global_rank, on a new group.
+
+    A refused number gives None. Returns None on a rank outside the group.
+    """
 
     def each(function: Any, handle: Any) -> list[int | None]:
         found: list[int | None] = []
@@ -170,7 +174,11 @@ def test_ranks_outside_are_not_translated(smp_world: SmpWorld, data: st.DataObje
 
 
 def cut(parts: list[list[int]] | int) -> tuple[list[int], list[bool], list[int] | None]:
-    """The caller's part of the world, in which of all parts it is, and what its part gathers."""
+    """Divide the world into subgroups.
+
+    Returns the ranks of the caller's group, for each group whether the caller is a member, and the ranks
+    that the caller's group gathers, or None without a group.
+    """
     if isinstance(parts, int):
         own, every = dist.new_subgroups(parts)  # type: ignore[no-untyped-call]
     else:
@@ -198,7 +206,7 @@ def test_parts_of_the_world(smp_world: SmpWorld, data: st.DataObject) -> None:
     if data.draw(st.booleans(), "by enumeration"):
         order = data.draw(st.permutations(range(ranks)), "order")
         cuts = data.draw(st.lists(st.integers(1, ranks), max_size=3), "cuts")
-        # What lies behind the last cut is in no part, or in the last one.
+        # The ranks after the last cut are in no group, or in the last one.
         ends = sorted({0, *cuts, data.draw(st.sampled_from([1, ranks]), "end")})
         parts = expected = [sorted(order[a:b]) for a, b in itertools.pairwise(ends)]
     else:
@@ -212,7 +220,10 @@ def test_parts_of_the_world(smp_world: SmpWorld, data: st.DataObject) -> None:
 
 
 def make_locally(groups: list[Ranks], program: list[traffic.GroupCall]) -> list[list[int] | None]:
-    """Only members call new_group, each for its own part of the world; a call on each group."""
+    """Make groups with new_group called by members only, and make a collective call on each group.
+
+    Returns the ranks of each group on its members, and None on other ranks.
+    """
     seen: list[list[int] | None] = []
     made = []
     for number, (ranks, call) in enumerate(zip(groups, program, strict=True)):
@@ -233,8 +244,8 @@ def make_locally(groups: list[Ranks], program: list[traffic.GroupCall]) -> list[
 @given(data=st.data())
 @few
 def test_groups_made_by_their_members(smp_world: SmpWorld, data: st.DataObject) -> None:
-    # torch names such a group by its ranks and by how many groups the caller has: so each rank makes
-    # as many as the others.
+    # torch names such a group by its ranks and the caller's number of groups, so every rank must have made
+    # equally many groups before.
     ranks = data.draw(sizes(smp_world), "ranks")
     groups: list[Ranks] = []
     for _ in range(data.draw(st.integers(1, 2), "rounds")):
@@ -252,9 +263,9 @@ def test_groups_made_by_their_members(smp_world: SmpWorld, data: st.DataObject) 
 
 
 def live(groups: list[Ranks], steps: list[int], program: list[traffic.GroupCall]) -> None:
-    """Make all groups; destroy them in the order of ``steps``, with a call on each left before.
+    """Make all groups, and destroy them in the order of ``steps``.
 
-    The calls of the world come in between.
+    Before the first destruction and after each one, every remaining group and the world make a call.
     """
     handles: dict[int, Any] = {
         index: dist.new_group(list(ranks), sort_ranks=False) for index, ranks in enumerate(groups)
@@ -274,7 +285,7 @@ def live(groups: list[Ranks], steps: list[int], program: list[traffic.GroupCall]
 
 
 def check_life(smp_world: SmpWorld, data: st.DataObject, drawn: Any) -> None:
-    """Drawn groups of a drawn world live and end in a drawn order."""
+    """Draw groups of a drawn world, and check that they work while others are destroyed in a drawn order."""
     ranks = data.draw(sizes(smp_world), "ranks")
     made = data.draw(drawn(smp_world, ranks), "groups")
     steps = data.draw(st.permutations(range(len(made))), "steps")
@@ -319,7 +330,7 @@ def test_groups_are_made_again(smp_world: SmpWorld, data: st.DataObject, rounds:
     smp_world.run(make_again, group, [call] * rounds, ranks=ranks)
 
 
-#: Calls on a group that ask torch for nothing else about it.
+#: Calls of each capability on a group, with no other question to torch about the group.
 PLAIN_CALLS: Mapping[Capability, Callable[[Any, int], object]] = {
     Capability.ALL_REDUCE: lambda group, size: dist.all_reduce(torch.ones(2), group=group),
     Capability.BROADCAST: lambda group, size: dist.broadcast(
@@ -333,7 +344,10 @@ PLAIN_CALLS: Mapping[Capability, Callable[[Any, int], object]] = {
 
 
 def use_after(group: Ranks, call: Capability) -> tuple[bool, bool] | None:
-    """Whether a call on the destroyed group is refused, and destroying it again; then go on."""
+    """Destroy a group, use it and destroy it again; then make a call on the world.
+
+    Returns whether the use and the second destruction are refused, or None outside the group.
+    """
     handle = dist.new_group(list(group), sort_ranks=False)
     use, refused = PLAIN_CALLS[call], None
     if is_member(handle):
@@ -341,7 +355,7 @@ def use_after(group: Ranks, call: Capability) -> tuple[bool, bool] | None:
     smp.barrier()
     if is_member(handle):
         dist.destroy_process_group(handle)
-        # All members call, so that a group that still works shows as such, and nobody waits.
+        # All members call, so a group that still works completes the call and no member waits for ever.
         refused = (
             is_refused(lambda: use(handle, len(group))),
             is_refused(lambda: dist.destroy_process_group(handle)),
@@ -356,7 +370,7 @@ def use_after(group: Ranks, call: Capability) -> tuple[bool, bool] | None:
 @few
 def test_a_destroyed_group(smp_world: SmpWorld, data: st.DataObject) -> None:
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
-    # Of two ranks at least: a call on a group of one has nobody to ask, and may do nothing at all.
+    # Two ranks at least: in a group of one a call needs no communication, and may do nothing at all.
     group = data.draw(groups(smp_world, ranks, least=2), "group")
     claimed = [each for each in PLAIN_CALLS if each in smp_world.capabilities]
     call = data.draw(st.sampled_from(claimed), "call")
@@ -369,7 +383,7 @@ def test_a_destroyed_group(smp_world: SmpWorld, data: st.DataObject) -> None:
 
 
 def go_on() -> None:
-    """A gathering of all ranks: whatever was refused, the next call works."""
+    """Gather the numbers of all ranks, to check that the next call after a refused one works."""
     ranks = list(range(dist.get_world_size()))
     gathered: list[Any] = [None for _ in ranks]
     dist.all_gather_object(gathered, dist.get_rank())
@@ -377,7 +391,7 @@ def go_on() -> None:
 
 
 def make_wrongly(ranks: list[int]) -> bool:
-    """Whether new_group refuses these ranks."""
+    """Call new_group with these ranks and then gather; return whether new_group was refused."""
     refused = is_refused(lambda: dist.new_group(ranks))
     go_on()
     return refused
@@ -397,10 +411,12 @@ def test_ranks_that_make_no_group(smp_world: SmpWorld, data: st.DataObject) -> N
 
 
 def gather_wrongly(on: int, count: int, then: bool = False) -> bool:
-    """Whether all_gather is refused into a list of this length, which only rank ``on`` has.
+    """Call all_gather with a list of a wrong length on rank ``on`` alone; return whether it was refused.
 
     Args:
-        then: go on after it, all ranks.
+        on: the calling rank.
+        count: the length of the list.
+        then: whether all ranks gather afterwards.
     """
     refused = False
     if dist.get_rank() == on:
@@ -413,7 +429,7 @@ def gather_wrongly(on: int, count: int, then: bool = False) -> bool:
 
 
 def check_length(smp_world: SmpWorld, data: st.DataObject, then: bool) -> None:
-    """A list that is too short or too long is refused."""
+    """Check that a list that is too short or too long is refused."""
     ranks = data.draw(sizes(smp_world), "ranks")
     on = data.draw(st.integers(0, ranks - 1), "on")
     lengths = [length for length in range(1, ranks + 3) if length != ranks]
@@ -439,10 +455,13 @@ def test_calls_after_a_list_of_the_wrong_length(smp_world: SmpWorld, data: st.Da
 def split_wrongly(
     on: int, splits: tuple[list[int], list[int]], rows: int, then: bool = False
 ) -> bool:
-    """Whether all_to_all_single refuses these splits, of which only rank ``on`` knows.
+    """Call all_to_all_single with wrong splits on rank ``on`` alone; return whether it was refused.
 
     Args:
-        then: go on after it, all ranks.
+        on: the calling rank.
+        splits: the split sizes of output and input.
+        rows: the rows of both tensors.
+        then: whether all ranks gather afterwards.
     """
     refused = False
     if dist.get_rank() == on:
@@ -455,7 +474,7 @@ def split_wrongly(
 
 
 def check_splits(smp_world: SmpWorld, data: st.DataObject, then: bool) -> None:
-    """Splits of one side that do not add up are refused."""
+    """Check that splits of one side that do not add up to the rows are refused."""
     ranks = data.draw(sizes(smp_world), "ranks")
     on = data.draw(st.integers(0, ranks - 1), "on")
     side = st.lists(st.integers(1, 3), min_size=ranks, max_size=ranks)
@@ -484,14 +503,17 @@ def test_calls_after_splits_that_do_not_add_up(smp_world: SmpWorld, data: st.Dat
 
 # ---- Objects -------------------------------------------------------------------------------------
 
-#: What the members bring: of very different sizes, so that one's size is no other's.
+#: The objects of members, of very different sizes, so that a buffer of one size does not fit another.
 brought = st.sampled_from(["", "x" * 1000, None, b"y" * 2**16, b"z" * (2**17 + 1)]) | objects(
     tensors=False, max_leaves=3
 )
 
 
 def carry(call: str, group: Ranks | None, root: int, own: list[Any]) -> list[Any] | None:
-    """What a call of lists of objects leaves in this rank's list; position i brings ``own[i]``."""
+    """Make a call of lists of objects; return this rank's list afterwards, or None outside the group.
+
+    The member at position i passes ``own[i]``.
+    """
     with new_groups([group]) as (handle,):
         if not is_member(handle):
             return None
@@ -514,7 +536,7 @@ def carry(call: str, group: Ranks | None, root: int, own: list[Any]) -> list[Any
 
 
 def check_carried(smp_world: SmpWorld, data: st.DataObject, call: str) -> None:
-    """Drawn objects arrive where the call brings them, in a drawn group."""
+    """Draw objects and a group, and check each rank's list after a call."""
     ranks = data.draw(sizes(smp_world), "ranks")
     group = data.draw(groups_of(smp_world, ranks) | st.none(), "group")
     order = tuple(range(ranks)) if group is None else group
@@ -562,7 +584,7 @@ def test_scatter_object_list(smp_world: SmpWorld, data: st.DataObject) -> None:
 def send_lists(
     group: Ranks | None, src: int, dest: int, lists: list[list[Any]]
 ) -> list[tuple[int, list[Any]]]:
-    """Send lists of objects between two positions; what was received, and from whom."""
+    """Send lists of objects between two positions; return the received lists with their senders."""
     got = []
     with new_groups([group]) as (handle,):
         me = dist.get_rank(handle) if is_member(handle) else None
@@ -592,7 +614,10 @@ def test_send_object_list(smp_world: SmpWorld, data: st.DataObject, lists: list[
 
 
 def carry_outside(group: Ranks) -> list[list[Any]]:
-    """The lists of a rank that is not in the group, after its calls; members make none."""
+    """Call the functions for lists of objects on ranks outside a group; return the lists afterwards.
+
+    Members make no call and return an empty list.
+    """
     with new_groups([group]) as (handle,):
         if is_member(handle):
             return []

@@ -1,4 +1,4 @@
-"""send and recv_from: values, order, rank types, and when send returns."""
+"""Properties of smp.send and smp.recv_from: values, order, rank types, and the moment send returns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORLD_RANK = smp.RankType.WORLD_RANK
 
 
 class TypedMessage(NamedTuple):
-    """One send and its recv_from; each side names the other in a rank type of its own choice."""
+    """One send and its recv_from; each side names the other rank by its own choice of rank type."""
 
     src: int
     dest: int
@@ -34,7 +34,7 @@ class TypedMessage(NamedTuple):
 
 
 def walk(world: Topology, program: list[TypedMessage], sent: list[Any]) -> list[Any]:
-    """Play this rank's part in the program, message by message; return what it received, in order.
+    """Send and receive this rank's messages of a program; return the received objects in order.
 
     All ranks follow the same order, so the synchronous calls cannot wait in a circle.
     """
@@ -52,7 +52,7 @@ def walk(world: Topology, program: list[TypedMessage], sent: list[Any]) -> list[
 def check_walk(
     smp_world: SmpWorld, world: Topology, program: list[TypedMessage], sent: list[Any]
 ) -> None:
-    """Every rank receives what the program says, in its order."""
+    """Run a program, and check that every rank receives its objects in the program's order."""
     got = smp_world.run(walk, world, program, sent, ranks=world.size, config=parameters(world))
     for rank in range(world.size):
         to_rank = [obj for each, obj in zip(program, sent, strict=True) if each.dest == rank]
@@ -70,7 +70,7 @@ def test_values_arrive_as_they_are(
     check_walk(smp_world, world, [TypedMessage(src, dest)] * len(sent), sent)
 
 
-#: A value of every built-in type, those that are easily taken for another among them.
+#: Values of every built-in type, with pairs that are easily mistaken for each other.
 VALUES: list[Any] = [
     *(
         None,
@@ -104,7 +104,7 @@ def test_values_of_every_type_arrive(smp_world: SmpWorld, nested: bool) -> None:
 
 
 def send_tensors(specs: list[TensorSpec], src: int, dest: int) -> Any:
-    """Send tensors as the recipes make them on this rank; what this rank receives."""
+    """Send the tensors that the recipes make on rank ``src``; return the received ones on ``dest``."""
     if smp.rank() == src:
         smp.send([spec.make(src, smp.size()) for spec in specs], dest, WORLD_RANK)
     return smp.recv_from(src, WORLD_RANK) if smp.rank() == dest else None
@@ -139,7 +139,7 @@ def test_messages_of_a_pair_keep_their_order(
 
 
 def fan_in(dest: int, order: list[int]) -> list[int]:
-    """All ranks send to ``dest``, which receives in the given order of sources."""
+    """Send from all ranks to ``dest``, which receives in the given order of sources."""
     if smp.rank() != dest:
         smp.send(smp.rank(), dest, WORLD_RANK)
         return []
@@ -159,7 +159,7 @@ def test_the_named_source_is_received_from(smp_world: SmpWorld, data: st.DataObj
 
 @st.composite
 def messages(draw: st.DrawFn, world: Topology, mixed: bool) -> TypedMessage:
-    """A message between two ranks of a drawn group; ``mixed``: both sides choose how to name them."""
+    """Draw a message between two ranks of a drawn group; with ``mixed`` each side draws its rank type."""
     group = draw(st.sampled_from([g for g in GROUPS if len(members(world, g, 0)) > 1]))
     src = draw(st.integers(0, world.size - 1))
     dest = draw(st.sampled_from([each for each in members(world, group, src) if each != src]))
@@ -170,7 +170,7 @@ def messages(draw: st.DrawFn, world: Topology, mixed: bool) -> TypedMessage:
 
 
 def programs(world: Topology, mixed: bool) -> st.SearchStrategy[list[TypedMessage]]:
-    """One to eight such messages, each number of them as often."""
+    """Draw one to eight messages; each number is equally likely."""
     lists = [st.lists(messages(world, mixed), min_size=n, max_size=n) for n in range(1, 9)]
     return st.one_of(lists)
 
@@ -194,9 +194,9 @@ def test_rank_types_only_name_the_partner(smp_world: SmpWorld, data: st.DataObje
 
 
 def send_and_change(src: int, dest: int, padding: int) -> Any:
-    """Change the object on both sides after it was sent.
+    """Send an object, and change it on both sides afterwards.
 
-    Returns what each side holds after the other has changed its own.
+    Returns, on each side, the own object after the other side's change.
     """
     if smp.rank() == src:
         obj: dict[str, Any] = {"list": [1], "tensor": torch.arange(3), "pad": bytes(padding)}
@@ -231,7 +231,10 @@ def test_objects_are_copied_when_sent(
 
 
 def send_and_look(src: int, dest: int, count: int, late: list[int], folder: Path) -> list[bool]:
-    """For each send: whether the destination had come to its recv_from when the send returned."""
+    """Send ``count`` objects from ``src`` to ``dest``, the ``late`` ranks last.
+
+    Returns, on ``src``, whether the destination had come to its recv_from when each send returned.
+    """
     me, seen = smp.rank(), []
     for number in range(count):
         if me in late:
@@ -251,12 +254,13 @@ def send_and_look(src: int, dest: int, count: int, late: list[int], folder: Path
 def test_send_returns_after_the_receive_was_called(
     smp_world: SmpWorld, smp_tmp_path: TmpPath, data: st.DataObject, count: int
 ) -> None:
-    """The observer is a file, because the calls themselves cannot tell: with named partners a program
-    computes the same whether or not a send waits. The destination makes the file before it calls
-    recv_from, so it is there whenever a send that waits returns, on any backend and at any speed: a
-    conforming backend never fails here. One that does not wait fails if the sender looks before the
-    destination comes; ``late`` ranks exchange messages first, which makes that likely. (All ranks see
-    one folder: that is what smp_tmp_path is.)
+    """A file shows whether the destination has come.
+
+    Results of calls cannot show that, because a program with named partners computes the same whether or not
+    a send waits. The destination makes the file before its call of recv_from, so the file exists when a
+    correct send returns, on any backend and at any speed. A conforming backend never fails here. A send
+    that does not wait fails if the sender looks before the destination comes, and the messages that the
+    ``late`` ranks exchange first make that likely. All ranks see the folder of smp_tmp_path.
     """
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
     src, dest = data.draw(pairs(ranks), "src, dest")
@@ -267,7 +271,7 @@ def test_send_returns_after_the_receive_was_called(
 
 
 def call_by_keyword(keywords: bool) -> list[Any]:
-    """Every call that takes arguments, between ranks 0 and 1."""
+    """Make every call that takes arguments, between ranks 0 and 1, by position or by keyword."""
     if not keywords:
         if smp.rank() == 0:
             smp.send("sent", 1, WORLD_RANK)
