@@ -1,6 +1,6 @@
-"""Asynchronous collective calls: their handles, in any order, on one group and on several.
+"""Properties of asynchronous collectives: handles in any order, on one group and on several.
 
-An output is looked at after its own wait only, and an input is left alone until then.
+Outputs are read only after their own wait, and inputs are not changed before.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from conformance.requirements.catalogue import requirement
 from pytest_smp.proxies import SmpWorld, TmpPath
 from pytest_smp.strategies import TensorSpec
 
-CallOrders = list[list[int]]  # for each rank, the numbers of all calls
+CallOrders = list[list[int]]  # the numbers of all calls, in an order for each rank
 
 
 def orders(data: st.DataObject, ranks: int, count: int, name: str) -> CallOrders:
-    """For each rank an order of so many calls."""
+    """Draw an order of so many calls for each rank."""
     permutations = st.permutations(range(count))
     return [list(data.draw(permutations, f"{name} of rank {rank}")) for rank in range(ranks)]
 
@@ -48,7 +48,7 @@ def orders(data: st.DataObject, ranks: int, count: int, name: str) -> CallOrders
 
 
 def call_and_wait(call: GroupCall, times: int) -> None:
-    """One call, waited for so many times."""
+    """Issue one call, wait for it several times, and check its outputs after each wait."""
     issued = issue(call, 0, 1, None)
     for _ in range(times):
         issued.finish()
@@ -73,7 +73,7 @@ def test_waits_again(smp_world: SmpWorld, data: st.DataObject, times: int) -> No
 
 
 def call_both_ways(call: GroupCall) -> None:
-    """The handle of an asynchronous call has its two methods; a synchronous call gives None."""
+    """Check that an asynchronous call returns a handle with wait and is_completed, and a synchronous one None."""
     issued = issue(call, 0, 2, None)
     for method in ("wait", "is_completed"):
         has = callable(getattr(issued.work, method, None))
@@ -93,7 +93,7 @@ def test_what_calls_return(smp_world: SmpWorld, data: st.DataObject) -> None:
 
 
 def ask_and_wait(program: Sequence[GroupCall], asks: int) -> None:
-    """Ask each call whether it is completed; look at its outputs where it says so, and after wait."""
+    """Poll is_completed of each call, and check its outputs once it is True, and after the wait."""
     flying = issue_all(program, [None])
     for issued in flying.values():
         for _ in range(asks):
@@ -118,10 +118,12 @@ def test_completed_work(smp_world: SmpWorld, data: st.DataObject, kind: str, ask
 def wait_for_futures(
     program: Sequence[GroupCall], waits: CallOrders, reduced: bool = False
 ) -> None:
-    """Calls whose futures are waited for in these orders; the works afterwards.
+    """Issue calls, wait for their futures in these orders, check the outputs, and wait for the handles.
 
     Args:
-        reduced: the value of each future is a reduced tensor.
+        program: the calls.
+        waits: the order of waits for each rank.
+        reduced: whether to check that each future's value is the reduced tensor.
     """
     me, flying = dist.get_rank(), issue_all(program, [None])
     futures = {number: issued.work.get_future() for number, issued in flying.items()}
@@ -147,7 +149,7 @@ def test_futures(smp_world: SmpWorld, data: st.DataObject, kind: str) -> None:
     others = data.draw(st.lists(calls(smp_world, [ranks], moving=True), max_size=2), "others")
     program = [call, *others]
     waits = orders(data, ranks, len(program), "waits")
-    # The futures are made in order: a backend may wait there (torch lets it).
+    # The futures are made in the program's order, because torch lets a backend wait in get_future.
     smp_world.run(wait_for_futures, program, waits, ranks=ranks)
 
 
@@ -170,9 +172,9 @@ def fly(
     issues: CallOrders | None,
     waits: CallOrders,
 ) -> None:
-    """Issue all calls, in the order of the program or in the rank's own; wait for them in another.
+    """Issue all calls, in the program's order or in the rank's own, and wait for them in another order.
 
-    At the end every output is looked at again, after the last handle is gone.
+    Every output is checked after its wait, and again after the last handle is gone.
     """
     me = dist.get_rank()
     with new_groups(groups) as handles:
@@ -214,7 +216,7 @@ def test_outputs_stay(smp_world: SmpWorld, data: st.DataObject, count: int) -> N
 
 
 def call_between(flying: Sequence[GroupCall], call: GroupCall) -> None:
-    """A synchronous call while others are in flight."""
+    """Make a synchronous call while others are in flight, and check all outputs."""
     program = [*flying, call]
     issued = issue_all(flying, [None])
     number = len(flying)
@@ -234,7 +236,7 @@ def test_synchronous_calls_between(smp_world: SmpWorld, data: st.DataObject) -> 
 
 
 def gather_again(spec: TensorSpec, rounds: int) -> None:
-    """Gather with the same tensors in every round; the input changes right after the wait."""
+    """Gather with the same tensors in every round; inputs and outputs change right after each wait."""
     me, world = dist.get_rank(), dist.get_world_size()
     own, outputs = spec.blank(), [spec.blank() for _ in range(world)]
     for number in range(rounds):
@@ -260,7 +262,7 @@ def test_tensors_are_used_again(smp_world: SmpWorld, data: st.DataObject, rounds
 
 
 def mix(program: Sequence[GroupCall], exchange: GroupExchange) -> None:
-    """Collective calls in flight around messages."""
+    """Issue half of the calls, exchange messages, issue the other half, and check everything."""
     half = len(program) // 2
     first = {n: issue(program[n], n, len(program), None) for n in range(half)}
     traffic.take_part(exchange, None)
@@ -275,7 +277,7 @@ def mix(program: Sequence[GroupCall], exchange: GroupExchange) -> None:
 def test_messages_between_calls(smp_world: SmpWorld, data: st.DataObject) -> None:
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
     program = data.draw(programs(smp_world, [ranks], most=4), "program")
-    # Not as many on every rank: a message that counted as a call would be one call too many.
+    # Ranks have different numbers of messages: a message counted as a collective would shift the matching.
     message = pairs(ranks).map(lambda pair: traffic.GroupMessage(*pair, 0, 2))
     messages = st.lists(message, min_size=1, max_size=4)
     drawn = traffic.exchanges(ranks, messages, traffic.dtypes(smp_world))
@@ -286,7 +288,10 @@ def test_messages_between_calls(smp_world: SmpWorld, data: st.DataObject) -> Non
 
 
 def check_groups(smp_world: SmpWorld, data: st.DataObject, one_order: bool) -> None:
-    """Calls on overlapping groups and the world, issued in one order by all ranks or in any."""
+    """Draw calls on overlapping groups and the world, and check their outputs.
+
+    With ``one_order`` all ranks issue the calls in the program's order, otherwise each in its own.
+    """
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
     made = data.draw(overlapping_groups(smp_world, ranks), "groups")
     groups: list[Ranks | None] = [None, *made]
@@ -294,7 +299,7 @@ def check_groups(smp_world: SmpWorld, data: st.DataObject, one_order: bool) -> N
     waits = orders(data, ranks, len(program), "waits")
     issues = None
     if not one_order:
-        # Calls of one group keep their order: the k-th to be issued is the k-th of the program.
+        # Calls of one group must keep the program's order on every rank, since they match by number.
         issues = []
         for drawn in orders(data, ranks, len(program), "issues"):
             own = [program[number].group for number in drawn]
@@ -321,7 +326,7 @@ def test_groups_in_another_order_on_each_rank(smp_world: SmpWorld, data: st.Data
 
 
 def meet_later(rounds: int, late: list[int], folder: Path) -> list[list[int]]:
-    """Come to barriers, wait for each; the ranks that had not come when the wait was over."""
+    """Issue barriers and wait for each; return the ranks that were missing after each wait."""
     me, world, missing = dist.get_rank(), dist.get_world_size(), []
     for number in range(rounds):
         if me in late:
@@ -340,7 +345,7 @@ def meet_later(rounds: int, late: list[int], folder: Path) -> list[list[int]]:
 def test_a_barrier_that_was_waited_for(
     smp_world: SmpWorld, smp_tmp_path: TmpPath, data: st.DataObject, rounds: int
 ) -> None:
-    """Observed by files, as in test_barriers."""
+    """Files show which ranks have entered, as in test_barriers."""
     ranks = data.draw(sizes(smp_world), "ranks")
     late = data.draw(some(range(ranks)), "late")
     seen = smp_world.run(meet_later, rounds, late, smp_tmp_path.fresh(), ranks=ranks)

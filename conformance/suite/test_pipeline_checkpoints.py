@@ -1,4 +1,4 @@
-"""Checkpoints of activations, which change no bit; and of training, which goes on where it stopped."""
+"""Properties of activation checkpointing, which changes no bit, and of resumed training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pytest_smp.strategies.training_script import Script, Seen, compare, merged,
 
 
 def train_checkpointed(engine: str, case: Training, paths: tuple[str, ...]) -> Seen:
-    """Train with the activations of these modules computed again in backward."""
+    """Train with activation checkpointing of the modules at these paths."""
     smp = namespace(engine)
     script = Script(smp, case)
     for path in paths:
@@ -44,7 +44,7 @@ def test_computing_again_changes_no_bit(
     case = data.draw(
         cases(smp_world, smp_engine, least=2, automatic=False, real=True, model=model), "case"
     )
-    # A checkpointed module is on one partition (API 1.9).
+    # A checkpointed module must lie on one partition (API 1.9).
     at = data.draw(st.lists(st.integers(0, case.pp - 1), min_size=3, max_size=3), "partitions")
     where = tuple((f"body.{number}", owner) for number, owner in enumerate(at))
     case = dataclasses.replace(case, partition=where)
@@ -58,14 +58,17 @@ def test_computing_again_changes_no_bit(
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
-    """An optimizer with a state."""
+    """Make an optimizer that has state."""
     return torch.optim.SGD(parameters, lr=oracle.LEARNING_RATE, momentum=0.5)
 
 
 def train_and_save(
     engine: str, case: Training, folder: str, partial: bool, content: Any
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """This rank's parameters when they were saved, and after one more step."""
+    """Train one step, save a checkpoint, and train one more step.
+
+    Returns this rank's parameters at the checkpoint and at the end.
+    """
     smp = namespace(engine)
     script = Script(smp, case, optimizer=momentum)
     step(script, case, 0)
@@ -86,19 +89,22 @@ def train_and_save(
 def resume(
     engine: str, case: Training, folder: str, partial: bool, steps: int
 ) -> tuple[dict[str, Tensor], Any]:
-    """This rank's parameters after so many steps from what was saved, and the user's content."""
+    """Resume from the checkpoint and train so many steps.
+
+    Returns this rank's parameters and the user's content.
+    """
     smp = namespace(engine)
     script = Script(smp, case, salt="fresh", optimizer=momentum)
     content = smp.resume_from_checkpoint(folder, tag="it", partial=partial)
     for number in range(1, steps + 1):
         step(script, case, number)
-    if not script.model.partitioned:  # weights arrive with the partition, in the first step
+    if not script.model.partitioned:  # weights are loaded when the first step partitions the model
         step(script, case, 1, update=False)
     return script.parameters(), content
 
 
 def step(script: Script, case: Training, number: int, update: bool = True) -> None:
-    """One training step of this replica."""
+    """Run one training step of this replica; ``update`` says whether the optimizer steps."""
     script.zero_grad()
     script.backward(oracle.batch(case, script.api.dp_rank(), number))
     if update:
@@ -106,20 +112,22 @@ def step(script: Script, case: Training, number: int, update: bool = True) -> No
 
 
 def single(case: Training) -> Training:
-    """The case with one pass and one window. Gradients are set to None before it: checkpoints hold none, so
-    a parameter that only the step before the save has used would have zeros in the run that goes on,
-    which momentum moves, and nothing in the run that resumes, in plain torch, too.
+    """The case with one pass and one window, whose ``zero_grad`` sets gradients to None.
+
+    Checkpoints hold no gradients. With zeros, a parameter that only the step before the save has used would
+    have a zero gradient in the run that goes on, and momentum would move it. In the resumed run it would
+    have no gradient and not move. Plain torch behaves the same.
     """
     return dataclasses.replace(case, passes=1, windows=1, set_to_none=True)
 
 
 def union(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """What all ranks hold."""
+    """The parameters of all ranks together, by name."""
     return {name: value for each in ranks for name, value in each.items()}
 
 
 def same(first: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    """Assert that both hold the same values, to the bit."""
+    """Assert that both dicts hold the same names and values, to the bit."""
     assert set(first) == set(other)
     for name, value in first.items():
         assert torch.equal(value, other[name]), f"{name}: {other[name]}, not {value}"
@@ -174,7 +182,7 @@ def test_a_full_checkpoint_fits_any_partition(
 def resume_what_is_not_there(
     engine: str, case: Training, folder: str, tag: str | None, partial: bool
 ) -> str | None:
-    """What resuming raises, in the first step at the latest."""
+    """The type of the exception that resuming or the first step after it raises, or None."""
     smp = namespace(engine)
 
     def go() -> None:
@@ -210,7 +218,7 @@ def test_what_is_missing_or_torn_is_refused(
 
 
 def tear(folder: Path) -> None:
-    """Cut every file in half, but the pointer and what the user gave."""
+    """Cut every file of a checkpoint in half, but not ``newest`` and the user's content."""
     found = [path for path in folder.rglob("*") if path.is_file() and path.name != "newest"]
     torn = [path for path in found if not path.name.startswith("user_content")]
     assume(bool(torn))
@@ -219,7 +227,7 @@ def tear(folder: Path) -> None:
 
 
 def read_state(engine: str, case: Training) -> dict[str, Tensor]:
-    """The whole state after one step."""
+    """The tensors of the model's state_dict after one step."""
     smp = namespace(engine)
     script = Script(smp, case)
     step(script, case, 0)
@@ -228,7 +236,10 @@ def read_state(engine: str, case: Training) -> dict[str, Tensor]:
 
 
 def load_state(engine: str, case: Training, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The whole state of a model that loaded it, before or while it is partitioned."""
+    """Load a state before the model is partitioned; return the tensors of its state_dict after a step.
+
+    The step has no optimizer step, so the state must be the loaded one.
+    """
     smp = namespace(engine)
     script = Script(smp, case, salt="fresh")
     script.model.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""What a step refuses: on every rank, and nobody hangs. Which exception it is, is the engine's own."""
+"""Properties of refusals: every rank raises and none hangs. The engine chooses the exception."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Two(nn.Module):
 
 
 class Trouble(Exception):
-    """What a module or body raises on purpose."""
+    """The exception that a module or a body raises on purpose."""
 
 
 class Second(nn.Module):
-    """A linear map."""
+    """A linear map that can raise, and can ignore its second argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Second(nn.Module):
 
 
 def wrapped(smp: Any, tied: bool = False, last: int | None = None) -> Any:
-    """The model, its second module on the last partition, or on ``last``."""
+    """Make the distributed model, with the second module on the last partition, or on ``last``."""
     module = Two(tied)
     model = smp.DistributedModel(module)
     if smp.pp_size() > 1:
@@ -65,7 +65,7 @@ def wrapped(smp: Any, tied: bool = False, last: int | None = None) -> Any:
 
 
 def stepper(smp: Any) -> Callable[..., Any]:
-    """A step function that gets into trouble if asked."""
+    """Make a step function that fails in the way that its argument ``trouble`` names."""
 
     @smp.step  # type: ignore[untyped-decorator]  # anybody's
     def body(model: Any, x: Tensor, trouble: str = "") -> Tensor:
@@ -84,14 +84,17 @@ def stepper(smp: Any) -> Callable[..., Any]:
 
 
 def batch(rows: int) -> Tensor:
-    """Rows that begin with their number."""
+    """Make a batch whose rows are filled with their numbers."""
     return torch.arange(rows).float().unsqueeze(1).expand(rows, 2).contiguous()
 
 
 def get_into(
     engine: str, microbatches: int, trouble: str, before: bool
 ) -> tuple[str | None, str | None]:
-    """What the step with the trouble raises, after a good one if ``before``; and the next good one."""
+    """Run a step that fails, after a good one if ``before``, and then a good one.
+
+    Returns the types of the exceptions of the failing step and of the good one after it, or None.
+    """
     smp = namespace(engine)
     model, step = wrapped(smp), stepper(smp)
     good = batch(2 * microbatches)
@@ -105,7 +108,7 @@ def get_into(
 def refused_everywhere(
     smp_world: SmpWorld, engine: str, world: TrainingWorld, trouble: str, before: bool
 ) -> None:
-    """Each rank raised, and each rank went on."""
+    """Check that the failing step raises on every rank, and that the next one works on every rank."""
     __tracebackhide__ = True
     seen = smp_world.run(
         get_into,
@@ -185,8 +188,10 @@ def test_an_input_without_influence_gets_no_gradient_or_is_refused(
 def ignore_an_input(
     engine: str, microbatches: int, before: bool
 ) -> tuple[str | None, dict[str, Tensor], str | None]:
-    """What a step that gives a module more than it uses raises, or else this rank's gradients by name; and
-    what the next good one raises.
+    """Run a step whose module ignores one of its arguments, and then a good one.
+
+    Returns the type of the first step's exception, or None, this rank's gradients after it by name, and
+    the type of the second step's exception, or None.
     """
     smp = namespace(engine)
     model, step = wrapped(smp), stepper(smp)
@@ -202,7 +207,7 @@ def ignore_an_input(
 
 
 def integers(module: Any) -> Any:
-    """The module, with small whole numbers for weights: sums are exact in any order."""
+    """Fill the module with small whole numbers, whose sums are exact in any order, and return it."""
     with torch.no_grad():
         for number, parameter in enumerate(module.parameters()):
             if parameter.numel():
@@ -211,7 +216,10 @@ def integers(module: Any) -> Any:
 
 
 def call_outside(engine: str, microbatches: int, before: bool) -> list[str | None]:
-    """What the model and its backward raise outside a step, and what a step raises then."""
+    """Call the model and its backward outside a step, and then run a step.
+
+    Returns the type of the exception of each call, or None.
+    """
     smp = namespace(engine)
     model, step = wrapped(smp), stepper(smp)
     if before:
@@ -246,7 +254,7 @@ def test_calls_outside_a_step_are_refused(
 
 
 def wrap_twice(engine: str) -> tuple[str | None, str | None]:
-    """What the first DistributedModel raises, and the second."""
+    """Make two DistributedModels; return the types of the exceptions of each, or None."""
     smp = namespace(engine)
     first = raised(lambda: smp.DistributedModel(Two()))
     return first, raised(lambda: smp.DistributedModel(Two()))
@@ -264,7 +272,10 @@ def test_a_second_model_is_refused(
 
 
 def partition_badly(engine: str, microbatches: int, how: str, index: int) -> str | None:
-    """What a partition that cannot be raises, at the latest in the first step."""
+    """Ask for an impossible partition in the way that ``how`` names, and run a step.
+
+    Returns the type of the exception of the first failing call, or None.
+    """
     smp = namespace(engine)
 
     def go() -> None:

@@ -1,4 +1,4 @@
-"""Gradients: of replicas and pipelines, against a plain loop, to the last bit."""
+"""Properties of gradients of replicas and pipelines, which are compared with a plain loop bit for bit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Data = st.DataObject
 
 
 def holds(smp_world: SmpWorld, smp_engine: str, data: Data, **fixed: Any) -> list[Seen]:
-    """Draw a case and check it."""
+    """Draw a case, train it, compare all ranks with plain PyTorch, and return the results."""
     __tracebackhide__ = True
     none = fixed.pop("none", False)
     salted = fixed.pop("salted", False)
@@ -92,7 +92,7 @@ def test_any_partition_of_the_library_is_right(
     )
 
 
-#: Models in which parameters have several uses, at both ends of the tree.
+#: Models whose parameters are used several times, by shared modules and by repeated calls.
 SHARING = (
     Block("repeat", (Block("linear"),), 2),
     Block("chain", (Block("shared", size=1), Block("relu"), Block("shared", size=1))),
@@ -148,7 +148,7 @@ def test_replicas_are_averaged(smp_world: SmpWorld, smp_engine: str, data: Data)
         assert gradient is None or (other is not None and torch.equal(gradient, other)), name
 
 
-#: Models with parameters that are used never, or by some microbatches and replicas only.
+#: Models with parameters that no call uses, or only some microbatches and replicas.
 SPARSE = (
     Block("unused", (Block("relu"), Block("linear"))),
     Block("route", (Block("linear"), Block("linear"))),
@@ -174,7 +174,7 @@ def test_what_an_earlier_pass_used_counts(
     smp_world: SmpWorld, smp_engine: str, data: Data, seed: int
 ) -> None:
     model = Model(SPARSE[1], inputs=2, width=2)
-    # One microbatch, so that passes differ in what they use.
+    # With one microbatch, passes differ in the parameters that they use.
     fixed = {"model": model, "microbatches": 1, "passes": 2, "windows": 1, "seed": seed}
     holds(smp_world, smp_engine, data, pipeline=(1,), dp=1, none=True, **fixed)
 
@@ -186,7 +186,7 @@ def test_what_one_replica_uses_all_have(
     smp_world: SmpWorld, smp_engine: str, data: Data, body: Block, seed: int
 ) -> None:
     model = Model(body, inputs=2, width=2)
-    # One microbatch, so that replicas differ in what they use.
+    # With one microbatch, replicas differ in the parameters that they use.
     fixed = {"model": model, "microbatches": 1, "passes": 1, "windows": 1, "seed": seed}
     holds(smp_world, smp_engine, data, least=2, pipeline=(1,), dp=2, none=True, **fixed)
 
@@ -230,7 +230,7 @@ def test_real_values_are_within_the_bound_of_their_sum(
 ) -> None:
     drawn = trainings(min(4, smp_world.ranks), pipeline=(1,), real=True, windows=1)
     case = data.draw(drawn, "case")
-    # What is used several times in a microbatch may be added up in another order there.
+    # An engine may add the gradients of several uses within a microbatch in another order than the oracle.
     assume(not features(case) & {"dropout", "shared parameters", "reused modules"})
     assume(not features(case) & {"branches and skips"})
     seen = results(smp_world, smp_engine, case)
@@ -242,7 +242,7 @@ def test_real_values_are_within_the_bound_of_their_sum(
             if gradient is None or not given_:
                 continue
             stacked = torch.stack([g.double() for g in given_ if g is not None])
-            count = len(stacked) + 2  # additions and divisions (ENGINES 2.2)
+            count = len(stacked) + 2  # the roundings of additions and divisions (ENGINES 2.2)
             gamma = count * 2.0**-24 / (1 - count * 2.0**-24)
             bound = gamma * stacked.abs().sum(0) / divisor + count * 2.0**-149
             error = (gradient.double() - stacked.sum(0) / divisor).abs()

@@ -1,4 +1,4 @@
-"""Hooks and attributes of the distributed model: what is called when, and with what."""
+"""Properties of the distributed model's hooks and attributes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pytest_smp.proxies import SmpWorld
 
 
 class Chain(nn.Module):
-    """Linear maps, the last called twice; a buffer."""
+    """A model of linear maps, the last of which is called twice, and a buffer."""
 
     factor: Tensor
 
@@ -34,7 +34,7 @@ class Chain(nn.Module):
 
 
 def values(module: nn.Module, scale: float = 1.0) -> None:
-    """The same values on every rank."""
+    """Fill the parameters with fixed values, the same on every rank."""
     with torch.no_grad():
         for number, parameter in enumerate(module.parameters()):
             filled = torch.arange(parameter.numel(), dtype=torch.float32) + number
@@ -42,7 +42,7 @@ def values(module: nn.Module, scale: float = 1.0) -> None:
 
 
 def distributed(smp: Any, module: Chain) -> Any:
-    """The model of a chain, in two stages where the pipeline has as many."""
+    """Wrap a chain in DistributedModel, with the last map on rank 1 if there is a pipeline."""
     values(module)
     model = smp.DistributedModel(module)
     if smp.pp_size() > 1:
@@ -52,13 +52,14 @@ def distributed(smp: Any, module: Chain) -> Any:
 
 @dataclasses.dataclass
 class Heard:
-    """What one rank saw.
+    """The calls of hooks on one rank, and attributes of its model.
 
     Attributes:
-        calls: for each call of a hook: its name, whether model and optimizer were the script's,
-            whether the model was partitioned, the step in progress, and the forwards run before.
-        forwards: how often the forward hook of each module was called, by module.
-        inside: whether ``partitioned`` was right before and after.
+        calls: the calls of the model's hooks, each with the hook's name, whether model and optimizer were the
+            script's, whether the model was partitioned, and the step in progress.
+        forwards: the number of calls of each module's forward hook after the first step, by module.
+        partitioned: the model's ``partitioned`` before the first step and after the last.
+        wrapped: whether the model's ``module`` is the wrapped module.
     """
 
     calls: list[tuple[str, bool, bool, int]] = dataclasses.field(default_factory=list)
@@ -68,7 +69,7 @@ class Heard:
 
 
 def listen(engine: str, steps: int, microbatches: int, tracing: bool) -> Heard:
-    """Register hooks, run steps, and say what was called."""
+    """Register hooks, run steps, and return the calls on this rank."""
     smp = namespace(engine)
     heard = Heard()
     module = Chain()
@@ -100,7 +101,7 @@ def listen(engine: str, steps: int, microbatches: int, tracing: bool) -> Heard:
     before = model.partitioned
     for step in range(steps):
         now[0] = step
-        counting[0] = step > 0  # the first may be traced
+        counting[0] = step > 0  # a trace may call modules once more in the first step
         body(model, torch.ones(2 * microbatches, 2))
     now[0] = steps
     heard.partitioned = before, model.partitioned
@@ -111,7 +112,7 @@ def listen(engine: str, steps: int, microbatches: int, tracing: bool) -> Heard:
 def heard(
     smp_world: SmpWorld, engine: str, world: TrainingWorld, steps: int, tracing: bool = True
 ) -> list[Heard]:
-    """What each rank heard."""
+    """Run :func:`listen` on all ranks of a world."""
     __tracebackhide__ = True
     config = world.config | ({} if tracing else {"skip_tracing": True})
     return smp_world.run(
@@ -157,7 +158,7 @@ def test_forward_hooks_are_called_once_a_call(
 
 
 class Base(nn.Module):
-    """A linear map."""
+    """A linear map, whose forward other classes call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,11 +170,11 @@ class Base(nn.Module):
 
 
 class Inherits(Base):
-    """Has no forward of its own."""
+    """A class without a forward of its own."""
 
 
 class Derived(Inherits):
-    """Its base's map, times two."""
+    """The map of the base class, times two."""
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = super()._orig_forward(x) * 2  # type: ignore[misc]
@@ -181,7 +182,7 @@ class Derived(Inherits):
 
 
 class Most(Derived):
-    """Its base's result and three."""
+    """The result of the base class, plus three."""
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = super()._orig_forward(x) + 3  # type: ignore[misc]
@@ -189,7 +190,7 @@ class Most(Derived):
 
 
 def call_bases(engine: str, microbatches: int, rows: int) -> Tensor:
-    """What a step gives whose modules call the forwards of their bases."""
+    """Run a step whose modules call the forwards of their base classes, and return its outputs."""
     smp = namespace(engine)
     module = nn.Sequential(Derived(), Most())
     values(module)
@@ -208,7 +209,7 @@ def call_bases(engine: str, microbatches: int, rows: int) -> Tensor:
 
 
 def lines(rows: int) -> Tensor:
-    """A batch of different whole numbers."""
+    """Make a batch of different whole numbers."""
     return torch.arange(2.0 * rows).view(rows, 2)
 
 
@@ -247,7 +248,7 @@ def test_partitioned_and_module(smp_world: SmpWorld, smp_engine: str, data: st.D
 
 
 def look_at_state(engine: str, microbatches: int, stepped: bool) -> dict[str, Tensor]:
-    """The model's state, before or after the first step."""
+    """The model's state_dict, before or after the first step."""
     smp = namespace(engine)
     model = distributed(smp, Chain())
     body = step_of_the_sum(smp)
@@ -280,7 +281,10 @@ def test_the_state_is_that_of_the_wrapped_module(
 
 
 def train_unevenly(engine: str, batches: tuple[int, ...], microbatches: int) -> list[Tensor | None]:
-    """The gradient of the bias of the last module after each of this replica's steps."""
+    """Train as many steps as this replica has batches, under join.
+
+    Returns the gradient of the last module's bias after each step.
+    """
     smp = namespace(engine)
     module = Chain()
     model = distributed(smp, module)
@@ -311,7 +315,7 @@ def test_replicas_may_have_fewer_batches(
         ranks=world.ranks,
         config=world.config,
     )
-    # Of the bias, over two rows: both calls of the module count; on all replicas, then on one.
+    # The bias gets a gradient from both calls of its module and two rows, on all replicas, then on one.
     plain = Chain()
     values(plain)
     plain(torch.ones(2, 2)).sum().backward()

@@ -1,6 +1,6 @@
-"""Schedules: the order in which microbatches go forward and backward, as the modules themselves see it.
+"""Properties of schedules: the order of microbatches' forward and backward passes.
 
-Nothing of an engine is asked: a module of the model notes when it is called, and when its backward is.
+A module of the model notes its own calls and backward passes, so nothing is asked of the engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Event = tuple[str, int]  # "F" or "B", and the microbatch
 
 
 class _Noted(torch.autograd.Function):
-    """The identity, whose backward is noted."""
+    """The identity, which notes its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, events: list[Event], microbatch: int) -> Tensor:
@@ -36,7 +36,7 @@ class _Noted(torch.autograd.Function):
 
 
 class Stage(nn.Module):
-    """A linear map that notes its calls. Each rank has its own list."""
+    """A linear map that notes its calls in a list of its rank."""
 
     def __init__(self, events: list[Event]) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Stage(nn.Module):
 
 
 class TwoStages(nn.Module):
-    """One behind the other."""
+    """A model that calls its stages one after the other."""
 
     def __init__(self, number: int, events: list[Event]) -> None:
         super().__init__()
@@ -65,14 +65,14 @@ class TwoStages(nn.Module):
 
 @dataclasses.dataclass
 class Order:
-    """What one rank saw: its modules' events, and the bodies in progress when each one began."""
+    """The events of one rank's modules, and the number of bodies in progress when each body began."""
 
     events: list[Event]
     in_progress: list[int]
 
 
 def note_order(engine: str, stages: tuple[int, ...], microbatches: int, steps: int) -> list[Order]:
-    """The order on this rank, step by step. ``stages``: the partition of each."""
+    """Train, and return the order on this rank for each step; ``stages`` has each stage's partition."""
     smp = namespace(engine)
     events: list[Event] = []
     module = TwoStages(len(stages), events)
@@ -99,7 +99,7 @@ def note_order(engine: str, stages: tuple[int, ...], microbatches: int, steps: i
     for _ in range(steps):
         body(model, x)
         active.clear()
-        # A traced run of the first step, if there was one, noted the first microbatch before.
+        # A trace in the first step may have noted the first microbatch, so only the last events count.
         last = events[-2 * microbatches * sum(at == smp.pp_rank() for at in stages) :]
         found.append(Order(last, list(counts)))
         events.clear()
@@ -109,14 +109,14 @@ def note_order(engine: str, stages: tuple[int, ...], microbatches: int, steps: i
 
 @st.composite
 def pipelines(draw: st.DrawFn, most: int) -> tuple[int, tuple[int, ...]]:
-    """A pipeline degree, and the partition of each of some stages; the last rank has one."""
+    """Draw a pipeline degree, and partitions of two to five stages, the last on the last rank."""
     pp = draw(st.integers(2, most))
     drawn = draw(st.lists(st.integers(0, pp - 1), min_size=1, max_size=4))
     return pp, (*drawn, pp - 1)
 
 
 def config(pp: int, microbatches: int, schedule: str, active: int | None = None) -> dict[str, Any]:
-    """The parameters of smp.init."""
+    """The parameters of smp.init for a manual partition without tracing."""
     given: dict[str, Any] = {
         "pipeline_parallel_degree": pp,
         "microbatches": microbatches,
@@ -160,7 +160,7 @@ def test_no_more_microbatches_are_in_progress(
         for order in steps:
             assert max(order.in_progress, default=0) <= active
             assert len(order.events) == 2 * own * microbatches
-            held: dict[int, int] = {}  # forwards without their backward, by microbatch
+            held: dict[int, int] = {}  # forward passes whose backward has not run, by microbatch
             for phase, microbatch in order.events:
                 held[microbatch] = held.get(microbatch, 0) + (1 if phase == "F" else -1)
                 assert sum(count > 0 for count in held.values()) <= active, rank

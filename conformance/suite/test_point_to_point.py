@@ -1,4 +1,4 @@
-"""Point-to-point of tensors: values, order, tags, partners, groups, any source, batches."""
+"""Properties of messages: values, order, tags, partners, groups, any source, batches, errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from pytest_smp.strategies import TensorSpec, lengths, shapes, tensors
 
 
 def pass_on(specs: list[TensorSpec], src: int, dest: int, asynchronous: bool) -> None:
-    """Send tensors, made and received as the recipes say, from one rank to another."""
+    """Send the tensors of recipes from one rank to another, and check each one on the receiver."""
     me, world = dist.get_rank(), dist.get_world_size()
     for spec in specs:
         if me not in (src, dest):
@@ -63,7 +63,7 @@ def pass_on(specs: list[TensorSpec], src: int, dest: int, asynchronous: bool) ->
 def check_pass_on(
     smp_world: SmpWorld, data: st.DataObject, specs: st.SearchStrategy[TensorSpec], most: int = 3
 ) -> None:
-    """Drawn recipes, between drawn ranks, by calls that block or do not."""
+    """Draw recipes and two ranks, and check that the tensors arrive, by blocking calls or others."""
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
     src, dest = data.draw(pairs(ranks), "src, dest")
     drawn = data.draw(st.lists(specs, min_size=1, max_size=most), "specs")
@@ -72,7 +72,7 @@ def check_pass_on(
 
 
 def dense(spec: TensorSpec) -> TensorSpec:
-    """The recipe without elements in front."""
+    """The recipe of a contiguous tensor of the same shape and dtype, without an offset."""
     return TensorSpec(spec.shape, spec.dtype)
 
 
@@ -103,7 +103,10 @@ def test_parts_of_a_storage(smp_world: SmpWorld, data: st.DataObject) -> None:
 
 
 def pass_view(spec: TensorSpec, src: int, dest: int, sparse: tuple[bool, bool]) -> None:
-    """Send a view; which sides hold the view itself and which a dense tensor is told by ``sparse``."""
+    """Send a view and check the received elements.
+
+    ``sparse`` says for sender and receiver whether the tensor is the view, or contiguous.
+    """
     me, world = dist.get_rank(), dist.get_world_size()
     if me not in (src, dest):
         return
@@ -156,7 +159,7 @@ def check_exchange(
     most: int = 8,
     blocking: bool | None = None,
 ) -> None:
-    """Messages among the ranks of a world, posted and waited for in drawn orders."""
+    """Draw messages among the ranks of a world, with orders of posts and waits, and check that they arrive."""
     lists = st.lists(messages, min_size=least, max_size=most)
     dtypes = traffic.dtypes(smp_world)
     exchange = data.draw(exchanges(ranks, lists, dtypes, blocking), "exchange")
@@ -165,7 +168,7 @@ def check_exchange(
 
 @st.composite
 def _messages(draw: st.DrawFn, ranks: int, dest: int | None = None) -> GroupMessage:
-    """A message without tag; to ``dest``, if that is given and is not the sender."""
+    """Draw a message without a tag; to ``dest`` if given, unless ``dest`` is the sender."""
     src, to = draw(pairs(ranks))
     if dest is not None and src != dest:
         to = dest
@@ -240,7 +243,7 @@ def test_both_ways_at_once(smp_world: SmpWorld, data: st.DataObject) -> None:
 
 
 def send_and_overwrite(spec: TensorSpec, rounds: int, src: int, dest: int, flying: bool) -> None:
-    """Send one tensor again and again, with other values each time."""
+    """Send one tensor several times, overwritten with new values after each send."""
     me, got = dist.get_rank(), [spec.blank() for _ in range(rounds)]
     if me == src:
         tensor, works = spec.blank(), []
@@ -278,7 +281,7 @@ def test_a_sent_tensor_may_be_changed(
 
 
 def receive_into(parts: int, spec: TensorSpec, src: int, dest: int, flying: bool) -> None:
-    """Receive messages into parts of one tensor, the last part first; look at all after each."""
+    """Receive messages into parts of one tensor, the last part first, and check all parts after each."""
     me = dist.get_rank()
     values = [spec.make(number, parts) for number in range(parts)]
     if me == src:
@@ -317,7 +320,7 @@ def test_received_tensors_stay(
 def send_to_myself(
     messages: list[GroupMessage], order: list[int], sends_first: bool, dtype: torch.dtype
 ) -> None:
-    """Every rank sends messages to itself, and receives them in this order."""
+    """Send messages from every rank to itself, and receive them in this order."""
     me, count = dist.get_rank(), len(messages)
     total = count * dist.get_world_size()
     sent = [traffic.content(each, me * count + n, total, dtype) for n, each in enumerate(messages)]
@@ -351,9 +354,9 @@ def test_messages_to_oneself(smp_world: SmpWorld, data: st.DataObject, sends_fir
 
 
 def skip_a_stage(order: list[int], before: bool, dtype: torch.dtype) -> None:
-    """Three ranks: the last one's answer to the second's message lets the first send.
+    """Exchange messages between three ranks: the first sends after the last has answered the second.
 
-    The last rank has two receives open; were the wait for one the wait for both, nobody could go on.
+    The last rank has two open receives. If the wait for one waited for both, the ranks would deadlock.
     """
     first, second, last = order
     me, spec = dist.get_rank(), TensorSpec((2,), dtype)
@@ -367,7 +370,7 @@ def skip_a_stage(order: list[int], before: bool, dtype: torch.dtype) -> None:
         dist.send(values[0], last)
     elif me == last:
         got, skipped = spec.blank(), spec.blank()
-        if before:  # the receive that comes to its end last is issued first
+        if before:  # the receive that completes last is issued first
             late, early = dist.irecv(skipped, first), dist.irecv(got, second)
         else:
             early, late = dist.irecv(got, second), dist.irecv(skipped, first)
@@ -393,7 +396,7 @@ def test_a_wait_is_for_one_operation(
 
 
 def wait_and_ask(src: int, dest: int, dtype: torch.dtype) -> None:
-    """Whether the works say that they are completed, after their waits."""
+    """Exchange two messages, and check that is_completed is True after each wait."""
     me, spec = dist.get_rank(), TensorSpec((2,), dtype)
     works = []
     if me == src:
@@ -417,7 +420,7 @@ def test_completed_after_the_wait(smp_world: SmpWorld, data: st.DataObject) -> N
 
 
 def receive_from(src: int, dest: int, by_position: bool, dtype: torch.dtype) -> object:
-    """What recv returns on ``dest``."""
+    """Send a message, and return the result of recv on ``dest``."""
     me, spec = dist.get_rank(), TensorSpec((2,), dtype)
     if me == src:
         dist.send(spec.make(), dest)
@@ -447,7 +450,10 @@ def test_recv_returns_the_sender(
 def send_in_group(
     group: Ranks, hops: list[tuple[int, int]], positions: bool, spec: TensorSpec
 ) -> list[int]:
-    """Send along pairs of positions, one after the other; what recv returned, in order."""
+    """Send one message after the other along pairs of positions in a group.
+
+    Returns the results of recv on this rank, in order.
+    """
     returned = []
     with new_groups([group]) as (handle,):
         for number, (src, dest) in enumerate(hops):
@@ -466,7 +472,7 @@ def send_in_group(
 
 
 def check_send_in_group(smp_world: SmpWorld, data: st.DataObject, positions: bool) -> None:
-    """Drawn hops in a drawn group arrive, and each receiver learns the sender's world rank."""
+    """Draw messages in a drawn group, and check that they arrive and recv returns the sender's world rank."""
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
     group = data.draw(groups(smp_world, ranks, least=2), "group")
     hops = data.draw(st.lists(pairs(len(group)), min_size=1, max_size=4), "hops")
@@ -492,7 +498,7 @@ def test_positions_in_a_group(smp_world: SmpWorld, data: st.DataObject) -> None:
 
 
 def take_part_in_group(exchange: GroupExchange, group: Ranks | None) -> None:
-    """Play this rank's part in a new group."""
+    """Make a group, and send and receive this rank's messages of the exchange in it."""
     with new_groups([group]) as (handle,):
         if is_member(handle):
             take_part(exchange, handle)
@@ -504,7 +510,7 @@ def take_part_in_group(exchange: GroupExchange, group: Ranks | None) -> None:
 def test_messages_in_flight_in_a_group(smp_world: SmpWorld, data: st.DataObject) -> None:
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
     group = data.draw(groups(smp_world, ranks, least=2), "group")
-    # Between two positions, so that tags and order tell the messages apart, and among all.
+    # Many messages between one pair of positions, which differ by tag and order only, and some among all.
     pair = data.draw(pairs(len(group)), "pair")
     ends = st.just(pair) | pairs(len(group))
     message = st.builds(
@@ -516,7 +522,7 @@ def test_messages_in_flight_in_a_group(smp_world: SmpWorld, data: st.DataObject)
 
 
 def exchange_on(groups: list[Ranks | None], pair: tuple[int, int], order: list[int]) -> None:
-    """One rank sends to another on every group; the other receives in another order of groups."""
+    """Send from one rank to another on every group, and receive in another order of groups."""
     me, (src, dest) = dist.get_rank(), pair
     spec = TensorSpec((2,), PLAIN)
     with new_groups(groups) as handles:
@@ -554,11 +560,11 @@ def test_groups_do_not_mix(smp_world: SmpWorld, data: st.DataObject) -> None:
 # ---- Any source ----------------------------------------------------------------------------------
 
 
-Content = list[int]  # of a message: its bytes
+Content = list[int]  # the bytes of a message
 
 
 def bytes_of(tensor: torch.Tensor) -> Content:
-    """What is in it, as what can be sorted."""
+    """The bytes of a tensor, as a list, which can be sorted."""
     numbers: list[int] = tensor.view(torch.uint8).tolist()
     return numbers
 
@@ -567,8 +573,11 @@ class FanIn(NamedTuple):
     """Messages of all positions of a group to one of them.
 
     Attributes:
-        counts: how many each position sends.
-        asynchronous: whether they are received by irecv, which does not tell who sent.
+        counts: the number of messages from each position.
+        dest: the position of the receiver.
+        tag: the tag of all messages.
+        spec: the recipe of all messages.
+        asynchronous: whether they are received by irecv, which does not return the sender.
     """
 
     counts: list[int]
@@ -578,13 +587,16 @@ class FanIn(NamedTuple):
     asynchronous: bool
 
     def sent(self, position: int) -> list[torch.Tensor]:
-        """What the position sends, in order."""
+        """The tensors that a position sends, in order."""
         numbers = range(sum(self.counts[:position]), sum(self.counts[: position + 1]))
         return [self.spec.make(number, sum(self.counts)) for number in numbers]
 
 
 def fan_in(program: FanIn, group: Ranks | None) -> list[tuple[int | None, Content]]:
-    """Play this rank's part; who sent what, in order of receipt."""
+    """Send and receive this rank's messages.
+
+    Returns senders and contents in the order of receipt; the sender is None for messages by irecv.
+    """
     got: list[tuple[int | None, Content]] = []
     with new_groups([group]) as (handle,):
         if not is_member(handle):
@@ -616,7 +628,7 @@ def check_fan_in(
     group: Ranks | None,
     in_order: bool = False,
 ) -> None:
-    """Each message is received once, and its sender told; ``in_order``: in the sender's order."""
+    """Check that each message is received once, with its sender; with ``in_order`` also in order."""
     order = group or tuple(range(ranks))
     dest = data.draw(st.integers(0, len(order) - 1), "dest")
     counts = [
@@ -671,7 +683,10 @@ def test_any_source_keeps_the_order(smp_world: SmpWorld, data: st.DataObject) ->
 
 
 def receive_tags(src: int, dest: int, sent: list[int], received: list[int]) -> list[float]:
-    """Send messages of these tags, and receive them in another order, without naming the source."""
+    """Send messages of these tags, and receive them in another order of tags, without a source.
+
+    Returns the received values.
+    """
     me, got = dist.get_rank(), []
     if me == src:
         works = [dist.isend(torch.tensor([tag], dtype=PLAIN), dest, tag=tag) for tag in sent]
@@ -706,9 +721,11 @@ class MessageBatch(NamedTuple):
     """Messages of a group, exchanged by one batch on each of its ranks.
 
     Attributes:
-        orders: for each position, the order of its list.
-        waits: for each position, the order of its waits.
-        positions: whether the partners are named by position, or by world rank.
+        messages: the messages; a message's number is its index.
+        orders: the numbers of messages for each position, in the order of the batch's list.
+        waits: the indices of requests for each position, in the order of waits.
+        dtype: the dtype of all tensors.
+        positions: whether partners are named by position; otherwise by world rank.
     """
 
     messages: list[GroupMessage]
@@ -719,14 +736,14 @@ class MessageBatch(NamedTuple):
 
 
 def exchange_by_batch(batch: MessageBatch, group: Ranks | None) -> None:
-    """Play this rank's part."""
+    """Make a group, and exchange this rank's messages of the batch in it."""
     with new_groups([group]) as (handle,):
         if is_member(handle):
             take_part_in_batch(batch, handle)
 
 
 def take_part_in_batch(batch: MessageBatch, group: Any) -> None:
-    """Issue the batch, wait for all of it, and look at all tensors."""
+    """Issue this rank's batch, wait for all requests, and check all tensors."""
     me, total = dist.get_rank(group), len(batch.messages)
     operations, held = [], []
     for number in batch.orders[me]:
@@ -740,7 +757,7 @@ def take_part_in_batch(batch: MessageBatch, group: Any) -> None:
         peer = {"group_peer": at} if batch.positions else {"peer": dist.get_global_rank(group, at)}
         operations.append(dist.P2POp(action, tensor, group=group, tag=message.tag, **peer))
     works = dist.batch_isend_irecv(operations) if operations else []
-    # A backend may give fewer requests than there are operations: one for the whole batch.
+    # A backend may return fewer requests than there are operations, such as one for the whole batch.
     for number in batch.waits[me]:
         if number < len(works):
             works[number].wait()
@@ -755,7 +772,10 @@ def check_batch(
     messages: list[GroupMessage],
     group: Ranks | None = None,
 ) -> None:
-    """One batch on every rank. All ranks take part, as the first call of a group demands."""
+    """Draw the orders of a batch, and check that its messages arrive.
+
+    All ranks of the group take part, because torch demands that of the first call of a group.
+    """
     order, members = st.permutations(range(len(messages))), len(group or range(ranks))
     orders = [in_order(data.draw(order, "order"), messages) for _ in range(members)]
     waits = [list(data.draw(order, "waits")) for _ in range(members)]
@@ -765,7 +785,7 @@ def check_batch(
 
 
 def ring(ranks: int, numel: int = 2) -> list[GroupMessage]:
-    """A message from each rank to the next, so that all take part."""
+    """Messages from each rank to the next, so that all ranks take part."""
     return [GroupMessage(rank, (rank + 1) % ranks, 0, numel) for rank in range(ranks)]
 
 
@@ -774,7 +794,7 @@ def ring(ranks: int, numel: int = 2) -> list[GroupMessage]:
 @few
 def test_a_ring_in_both_directions(smp_world: SmpWorld, data: st.DataObject, count: int) -> None:
     ranks = data.draw(sizes(smp_world, least=2), "ranks")
-    # With two ranks the next and the previous are one, and only order and direction tell them apart.
+    # With two ranks the next and the previous rank are the same, and only order and direction differ.
     back = [GroupMessage(rank, (rank - 1) % ranks, 0, count) for rank in range(ranks)]
     check_batch(smp_world, data, ranks, [*ring(ranks, count), *back])
 
@@ -814,7 +834,7 @@ def test_a_batch_on_a_group(smp_world: SmpWorld, data: st.DataObject) -> None:
 
 
 def go_on() -> None:
-    """Send around all ranks: whatever a call was refused for, the next ones work."""
+    """Send a message around all ranks, to check that calls after a refused one work."""
     me, ranks = dist.get_rank(), dist.get_world_size()
     if ranks == 1:
         return
@@ -827,7 +847,10 @@ def go_on() -> None:
 
 
 def call_with(call: str, on: int, arguments: dict[str, int], group: Ranks | None) -> bool:
-    """Whether the call is refused on rank ``on``; then all go on."""
+    """Make a call on rank ``on``, and then send a message around all ranks.
+
+    Returns whether the call was refused on this rank.
+    """
     refused = False
     with new_groups([group]) as (handle,):
         if dist.get_rank() == on:
@@ -913,7 +936,10 @@ def test_a_partner_given_twice_is_refused(
 
 
 def call_from_outside(group: Ranks) -> list[object]:
-    """What the calls return on ranks that are not in the group; its members exchange nothing."""
+    """Call isend, irecv and recv on ranks outside a group, and return the results.
+
+    Members make no call and return an empty list.
+    """
     with new_groups([group]) as (handle,):
         if is_member(handle):
             return []

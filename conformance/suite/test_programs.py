@@ -1,4 +1,4 @@
-"""Whole communication programs, each with what every rank must hold, by an independent model."""
+"""Properties of whole communication programs, whose results an independent model predicts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYOUTS = {Capability.LAYOUTS, Capability.MESSAGE_LAYOUTS}
 
 
 def check(smp_world: SmpWorld, data: st.DataObject, capabilities: Capabilities) -> None:
-    """Run a program within these capabilities, which compares as it goes."""
+    """Draw a program within these capabilities and run it; the program checks its own results."""
     most = min(MOST_RANKS, smp_world.ranks)
     drawn = strategies.programs(max_ranks=most, capabilities=capabilities)
     program = data.draw(drawn, "program")
