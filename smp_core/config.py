@@ -108,7 +108,7 @@ def key(
 
     Args:
         default: the default, or a function of the values of the keys above this one that gives it.
-        means: what the key says.
+        means: the meaning of the key.
         source: where the key and its default come from; every error about the key ends with an address
             of the first section of the API that it names.
         since: the first version of the library that has the key, where published.
@@ -266,8 +266,8 @@ class Config(BaseModel):
         without_effect=_IN_HOST_MEMORY,
     )
     delayed_parameter_initialization: Flag = key(
-        # No default was published; what it delays is documented for a context manager that a script
-        # enters (API 8.21), so it is off for who does not ask.
+        # No default was published. The delay is documented for a context manager that a script
+        # enters (API 8.21), so it is off unless a script asks for it.
         False,
         "create parameters only when they are placed",
         source="API 3.3, 8.21",
@@ -368,8 +368,8 @@ class Config(BaseModel):
         """The configuration that a script's dict and the launcher make together.
 
         Args:
-            parameters: what the script passes to ``smp.init``; ``None`` is the empty dict.
-            launcher: what the launcher set. Its values win over ``parameters``, key by key, by
+            parameters: the dict that the script passes to ``smp.init``; ``None`` is the empty dict.
+            launcher: the launcher's values, which win over ``parameters``, key by key, by
                 whichever of its names a key goes.
 
         Raises:
@@ -444,7 +444,7 @@ class Config(BaseModel):
         return reasons
 
     def to_parameters(self) -> dict[str, Any]:
-        """A dict that parses to an equal configuration: what differs from the defaults.
+        """A dict of the values that differ from the defaults; it parses to an equal configuration.
 
         Plain values only, so it survives JSON.
         """

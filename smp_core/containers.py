@@ -1,9 +1,9 @@
-"""Containers: what is followed into lists, tuples, dicts and sets, and how each is built anew.
+"""Containers: the types whose parts are visited (lists, tuples, dicts, sets), and the rebuilding of each.
 
 A *container* is a list, tuple (named ones and torch's named results too), dict, set or frozenset, or an
 instance of a subclass, or a ``UserDict``; everything else is a *leaf*: a string, a tensor, a module, a
-dataclass. A container is rebuilt in its own class without calling that class's constructor, and keeps what
-else it carries (attributes, a default factory), so that an output class of a model library survives:
+dataclass. A container is rebuilt in its own class without calling that class's constructor, and keeps its
+other contents (attributes, a default factory), so that an output class of a model library survives:
 an ``OrderedDict`` that is a dataclass, whose attributes mirror its items (API 1.3.5).
 
 Nothing here imports a framework.

@@ -90,7 +90,7 @@ class BackendError(SmpError, RuntimeError):
 
 
 class VerdictError(SmpError, RuntimeError):
-    """Base of the verdicts on a whole world: what ended the run is a fact about all of its ranks."""
+    """Base of the verdicts on a whole world: the cause of the run's end is a fact about all of its ranks."""
 
 
 class DeadlockError(VerdictError):
@@ -115,7 +115,7 @@ class RaceError(VerdictError):
 
 class CrashError(VerdictError):
     """Raised when a rank process ends before its body does: names the rank, the signal or exit code,
-    and what it was doing.
+    and the rank's last activity.
     """
 
 
@@ -124,8 +124,8 @@ class InjectedError(SmpError, RuntimeError):
 
 
 class FaultNotReachedError(SmpError, RuntimeError):
-    """Raised in the controller when a run ended well and a fault of its never struck: the test did
-    not test what it says.
+    """Raised in the controller when a run ended well although one of its faults never struck: the test did
+    not test the failure that it describes.
     """
 
 

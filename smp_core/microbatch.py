@@ -17,7 +17,7 @@ The rules (API 1.3.2 to 1.3.6; AWS Common API (smp.step)):
 3. An object that occurs twice in a batch (a tensor in two arguments, say) is one object in each microbatch.
 4. Everything else is handed on as it is, defaults of the function included.
 
-A framework says what a tensor is; nothing here imports one.
+A framework tells which values are tensors; nothing here imports one.
 """
 
 from __future__ import annotations

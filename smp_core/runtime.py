@@ -147,8 +147,8 @@ def _warn_of_keys_without_effect(config: Config) -> None:
 
 
 class _Same:
-    """A configuration as a key of a cache: that object. Each rank of each run asks, and the values of thirty fields
-    took longer to hash than what is kept takes to find.
+    """A configuration as a key of a cache, compared by identity. Each rank of each run asks the cache, and hashing
+    the values of thirty fields took longer than finding the entry.
     """
 
     __slots__ = ("config",)

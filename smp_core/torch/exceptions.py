@@ -50,4 +50,4 @@ class ReplicaDriftError(TrainingError, RuntimeError):
 
 
 class ShardingError(TrainingError, RuntimeError):
-    """Raised when a sharded parameter is not what sharded data parallelism left it as."""
+    """Raised when a sharded parameter or its state was changed or read in a way that its sharding does not allow."""

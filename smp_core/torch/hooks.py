@@ -34,8 +34,8 @@ class Hooks:
 
     ``when`` names the kind in messages. They run the first time that ``run`` is called and never
     again: post-step hooks, too, run after the first step alone (INF, API 9.9: scripts build
-    masters and load states in them). One that is registered later than that runs at once if
-    ``late`` is true, since what it waits for has happened; otherwise it never runs.
+    masters and load states in them). A hook that is registered after the run runs at once if
+    ``late`` is true, since the event that it waits for is over; otherwise it never runs.
     """
 
     def __init__(self, when: str, late: bool = False) -> None:

@@ -81,11 +81,11 @@ class DistributedModel(nn.Module):
         ArgumentTypeError: in a 16-bit run, a parameter is neither float32 nor of the run's dtype.
         ArgumentTypeError, ArgumentError: an argument is not as it must be.
         PartitionError: at pipeline degree 1, if the ranks built different models. Otherwise the first
-            step raises that, and what else is wrong with the partition.
+            step raises that, and any other error of the partition.
 
-    ``module`` is what was wrapped; ``partitioned``: whether it has been partitioned. ``sharding`` has what
-    is split over the shard group (sharding/sharded_model.py); at degree 1 nothing is (sharding/whole_model.py).
-    ``masters`` is what the optimizer works on (precision/masters.py); None where that is the parameters
+    ``module`` is the wrapped module; ``partitioned``: whether it has been partitioned. ``sharding`` has the state
+    that is split over the shard group (sharding/sharded_model.py); at degree 1 nothing is (sharding/whole_model.py).
+    ``masters`` are the tensors that the optimizer works on (precision/masters.py); None where it works on parameters
     themselves. With ``fp16`` or ``bf16`` the module is converted, in place (precision/casting.py).
     """
 
@@ -445,8 +445,8 @@ class DistributedModel(nn.Module):
         return self._half is not None
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
-        """Entered around forward and backward passes, in the thread that runs them: a 16-bit run computes in
-        float32 what torch has no 16-bit kernel for.
+        """Entered around forward and backward passes, in the thread that runs them: a 16-bit run computes operators
+        in float32 that torch has no 16-bit kernel for.
         """
         return contextlib.nullcontext() if self._half is None else half.in_float32()
 

@@ -6,7 +6,7 @@
 
     observe.timeline()             # the events of this rank's last step
     observe.counters()             # Counters(steps=3, reductions=3)
-    observe.traffic(model)         # what sharded data parallelism has sent
+    observe.traffic(model)         # the bytes that sharded data parallelism has sent
     observe.unsharded_peak(model)  # the most elements that were unsharded at a time
     with observe.Recorder() as recorder: ...  # bytes by kind
 

@@ -67,7 +67,7 @@ def set_partition(module: nn.Module, index: int) -> None:
     first step; at pipeline degree 1 there is nothing to choose). Ignored under ``auto_partition``.
 
     Raises PartitionError for an index that is no partition, and if the module's model is partitioned
-    already; ArgumentTypeError for what is no module, or no int. (API 1.9)
+    already; ArgumentTypeError for a value that is no module, or no int. (API 1.9)
     """
     if not isinstance(module, nn.Module):
         raise ArgumentTypeError(

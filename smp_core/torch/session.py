@@ -67,7 +67,7 @@ class Reducer(Protocol):
         """Take back that a gradient was complete."""
 
     def advance(self) -> None:
-        """Launch what is complete, in the rank's own thread."""
+        """Launch the complete buckets, in the rank's own thread."""
 
     def begin_step(
         self, buffers: Sequence[torch.Tensor] = (), source: int = 0, *, overlaps: bool = True
@@ -139,13 +139,13 @@ class Model(Protocol):
         """Make the model ready for a step; collective over the world."""
 
     def settle(self) -> None:
-        """Carry out what waited for the partition."""
+        """Run the hooks and loads that waited for the partition."""
 
     def computing(self) -> AbstractContextManager[None]:
         """Entered around forward and backward passes, in the thread that runs them."""
 
     def finished(self) -> None:
-        """Carry out what waits for a step that went well."""
+        """Run the hooks that wait for a step that went well."""
 
 
 class Optimizer(Protocol):
@@ -164,13 +164,13 @@ class Optimizer(Protocol):
         """Have the state of dp rank ``source``; collective over the DP group."""
 
     def _smp_check_fits(self, given: Mapping[str, object]) -> None:
-        """Raise what a load of the state would raise of groups and shards."""
+        """Raise the errors that a load of the state would raise about groups and shards."""
 
     def _smp_load_precise(self, precise: Mapping[str, object] | None) -> None:
         """Load masters and loss scaler only."""
 
     def _smp_partitioned(self, model: Model) -> None:
-        """Forget what other ranks own."""
+        """Forget the parameters that other ranks own."""
 
     def _smp_mastered(self, model: Model) -> None:
         """Work on the model's masters, if there are any."""
@@ -190,7 +190,7 @@ class Session:
     optimizer: Optimizer | None = None
     step: Any = None
     steps: int = 0
-    timeline: Any = ()  # what the last step executed here (execution/timeline.py)
+    timeline: Any = ()  # the last step's events on this rank (execution/timeline.py)
     tracing: bool = False
     tape: Any = None  # of delayed initialisation (creation.Tape)
     restored: Any = None

@@ -45,7 +45,7 @@ class Step(Generic[P]):
         """Run the step; every rank of the model-parallel group calls it together.
 
         Only the arguments of pp_rank 0 are looked at (item 11): elsewhere they may be dummies. The
-        result, on every rank, has the structure of what the body returned: each tensor is a
+        result, on every rank, has the structure of the body's result: each tensor is a
         :class:`StepOutput`, every other leaf a list by microbatch (items 5 to 7).
 
         Raises, the same on every rank:

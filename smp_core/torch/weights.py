@@ -132,8 +132,8 @@ _ELSEWHERE: object = object()  # the value of a key that another rank holds
 def _entries(model: Model) -> dict[str, object]:
     """The module's state in torch's order, where values of other ranks are ``_ELSEWHERE``.
 
-    A parameter or buffer is the owner's under whatever key a hook of the module put it; anything else
-    (extra state, what a hook added) belongs to the module whose path its key starts with.
+    A parameter or buffer is the owner's under whatever key a hook of the module put it; any other entry
+    (extra state, an addition of a hook) belongs to the module whose path its key starts with.
     """
     state = model.module.state_dict(keep_vars=True)
     owners = {id(entry.tensor): entry.module for entry in sharing.entries(model.module)}
@@ -153,7 +153,7 @@ def _entries(model: Model) -> dict[str, object]:
 
 
 def _packed(entries: Mapping[str, object]) -> tuple[dict[str, int], list[object]]:
-    """(key to index, values) of what is here: tied entries travel once, views without their base."""
+    """(key to index, values) of this rank's entries: tied entries travel once, views without their base."""
     keys: dict[str, int] = {}
     values: list[object] = []
     known: dict[object, int] = {}
@@ -181,8 +181,8 @@ def load_state_dict(
 ) -> object:
     """Load a full state, or this rank's partial one (``_smp_is_partial`` true), into the model.
 
-    Before the model is partitioned the load waits until it is, and the result is None; what it raises,
-    it raises then. Partial states are merged over the PP group, which all of it must load, so they may
+    Before the model is partitioned the load waits until it is, and the result is None; errors are raised
+    then. Partial states are merged over the PP group, which all of it must load, so they may
     be of another partition; with ``same_partition_load`` each rank takes its own, unmerged. A full
     state needs no communication; but with sharded data parallelism every rank of the shard group must load it
     alike, since a module that loads in a way of its own, or has hooks that see it, finds its parameters whole.
@@ -208,7 +208,7 @@ def deferred(model: Model) -> list[tuple[Mapping[str, object], bool, bool]]:
 
 
 def load_deferred(model: Model) -> None:
-    """Carry out what waited, in order, the optimizer's loads too; after partitioning and its hooks,
+    """Carry out the loads that waited, in order, the optimizer's too; after partitioning and its hooks,
     before the first step.
     """
     waiting = list(deferred(model))
@@ -228,10 +228,10 @@ def _load(model: Model, state: Mapping[str, object], strict: bool, same_partitio
 
 
 def check(model: Model, state: Mapping[str, object], strict: bool, same_partition: bool) -> None:
-    """Raise what :func:`load_state_dict` would of keys and shapes, and change nothing: for a partitioned
-    model, and a state that needs no communication (full, or with ``same_partition``).
+    """Raise the errors that :func:`load_state_dict` would raise about keys and shapes, and change nothing: for a
+    partitioned model, and a state that needs no communication (full, or with ``same_partition``).
 
-    Modules load it as they do, with their hooks, into tensors without memory. Extra state, which a module
+    Modules load the state as they do, with their hooks, into tensors without memory. Extra state, which a module
     takes as it likes, is left out.
     """
     partial = bool(state.get(PARTIAL, False))
@@ -373,7 +373,7 @@ def cpu(model: Model) -> None:
     """Make the wrapped module whole on every rank of the PP group, on the CPU: parameters and all
     buffers are gathered (API 1.7). Collective over the PP group and the shard group.
 
-    The copies of what others own are for reading, as after training; the next step empties them again
+    The copies of other ranks' parameters are for reading, as after training; the next step empties them again
     (``reshard``). Shards are themselves again at the next step, call, update, or state, too.
     """
     model.sharding.unshard()
@@ -398,7 +398,7 @@ def cpu(model: Model) -> None:
 
 
 def reshard(model: Model) -> None:
-    """Before a step: give up what ``cpu`` gathered of other pp ranks."""
+    """Before a step: give up the parameters of other pp ranks that ``cpu`` gathered."""
     if vars(model).pop("_smp_whole", False):
         assert model.placement is not None
         placement.release(model.module, model.placement, _here(model))

@@ -65,7 +65,7 @@ def _check_count(call: str, what: str, tensor: Tensor, expected: int, why: str) 
 
 
 def _check_alike(call: str, what: str, tensor: Tensor, other: Tensor, whose: str) -> None:
-    """Collectives of lists move whole tensors: what is written has the shape of what is read."""
+    """Collectives of lists move whole tensors: a written tensor has the shape of the one that is read."""
     _check_count(call, what, tensor, other.numel(), f"the elements of {whose}")
     if tensor.shape != other.shape:
         raise ArgumentError(
@@ -175,7 +175,7 @@ class CheckedGroup(dist.ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """A barrier: who does not come to it is named by the verdict, whatever the arguments."""
+        """A barrier. The verdict names a rank that does not come to it, whatever the arguments."""
         options = dist.BarrierOptions()
         options.asyncOp = False
         self._collective(Collective("monitored_barrier"), options).wait()

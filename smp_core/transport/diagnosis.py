@@ -19,8 +19,8 @@ _MOST_WAITS = 16  # different waits that a message lists
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wait:
-    """One rank's wait: its call in words, the ranks it waits for, the user's line, what may have gone
-    wrong, and the line that made the call, where that is another one.
+    """One rank's wait: its call in words, the ranks it waits for, the user's line, the likely mistake,
+    and the line that made the call, where that is another one.
     """
 
     rank: int

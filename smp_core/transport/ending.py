@@ -24,7 +24,9 @@ class _Ending:
     watched = False
     uncaught: BaseException | None = None
     code: Any = None  # of the last call of sys.exit
-    stack: tuple[tuple[FrameType, int], ...] = ()  # who called it, and at which instruction
+    stack: tuple[
+        tuple[FrameType, int], ...
+    ] = ()  # the frames that called sys.exit, each with its instruction
 
 
 def watch() -> None:
@@ -61,7 +63,7 @@ def status() -> int:
 
 
 def end_at_once(status: int) -> NoReturn:
-    """End the process, past what would wait for other ranks when objects are destroyed. Called by an
+    """End the process without the destructors that would wait for other ranks. Called by an
     exit handler; the other ones are called first.
     """
     atexit._run_exitfuncs()

@@ -252,7 +252,7 @@ class _TorchFabric:
 
 @contextlib.contextmanager
 def _together() -> Any:
-    """Members leave ``new_group`` together: who ends right behind it may otherwise be gone while
+    """Members leave ``new_group`` together: a member whose process ends right behind it may otherwise be gone while
     another still connects to it.
     """
     name = "TORCH_DIST_INIT_BARRIER"
@@ -270,8 +270,8 @@ def _together() -> Any:
 def _leave_torch(pid: int, made: _TorchFabric | None) -> None:
     """At exit: destroy the process group that we have made, if the script has not.
 
-    Not after an error: Gloo's waits until its operations in flight are over, which may need ranks
-    that wait for this one. So does what Python does next, in its own time.
+    After an error, end the process at once: destroying Gloo's group waits until its operations in flight are
+    over, which may need ranks that wait for this one, and Python's shutdown would destroy the group as well.
     """
     global _leaving
     if os.getpid() != pid or _leaving:
@@ -350,7 +350,7 @@ class _MpiFabric:
 
         self._fabric.enter()
         self._default = dist.group.WORLD
-        self._world.Barrier()  # who has entered sends, and nobody may still be in the run before
+        self._world.Barrier()  # a rank that has entered sends, and nobody may still be in the run before
 
     def renew(self) -> None:
         """Another default process group: the script has destroyed the first."""
@@ -380,7 +380,7 @@ class _MpiFabric:
         """Clean up on this rank alone, however the rank ends."""
         if self._pulse is not None:
             self._pulse.stop()
-        # Every rank of the machine, whoever is the first: an aborted job kills the others.
+        # Every rank of the machine does this, whichever is the first: an aborted job kills the others.
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -59,7 +59,7 @@ LAUNCHERS = (
         "mpi",
         "mpiexec -n ",
     ),
-    # Alone it may or may not have started an MPI job; who sets a rendezvous means torch's.
+    # Alone it may or may not have started an MPI job; a user who sets a rendezvous means torch's.
     Launcher(
         "srun",
         "SLURM_PROCID",
@@ -102,12 +102,12 @@ class Launch:
         return self.launcher.with_rendezvous if self.rendezvous else self.launcher.without
 
     def command_for(self, ranks: int) -> str:
-        """The launcher's command for so many ranks on as many machines, without what it starts."""
+        """The launcher's command for so many ranks on as many machines, without the program to start."""
         machines = -(-self.size // (self.local_size or self.size)) if self.launcher.local else 1
         return f"{self.launcher.command}{-(-ranks // machines)}"
 
     def refusal(self, fabric: str) -> str:
-        """Why the ranks cannot exchange data through this, and what to do; empty if they can."""
+        """The reason why the ranks cannot use this fabric, and the remedy; empty if they can."""
         if fabric == "gloo" and not self.rendezvous:
             return (
                 f"gloo under {self.launcher.name}: the ranks need a place to meet. Set "

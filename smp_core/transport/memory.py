@@ -53,7 +53,7 @@ def _poison_of(dtype: torch.dtype) -> Tensor:
 
 
 def poison(tensor: Tensor) -> None:
-    """Overwrite what nobody may read yet. Neither autograd nor the version counter sees it."""
+    """Overwrite memory that nobody may read yet. Neither autograd nor the version counter sees it."""
     target = tensor.data
     if tensor.dtype is torch.bool:
         target.logical_not_()
@@ -144,8 +144,8 @@ class InFlightBuffer:
     """The tensors of one rank's part in one operation.
 
     Args:
-        inputs: what it brings.
-        outputs: what is written when it lands, in the order of the values. A tensor may be both.
+        inputs: the tensors that the rank brings.
+        outputs: the tensors that are written when it lands, in the order of the values. A tensor may be both.
     """
 
     __slots__ = ("_spans", "_stands", "inputs", "outputs")

@@ -120,7 +120,7 @@ def mismatch(
     calls: Sequence[Made],
     said: Mapping[int, Hashable] | None = None,
 ) -> CollectiveMismatchError:
-    """The verdict on calls that meet and differ. ``said``: by rank, what the others must say too."""
+    """The verdict on calls that meet and differ. ``said``: by rank, the text that the others must have, too."""
     lines = [f"mismatch: call {number} on group {group} differs in {what}", *merged(calls)]
     lines += odd_ones_out(said or {rank: text for rank, text, _ in calls})
     return CollectiveMismatchError("\n".join(lines))

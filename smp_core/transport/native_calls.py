@@ -78,7 +78,7 @@ def _operation(name: str, ours: Callable[..., Any], at: int) -> Callable[..., An
     return call
 
 
-# Works that C++ holds and asks for more than once, by who holds them. The Python half of a work
+# Works that C++ holds and asks for more than once, by their holder. The Python half of a work
 # answers, and ends with its last reference in Python.
 _held: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -119,4 +119,4 @@ def install() -> Any:
         library.impl(name, _operation(name, ours, at), "CPU", with_keyset=True)
     _hold_forward_work()
     _allow_monitored_barrier()
-    return library  # what it registered lives as long as it does
+    return library  # its registrations live as long as it does

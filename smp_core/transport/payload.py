@@ -1,4 +1,4 @@
-"""Objects by value: what passes between ranks is pickled once and unpickled by each receiver."""
+"""Objects by value: an object that passes between ranks is pickled once and unpickled by each receiver."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Recorder(Protocol):
     ) -> AbstractContextManager[None]:
         """Entered around a synchronous call of the object transport.
 
-        ``call`` is its name (``smp.send``), ``to`` the world ranks that must take what it sends,
+        ``call`` is its name (``smp.send``), ``to`` the world ranks that must take the sent object,
         ``source`` the world rank that it receives from; a call with neither is one that all of
         ``group`` join.
         """

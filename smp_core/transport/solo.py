@@ -19,7 +19,7 @@ class SoloObjects:
         raise RankError(f"smp.send: there is no rank {dest} in a world of one rank")
 
     def broadcast(self, obj: object, group: Group) -> None:
-        Payload(obj, "smp.broadcast")  # refuses here what it would refuse with partners
+        Payload(obj, "smp.broadcast")  # refuses here the objects that it would refuse with partners
 
     def recv_from(self, src: int) -> Any:
         raise RankError(

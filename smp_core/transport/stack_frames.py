@@ -153,9 +153,9 @@ def stack_text(frame: types.FrameType) -> str:
 def cut_traceback(error: BaseException, *, ours: bool) -> None:
     """Cut ``error.__traceback__`` down to the user's part of it, in place.
 
-    Our frames above the body go always. Where the error is one that we raised on purpose
-    (``ours``), what lies below the user's last line goes too: Hypothesis tells failures apart by
-    the last line of the traceback, and one line of ours would make all deadlocks one failure.
+    This project's frames above the body always go. Where the project raised the error on purpose
+    (``ours``), the frames below the user's last line go too: Hypothesis tells failures apart by
+    the last line of the traceback, and one line of the project's would make all deadlocks one failure.
     """
     entries: list[types.TracebackType] = []
     entry = error.__traceback__

@@ -89,7 +89,7 @@ class GroupObjects(_Objects):
         self._group = group
         self._taken = torch.zeros(1, dtype=torch.uint8)
 
-    # One message: a first part of fixed size, and what is longer in a second one.
+    # One message: a first part of fixed size, and the rest of a longer one in a second part.
 
     def _post(self, data: bytes, dest: int, tag: int) -> list[Any]:
         head = len(data).to_bytes(8, "little") + data[:_FIRST]

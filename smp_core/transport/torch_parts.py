@@ -140,7 +140,7 @@ _NATIVE = (
 _WAIT = _parts("torch", "ops._c10d_functional.wait_tensor.default")
 _OPTIONS = _parts(_C10D, "AllToAllOptions", "AllgatherOptions", "BroadcastOptions")
 
-#: By who uses it: parts without which that cannot work.
+#: The parts that each user cannot work without.
 PARTS: dict[str, tuple[TorchPart, ...]] = {
     "the sim backend": (
         *_WORLD,
@@ -238,12 +238,12 @@ def tried(version: str) -> bool:
 def require(
     *users: str, version: str | None = None, self_check: Callable[[], None] | None = None
 ) -> None:
-    """Check what ``users`` (keys of PARTS) need of a torch that was not tried; imports torch.
+    """Check that an untried torch has the parts that ``users`` (keys of PARTS) need; imports torch.
 
-    ``self_check`` runs after the names and signatures were found, and raises if what is made of
-    them does not work.
+    ``self_check`` runs after the names and signatures were found, and raises if objects made of
+    them do not work.
 
-    Raises BackendError if this torch lacks a part, naming it, who needs it, and a release that has
+    Raises BackendError if this torch lacks a part, naming the part, its user, and a release that has
     it, or if the self-check fails.
     """
     version = version or installed()

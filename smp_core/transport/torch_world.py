@@ -34,7 +34,7 @@ class _Names(dict[Any, Any]):
 
 
 class RankWorld(c10d._World):
-    """torch.distributed's state, for one rank: what ``_World`` keeps in module globals, kept in the
+    """torch.distributed's state, for one rank: ``_World`` keeps it in module globals, this class in the
     instance.
     """
 

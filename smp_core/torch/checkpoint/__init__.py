@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved and loaded, in which files, and what they may hold."""
+"""Checkpoints: saving and loading, the files, and the objects that they may hold."""
 
 from smp_core.torch.checkpoint.save_and_resume import (
     load,

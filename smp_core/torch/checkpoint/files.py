@@ -76,7 +76,7 @@ def load(
     weights_only: bool | None = None,
     **options: Any,
 ) -> Any:
-    """Read what :func:`save`, or `torch.save`, wrote. Runs no code of the file, unless it is trusted.
+    """Read a file of :func:`save`, or of `torch.save`. Runs no code of the file, unless it is trusted.
 
     Args:
         what: what the file should hold, for messages: ``"the model of pp_rank 0"``.
@@ -152,7 +152,7 @@ def sync_folder(path: Path) -> None:
 
 
 def clean(path: Path) -> None:
-    """Remove what saves of ``path`` that were cut off have left beside it."""
+    """Remove the unfinished files beside ``path`` that interrupted saves have left."""
     with contextlib.suppress(OSError):
         start = f".{path.name}."
         for name in os.listdir(path.parent):
@@ -275,7 +275,7 @@ class _Foreign(Exception):
 
 
 def _verify(file: IO[bytes], path: Path, what: str, size: int) -> None:
-    """Raise CheckpointError unless every entry of the archive is what was written."""
+    """Raise CheckpointError unless every entry of the archive is as it was written."""
     file.seek(0)
     try:
         with zipfile.ZipFile(file) as archive:

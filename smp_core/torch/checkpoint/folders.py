@@ -1,7 +1,7 @@
 """The folder of a partial checkpoint: filled under another name, then put in place whole.
 
-``PATH/TAG_partial`` holds what API 1.11 lists, and ``manifest.json``: which files there must
-be, of what size, for which degrees, and in which order checkpoints were saved (clocks and the times of files
+``PATH/TAG_partial`` holds the files that API 1.11 lists, and ``manifest.json``: the names and sizes of the files,
+the degrees, and the position of the checkpoint in the order of saving (clocks and the times of files
 change when folders are copied).
 
 A save fills ``.TAG_partial.smp-new``. If a checkpoint has that tag already, it steps aside as
@@ -54,7 +54,7 @@ class Manifest:
 
 
 def begin(path: Path, tag: str) -> str:
-    """Make an empty folder to fill, and ``path`` if need be. Returns what tells it from any other."""
+    """Make an empty folder to fill, and ``path`` if need be. Returns a value that identifies this save."""
     files.make_folder(path)
     with _said(path):
         _settle(path, tag)
@@ -84,7 +84,7 @@ def to_fill(path: Path, tag: str, nonce: str) -> Path:
 
 
 def finish(path: Path, tag: str, degrees: Mapping[str, int], save: str | None = None) -> None:
-    """Put the folder in place, once every rank has written its files. ``save``: what they say of theirs."""
+    """Put the folder in place, once every rank has written its files. ``save``: the save's identity in the files."""
     new, final, old = _new(path, tag), path / f"{tag}{SUFFIX}", _old(path, tag)
     with _said(path):
         sizes = {

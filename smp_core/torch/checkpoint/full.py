@@ -3,7 +3,7 @@
 ``PATH/TAG`` holds the state and ``PATH/user_content_TAG`` the user's content. No call of the system
 renames two files at once, so a save fills the folder ``.TAG.smp-filling``, renames it to ``.TAG.smp-ready``,
 and moves its files out, one after the other. From the renaming on the new checkpoint is there, whole:
-what is still in the folder counts, and the next save moves it out before it does anything else.
+a file that is still in the folder counts, and the next save moves it out before it does anything else.
 
 One rank writes.
 """
@@ -43,7 +43,7 @@ def write(path: Path, tag: str, state: object, user_content: object) -> None:
 
 
 def settle(path: Path, tag: str) -> None:
-    """Move out what a save that was cut off has left ready."""
+    """Move out the files that an interrupted save has left ready."""
     ready = _folder(path, tag, "ready")
     if not ready.is_dir():
         return

@@ -32,7 +32,7 @@ def check_tag(call: str, tag: object) -> None:
 
 
 def checked_path(call: str, name: str, path: object) -> Path:
-    """The path. Raises ArgumentTypeError, ArgumentError, naming the call's argument, for what is none."""
+    """The path. Raises ArgumentTypeError or ArgumentError, which name the call's argument, if it is no path."""
     if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
         raise ArgumentTypeError(f"{call}: {name} must be a str or a path, not {path!r}")
     if not os.fspath(path) or "\0" in str(path):
@@ -102,5 +102,5 @@ def candidates(runtime: Runtime, back_compat: bool) -> list[str]:
 
 
 def suffixed(path: Path, name: str) -> Path:
-    """The path with what :func:`of_rank` or :func:`of_part` gives at its end."""
+    """The path with a name of :func:`of_rank` or :func:`of_part` at its end."""
     return path.with_name(f"{path.name}_{name}")

@@ -45,7 +45,7 @@ def plain(obj: object, call: str, name: str) -> Any:
 
     Args:
         call: the call that is to save it, as in ``smp.save``.
-        name: what ``obj`` is called there; leaves are named from it, as in ``obj['a'][3]``.
+        name: the name of ``obj`` in that call; leaves are named from it, as in ``obj['a'][3]``.
 
     Raises CheckpointError, with the path of the first bad leaf, if it cannot be loaded again without
     running code; not inside of ``smp.trust_checkpoints``, where ``obj`` is written as it is.
@@ -106,7 +106,7 @@ def _number_of(value: object) -> object:
 
 
 def _made_plain(value: Any, made: dict[int, Any]) -> Any:
-    """A copy of the containers; what is in several places, or in itself, stays so. ``made``: by id."""
+    """A copy of the containers; one that is in several places, or in itself, stays so. ``made``: copies by id."""
     kind = type(value)
     if id(value) in made:
         return made[id(value)]

@@ -7,7 +7,7 @@ all, in the same words, as soon as all know, so that none waits for one that has
 
 Decided here, because the sources are silent (API 9.5):
 
-- ``*`` in ``model_*.pt`` and ``optimizer_*.pt`` is what `smp.save` appends: ``mp_rank`` without
+- ``*`` in ``model_*.pt`` and ``optimizer_*.pt`` is the suffix of `smp.save`: ``mp_rank`` without
   tensor parallelism, ``pp_rank`` and ``tp_rank`` with it.
 - With sharded data parallelism the ``*``, also of `smp.save`, is the number of the shard in the sharding
   group, after ``pp_rank`` and ``tp_rank`` with tensor parallelism; parameters that are not split, and
@@ -80,8 +80,8 @@ def save(
     ``{f}_{pp_rank}_{tp_rank}_{shard}``; with ``v3`` ``{f}_{pp_rank}_{tp_rank}_{rdp_rank}``. Every rank that
     calls writes; of several that write one name, each leaves a whole file, and the last one's stays.
 
-    Raises CheckpointError if ``obj`` holds what cannot be loaded without running code, naming its
-    path, or if the file cannot be written; what was there before is then still there. ArgumentError
+    Raises CheckpointError if ``obj`` holds an object that cannot be loaded without running code, naming the object's
+    path, or if the file cannot be written; a file that was there before is then unchanged. ArgumentError
     for a ``pickle_module`` or ``pickle_protocol`` that `smp.load` cannot read. (API 1.11)
     """
     call = "smp.save"
@@ -108,7 +108,7 @@ def load(
     back_compat: bool = False,
     **pickle_load_args: Any,
 ) -> Any:
-    """Load what `smp.save` saved to ``f`` on this rank; no code of the file is run.
+    """Load the object that `smp.save` saved to ``f`` on this rank; no code of the file is run.
 
     Of a partial file the name is found as `smp.save` makes it with this configuration, else as it
     makes it with another, ``v3`` or not. ``back_compat``, for files from before version 1.10, looks
@@ -257,7 +257,7 @@ def _save_partial(
 
 
 def _save_optimizer(session: Session, folder: Path, optimizer: Any, said: StateDict) -> None:
-    """The files of this rank's state; what only a 16-bit run has is in one of its own."""
+    """Save the files of this rank's state; the parts that only a 16-bit run has are in a file of their own."""
     state, name = optimizer.local_state_dict(False), naming.of_state(session.runtime)
     state = plain.plain(state, _SAVE, "optimizer.local_state_dict()")
     precise, said = state.pop(_FP16, None), {**said, _PART: _part_of(session)}
@@ -475,7 +475,7 @@ def _translate(state: _Loaded, function: Callable[[Any], object]) -> None:
 
 
 def _check(session: Session, state: _Loaded, strict: bool) -> None:
-    """Raise what can be told before anything is changed. A model that is not partitioned tells it then."""
+    """Raise all errors that can be found before anything is changed; a model that is not partitioned raises later."""
     model, optimizer = session.model, session.optimizer
     if state.partition is not None:
         state.placement = _restored(session, state.partition, state.where)

@@ -38,9 +38,9 @@ def run_plainly(
 
 
 class Site:
-    """One module of the model, where its calls are caught.
+    """The site of one module of the model, which catches the module's calls.
 
-    A subclass decides what a call keeps for backward: see ``_around``, ``_refuse`` and ``_own``.
+    A subclass decides which tensors a call keeps for backward: see ``_around``, ``_refuse`` and ``_own``.
 
     Attributes:
         module: the module.

@@ -319,7 +319,7 @@ class _Alias(torch.autograd.Function):
 
 
 class _Delivery:
-    """Hook of a use: what backward has accumulated in it goes to the ledger."""
+    """Hook of a use: the gradient that backward has accumulated in the use goes to the ledger."""
 
     __slots__ = ("ledger", "microbatch", "parameter")
 
@@ -479,8 +479,8 @@ def _run_recurrent(
 class _Parameters(dict[str, "nn.Parameter | None"]):
     """A module's parameters by name: within a call, reading one gives its use there.
 
-    Only those of the model have uses, ``members`` by id: what ``torch.func.functional_call`` puts here
-    for a while may be any tensor, which gets its gradient from torch. A use that is put here is its
+    Only the model's own parameters, ``members`` by id, have uses. ``torch.func.functional_call`` may put any
+    tensor here for a while, which gets its gradient from torch. A use that is put here is its
     parameter: a module may tie its child's weight in ``forward``.
     """
 

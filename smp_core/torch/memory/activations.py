@@ -187,7 +187,7 @@ def forward(site: Site, /, *args: object, **kwargs: object) -> object:
 
 
 class CheckpointedSite(Site):
-    """One module of the tree, whose calls keep what its policy says."""
+    """The site of one module, whose calls keep the activations that the module's policy allows."""
 
     __slots__ = ()
     _around = run
@@ -378,7 +378,7 @@ def _owners_of(layer: nn.Module | None) -> set[int]:
 
 
 def _cut(layers: list[nn.Module], size: int) -> list[list[nn.Module]]:
-    """Groups of ``size``, the last with what is left; one if ``size`` is 0."""
+    """Groups of ``size`` layers, the last with the rest; one group if ``size`` is 0."""
     size = size or max(1, len(layers))
     return [layers[start : start + size] for start in range(0, len(layers), size)]
 
@@ -394,6 +394,6 @@ def _checked_input(path: str, policy: CheckpointPolicy, value: object) -> object
 
 def _same_keys(part: _Run) -> Callable[..., object]:
     """A region that is a module call has its key. A group of layers is part of its Sequential's call,
-    and unknown to those who count calls.
+    so callers that count calls do not see it.
     """
     return uses.same_keys(part.forward)

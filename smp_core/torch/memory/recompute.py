@@ -55,7 +55,7 @@ def run(
 
 
 def _copied(tree: Any) -> Any:
-    """The tree with containers of its own, so that what a call puts into them it finds new again."""
+    """The tree with containers of its own, so that the repetition does not find objects that the call put into one."""
     kind = type(tree)
     if kind is dict:
         return {key: _copied(value) for key, value in tree.items()}
@@ -154,7 +154,7 @@ def _kind(tensor: Tensor) -> tuple[object, ...]:
 
 
 class _Inputs:
-    """Tensors, kept as autograd keeps what a node saves."""
+    """Tensors, kept as autograd keeps a node's saved tensors."""
 
     __slots__ = ("_node",)
 
@@ -194,7 +194,7 @@ def _generator_at(state: Tensor | None) -> Iterator[None]:
     try:
         yield
     finally:
-        # Without a state, too: what a repetition draws nobody else misses.
+        # Without a state, too: the numbers that a repetition draws must not change those of the code after it.
         torch.default_generator.set_state(before)
 
 
@@ -218,7 +218,7 @@ class Buffers:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """While entered, the modules have copies of what they had, and the modes."""
+        """While entered, the modules have copies of their former buffers, and their former modes."""
         modes = [(child, child.training) for child, _ in self._modes]
         _set_modes(self._modes)
         now = [(child, name, child._buffers.get(name)) for child, name, _ in self._found]

@@ -1,4 +1,4 @@
-"""The optimizer of a script: what it works on, its update, and its state."""
+"""The optimizer of a script: its parameters, its update, and its state."""
 
 from smp_core.torch.optimizer.distributed import DistributedOptimizer
 

@@ -30,8 +30,8 @@ class DistributedOptimizer(Internals, Optimizer):
     """Wraps the optimizer of a script; there is one.
 
     ``optimizer`` was made over the model's parameters before or after the model was wrapped, before
-    or after it was partitioned. When the model is partitioned, parameters of other ranks, and what
-    state there is of them, are dropped; groups stay, even empty. ``param_groups``, ``state`` and
+    or after it was partitioned. When the model is partitioned, parameters of other ranks are dropped, with
+    their state if they have any; groups stay, even empty. ``param_groups``, ``state`` and
     ``defaults`` are the wrapped optimizer's own, so learning-rate schedulers take either of the two.
 
     Args:
@@ -151,7 +151,7 @@ class DistributedOptimizer(Internals, Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of this rank's parameters; a rank without any does nothing but call
-        ``closure``. Returns what the closure returned.
+        ``closure``. Returns the value of the closure.
 
         With masters, or sharded parameters, ``closure`` is called once, before anything else. With ``fp16``
         and a dynamic loss scale every rank of the world calls: if any found an infinity or NaN, the step is
@@ -285,7 +285,7 @@ class DistributedOptimizer(Internals, Optimizer):
             optimizer_state.load(self._parameters, state)
 
     def _smp_take_state(self, source: int) -> None:
-        """Have what dp rank ``source`` keeps for each parameter; collective over the DP group."""
+        """Take over dp rank ``source``'s state for each parameter; collective over the DP group."""
         optimizer_state.take(self._parameters, source)
 
     def _smp_check_fits(self, given: Mapping[str, object]) -> None:
@@ -299,7 +299,7 @@ class DistributedOptimizer(Internals, Optimizer):
     # Calls by the model.
 
     def _smp_partitioned(self, model: sessions.Model) -> None:
-        """The model has been partitioned: forget what other ranks own."""
+        """Forget the parameters that other ranks own, now that the model has been partitioned."""
         self._parameters.partition(model)
 
     def _smp_mastered(self, model: sessions.Model) -> None:

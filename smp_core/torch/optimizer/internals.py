@@ -1,4 +1,4 @@
-"""Members of SMP's optimizer that helpers of scripts read, past what is documented (API 1.8, source EX).
+"""Members of SMP's optimizer that helpers of scripts read, beyond the documented ones (API 1.8, source EX).
 
 These are attributes seen in public scripts; of most only the name and a use are known. Where the meaning is
 unambiguous, the attribute is implemented. Otherwise access raises UnsupportedTrainingError, which names the
@@ -114,7 +114,7 @@ class Internals:
 
     @property
     def redefined_params(self) -> object:
-        """Raises UnsupportedTrainingError: what it holds is not known."""
+        """Raises UnsupportedTrainingError, since the content of this member is not known."""
         raise UnsupportedTrainingError(
             "optimizer.redefined_params: an undocumented member of SMP's. What the optimizer works on is in "
             "optimizer.param_groups, and by name in model.virtual_named_parameters(); use one of those"

@@ -1,5 +1,5 @@
-"""The parameters of a torch optimizer: those of all ranks in their original order, and what stands in
-their place on this rank.
+"""The parameters of a torch optimizer: those of all ranks in their original order, and the tensors that stand
+in their place on this rank.
 
 In the place of a parameter the wrapped optimizer has its master (precision/masters.py) where there is
 one, this rank's shard where it is sharded, and nothing where another rank owns it.
@@ -85,8 +85,8 @@ class OptimizerParameters:
                         self.optimizer.state[face] = self.moved(parameter, state)
 
     def moved(self, parameter: Any, state: object) -> object:
-        """State of a parameter, as what the wrapped optimizer has in its place has it: tensors of the whole
-        parameter's shape are cut, 16-bit ones are float32 where there is a master.
+        """The state of a parameter, moved to the tensor that the wrapped optimizer has in its place: tensors of the
+        whole parameter's shape are cut, 16-bit ones are float32 where there is a master.
         """
         if self.masters is not None:
             state = self.masters.moved(parameter, state)

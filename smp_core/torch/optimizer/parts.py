@@ -45,7 +45,7 @@ class OwnParts:
 
     def gather(self, parameters: Iterable[nn.Parameter], own: Iterable[torch.Tensor]) -> None:
         """Give parameters the values of the ranks' own parts of them, in place. Every rank of the RDP
-        group calls it with the same parameters; of each, ``own`` has what :meth:`own` gave here, changed.
+        group calls this with the same parameters; ``own`` are the changed results of :meth:`own` for each of them.
         """
         by_dtype: dict[torch.dtype, list[tuple[nn.Parameter, torch.Tensor]]] = {}
         for parameter, part in zip(parameters, own, strict=True):

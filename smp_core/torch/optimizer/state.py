@@ -85,7 +85,7 @@ def state_dict(parameters: OptimizerParameters, keep: bool = True) -> StateDict:
     """The whole state, as plain torch's optimizer over the whole model would have it.
 
     Collective over the MP group once the model is partitioned, and over the shard group: every rank
-    of them calls. Without ``keep`` this rank only helps the others to what is split, and has it not in its own.
+    of them calls. Without ``keep`` this rank only helps the others to gather, and its own state lacks the split parts.
     Raises UnsupportedTrainingError with ``shard_optimizer_state`` (API 6).
     """
     masters = parameters.masters
@@ -152,7 +152,7 @@ def _split(parameters: OptimizerParameters) -> bool:
 
 
 def check(given: object) -> None:
-    """Raise ArgumentTypeError for what is no state at all."""
+    """Raise ArgumentTypeError for a value that is no state at all."""
     if isinstance(given, list) and given and all(isinstance(each, Mapping) for each in given):
         for each in given:
             check(each)
@@ -219,7 +219,7 @@ def load(parameters: OptimizerParameters, given: Any) -> None:
 
 
 def take(parameters: OptimizerParameters, source: int) -> None:
-    """Have what the optimizer of dp rank ``source`` keeps for each parameter, in place of one's own.
+    """Take over the state of dp rank ``source``'s optimizer for each parameter, in place of this rank's own.
 
     Collective over the DP group, whose ranks hold the same parameters. Groups and their options stay.
     """

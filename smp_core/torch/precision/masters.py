@@ -53,11 +53,11 @@ class Masters:
 
     Args:
         dtype: the 16-bit dtype of the run, or None.
-        parts: how masters are split, or None: each is of all that ``p.data`` has.
+        parts: the split of masters over ranks, or None: each master has all elements of ``p.data``.
 
-    ``scaler`` is the loss scaler of an fp16 run once there is an optimizer, and ``optimized`` says what
-    that one's groups hold. Those masters change, have state, and are published; a master that was
-    only asked for, on some of the ranks perhaps, is a copy, and no rank waits for it.
+    ``scaler`` is the loss scaler of an fp16 run once there is an optimizer, and ``optimized`` gives the tensors in
+    the optimizer's groups. Those masters change, have state, and are published. A master outside of the groups,
+    which was only asked for, on some of the ranks perhaps, is a copy, and no rank waits for it.
     """
 
     def __init__(self, dtype: torch.dtype | None, parts: Parts | None = None) -> None:
@@ -148,7 +148,7 @@ class Masters:
                 yield parameter, self._entries[parameter].master
 
     def named(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
-        """(name, parameter, master) of :meth:`pairs` in the model: what a state is of."""
+        """The triples (name, parameter, master) of :meth:`pairs` in the model, which a state consists of."""
         for parameter, master in self.pairs():
             if parameter in self._names:
                 yield self._names[parameter], parameter, master
@@ -166,7 +166,7 @@ class Masters:
         """
         master = self.of(parameter)
         if self.parts is not None and parameter.dtype != self.dtype:
-            # Row-major, so that a part is a view: who scales or clips either gradient changes both.
+            # Row-major, so that a part is a view: scaling or clipping either gradient changes both.
             add(parameter, gradient if gradient.is_sparse else gradient.contiguous())
             self._view(parameter, master)
             return
@@ -174,7 +174,9 @@ class Masters:
             gradient = self._own(gradient)
         if master.grad is None:
             self._unscaled.discard(master)
-        elif master in self._unscaled:  # what is there was divided by the scale already
+        elif (
+            master in self._unscaled
+        ):  # the gradient that is there was divided by the scale already
             gradient = gradient * (1 / self.loss_scale)
         add(master, gradient)
         if master is not parameter:
@@ -214,7 +216,7 @@ class Masters:
     # Values.
 
     def sync(self) -> None:
-        """Before an update: take over what parameters were given since the last one."""
+        """Before an update: take over the values that parameters were given since the last one."""
         for parameter, entry in self._entries.items():
             if parameter._version != entry.version:
                 self._adopt(parameter, entry)
@@ -266,8 +268,8 @@ class Masters:
     # State.
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The masters that the optimizer holds, by name of the parameter; they share memory with what is
-        returned.
+        """The masters that the optimizer holds, by name of the parameter; the returned tensors share memory with
+        them.
         """
         self.sync()
         return {name: master.detach() for name, _, master in self.named()}
@@ -288,8 +290,8 @@ class Masters:
             self.publish()
 
     def moved(self, parameter: nn.Parameter, state: object) -> object:
-        """An optimizer's state of a parameter as that of its master: what has the parameter's shape is cut
-        to this rank's part, and is float32 where it was 16-bit. The rest, as a step counter, is as it was.
+        """An optimizer's state of a parameter, moved to its master: tensors of the parameter's shape are cut
+        to this rank's part, and are float32 where they were 16-bit. Other state, as a step counter, is unchanged.
         """
         if not isinstance(state, Mapping):
             return state

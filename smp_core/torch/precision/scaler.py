@@ -93,7 +93,7 @@ class DynamicLossScaler(LossScaler):
         consecutive_hysteresis: each good step fills the hysteresis up again, rather than growth alone.
 
     ``cur_iter`` counts the updates; ``last_overflow_iter`` is that of the last overflow, -1 at first, so
-    that the scale grows first at the ``scale_window``-th good step. ``cur_hysteresis`` is what is left of
+    that the scale grows first at the ``scale_window``-th good step. ``cur_hysteresis`` is the rest of
     ``delayed_shift``. Raises ArgumentError, ArgumentTypeError for arguments that make no sense.
     """
 

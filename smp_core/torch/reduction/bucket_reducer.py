@@ -2,7 +2,7 @@
 
 *Ready* is a guess: every use of the parameter has brought its gradient, and all microbatches before are folded
 (execution/accumulation.py), but a function may still call the model again. A gradient that comes after the launch of
-its bucket is never lost: ``LateGradients`` says what happens to it.
+its bucket is never lost: ``LateGradients`` has the two treatments.
 
 Ranks that got less far learn at the end of the step how many buckets the others have launched
 (execution/agreement.py), and catch up. So every rank launches the same buckets in the same order.
@@ -46,7 +46,7 @@ class BucketReducer:
     # In backward.
 
     def on_ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
-        """Take the parameter's gradient, all of it as it seems; or all of what came late, where that is added."""
+        """Take the parameter's gradient, complete as it seems; or all of a late one, where late ones are added."""
         if self._policy is LateGradients.ADD:
             self._add(parameter, total)
         elif parameter in self._bucket_of and not total.is_sparse:
@@ -80,7 +80,7 @@ class BucketReducer:
     # At the end of the step.
 
     def add_remaining(self, sums: Totals) -> None:
-        """Take what :meth:`on_ready` was not given; where buckets are reduced again, the complete sums."""
+        """Take the sums that :meth:`on_ready` was not given; where buckets are reduced again, the complete sums."""
         if self._policy is LateGradients.ADD:
             for parameter, total in sums.items():
                 self._add(parameter, total)
@@ -120,12 +120,12 @@ class BucketReducer:
         return tuple(sorted(number for number in numbers if number < self.launched))
 
     def catch_up(self, launched: int) -> None:
-        """Launch what other ranks have launched: each of their messages finds its partners."""
+        """Launch the buckets that other ranks have launched: each of their messages finds its partners."""
         while self.launched < launched:
             self._launch()
 
     def _launch(self) -> None:
-        # Buffers of what has completed are freed here. Nobody waits: another rank may launch a bucket at the end of
+        # Buffers of completed operations are freed here. Nobody waits: another rank may launch a bucket at the end of
         # the step only.
         for operation in self._operations:
             operation.poll()
@@ -165,6 +165,6 @@ class BucketReducer:
         ]
 
     def discard(self) -> None:
-        """After a step that failed: wait for what is in flight."""
+        """After a step that failed: wait for the operations in flight."""
         for operation in self._operations:
             operation.result()

@@ -51,7 +51,7 @@ class Bucket:
             columns = rows[:, start : start + layout.shard_numel]
             total = totals.get(parameter)
             if total is None:
-                columns.zero_()  # what was in memory before would be summed
+                columns.zero_()  # the former content of the memory would be summed
             else:
                 total = total.to_dense() if total.is_sparse else total
                 even = layout.padded_numel == layout.numel

@@ -141,7 +141,7 @@ class Collectives:
         return self._begin(exchanges, self._queue if len(self._hops) > 1 else None)
 
     def reduce_scatter(self, rows: Tensor) -> Pending:
-        """The sum over the members of what each has for this rank: of its row with this one's number.
+        """The sum over the members of the row that each has for this rank: the one with this rank's number.
 
         ``rows`` is ``(size, n)``, contiguous, float32, float64 or complex; the result is ``(n,)``.
         Raises TypeError for another dtype.
@@ -170,7 +170,7 @@ class Collectives:
         )
 
     def settle(self) -> None:
-        """Complete what has begun and nobody waited for, as after a step that failed on every rank."""
+        """Complete the operations in flight that nobody waited for, as after a step that failed on every rank."""
         for operation in list(self._open):
             operation.result()
 

@@ -58,7 +58,7 @@ class Layout:
 def bins(sizes: Sequence[int], most: float) -> Iterator[list[int]]:
     """The indices of ``sizes`` in order, in bins of at most ``most`` together.
 
-    Greedy: what does not fit into a bin that has something begins the next; what is larger than
+    Greedy: a size that does not fit into a bin beside others begins the next one; a size above
     ``most`` is alone (ENGINES 1.5).
     """
     filled, bin_ = 0, list[int]()

@@ -91,11 +91,11 @@ class GradientReducer:
         return self._passes + 1 == self._options.backward_passes_per_step
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
-        """``hook(state, bucket)`` reduces each bucket from now on, instead of what is described above:
-        it averages over replicas and microbatches itself (API 1.7).
+        """Have ``hook(state, bucket)`` reduce each bucket from now on, instead of the reduction described above.
+        The hook itself averages over replicas and microbatches (API 1.7).
 
         Raises UnsupportedTrainingError where gradients are sharded, without ``ddp`` and
-        ``overlapping_allreduce``, and for a second hook; TypeError for what cannot be called.
+        ``overlapping_allreduce``, and for a second hook; TypeError for a value that cannot be called.
         """
         if not self._policy.comm_hooks:
             raise UnsupportedTrainingError(
@@ -147,7 +147,7 @@ class GradientReducer:
             return False
         if self._policy.scatters:
             return not self._was_late
-        # The all-reduce is what is launched: at the window's end alone, and not if a hook takes its place.
+        # Only the all-reduce is launched early: at the window's end alone, and not if a hook takes its place.
         return self.boundary and self._collectives.replicas > 1 and self._hook is None
 
     def _new_step(self) -> BucketReducer:
@@ -203,12 +203,12 @@ class GradientReducer:
         microbatches: int | None = None,
     ) -> object:
         """Agree with the other replicas on how the step ended; if well, accumulate, and reduce if this
-        is the boundary. ``totals`` are what :meth:`on_ready` was not given, or, unless the ledger moves
-        them, all. ``microbatches`` is how many the totals are of, the configured number if not
-        given; another number takes a step that was begun with ``overlaps=False``. Where steps of different
-        numbers are accumulated, their averages are, in units of the first.
+        is the boundary. ``totals`` are the totals that :meth:`on_ready` was not given, or, unless the ledger moves
+        them, all. ``microbatches`` is the number of microbatches in the totals, the configured number if not
+        given; another number needs a step that was begun with ``overlaps=False``. Steps of different
+        numbers are accumulated as averages, in units of the first.
 
-        ``failure`` is None or anything picklable; returns the one of the lowest dp rank that has one.
+        ``failure`` is None or anything picklable; returns the failure of the lowest dp rank that has one.
         After a failure gradients and accumulated sums are as they were before the step.
         """
         step = self._step or self._new_step()
@@ -326,7 +326,7 @@ class GradientReducer:
     def _all_reduced(
         self, step: BucketReducer, agreed: Agreement, divisor: int
     ) -> dict[nn.Parameter, torch.Tensor]:
-        """This rank's gradients, of each parameter what this rank keeps of it."""
+        """This rank's gradients: for each parameter the part of the gradient that this rank keeps."""
         kinds = dict(zip(self._parameters, agreed.present, strict=True))
         reduced: dict[nn.Parameter, torch.Tensor] = {}
         if self._policy.scatters:
@@ -464,8 +464,8 @@ class GradientReducer:
         )
 
     def _other_gathers(self, reports: Mapping[int, ReplicaReport]) -> ShardingError | None:
-        """The error if ranks of a shard group gathered different units: what one sent was not what the other took
-        it for.
+        """The error if ranks of a shard group gathered different units, so that each took the other's shards for
+        those of another unit; else None.
         """
         for group in self._runtime.topology.groups(GroupKind.SHARDING):
             digests = {rank: reports[rank].gather_digest for rank in group if rank in reports}
@@ -494,7 +494,7 @@ class GradientReducer:
         own: Mapping[nn.Parameter, int],
         checksums: Mapping[int, int | None],
     ) -> Exception | None:
-        """The error if ranks differ in what those of a group of this kind should hold alike."""
+        """The error if ranks differ in values that those of a group of this kind should hold alike; else None."""
         groups = [
             [rank for rank in group if checksums[rank] is not None]
             for group in self._runtime.topology.groups(kind)
@@ -549,7 +549,7 @@ def deposit(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 def joined(shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Shards, 1-D, one after the other: a view of what they are pieces of, if that is how they lie there."""
+    """Shards, 1-D, one after the other: a view of the memory that they are pieces of, if they lie there in order."""
     first, end = shards[0], shards[0].storage_offset()
     storage = first.untyped_storage()._cdata
     for shard in shards:

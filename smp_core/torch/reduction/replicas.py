@@ -103,7 +103,7 @@ class Replicas:
         hook: tuple[object, CommHook],
         bucket: GradBucket,
     ) -> Callable[[], torch.Tensor]:
-        """Have a communication hook reduce a bucket; what is returned waits for its result."""
+        """Have a communication hook reduce a bucket; the returned function waits for its result."""
         state, function = hook
         future = function(state, bucket)
         if not hasattr(future, "wait"):

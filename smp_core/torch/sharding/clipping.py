@@ -26,7 +26,7 @@ from smp_core.torch.sharding.whole_model import WHOLE_MODEL
 
 
 def _install() -> None:
-    """Put ours before what torch's decorator calls."""
+    """Put this module's norm before the function that torch's decorator calls."""
     decorated = getattr(clip_grad, "_get_total_norm", None)
     code, cells = getattr(decorated, "__code__", None), getattr(decorated, "__closure__", None)
     if code is not None and cells and "func" in code.co_freevars:

@@ -41,7 +41,7 @@ class StandIn:
     version: int
 
     def copy_to_shard(self, look: bool) -> None:
-        """Copy what was loaded to the shard. ``look``: also what was written past torch's version counter,
+        """Copy the loaded values to the shard. ``look``: also values written past torch's version counter,
         as into ``weight.data``; then the full parameter had its true values before.
 
         Raises ShardingError for values of another shape.
@@ -67,7 +67,7 @@ def standing(
     shard_of: Callable[[torch.Tensor], ShardedParameter | None],
     value: Callable[[nn.Parameter, ShardedParameter], torch.Tensor],
 ) -> Iterator[Sequence[StandIn]]:
-    """While entered, each sharded parameter of the tree is replaced by a full one, with what ``value`` gives;
+    """While entered, each sharded parameter of the tree is replaced by a full one, with the values of ``value``;
     afterwards, by itself again. A parameter that somebody puts into its place meanwhile is the full one then.
     """
     stand_ins: dict[int, StandIn] = {}

@@ -45,7 +45,7 @@ def full_state(
     Args:
         state: this rank's, by the parameters' index.
         parameters: the model's, by index, the same on all ranks.
-        keep: False leaves out what was gathered: for the ranks that only help others to it.
+        keep: False leaves the gathered values out: for the ranks that only help others to them.
 
     Raises ShardingError, on every rank of the group, if one lacks elements that it owns.
     """
@@ -105,7 +105,7 @@ def _by_key(gathered: Sequence[Mapping[object, object]]) -> Iterator[tuple[objec
 def _checked(
     shard: ShardedParameter, index: int, key: object, values: Sequence[Any]
 ) -> torch.dtype | None:
-    """The dtype of what is to be gathered; None for what is not."""
+    """The dtype of a value that is to be gathered; None for one that is not."""
     there = [each for each in values if each is not _MISSING]
     if not all(isinstance(each, _Shard) for each in there):
         if any(isinstance(each, _Shard) for each in there):

@@ -23,10 +23,9 @@ def record(rank: int, degree: int, split: Mapping[str, list[int]]) -> dict[str, 
 
 
 def check(where: Path | str, found: Any, mine: Mapping[str, Any] | None) -> None:
-    """Raise CheckpointError unless what says ``found`` of itself, a file or a part of a state that
-    ``where`` names, holds this rank's shards.
+    """Raise CheckpointError unless a file or a part of a state, which ``where`` names, holds this rank's shards.
 
-    ``found`` is None for what says nothing, as of an unsharded run.
+    ``found`` is its record, or None if it has none, as of an unsharded run; ``mine`` is this rank's.
     """
     if found == mine:
         return

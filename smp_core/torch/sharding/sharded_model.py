@@ -67,8 +67,8 @@ class ShardedModel:
         self.describe()
 
     def describe(self) -> None:
-        """Say on persistent parameters what scripts ask of any (sharded_parameter.describe); again once they have
-        their values, which may lie elsewhere then.
+        """Set the attributes of sharded parameters on persistent ones, too (sharded_parameter.describe); again once
+        these have their values, which may lie elsewhere then.
         """
         for parameter in self._module.parameters():
             if self.shard(parameter) is None:
@@ -96,7 +96,7 @@ class ShardedModel:
         return self.collectives.rank, self.collectives.size
 
     def record(self) -> dict[str, object] | None:
-        """Plain values that say what a state's shards are shards of (records.py); None of a model without shards."""
+        """Plain values that identify the shards of a state (records.py); None for a model without shards."""
         split = {shard.name: list(shard.shape) for shard in self.unsharded.shards()}
         return records.record(self.collectives.rank, self.collectives.size, split)
 
@@ -126,7 +126,7 @@ class ShardedModel:
     def begin_step(self, *, eager: bool = False) -> None:
         """Before a step, or before an ``eager`` call, outside of steps.
 
-        Raises ShardingError as :meth:`resume` does, or if a parameter is not what it was left as.
+        Raises ShardingError as :meth:`resume` does, or if a parameter was changed in a forbidden way.
         """
         self.resume()
         self.unsharded.begin_step(eager)

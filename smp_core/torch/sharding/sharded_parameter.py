@@ -2,11 +2,11 @@
 
 The words of this file. The *full* parameter has all elements, in the parameter's shape. Its *shard* on a rank has
 ``ceil(numel / ranks)`` of them, flat, padded with zeros. The *owned range* are the elements of the shard that are no
-padding. A *unit* is what one all-gather brings.
+padding. A *unit* is the parameters that one all-gather brings.
 
 A sharded ``nn.Parameter`` stays the object that it was. Its ``data`` is the owned range, 1-D, maybe empty: a view of
 the shard. So an optimizer made before or after works on shards, and its state has their size. Attributes on the
-parameter say what it is a shard of (``describe``), as they do on persistent parameters, which are whole.
+parameter tell which parameter it is a shard of (``describe``); persistent parameters, which are whole, have them too.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class Unit:
         return sum(shard.numel for shard in self.shards)
 
     def check(self) -> None:
-        """Take over what was put into a parameter's ``data``, as an optimizer that works out of place
-        does. Raises ShardingError for what is not this rank's shard.
+        """Take over a tensor that was put into a parameter's ``data``, as an optimizer that works out of place
+        does. Raises ShardingError for a tensor that is not this rank's shard.
         """
         for shard in self.shards:
             data, gradient = shard.parameter.data, shard.parameter.grad
@@ -162,10 +162,10 @@ def make_unit(
 def describe(
     parameter: nn.Parameter, layout: Layout, rank: int, padded: torch.Tensor | None = None
 ) -> None:
-    """Say on a parameter what scripts ask: ``ds_shape`` and ``ds_numel`` of the full parameter, and
+    """Set the attributes that scripts read on a parameter: ``ds_shape`` and ``ds_numel`` of the full parameter, and
     ``ds_tensor``, this rank's shard of it with its padding, whose own ``ds_numel`` is the size of a shard
-    (API 1.11). Without ``padded``, of a persistent parameter: a view of what the shard would be,
-    not padded.
+    (API 1.11). Without ``padded``, for a persistent parameter, ``ds_tensor`` is a view of the elements that the
+    shard would have, not padded.
     """
     if padded is None:
         padded = parameter.detach().reshape(-1)[slice(*layout.owned_range(rank))]

@@ -191,7 +191,7 @@ class Unsharded:
         self.gather_digest = 0
 
     def end_step(self) -> None:
-        """After a step that went well: reshard everything, also what is in flight."""
+        """After a step that went well: reshard all units, those in flight too."""
         self._due.clear()
         self.reshard_all()
 

@@ -79,7 +79,7 @@ class WholeModel:
         return None
 
     def describe(self) -> None:
-        """Scripts ask sharded models alone what a parameter is a shard of."""
+        """Do nothing, since scripts read the attributes of sharded parameters on sharded models alone."""
 
     def full_tensors(
         self, given: Sequence[tuple[nn.Parameter, torch.Tensor]]

@@ -255,7 +255,7 @@ class ReceiveOperation:
 
     @property
     def source(self) -> int:
-        """The position in the group of who sent, once done."""
+        """The position in the group of the sender, once done."""
         assert self._receive.message is not None
         return self._group.ranks.index(self._receive.message.source)
 

@@ -25,7 +25,7 @@ from smp_core.transport.protocols import (
 from smp_core.transport.torch_world import TorchWorld
 
 _DEFAULT = "WORLD"
-_LINGER = 2.0  # seconds that a rank which has returned still moves what the others wait for
+_LINGER = 2.0  # seconds that a rank which has returned still moves messages that others wait for
 _RUNS = 2**32  # more than a world sees
 
 

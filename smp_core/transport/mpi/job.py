@@ -1,5 +1,5 @@
 """MPI in a process that a launcher started: initialised so that it loses nothing and listens where it
-must, and compared with what the launcher says.
+must, and compared with the launcher's variables.
 """
 
 from __future__ import annotations

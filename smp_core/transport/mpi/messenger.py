@@ -115,8 +115,8 @@ class Messenger:
     def __init__(self, MPI: Any, comm: Any) -> None:
         self.rank, self.size = int(comm.rank), int(comm.size)
         self.check: Callable[[], None] = lambda: None
-        # Hooks of autograd and the body's own threads may call. Held by whoever sends, moves or
-        # sorts messages, so that MPI is asked by one thread at a time; never while waiting.
+        # Hooks of autograd and the body's own threads may call. A thread that sends, moves or
+        # sorts messages holds it, so that MPI is asked by one thread at a time; never while waiting.
         self.lock = threading.RLock()
         self._MPI, self._comm = MPI, comm
         self._epoch = 0
@@ -180,7 +180,7 @@ class Messenger:
         Args:
             dest: world rank.
             channel: see ``channel_key``.
-            number: any integer; what it means is the receiver's affair.
+            number: any integer, whose meaning is the receiver's affair.
             payload: contiguous.
             note: a short text beside it, for the receiver to compare.
             receipt: whether the message is done only when ``acknowledge`` was called on it.
@@ -298,7 +298,7 @@ class Messenger:
         asked = token if kind == _ACKNOWLEDGED else None
         if at + count <= INLINE:
             message = Message(source, number, note, buffer[at : at + count], asked)
-        else:  # taken at once, also what is dropped below: the sender must come to an end
+        else:  # taken at once, even if it is dropped below: the sender must come to an end
             message = Message(source, number, note, np.empty(count, np.uint8).data, asked)
             view = memoryview(message.payload)
             message.requests = [
@@ -347,7 +347,7 @@ class Messenger:
             os.sched_yield()
 
     def drain(self, seconds: float) -> bool:
-        """Let what was sent be on its way, and long operations come to their end, before this rank
+        """Let sent messages get on their way, and long operations come to their end, before this rank
         turns to other things. False if that took too long.
         """
         return self.wait(lambda: not self._sending and not self._steps, seconds)

@@ -42,7 +42,7 @@ def _thawed(frozen: Any) -> Any:
     try:
         return pickle.loads(data)
     except Exception:
-        return Payload([], call, lambda _: data).thaw()  # says what cannot be unpickled
+        return Payload([], call, lambda _: data).thaw()  # raises an error that names the part
 
 
 class MpiObjects:
@@ -122,7 +122,7 @@ class _Tree:
         place = (self._me - root) % size
         first = _BRANCHES * place + 1
         below = [ranks[(child + root) % size] for child in range(first, size)[:_BRANCHES]]
-        # Up: what this member and those below it bring. Numbers of the way up are negative.
+        # Up: the data of this member and of those below it. Numbers of the way up are negative.
         branch = {self._me: data}
         for payload in self._gathered(-number, below, call):
             branch.update(pickle.loads(payload))

@@ -100,7 +100,7 @@ class MpiProcessGroup(CheckedGroup):
             self._coalesced.append(work)
         return work
 
-    # Life cycle and what torch asks a group about itself.
+    # Life cycle, and torch's questions to a group about itself.
 
     def new_group(
         self,

@@ -33,7 +33,7 @@ class MemberPart:
 
 Goes = Callable[[MemberPart, int], Tensors | None]  # to a member; None: no message at all
 Comes = Callable[[MemberPart, int], Tensors | None]  # from a member: tensors that are alike
-# Of the outputs, from what came of each.
+# The values of the outputs, from the tensors of each member.
 Values = Callable[[MemberPart, Sequence[Tensors]], list[Tensor]]
 
 

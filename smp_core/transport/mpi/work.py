@@ -104,7 +104,7 @@ class MpiWork(Work):
     getFuture = get_future
 
     def is_completed(self) -> bool:
-        """Move what can be moved, then tell whether the operation is done."""
+        """Move all messages that can be moved, then tell whether the operation is done."""
         if not self._done():
             self._fabric.messenger.look()
         if not self._done():
