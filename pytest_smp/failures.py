@@ -44,7 +44,7 @@ def mark(error: BaseException, failure: Failure) -> None:
 
 
 def of(error: BaseException) -> Failure | None:
-    """Which run raised this exception, or None."""
+    """The failed run that raised this exception, or None."""
     failure = getattr(error, _NAME, None)
     return failure if isinstance(failure, Failure) else None
 

@@ -17,13 +17,12 @@ _AFTER_YOU = 2.0  # seconds
 
 
 def split(config: pytest.Config) -> int | None:
-    """In a process of a launcher's job that is not to run pytest: serve until the job is over, and
-    return the exit code. Elsewhere return None.
+    """Serve until the job is over and return the exit code, in a process of a launcher's job that is not
+    to run pytest. Elsewhere return None.
 
-    A job is split where the backend is `external`, or nothing was said about it and there are
-    several ranks.
+    A job is split if the backend is `external`, or if no backend was named and there are several ranks.
 
-    Raises pytest.UsageError if the job cannot be what was asked for.
+    Raises pytest.UsageError if the job cannot meet the options.
     """
     if hasattr(config, "workerinput"):
         return None

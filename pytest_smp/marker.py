@@ -125,7 +125,7 @@ def _check_function(definition: Any) -> None:
 
 
 def why_not_plain(function: object) -> str | None:
-    """Why calling ``function`` would not run its body, or None if it would."""
+    """The reason why calling ``function`` would not run its body, in words, or None if it would."""
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         return "is async"
     if inspect.isgeneratorfunction(function):

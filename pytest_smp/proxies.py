@@ -153,7 +153,7 @@ class SmpWorld:
         schedule: Schedule | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> Report:
-        """As ``run``, but return the verdict and every rank's outcome, and raise for none of them."""
+        """Run ``body`` like ``run``; return the verdict and every rank's outcome, and raise for none of them."""
         how = self._how(body, ranks, config, timeout, init, schedule)
         return self._controller.report(body, args, _keywords(kwargs), **how)
 

@@ -165,7 +165,7 @@ class _Sums:
         self._sums, self._wide = sums, wide
 
     def expect(self, microbatch: int, parameter: nn.Parameter) -> None:
-        """Nothing is done before the end."""
+        """Do nothing: gradients are summed when they come."""
 
     def add(self, microbatch: int, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         if self._wide and gradient.dtype in (torch.float16, torch.bfloat16):

@@ -26,7 +26,7 @@ _MOST_CHARACTERS = 4000  # of one text
 
 @dataclasses.dataclass(slots=True)
 class _Test:
-    """One test, of all its phases; ``ranks`` is None where the test says it itself (smp_world)."""
+    """One test with all its phases; ``ranks`` is None where the test itself starts runs (smp_world)."""
 
     ranks: int | None
     outcome: str = "not run"

@@ -1,4 +1,4 @@
-"""From a run's report to what pytest shows: one exception with notes, sections per rank,
+"""The way from a run's report to pytest's output: one exception with notes, sections per rank,
 machine-readable outcomes.
 """
 

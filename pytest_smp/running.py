@@ -65,7 +65,7 @@ class GroupLeftWarning(UserWarning):
 
 
 def _dumps(obj: object) -> bytes:
-    """By pickle; what cannot (a closure, a local class) as it travels between processes."""
+    """Pickle an object, one that pickle refuses (a closure, a local class) in the form for rank processes."""
     try:
         return plain_dumps(obj)
     except Exception:
@@ -275,7 +275,7 @@ class Controller:
 
     @property
     def lost(self) -> str:
-        """Why nothing more can run, once that is so."""
+        """The reason why no further run is possible, in words; empty while runs are possible."""
         return "" if self._executor is None else self._executor.lost
 
     def take_last(self) -> Report | None:
@@ -471,7 +471,7 @@ class MarkedTest:
 
 
 def _no_value(item: pytest.Function, values: list[Any]) -> None:
-    """As pytest does for a plain test: a test that returns something was meant to assert it."""
+    """Warn of a test that returns a value and was meant to assert it, as pytest does for a plain test."""
     if any(value is not None for value in values):
         kind = type(next(value for value in values if value is not None)).__name__
         warnings.warn(

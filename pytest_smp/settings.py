@@ -87,7 +87,7 @@ class _Option:
 
     @property
     def flag(self) -> str:
-        """On the command line."""
+        """The option's name on the command line."""
         return f"--smp-{self.name.replace('_', '-')}"
 
 

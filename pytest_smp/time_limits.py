@@ -1,4 +1,4 @@
-"""How long a run may take.
+"""The time limits of runs.
 
 A run has the whole limit (``--smp-timeout``, or the call's own). On rank processes Hypothesis shrinks
 an example that hangs, and each attempt that hangs as well would take the whole limit again. So once an
@@ -57,7 +57,7 @@ class TimeLimits:
 
 
 def _identity(body: Callable[..., Any]) -> object:
-    """The same for a function that each example defines anew."""
+    """A key that stays the same for a function that each example defines anew."""
     while isinstance(body, functools.partial):
         body = body.func
     return getattr(body, "__code__", type(body))

@@ -74,7 +74,7 @@ def _descriptor(path: Path) -> int | None:
 
 
 def _standard(found: os.stat_result) -> int | None:
-    """Which of this process's standard output and error a file is."""
+    """The descriptor of this process's standard output or error that a file is, or None."""
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):  # closed
             if os.path.samestat(found, os.fstat(descriptor)):

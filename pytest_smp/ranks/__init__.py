@@ -1,1 +1,1 @@
-"""How ranks of a test come to exist, and what simulated ones exchange data through."""
+"""The executors that make ranks exist, and the fabric of simulated ranks."""

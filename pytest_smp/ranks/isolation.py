@@ -190,9 +190,7 @@ def _fresh(part: IsolatedState, seed: int) -> Any:
 
 
 def prepare_thread() -> None:
-    """Once per run and rank: what belongs to a thread in torch, and may be left over from the last
-    run.
-    """
+    """Reset the state that torch keeps per thread, which the last run may have left; once per run and rank."""
     import torch
 
     clear_thread()  # first: a mode that was left would see what follows

@@ -73,7 +73,7 @@ class VerdictKind(enum.StrEnum):
 
 
 class OutcomeKind(enum.StrEnum):
-    """How one rank's part in a run ended."""
+    """The kinds of ends of one rank's part in a run."""
 
     RETURNED = "returned"
     RAISED = "raised"
@@ -85,10 +85,10 @@ class OutcomeKind(enum.StrEnum):
 
 @dataclasses.dataclass(slots=True)
 class Outcome:
-    """How one rank's part in a run ended.
+    """The end of one rank's part in a run.
 
-    ``error`` is the exception of a rank that raised or skipped; ``detail`` says in words where a
-    stuck rank was and whom it waited for, or because of whom a rank was cancelled.
+    ``error`` is the exception of a rank that raised or skipped. ``detail`` says in words at which line a
+    stuck rank was and which ranks it waited for, or which rank's failure cancelled this one.
     """
 
     rank: int
@@ -174,7 +174,7 @@ class World(Protocol):
 
 
 class Executor(Protocol):
-    """How ranks come to exist. One executor lives as long as a session and opens worlds of any size.
+    """Makes ranks exist. One executor lives as long as a session and opens worlds of any size.
 
     An executor inherits from this class, states `protocol`, and defines `open` and `close`. The other
     parts are optional: their defaults stand here.

@@ -136,7 +136,7 @@ def _switch(state: Switch) -> tuple[Callable[[], Any], Callable[[Any], None]] | 
         return reads[0], write
 
     def read_bits() -> int:
-        """All of them in one small number, of which there is one object."""
+        """The values as the bits of one small number, which always is the same object."""
         return sum(bool(read()) << bit for bit, read in enumerate(reads))
 
     def write_bits(bits: int) -> None:
@@ -194,7 +194,7 @@ Variables = Callable[[int], dict[str, str]]
 
 @functools.lru_cache(maxsize=4096)
 def _encoded(variables: Variables, rank: int) -> dict[Any, Any]:
-    """As os.environ keeps them."""
+    """The rank's variables in the encoded form in which os.environ keeps them."""
     environment: Any = os.environ
     return {
         environment.encodekey(name): environment.encodevalue(value)

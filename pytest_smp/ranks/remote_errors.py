@@ -47,7 +47,7 @@ def dump_error(error: BaseException, dumps: Callable[[object], bytes]) -> bytes:
 
 
 class _Why:
-    """Why the last exception could not be pickled, for the note of its stand-in."""
+    """The reason why the last exception could not be pickled, for the note of its stand-in."""
 
     problem = ""
 

@@ -33,7 +33,7 @@ def _import_by_name(name: str, file: str) -> types.ModuleType:
 
 
 class Importer:
-    """How a rank process imports the module that a function belongs to: by name and file."""
+    """Holds the function by which a rank process imports a module, from its name and file."""
 
     load: Callable[[str, str], types.ModuleType] = staticmethod(_import_by_name)
 

@@ -22,7 +22,7 @@ Folder = int | str  # a descriptor; beyond _MOST of them a path
 
 
 class WorkingFolders:
-    """Those of the ranks of one run, and of the controller, which is None."""
+    """The working folders of the ranks of one run, by rank, and of the controller, by None."""
 
     def __init__(self) -> None:
         self.now: int | None = None  # whose turn it is
@@ -40,7 +40,7 @@ class WorkingFolders:
             self._here = wanted
 
     def watch(self) -> None:
-        """From now on, ranks that change the working folder change their own."""
+        """Let ranks that change the working folder from now on change their own."""
         os.chdir, os.fchdir = self._watched(os.chdir), self._watched(os.fchdir)
 
     def close(self) -> None:

@@ -203,7 +203,7 @@ def _partition_beyond_the_last(draw: DrawFn, size: int) -> Plant:
 
 
 def _splits(size: int, names: _Names) -> list[dict[str, int]]:
-    """All degrees above 1 for these keys whose product divides ``size``."""
+    """The choices of degrees above 1 for these keys whose product divides ``size``."""
     above_one = divisors(size)[1:]
     return [
         dict(zip(names, degrees, strict=True))

@@ -135,12 +135,12 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """How many elements the view has."""
+        """The number of elements of the view."""
         return math.prod(self.shape)
 
     @property
     def distinct(self) -> int:
-        """How many different values the tensors of all ranks can hold together."""
+        """The number of different values that the tensors of all ranks can hold together."""
         if self.dtype is torch.bool:
             return 2
         count = NUMBERS[self.dtype].per_sign if self.bound is None else self.bound
@@ -171,13 +171,13 @@ class TensorSpec:
         return storage.view(self.dtype).as_strided(self.shape, strides, self.offset)
 
     def damaged_guards(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Where in the storage of ``tensor`` guards were written: element indices, ascending.
+        """The guards in the storage of ``tensor`` that were written: element indices, ascending.
 
         Args:
-            tensor: what :meth:`make` or :meth:`blank` gave, or an alias that lies the same.
+            tensor: a result of :meth:`make` or :meth:`blank`, or an alias with the same geometry.
 
         Raises:
-            InvalidArgument: it lies otherwise; a copy, say, has no guards to look at.
+            InvalidArgument: the tensor's geometry is another; a copy, say, has no guards to look at.
         """
         pristine = self.blank()
         if _geometry(tensor) != _geometry(pristine):
@@ -235,7 +235,7 @@ class TensorSpec:
 
 
 def _parity(numbers: torch.Tensor) -> torch.Tensor:
-    """In the lowest bit, whether a number has an odd number of bits set: the Thue-Morse sequence."""
+    """The Thue-Morse sequence: the lowest bit is 1 if a number has an odd number of bits set."""
     for shift in (32, 16, 8, 4, 2, 1):
         numbers = numbers ^ (numbers >> shift)
     return numbers

@@ -110,7 +110,7 @@ class Training:
 
     @property
     def tier(self) -> str:
-        """In which way its results are certain (design, "Exactness")."""
+        """The tier in which results are compared (design, "Exactness")."""
         return "replayed" if self.real else "exact"
 
     @property

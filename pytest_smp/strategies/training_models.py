@@ -20,15 +20,15 @@ from torch import Tensor, nn
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Block:
-    """One module of a model, and what is below it.
+    """One module of a model, with the blocks below.
 
     Attributes:
         kind: a key of :data:`KINDS`.
         children: the blocks below, as many as the kind takes.
-        size: hidden width of ``mlp``, number of calls of ``repeat``, which of the model's modules or
-            parameters ``shared`` and ``tied`` stand for.
-        bias: whether its linear map has one.
-        frozen: whether its own parameters need no gradient.
+        size: the hidden width of ``mlp``, the number of calls of ``repeat``, the number of the model's
+            module or parameter that ``shared`` or ``tied`` stands for.
+        bias: whether the block's linear map has a bias.
+        frozen: whether the block's own parameters need no gradient.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class Block:
         printer.text(repr(self))  # as Hypothesis prints it, too
 
     def walk(self) -> Iterator[Block]:
-        """This block and all below, as often as they occur."""
+        """Yield this block and all below, as often as they occur."""
         yield self
         for child in self.children:
             yield from child.walk()
@@ -152,7 +152,7 @@ class Many(nn.Module):
 
 
 class Residual(Many):
-    """Its input, and what its child makes of it."""
+    """The sum of the input and the child's output."""
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.parts[0](x)
@@ -179,7 +179,7 @@ class Skip(Many):
 
 
 class Repeat(Many):
-    """One child, several times, one call behind the other."""
+    """Calls one child several times, one call behind the other."""
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(self.times):
@@ -188,7 +188,7 @@ class Repeat(Many):
 
 
 class Nested(Many):
-    """Its own linear map around its child, so that a module with parameters calls another."""
+    """A linear map around a child, so that a module with parameters calls another."""
 
     def __init__(self, making: _Making, block: Block) -> None:
         super().__init__(making, block)
@@ -210,7 +210,7 @@ class Direct(Many):
 
 
 class Unused(Many):
-    """Its first child; the others are never called."""
+    """Calls the first child; the others are never called."""
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.parts[0](x)
@@ -218,7 +218,7 @@ class Unused(Many):
 
 
 class Router(Many):
-    """One of two children, as the values say: which of them is used differs over microbatches."""
+    """Calls one of two children, chosen by the input's values, so that microbatches use different ones."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.magnitudes:

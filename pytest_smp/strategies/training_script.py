@@ -91,14 +91,14 @@ class Script:
         self._step = api.step(**how)(body)
 
     def backward(self, batch: Batch, *, boundary: bool = True) -> tuple[list[Tensor], list[Tensor]]:
-        """One step: losses and outputs by microbatch. The library counts the passes by itself."""
+        """Run one step; return losses and outputs by microbatch. The library counts the passes by itself."""
         if self.case.dummies and self.api.pp_rank() > 0:
             batch = (torch.zeros(batch[0].shape[0], 0), torch.zeros(batch[1].shape[0], 0))
         loss, out = self._step(self.model, *batch)
         return list(loss.outputs), list(out.outputs)
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Of the parameters that this rank holds; whole, of those that it has a shard of."""
+        """The gradients of the parameters that this rank holds, unsharded where it has a shard."""
         own = {
             name: None if each.grad is None else each.grad.detach().clone()
             for name, each in self.trained().items()
@@ -141,7 +141,7 @@ class Script:
         ]
 
     def zero_grad(self) -> None:
-        """Before each window."""
+        """Reset the gradients; called before each window."""
         self.optimizer.zero_grad(set_to_none=self.case.set_to_none)
 
     def step(self) -> None:

@@ -128,7 +128,7 @@ def sharded_features(case: ShardedTraining) -> set[str]:
 
 
 def divisors(number: int) -> Iterator[int]:
-    """Its divisors, ascending."""
+    """The divisors of a number, ascending."""
     return (each for each in range(1, number + 1) if number % each == 0)
 
 

@@ -242,7 +242,7 @@ class Board:
         return self._astray()
 
     def _quiet(self, what: str, now: float) -> float:
-        """For how many seconds nothing has happened; below 0 if it has just now."""
+        """The seconds since ``what`` saw a new record; below 0 if there are new ones now."""
         fed, since = self._since.get(what, (-1, now))
         if fed != self._fed:
             self._since[what] = self._fed, now
@@ -402,8 +402,9 @@ class Board:
     # For time-outs.
 
     def where(self, rank: int) -> str:
-        """In which call a rank is, for whom it waits and at which line, or nothing: ``in barrier()
-        [group WORLD, call 3], waiting for rank 1`` and the line.
+        """The call that a rank is in, the ranks that it waits for and the line; empty outside of calls.
+
+        The form is ``in barrier() [group WORLD, call 3], waiting for rank 1`` with the line.
         """
         state = self._ranks[rank]
         calls = state.current()
@@ -475,7 +476,7 @@ class Board:
         return any(call.blocked() for call in state.current())
 
     def missing(self) -> list[str]:
-        """Which ranks never arrived where others wait, one line a call."""
+        """The ranks that never arrived at calls that others wait in, one line a call."""
         lines: dict[int, str] = {}
         for state in self._ranks:
             for call in state.current():
@@ -560,7 +561,7 @@ def _odd_one_out(calls: list[Joined]) -> int | None:
 
 
 def _post_difference(send: Post, receive: Post) -> str:
-    """In what a send and its receive differ."""
+    """The name of the value in which a send and its receive differ; empty if they agree."""
     one, other = (dict(post.description.fields or ()) for post in (send, receive))
     if not one or not other:
         return ""

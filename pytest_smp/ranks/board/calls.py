@@ -250,7 +250,7 @@ class Post(Issued):
         return [] if early else self.wants()
 
     def who(self) -> int | None:
-        """Of a receive: the only rank that it can have met, or None."""
+        """The only rank that a receive can have met, or None."""
         return self.source if self.peer is None else self.peer
 
     def _partners(self) -> list[int]:

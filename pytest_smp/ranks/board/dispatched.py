@@ -109,7 +109,7 @@ class Dispatched:
         self._run = -1
 
     def install(self) -> None:
-        """From now on such calls are seen."""
+        """Put the kernels in place, so that calls through the dispatcher are recorded."""
         library = _Library("c10d", "IMPL")
         for name, (at, key_of) in _COLLECTIVES.items():
             issue = functools.partial(self._collective, at, key_of)
@@ -129,7 +129,7 @@ class Dispatched:
             setattr(owner, name, functools.wraps(original)(functools.partial(wrapper, original)))
 
     def uninstall(self) -> None:
-        """As if never installed."""
+        """Take the kernels away."""
         for library in self._libraries:
             library._destroy()
         self._libraries = []

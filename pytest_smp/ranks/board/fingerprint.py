@@ -210,7 +210,7 @@ def describe(key: Key, size: int) -> Description:
 
 
 def _elements(key: Key, size: int) -> int:
-    """How many the call surely moves."""
+    """The number of elements that the call surely moves."""
     counts = _counts(key.brings)
     if key.operation == "all_to_all_single":
         # Rows that do not add up: to be refused, so that nothing is sure to move.

@@ -1,4 +1,4 @@
-"""Which number the recorder gave a process group, and how the group is told from others."""
+"""The numbers that the recorder gave to process groups, and the keys that tell groups apart."""
 
 from __future__ import annotations
 

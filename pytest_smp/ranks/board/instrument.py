@@ -1,8 +1,8 @@
-"""While installed, calls of torch.distributed are recorded, on any process group.
+"""Instrumentation that records the calls of torch.distributed, on any process group, while installed.
 
-Process groups stay what they are: methods are wrapped on the classes that define them, torch's own
-and every Python subclass. Calls that reach a process group in C++ (DDP's reducer, functional
-collectives) pass no method; ``dispatched`` sees those.
+Process groups keep their classes: methods are wrapped on the classes that define them, torch's own and
+every Python subclass. Calls that reach a process group in C++ (DDP's reducer, functional collectives)
+pass no method; ``dispatched`` records those.
 """
 
 from __future__ import annotations

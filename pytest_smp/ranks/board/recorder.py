@@ -91,7 +91,7 @@ class Recorder:
     # A run.
 
     def begin(self, run: int = 0) -> None:
-        """From now on calls are recorded, as those of run number ``run``.
+        """Record calls from now on, as those of run number ``run``.
 
         Called by the thread that then runs the body.
         """

@@ -1,4 +1,4 @@
-"""Which calls a work belongs to: waiting for it is recorded, and learning that it is over."""
+"""The calls that each work belongs to: waits for a work are recorded, and the moment when its end is known."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Works:
         self._anybody: set[int] = set()  # numbers of receives from any source
 
     def from_anybody(self, number: int) -> None:
-        """This call is a receive from any source: who sent is asked of its work once it is over."""
+        """Note that this call is a receive from any source, whose work names the sender once it is over."""
         self._anybody.add(number)
 
     def _done(self, work: Any, numbers: list[int]) -> None:

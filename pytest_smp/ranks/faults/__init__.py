@@ -100,7 +100,7 @@ class Fault:
         return frozenset({Claim.STRIKES})
 
     def moment(self) -> str:
-        """When it strikes, in words."""
+        """The moment at which the fault strikes, in words."""
         return "in the body"
 
     def __repr__(self) -> str:
@@ -239,11 +239,11 @@ class Raise(_AtCall):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class _OfMessage(_AtCall):
-    """Of a message that the rank sends.
+    """A fault of a message that the rank sends.
 
     Attributes:
-        at: ``send`` and ``broadcast`` are those of the API here; a tensor's is ``dist.send``, or
-            ``isend``.
+        at: the sending call. ``send`` and ``broadcast`` are those of the API; a tensor is sent by
+            ``dist.send`` or ``isend``.
     """
 
     at: str = "send"

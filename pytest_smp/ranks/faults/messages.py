@@ -17,7 +17,7 @@ from smp_core.transport.combined_work import CombinedWork
 
 @contextlib.contextmanager
 def struck(strikes_of: Callable[[Any], Strikes | None]) -> Iterator[None]:
-    """While entered, sends of a process group are hit by what ``strikes_of`` it says."""
+    """While entered, the faults of ``strikes_of(group)`` hit the sends of a process group."""
     original = vars(CheckedGroup)["send"]  # of `sim` and `mpi`
 
     def send(self: Any, tensors: list[torch.Tensor], dstRank: int, tag: int) -> Any:

@@ -101,7 +101,7 @@ class ProcessStrikes(Strikes):
         recorder._write = _nothing
 
     def close(self) -> None:
-        """All is as it was."""
+        """Undo all changes to the process."""
         self._stack.close()
 
     # Instead of the recorder's own methods.

@@ -106,7 +106,7 @@ class MpiexecPool(WorkerPool):
 
     @property
     def _told(self) -> Path:
-        """Where the supervisors of this job write how their ranks ended."""
+        """The folder in which the supervisors of this job write how their ranks ended."""
         return Path(self.folder, f"job-{self._jobs}")
 
     def start(self, slots: Collection[int]) -> Collection[int]:
@@ -176,7 +176,7 @@ class MpiexecPool(WorkerPool):
         self._end_job(_QUIT if len(ranks) == self._size else 0.0)
 
     def _end_job(self, patience: float = _QUIT) -> None:
-        """Nothing of the job is left afterwards; it has so long to end by itself."""
+        """End the job with all its processes; it has ``patience`` seconds to end by itself."""
         job, self._job = self._job, None
         if job is None:
             return

@@ -86,7 +86,7 @@ class _PendingConnections:
             return self._ready.pop(slot, None)
 
     def leftover(self) -> list[RankProcess]:
-        """Those that nobody took."""
+        """Remove and return the rank processes that have connected and that nobody took."""
         with self._changed:
             ranks, self._ready = [*self._ready.values()], {}
         return ranks
@@ -459,7 +459,7 @@ class ProcessExecutor(Executor):
         return problems
 
     def _late(self, waiting: dict[int, RankProcess], timeout: float) -> list[str]:
-        """Which ranks have not answered, and where they are instead."""
+        """A text for each rank that has not answered, with its stacks."""
         stacks = self._pool.stacks(list(waiting.values()))
         return [
             "\n".join([f"rank {slot} did not answer within {timeout:g} s", *stacks.get(slot, ())])
@@ -474,7 +474,7 @@ class ProcessExecutor(Executor):
             self._forget(rank)
 
     def _replace_lost(self, run: Run) -> None:
-        """After a run: replace who is broken, and let a world whose traffic stopped midway go."""
+        """Replace the run's broken ranks, and drop its world if traffic stopped midway."""
         self.replace(run.broken)
         if not run.whole:
             for rank in run.ranks:
@@ -511,7 +511,7 @@ class _JobCache:
         self._job_spec = JobSpec(0, b"", b"", {}, None, [], check)
 
     def job_spec(self, job: Job) -> JobSpec:
-        """Those that hold now."""
+        """The job spec of ``job``: the last one, or a new one if something has changed."""
         fields = {
             name: getattr(job, name)
             for name in (

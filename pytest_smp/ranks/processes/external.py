@@ -73,7 +73,7 @@ class ExternalJob:
 
 
 def _listen(launch: Launch) -> socket.socket:
-    """Where the ranks connect: on the loopback device, unless the job spans machines.
+    """The socket that the ranks connect to: on the loopback device, unless the job spans machines.
 
     Raises BackendError if no address is known under which the other machines reach this one.
     """
@@ -170,7 +170,7 @@ def _pass_on(pid: int, number: int) -> None:
 
 
 class _Supervisor:
-    """One process of the job, apart from the controller."""
+    """The supervisor that each process of the job becomes, apart from the controller."""
 
     def __init__(self, launch: Launch, fabric: str, job: ExternalJob | None) -> None:
         self._launch, self._fabric, self._job = launch, fabric, job

@@ -70,7 +70,7 @@ class ForkServerConnection:
         return BackendError(f"the fork server of rank processes is gone: {self.last_words()}")
 
     def last_words(self) -> str:
-        """How it ended, as far as is known."""
+        """The end of the fork server in words, as far as it is known."""
         return f"its connection from {self.host} closed"
 
     def prepare(self, prelude: bytes) -> None:
@@ -94,13 +94,13 @@ class ForkServerConnection:
         return self.looked
 
     def running(self) -> dict[int, int]:
-        """Its ranks that run, by process, as far as it has told."""
+        """The slots of the fork server's running ranks by process, as far as it has told."""
         while self.connection.poll(0):
             self._hear()
         return self.ranks
 
     def ended(self) -> list[Ended]:
-        """Its ranks that ended since the last call."""
+        """The fork server's ranks that ended since the last call."""
         self.running()
         ended, self._ended = self._ended, []
         return ended
@@ -139,7 +139,7 @@ class ForkServerPool(WorkerPool):
         self._news = select.epoll()
 
     def add(self, server: ForkServerConnection) -> None:
-        """One more fork server."""
+        """Take one more fork server, and send it the prelude."""
         self._servers.append(server)
         self._news.register(server.connection.fileno(), select.EPOLLIN)
         if self._prelude is not None:

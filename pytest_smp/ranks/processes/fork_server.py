@@ -76,9 +76,9 @@ class ForkServer:
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
 
     def serve(self) -> None:
-        """Until the controller closes the connection, or is gone.
+        """Answer requests until the controller closes the connection, or is gone.
 
-        Raises OSError if its machine does not answer.
+        Raises OSError if the controller's machine does not answer.
         """
         try:
             while True:
@@ -125,7 +125,7 @@ class ForkServer:
             _kill_group(pid)
 
     def _look(self, pid: int) -> None:
-        """For a controller on another machine: a rank's stacks, and what it has written."""
+        """Send a rank's stacks and its output so far to a controller on another machine."""
         stacks = []
         if pid in self._children:
             os.kill(pid, STACKS)
@@ -225,7 +225,9 @@ def start(descriptor: int) -> None:
 
 
 def _use_one_compute_thread() -> None:
-    """As launchers of real ranks do by OMP_NUM_THREADS=1: ranks are more than cores."""
+    """Give torch one compute thread, as launchers of real ranks do by OMP_NUM_THREADS=1, since there are
+    more ranks than cores.
+    """
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)

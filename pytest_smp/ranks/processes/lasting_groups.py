@@ -17,7 +17,7 @@ from smp_core.transport.protocols import PRIVATE, Group, Recorder
 
 
 class LastingGroups:
-    """Those of one world, on one rank."""
+    """The process groups that stay from run to run, of one world on one rank."""
 
     def __init__(self, board: Recorder, limit: datetime.timedelta) -> None:
         self._board, self._limit = board, limit

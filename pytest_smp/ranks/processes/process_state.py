@@ -75,7 +75,7 @@ class ProcessState:
 
     @contextlib.contextmanager
     def around(self, directory: str | None) -> Iterator[None]:
-        """While a body runs in this folder: what it changes is undone."""
+        """While entered, a body runs in ``directory``; its changes to the process state are undone at the end."""
         sys.path[:] = self.path
         limit = sys.getrecursionlimit()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -157,8 +157,10 @@ class Belongings:
         return left
 
     def _as_before(self) -> bool:
-        """By number alone: one that was closed and another that was opened would pass, but for the
-        lowest that is free.
+        """Return whether the number of open descriptors and the lowest free one are as before.
+
+        One closed and one opened descriptor leave the number as it was, so the lowest free one is
+        compared, too.
         """
         same = self._count is not None and self._count == _count_descriptors()
         return same and self._lowest == _lowest_descriptor()
@@ -184,12 +186,12 @@ def open_descriptors(known: Collection[str] = ()) -> set[str]:
 
 
 def _count_descriptors() -> int | None:
-    """How many are open: since Linux 6.2 that is the folder's size. None where nobody says."""
+    """The number of open descriptors: since Linux 6.2 the folder's size; None where the kernel does not tell."""
     return os.stat("/proc/self/fd").st_size or None
 
 
 def _lowest_descriptor() -> int:
-    """The number that the next one will have; -1 where there can be no more."""
+    """The number that the next descriptor will have; -1 where there can be no more."""
     try:
         descriptor = os.open("/", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

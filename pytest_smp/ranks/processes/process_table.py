@@ -45,7 +45,7 @@ _tzset, _fstat, _put_variable, _unset_variable = time.tzset, os.fstat, os.putenv
 
 
 class State(NamedTuple):
-    """One thing that a process has once: how it is read, and how it is put back."""
+    """One value that a process has once, with the functions that read it and put it back."""
 
     name: str
     get: Callable[[], Any]
@@ -239,7 +239,7 @@ class _Patches:
         self.note()
 
     def note(self) -> None:
-        """These are the ones."""
+        """Note the present functions and classes, for a comparison after the body."""
         found = [(name, value) for name, value in vars(self._owner).items() if _is_code(value)]
         self._names = tuple(name for name, _ in found)
         self._values = tuple(value for _, value in found)

@@ -48,7 +48,7 @@ DISMISSED = -1  # in the place of the number of a run: another rank takes this o
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """Where a rank process finds its controller, and which of its ranks it is."""
+    """The address of a rank process's controller, and the slot that the process has there."""
 
     slot: int
     folder: str  # private to the run
@@ -343,7 +343,7 @@ class _Server:
 
 
 def _launch_variables(environment: RankEnvironment) -> dict[str, str]:
-    """Those of a rank of this world. Where ranks of several machines meet, their launcher has said."""
+    """The variables of a launcher for a rank of this world; a launcher's own rendezvous is kept."""
     port = (
         20_000 + zlib.crc32(environment.folder.name.encode()) % 9_000
     )  # one for all, of few worlds

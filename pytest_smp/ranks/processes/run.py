@@ -220,7 +220,7 @@ class Run:
             self._before.add(rank.slot)
 
     def _lost(self, rank: RankProcess) -> None:
-        """Its connection closed: it has ended, or will be ended."""
+        """Count a rank as lost whose connection closed: the process has ended, or will be ended."""
         if self._checks:
             self._read_line(rank)
             self._board.gone(rank.slot)
@@ -309,8 +309,10 @@ class Run:
         self._running = {}
 
     def _replace_the_unfinished(self) -> None:
-        """Where a call went wrong, its process group may be at work for ever, and whoever destroys
-        the group, the garbage collector of a later run among them, would wait for that.
+        """Count ranks with an unfinished call as broken, so that they are replaced.
+
+        The call's process group may be at work for ever. The thread that destroys the group, be it in a
+        garbage collection of a later run, would wait for that.
         """
         if self.whole or self._pool.restarts_together or self._pool.final:
             return
@@ -350,7 +352,7 @@ class Run:
         return Report(verdict, outcomes, root, error)
 
     def _until_told(self) -> float:
-        """How many seconds to wait for how the ranks that are gone have ended."""
+        """The seconds to wait for the news how the ranks that are gone have ended."""
         states = [self._pool.state(rank) for rank in self._gone.values()]
         ends = any(state is not None and state.ends for state in states)
         return _TOLD_OF_ENDS if ends else _TOLD

@@ -23,19 +23,19 @@ _QUIET = 0.05  # seconds without a new line: it is done
 
 
 def stacks_file(folder: str, pid: int) -> Path:
-    """Where a rank process writes its stacks."""
+    """The file that a rank process writes its stacks to."""
     return Path(folder, f"{pid}.stacks")
 
 
 class Stacks:
-    """Has the signal STACKS write every thread's stack to a file. A body may take the signal away."""
+    """Lets the signal STACKS write every thread's stack to a file. A body may take the signal away."""
 
     def __init__(self, folder: str) -> None:
         self._file = open(stacks_file(folder, os.getpid()), "w")  # noqa: SIM115
         self.renew()
 
     def renew(self) -> None:
-        """As if no body had run."""
+        """Register the signal again, which a body may have taken away."""
         faulthandler.unregister(STACKS)
         faulthandler.register(STACKS, file=self._file, all_threads=True)
 

@@ -78,7 +78,7 @@ def is_silence(error: BaseException) -> bool:
 
 
 def silence(host: str) -> str:
-    """Why the ranks of a machine are lost that does not answer."""
+    """The reason, in words, why the ranks of a silent machine are lost."""
     return f"its machine, {host}, does not answer"
 
 

@@ -37,14 +37,14 @@ class Ended:
 
 
 class WorkerPool(ABC):
-    """How rank processes come to exist, and end."""
+    """Starts and ends rank processes."""
 
     folder: str  # private to the run
     address: wire.Address | socket.socket  # where ranks connect, or what listens there already
     secret: bytes
     limit: int | None  # at most so many ranks
     restarts_together: bool  # one that ends takes all others with it
-    final: bool = False  # who is lost is lost for good
+    final: bool = False  # a lost rank is not started again
     store: str = "file"  # see RankEnvironment
     prepares: bool  # runs the options' prelude by itself, before it starts ranks
 

@@ -125,7 +125,7 @@ class OneCore:
             self.release([0])
 
     def _told(self, thread: int) -> set[int]:
-        """Stands in for os.sched_getaffinity: what is asked for is how many workers are worth while."""
+        """Stands in for os.sched_getaffinity, whose callers look for the number of useful workers: all cores."""
         cores: set[int] = _get(thread)  # type: ignore[misc]
         return set(self._cores) if cores == self._core else cores
 
@@ -162,5 +162,5 @@ def _heard(event: str, arguments: tuple[Any, ...]) -> None:
 
 @functools.cache
 def _watch_processes() -> None:
-    """Once in a process, for there is no way to take it back."""
+    """Listen to Python's audit events: once in a process, since a listener cannot be removed."""
     sys.addaudithook(_heard)

@@ -119,7 +119,7 @@ _PATCHES = [
 
 
 def enter() -> None:
-    """From now on each rank has a profiler of its own."""
+    """Give each rank a profiler of its own from now on."""
     for owner, name, _, routed in _PATCHES:
         setattr(owner, name, routed)
     # Stays: what a rank has recorded is often read after the run.

@@ -37,7 +37,7 @@ class RankContext:
         self.fabric: Any = None  # what the fabric's `rank_fabric` builds, when the rank starts
 
     def finished_outcome(self) -> Outcome:
-        """How the rank's part ended, once it has."""
+        """The outcome of the rank, once its part has ended."""
         assert self.outcome is not None
         return self.outcome
 

@@ -62,7 +62,7 @@ _TURNS = 1000
 
 
 def _issued(operation: Operation, rank: int) -> Place | None:
-    """Where this rank made the call that it waits for, if the operation knows."""
+    """The line at which this rank made the call that it waits for, if the operation knows it."""
     issued = getattr(operation, "issued", None)
     place: Place | None = None if issued is None else issued(rank)
     return place

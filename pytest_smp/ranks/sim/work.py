@@ -92,12 +92,12 @@ class SimWork(Work):
         return True
 
     def synchronize(self) -> None:
-        """As ``wait``."""
+        """Wait for the operation, like ``wait``."""
         self._wait()
 
     def forget(self) -> None:
-        """At the rank's end: leave torch's registry of functional collectives, which would keep the
-        work and its tensors for ever.
+        """Leave torch's registry of functional collectives at the rank's end, since the registry would keep
+        the work and its tensors for ever.
         """
         outputs, self._outputs, self._forgotten = self._outputs, [], True
         for output in outputs if isinstance(outputs, list) else ():
@@ -135,11 +135,11 @@ class SimWork(Work):
         return self._operation.done
 
     def is_success(self) -> bool:
-        """As ``is_completed``: an operation cannot fail by itself."""
+        """Return the value of ``is_completed``: an operation cannot fail by itself."""
         return self.is_completed()
 
     def exception(self) -> None:
-        """None: a failed operation ends the run."""
+        """Return None: a failed operation ends the run."""
         return
 
     def result(self) -> list[torch.Tensor]:
@@ -149,7 +149,7 @@ class SimWork(Work):
         return outputs
 
     def source_rank(self) -> int:
-        """Of a receive from any source: the group rank that sent."""
+        """The group rank whose message a receive from any source has got."""
         self._wait()
         return int(getattr(self._operation, "source", -1))
 

@@ -179,7 +179,7 @@ class Texts:
 
 
 def _plain(held: Mapping[int, Any], as_list: bool) -> dict[int, Any]:
-    """By rank: a list of tensors, or the one tensor."""
+    """Each rank's list of tensors, or its one tensor, by rank."""
     return {
         rank: tensors if as_list else tensors[0]
         for rank, tensors in held.items()

@@ -1,4 +1,4 @@
-"""Which cells of the table a program hits: operation x dtype x kind of group x mode x layout."""
+"""The cells of the coverage table that a program hits: operation x dtype x kind of group x mode x layout."""
 
 from __future__ import annotations
 

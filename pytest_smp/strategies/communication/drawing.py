@@ -48,7 +48,7 @@ def pick(choose: Choose, options: Sequence[T]) -> T:
 
 @dataclass(frozen=True)
 class ProgramWorld:
-    """Where steps are drawn: ranks, and the groups that they may use, each with its name."""
+    """The world that steps are drawn for: ranks, and the groups that they may use, each with its name."""
 
     ranks: int
     groups: Mapping[str, tuple[int, ...]]

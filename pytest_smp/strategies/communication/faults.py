@@ -38,14 +38,14 @@ from pytest_smp.strategies.communication.steps import Action, Plans, Step
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that one rank does otherwise than its program says.
+    """One deviation of one rank from its program.
 
     Attributes:
         kind: a key of FAULTS.
-        rank: who.
-        number: which step.
-        step: what the rank calls instead, or also.
-        other: of a swap, the other step.
+        rank: the deviating rank.
+        number: the number of the step.
+        step: the step that the rank calls instead, or also.
+        other: in a swap, the number of the other step.
     """
 
     kind: str
@@ -56,14 +56,14 @@ class Fault:
 
 
 class Truth(NamedTuple):
-    """How an invalid program must end.
+    """The required end of an invalid program.
 
     Attributes:
-        verdict: of the run.
-        rank: who is at fault; the message must name it.
+        verdict: the verdict of the run.
+        rank: the rank at fault, which the message must name.
         lines: lines of the code, each of which the message must show.
         others: lines of the code, one of which the message must show, if there are any.
-        ranks: all that have to do with it; another rank in the message is noise.
+        ranks: all ranks that have to do with the fault; another rank in the message is noise.
     """
 
     verdict: VerdictKind
@@ -384,7 +384,7 @@ class InvalidProgram(Runnable):
 
     @property
     def ranks(self) -> int:  # type: ignore[override]
-        """In the world."""
+        """The size of the world."""
         return self.program.ranks
 
     @property
@@ -407,7 +407,7 @@ class InvalidProgram(Runnable):
 
     @functools.cached_property
     def truth(self) -> Truth:
-        """How the run must end.
+        """The end that the run must have.
 
         Raises InvalidArgument if the fault leaves the program valid, or its end in doubt.
         """
@@ -457,7 +457,7 @@ class InvalidProgram(Runnable):
         )
 
     def noise(self, report: Report) -> int:
-        """How many ranks and lines the message names that have nothing to do with the fault.
+        """The number of ranks and lines in the message that have nothing to do with the fault.
 
         A rank is named where a line of the message begins with it, or in the chain of waits; in the
         words of a call it is a partner.

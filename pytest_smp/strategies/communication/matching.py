@@ -1,10 +1,10 @@
-"""How a program ends, whatever the order of turns: which calls meet, which never do.
+"""The model of matching: the end of a program in any order of turns, with the calls that meet.
 
-The model of matching. On each group the n-th collective of a member meets the n-th of every other;
-a send meets the receive of the same group, sender, receiver and tag, in the order of the calls; an
-object meets the next ``recv_from`` of its sender. Nothing is received from anybody, so which calls
-are reached does not depend on the order of turns: ranks are advanced until none can go on. Calls
-that meet and differ are never done.
+On each group the n-th collective of a member meets the n-th of every other. A send meets the receive of
+the same group, sender, receiver and tag, in the order of the calls. An object meets the next
+``recv_from`` of its sender. No receive takes messages from any source, so the reached calls do not
+depend on the order of turns: ranks are advanced until none can go on. Calls that meet and differ are
+never done.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ def _send(step: Step, held: Held) -> Held:
 
 
 def neighbour(step: Step, rank: int, shift: int) -> int:
-    """Of a batch: the member that stands ``shift`` places behind ``rank``."""
+    """The member of a batch that stands ``shift`` places behind ``rank``."""
     return step.members[(step.position(rank) + shift) % len(step.members)]
 
 
