@@ -1,4 +1,4 @@
-"""shard_optimizer_state: the bits of the whole optimizer, and its state in parts."""
+"""Properties of shard_optimizer_state: the same bits as a whole optimizer, and the size of the state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Data = st.DataObject
 
 
 def dtypes(engine: str) -> list[str]:
-    """Of the module."""
+    """The dtypes of the module that the engine can train."""
     fp16 = EngineCapability.FP16 in find_engine(engine).capabilities
     return ["float32", "float16"] if fp16 else ["float32"]
 
@@ -54,12 +54,12 @@ def test_split_state_changes_no_bit(
     seen = smp_world.run(train_on_rank, smp_engine, case, False, ranks=case.ranks, config=config)
     expected = replayed(case)
     for each in (*seen, expected):
-        each.gradients.clear()  # masters are parts; what they do is in the parameters
+        each.gradients.clear()  # masters hold parts of gradients only; parameters show their effect
     compare(expected, seen, what="the whole optimizer")
 
 
 def state_bytes(run: PrecisionRun) -> tuple[int, int]:
-    """The rank of the pipeline, and the bytes that the optimizer keeps for elements on this rank."""
+    """Train, and return the pp rank and the bytes of the optimizer's elementwise state on this rank."""
     module = PrecisionStages()
     model = smp.DistributedModel(module)
     if run.pp > 1:

@@ -1,4 +1,4 @@
-"""16 bits: masters, sums, clipping, and what goes into the model and comes out of it: one rounding each."""
+"""Properties of 16-bit training: masters, sums, clipping, arguments and results, with one rounding each."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from pytest_smp.strategies.training_script import compare
 
 Data = st.DataObject
 
-#: The whole numbers that a dtype holds up to here.
+#: The magnitude up to which a dtype holds all whole numbers.
 SPANS = {"float16": 2**11, "bfloat16": 2**8}
 
 
 @st.composite
 def narrow(draw: st.DrawFn, /, smp_world: SmpWorld, engine: str, **fixed: Any) -> PrecisionRun:
-    """Runs in either 16-bit dtype whose gradients are finite."""
+    """Draw a run with finite gradients in a 16-bit dtype that the engine claims."""
     dtypes = ["float16"]
     if EngineCapability.BF16 in find_engine(engine).capabilities and smp_world.ranks > 1:
         dtypes.append("bfloat16")
@@ -144,8 +144,8 @@ def test_real_values_in_shards_are_those_of_the_published_order(
 
 # ---- What goes in, and what comes out ------------------------------------------------------------
 
-#: Values between two that 16 bits hold: in the middle, just above it and just below it, where a second
-#: rounding, or one towards zero, shows; and at the ends.
+#: Values between two neighbours in 16 bits: the middle, and just above and below. A second rounding, or a
+#: rounding towards zero, gives another result there. At the end extreme values are added.
 _BETWEEN = [
     sign * each
     for sign in (1, -1)
@@ -176,7 +176,7 @@ _NESTS = st.recursive(
 
 
 def converted(nest: Any, given: tuple[torch.dtype, ...], to: torch.dtype) -> Any:
-    """The nest with the tensors of these dtypes in another one."""
+    """Copy a tensor tree, with tensors of the given dtypes converted to another."""
     if isinstance(nest, Tensor):
         return nest.to(to) if nest.dtype in given else nest
     if isinstance(nest, dict):
@@ -187,7 +187,7 @@ def converted(nest: Any, given: tuple[torch.dtype, ...], to: torch.dtype) -> Any
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two containers are alike, down to the dtypes."""
+    """Return whether two tensor trees are equal in types, values, dtypes and the signs of zeros."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         both = isinstance(one, Tensor) and isinstance(other, Tensor)
         return both and alike(one, other) and bool((one.signbit() == other.signbit()).all())
@@ -201,7 +201,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 class Echo(nn.Module):
-    """Gives back what it is given, and remembers it."""
+    """A module that returns its argument and remembers it."""
 
     scale: Tensor
 
@@ -217,7 +217,11 @@ class Echo(nn.Module):
 
 
 def echoed(nest: Any, more: Any) -> list[Any]:
-    """What the module was given, and what it gave; nothing on ranks that do not run it."""
+    """Run a step with an :class:`Echo`.
+
+    Returns one tuple of the module's arguments, the model's result and the dtype of the result's weight, or
+    nothing on ranks that do not run the body.
+    """
     module = Echo()
     model, found = smp.DistributedModel(module), []
     smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
@@ -262,7 +266,7 @@ def test_tensors_are_converted_at_any_depth_once(
 
 
 def wrapped(dtype: torch.dtype, deep: bool) -> bool:
-    """Whether wrapping a model with a parameter of this dtype is a TypeError."""
+    """Return whether wrapping a model with a parameter of this dtype raises TypeError."""
     module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
     linear: Any = module[1][0] if deep else module[0]  # type: ignore[index]
     linear.bias = nn.Parameter(linear.bias.detach().to(dtype))

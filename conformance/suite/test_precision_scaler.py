@@ -1,4 +1,4 @@
-"""16 bits: loss scales, overflows, and the steps that they skip, against a small model of the rules."""
+"""Properties of 16-bit training: loss scales, overflows and skipped steps, compared with a small model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pytest_smp.strategies import training_oracle as oracle
 
 Data = st.DataObject
 
-#: What makes an overflow at any scale.
+#: Kinds of gradients that are the same at any loss scale; a large one overflows at some scales only.
 CERTAIN = ("absent", "inf", "nan")
 
 
@@ -27,7 +27,7 @@ CERTAIN = ("absent", "inf", "nan")
 @given(data=st.data())
 @trials(6)
 def test_the_scale_follows_the_rules(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
-    # The first layouts are small: what is to be tried is the order of overflows.
+    # The first layouts are small, which leaves time for long histories of overflows.
     small = layouts(smp_world, smp_engine)[:4]
     drawn = runs(small, powers=False, least=6, most=12, optimizer="sgd", passes=1)
     check(smp_world, smp_engine, data.draw(drawn, "run"), "overflow", "scale")
@@ -42,7 +42,8 @@ def test_overflows_in_a_row_and_apart(
     bad = st.sampled_from([("inf",), ("finite",), ("nan",), ("finite",)])
     history = Overflows(*data.draw(st.lists(bad, min_size=10, max_size=16), "history"))
     arguments = data.draw(dynamic_args(powers=False), "arguments")
-    # A scale between its floor and what overflows by itself, and windows that good steps do not always fill.
+    # The scale starts between its floor and values that overflow by themselves, and good steps do not always
+    # fill a window.
     arguments |= {
         "init_scale": 2.0**8,
         "min_scale": 1,
@@ -144,7 +145,7 @@ def test_without_fp16_scaling_is_ignored(
 
 
 def train_with_grad_scaler(run: PrecisionRun, arguments: dict[str, Any]) -> list[tuple[float, Any]]:
-    """The run in float32 on one rank: scales, and parameters."""
+    """Train the run in float32 with a GradScaler; return this rank's scale and parameters by step."""
     module = PrecisionStages()
     model = smp.DistributedModel(module, backward_passes_per_step=run.passes)
     if run.pp > 1:

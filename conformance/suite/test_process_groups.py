@@ -41,7 +41,7 @@ from pytest_smp.strategies import objects
 
 
 def of_world() -> tuple[bool, int, int, list[int]]:
-    """Whether the default group is initialised, this rank, its size and its ranks."""
+    """The default group's is_initialized, this rank's number, the size and the ranks."""
     ranks = dist.get_process_group_ranks(None)
     return dist.is_initialized(), dist.get_rank(), dist.get_world_size(), ranks
 

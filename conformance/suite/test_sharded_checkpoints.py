@@ -1,4 +1,4 @@
-"""Checkpoints of sharded training: whole states, one file for each shard, any degree afterwards."""
+"""Properties of sharded checkpoints: unsharded states, one file for each shard, and resuming at any degree."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from pytest_smp.strategies.training_sharding import NO_CLIPPING, ShardedTraining
 
 CONTENT = {"epoch": 3, "names": ["a", None], "where": (1, 2.5)}
 
-#: The whole states of model and optimizer.
+#: The unsharded states of model and optimizer.
 State = tuple[dict[str, Any], dict[str, Any]]
 
 
 def sharded(smp_world: SmpWorld, engine: str, **fixed: Any) -> st.SearchStrategy[ShardedTraining]:
-    """Cases of one step at a time, in which the degree changes no bit (ENGINES 2.1), and in which the
-    ranks use the same parameters.
+    """Draw a case of one pass and one window, whose ranks use the same parameters.
+
+    In such a case the sharding degree changes no bit (ENGINES 2.1).
     """
     fixed.setdefault("without", (*without(engine), "route"))
     optimizer = st.sampled_from(["momentum", "adam", "adamw"])
@@ -45,14 +46,14 @@ def sharded(smp_world: SmpWorld, engine: str, **fixed: Any) -> st.SearchStrategy
 
 
 def step(script: Script, case: ShardedTraining, number: int) -> None:
-    """One training step of this replica."""
+    """Run one training step of this replica."""
     script.zero_grad()
     script.backward(oracle.batch(case, script.api.dp_rank(), number))
     script.step()
 
 
 def copied(value: Any) -> Any:
-    """A nest with tensors of its own."""
+    """Copy a tensor tree with its tensors."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -61,12 +62,12 @@ def copied(value: Any) -> Any:
 
 
 def state_of(script: Script) -> State:
-    """On every rank."""
+    """Copy the states of model and optimizer; every rank must call."""
     return copied(script.model.state_dict()), copied(script.optimizer.state_dict())
 
 
 def same(one: Any, other: Any, place: str = "state") -> None:
-    """Assert that two containers hold the same, to the bit."""
+    """Assert that two containers hold the same values, to the bit; ``place`` names them in messages."""
     if isinstance(other, Tensor):
         assert isinstance(one, Tensor), place
         assert one.shape == other.shape, f"{place}: {one.shape}, not {other.shape}"
@@ -86,7 +87,7 @@ def same(one: Any, other: Any, place: str = "state") -> None:
 
 
 def how(case: ShardedTraining) -> dict[str, Any]:
-    """The world of a case."""
+    """The arguments ``ranks`` and ``config`` of a run of the case."""
     return {"ranks": case.ranks, "config": case.config}
 
 
@@ -94,7 +95,7 @@ def how(case: ShardedTraining) -> dict[str, Any]:
 
 
 def plain_state(case: ShardedTraining) -> State:
-    """The states of plain torch after one step."""
+    """The states of plain torch's module and optimizer after one step."""
     module = oracle.make(case)
     optimizer = oracle.optimizer_of(case, module.parameters())
     gradients = oracle.plain(case).gradients[0]
@@ -105,14 +106,14 @@ def plain_state(case: ShardedTraining) -> State:
 
 
 def make_step(engine: str, case: ShardedTraining) -> State:
-    """The states after one step."""
+    """Train one step and return the states."""
     script = Script(namespace(engine), case)
     step(script, case, 0)
     return state_of(script)
 
 
 def load_state(engine: str, case: ShardedTraining, state: State) -> State:
-    """The states of what has loaded these, after a step that is to leave no trace."""
+    """Train one step, load these states over its results, and return the states."""
     script = Script(namespace(engine), case, salt="fresh")
     step(script, case, 1)
     script.model.load_state_dict(state[0])
@@ -148,7 +149,7 @@ def test_whole_states_load_at_any_degree(
 
 
 def with_scale(script: Script) -> tuple[State, float]:
-    """The states, and what losses are multiplied by."""
+    """The states, and the loss scale, which is 1 without fp16."""
     fp16 = script.case.dtype == "float16"
     return state_of(script), script.optimizer.loss_scale if fp16 else 1.0
 
@@ -156,7 +157,10 @@ def with_scale(script: Script) -> tuple[State, float]:
 def train_and_save(
     engine: str, case: ShardedTraining, folder: str, partial: bool
 ) -> tuple[tuple[State, float], tuple[State, float]]:
-    """The states when they were saved, and after one more step."""
+    """Train one step, save a checkpoint, and train one more step.
+
+    Returns the states and the loss scale at the checkpoint, and at the end.
+    """
     smp = namespace(engine)
     script = Script(smp, case)
     step(script, case, 0)
@@ -179,7 +183,10 @@ def train_and_save(
 def resume(
     engine: str, case: ShardedTraining, folder: str, partial: bool
 ) -> tuple[Any, tuple[State, float], tuple[State, float]]:
-    """The user's content, and the states when they were loaded, and after one more step."""
+    """Resume from the checkpoint and train one step.
+
+    Returns the user's content, and the states and the loss scale after loading, and at the end.
+    """
     smp = namespace(engine)
     script = Script(smp, case, salt="fresh")
     content = smp.resume_from_checkpoint(folder, tag="it", partial=partial)
@@ -196,7 +203,7 @@ def goes_on(
     case: ShardedTraining,
     other: ShardedTraining,
 ) -> None:
-    """Check that the other goes on where the case was saved."""
+    """Check that training of ``other`` goes on from the checkpoint of ``case``."""
     __tracebackhide__ = True
     saved, then = smp_world.run(train_and_save, engine, case, folder, partial, **how(case))[0]
     for content, loaded, went_on in smp_world.run(
@@ -204,7 +211,7 @@ def goes_on(
     ):
         assert content == CONTENT
         same(loaded, saved)
-        if other.dp == case.dp:  # else it sees other data
+        if other.dp == case.dp:  # other numbers of replicas train on other data
             same(went_on, then)
 
 
@@ -243,7 +250,7 @@ def test_a_full_checkpoint_fits_any_degree(
 def in_16_bits(
     smp_world: SmpWorld, engine: str, folder: str, data: st.DataObject, dtype: str
 ) -> None:
-    """Draw a case of this dtype, save it, and check that it goes on."""
+    """Draw a case of this dtype, save a checkpoint, and check that training goes on from it."""
     __tracebackhide__ = True
     case = data.draw(sharded(smp_world, engine, dtypes=(dtype,)), "case")
     partial = data.draw(st.booleans(), "partial")
@@ -273,12 +280,12 @@ def test_masters_and_scale_of_fp16_go_on(
 
 # ---- What is on the disk, and what is refused ----------------------------------------------------
 
-#: Every parameter can be divided by every degree, so that files of different shards are alike.
+#: A model whose parameters every degree divides, so that files of different shards have equal sizes.
 EVEN = Model(Block("chain", (Block("linear"), Block("linear"))), inputs=4, width=4, outputs=4)
 
 
 def even(smp_world: SmpWorld, engine: str, **fixed: Any) -> st.SearchStrategy[ShardedTraining]:
-    """Cases of that model, all of it split."""
+    """Draw a case of the model EVEN with every parameter sharded."""
     return sharded(smp_world, engine, model=EVEN, threshold=0, **fixed)
 
 
@@ -288,7 +295,7 @@ def parts(folder: Path, kind: str) -> list[Path]:
 
 
 def largest(content: Any) -> int:
-    """The elements of the largest tensor in a nest."""
+    """The number of elements of the largest tensor in a tensor tree."""
     if isinstance(content, Tensor):
         return content.numel()
     each = content.values() if isinstance(content, dict) else content
@@ -311,7 +318,7 @@ def test_each_shard_has_its_files(
         assert len(files) == case.sharding, files
         for file in files:
             content = torch.load(file)
-            # Each of these holds the shard's part of many parameters, one behind the other.
+            # Each flat group holds the shard's parts of many parameters, one after the other.
             flat = largest(content.pop("fp32_flat_groups", ()))
             shares = [-(-numel // case.sharding) for numel in numels]
             assert flat <= sum(shares), f"{file.name}: a flat group of {flat} elements"
@@ -320,7 +327,7 @@ def test_each_shard_has_its_files(
 
 
 def refuse(engine: str, case: ShardedTraining, folder: str) -> tuple[str | None, State, State]:
-    """What resuming raises, and the states before and after."""
+    """Try to resume; return the type of the exception, or None, and the states before and after."""
     smp = namespace(engine)
     script = Script(smp, case, salt="fresh")
     step(script, case, 0)
@@ -331,7 +338,7 @@ def refuse(engine: str, case: ShardedTraining, folder: str) -> tuple[str | None,
 
 
 def is_refused(smp_world: SmpWorld, engine: str, folder: Path, case: ShardedTraining) -> None:
-    """Check that it is, on every rank, and that nothing has changed."""
+    """Check that resuming is refused on every rank and changes no state."""
     __tracebackhide__ = True
     for error, before, after in smp_world.run(refuse, engine, case, str(folder), **how(case)):
         assert error is not None
@@ -354,17 +361,17 @@ def test_another_degree_is_refused(
 
 
 def mixed_up(files: list[Path], at: int) -> None:
-    """One file has the content of the one before it."""
+    """Damage a checkpoint: one file gets the content of the file before it."""
     shutil.copy(files[at - 1], files[at])
 
 
 def torn(files: list[Path], at: int) -> None:
-    """Half of the file is missing."""
+    """Damage a checkpoint: one file loses its second half."""
     os.truncate(files[at], files[at].stat().st_size // 2)
 
 
 def missing(files: list[Path], at: int) -> None:
-    """All of it is."""
+    """Damage a checkpoint: one file is removed."""
     files[at].unlink()
 
 

@@ -1,4 +1,4 @@
-"""What no choice may change, and which models are taken."""
+"""Properties of sharding options, which change no bit, and of accepted and refused models."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ def agrees(
     more: Mapping[str, Any] | None = None,
     **other: Any,
 ) -> None:
-    """Two runs on real values, the second with other choices, give the same bits. ``more`` are fields
-    of the case that are not drawn.
+    """Check that two runs on real values, the second with other options, give the same bits.
+
+    ``more`` has fields of the case that are not drawn. ``other`` has, by field, functions from the case to
+    the strategy of the second run's value.
     """
     __tracebackhide__ = True
-    # The second step knows what comes, and may fetch it ahead.
+    # The second step knows the order of units from the first, and may unshard ahead.
     fixed: dict[str, Any] = {"sharding": (2, 4), "real": True, "windows": 2, **(more or {})}
     case = data.draw(sharded_cases(smp_world, smp_engine, least=2, **fixed), "case")
     fields = {name: data.draw(each(case), name) for name, each in other.items()}
@@ -43,7 +45,7 @@ def agrees(
 
 
 def limits(case: Any) -> st.SearchStrategy[int]:
-    """Numbers of elements, from few to more than there are."""
+    """Draw a number of elements, from 1 to more than the model has."""
     total = sum(sizes(case.model))
     return st.sampled_from([1, 2, *sizes(case.model), max(1, total // 2), total, HUGE]).map(
         lambda limit: max(1, limit)
@@ -102,7 +104,7 @@ def test_nodes_change_no_bit(smp_world: SmpWorld, smp_engine: str, data: Data) -
 
 
 def different_on_rank(at: int, what: str) -> str | None:
-    """Wrap a model that is another one on rank ``at``."""
+    """Wrap a model that differs on rank ``at``; return the type of the exception, or None."""
     odd = smp.rank() == at
 
     def wrap() -> None:
@@ -133,7 +135,7 @@ def test_another_model_is_refused_everywhere(
 
 
 def delayed_on_rank(widths: list[int]) -> dict[str, torch.Tensor]:
-    """The values of a model that is made under delayed initialization."""
+    """Make a model under delayed initialization, and return its parameters by name."""
     torch.manual_seed(3)
     with smp.delay_param_initialization():
         made = layers_of(widths)

@@ -1,4 +1,4 @@
-"""What sharding is for: bytes on each rank, what is whole for how long, and what leaves a shard group."""
+"""Properties of sharded memory and traffic: bytes on each rank, times of unsharding, and exchanges."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ State = dict[str, list[Tensor]]
 
 
 def opened(engine: str, case: ShardedTraining) -> tuple[ShardedSession, int]:
-    """The session of this rank, and its replica."""
+    """Build the engine's session of this rank; return the session and the number of its replica."""
     found = find_engine(engine)
     if found.conventions.fresh:
         current_rank.retire(f"engine {found.name} trains one case in a process")
@@ -37,7 +37,7 @@ def opened(engine: str, case: ShardedTraining) -> tuple[ShardedSession, int]:
 
 
 def window(session: ShardedSession, case: ShardedTraining, replica: int, number: int) -> None:
-    """The passes of one window, and a step."""
+    """Run the passes of one window; the optimizer's step is left to the caller."""
     session.zero_grad()
     for at in range(case.passes):
         step = number * case.passes + at
@@ -45,7 +45,7 @@ def window(session: ShardedSession, case: ShardedTraining, replica: int, number:
 
 
 def state_on_rank(engine: str, case: ShardedTraining) -> State:
-    """What a rank holds after a step of each window, in memory of its own."""
+    """Train, with a step after each window, and copy this rank's part of the training state."""
     session, replica = opened(engine, case)
     for number in range(case.windows):
         window(session, case, replica, number)
@@ -64,7 +64,7 @@ def states(smp_world: SmpWorld, engine: str, case: ShardedTraining) -> list[Stat
 
 
 def bytes_on_rank(engine: str, case: ShardedTraining) -> dict[str, tuple[int, int]]:
-    """By kind, the bytes of memory behind what a rank holds, and the elements."""
+    """Train one window; return bytes of memory and elements of this rank's state, by kind of state."""
     session, replica = opened(engine, case)
     window(session, case, replica, 0)
     session.step()
@@ -84,7 +84,7 @@ def part(engine: str, case: ShardedTraining, parameter: nn.Parameter) -> int:
     return -(-parameter.numel() // case.sharding)
 
 
-#: Tensors of the state of each parameter, beside counters.
+#: The number of state tensors of each parameter, counters excluded, by optimizer.
 KEPT = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 
 
@@ -93,7 +93,7 @@ KEPT = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 @trials(6)
 def test_state_is_divided_by_the_degree(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
     fixed: dict[str, Any] = {"threshold": 0, "windows": 1, "checkpointing": False}
-    # What is not used may have no gradient.
+    # Unused parameters may have no gradient, so the model has none of these blocks.
     fixed["without"] = (*without(smp_engine), "unused", "route")
     case = data.draw(sharded_cases(smp_world, smp_engine, least=2, **fixed), "case")
     held = smp_world.run(bytes_on_rank, smp_engine, case, ranks=case.ranks, config=case.config)
@@ -137,7 +137,10 @@ def test_what_is_smaller_than_the_threshold_is_whole(
 
 
 def agree(case: ShardedTraining, held: list[State]) -> None:
-    """Ranks at the same place of their blocks hold the same; so do all, of what is not split."""
+    """Check that ranks with the same shard hold the same bits.
+
+    Parameters that are not sharded must have the same bits on all ranks.
+    """
     shapes = [each.shape for each in build(case.model).parameters()]
     for rank, state in enumerate(held):
         for kind, tensors in state.items():
@@ -161,7 +164,7 @@ def test_replicas_stay_equal(smp_world: SmpWorld, smp_engine: str, data: Data) -
 @trials(4)
 def test_ranks_clip_by_the_same_bits(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
     fixed: dict[str, Any] = {"real": True, "windows": 2, "clip": 0.01}
-    # Some parameters are not split, where an engine has a threshold.
+    # An engine with a threshold leaves some of these parameters unsharded.
     model = Model(Block("chain", (Block("linear"), Block("linear"))), inputs=2, width=3)
     drawn = sharded_cases(smp_world, smp_engine, least=2, model=model, threshold=5, **fixed)
     case = data.draw(drawn.filter(lambda case: case.sharding > 1), "case")
@@ -172,11 +175,14 @@ def test_ranks_clip_by_the_same_bits(smp_world: SmpWorld, smp_engine: str, data:
 
 
 class MemoryWatch:
-    """The memory of whole weights of a rank's layers, while there is any, in the order of first use."""
+    """Watches the memory of unsharded weights of a rank's layers.
+
+    Weak references to the storages tell whether the memory is freed.
+    """
 
     def __init__(self, module: nn.Module, shapes: dict[str, torch.Size]) -> None:
         self.memory: dict[str, list[weakref.ref[Any]]] = {}
-        self.seen: list[dict[str, int]] = []  # whenever a layer runs, elements that are whole
+        self.seen: list[dict[str, int]] = []  # the result of whole() at each run of a layer
         for path, layer in module.named_modules():
             if f"{path}.weight" in shapes:
                 hook = self._watching(path, shapes[f"{path}.weight"])
@@ -192,8 +198,9 @@ class MemoryWatch:
         return look
 
     def whole(self) -> dict[str, int]:
-        """By layer, the elements of memory that is not freed; of one that was seen several times, the
-        largest.
+        """The elements of weights whose memory is not freed, by layer, in the order of first use.
+
+        Several storages of one layer count as the largest of them.
         """
         alive: dict[str, int] = {}
         for path, found in self.memory.items():
@@ -206,7 +213,7 @@ class MemoryWatch:
 def whole_on_rank(
     engine: str, case: ShardedTraining
 ) -> tuple[list[dict[str, int]], dict[str, int]]:
-    """What was whole whenever a layer ran, and what is after a step."""
+    """Train one window and step; return the unsharded elements at each run of a layer, and at the end."""
     session, replica = opened(engine, case)
     shapes = {name: each.shape for name, each in build(case.model).named_parameters()}
     watch = MemoryWatch(session.module, shapes)
@@ -217,7 +224,7 @@ def whole_on_rank(
     return watch.seen, after
 
 
-#: Layers that are units of their own, wherever units are drawn.
+#: A model whose layers are units of their own in every engine.
 LAYERS = Model(Block("chain", (Block("linear"), Block("mlp", size=3), Block("linear"))), 3, 4, 3)
 
 
@@ -231,7 +238,8 @@ def test_what_has_run_is_freed(
     fixed |= {"windows": 1, "checkpointing": False, "sharding": (2, 4)}
     case = data.draw(sharded_cases(smp_world, smp_engine, least=2, **fixed), "case")
     ranks = smp_world.run(whole_on_rank, smp_engine, case, ranks=case.ranks, config=case.config)
-    # In the order of the forward pass; the layers of an mlp are one unit, the stem may be the root's.
+    # The units in the order of the forward pass. The layers of an mlp are one unit; the stem, which may
+    # belong to the root's unit, is left out.
     order = ["body.0", "body.1", "body.2"]
     for rank, (seen, after) in enumerate(ranks):
         assert after == {}, f"rank {rank}: {after} is whole after a step"
@@ -243,7 +251,7 @@ def test_what_has_run_is_freed(
 
 
 def _order(model: Model) -> list[str]:
-    """The layers that have weights, as they are called."""
+    """The paths of layers with weights, in the order of calls."""
     return [
         path.rpartition(".")[0] for path, _ in build(model).named_parameters() if "weight" in path
     ]
@@ -265,7 +273,7 @@ def test_no_more_is_whole_than_is_allowed(
 
 
 def live_on_rank(engine: str, case: ShardedTraining) -> int | None:
-    """The most elements that the engine says were whole at a time, or on their way."""
+    """Train one window, and return the engine's own count of its peak of unsharded elements."""
     session, replica = opened(engine, case)
     window(session, case, replica, 0)
     told = session.live()
@@ -273,7 +281,7 @@ def live_on_rank(engine: str, case: ShardedTraining) -> int | None:
     return told
 
 
-#: Layers of 20 elements each; the root's own parameters have 13, and are whole while it runs.
+#: A model with layers of 20 elements each; the root's own 13 elements are unsharded for the whole pass.
 EQUAL = Model(Block("chain", (Block("linear"), Block("linear"), Block("linear"))), 1, 4, 1)
 
 
@@ -283,7 +291,7 @@ EQUAL = Model(Block("chain", (Block("linear"), Block("linear"), Block("linear"))
 def test_what_is_fetched_ahead_is_no_more_than_is_allowed(
     smp_world: SmpWorld, smp_engine: str, data: Data, live: int
 ) -> None:
-    # One layer fits, two do not. What a step asks for is known from the step before.
+    # The limit has room for one layer and not for two. The step before tells the engine the order of layers.
     fixed: dict[str, Any] = {
         "model": EQUAL,
         "threshold": 0,
@@ -301,7 +309,7 @@ def test_what_is_fetched_ahead_is_no_more_than_is_allowed(
 
 
 def exchanges_on_rank(engine: str, case: ShardedTraining) -> tuple[int, list[list[Exchange]]]:
-    """This rank's replica, and what each pass of a window exchanged."""
+    """Run the passes of one window; return this rank's replica and the exchanges of each pass."""
     session, replica = opened(engine, case)
     session.zero_grad()
     found = []
@@ -320,7 +328,8 @@ def test_gradients_leave_their_group_at_the_boundary_only(
     smp_world: SmpWorld, smp_engine: str, data: Data, passes: int
 ) -> None:
     fixed: dict[str, Any] = {"passes": passes, "windows": 1, "threshold": 0}
-    # Buffers go to all ranks before each pass; a rank that does not use the same gathers other parts.
+    # "scale" is left out because its buffers are broadcast to all ranks before each pass, and "route"
+    # because ranks that use different parameters gather different ones.
     fixed["without"] = (*without(smp_engine), "scale", "route")
     drawn = sharded_cases(smp_world, smp_engine, least=4, sharding=(2,), **fixed)
     case = data.draw(drawn.filter(lambda case: case.dp == 4), "case")

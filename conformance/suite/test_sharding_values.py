@@ -1,4 +1,4 @@
-"""Sharded data parallelism against one process: to the last bit, on any engine where nothing rounds."""
+"""Properties of sharded data parallelism, compared with one process: bit for bit where nothing rounds."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ Data = st.DataObject
 
 
 def holds(smp_world: SmpWorld, smp_engine: str, data: Data, **fixed: Any) -> list[Seen]:
-    """Draw a case and check it."""
+    """Draw a case, train it, compare all ranks with plain PyTorch, and return the results."""
     __tracebackhide__ = True
     told = {name: fixed.pop(name) for name in ("none", "salted") if name in fixed}
     case = data.draw(sharded_cases(smp_world, smp_engine, **fixed), "case")
     return check(smp_world, smp_engine, case, **told)
 
 
-#: Two layers, each gathered by itself.
+#: A model of two layers, which are units of their own.
 TWO = Model(Block("chain", (Block("linear"), Block("linear"))), inputs=2, width=2)
 
 
@@ -60,7 +60,8 @@ def test_any_degree_equals_one_process(smp_world: SmpWorld, smp_engine: str, dat
 @trials(3)
 def test_many_ranks_equal_one_process(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
     claims = claimed(smp_world, smp_engine)
-    degrees = (2, 4, 8) if EngineCapability.BLOCKS in claims else (8,)  # four groups, two, one
+    # On eight ranks these degrees make four shard groups, two, and one.
+    degrees = (2, 4, 8) if EngineCapability.BLOCKS in claims else (8,)
     if EngineCapability.SHARDING not in claims:
         degrees = (1,)
     drawn = sharded_cases(smp_world, smp_engine, least=8, most=8, sharding=degrees)
@@ -81,7 +82,7 @@ def test_each_of_several_steps_follows_the_one_before(
 @given(data=st.data())
 @trials(3)
 def test_degrees_agree(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
-    # Without clipping, which comes with degrees above 1 only.
+    # Clipping is off, because only degrees above 1 clip.
     drawn = sharded_cases(smp_world, smp_engine, least=4, sharding=(4,), clip=1e30)
     case = data.draw(drawn, "case")
     for degree in divisors(case.dp):
@@ -94,7 +95,7 @@ def test_degrees_agree(smp_world: SmpWorld, smp_engine: str, data: Data) -> None
 def test_passes_are_summed(smp_world: SmpWorld, smp_engine: str, data: Data, passes: int) -> None:
     fixed: dict[str, Any] = {"passes": passes, "windows": 2, "model": TWO}
     case = data.draw(blocks_of_two(smp_world, smp_engine, **fixed), "case")
-    for sharding in sorted({case.sharding, case.dp}):  # several shard groups, and one
+    for sharding in sorted({case.sharding, case.dp}):  # several shard groups, then one
         check(smp_world, smp_engine, dataclasses.replace(case, sharding=sharding))
 
 
@@ -116,7 +117,7 @@ def test_what_is_frozen_stays(
             assert frozen == [None] * len(frozen)
 
 
-#: Models in which parameters have several uses.
+#: Models whose parameters are used several times.
 SHARING = (
     Block("repeat", (Block("linear"),), 2),
     Block("chain", (Block("shared", size=1), Block("relu"), Block("shared", size=1))),
@@ -135,7 +136,7 @@ def test_every_use_counts(
     holds(smp_world, smp_engine, data, least=2, sharding=(2, 4), model=model)
 
 
-#: Models with parameters that no call uses, and with ones that some microbatches and ranks use only.
+#: Models with parameters that no call uses, or only some microbatches and ranks.
 SPARSE = (
     Block("unused", (Block("relu"), Block("linear"))),
     Block("chain", (Block("unused", (Block("linear"), Block("mlp"))), Block("linear"))),
@@ -151,7 +152,7 @@ def test_what_is_not_used_is_zero(
     smp_world: SmpWorld, smp_engine: str, data: Data, body: Block, passes: int
 ) -> None:
     model = Model(body, inputs=2, width=2)
-    # One microbatch, so that ranks differ in what they use.
+    # With one microbatch, ranks differ in the parameters that they use.
     fixed = {"model": model, "microbatches": 1, "passes": passes, "windows": 1}
     holds(smp_world, smp_engine, data, least=2, sharding=(2, 4), none=True, **fixed)
 
@@ -163,7 +164,7 @@ def test_what_an_earlier_pass_used_counts(
     smp_world: SmpWorld, smp_engine: str, data: Data, seed: int, groups: int
 ) -> None:
     model = Model(SPARSE[-1], inputs=2, width=2)
-    # Few ranks and microbatches, so that passes differ in what they use.
+    # With few ranks and microbatches, passes differ in the parameters that they use.
     fixed = {"model": model, "microbatches": 1, "rows": 1, "passes": 3, "windows": 1, "seed": seed}
     if groups == 1 or smp_world.ranks < 4:
         drawn = sharded_cases(smp_world, smp_engine, least=2, most=2, sharding=(2,), **fixed)
@@ -202,7 +203,7 @@ def test_a_module_may_use_what_another_one_has(
 def test_rank_0_has_the_weights(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
     drawn = sharded_cases(smp_world, smp_engine, least=2, sharding=(2, 4), model=TWO)
     case = data.draw(drawn, "case")
-    for threshold in (0, HUGE):  # all split, and nothing
+    for threshold in (0, HUGE):  # all parameters sharded, then none
         check(smp_world, smp_engine, dataclasses.replace(case, threshold=threshold), salted=True)
 
 
@@ -251,11 +252,15 @@ def test_real_values_are_clipped_in_the_published_order(
 
 
 def clips_within_rounding(engine: str, case: ShardedTraining, seen: list[Seen]) -> None:
-    """The bound of a norm that is summed in float32, in any order (ENGINES 2.2 tier B)."""
+    """Check parameters within the bound of a norm that is summed in float32 in any order.
+
+    ENGINES 2.2, tier B, has the bound.
+    """
     expected = oracle.plain(case, find_engine(engine).conventions.divisor(case))
     before = {name: each.detach() for name, each in oracle.make(case).named_parameters()}
     elements = sum(each.numel() for each in before.values())
-    # Squares, their sum, a root each for parameters and all of them, division, product, update.
+    # Roundings of squares and their sum, of one root for each parameter and one for all, and of division,
+    # product and update.
     count = elements + 2 * len(before) + 8
     gamma = count * 2.0**-24 / (1 - count * 2.0**-24)
     for rank, each in enumerate(seen):

@@ -1,7 +1,7 @@
-"""smp.step without a pipeline: what each microbatch gets, what a step returns, what is refused.
+"""Properties of smp.step without a pipeline: arguments of microbatches, results and refusals.
 
-Each rank has a batch of its own, and the body runs there. It learns which microbatch it is from an
-argument, so that nothing depends on the order in which microbatches run.
+Each rank has a batch of its own and runs the body itself. The body gets the microbatch's number as an
+argument, so no property depends on the order in which microbatches run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ counts = st.integers(1, 4)
 def run(
     smp_world: SmpWorld, smp_engine: str, body: Callable[..., Any], *args: Any, microbatches: int
 ) -> list[Any]:
-    """What ``body(*args)`` returns on two ranks, or on the one that there is."""
+    """Run ``body(*args)`` with the engine's API on two ranks, or on one; return the results by rank."""
     __tracebackhide__ = True
     ranks = min(2, smp_world.ranks)
     given_: dict[str, Any] = {"ranks": ranks, "config": {"microbatches": microbatches}}
@@ -62,7 +62,7 @@ def run(
 
 
 def inputs(call: StepCall, form: str = "with rules") -> dict[int, list[Any]]:
-    """The arguments of every run of the body, by microbatch."""
+    """Make the call, and return the arguments of every run of the body, by microbatch."""
     seen: dict[int, list[Any]] = {}
 
     def body(a: Any, b: Any = None, c: Any = None, *, number: Any) -> None:
@@ -74,7 +74,7 @@ def inputs(call: StepCall, form: str = "with rules") -> dict[int, list[Any]]:
 
 
 def wrong_inputs(call: StepCall, form: str = "with rules") -> list[str]:
-    """What microbatches got that they should not have, in words."""
+    """Make the call, and describe wrong arguments of microbatches in words."""
     seen = inputs(call, form)
     told = []
     for index in range(max([call.microbatches, *(key + 1 for key in seen)])):
@@ -107,11 +107,11 @@ def test_all_forms_split(
 
 
 def spec(*shape: int) -> TensorSpec:
-    """A tensor whose elements all differ."""
+    """The recipe of a tensor whose elements all differ."""
     return TensorSpec(shape, torch.int64)
 
 
-# Beside the small calls that are drawn, one in which nothing is as long as anything else.
+# Drawn calls are small, so each property also has an example in which all lengths differ.
 
 
 @requirement("STEP-SPLIT")
@@ -146,7 +146,7 @@ def test_nests_are_split(smp_world: SmpWorld, smp_engine: str, call: StepCall) -
     check_inputs(smp_world, smp_engine, call)
 
 
-#: Where an object with smp_slice may stand in an argument.
+#: The containers in which an object with smp_slice may stand as an argument.
 PLACES: tuple[Callable[[Any], Any], ...] = (
     lambda one: one,
     lambda one: [one, 1],
@@ -158,7 +158,7 @@ PLACES: tuple[Callable[[Any], Any], ...] = (
 
 @st.composite
 def sliced_calls(draw: st.DrawFn) -> StepCall:
-    """Calls whose arguments all hold an object with smp_slice."""
+    """Draw a call whose arguments all hold an object with smp_slice."""
     microbatches = draw(st.integers(1, 3))
     none = st.just(Sliceable(*[None] * microbatches))
     arguments = {
@@ -181,7 +181,7 @@ def test_what_smp_slice_returns_is_handed_on(
 
 
 def count_runs(microbatches: int, size: int, steps: int) -> list[list[int]]:
-    """Which microbatches the body ran for, sorted, in each step."""
+    """Run steps, and return the sorted numbers of the microbatches that the body ran for, by step."""
     runs: list[list[int]] = []
 
     def body(x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
@@ -207,7 +207,7 @@ def test_the_body_runs_once_for_each_microbatch(
 
 
 class Opaque:
-    """What a step knows nothing of: it holds a tensor, has a length, and looks like a nest."""
+    """An object of a type unknown to steps, which holds a tensor, has a length and looks like a container."""
 
     def __init__(self) -> None:
         self.tensor = torch.zeros(5)
@@ -222,7 +222,7 @@ class Opaque:
         return self.tensor[key]
 
 
-#: Things that scripts hand to steps, by name.
+#: Objects that scripts pass to steps, by name.
 THINGS: Mapping[str, Callable[[], Any]] = {
     "object": Opaque,
     "module": lambda: torch.nn.Linear(2, 2),
@@ -235,7 +235,7 @@ THINGS: Mapping[str, Callable[[], Any]] = {
 
 
 def pass_things(names: list[str], microbatches: int, deep: bool) -> list[bool]:
-    """Whether each microbatch got the very objects."""
+    """Pass objects to a step; return for each microbatch whether it got the same objects."""
     things = [THINGS[name]() for name in names]
     seen = []
 
@@ -265,7 +265,7 @@ def test_what_cannot_be_split_is_the_same_object(
 
 
 def slice_calls(microbatches: int, axes: list[int | None]) -> list[list[tuple[int, int, int]]]:
-    """What the objects of three arguments, the second one of a nest, were called with."""
+    """Pass three objects with smp_slice, the second within containers; return the arguments of smp_slice."""
     objects = [Sliceable(*range(microbatches)) for _ in axes]
     names = ["a", "b", "c"]
     said = {name: axis for name, axis in zip(names, axes, strict=True) if axis is not None}
@@ -295,7 +295,7 @@ def test_smp_slice_is_called_once_for_each_microbatch(
 
 
 def there_and_back(spec: TensorSpec) -> bool:
-    """Whether a tensor comes back, split and joined."""
+    """Return whether a tensor that a step splits and returns, concatenated, is the same tensor."""
     x = spec.make(smp.rank(), smp.size())
     return same(smp.step(lambda x: x)(x).concat(), x)
 
@@ -312,7 +312,7 @@ def test_split_and_joined_a_tensor_is_as_before(
 
 
 def input_gradient(microbatches: int, size: int) -> list[int]:
-    """The gradient of the sum of squares."""
+    """The gradient of a split argument, for the sum of its squares."""
     x = torch.arange(1.0 + smp.rank(), microbatches * size + 1 + smp.rank(), requires_grad=True)
 
     @smp.step  # type: ignore[untyped-decorator]  # anybody's
@@ -337,7 +337,7 @@ def test_gradients_flow_into_an_argument(
 
 
 def step_of_a_class(microbatches: int, decorated: str) -> list[Any]:
-    """What a step gets that is called through an instance."""
+    """Call a step through an instance of its class; return the number of arguments and the keywords."""
 
     class Trainer:
         train = FORMS[decorated](lambda *given, **more: (len(given), sorted(more)), {})
@@ -362,7 +362,7 @@ def test_a_step_of_a_class_gets_no_self(
 
 @dataclasses.dataclass
 class LibraryOutput(OrderedDict[str, Any]):
-    """What models of a library return: attributes and items of the same names."""
+    """A result as a library's models return: attributes and items of the same names."""
 
     loss: Any = None
     logits: Any = None
@@ -377,7 +377,7 @@ class DictSubclass(dict[str, Any]):
     """A dict of a class of its own."""
 
 
-#: How a leaf of a plan looks for a microbatch.
+#: Functions from a microbatch's number to the leaf of its result, by the leaf's name in a plan.
 LEAVES: Mapping[str, Callable[[int], Any]] = {
     "tensor": lambda mb: torch.arange(mb + 1),
     "scalar": lambda mb: torch.tensor(float(mb)),
@@ -390,7 +390,7 @@ LEAVES: Mapping[str, Callable[[int], Any]] = {
 
 
 def plans(leaves: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
-    """Structures of results, with names of LEAVES for leaves."""
+    """Draw a plan: the structure of a result, with names of LEAVES as leaves."""
 
     def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         return st.one_of(
@@ -408,14 +408,14 @@ def plans(leaves: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
 
 
 def filled(plan: Any, leaf: Callable[[str], Any]) -> Any:
-    """The plan with ``leaf(name)`` for each leaf."""
+    """Copy a plan, with ``leaf(name)`` in place of each leaf."""
     match plan:
         case str():
             return leaf(plan)
         case Pair():
             return Pair(*(filled(each, leaf) for each in plan))
         case LibraryOutput():
-            # None is no item there, and stays what it is.
+            # A None attribute is no item of such a result, and stays None.
             parts = (plan.loss, plan.logits)
             return LibraryOutput(
                 *(None if each == "none" else filled(each, leaf) for each in parts)
@@ -426,7 +426,7 @@ def filled(plan: Any, leaf: Callable[[str], Any]) -> Any:
 
 
 def expected_result(plan: Any, microbatches: int) -> Any:
-    """What a step must return, with a Pair("StepOutput", outputs) for each StepOutput."""
+    """The expected result of a step, with a Pair("StepOutput", outputs) for each StepOutput."""
 
     def joined(name: str) -> Any:
         values = [LEAVES[name](mb) for mb in range(microbatches)]
@@ -436,7 +436,7 @@ def expected_result(plan: Any, microbatches: int) -> Any:
 
 
 def told(value: Any) -> Any:
-    """What a step returned, with a Pair("StepOutput", outputs) for each StepOutput."""
+    """Copy a step's result, with a Pair("StepOutput", outputs) for each StepOutput."""
     match value:
         case smp.StepOutput():
             return Pair("StepOutput", value.outputs)
@@ -455,7 +455,7 @@ def told(value: Any) -> Any:
 
 
 def wrong_result(plan: Any, microbatches: int) -> str:
-    """What a step returned that it should not have; empty if all is well."""
+    """Run a step whose microbatches return a plan; describe a wrong result, or return an empty string."""
     got = told(
         smp.step(lambda number: filled(plan, lambda name: LEAVES[name](int(number))))(
             torch.arange(microbatches)
@@ -504,7 +504,10 @@ def test_what_is_no_tensor_is_listed(
 
 
 def joined(method: str, values: list[Any]) -> Any:
-    """What the method gives for the values that microbatches return, as nested lists, and its dtype."""
+    """Run a step, and call a method of its StepOutput; return the result as nested lists, and its dtype.
+
+    ``values[i]`` is the value that microbatch i returns.
+    """
     out = smp.step(lambda number: torch.tensor(values[int(number)], dtype=torch.float64))(
         torch.arange(len(values))
     )
@@ -518,7 +521,7 @@ _rows = st.lists(_elements, min_size=1, max_size=3)
 
 @st.composite
 def columns(draw: st.DrawFn) -> list[list[int]]:
-    """For each microbatch a row, all of one length."""
+    """Draw a row for each microbatch, all of one length."""
     width = draw(st.integers(1, 3))
     row = st.lists(_elements, min_size=width, max_size=width)
     return draw(st.lists(row, min_size=1, max_size=4))
@@ -563,7 +566,10 @@ def test_stack(smp_world: SmpWorld, smp_engine: str, values: list[list[int]]) ->
 
 
 def graphs(microbatches: int, rules: dict[str, Any]) -> tuple[list[bool], float | None]:
-    """Whether each returned tensor has a graph, and the gradient of a weight through them."""
+    """Run a step, and backward through its results if they have graphs.
+
+    Returns whether each returned tensor requires a gradient, and the gradient of the weight, or None.
+    """
     weight = torch.ones((), requires_grad=True)
 
     def body(x: torch.Tensor) -> Any:
@@ -594,7 +600,7 @@ def test_outputs_are_detached_unless_asked(
 
 
 def attempt(call: Callable[[], Any], microbatches: int) -> tuple[bool, bool]:
-    """Whether the call is refused, and whether a step works afterwards."""
+    """Make a call and then a step; return whether the call raised, and whether the step worked."""
     refused = works = False
     try:
         call()
@@ -609,7 +615,7 @@ def attempt(call: Callable[[], Any], microbatches: int) -> tuple[bool, bool]:
 def split_batch(
     shape: tuple[int, ...], axis: int | None, deep: bool, microbatches: int
 ) -> tuple[bool, bool, int]:
-    """As ``attempt``, and how often the body ran, for a tensor of a shape."""
+    """Step with a tensor of a shape; return the results of ``attempt``, and the number of runs of the body."""
     runs = []
 
     @smp.step(input_split_axes={} if axis is None else {"x": axis})  # type: ignore[untyped-decorator]  # anybody's
@@ -666,7 +672,7 @@ def test_a_tensor_without_the_batch_axis_is_refused(
 
 
 def use_names(rules: dict[str, Any], microbatches: int) -> tuple[bool, bool]:
-    """As ``attempt``, for a step of these rules, made and called."""
+    """Make and call a step with these rules; return the results of ``attempt``."""
     return attempt(
         lambda: smp.step(**rules)(lambda x, y: None)(
             torch.zeros(microbatches), torch.zeros(microbatches)
@@ -691,7 +697,7 @@ def test_names_of_no_parameter_are_refused(
 
 
 def step_in_a_step(microbatches: int, depth: int) -> tuple[bool, bool, int]:
-    """As ``attempt``, and how often the inner body ran."""
+    """Call a step inside a step; return the results of ``attempt``, and the number of runs of the inner body."""
     runs = []
 
     @smp.step  # type: ignore[untyped-decorator]  # anybody's
@@ -720,7 +726,7 @@ def test_a_step_in_a_step_is_refused(
     assert seen == [(True, True, 0)] * len(seen)
 
 
-#: Pairs of results that do not have one structure, as made for a tensor.
+#: Pairs of functions from a tensor to results of different structures, by name.
 UNLIKE: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "tensor and None": (lambda x: x, lambda x: None),
     "keys": (lambda x: {"a": x}, lambda x: {"b": x}),
@@ -733,7 +739,7 @@ UNLIKE: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 
 def return_unlike(kind: str, odd: int, microbatches: int) -> tuple[bool, bool]:
-    """As ``attempt``, where the results of rank 0 differ for one microbatch."""
+    """Step with a result of rank 0 that differs in one microbatch; return the results of ``attempt``."""
 
     @smp.step  # type: ignore[untyped-decorator]  # anybody's
     def body(number: torch.Tensor) -> Any:

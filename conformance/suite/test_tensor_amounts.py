@@ -1,4 +1,4 @@
-"""How much and how often: nothing at all, a lot at once, a lot of calls."""
+"""Properties of amounts: empty tensors, large tensors and many calls."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_nothing_at_all(smp_world: SmpWorld, data: st.DataObject, operation: str
 @given(data=st.data())
 @share(0.1)
 def test_calls_of_one_shape(smp_world: SmpWorld, data: st.DataObject) -> None:
-    """Each example calls every collective several times."""
+    """Each example calls every collective two or three times."""
     ranks = data.draw(worlds(smp_world), "ranks")
     turns = data.draw(st.integers(2, 3), "turns")
     played = [
@@ -83,7 +83,7 @@ def test_many_calls(smp_world: SmpWorld, data: st.DataObject) -> None:
 
 
 def _wide(dtype: torch.dtype) -> int:
-    """Dtypes with many numbers first: with few of them, values come again."""
+    """A sort key that puts wide dtypes first: narrow ones have few numbers, so values repeat."""
     return -dtype.itemsize
 
 
@@ -100,7 +100,7 @@ def fitting(claims: Capabilities, dtype: torch.dtype, ranks: int) -> list[str]:
     ]
 
 
-#: So many of the collectives get tensors around the largest chunk, which take long.
+#: The number of collectives that get tensors around the largest chunk, which take long.
 LARGEST = 4
 
 
@@ -115,7 +115,7 @@ def test_large_tensors(smp_world: SmpWorld, data: st.DataObject) -> None:
     first = data.draw(st.booleans(), "the first is asynchronous")
     for at, name in enumerate(order):
         *small, large, largest = CHUNKS
-        # Twice, so that one is asynchronous and one is not; roots change, too.
+        # The large chunk occurs twice, so that one call is asynchronous and one is not; roots change, too.
         chunks = [*small, large, large, *([largest] if at < LARGEST else [])]
         last_root = data.draw(st.integers(0, ranks - 1), "the root before the first")
         played = []

@@ -1,4 +1,4 @@
-"""Where tensors lie: behind an offset, in one tensor with others, in place; and what stays as it was."""
+"""Properties of buffers: tensors with an offset, chunks of one tensor, in-place calls, unchanged inputs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from pytest_smp.proxies import SmpWorld
 def test_buffers(
     smp_world: SmpWorld, data: st.DataObject, among: Sequence[str], how: dict[str, Any]
 ) -> None:
-    """Each example goes through every collective of these."""
+    """Each example calls every claimed collective of ``among``."""
     ranks = data.draw(worlds(smp_world), "ranks")
     played = data.draw(every(ranks, smp_world, among, most=2, **how), "cases")
     first = data.draw(st.booleans(), "the first is asynchronous")

@@ -1,4 +1,4 @@
-"""Collectives that are issued as one: by the coalescing manager, and as operators of torch."""
+"""Properties of collectives that are issued as one: by the coalescing manager, and by torch's operators."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from conformance.requirements.catalogue import requirement
 from conformance.requirements.collectives import COALESCED, operation_of
 from pytest_smp.proxies import SmpWorld
 
-#: How calls are coalesced. The operators of compiled and traced programs join along the first
+#: The ways to coalesce calls. The operators, of compiled and traced programs, join along the first
 #: dimension.
 WAYS = ("manager", "manager, asynchronous", "operators")
 
-#: Looked up when they are called, as the functions of torch.distributed.
+#: torch's operators by collective. Each lambda looks its operator up at the call, because a mutant may have
+#: replaced the operator.
 OPERATORS: Mapping[str, Callable[[list[torch.Tensor], int, str], list[torch.Tensor]]] = {
     "all_reduce": lambda given, size, name: operators().all_reduce_coalesced(given, "sum", name),
     "all_gather_single": lambda given, size, name: operators().all_gather_into_tensor_coalesced(
@@ -38,12 +39,12 @@ OPERATORS: Mapping[str, Callable[[list[torch.Tensor], int, str], list[torch.Tens
 
 
 def operators() -> Any:
-    """torch's own: the Python functions around them import the compiler, for seconds."""
+    """torch's namespace of operators; torch's Python functions around them import the compiler for seconds."""
     return torch.ops._c10d_functional
 
 
 def coalesce(played: Sequence[Case], way: str) -> None:
-    """Issue these calls of one collective and one group as one, and compare what this rank got."""
+    """Issue these calls of one collective and one group as one, and compare this rank's outputs."""
     one = played[0]
     group = None if one.default else new_group(one.ranks)
     if dist.get_rank() not in one.ranks:
@@ -90,7 +91,7 @@ def test_calls_that_are_issued_as_one(
     moved = dtypes(claims, op, operation)
     if (
         way == "operators"
-    ):  # torch's functions make real tensors of complex ones, its operators do not
+    ):  # torch's functions turn complex tensors into real ones for the backend; the operators do not
         moved = [each for each in moved if not each.is_complex] or reject()
     dtype = data.draw(st.sampled_from(moved), "dtype")
     count = data.draw(st.integers(1, 5), "calls")

@@ -1,4 +1,4 @@
-"""Calls of tensor collectives that torch refuses: the rank goes on, and the others never know."""
+"""Properties of refused calls of tensor collectives: the rank goes on, and the others notice nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def call_all_badly(
     lists: bool,
     errors: tuple[type[Exception], ...] = (ValueError,),
 ) -> None:
-    """``call_badly`` one after the other."""
+    """Run :func:`call_badly` for each case and its roots."""
     for case, roots in calls:
         call_badly(case, roots, callers, lists, errors)
 
@@ -36,7 +36,15 @@ def call_badly(
     lists: bool,
     errors: tuple[type[Exception], ...] = (ValueError,),
 ) -> None:
-    """Some ranks call with these names of the root, or without lists; then all carry the case out."""
+    """Make a wrong call on some ranks, and then run the case on all.
+
+    Args:
+        case: the right call.
+        roots: the keywords of the wrong call that name the root.
+        callers: the ranks that make the wrong call.
+        lists: whether the wrong call has the lists of tensors of its operation.
+        errors: the exceptions of which one is expected.
+    """
     me = dist.get_rank()
     if me in callers:
         given = [torch.ones(2) for _ in range(case.size if lists else 1)]
@@ -46,7 +54,7 @@ def call_badly(
         elif not lists and case.operation == "scatter":
             given = []
         how: dict[str, Any] = dict(roots)
-        with pytest.raises(errors):  # torch's text is its own affair
+        with pytest.raises(errors):  # no match: the text of torch's errors is not promised
             case.collective.call(given, taken, how)
         for each in taken:
             assert not each.any(), f"rank {me}: {case.operation} was refused, and wrote"
@@ -57,7 +65,7 @@ def call_badly(
 @given(data=st.data())
 @share(0.1)
 def test_roots_named_twice_or_not_at_all(smp_world: SmpWorld, data: st.DataObject) -> None:
-    """Each example goes through every collective with a root, and through both mistakes."""
+    """Each example makes both mistakes with every claimed collective that has a root."""
     ranks = data.draw(worlds(smp_world), "ranks")
     calls = []
     for case, keyword in rooted(smp_world, data, ranks):
@@ -74,7 +82,7 @@ def test_roots_named_twice_or_not_at_all(smp_world: SmpWorld, data: st.DataObjec
 def test_roots_that_there_are_not(
     smp_world: SmpWorld, data: st.DataObject, by_position: bool
 ) -> None:
-    """Each example goes through every collective with a root, once below 0 and once beyond the last."""
+    """Each example calls every claimed collective that has a root, with one below 0 and one beyond the last."""
     ranks = data.draw(worlds(smp_world), "ranks")
     calls = []
     for case, keyword in rooted(smp_world, data, ranks):
@@ -83,7 +91,8 @@ def test_roots_that_there_are_not(
             wrong = data.draw(numbers, f"no rank, for {case.operation}")
             calls.append((case, {f"group_{keyword}" if by_position else keyword: wrong}))
     callers = data.draw(st.sets(st.integers(0, ranks - 1), min_size=1), "callers")
-    # Without lists: torch's Python refuses one on a rank that is not the root, before any backend is asked.
+    # No lists are passed: torch's Python refuses a list on a rank that is not the root, which would hide
+    # the backend's answer.
     smp_world.run(call_all_badly, calls, sorted(callers), False, REFUSALS, ranks=ranks)
 
 
@@ -91,7 +100,7 @@ def test_roots_that_there_are_not(
 @given(data=st.data())
 @share(0.1)
 def test_no_list_on_the_root(smp_world: SmpWorld, data: st.DataObject) -> None:
-    """Each example goes through both collectives."""
+    """Each example calls gather and scatter, if claimed."""
     ranks = data.draw(worlds(smp_world), "ranks")
     root = data.draw(st.integers(0, ranks - 1), "root")
     calls = [

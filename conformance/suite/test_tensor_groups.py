@@ -1,4 +1,4 @@
-"""Groups of tensor collectives: in any order, without rank 0, of one rank, overlapping, not one's own."""
+"""Properties of groups of tensor collectives: any order and size, overlap, and ranks outside the group."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from pytest_smp.proxies import SmpWorld, TmpPath
 @given(data=st.data())
 @share(0.1)
 def test_groups(smp_world: SmpWorld, data: st.DataObject, group: str, least: int) -> None:
-    """Each example goes through every collective on one group."""
+    """Each example calls every claimed collective on one group."""
     ranks = data.draw(worlds(smp_world, least), "ranks")
     played = data.draw(every(ranks, smp_world, group=group), "cases")
     if group == "any":
@@ -48,7 +48,7 @@ def test_groups(smp_world: SmpWorld, data: st.DataObject, group: str, least: int
 @given(data=st.data())
 @share(0.02)
 def test_every_size(smp_world: SmpWorld, data: st.DataObject) -> None:
-    """Each example goes through all sizes: a bug at one of them is not left to the draw."""
+    """Each example runs all sizes, so that a bug at one size is found by every example."""
     claims = smp_world.capabilities
     chosen = data.draw(some(dtypes(claims), 1), "dtypes")
     for ranks in range(1, min(MOST, smp_world.ranks) + 1):
@@ -66,11 +66,11 @@ def test_every_size(smp_world: SmpWorld, data: st.DataObject) -> None:
 @given(data=st.data())
 @share(0.1)
 def test_groups_that_share_ranks(smp_world: SmpWorld, data: st.DataObject) -> None:
-    """Each example calls every collective, on one group after the other."""
+    """Each example calls every claimed collective, on one group after the other."""
     claims = smp_world.capabilities
     ranks = data.draw(worlds(smp_world, 2), "ranks")
     made = data.draw(st.lists(groups(ranks, claims, "any"), min_size=2, max_size=4), "groups")
-    shape = st.just((2, 1))  # of one shape, so that a call could meet another group's
+    shape = st.just((2, 1))  # one shape, so that a call of a wrong group would match
     on_each = [
         data.draw(every(ranks, smp_world, members=each, shape=shape, of=len(made)), "cases")
         for each in made
@@ -85,7 +85,7 @@ def test_groups_that_share_ranks(smp_world: SmpWorld, data: st.DataObject) -> No
 
 
 def call_all_from_outside(called: list[tuple[str, torch.dtype]], ranks: list[int]) -> None:
-    """Call collectives on a group; a rank that is not in it looks at its tensors after each."""
+    """Call collectives from ranks outside a group; members make no call."""
     group, me = new_group(ranks), dist.get_rank()
     if me in ranks:
         dist.destroy_process_group(group)
@@ -95,7 +95,7 @@ def call_all_from_outside(called: list[tuple[str, torch.dtype]], ranks: list[int
 
 
 def call_from_outside(operation: str, dtype: torch.dtype, group: Any, size: int) -> None:
-    """Call on a group that this rank is not in, and look at the tensors."""
+    """Call a collective on a group that this rank is not in, and check that no tensor has changed."""
     collective, me = COLLECTIVES[operation], dist.get_rank()
     given = [torch.ones(size, dtype=dtype) for _ in range(size)]
     taken = [torch.ones(size, dtype=dtype) for _ in range(size)]
@@ -112,7 +112,7 @@ def call_from_outside(operation: str, dtype: torch.dtype, group: Any, size: int)
 @given(data=st.data())
 @share(0.1)
 def test_calls_from_outside(smp_world: SmpWorld, data: st.DataObject) -> None:
-    """Each example calls every collective."""
+    """Each example calls every claimed collective."""
     world = data.draw(worlds(smp_world, 2), "ranks")
     outsider = data.draw(st.integers(0, world - 1), "outsider")
     members = [rank for rank in range(world) if rank != outsider]
@@ -126,12 +126,12 @@ def test_calls_from_outside(smp_world: SmpWorld, data: st.DataObject) -> None:
 
 
 def meet_and_look(members: list[int] | None, count: int, folder: Path) -> list[list[int]]:
-    """For each of ``count`` barriers of the group: the members that had not come when it let go.
+    """Enter ``count`` barriers of a group; return the members that were missing when each one returned.
 
     Args:
-        members: their ranks; None is the default group.
+        members: the ranks of the group; None is the default group.
         count: the number of barriers.
-        folder: what all ranks see.
+        folder: a folder that all ranks see.
     """
     me, missing = dist.get_rank(), []
     group = None if members is None else new_group(members)
@@ -151,8 +151,10 @@ def meet_and_look(members: list[int] | None, count: int, folder: Path) -> list[l
 def test_all_come_before_one_leaves(
     smp_world: SmpWorld, smp_tmp_path: TmpPath, data: st.DataObject, count: int
 ) -> None:
-    """A rank makes a file before it comes, so all files are there whenever a barrier that waits lets
-    a rank go, on any backend and at any speed.
+    """Files show which ranks have entered.
+
+    Each rank makes its file before its call, so all files exist when a correct barrier returns, on any
+    backend and at any speed.
     """
     ranks = data.draw(worlds(smp_world), "ranks")
     seen = smp_world.run(meet_and_look, None, count, smp_tmp_path.fresh(), ranks=ranks)
@@ -167,7 +169,7 @@ def test_all_come_before_one_leaves(
 def test_a_barrier_is_of_its_group(
     smp_world: SmpWorld, smp_tmp_path: TmpPath, data: st.DataObject, count: int
 ) -> None:
-    """The other ranks come to none: a barrier that waits for them never ends."""
+    """Other ranks enter no barrier, so a barrier that waits for them never ends."""
     ranks = data.draw(worlds(smp_world, 2), "ranks")
     size = data.draw(st.integers(1, ranks), "size")
     members = sorted(data.draw(st.permutations(range(ranks)), "members")[:size])

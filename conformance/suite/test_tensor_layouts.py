@@ -1,4 +1,4 @@
-"""Tensors that are not contiguous: strided, sliced, transposed, reversed, and expanded inputs."""
+"""Properties of tensors that are not contiguous: strided, sliced, transposed, reversed, expanded inputs."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from conformance.requirements.collectives import LAYOUTS, operation_of
 from conformance.requirements.registry import Requirement
 from pytest_smp.proxies import SmpWorld
 
-#: To the right of contiguous ones, so that a call mixes both and shrinks to one of them.
+#: Layouts other than contiguous, for outputs and for inputs.
 _VIEWS = tuple(name for name in WRITABLE if name != "contiguous")
 _INPUTS = tuple(name for name in READABLE if name != "contiguous")
 
-#: Mostly those in which every layout lies otherwise than a contiguous tensor.
+#: Mostly shapes in which every layout has other strides than a contiguous tensor.
 _SHAPES = st.lists(st.integers(2, 4), min_size=2, max_size=3).map(tuple) | sides(1, 3, 4)
 
 
 def parameter(declared: Requirement) -> Any:
-    """Operation and layouts that test a requirement."""
+    """The parameters of the property for a requirement: an operation, and layouts of inputs and outputs."""
     operation = operation_of(declared)
     both = declared.id.endswith("-LAYOUT")
-    # What is written to cannot be expanded; of a broadcast, only the root's tensor is read.
+    # A tensor that is written to cannot be expanded; a broadcast only reads the root's tensor.
     read = COLLECTIVES[operation].taken != "same" or operation == "broadcast"
     how = {}
     if both or declared.id.endswith("-IN"):
@@ -77,7 +77,7 @@ def test_views(
 def test_transposed_beside_contiguous(
     smp_world: SmpWorld, data: st.DataObject, operation: str
 ) -> None:
-    """Both are dense, so that the same memory is read, in another order on every other rank."""
+    """Both layouts are dense, so a backend that ignores strides would still read the right bytes, misplaced."""
     claims = smp_world.capabilities
     op = "SUM" if COLLECTIVES[operation].reduces else ""
     ranks = data.draw(worlds(smp_world, 2), "ranks")

@@ -1,4 +1,4 @@
-"""Collectives that move tensors: every claimed dtype, any group, odd sizes."""
+"""Properties of collectives that move tensors: every claimed dtype, any group, any sizes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from pytest_smp.proxies import SmpWorld
 def test_values_arrive(
     smp_world: SmpWorld, data: st.DataObject, operation: str, how: dict[str, Any]
 ) -> None:
-    """Each example is carried out in every dtype that the backend claims."""
+    """Each example runs in every claimed dtype."""
     claims = smp_world.capabilities
     ranks = data.draw(worlds(smp_world), "ranks")
     case = data.draw(cases(ranks, claims, operation, **how), "case")
@@ -59,7 +59,7 @@ def test_values_arrive(
 @given(data=st.data())
 @share(0.02)
 def test_special_numbers_keep_their_bits(smp_world: SmpWorld, data: st.DataObject) -> None:
-    """Each example goes through every collective that moves."""
+    """Each example calls every claimed collective that moves tensors."""
     claims = smp_world.capabilities
     chosen = [dtype for dtype in dtypes(claims) if dtype in MANTISSAS]
     if not chosen:
@@ -74,7 +74,7 @@ def test_special_numbers_keep_their_bits(smp_world: SmpWorld, data: st.DataObjec
         smp_world.run(play, *alternated(spread(case, moved), first), ranks=ranks)
 
 
-#: The others make of a complex tensor a real one by torch.view_as_real, which refuses a conjugate
+#: Collectives that accept a lazy conjugate. The others call torch.view_as_real, which refuses a conjugate
 #: before any backend is asked (torch 2.13).
 TAKES_CONJUGATES = ("gather", "reduce_scatter", "reduce_scatter_single")
 

@@ -1,4 +1,4 @@
-"""Reductions of infinities, NaNs and subnormals, as far as the order of the members does not matter."""
+"""Properties of reductions of infinities, NaNs and subnormals whose results depend on no order."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from conformance.requirements.catalogue import requirement
 from conformance.session.verdicts import not_supported
 from pytest_smp.proxies import SmpWorld
 
-#: What a member may bring, in the column of one element. Sums of small whole numbers are exact in any
-#: order, and so are those of the least subnormals; sums of both would not be.
+#: Names of the numbers that members may have for one element. Sums of small whole numbers are exact in any
+#: order, and so are sums of the least subnormals; sums of both would round.
 PLAIN = ("0", "1", "-1", "inf", "-inf", "nan")
 SMALL = ("0", "least", "-least", "inf", "-inf", "nan")
 
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
 
-Columns = Sequence[Sequence[str]]  # for each element, what each member brings
+Columns = Sequence[Sequence[str]]  # the name of each member's number, for each element
 
 
 def number(name: str, dtype: torch.dtype, factor: int) -> float:
-    """The number of a name; a whole one times ``factor``."""
+    """The number that a name stands for; a finite whole number is multiplied by ``factor``."""
     if name.endswith("least"):
         least = specials(dtype)[3].double().item()
         return -least if name.startswith("-") else least
@@ -38,9 +38,9 @@ def number(name: str, dtype: torch.dtype, factor: int) -> float:
 
 
 def expected(op: str, column: Sequence[float]) -> float | None:
-    """What IEEE 754 says of these numbers, reduced in any order; None where torch leaves it open.
+    """The reduction of these numbers by IEEE 754, in any order; None if torch leaves the result open.
 
-    torch does not say whether the least of a number and a NaN is the number or the NaN.
+    torch's documentation does not say whether the MIN of a number and a NaN is the number or the NaN.
     """
     if op in ("MIN", "MAX"):
         nans = sum(map(math.isnan, column))
@@ -53,20 +53,20 @@ def expected(op: str, column: Sequence[float]) -> float | None:
 
 
 class Reduction(NamedTuple):
-    """One call, and what everybody brings to it."""
+    """One call of a collective, with the numbers of all members."""
 
     case: Case
     columns: Columns
 
 
 def reduce_all(reductions: Sequence[Reduction]) -> None:
-    """Carry reductions out, and compare what this rank got."""
+    """Run reductions one after the other, and compare this rank's outputs."""
     for each in reductions:
         reduce_one(each.case, each.columns)
 
 
 def reduce_one(case: Case, columns: Columns) -> None:
-    """Everybody brings the same for each member."""
+    """Run one reduction, in which a member has the same tensor for every member, and compare the output."""
     me, collective, dtype = dist.get_rank(), case.collective, case.dtype
     numbers = [[number(name, dtype, case.factor) for name in column] for column in columns]
     mine = torch.tensor([column[me] for column in numbers], dtype=torch.float64).to(dtype)
@@ -89,7 +89,7 @@ def reduce_one(case: Case, columns: Columns) -> None:
 @given(data=st.data())
 @share(0.1)
 def test_special_numbers_are_reduced(smp_world: SmpWorld, data: st.DataObject) -> None:
-    """Each example goes through every collective that reduces, by every op of numbers."""
+    """Each example calls every claimed collective that reduces, with every op of numbers."""
     claims = smp_world.capabilities
     ranks = data.draw(worlds(smp_world), "ranks")
     played, found = [], False
@@ -98,7 +98,7 @@ def test_special_numbers_are_reduced(smp_world: SmpWorld, data: st.DataObject) -
             among = dtypes_or_none(claims, op, name)
             chosen = [each for each in among if each in MANTISSAS and not each.is_complex]
             found = found or bool(chosen)
-            if op == "AVG":  # 0: not exact in any order
+            if op == "AVG":  # a bound of 0 means that no average is exact in every order
                 chosen = [each for each in chosen if exact_bound(op, each, ranks, 1) != 0]
                 chosen = [each for each in chosen if each is not torch.float8_e5m2]
             if not chosen:

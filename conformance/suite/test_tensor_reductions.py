@@ -1,4 +1,4 @@
-"""Collectives that reduce tensors: every claimed reduce op on every dtype that it is claimed for."""
+"""Properties of collectives that reduce tensors: every claimed reduce op in its claimed dtypes."""
 
 from __future__ import annotations
 
@@ -47,9 +47,16 @@ def check(
     most: int = 3,
     **how: object,
 ) -> None:
-    """Draw a case of each of these ops and carry it out in some dtypes that are claimed for it.
+    """Draw a case of each of these ops, and run it in some of the dtypes that are claimed for the op.
 
-    ``among``: the only dtypes that count. Signs change from one dtype to the next.
+    Args:
+        smp_world: the backend.
+        data: Hypothesis's.
+        operation: a name of COLLECTIVES.
+        ops: names of reduce ops.
+        among: the dtypes to choose from; None allows all.
+        most: the largest number of dtypes of each op.
+        how: further arguments of :func:`~conformance.cases.tensor_draws.cases`.
     """
     claims, played = smp_world.capabilities, []
     ranks = data.draw(worlds(smp_world), "ranks")
@@ -58,7 +65,7 @@ def check(
         fitting = [
             dtype
             for dtype in dtypes_or_none(claims, op, operation)
-            # 0: not exact in any order
+            # a bound of 0 means that no average is exact in every order
             if (among is None or dtype in among)
             and (op != "AVG" or exact_bound(op, dtype, len(members[0]), 1) != 0)
         ]
@@ -92,7 +99,7 @@ def check(
 @given(data=st.data())
 @share(0.1)
 def test_all_reduce(smp_world: SmpWorld, data: st.DataObject, ops: list[str]) -> None:
-    """Each example goes through these ops, each in many of the dtypes that it is claimed for."""
+    """Each example runs these ops, each in up to eight of its claimed dtypes."""
     check(smp_world, data, "all_reduce", ops, most=8)
 
 
@@ -111,7 +118,7 @@ def test_all_reduce(smp_world: SmpWorld, data: st.DataObject, ops: list[str]) ->
 @given(data=st.data())
 @share(0.1)
 def test_every_op(smp_world: SmpWorld, data: st.DataObject, operation: str, stacked: bool) -> None:
-    """Each example goes through every op."""
+    """Each example runs every claimed op."""
     check(smp_world, data, operation, list(REDUCTIONS), stacked=stacked)
 
 
@@ -119,7 +126,7 @@ def test_every_op(smp_world: SmpWorld, data: st.DataObject, operation: str, stac
 @given(data=st.data())
 @share(0.1)
 def test_without_an_op_it_is_a_sum(smp_world: SmpWorld, data: st.DataObject) -> None:
-    """Each example goes through every collective that reduces."""
+    """Each example calls every claimed collective that reduces."""
     reducing = [name for name, each in COLLECTIVES.items() if each.reduces]
     ranks = data.draw(worlds(smp_world), "ranks")
     played = data.draw(every(ranks, smp_world, reducing, most=3, op=""), "cases")
@@ -146,19 +153,20 @@ def test_sums_and_products_of_bool(smp_world: SmpWorld, data: st.DataObject) -> 
     if not ops:
         not_supported("the backend claims neither SUM nor PRODUCT of bool")
     for op in ops:
-        shape = sides(1, 3).filter(lambda shape: math.prod(shape) > 2)  # True on all, somewhere
+        # From three elements on, some element is True on all members.
+        shape = sides(1, 3).filter(lambda shape: math.prod(shape) > 2)
         check(smp_world, data, "all_reduce", [op], [torch.bool], shape=shape, bits=True)
 
 
 def average_large(ranks: int) -> None:
-    """The average of numbers each of which is near the largest of float16."""
+    """Average numbers near the largest of float16, and check that the result lies between them."""
     ulp = 32  # of float16 from 2**15 on
     least, most = 60000, 60000 + ulp * (ranks - 1)
     tensor = torch.arange(least, most + 1, ulp, dtype=torch.float16)
     tensor = tensor.roll(dist.get_rank())
     dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
-    # In float16 each of ranks - 1 additions is off by half an ulp at most, all divisions together by
-    # one, and a rounded reciprocal by another; of two ranks, divisions are exact.
+    # In float16 each of ranks - 1 additions errs by half an ulp at most, all divisions together by one ulp,
+    # and a rounded reciprocal by another. For two ranks divisions are exact.
     slack = ulp * ranks
     for average in tensor.tolist():
         assert least - slack <= average <= most + slack, (
@@ -170,7 +178,7 @@ def average_large(ranks: int) -> None:
 @given(data=st.data())
 @share(0.1)
 def test_averages_do_not_overflow(smp_world: SmpWorld, data: st.DataObject) -> None:
-    """Within what the roundings of float16 allow: in which precision numbers are summed is not said."""
+    """The tolerance is float16's rounding, because no document says in which precision numbers are summed."""
     claims = smp_world.capabilities
     reduced = claims.moves(Capability.ALL_REDUCE) & claims.reductions.get("AVG", frozenset())
     if "float16" not in reduced:
@@ -180,14 +188,14 @@ def test_averages_do_not_overflow(smp_world: SmpWorld, data: st.DataObject) -> N
 
 
 def reduce_any(case: Case, seed: int) -> torch.Tensor:
-    """All-reduce numbers that no order sums exactly; what this rank gets."""
+    """All-reduce numbers that no order sums exactly; return the bytes of this rank's result."""
     generator = torch.Generator().manual_seed(seed + dist.get_rank())
     count = case.spec(("contiguous",), 0, case.shape).numel
     numbers = torch.randn(count, generator=generator, dtype=torch.float64)
     numbers *= 10 ** (4 * torch.rand(count, generator=generator, dtype=torch.float64) - 2)
     tensor = numbers.to(case.dtype).reshape(case.shape)
     dist.all_reduce(tensor, op=getattr(dist.ReduceOp, case.op))
-    # As bytes: plain pickle knows them on every backend.
+    # Bytes, because plain pickle can read tensors of uint8 on every backend.
     return tensor.reshape(-1).view(torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Roots of collectives: any member, named by its rank in the world or in the group, or not at all."""
+"""Properties of roots: any member, named by its rank in the world or in the group, or not at all."""
 
 from __future__ import annotations
 
