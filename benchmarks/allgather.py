@@ -66,7 +66,7 @@ def _row(title: str, rates: list[float], ratio: str = "", budget: str = "") -> F
 
 
 def _rates(backend: str) -> dict[str, list[float]]:
-    """Of each test, in the order of its turns."""
+    """The rates of each test, in the order of its turns."""
     rates: dict[str, list[float]] = {"test_bare": [], "test_order": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

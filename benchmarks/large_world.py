@@ -42,7 +42,7 @@ def body():
 
 
 def run() -> None:
-    """In the process of its own: print seconds and bytes."""
+    """Run the large world and print seconds and bytes; called in a process of its own."""
     start = time.perf_counter()
     from pytest_smp.ranks.backends import open_backend
     from pytest_smp.ranks.protocols import Job

@@ -32,7 +32,7 @@ PARAMETERS = {
 }
 STATE = ("parameters", "optimizer", "gradients")
 
-#: Kind, colour, from the bottom up: what is split first.
+#: The colour of each kind of memory, from the bottom of the stack up, split kinds first.
 KINDS = {
     "parameters": "#0b559f",
     "optimizer": "#4292c6",

@@ -77,7 +77,7 @@ def job(path: str) -> None:
 
 
 def measure_pair(name: str, x: torch.Tensor, wanted: torch.Tensor) -> dict[str, Any]:
-    """Both, taking turns; every rank gets the same."""
+    """Measure both engines in turns; every rank gets the same results."""
     smp.init(
         {
             "pipeline_parallel_degree": STAGES,
@@ -137,7 +137,7 @@ class Theirs:
 def torchs(
     schedule: Any, rank: int, x: torch.Tensor, wanted: torch.Tensor
 ) -> tuple[Theirs, list[tuple[str, int]]]:
-    """Its step, and a list that its forward and backward passes are written to."""
+    """The step of torch's schedule, and a list that its forward and backward passes are written to."""
     module = Stage(rank)
     stage = PipelineStage(module, rank, STAGES, torch.device("cpu"), group=dist.group.WORLD)
     runner = schedule(stage, MICROBATCHES, loss_fn=loss_of)
@@ -167,7 +167,7 @@ def torchs(
 
 
 def check(ours: Iterable[nn.Parameter], theirs: Iterable[nn.Parameter]) -> None:
-    """The same work was done; only the order of sums is another."""
+    """Check that both engines have the same gradients, up to the order of sums."""
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.grad, other.grad)
 
@@ -188,7 +188,7 @@ def peak(passes: Iterable[tuple[str, int]]) -> int:
 
 
 def peak_of_session() -> int:
-    """The same, of our last step, from its timeline: this rank's own stage."""
+    """The peak of our last step on this rank's own stage, from the timeline."""
     from smp_core.torch import observe
 
     events = sorted(observe.timeline(), key=lambda event: event.ended)

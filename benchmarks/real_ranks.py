@@ -39,8 +39,9 @@ def gather(objects):
 
 
 def bare(objects):
-    """The same call many times in one run: what the collective itself costs, from the ranks' being
-    together to its end. Without the barrier calls overlap, and nobody knows what one takes.
+    """The time of the allgather itself, from the ranks' barrier to its end, over many calls in one run.
+
+    Without the barrier calls overlap, and the time of one is not known.
     """
     times = []
     for _ in range(RUNS):
@@ -57,7 +58,7 @@ def reduce(objects):
 
 
 def bare_reduce(objects):
-    """The same, many times in one run."""
+    """The time of the all_reduce itself, over many calls in one run."""
     tensor, times = torch.ones(4), []
     for _ in range(RUNS):
         dist.barrier()
@@ -74,7 +75,7 @@ def deadlock(objects):
 
 
 def crash(objects):
-    """One dies."""
+    """Rank 3 kills itself, and the others wait for it."""
     if smp.rank() == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     smp.barrier()

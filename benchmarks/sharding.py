@@ -229,7 +229,7 @@ def measure_degree(names: Sequence[str]) -> dict[str, Any]:
             if number >= WARM:
                 backward[name].append(max(each for each, _ in told))
                 whole[name].append(max(each for _, each in told))
-        order = [*order[1:], order[0]]  # nobody always comes behind the same one
+        order = [*order[1:], order[0]]  # so that no engine always follows the same one
     sent: dict[str, float] = {}
     for name, engine in engines.items():
         if name == "ours":
@@ -250,7 +250,7 @@ def measure_degree(names: Sequence[str]) -> dict[str, Any]:
 
 
 def model_of() -> GPT:
-    """The same values for all."""
+    """A model with the same values on all ranks and engines."""
     torch.manual_seed(0)
     return GPT()
 

@@ -35,7 +35,7 @@ _SILENT = (
 class LinesOfRanks:
     """Measures on a rank process as the controller does. See pytest_smp.ranks.processes.measuring."""
 
-    file: str | None  # of the configuration, for what plugins of coverage find there
+    file: str | None  # of the configuration, where plugins of coverage find settings
     options: dict[str, Any]
     directory: str
     _coverage: Any = dataclasses.field(default=None, init=False, repr=False)

@@ -71,7 +71,7 @@ class Prelude:
         marked = frozenset(
             (
                 *getattr(hook, "_must_rewrite", ()),
-                # By what they are named, or by standing on the command line.
+                # Modules that pytest rewrites by their names or as arguments of the command line.
                 *(
                     name
                     for name, module in list(sys.modules.items())

@@ -207,7 +207,7 @@ def patched(module: nn.Module) -> Iterator[None]:
             if getattr(child, "_compiled_call_impl", None) is not None or "forward" in vars(child):
                 raise RuntimeError(f"module {path!r} is patched or compiled already")
         for path, child in module.named_modules():
-            # The attribute in which torch keeps a compiled module's call: what __call__ looks up.
+            # The attribute in which torch keeps a compiled module's call, and which __call__ looks up.
             child.__dict__["_compiled_call_impl"] = _call(path, child, entering)
             child.__dict__["forward"] = _forward(path, child, entering)
         yield

@@ -233,7 +233,7 @@ def shorten(made: pytest.TestReport, error: BaseException) -> None:
     crash.message = crash.message.removeprefix(prefix)
     if isinstance(error, VerdictError | RunTimeout):
         crash.message = crash.message.removeprefix(f"{type(error).__name__}: ")
-    # A rank that died before its first call has no line; that ours are hidden is no news to anybody.
+    # A rank that died before its first call has no line; the note that our frames are hidden helps no user.
     for shown, *_ in getattr(made.longrepr, "chain", ()):
         if not shown.reprentries or "hidden" in (shown.extraline or ""):
             shown.extraline = None

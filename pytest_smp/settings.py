@@ -21,7 +21,7 @@ from smp_core.errors import SmpError
 class Settings:
     """The values in force for a session."""
 
-    ranks: int  # at most this many ranks; what a test gets that does not say how many
+    ranks: int  # at most this many ranks; the number for a test that does not give one
     backend: str
     timeout: float  # seconds for one run
     seed: int  # of every rank's random generators
@@ -83,7 +83,7 @@ class _Option:
     convert: Callable[[str], Any]
     needs: str
     help: str
-    otherwise: str = ""  # what an empty default stands for, in words
+    otherwise: str = ""  # the meaning of an empty default, in words
 
     @property
     def flag(self) -> str:

@@ -143,7 +143,7 @@ class _Door:
             return None
         return f"{_NAME}: {_other()}; the suite of pytest-smp stands back"
 
-    # Signs that come late: pytest has a list of whom it calls, and the plugin is not on it yet.
+    # Late signs: pytest has already listed the plugins that it calls, without the suite's.
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collectstart(self, collector: pytest.Collector) -> None:

@@ -237,10 +237,10 @@ def report(curve: list[float], first: bool) -> None:
 
 
 def plain(options: Options) -> list[float]:
-    """The same in plain PyTorch, on one rank: what the curve has to be.
+    """Train in plain PyTorch on one rank, and return the expected curve.
 
-    Where ``microbatches`` and ``replicas`` are 1 this is the loop that everybody writes. Otherwise it
-    sums gradients in the order that SMP's are summed in: microbatches in order, then replicas pairwise.
+    Where ``microbatches`` and ``replicas`` are 1 the loop is the usual one. Otherwise gradients are summed
+    in SMP's order: microbatches in order, then replicas pairwise.
     """
     corpus = Corpus(options)
     model = build(corpus, options)

@@ -73,8 +73,10 @@ def build(options: Options) -> Classifier:
 
 @torch.no_grad()
 def snap(parameters: Iterator[nn.Parameter]) -> None:
-    """To multiples of 2**-6 from -1 to 1. With inputs of 0 and 1, relu, and margins as the loss, all
-    that a step computes is then a multiple of 2**-24 below 2**29: no sum of it is rounded in float64.
+    """Round parameters to multiples of 2**-6 from -1 to 1.
+
+    With inputs of 0 and 1, relu, and margins as the loss, all values of a step are then multiples of
+    2**-24 below 2**29, whose sums are not rounded in float64.
     """
     for parameter in parameters:
         parameter.copy_((parameter * 64).round().clamp(-64, 64) / 64)

@@ -28,7 +28,7 @@ EXTERNAL = "external"
 
 
 def _open_sim() -> Executor:
-    torch_parts.require("the sim backend")  # first: what follows looks them up when imported
+    torch_parts.require("the sim backend")  # first: the next import looks these parts up
     from pytest_smp.ranks.sim.fabric import open_executor
 
     return open_executor()
@@ -153,7 +153,7 @@ def _blaming(what: str, *passed: type[Exception]) -> Iterator[None]:
         raise BackendError(f"{what}: {text}") from error
 
 
-#: A Backend's fields, whether a value will do, and what it should be.
+#: A Backend's fields, each with the check of a value and the expected kind in words.
 _FIELDS = (
     ("name", lambda value: isinstance(value, str) and value.strip(), "a text"),
     ("summary", lambda value: isinstance(value, str), "a text"),

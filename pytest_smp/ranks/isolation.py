@@ -97,7 +97,7 @@ class _NumpyRandom:
     def _memory(self, generator: Any) -> bytes | None:
         if (
             type(generator).__name__ != "MT19937"
-        ):  # somebody replaced it: no cheap way to see a draw
+        ):  # replaced by the user: no cheap way to see a draw
             return None
         return ctypes.string_at(generator.ctypes.state_address, self._LENGTH)
 
@@ -130,7 +130,7 @@ class _NumpyRandom:
             self._random.set_state(full)
 
     def fresh(self, seed: int) -> Any:
-        # On a generator of the ranks' own, whatever the process has made its default.
+        # On a generator of the ranks' own, even if the process has replaced the default one.
         full = self._random.RandomState(seed).get_state(legacy=False)
         self._own.state = full
         return full, self._own, self._memory(self._own)
@@ -193,7 +193,7 @@ def prepare_thread() -> None:
     """Reset the state that torch keeps per thread, which the last run may have left; once per run and rank."""
     import torch
 
-    clear_thread()  # first: a mode that was left would see what follows
+    clear_thread()  # first: a mode that was left would see the calls below
     if not torch.is_grad_enabled():
         torch.set_grad_enabled(True)
     if torch.is_autocast_enabled("cpu"):

@@ -272,7 +272,7 @@ class RankStates:
         if failed is not None:
             raise failed
 
-    # Around a run: what is changed in place is made the rank's own before that.
+    # Around a run: a container is made the rank's own before it is changed in place.
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:

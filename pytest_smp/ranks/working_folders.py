@@ -64,7 +64,7 @@ class WorkingFolders:
                 self._here = self._of[None] = self._keep()
                 self.changed = True
             function(*args, **kwargs)
-            self._here = -1  # nobody's, should the next line raise
+            self._here = -1  # unknown, should the next line raise
             before = self._of.get(self.now)
             self._here = self._of[self.now] = self._keep()
             self._forget(before)

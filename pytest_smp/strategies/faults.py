@@ -15,7 +15,7 @@ from pytest_smp.ranks.faults.operations import MOMENTS, canonical
 from pytest_smp.strategies.arguments import check_int
 from smp_core.errors import SmpError
 
-#: By name: what draws the values of such a fault's own.
+#: The strategies of each kind's own values, by name.
 _KINDS: dict[str, Callable[[], dict[str, SearchStrategy[Any]]]] = {
     "kill": lambda: {"signal": st.sampled_from((signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM))},
     "exit": lambda: {"code": st.sampled_from((1, 0, 7, 255))},

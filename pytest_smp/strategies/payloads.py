@@ -73,7 +73,7 @@ def objects(*, tensors: bool = True, max_leaves: int = 8) -> SearchStrategy[Any]
     check_int("max_leaves", max_leaves, at_least=1)
     leaves: list[SearchStrategy[Any]] = [_atoms(), _sets(), _arrays()]
     if tensors:
-        # As often as all others together: they are what scripts send.
+        # As often as all others together, since scripts send mostly tensors.
         leaves += 3 * [_made(recipes(dtype=st.sampled_from(PICKLABLE)))]
     # Not by `one_of`, which would give each kind of atom the weight of all tensors.
     leaf = st.integers(0, len(leaves) - 1).flatmap(lambda at: leaves[at])

@@ -406,7 +406,7 @@ def _tied(making: _Making, block: Block) -> nn.Module:
     return made
 
 
-#: Every kind of block, and what makes it.
+#: Every kind of block, with the function that makes it.
 KINDS: dict[str, Callable[[_Making, Block], nn.Module]] = {
     "linear": _linear,
     "mlp": _mlp,

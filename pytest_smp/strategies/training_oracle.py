@@ -157,7 +157,7 @@ class Reference:
         self.masters = parameters(self.module)
         if self.dtype is not torch.float32:
             self.module.to(self.dtype)
-            self.masters = {  # of what is rounded: API 1.8
+            self.masters = {  # of the rounded parameters: API 1.8
                 name: nn.Parameter(each.detach().float(), each.requires_grad)
                 for name, each in parameters(self.module).items()
             }

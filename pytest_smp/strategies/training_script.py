@@ -253,7 +253,7 @@ def _same_gradient(
 
 def _same(want: Tensor, got: Any, place: str, what: str) -> None:
     same = isinstance(got, Tensor) and (got.dtype, got.shape) == (want.dtype, want.shape)
-    if same:  # what has overflowed has done so on both sides
+    if same:  # values that overflow must do so on both sides
         same = bool(((got == want) | (got.isnan() & want.isnan())).all())
     _expect(same, f"{place}: is {got}, {what} has {want}")
 

@@ -1,1 +1,1 @@
-"""How well drawn cases cover what they must, counted while each is run."""
+"""Coverage of the required features by drawn cases, counted while each case runs."""

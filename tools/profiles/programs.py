@@ -27,7 +27,7 @@ from pytest_smp.strategies.communication.program import Runnable
 
 @dataclass
 class ProgramCoverage:
-    """How valid programs went: how often each claimed cell was hit, and the false alarms."""
+    """The results of valid programs: the number of hits of each claimed cell, and the false alarms."""
 
     hits: collections.Counter[Cell]
     claimed: tuple[Cell, ...]
@@ -40,7 +40,7 @@ class ProgramCoverage:
         return [cell for cell in self.claimed if not self.hits[cell]]
 
     def table(self) -> str:
-        """For each operation: how many of its cells were hit, and the rarest one's hits."""
+        """A table with the number of each operation's cells that were hit, and the rarest cell's hits."""
         lines = [f"{'operation':24}{'dtypes':>8}{'cells':>8}{'hit':>8}{'least':>8}{'hits':>10}"]
         for operation in dict.fromkeys(cell.operation for cell in self.claimed):
             own = [cell for cell in self.claimed if cell.operation == operation]
@@ -60,7 +60,7 @@ class ProgramCoverage:
 
 @dataclass
 class Scores:
-    """How invalid programs went, by kind of fault and by verdict due."""
+    """The results of invalid programs, by kind of fault and by due verdict."""
 
     counts: collections.Counter[tuple[str, VerdictKind]] = field(
         default_factory=collections.Counter
@@ -85,7 +85,7 @@ class Scores:
         return right / total if total else 1.0
 
     def table(self) -> str:
-        """For each kind of fault and verdict due: programs, and how many got what right."""
+        """A table of kinds of faults and due verdicts: the programs, and those with right verdict, rank, lines."""
         lines = [f"{'fault':18}{'verdict':12}{'count':>8}{'verdict':>9}{'rank':>8}{'lines':>8}"]
         for kind, verdict in sorted(self.counts):
             right = [self.right[kind, verdict, what] for what in Score._fields]

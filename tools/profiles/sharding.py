@@ -1,4 +1,4 @@
-"""How well drawn cases of sharded training cover what they must, while each is run and compared::
+"""Coverage of the required features by drawn cases of sharded training, each of which is run and compared::
 
     python -m tools.profiles.sharding --cases 2000
 

@@ -1,4 +1,4 @@
-"""How well drawn training cases cover what they must, while each is run and compared::
+"""Coverage of the required features by drawn training cases, each of which is run and compared::
 
     python -m tools.profiles.training --cases 2000
 
@@ -48,7 +48,7 @@ _TIERS = ("exact", "replayed")
 
 @dataclasses.dataclass(frozen=True)
 class _Arguments:
-    """The same for every rank; frozen, so that ranks that are threads may share them."""
+    """The same arguments for every rank; frozen, so that simulated ranks may share them."""
 
     case: Training
 

@@ -35,7 +35,7 @@ class Inside:
 
     @classmethod
     def draw(cls, rng: random.Random, rank: int, size: int, steps: int, token: str) -> Inside:
-        """One of ``size`` ranks, in one of so many steps."""
+        """Draw the death of ``rank`` in one of ``steps`` steps, and the delays of the other ranks."""
         late = tuple(
             rng.uniform(0.0, _LONGEST_LATE) if each != rank and rng.random() < 0.5 else None
             for each in range(size)

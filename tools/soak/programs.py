@@ -22,7 +22,7 @@ SIZE = 1 << 16
 
 @dataclasses.dataclass(frozen=True)
 class SoakStep:
-    """One step. ``number`` makes its values its own."""
+    """One step, whose values differ from those of steps with another ``number``."""
 
     kind: str
     number: int
@@ -61,7 +61,7 @@ def run(steps: Iterable[SoakStep], folder: str, inside: Inside | None = None) ->
 
 
 def calls(steps: Iterable[SoakStep], rank: int, size: int) -> collections.Counter[str]:
-    """How often a rank makes each call, by the names that faults have."""
+    """The number of times that a rank makes each call, by the calls' names in faults."""
     counts: collections.Counter[str] = collections.Counter()
     for step in steps:
         counts.update(STEPS[step.kind][1](step.number, rank, size))
@@ -85,7 +85,7 @@ def _barrier(number: int, folder: str) -> Names:
 
 
 def _sends(number: int, rank: int, size: int) -> Names:
-    """From one rank to its right neighbour."""
+    """The calls of a step in which one rank sends to its right neighbour."""
     source = number % size
     if size == 1:
         return ()

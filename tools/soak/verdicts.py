@@ -1,4 +1,4 @@
-"""Which fault to draw, and whether a run that it struck says what it must."""
+"""Drawing of faults, and checks of the reports of runs that they struck."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class _Calls:
     folder: str
 
     def place(self, rng: random.Random, *moments: str) -> dict[str, Any]:
-        """Where to strike: ``at``, ``nth`` and ``when``."""
+        """Draw the call or moment to strike at: ``at``, ``nth`` and ``when``."""
         name = rng.choice([*sorted(self.counts), *moments])
         if name in moments:
             return {"at": name}
@@ -178,7 +178,7 @@ def _says(report: Report, text: str) -> tuple[bool, str]:
 
 
 def how(fault: Fault) -> str:
-    """How a rank that this kills has ended, in words."""
+    """The end of a rank that this fault kills, in words."""
     if isinstance(fault, Kill):
         return f"killed by {signal.Signals(fault.signal).name} (signal {int(fault.signal)})"
     assert isinstance(fault, Exit)
@@ -219,7 +219,7 @@ def _killed_inside(case: SoakCase, report: Report, processes: bool) -> Checks:
 
 
 def _spared(case: SoakCase, report: Report) -> Checks:
-    """Nothing happened to the others but what the death of a partner does: Gloo's calls raise."""
+    """Check that the other ranks have no error but that of a Gloo call whose partner has died."""
     checks = []
     for rank in range(case.size):
         error = report.outcomes[rank].error

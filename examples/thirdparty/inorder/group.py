@@ -72,7 +72,7 @@ class InOrderGroup(dist.ProcessGroup):
     def _exchange(
         self, tensor: Tensor, use: Callable[[Sequence[Tensor]], None], result: list[Tensor]
     ) -> dist.Work:
-        """Everybody's bytes to everybody, and ``use`` of them."""
+        """Gather every rank's bytes on every rank, and call ``use`` with them."""
         mine = _bytes(tensor)
         parts = [torch.empty_like(mine) for _ in range(self._size)]
         return _after(self._link.allgather([parts], [mine]), lambda: use(parts), result)

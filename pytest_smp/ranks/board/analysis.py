@@ -257,7 +257,7 @@ class Board:
                 *(suspect.calls.values() if isinstance(suspect, Meeting) else suspect)
             ]
             quiet = self._quiet("mismatch", now)
-            # The others' calls may be on their way, and show who the odd one is.
+            # The other members' calls may be on their way, and show which rank is the odd one.
             early = pending and self._may_learn(suspect, now)
             if early or calls[0].group in self._spoilt:
                 continue
@@ -346,7 +346,7 @@ class Board:
         if quiet < (0.0 if sure else self._patience + elements / _SLOWEST):
             return None
         astray = self._astray()
-        if astray is not None:  # whoever waits may wait because of it
+        if astray is not None:  # the stray call may be the reason for all waits
             return astray
         finished = [state.rank for state in self._ranks if state not in pending]
         error, root = diagnosis.deadlock(waits, finished, self.size)

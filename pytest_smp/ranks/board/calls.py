@@ -230,7 +230,7 @@ class Post(Issued):
     box: Box | None = None
     partner: Post | None = None
     meets: bool = False
-    source: int | None = None  # of a receive from anybody that is over: who sent, if that is known
+    source: int | None = None  # the sender, for a receive from any source that is over, if known
 
     def text(self) -> str:
         """See Issued."""
@@ -313,18 +313,18 @@ class Stray(Issued):
 class Box:
     """The posts to one receiver with one tag on one group, in order.
 
-    Named partners meet in the order of posting. Once the receiver has received from anybody, who
-    meets whom depends on the backend: then posts are only counted.
+    Named partners meet in the order of posting. Once the receiver has received from any source, the pairs
+    depend on the backend, so posts are only counted.
     """
 
     __slots__ = ("posts", "wild")
 
     def __init__(self) -> None:
         self.wild = False
-        self.posts: list[Post] = []  # those that have met nobody
+        self.posts: list[Post] = []  # those that have met no other
 
     def add(self, post: Post) -> Post | None:
-        """Take a post; return whom it meets."""
+        """Take a post; return the post that it meets, or None."""
         self.wild = self.wild or post.peer is None
         if not self.wild:
             for other in self.posts:
@@ -336,7 +336,7 @@ class Box:
         return None
 
     def withdraw(self, post: Post) -> None:
-        """Forget a post; whom it had met waits again."""
+        """Forget a post; the post that it had met waits again."""
         other = post.partner
         if other is None:
             self.posts.remove(post)
@@ -373,7 +373,7 @@ class Box:
         receives = [post for post in self.posts if not post.sends]
         if 2 * len(receives) == len(self.posts) and all(post.waited for post in receives):
             for post in self.posts:
-                post.partner = post  # over; with whom does not matter
+                post.partner = post  # over; the partner does not matter
             self.wild, self.posts = False, []
 
     def left(self) -> list[Post]:

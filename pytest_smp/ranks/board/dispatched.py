@@ -37,7 +37,7 @@ _Library: Any = torch.library.Library
 _StorageWeakRef: Any = reductions.StorageWeakRef
 _engine: Any = autograd.Variable._execution_engine
 
-#: By name of the operator: where its process group stands, and what the call says.
+#: By name of the operator: the position of its process group, and the key of the call.
 _COLLECTIVES: dict[str, tuple[int, Callable[[Any], Key]]] = {
     "barrier": (1, lambda a: Key("barrier", None, None, ())),
     "monitored_barrier_": (1, lambda a: Key("monitored_barrier", None, None, ())),

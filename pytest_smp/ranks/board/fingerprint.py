@@ -171,7 +171,7 @@ COLLECTIVES: dict[str, Callable[..., Key]] = {
     "alltoall_base": _all_to_all_single,
 }
 
-#: Those whose sizes may differ between members: elements are compared by pairs of them.
+#: Operations whose sizes may differ between members: elements are compared by pairs of members.
 _BY_PAIRS = ("all_gather", "all_gather_coalesced", "all_to_all", "all_to_all_single")
 
 

@@ -56,7 +56,7 @@ class RankState:
         self.last: Issued | None = None
         self.place: Place | None = None
         self.unsure = self.accompanied = self.ended = self.raised = False
-        self.calls: dict[int, Issued] = {}  # those that somebody may still ask for
+        self.calls: dict[int, Issued] = {}  # those that a record may still name
         self._groups: dict[int, tuple[GroupKey, str]] = {}
         self._places: dict[int, Place] = {}
         self._descriptions: dict[int, Description] = {}

@@ -77,9 +77,9 @@ class Recorder:
 
     def __init__(self, rank: int, write: Callable[[bytes], object]) -> None:
         self.rank = rank
-        self.run = 0  # counts begins: what others keep per run is stale when it changes
+        self.run = 0  # the number of begins, by which others notice a new run
         self._write, self._on, self._pid = write, False, 0
-        self._words = b""  # what the next record needs: written with it, in one go
+        self._words = b""  # records that must precede the next one, written with it
         self._lock = threading.Lock()
         self.inside = _Depth()
         self._main = self._threads = self._number = 0
@@ -150,7 +150,7 @@ class Recorder:
         try:
             with self.quiet():
                 yield
-        except CollectiveMismatchError:  # it took part: the board knows what the others called
+        except CollectiveMismatchError:  # the call took part: the board knows the other calls
             self.failed((number,))
             raise
         except BaseException:

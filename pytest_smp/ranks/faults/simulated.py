@@ -80,7 +80,7 @@ class FaultyContext(RankContext):
             return body(*args, **kwargs)
 
         super().__init__(rank, size, dataclasses.replace(job, body=struck_body), scheduler, thread)
-        self.issued: Later = []  # what strikes when the call that is being issued is over
+        self.issued: Later = []  # faults that strike after the call being issued
         self.later: dict[int, Later] = {}  # the same, by the work that was issued
         self._run, self._crash = run, ""
 

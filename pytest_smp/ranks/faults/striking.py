@@ -126,7 +126,7 @@ class Strikes:
                     self.struck.add(due.index)
                     value = _Unpicklable()
                 elif isinstance(due.fault, _AtCall) and due.fault.at == "sent":
-                    self.struck.add(due.index)  # nobody will hear of it
+                    self.struck.add(due.index)  # now: the result is sent before the fault strikes
             return value
 
         return struck_body
@@ -149,7 +149,7 @@ def _raise(effects: Effects, fault: Any, text: str) -> None:
     error = fault.error
     if error is None:
         raise InjectedError(f"rank {fault.rank}: {fault.moment()} (smp_faults)")
-    # A copy: what raising adds to it is this run's.
+    # A copy: raising adds notes and a traceback, which are this run's.
     error = copy.copy(error) if isinstance(error, BaseException) else error()
     error.add_note(f"smp_faults: {text}")
     raise error
@@ -216,7 +216,7 @@ class FaultyObjects:
         later = self._strikes.before(operation)
         for hit in self._strikes.message(operation):
             if isinstance(hit, Drop):
-                Payload(obj, operation)  # what cannot be sent cannot be lost
+                Payload(obj, operation)  # raises for an object that cannot be pickled
                 break
             obj = damaged(obj, hit)
         else:

@@ -30,9 +30,9 @@ _MEMBERSHIP, _LOG = "membership.json", "mpiexec.log"
 _RANK = "from pytest_smp.ranks.mpi.mpiexec import rank_main; rank_main()"
 _QUIT = 5.0  # seconds that a job gets to end by itself
 
-#: How an MPI is told by its mpiexec's --version; the arguments with which it starts more ranks than
-#: cores, and as root in a container; and what keeps its ranks to shared memory: without it, each
-#: listens on an outer address (docs/security.md).
+#: The name of an MPI in its mpiexec's --version; the arguments with which it starts more ranks than
+#: cores, and as root in a container; and the variables that keep its ranks to shared memory: without
+#: them, each rank listens on an outer address (docs/security.md).
 _MPIS = (
     (
         "Open MPI",
@@ -51,7 +51,7 @@ def find_mpiexec(given: str) -> tuple[list[str], dict[str, str]]:
     """
     words = shlex.split(given)
     if len(words) > 1:
-        return words, {}  # who gives arguments, gives them all
+        return words, {}  # a user who gives any arguments gives all of them
     beside = Path(sys.executable).parent / "mpiexec"
     found = words[0] if words else (str(beside) if beside.exists() else shutil.which("mpiexec"))
     if found is None:
@@ -197,7 +197,7 @@ def rank_main() -> None:
     """The main of a rank process of an MPI job; never returns."""
     folder = sys.argv[1]
     slot = supervisor.rank_of_launcher()
-    import torch  # before MPI: it takes a while, and nobody waits for anybody yet
+    import torch  # before MPI: it takes a while, and no rank waits yet
 
     from smp_core.transport.mpi.library import finalize, load
 

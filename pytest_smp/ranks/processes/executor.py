@@ -260,7 +260,7 @@ class ProcessExecutor(Executor):
         if all(rank is not None and not rank.busy for rank in ranks) and not (
             self._starting or self._unclaimed or self.selector.select(0)
         ):
-            return  # nobody has anything to tell
+            return  # all ranks are there, and no process has ended
         told = len(news)
         self._settle()
         for ended in self.ends():
@@ -328,11 +328,11 @@ class ProcessExecutor(Executor):
     def _start(self, slots: list[int]) -> None:
         if self._pool.restarts_together and not self._pool.final:
             self._killed.clear()  # of the last job
-            # So is what nobody has asked for: the new ranks have the same numbers.
+            # Unread ends are of the last job, too: the new ranks have the same numbers.
             self._unclaimed = [dataclasses.replace(ended, past=True) for ended in self._unclaimed]
             for rank in self._pending.leftover():  # of the last job too: no run had needed them
                 self._forget(rank)
-            self._renew_job_cache()  # the new job begins with what is set now
+            self._renew_job_cache()  # the new job begins with the present environment
         self._starting.update(self._pool.start(slots))
 
     def _await(self, slot: int, deadline: float) -> RankProcess:

@@ -58,7 +58,7 @@ class ExternalJob:
         self.folder = private_folder()  # the controller's
         self.folders = [
             self.folder
-        ]  # on its machine: it removes what a killed supervisor could not
+        ]  # on its machine: the controller removes those that a killed supervisor left
         self.secret = wire.new_secret()
 
     def contact(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def split(launch: Launch, fabric: str = "", *, capture: bool = True) -> int | No
             ExternalJob.current = job
             for launcher in LAUNCHERS:  # also of an srun above torchrun
                 for name in (launcher.rank, launcher.size):
-                    os.environ.pop(name, None)  # what the controller starts is no rank of the job
+                    os.environ.pop(name, None)  # its children are no ranks of the job
             return None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: _pass_on(controller, number))

@@ -212,7 +212,7 @@ class LocalPool(ForkServerPool):
         self.secret = wire.new_secret()
         self.address = os.path.join(self.folder, "ranks")
         self._capture = options.capture
-        # Of every fork server: what changes later, ranks are told as changes to this.
+        # The environment of every fork server. Ranks get later changes as differences to this one.
         self._environment = dict(os.environ)
         self._open()
 

@@ -23,7 +23,7 @@ class LastingGroups:
         self._board, self._limit = board, limit
         self._made: dict[Group, tuple[Any, dict[str, Any]]] = {}  # the group, and its registration
         self._known: set[Group] = set()  # to torch.distributed, in this run
-        self.descriptors: set[str] = set()  # what making them has opened, since anybody asked
+        self.descriptors: set[str] = set()  # opened by making groups, since the last question
 
     def get(self, group: Group) -> Any:
         """The process group over ``group``; all members call, the first time in the same order."""

@@ -89,7 +89,7 @@ class ProcessState:
             with warnings.catch_warnings():
                 yield
         finally:
-            for timer in _TIMERS:  # first what would end this process, in the midst of a later body
+            for timer in _TIMERS:  # first: a timer would end a later body
                 signal.setitimer(timer, 0)
             faulthandler.cancel_dump_traceback_later()
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from pytest_smp.ranks import rank_state
 
 _TINY, _ONE = 5e-324, 1.0  # their product is 0 where denormal numbers are flushed
-#: Whose functions and classes are compared. A name that is added is no harm.
+#: The modules whose functions and classes are compared. A name that a body adds does no harm.
 PATCHED = (
     *("builtins", "os", "time", "random", "math", "socket", "threading", "pickle"),
     *("gc", "locale", "resource", "signal", "tempfile"),
@@ -36,7 +36,7 @@ PATCHED = (
 )
 _CLASSES = (("torch", "Tensor"), ("torch.nn", "Module"), ("torch.optim", "Optimizer"))
 _BUILTINS = vars(builtins)
-# Bodies patch what a module has; here is what it had.
+# Bodies patch functions of modules; these names keep the original ones.
 _setlocale, _get_priority, _set_priority = locale.setlocale, os.getpriority, os.setpriority
 _get_affinity: Callable[[int], Any] = getattr(os, "sched_getaffinity", lambda process: None)
 _set_affinity: Callable[[int, Any], None] = getattr(os, "sched_setaffinity", lambda *_: None)
@@ -303,7 +303,7 @@ class _Imports:
             )
         if isinstance(inner, type | types.BuiltinFunctionType):
             return False
-        # An object that says nothing of who made it: a partial, an instance.
+        # An object without the name of its maker: a partial, an instance.
         spaces = [getattr(each, "__dict__", None) for each in modules.values()]
         return any(
             value is new
@@ -386,7 +386,7 @@ class ProcessTable:
         for state, before in zip(TRACING, self._tracing, strict=False):
             if state.get() is not before:
                 state.put(before)
-        for patches in self._patches:  # first: the rest calls what these have
+        for patches in self._patches:  # first: the code below calls these functions
             left += patches.put_back(self._imports)
         for index, state in enumerate(self._states):
             try:

@@ -229,8 +229,8 @@ class _Server:
         except Exception as error:
             broken = [f"its world is broken: {type(error).__name__}: {error}"]
         self._belongings.adopt(fabric.opened())
-        # While the world holds process groups, descriptors are theirs or the body's, and nobody can
-        # tell; the body's are found after a later run.
+        # While the world holds process groups, a new descriptor may be theirs or the body's; the body's
+        # are found after a later run.
         unclean = self._belongings.added(descriptors=not fabric.holds)
         if self._output is not None:
             outcome.stdout, outcome.stderr = self._output.written()
@@ -259,7 +259,7 @@ class _Server:
             args, kwargs = job.arguments(rank)
             mine = any(fault.rank == rank for fault in job.faults)
             if job_spec.check or mine:
-                self._cover(job_spec)  # what records its calls is no change of the body's
+                self._cover(job_spec)  # before the table is noted: no change of the body's
             self._table.note((len(sys.modules), job_spec.key))
             body = self._struck(job, fabric, job_spec) if mine else job.body
             if job_spec.check or (self._strikes is not None and self._strikes.of_tensors):
@@ -319,7 +319,7 @@ class _Server:
         )
         warnings._filters_mutated()  # type: ignore[attr-defined]
         body = standing.body
-        if not serialization.is_constant(body):  # the last run may have changed what it holds
+        if not serialization.is_constant(body):  # the last run may have changed its cells
             body = pickle.loads(job_spec.body)
         fields = dict(standing.fields)
         fields["parameters"] = copy.deepcopy(fields["parameters"])  # a body may change them
@@ -373,7 +373,7 @@ def main(membership: Membership, at_end: Callable[[], None] | None = None) -> No
     os.close(null)
     output = Output(membership.folder) if membership.capture else None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    adopt_orphans()  # a body's daemons: whoever else is their parent cannot tell whose they are
+    adopt_orphans()  # a body's daemons: no other parent could tell their rank
     random.seed()  # a fork of the fork server; each run seeds it again
     secret = bytes.fromhex(membership.secret)
     hello = {
@@ -393,7 +393,7 @@ def main(membership: Membership, at_end: Callable[[], None] | None = None) -> No
         code = 0
     except (EOFError, OSError):
         pass  # the controller is gone
-    except BaseException:  # of ours: the controller shows what a rank wrote last
+    except BaseException:  # of ours: the controller shows a rank's last output
         sys.__excepthook__(*sys.exc_info())
     finally:
         os._exit(code)

@@ -304,7 +304,7 @@ class Run:
         while self._running and time.monotonic() < deadline:
             self._hear(TICK)
             if self._checks:
-                self._read_lines()  # who writes a record does not look whether it is to end
+                self._read_lines()  # unblocks a rank in a write, which cannot see that it is to end
         self.broken += self._running.values()
         self._running = {}
 
@@ -434,8 +434,8 @@ class Run:
     def _timeout(self) -> Report:
         """The verdict on a run that did not end in time: every rank's state and stack."""
         stuck = dict(self._running)
-        # Before the stacks are asked for: the signal that does so wakes a rank from a pause or a
-        # sleep in C, and what it does then is no news of why the run did not end.
+        # Before the stacks are asked for: the signal that does so wakes a rank from a pause or a sleep in
+        # C, and its later records do not tell why the run did not end.
         if self._checks:
             self._finish_reading()
         details = {slot: f"rank {slot} {self._where(slot) or 'never came back'}" for slot in stuck}

@@ -480,7 +480,7 @@ def _report(
     if failure is not None:
         return Report(_verdict(failure), outcomes, scheduler.root, failure)
     if any(outcome.kind is OutcomeKind.SKIPPED for outcome in outcomes):
-        return Report(VerdictKind.PASSED, outcomes)  # who skips leaves its work where it is
+        return Report(VerdictKind.PASSED, outcomes)  # a rank that skips may leave work behind
     fatal, minor = fabric.leaks(job.strict)
     if fatal:
         error = LeakError(

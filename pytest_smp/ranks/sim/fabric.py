@@ -219,7 +219,7 @@ class SimWorldFabric:
                         found.append((rank, f"{text}{_at(call.place)}"))
         for fabric in sorted(self._fabrics, key=lambda each: each.rank):
             for work in fabric.unwaited.values():
-                # Those not done stand in the list already; what torch's own code leaves is torch's.
+                # Works not done are in the list already; works that torch's own code leaves do not count.
                 if work.done and (work.place is None or work.place.direct):
                     found.append(
                         (fabric.rank, f"{work.name} was never waited for{_at(work.place)}")

@@ -55,8 +55,8 @@ class Post:
         self.context, self.group, self.verb = context, group, verb
         self.me, self.peer, self.tag, self.tensor, self.place = me, peer, tag, tensor, place
         self.in_flight = in_flight
-        self.value: torch.Tensor | None = None  # of a receive: what came
-        self.source: Source = peer  # of a receive that is done: who sent
+        self.value: torch.Tensor | None = None  # of a receive: the received tensor
+        self.source: Source = peer  # of a receive that is done: the sender
         self.mailbox: Mailbox | None = None  # where it waits for a match
         self.done = False
 

@@ -29,7 +29,7 @@ class Call:
     data: Any
     place: Place | None = None
     rank: int = -1  # in the world; set when the call meets the others
-    told: Fields = ()  # what may differ, and is of interest all the same
+    told: Fields = ()  # values that may differ, for messages
 
     def text(self) -> str:
         """The call in words: ``all_reduce(reduce op=SUM, dtype=float32, shape=[4])``."""

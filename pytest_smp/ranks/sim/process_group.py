@@ -147,7 +147,7 @@ class SimProcessGroup(CheckedGroup):
         self._shared.mailbox.post(post)
         return self._issued(SimWork(context, post, in_flight, tensors, post.text(), place))
 
-    # Life cycle and what torch asks a group about itself.
+    # Life cycle, and attributes by which torch asks a group about itself.
 
     def new_group(
         self,

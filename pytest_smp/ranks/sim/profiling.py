@@ -102,7 +102,7 @@ def _routed(outside: Callable[..., Any], on_rank: Callable[..., Any]) -> Callabl
     return call
 
 
-# Where torch looks each of them up, and what a rank finds there.
+# The places where torch looks each function up, and the function that a rank finds there.
 _ON_RANKS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (profiler, "ProfilerConfig", _config),
     (profiler, "_prepare_profiler", _prepare),
@@ -122,7 +122,7 @@ def enter() -> None:
     """Give each rank a profiler of its own from now on."""
     for owner, name, _, routed in _PATCHES:
         setattr(owner, name, routed)
-    # Stays: what a rank has recorded is often read after the run.
+    # Stays in place: a rank's recordings are often read after the run.
     profiler.profile._parse_kineto_results = _parse_results  # type: ignore[method-assign]
 
 

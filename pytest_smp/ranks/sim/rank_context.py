@@ -33,8 +33,8 @@ class RankContext:
             thread,
         )
         self.outcome: Outcome | None = None
-        self.runtime: Any = None  # what smp.init builds
-        self.fabric: Any = None  # what the fabric's `rank_fabric` builds, when the rank starts
+        self.runtime: Any = None  # built by smp.init
+        self.fabric: Any = None  # built by the fabric's `rank_fabric`, when the rank starts
 
     def finished_outcome(self) -> Outcome:
         """The outcome of the rank, once its part has ended."""

@@ -93,12 +93,12 @@ class Scheduler:
     ) -> None:
         self.thread_states = thread_states
         self.ended = False
-        self.failure: BaseException | None = None  # what ended the run
+        self.failure: BaseException | None = None  # the exception that ended the run
         self.root: int | None = None  # the rank that it belongs to
-        self.running: ThreadState | None = None  # who has the turn
+        self.running: ThreadState | None = None  # the rank that has the turn
         self.done = _thread.allocate_lock()  # released when the last rank has finished
         self.done.acquire()
-        self.stuck: list[diagnosis.Wait] = []  # who waited for whom when no rank could run
+        self.stuck: list[diagnosis.Wait] = []  # the waits when no rank could run
         self._ready: collections.deque[ThreadState] = collections.deque(thread_states)
         self._isolation = isolation
         self.locate = locate
@@ -107,7 +107,7 @@ class Scheduler:
             None  # the root of a verdict, until its thread raises it
         )
         self.judgement: Judgement | None = None  # to be given when the others can go no further
-        self._judge: ThreadState | None = None  # who found it first
+        self._judge: ThreadState | None = None  # the rank that found it first
         self._turns = _TURNS * len(thread_states)  # until it is given anyway
         self._deviations = dict(schedule)
         self.decisions = 0  # made so far
@@ -131,7 +131,7 @@ class Scheduler:
         """Every communication call starts here, and may let another rank go first."""
         if self.ended:
             self._unwind(thread_state)
-        if not self._deviations:  # as nearly always: what `decide` would do, without the calls
+        if not self._deviations:  # nearly always: the result of `decide`, without the calls
             self.decisions += bool(self._ready)
             return
         choice = self.decide(1 + len(self._ready))
@@ -173,7 +173,7 @@ class Scheduler:
             self._ready.append(thread_state)
             self._pass_turn(thread_state)
             self.check(thread_state)
-        elif self.judgement is not None:  # who polls alone would poll until the time limit
+        elif self.judgement is not None:  # a lone polling rank would poll for ever
             self._count_turns(len(self.thread_states))
             self.check(thread_state)
 
@@ -236,7 +236,7 @@ class Scheduler:
         if self.judgement is not None and not self.ended:
             self._count_turns(1 if self._ready else self._turns + 1)
         if not self._ready and self.ended:
-            self._release_waiting()  # after `abandon`: nobody has done it yet
+            self._release_waiting()  # after `abandon`, which has not done so
         elif not self._ready:
             self._look_for_deadlock()
         if not self._ready:

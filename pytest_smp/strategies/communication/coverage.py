@@ -13,9 +13,9 @@ from pytest_smp.strategies.communication.steps import Step
 from pytest_smp.strategies.numbers import ALL
 from pytest_smp.strategies.recipes import LAYOUTS
 
-NONE = "-"  #: of what an operation has not: a barrier's dtype
+NONE = "-"  #: of an axis that an operation does not have, such as a barrier's dtype
 
-#: ``default``: all ranks, made by nobody. The others exclude each other: ``sorted``: ascending
+#: ``default``: all ranks, not made by the program. The others exclude each other: ``sorted``: ascending
 #: with rank 0; ``without 0``: ascending without rank 0; ``unsorted``: any other order.
 KINDS = ("default", "sorted", "without 0", "unsorted", "of one")
 _API_KINDS = ("default", "sorted", "without 0", "of one")  # groups of the API are ascending

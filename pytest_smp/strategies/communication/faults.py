@@ -87,7 +87,7 @@ class Score(NamedTuple):
     lines: bool
 
 
-# ---- What can be wrong ---------------------------------------------------------------------------
+# ---- Kinds of faults -----------------------------------------------------------------------------
 
 Candidates = Callable[[Program, Capabilities], Iterator[Fault]]
 

@@ -18,7 +18,7 @@ from typing import Any
 from pytest_smp.strategies.communication.operations import OPERATIONS, neighbour
 from pytest_smp.strategies.communication.steps import Action, Plans, Step
 
-#: A call of a rank: the action that made it, and what the others must agree on.
+#: A call of a rank: the action that made it, and the values that the others must agree on.
 Made = tuple[Action, Any]
 
 

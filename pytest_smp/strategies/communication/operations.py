@@ -318,7 +318,7 @@ OPERATIONS: Mapping[str, ProgramOperation] = {
 }
 
 
-# ---- What a step's tensors hold ------------------------------------------------------------------
+# ---- Elements of a step's tensors ----------------------------------------------------------------
 
 #: A call's values start so many elements behind those of the call before it.
 _STRIDE = 7
