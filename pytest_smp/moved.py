@@ -32,6 +32,7 @@ RENAMED = {
     "smp_core.backends.base": {
         "Host": (f"{_RANKS}.protocols", "Executor"),
         "HostOptions": (f"{_RANKS}.protocols", "ExecutorOptions"),
+        "Recorder": (f"{_TRANSPORT}.protocols", "CallRecorder"),
         "Seat": (f"{_TRANSPORT}.protocols", "RankEnvironment"),
     },
 }

@@ -59,8 +59,8 @@ class Framework(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Call:
-    """The arguments of one microbatch."""
+class CallArguments:
+    """The arguments of one call of a step, or of its body for one microbatch."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -85,7 +85,7 @@ class Rules:
     whole: frozenset[str]
     axes: Mapping[str, int]
 
-    def places(self, call: Call) -> Iterator[tuple[str, int | None]]:
+    def places(self, call: CallArguments) -> Iterator[tuple[str, int | None]]:
         """For each argument of a call, positional ones first, its name in messages and its batch
         axis: None if the argument is not split.
 
@@ -192,7 +192,9 @@ def _axes(function: str, given: Mapping[str, int] | None) -> dict[str, int]:
 # ---- Splitting -----------------------------------------------------------------------------------
 
 
-def split(framework: Framework, rules: Rules, call: Call, microbatches: int) -> list[Call]:
+def split(
+    framework: Framework, rules: Rules, call: CallArguments, microbatches: int
+) -> list[CallArguments]:
     """The calls of the microbatches, in their order.
 
     Raises:
@@ -214,14 +216,16 @@ class _Splitter:
         self.microbatches, self.index = microbatches, index
         self._taken: dict[tuple[int, int], Any] = {}  # by identity and axis: rule 3
 
-    def call(self, call: Call, places: Sequence[tuple[str, int | None]]) -> Call:
+    def call(self, call: CallArguments, places: Sequence[tuple[str, int | None]]) -> CallArguments:
         given = [*call.args, *call.kwargs.values()]
         parts = [
             value if axis is None else self._part(value, axis, place)
             for value, (place, axis) in zip(given, places, strict=True)
         ]
         count = len(call.args)
-        return Call(tuple(parts[:count]), dict(zip(call.kwargs, parts[count:], strict=True)))
+        return CallArguments(
+            tuple(parts[:count]), dict(zip(call.kwargs, parts[count:], strict=True))
+        )
 
     def _part(self, value: Any, axis: int, place: str) -> Any:
         sliced = callable(getattr(type(value), "smp_slice", None))

@@ -235,12 +235,12 @@ def _topology(key: _Same, size: int) -> Topology:
 
 def _of_process(config: Mapping[str, Any] | None) -> Runtime:
     """The runtime of a plain script. The configuration is refused before any rank is met."""
-    from smp_core.transport.launched import find_place
+    from smp_core.transport.launched import find_rendezvous
 
-    parsed, place = _parse(config, _launcher_parameters()), find_place()
-    topology = _topology(_Same(parsed), place.size)
+    parsed, rendezvous = _parse(config, _launcher_parameters()), find_rendezvous()
+    topology = _topology(_Same(parsed), rendezvous.size)
     _warn_of_keys_without_effect(parsed)
-    return Runtime(parsed, topology, place.join(parsed.ddp_dist_backend))
+    return Runtime(parsed, topology, rendezvous.join(parsed.ddp_dist_backend))
 
 
 def validate(config: Mapping[str, Any] | None, size: int) -> None:

@@ -13,7 +13,7 @@ import torch
 import smp_core.torch as smp
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
 from smp_core import containers, microbatch
-from smp_core.microbatch import Call, Rules, _Joiner, _Splitter
+from smp_core.microbatch import CallArguments, Rules, _Joiner, _Splitter
 from smp_core.torch import session
 from smp_core.torch.exceptions import StepAbortedError
 from smp_core.torch.framework import StepOutput, TorchFramework
@@ -86,7 +86,7 @@ def size_of_the_first_tensor(patch: Patch) -> None:
     """all tensors of a step are cut as long as its first one is"""
     split = microbatch.split
 
-    def first(framework: Any, rules: Rules, call: Call, count: int) -> list[Call]:
+    def first(framework: Any, rules: Rules, call: CallArguments, count: int) -> list[CallArguments]:
         sizes = [each.shape[0] // count for each in call.args[:1] if hasattr(each, "shape")]
         with_size = (lambda t, a, s, n: t.narrow(a, s, min(n, sizes[0]))) if sizes else None
         changed = copy.copy(framework)
@@ -191,7 +191,7 @@ def axes_only_by_keyword(patch: Patch) -> None:
     """input_split_axes speaks of arguments passed by keyword only"""
     places = Rules.places
 
-    def by_keyword(self: Rules, call: Call) -> Iterator[tuple[str, int | None]]:
+    def by_keyword(self: Rules, call: CallArguments) -> Iterator[tuple[str, int | None]]:
         for index, (place, axis) in enumerate(places(self, call)):
             yield place, (0 if axis and index < len(call.args) else axis)
 
@@ -236,7 +236,9 @@ def whole_arguments_are_sliced(patch: Patch) -> None:
     """smp_slice is called in arguments of non_split_inputs, too"""
     call = _Splitter.call
 
-    def sliced(self: _Splitter, given: Call, places: Sequence[tuple[str, int | None]]) -> Call:
+    def sliced(
+        self: _Splitter, given: CallArguments, places: Sequence[tuple[str, int | None]]
+    ) -> CallArguments:
         got = call(self, given, places)
 
         def part(leaf: Any) -> Any:
@@ -244,7 +246,9 @@ def whole_arguments_are_sliced(patch: Patch) -> None:
             return slicing(leaf, self.microbatches, self.index, 0) if slicing else leaf
 
         kwargs = {key: containers.map_leaves(part, value) for key, value in got.kwargs.items()}
-        return Call(tuple(containers.map_leaves(part, value) for value in got.args), kwargs)
+        return CallArguments(
+            tuple(containers.map_leaves(part, value) for value in got.args), kwargs
+        )
 
     patch.setattr(_Splitter, "call", sliced)
 
@@ -422,7 +426,7 @@ def asked_again_when_the_body_begins(patch: Patch) -> None:
     """a call is split anew for every microbatch, all of it"""
     split = microbatch.split
 
-    def anew(framework: Any, rules: Rules, call: Call, count: int) -> list[Call]:
+    def anew(framework: Any, rules: Rules, call: CallArguments, count: int) -> list[CallArguments]:
         return [split(framework, rules, call, count)[index] for index in range(count)]
 
     patch.setattr(microbatch, "split", anew)
@@ -477,10 +481,12 @@ def type_of_the_first_slice(patch: Patch) -> None:
 
 
 def stepping(patch: Patch, changed: Callable[..., Any]) -> None:
-    """Call steps otherwise: gets the original, the Step, and the arguments."""
-    call = step.Step.__call__
+    """Call steps otherwise: gets the original, the StepFunction, and the arguments."""
+    call = step.StepFunction.__call__
     patch.setattr(
-        step.Step, "__call__", lambda self, /, *args, **kwargs: changed(call, self, args, kwargs)
+        step.StepFunction,
+        "__call__",
+        lambda self, /, *args, **kwargs: changed(call, self, args, kwargs),
     )
 
 
@@ -489,7 +495,9 @@ def first_microbatch_runs_twice(patch: Patch) -> None:
     """microbatch 0 of the first step runs once more, as if it were traced"""
     split = microbatch.split
 
-    def traced(framework: Any, rules: Rules, call: Call, count: int) -> list[Call]:
+    def traced(
+        framework: Any, rules: Rules, call: CallArguments, count: int
+    ) -> list[CallArguments]:
         calls = split(framework, rules, call, count)
         current = session.current("mutant")
         if current.steps == 1:
@@ -514,7 +522,7 @@ def steps_bind_self(patch: Patch) -> None:
     def get(self: Any, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else lambda *args, **kw: self(instance, *args, **kw)
 
-    patch.setattr(step.Step, "__get__", get, raising=False)
+    patch.setattr(step.StepFunction, "__get__", get, raising=False)
 
 
 def deciding(patch: Patch, changed: Callable[..., Any]) -> None:

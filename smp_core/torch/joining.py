@@ -19,7 +19,7 @@ from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import UnsupportedTrainingError
 from smp_core.torch.execution import agreement, failures
 from smp_core.torch.execution.agreement import ReplicaReport
-from smp_core.torch.session import Model, Session
+from smp_core.torch.session import SessionModel, TrainingSession
 
 
 class Join:
@@ -33,7 +33,7 @@ class Join:
     UnsupportedTrainingError.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: TrainingSession) -> None:
         self._session = session
         self._steps = 0
 
@@ -76,7 +76,7 @@ class Join:
             del self._model.__dict__["_join"]
 
     @property
-    def _model(self) -> Model:
+    def _model(self) -> SessionModel:
         model = self._session.model
         assert model is not None
         return model
@@ -137,14 +137,14 @@ class Join:
                 self._session.optimizer._smp_take_state(source)
 
 
-def current(session: Session) -> Join | None:
+def current(session: TrainingSession) -> Join | None:
     """The join that the model is in, or None."""
     model = session.model
     joined: Join | None = None if model is None else vars(model).get("_join")
     return joined
 
 
-def before_step(session: Session) -> int:
+def before_step(session: TrainingSession) -> int:
     """At the very beginning of each step: gives the dp rank whose buffers count, for
     ``GradientReducer.begin_step``. Sends nothing outside of joins.
     """

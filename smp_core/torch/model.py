@@ -20,7 +20,7 @@ from torch import nn
 
 from smp_core.config import IgnoredKeyWarning
 from smp_core.errors import ArgumentError, ArgumentTypeError, SmpError
-from smp_core.microbatch import Call
+from smp_core.microbatch import CallArguments
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch import joining, weights
@@ -402,7 +402,9 @@ class DistributedModel(nn.Module):
             self._transport = Transport(self._session.runtime)
         return self._transport
 
-    def prepare(self, body: Callable[..., object], split: Callable[[], list[Call]]) -> None:
+    def prepare(
+        self, body: Callable[..., object], split: Callable[[], list[CallArguments]]
+    ) -> None:
         """Before a step. Before the first: trace, partition, distribute, post-partition hooks."""
         session = self._session
         source = joining.before_step(session)
@@ -495,7 +497,9 @@ class DistributedModel(nn.Module):
                 "in a post-step hook; the step itself is complete, gradients and all",
             )
 
-    def _decide(self, body: Callable[..., object], split: Callable[[], list[Call]]) -> Placement:
+    def _decide(
+        self, body: Callable[..., object], split: Callable[[], list[CallArguments]]
+    ) -> Placement:
         """On the one rank that decides: a trace of the first microbatch, unless it is skipped."""
         session = self._session
         if session.runtime.config.skip_tracing or creation.is_delayed(self.module):

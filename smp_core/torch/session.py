@@ -3,8 +3,8 @@
 A session belongs to the rank's runtime, so it is the rank's own where ranks are threads, and it goes
 with ``smp.shutdown``.
 
-Every other module imports this one, so it imports none of them: ``Model`` and ``Optimizer`` name the members that
-modules read of the session's model and optimizer, and ``Reducer`` those that a step reads of the reduction.
+Every other module imports this one, so it imports none of them: ``SessionModel`` and ``Optimizer`` name the members
+that modules read of the session's model and optimizer, and ``Reducer`` those that a step reads of the reduction.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from smp_core import runtime
-from smp_core.microbatch import Call
+from smp_core.microbatch import CallArguments
 from smp_core.runtime import Runtime
 
 
@@ -88,7 +88,7 @@ class Reducer(Protocol):
         """The sums that wait for the end of the window."""
 
 
-class Model(Protocol):
+class SessionModel(Protocol):
     """The members of the DistributedModel that modules below ``model.py`` use.
 
     ``sharding``, ``masters`` and the values of ``sites`` are of classes that are defined above this
@@ -97,7 +97,7 @@ class Model(Protocol):
 
     module: nn.Module
     partitioned: bool
-    _session: Session
+    _session: TrainingSession
     sites: Any
     masters: Any
     sharding: Any
@@ -135,7 +135,9 @@ class Model(Protocol):
     def transport(self) -> Any:
         """The messages of the model's pipeline (execution/remote/transport.py); None at pipeline degree 1."""
 
-    def prepare(self, body: Callable[..., object], split: Callable[[], list[Call]]) -> None:
+    def prepare(
+        self, body: Callable[..., object], split: Callable[[], list[CallArguments]]
+    ) -> None:
         """Make the model ready for a step; collective over the world."""
 
     def settle(self) -> None:
@@ -169,15 +171,15 @@ class Optimizer(Protocol):
     def _smp_load_precise(self, precise: Mapping[str, object] | None) -> None:
         """Load masters and loss scaler only."""
 
-    def _smp_partitioned(self, model: Model) -> None:
+    def _smp_partitioned(self, model: SessionModel) -> None:
         """Forget the parameters that other ranks own."""
 
-    def _smp_mastered(self, model: Model) -> None:
+    def _smp_mastered(self, model: SessionModel) -> None:
         """Work on the model's masters, if there are any."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Session:
+class TrainingSession:
     """One rank's training.
 
     ``step`` is the step in progress, as the engine keeps it; None outside of steps. ``steps`` counts
@@ -186,7 +188,7 @@ class Session:
     """
 
     runtime: Runtime
-    model: Model | None = None
+    model: SessionModel | None = None
     optimizer: Optimizer | None = None
     step: Any = None
     steps: int = 0
@@ -196,10 +198,10 @@ class Session:
     restored: Any = None
 
 
-def current(call: str) -> Session:
+def current(call: str) -> TrainingSession:
     """This rank's session, made on the first call. Raises NotInitializedError, naming ``call``."""
     owner = runtime.current(call)
     if owner.training is None:
-        owner.training = Session(owner)
-    session: Session = owner.training
+        owner.training = TrainingSession(owner)
+    session: TrainingSession = owner.training
     return session

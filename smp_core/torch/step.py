@@ -8,19 +8,19 @@ from typing import Any, Generic, ParamSpec, overload
 
 from smp_core import microbatch
 from smp_core.errors import ArgumentTypeError
-from smp_core.microbatch import Call
+from smp_core.microbatch import CallArguments
 from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import OutsideStepError
 from smp_core.torch.execution import engine
 from smp_core.torch.framework import FRAMEWORK, StepOutput
 from smp_core.torch.tensor_tree import detached
 
-__all__ = ["Step", "StepOutput", "step"]
+__all__ = ["StepFunction", "StepOutput", "step"]
 
 P = ParamSpec("P")
 
 
-class Step(Generic[P]):
+class StepFunction(Generic[P]):
     """A decorated function.
 
     Looks like it (name, docstring, signature; ``__wrapped__`` is the function) and, unlike it, is no
@@ -35,7 +35,7 @@ class Step(Generic[P]):
         input_split_axes: Mapping[str, int] | None,
         detach_outputs: bool,
     ) -> None:
-        if isinstance(function, Step):
+        if isinstance(function, StepFunction):
             raise ArgumentTypeError(f"smp.step: {function!r} is decorated already")
         rules = microbatch.rules(function, non_split_inputs, input_split_axes)
         functools.update_wrapper(self, function)  # first: it copies the function's attributes
@@ -63,17 +63,17 @@ class Step(Generic[P]):
                 "Call the undecorated function (its __wrapped__), or return and call it after the step"
             )
 
-        batch, count = Call(args, kwargs), session.runtime.config.microbatches
+        batch, count = CallArguments(args, kwargs), session.runtime.config.microbatches
 
         # Once: the body of microbatch 0 runs twice where it is traced, smp_slice does not (item 3).
         @functools.cache
-        def split() -> list[Call]:
+        def split() -> list[CallArguments]:
             calls = microbatch.split(FRAMEWORK, self._rules, batch, count)
-            return [Call((index, call), {}) for index, call in enumerate(calls)]
+            return [CallArguments((index, call), {}) for index, call in enumerate(calls)]
 
         first: list[tuple[int, object]] = []
 
-        def body(index: int, call: Call) -> object:
+        def body(index: int, call: CallArguments) -> object:
             result = self._function(*call.args, **call.kwargs)
             if not session.tracing:
                 # Here, where an error is one of the step: every rank raises it, before any gradient
@@ -95,7 +95,7 @@ class Step(Generic[P]):
 
 
 @overload
-def step(function: Callable[P, object], /) -> Step[P]: ...
+def step(function: Callable[P, object], /) -> StepFunction[P]: ...
 
 
 @overload
@@ -104,7 +104,7 @@ def step(
     /,
     input_split_axes: Mapping[str, int] | None = None,
     detach_outputs: bool = True,
-) -> Callable[[Callable[P, object]], Step[P]]: ...
+) -> Callable[[Callable[P, object]], StepFunction[P]]: ...
 
 
 @overload
@@ -113,7 +113,7 @@ def step(
     non_split_inputs: Collection[str] | None = None,
     input_split_axes: Mapping[str, int] | None = None,
     detach_outputs: bool = True,
-) -> Callable[[Callable[P, object]], Step[P]]: ...
+) -> Callable[[Callable[P, object]], StepFunction[P]]: ...
 
 
 def step(
@@ -148,7 +148,7 @@ def step(
     if type(detach_outputs) is not bool:
         raise ArgumentTypeError(f"smp.step: detach_outputs={detach_outputs!r} is no bool")
 
-    def decorate(function: Callable[..., object]) -> Step[...]:
-        return Step(function, non_split_inputs, input_split_axes, detach_outputs)
+    def decorate(function: Callable[..., object]) -> StepFunction[...]:
+        return StepFunction(function, non_split_inputs, input_split_axes, detach_outputs)
 
     return decorate if function is None else decorate(function)

@@ -19,7 +19,7 @@ from smp_core.errors import ArgumentTypeError
 from smp_core.topology import GroupKind
 from smp_core.torch.parameters import foreign, sharing
 from smp_core.torch.pipeline import placement
-from smp_core.torch.session import Model
+from smp_core.torch.session import SessionModel
 from smp_core.torch.sharding import records
 from smp_core.torch.tensor_tree import StateDict
 
@@ -28,57 +28,57 @@ PARTIAL = "_smp_is_partial"
 SHARD = "_smp_shard"
 
 
-def owns(model: Model, path: str) -> bool:
+def owns(model: SessionModel, path: str) -> bool:
     """Return whether this rank holds the module at ``path``."""
     if model.placement is None:
         return True
     return model.placement.modules[path] == _here(model)
 
 
-def _here(model: Model) -> int:
+def _here(model: SessionModel) -> int:
     return model._session.runtime.position(GroupKind.PP)
 
 
-def local_named_modules(model: Model) -> Iterator[tuple[str, nn.Module]]:
+def local_named_modules(model: SessionModel) -> Iterator[tuple[str, nn.Module]]:
     """(path, module) of this partition, in the order of ``named_modules``."""
     for path, module in model.module.named_modules():
         if owns(model, path):
             yield path, module
 
 
-def local_modules(model: Model) -> Iterator[nn.Module]:
+def local_modules(model: SessionModel) -> Iterator[nn.Module]:
     """The modules of this partition."""
     for _, module in local_named_modules(model):
         yield module
 
 
-def local_named_parameters(model: Model) -> Iterator[tuple[str, nn.Parameter]]:
+def local_named_parameters(model: SessionModel) -> Iterator[tuple[str, nn.Parameter]]:
     """(name, parameter) of this partition, each parameter once. There may be none."""
     for name, parameter in model.module.named_parameters():
         if owns(model, name.rpartition(".")[0]):
             yield name, parameter
 
 
-def local_parameters(model: Model) -> Iterator[nn.Parameter]:
+def local_parameters(model: SessionModel) -> Iterator[nn.Parameter]:
     """The parameters of this partition. There may be none."""
     for _, parameter in local_named_parameters(model):
         yield parameter
 
 
-def local_named_buffers(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
+def local_named_buffers(model: SessionModel) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, buffer) of this partition, each buffer once."""
     for name, buffer in model.module.named_buffers():
         if owns(model, name.rpartition(".")[0]):
             yield name, buffer
 
 
-def local_buffers(model: Model) -> Iterator[torch.Tensor]:
+def local_buffers(model: SessionModel) -> Iterator[torch.Tensor]:
     """The buffers of this partition."""
     for _, buffer in local_named_buffers(model):
         yield buffer
 
 
-def local_state_dict(model: Model) -> dict[str, object]:
+def local_state_dict(model: SessionModel) -> dict[str, object]:
     """This rank's part of the state, and ``_smp_is_partial``, which is False as long as the part is
     the whole (before partitioning); of shards ``_smp_shard``, too, which says whose they are. No
     communication. Tensors share memory with the model, as those of torch's ``state_dict`` do.
@@ -92,7 +92,7 @@ def local_state_dict(model: Model) -> dict[str, object]:
     return state
 
 
-def state_dict(model: Model, gather_to_rank0: bool = False) -> dict[str, object]:
+def state_dict(model: SessionModel, gather_to_rank0: bool = False) -> dict[str, object]:
     """The state of the whole model: keys, order and values of the wrapped module's own
     ``state_dict``, as a plain dict.
 
@@ -129,7 +129,7 @@ def state_dict(model: Model, gather_to_rank0: bool = False) -> dict[str, object]
 _ELSEWHERE: object = object()  # the value of a key that another rank holds
 
 
-def _entries(model: Model) -> dict[str, object]:
+def _entries(model: SessionModel) -> dict[str, object]:
     """The module's state in torch's order, where values of other ranks are ``_ELSEWHERE``.
 
     A parameter or buffer is the owner's under whatever key a hook of the module put it; any other entry
@@ -174,7 +174,7 @@ def _packed(entries: Mapping[str, object]) -> tuple[dict[str, int], list[object]
 
 
 def load_state_dict(
-    model: Model,
+    model: SessionModel,
     state: Mapping[str, object],
     strict: bool = True,
     same_partition_load: bool = False,
@@ -201,13 +201,13 @@ def load_state_dict(
     return _load(model, state, strict, same_partition_load)
 
 
-def deferred(model: Model) -> list[tuple[Mapping[str, object], bool, bool]]:
+def deferred(model: SessionModel) -> list[tuple[Mapping[str, object], bool, bool]]:
     """The loads that wait for the partition."""
     loads: list[tuple[Mapping[str, object], bool, bool]] = vars(model).setdefault("_smp_loads", [])
     return loads
 
 
-def load_deferred(model: Model) -> None:
+def load_deferred(model: SessionModel) -> None:
     """Carry out the loads that waited, in order, the optimizer's too; after partitioning and its hooks,
     before the first step.
     """
@@ -220,14 +220,18 @@ def load_deferred(model: Model) -> None:
         optimizer.load_deferred()
 
 
-def _load(model: Model, state: Mapping[str, object], strict: bool, same_partition: bool) -> object:
+def _load(
+    model: SessionModel, state: Mapping[str, object], strict: bool, same_partition: bool
+) -> object:
     result = _load_values(model, state, strict, same_partition)
     if model.masters is not None:
         model.masters.adopt()
     return result
 
 
-def check(model: Model, state: Mapping[str, object], strict: bool, same_partition: bool) -> None:
+def check(
+    model: SessionModel, state: Mapping[str, object], strict: bool, same_partition: bool
+) -> None:
     """Raise the errors that :func:`load_state_dict` would raise about keys and shapes, and change nothing: for a
     partitioned model, and a state that needs no communication (full, or with ``same_partition``).
 
@@ -266,7 +270,7 @@ _SAID = {PARTIAL, SHARD}
 
 
 def _load_values(
-    model: Model, state: Mapping[str, object], strict: bool, same_partition: bool
+    model: SessionModel, state: Mapping[str, object], strict: bool, same_partition: bool
 ) -> object:
     model.sharding.reshard()
     partial = bool(state.get(PARTIAL, False))
@@ -307,7 +311,7 @@ def _with_metadata(plain: dict[str, object], state: Any) -> Any:
     return ordered
 
 
-def _module_of(model: Model, key: str) -> str:
+def _module_of(model: SessionModel, key: str) -> str:
     path = key.rpartition(".")[0]
     assert model.placement is not None
     while path not in model.placement.modules:
@@ -315,7 +319,7 @@ def _module_of(model: Model, key: str) -> str:
     return path
 
 
-def _complaint(model: Model, missing: list[str], unexpected: list[str]) -> str:
+def _complaint(model: SessionModel, missing: list[str], unexpected: list[str]) -> str:
     """The message about keys that a load misses or does not expect, in the words of torch.nn.Module.load_state_dict."""
     lines = [
         f"{what} key(s) in state_dict: " + ", ".join(f'"{key}"' for key in keys) + ". "
@@ -327,7 +331,7 @@ def _complaint(model: Model, missing: list[str], unexpected: list[str]) -> str:
 
 
 @contextlib.contextmanager
-def _meta(model: Model, shards: bool = False, elsewhere: bool = False) -> Iterator[set[str]]:
+def _meta(model: SessionModel, shards: bool = False, elsewhere: bool = False) -> Iterator[set[str]]:
     """While entered, parameters and buffers, or only other ranks', stand in the tree as meta tensors
     of their true shapes: a load checks them and copies nothing. Yields the names of other ranks'.
 
@@ -369,7 +373,7 @@ def _meta(model: Model, shards: bool = False, elsewhere: bool = False) -> Iterat
             dict.__setitem__(registry, own, tensor)
 
 
-def cpu(model: Model) -> None:
+def cpu(model: SessionModel) -> None:
     """Make the wrapped module whole on every rank of the PP group, on the CPU: parameters and all
     buffers are gathered (API 1.7). Collective over the PP group and the shard group.
 
@@ -397,7 +401,7 @@ def cpu(model: Model) -> None:
     vars(model)["_smp_whole"] = True
 
 
-def reshard(model: Model) -> None:
+def reshard(model: SessionModel) -> None:
     """Before a step: give up the parameters of other pp ranks that ``cpu`` gathered."""
     if vars(model).pop("_smp_whole", False):
         assert model.placement is not None

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 _WORLD = "WORLD"
 
 
-class Place(Protocol):
-    """The place of this process: a rank in a world of ``size`` ranks, which ``join`` forms."""
+class Rendezvous(Protocol):
+    """The way in which this process meets the other ranks of a world of ``size``, which ``join`` forms."""
 
     size: int
 
@@ -40,8 +40,8 @@ class Place(Protocol):
         """
 
 
-def find_place() -> Place:
-    """The place of this process; no other rank is contacted yet.
+def find_rendezvous() -> Rendezvous:
+    """The rendezvous of this process; no other rank is contacted yet.
 
     Raises BackendError if the launcher's environment is half set, or gives the ranks no way to
     meet.
@@ -86,7 +86,7 @@ class _Joined:
         return bool(self.fabric.holds())
 
     def join(self, collectives: str) -> Fabric:
-        """See Place."""
+        """See Rendezvous."""
         fabric: Fabric = self.fabric
         return fabric
 
@@ -99,24 +99,24 @@ _joined = _Joined()
 
 
 class _Alone:
-    """See Place."""
+    """See Rendezvous."""
 
     size = 1
 
     def join(self, collectives: str) -> Fabric:
-        """See Place."""
+        """See Rendezvous."""
         from smp_core.transport.solo import SoloFabric
 
         return SoloFabric()
 
 
 class _NoBoard:
-    """A base.Recorder for ranks that no controller watches."""
+    """A CallRecorder for ranks that no controller watches."""
 
     def call(
         self, call: str, group: Group, *, to: Sequence[int] = (), source: int | None = None
     ) -> AbstractContextManager[None]:
-        """See Recorder."""
+        """See CallRecorder."""
         return contextlib.nullcontext()
 
 
@@ -143,13 +143,13 @@ _stores: list[Any] = []
 
 
 class _Torch:
-    """A place that joins by torch's rendezvous, or in the script's own process group. See Place."""
+    """Joins by torch's rendezvous, or in the script's own process group. See Rendezvous."""
 
     def __init__(self, rank: int, size: int, launch: Launch | None, *, ours: bool) -> None:
         self.rank, self.size, self._launch, self._ours = rank, size, launch, ours
 
     def join(self, collectives: str) -> Fabric:
-        """See Place."""
+        """See Rendezvous."""
         import torch.distributed as dist
 
         if not dist.is_gloo_available():
@@ -294,13 +294,13 @@ _leaving = False
 
 
 class _Mpi:
-    """A place in the job of an mpiexec, or of srun. See Place."""
+    """Joins in the job of an mpiexec, or of srun. See Rendezvous."""
 
     def __init__(self, launch: Launch) -> None:
         self.size, self._launch = launch.size, launch
 
     def join(self, collectives: str) -> Fabric:
-        """See Place."""
+        """See Rendezvous."""
         from smp_core.transport.mpi.job import join
 
         try:

@@ -76,7 +76,7 @@ class Fabric(Protocol):
         """
 
 
-class Recorder(Protocol):
+class CallRecorder(Protocol):
     """The recorder to which a rank process writes its next calls (the board; see pytest_smp/ranks/board)."""
 
     def call(
@@ -106,7 +106,7 @@ class RankEnvironment:
     folder: Path
     forming: int
     check: Callable[[], None]
-    board: Recorder
+    board: CallRecorder
     store: str = "file"  # one in `folder` serves all ranks; "env": the launcher's, by MASTER_ADDR
 
 

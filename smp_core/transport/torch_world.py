@@ -48,7 +48,7 @@ class RankWorld(c10d._World):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pg_map, self.pg_names = {}, _Names()
+        self.pg_map, self.pg_names = {}, {}
         self.pg_group_ranks, self.pg_backend_config = {}, {}
         self.tags_to_pg, self.pg_to_tag = {}, {}
 
@@ -62,6 +62,7 @@ class TorchWorld:
 
     def __init__(self) -> None:
         self._state = RankWorld()
+        self._state.pg_names = _Names()
         self._own: set[Any] = set()  # the groups that stay from run to run
         self._default: Any = None
         self._store: Any = None

@@ -35,6 +35,7 @@ def test_an_old_address_leads_to_the_same_object(address, name, now):
     [
         ("Host", "Executor", protocols),
         ("HostOptions", "ExecutorOptions", protocols),
+        ("Recorder", "CallRecorder", transport),
         ("Seat", "RankEnvironment", transport),
     ],
 )

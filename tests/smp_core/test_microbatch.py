@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from smp_core.errors import ArgumentError, ArgumentTypeError, BatchSizeError, StructureError
-from smp_core.microbatch import Call, join, rules, split
+from smp_core.microbatch import CallArguments, join, rules, split
 
 
 class Joined(list):
@@ -51,7 +51,7 @@ def step(a: Any, /, b: Any = None, *rest: Any, c: Any = None, **more: Any) -> An
 
 def parts(count: int, *args: Any, non_split: Any = (), axes: Any = None, **kwargs: Any) -> Any:
     rule = rules(step, non_split, axes)
-    return split(Numpy(), rule, Call(args, kwargs), count)
+    return split(Numpy(), rule, CallArguments(args, kwargs), count)
 
 
 def rows(count: int, *sides: int) -> Any:

@@ -7,6 +7,6 @@ the executor's business.
 """
 
 from pytest_smp.ranks.board.analysis import Board, Finding
-from pytest_smp.ranks.board.recorder import Recorder
+from pytest_smp.ranks.board.recorder import BoardRecorder
 
-__all__ = ["Board", "Finding", "Recorder"]
+__all__ = ["Board", "BoardRecorder", "Finding"]

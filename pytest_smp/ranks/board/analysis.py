@@ -24,14 +24,14 @@ import itertools
 from collections.abc import Collection, Iterator, Sequence
 
 from pytest_smp.ranks.board.calls import (
+    BoardMeeting,
+    BoardPost,
     Box,
     GroupKey,
     Handover,
     Issued,
     Joined,
-    Meeting,
     Objects,
-    Post,
     Stray,
 )
 from pytest_smp.ranks.board.ranks import RankState
@@ -101,15 +101,15 @@ class Board:
     def reset(self, run: int | None = None) -> None:
         """Forget all records: a run starts.
 
-        With ``run``, records count from that run's ``Recorder.begin`` on, so that late records of the
+        With ``run``, records count from that run's ``BoardRecorder.begin`` on, so that late records of the
         last run do no harm.
         """
-        self._meetings: dict[tuple[GroupKey, int], Meeting] = {}
+        self._meetings: dict[tuple[GroupKey, int], BoardMeeting] = {}
         self._counts: dict[tuple[GroupKey, int], int] = {}
         self._boxes: dict[tuple[GroupKey, int | None, int], Box] = {}
         self._objects = Objects()
         #: Calls that differ, and when that was first seen.
-        self._suspects: dict[Meeting | tuple[Post, Post], float | None] = {}
+        self._suspects: dict[BoardMeeting | tuple[BoardPost, BoardPost], float | None] = {}
         self._strays: list[Stray] = []  # that the backend has not refused
         self._spoilt: set[GroupKey] = set()  # whose numbers no longer mean anything
         self._gone: set[int] = set()
@@ -143,7 +143,7 @@ class Board:
         """See ranks.Calls."""
         if isinstance(call, Joined):
             self._join(call)
-        elif isinstance(call, Post):
+        elif isinstance(call, BoardPost):
             self._post(call)
         elif isinstance(call, Stray):
             self._strays.append(call)
@@ -154,7 +154,7 @@ class Board:
         """See ranks.Calls."""
         if isinstance(call, Joined):
             self._leave(call)
-        elif isinstance(call, Post) and call.box is not None:
+        elif isinstance(call, BoardPost) and call.box is not None:
             for pair in [
                 each for each in self._suspects if isinstance(each, tuple) and call in each
             ]:
@@ -167,7 +167,7 @@ class Board:
 
     def over(self, call: Issued) -> None:
         """See ranks.Calls."""
-        if isinstance(call, Post) and call.box is not None and call.box.wild:
+        if isinstance(call, BoardPost) and call.box is not None and call.box.wild:
             call.box.settle()
 
     def _join(self, call: Joined) -> None:
@@ -177,7 +177,7 @@ class Board:
         number = self._counts[member] = self._counts.get(member, 0) + 1
         meeting = self._meetings.get((call.group, number))
         if meeting is None:
-            meeting = self._meetings[call.group, number] = Meeting(call.group, number)
+            meeting = self._meetings[call.group, number] = BoardMeeting(call.group, number)
         call.meeting = meeting
         if any(_differ(call, other) for other in meeting.calls.values()):
             self._suspects.setdefault(meeting, None)
@@ -208,7 +208,7 @@ class Board:
         if not meeting.calls:
             self._meetings.pop((call.group, meeting.number), None)
 
-    def _post(self, post: Post) -> None:
+    def _post(self, post: BoardPost) -> None:
         if post.rank not in post.group.ranks:
             raise ValueError("a call on a group by a rank that is no member")
         receiver = post.peer if post.sends else post.rank
@@ -254,7 +254,7 @@ class Board:
     def _mismatch(self, now: float, pending: bool) -> Finding | None:
         for suspect in self._suspects:
             calls: list[Issued] = [
-                *(suspect.calls.values() if isinstance(suspect, Meeting) else suspect)
+                *(suspect.calls.values() if isinstance(suspect, BoardMeeting) else suspect)
             ]
             quiet = self._quiet("mismatch", now)
             # The other members' calls may be on their way, and show which rank is the odd one.
@@ -276,12 +276,12 @@ class Board:
                 return Finding(error, root, self._all_waits(), follows, place)
         return None
 
-    def _may_learn(self, suspect: Meeting | tuple[Post, Post], now: float) -> bool:
+    def _may_learn(self, suspect: BoardMeeting | tuple[BoardPost, BoardPost], now: float) -> bool:
         """Return whether to wait for members whose calls have not come or are not taken yet.
 
         The wait lasts at least until the next look, and for ``patience`` while one of them is under way.
         """
-        if not isinstance(suspect, Meeting):
+        if not isinstance(suspect, BoardMeeting):
             return False
         absent = [*suspect.missing()]
         absent += [call.rank for call in suspect.calls.values() if not call.taken]
@@ -299,7 +299,7 @@ class Board:
         return not over and not self.blocked(rank)
 
     def _verdict(
-        self, suspect: Meeting | tuple[Post, Post], calls: Sequence[Issued]
+        self, suspect: BoardMeeting | tuple[BoardPost, BoardPost], calls: Sequence[Issued]
     ) -> tuple[CollectiveMismatchError, int] | None:
         if isinstance(suspect, tuple):
             send, receive = suspect
@@ -360,7 +360,7 @@ class Board:
         hint = None
         if isinstance(first, Handover) and first.sends:
             hint = self._hint(first)
-        elif isinstance(first, Post) and not first.sends:
+        elif isinstance(first, BoardPost) and not first.sends:
             hint = self._tag_hint(first)
         return Wait(state.rank, first.described(), tuple(missing), place, hint, first.place)
 
@@ -381,7 +381,7 @@ class Board:
                     others.setdefault(wait.call, []).extend(wait.open)
         return messages.object_hint(call.call, call.rank, others)
 
-    def _tag_hint(self, receive: Post) -> str | None:
+    def _tag_hint(self, receive: BoardPost) -> str | None:
         wanted = receive.wants()
         sent = [
             (post.rank, tag)
@@ -560,7 +560,7 @@ def _odd_one_out(calls: list[Joined]) -> int | None:
     return sets[0][0] if len(sets) > 1 else None
 
 
-def _post_difference(send: Post, receive: Post) -> str:
+def _post_difference(send: BoardPost, receive: BoardPost) -> str:
     """The name of the value in which a send and its receive differ; empty if they agree."""
     one, other = (dict(post.description.fields or ()) for post in (send, receive))
     if not one or not other:
@@ -570,7 +570,7 @@ def _post_difference(send: Post, receive: Post) -> str:
     return "" if send.description.sent == receive.description.sent else "element count"
 
 
-def _pairs(meeting: Meeting) -> tuple[CollectiveMismatchError, int] | None:
+def _pairs(meeting: BoardMeeting) -> tuple[CollectiveMismatchError, int] | None:
     """The first pair of members that disagree on how much one sends to the other."""
     calls = [meeting.calls[rank] for rank in meeting.group.ranks]
     size = len(calls)

@@ -90,8 +90,8 @@ class Issued:
 # ---- Collectives ---------------------------------------------------------------------------------
 
 
-class Meeting:
-    """The calls that meet: one per member of the group, by world rank."""
+class BoardMeeting:
+    """The recorded calls of one number in a group: one per member that has called, by world rank."""
 
     __slots__ = ("calls", "compared", "group", "number", "verdict")
 
@@ -153,7 +153,7 @@ def _is_plain(description: Description) -> bool:
 class Joined(Issued):
     """A call that all members of the group join."""
 
-    meeting: Meeting | None = None
+    meeting: BoardMeeting | None = None
 
     def text(self) -> str:
         """See Issued."""
@@ -217,7 +217,7 @@ class Joined(Issued):
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Post(Issued):
+class BoardPost(Issued):
     """A send or a receive.
 
     ``peer``: the other rank's number in the world, None for a receive from any source. ``meets``: True
@@ -228,7 +228,7 @@ class Post(Issued):
     peer: int | None = None
     tag: int = 0
     box: Box | None = None
-    partner: Post | None = None
+    partner: BoardPost | None = None
     meets: bool = False
     source: int | None = None  # the sender, for a receive from any source that is over, if known
 
@@ -321,9 +321,9 @@ class Box:
 
     def __init__(self) -> None:
         self.wild = False
-        self.posts: list[Post] = []  # those that have met no other
+        self.posts: list[BoardPost] = []  # those that have met no other
 
-    def add(self, post: Post) -> Post | None:
+    def add(self, post: BoardPost) -> BoardPost | None:
         """Take a post; return the post that it meets, or None."""
         self.wild = self.wild or post.peer is None
         if not self.wild:
@@ -335,7 +335,7 @@ class Box:
         self.posts.append(post)
         return None
 
-    def withdraw(self, post: Post) -> None:
+    def withdraw(self, post: BoardPost) -> None:
         """Forget a post; the post that it had met waits again."""
         other = post.partner
         if other is None:
@@ -346,7 +346,7 @@ class Box:
             at = self.posts.index(later[0]) if later else len(self.posts)
             self.posts.insert(at, other)
 
-    def may_match(self, post: Post) -> bool:
+    def may_match(self, post: BoardPost) -> bool:
         """Return whether a post that has met no other may be over all the same."""
         if not self.wild:
             return False
@@ -376,7 +376,7 @@ class Box:
                 post.partner = post  # over; the partner does not matter
             self.wild, self.posts = False, []
 
-    def left(self) -> list[Post]:
+    def left(self) -> list[BoardPost]:
         """The posts that nothing has met, as far as one can tell."""
         if not self.wild:
             return self.posts
@@ -395,11 +395,11 @@ class Box:
         return [*sends, *left]
 
 
-def _sender(post: Post) -> int | None:
+def _sender(post: BoardPost) -> int | None:
     return post.rank if post.sends else post.peer
 
 
-def _is_later(post: Post, than: Post) -> bool:
+def _is_later(post: BoardPost, than: BoardPost) -> bool:
     return post.rank == than.rank and post.sends == than.sends and post.number > than.number
 
 

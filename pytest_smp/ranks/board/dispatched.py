@@ -29,7 +29,7 @@ from torch.multiprocessing import reductions
 from pytest_smp.ranks.board import fingerprint
 from pytest_smp.ranks.board.fingerprint import Key, specs
 from pytest_smp.ranks.board.groups import GroupRegistry, Known
-from pytest_smp.ranks.board.recorder import UNKNOWN, Recorder
+from pytest_smp.ranks.board.recorder import UNKNOWN, BoardRecorder
 from smp_core.transport.peers import ANY
 
 # Parts of torch that have no types.
@@ -100,7 +100,7 @@ class _Thread(threading.local):
 class Dispatched:
     """Puts the kernels in place and takes them away."""
 
-    def __init__(self, recorder: Recorder, registry: GroupRegistry) -> None:
+    def __init__(self, recorder: BoardRecorder, registry: GroupRegistry) -> None:
         self._recorder, self._registry = recorder, registry
         self._libraries: list[Any] = []
         self._undo: list[tuple[Any, str, Any]] = []

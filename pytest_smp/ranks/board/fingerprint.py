@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pytest_smp.ranks.board.recorder import Description, Fields, Recorder
+from pytest_smp.ranks.board.recorder import BoardRecorder, Description, Fields
 from smp_core.transport.messages import Size
 from smp_core.transport.peers import Source
 
@@ -228,7 +228,7 @@ def _describe_post(operation: str, of: Sequence[Spec]) -> Description:
 
 
 def record_post(
-    recorder: Recorder, group: int, sends: bool, tensors: Any, peer: Source, tag: int
+    recorder: BoardRecorder, group: int, sends: bool, tensors: Any, peer: Source, tag: int
 ) -> int:
     """Record a send or a receive; return its number."""
     verb, tensor = "send" if sends else "recv", specs(tensors)

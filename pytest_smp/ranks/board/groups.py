@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed import distributed_c10d as c10d
 
-from pytest_smp.ranks.board.recorder import Recorder
+from pytest_smp.ranks.board.recorder import BoardRecorder
 from smp_core.topology import GroupKind
 from smp_core.transport import messages
 
@@ -32,7 +32,7 @@ class GroupRegistry:
     that name this rank has made in this run; every member counts the same.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: BoardRecorder) -> None:
         self._recorder = recorder
         self._run = -1
         self._known: dict[int, tuple[weakref.ref[Any], Known | None]] = {}

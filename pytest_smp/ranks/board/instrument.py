@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from pytest_smp.ranks.board import dispatched, fingerprint
 from pytest_smp.ranks.board.groups import GroupRegistry, Known
 from pytest_smp.ranks.board.native import NativeMethod, native_call
-from pytest_smp.ranks.board.recorder import Recorder
+from pytest_smp.ranks.board.recorder import BoardRecorder
 from pytest_smp.ranks.board.works import Works
 from smp_core.transport.peers import ANY
 
@@ -37,7 +37,7 @@ class _Coalescing(threading.local):
 class Instrument:
     """Wraps and unwraps. One is installed at a time."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: BoardRecorder) -> None:
         self._recorder = recorder
         self._registry = GroupRegistry(recorder)
         self._works = Works(recorder)
@@ -242,7 +242,7 @@ _POSTS = {"send": (True, False), "recv": (False, False), "recv_anysource": (Fals
 
 
 def _collective_number(
-    recorder: Recorder, group: Known, name: str, key_of: Method, args: Any, kwargs: Any
+    recorder: BoardRecorder, group: Known, name: str, key_of: Method, args: Any, kwargs: Any
 ) -> int:
     try:
         key = key_of(*args, **kwargs)

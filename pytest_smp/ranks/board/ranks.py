@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from pytest_smp.ranks.board import records
-from pytest_smp.ranks.board.calls import GroupKey, Handover, Issued, Joined, Post, Stray
+from pytest_smp.ranks.board.calls import BoardPost, GroupKey, Handover, Issued, Joined, Stray
 from pytest_smp.ranks.board.recorder import Description
 from smp_core.errors import BackendError
 from smp_core.transport.messages import Size
@@ -163,9 +163,9 @@ class RankState:
         made = self.rank, number, key, shown, where, said
         call: Issued
         if peer is ANY:
-            call = Post(*made, sends=sends, peer=None, tag=tag)
+            call = BoardPost(*made, sends=sends, peer=None, tag=tag)
         elif is_member(peer, len(key.ranks)):
-            call = Post(*made, sends=sends, peer=key.ranks[peer], tag=tag)
+            call = BoardPost(*made, sends=sends, peer=key.ranks[peer], tag=tag)
         else:
             call = Stray(*made, sends=sends, peer=peer, tag=tag)
         self._issue(call, thread)
@@ -207,7 +207,7 @@ class RankState:
     def _took(self, number: int, source: int) -> None:
         call = self.calls.get(number)
         if (
-            isinstance(call, Post)
+            isinstance(call, BoardPost)
             and call.peer is None
             and is_member(source, len(call.group.ranks))
         ):

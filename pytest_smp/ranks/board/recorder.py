@@ -67,8 +67,8 @@ class _Depth(threading.local):
     depth = 0
 
 
-class Recorder:
-    """Writes one rank's records. Implements the protocol in smp_core.transport.protocols.
+class BoardRecorder:
+    """Writes one rank's records. Implements ``CallRecorder`` (smp_core/transport/protocols.py).
 
     Nothing is recorded before ``begin`` and after ``end``, in a child that the body forks, inside
     ``quiet()``, and inside a recorded call: a transport's calls on a private group are no calls of the
@@ -129,7 +129,7 @@ class Recorder:
     def call(
         self, call: str, group: Group, *, to: Sequence[int] = (), source: int | None = None
     ) -> Iterator[None]:
-        """See Recorder.
+        """See CallRecorder.
 
         Entered when nothing but the other ranks can keep the call from ending: the arguments have
         been checked, the object has been pickled.

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from pytest_smp.ranks.board.recorder import Recorder
+from pytest_smp.ranks.board.recorder import BoardRecorder
 
 Method = Callable[..., Any]
 
@@ -21,7 +21,7 @@ _TESTS = ("is_completed", "is_success")
 class Works:
     """The works whose end their rank has not learnt of."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: BoardRecorder) -> None:
         self._recorder = recorder
         self._numbers: dict[int, tuple[weakref.ref[Any], list[int], int]] = {}
         self._anybody: set[int] = set()  # numbers of receives from any source

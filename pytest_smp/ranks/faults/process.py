@@ -1,6 +1,6 @@
 """Faults on a rank that is a process: it really dies, and really stands still.
 
-Calls of torch.distributed are seen where the board sees them (``Recorder``), whether it is on or
+Calls of torch.distributed are seen where the board sees them (``BoardRecorder``), whether it is on or
 not; ``board/coverage`` lists which those are.
 """
 
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from pytest_smp.ranks.board.recorder import Description, Recorder
+from pytest_smp.ranks.board.recorder import BoardRecorder, Description
 from pytest_smp.ranks.faults import Claim
 from pytest_smp.ranks.faults.striking import FaultyObjects, Later, Strikes
 from pytest_smp.ranks.protocols import Job
@@ -58,7 +58,7 @@ def die(number: signal.Signals) -> NoReturn:
 class ProcessStrikes(Strikes):
     """The faults of this rank process in one run; in force from its making until ``close``."""
 
-    def __init__(self, job: Job, rank: int, fabric: RankFabric, recorder: Recorder) -> None:
+    def __init__(self, job: Job, rank: int, fabric: RankFabric, recorder: BoardRecorder) -> None:
         super().__init__(job.faults, rank, _Effects())
         self._stack = contextlib.ExitStack()
         objects = fabric.objects
@@ -110,7 +110,7 @@ class ProcessStrikes(Strikes):
         self, group: int, key: object, describe: Callable[[], Description], place: int | None = None
     ) -> int:
         later = self.before(f"dist.{describe().operation}")
-        number = Recorder.collective(self._recorder, group, key, describe, place)
+        number = BoardRecorder.collective(self._recorder, group, key, describe, place)
         self._later[number] = later
         return number
 
@@ -124,12 +124,12 @@ class ProcessStrikes(Strikes):
         describe: Callable[[], Description],
     ) -> int:
         later = self.before(f"dist.{'send' if sends else 'recv'}")
-        number = Recorder.post(self._recorder, sends, group, peer, tag, key, describe)
+        number = BoardRecorder.post(self._recorder, sends, group, peer, tag, key, describe)
         self._later[number] = later
         return number
 
     def _done(self, numbers: Sequence[int]) -> None:
-        Recorder.done(self._recorder, numbers)
+        BoardRecorder.done(self._recorder, numbers)
         for number in numbers:
             self.after(self._later.pop(number, []))
 

@@ -13,13 +13,13 @@ from typing import Any
 from torch.distributed import distributed_c10d as c10d
 
 from pytest_smp.ranks.processes.process_state import open_descriptors
-from smp_core.transport.protocols import PRIVATE, Group, Recorder
+from smp_core.transport.protocols import PRIVATE, CallRecorder, Group
 
 
 class LastingGroups:
     """The process groups that stay from run to run, of one world on one rank."""
 
-    def __init__(self, board: Recorder, limit: datetime.timedelta) -> None:
+    def __init__(self, board: CallRecorder, limit: datetime.timedelta) -> None:
         self._board, self._limit = board, limit
         self._made: dict[Group, tuple[Any, dict[str, Any]]] = {}  # the group, and its registration
         self._known: set[Group] = set()  # to torch.distributed, in this run

@@ -44,7 +44,7 @@ _get_limit, _set_limit = resource.getrlimit, resource.setrlimit
 _tzset, _fstat, _put_variable, _unset_variable = time.tzset, os.fstat, os.putenv, os.unsetenv
 
 
-class State(NamedTuple):
+class ProcessTableEntry(NamedTuple):
     """One value that a process has once, with the functions that read it and put it back."""
 
     name: str
@@ -123,53 +123,57 @@ def _put_list(name: str) -> Callable[[Any], None]:
     return put
 
 
-def _list(name: str) -> State:
-    return State(f"sys.{name}", lambda: tuple(getattr(sys, name)), _put_list(name))
+def _list(name: str) -> ProcessTableEntry:
+    return ProcessTableEntry(f"sys.{name}", lambda: tuple(getattr(sys, name)), _put_list(name))
 
 
-def _attribute(owner: Any, name: str) -> State:
+def _attribute(owner: Any, name: str) -> ProcessTableEntry:
     full = f"{owner.__name__}.{name}"
-    return State(full, lambda: getattr(owner, name), lambda before: setattr(owner, name, before))
+    return ProcessTableEntry(
+        full, lambda: getattr(owner, name), lambda before: setattr(owner, name, before)
+    )
 
 
 #: States that a measurement of coverage sets anew for each run.
 TRACING = (
-    State("the trace function", sys.gettrace, sys.settrace),
-    State("the profile function", sys.getprofile, sys.setprofile),
-    State("the trace function of threads", threading.gettrace, threading.settrace),
-    State("the profile function of threads", threading.getprofile, threading.setprofile),
+    ProcessTableEntry("the trace function", sys.gettrace, sys.settrace),
+    ProcessTableEntry("the profile function", sys.getprofile, sys.setprofile),
+    ProcessTableEntry("the trace function of threads", threading.gettrace, threading.settrace),
+    ProcessTableEntry(
+        "the profile function of threads", threading.getprofile, threading.setprofile
+    ),
 )
 PROCESS = (
-    State("descriptor 0", _input, _open_input),
-    State("the environment of C", _c_environment, _put_c_environment),
-    State(
+    ProcessTableEntry("descriptor 0", _input, _open_input),
+    ProcessTableEntry("the environment of C", _c_environment, _put_c_environment),
+    ProcessTableEntry(
         "the time zone",
         lambda: (time.tzname, time.timezone, time.altzone),
         lambda before: _tzset(),
     ),
-    State("a resource limit", _limits, _put_limits),
-    State(
+    ProcessTableEntry("a resource limit", _limits, _put_limits),
+    ProcessTableEntry(
         "the locale",
         lambda: _setlocale(locale.LC_ALL),
         lambda before: (_setlocale(locale.LC_ALL, before), None)[1],
     ),
-    State(
+    ProcessTableEntry(
         "the niceness",
         lambda: _get_priority(os.PRIO_PROCESS, 0),
         lambda before: _set_priority(os.PRIO_PROCESS, 0, before),
     ),
-    State(
+    ProcessTableEntry(
         "the CPU affinity",
         lambda: _get_affinity(0),
         lambda before: _set_affinity(0, before),
     ),
-    State(
+    ProcessTableEntry(
         "the garbage collector's threshold",
         gc.get_threshold,
         functools.partial(lambda put, before: put(*before), gc.set_threshold),
     ),
-    State("the garbage collector's debugging", gc.get_debug, gc.set_debug),
-    State("the switch interval", sys.getswitchinterval, sys.setswitchinterval),
+    ProcessTableEntry("the garbage collector's debugging", gc.get_debug, gc.set_debug),
+    ProcessTableEntry("the switch interval", sys.getswitchinterval, sys.setswitchinterval),
     _list("meta_path"),
     _list("path_hooks"),
     _attribute(sys, "displayhook"),
@@ -181,13 +185,15 @@ PROCESS = (
 # ---- Of torch, beside the list in rank_state.py ---------------------------------------------------
 
 
-def _torch_states() -> tuple[State, ...]:
+def _torch_states() -> tuple[ProcessTableEntry, ...]:
     import torch
 
     set_denormal: Callable[[bool], object] = torch.set_flush_denormal
     return (
-        State("torch's number of threads", torch.get_num_threads, torch.set_num_threads),
-        State(
+        ProcessTableEntry(
+            "torch's number of threads", torch.get_num_threads, torch.set_num_threads
+        ),
+        ProcessTableEntry(
             "torch's flushing of denormals",
             lambda: _TINY * _ONE == 0.0,
             lambda before: (set_denormal(before), None)[1],
@@ -342,7 +348,7 @@ class ProcessTable:
     def __init__(self) -> None:
         self._key: object = None
         self._tracing: list[Any] = []
-        self._states: tuple[State, ...] = ()
+        self._states: tuple[ProcessTableEntry, ...] = ()
         self._values: list[Any] = []
         self._patches: list[_Patches] = []
         self._imports = _Imports()
@@ -396,7 +402,7 @@ class ProcessTable:
         if self._of_each_rank is not None:
             left += self._of_each_rank.put_back()
 
-    def _put_state_back(self, index: int, state: State, left: list[str]) -> None:
+    def _put_state_back(self, index: int, state: ProcessTableEntry, left: list[str]) -> None:
         before, now = self._values[index], state.get()
         if now == before:
             return

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_smp.ranks import serialization
-from pytest_smp.ranks.board.recorder import Recorder
+from pytest_smp.ranks.board.recorder import BoardRecorder
 from pytest_smp.ranks.isolation import reset
 from pytest_smp.ranks.processes import measuring, wire
 from pytest_smp.ranks.processes.output import Output
@@ -126,7 +126,7 @@ class _Server:
         self._output = output
         self._membership, self._control = membership, control
         self._line = _Line(line, membership.folder)
-        self._recorder = Recorder(membership.slot, self._line.write)
+        self._recorder = BoardRecorder(membership.slot, self._line.write)
         self._instrument: Any = None
         self._covered: tuple[int, int] | None = None
         self._worlds: dict[int, RankFabric] = {}

@@ -38,7 +38,7 @@ class SimFabric:
         self.unwaited: dict[int, SimWork] = {}
         self.overlap_table: OverlapTable[SimWork] = OverlapTable()
         self._shared, self._context = world, context
-        self._torch_world: torch_private.RankWorld | None = None
+        self._torch_world: torch_private.SimRankWorld | None = None
         self._handles: dict[Group, SimProcessGroup] = {}
 
     # Life of the rank.
@@ -72,13 +72,13 @@ class SimFabric:
 
     # torch.distributed.
 
-    def torch_world(self) -> torch_private.RankWorld:
+    def torch_world(self) -> torch_private.SimRankWorld:
         """This rank's torch.distributed state; the default process group is made when it is first
         looked at.
         """
         world = self._torch_world
         if world is None:
-            world = self._torch_world = torch_private.RankWorld()
+            world = self._torch_world = torch_private.SimRankWorld()
             self._make_default(world)
         return world
 
@@ -89,7 +89,7 @@ class SimFabric:
             self._context.scheduler.fail(self._context.thread_state, error)
             raise
 
-    def _make_default(self, world: torch_private.RankWorld) -> None:
+    def _make_default(self, world: torch_private.SimRankWorld) -> None:
         world.default_pg = self._registered(
             _DEFAULT, tuple(range(self.size)), torch_private.DEFAULT_NAME
         )

@@ -24,6 +24,7 @@ from torch.distributed.rendezvous import _rendezvous_handlers as rendezvous_hand
 from pytest_smp.ranks.sim import profiling
 from smp_core.errors import ThreadError, UnsupportedError
 from smp_core.transport import current_rank, native_calls
+from smp_core.transport.torch_world import RankWorld
 
 DEFAULT_NAME = "0"  # torch's own for the default process group: names are numbers
 
@@ -52,24 +53,12 @@ class _OwnGroups(dict[Any, Any]):
         return super().get(group, default) if group in self else default
 
 
-class RankWorld(c10d._World):
-    """torch.distributed's state, for one rank: what ``_World`` keeps in module globals, kept in the
-    instance.
-    """
-
-    pg_map: Any = None
-    pg_names: Any = None
-    pg_group_ranks: Any = None
-    pg_backend_config: Any = None
-    group_count: Any = 0
-    tags_to_pg: Any = None
-    pg_to_tag: Any = None
+class SimRankWorld(RankWorld):
+    """torch.distributed's state, for one simulated rank, which refuses the groups of other ranks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pg_names, self.pg_backend_config = {}, {}
         self.pg_map, self.pg_group_ranks = _OwnGroups(), _OwnGroups()
-        self.tags_to_pg, self.pg_to_tag = {}, {}
 
 
 class _Router:

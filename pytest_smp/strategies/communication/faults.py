@@ -37,7 +37,7 @@ from pytest_smp.strategies.communication.steps import Action, Plans, Step
 
 
 @dataclass(frozen=True)
-class Fault:
+class ProgramFault:
     """One deviation of one rank from its program.
 
     Attributes:
@@ -89,7 +89,7 @@ class Score(NamedTuple):
 
 # ---- Kinds of faults -----------------------------------------------------------------------------
 
-Candidates = Callable[[Program, Capabilities], Iterator[Fault]]
+Candidates = Callable[[Program, Capabilities], Iterator[ProgramFault]]
 
 
 def _calls(program: Program) -> Iterator[tuple[int, Action]]:
@@ -104,41 +104,41 @@ def _altered(
 ) -> Candidates:
     """Faults by which a rank calls another step instead of its own."""
 
-    def candidates(program: Program, capabilities: Capabilities) -> Iterator[Fault]:
+    def candidates(program: Program, capabilities: Capabilities) -> Iterator[ProgramFault]:
         for rank, action in _calls(program):
             for step in changes(program, capabilities, rank, action.step):
-                yield Fault(kind, rank, action.step.number, step)
+                yield ProgramFault(kind, rank, action.step.number, step)
 
     return candidates
 
 
-def _missing_call(program: Program, capabilities: Capabilities) -> Iterator[Fault]:
+def _missing_call(program: Program, capabilities: Capabilities) -> Iterator[ProgramFault]:
     for rank, action in _calls(program):
-        yield Fault("missing call", rank, action.step.number)
+        yield ProgramFault("missing call", rank, action.step.number)
 
 
-def _early_return(program: Program, capabilities: Capabilities) -> Iterator[Fault]:
+def _early_return(program: Program, capabilities: Capabilities) -> Iterator[ProgramFault]:
     for rank, action in _calls(program):
-        yield Fault("early return", rank, action.step.number)
+        yield ProgramFault("early return", rank, action.step.number)
 
 
 def _asynchronous(program: Program) -> Iterator[tuple[int, Action]]:
     return ((rank, action) for rank, action in _calls(program) if not action.waits)
 
 
-def _missing_wait(program: Program, capabilities: Capabilities) -> Iterator[Fault]:
+def _missing_wait(program: Program, capabilities: Capabilities) -> Iterator[ProgramFault]:
     for rank, action in _asynchronous(program):
-        yield Fault("missing wait", rank, action.step.number)
+        yield ProgramFault("missing wait", rank, action.step.number)
 
 
-def _swap(program: Program, capabilities: Capabilities) -> Iterator[Fault]:
+def _swap(program: Program, capabilities: Capabilities) -> Iterator[ProgramFault]:
     for rank, plan in enumerate(program.plans):
         before: dict[str, int] = {}
         for action in plan:
             if action.what == "call":
                 group, number = action.step.group, action.step.number
                 if group in before:
-                    yield Fault("swap", rank, before[group], other=number)
+                    yield ProgramFault("swap", rank, before[group], other=number)
                 before[group] = number
 
 
@@ -264,7 +264,7 @@ def _wrong_group(
             yield replace(step, group=group, members=members, rows=rows, shift=shift)
 
 
-def _unmatched_send(program: Program, capabilities: Capabilities) -> Iterator[Fault]:
+def _unmatched_send(program: Program, capabilities: Capabilities) -> Iterator[ProgramFault]:
     everybody = tuple(range(program.ranks))
     for rank, action in _calls(program):
         peer = (rank + 1) % program.ranks
@@ -275,14 +275,16 @@ def _unmatched_send(program: Program, capabilities: Capabilities) -> Iterator[Fa
             sends += [step, now]
         if "smp.send" in claimed(capabilities):
             sends.append(replace(now, operation="smp.send", group="WORLD"))
-        yield from (Fault("unmatched send", rank, action.step.number, send) for send in sends)
+        yield from (
+            ProgramFault("unmatched send", rank, action.step.number, send) for send in sends
+        )
 
 
 def _changed(target: str) -> Candidates:
     """Faults by which a rank writes to a tensor of its own while a call has it."""
     kind = "changed input" if target == "x" else "changed output"
 
-    def candidates(program: Program, capabilities: Capabilities) -> Iterator[Fault]:
+    def candidates(program: Program, capabilities: Capabilities) -> Iterator[ProgramFault]:
         for rank, action in _asynchronous(program):
             step, operation = action.step, OPERATIONS[action.step.operation]
             shapes = operation.inputs if target == "x" else operation.outputs
@@ -291,7 +293,7 @@ def _changed(target: str) -> Candidates:
             # In place there is one tensor, which counts as an output. torch refuses to write to an
             # expanded one.
             if some and lie.layout != "expanded" and not (operation.in_place and target == "x"):
-                yield Fault(kind, rank, step.number)
+                yield ProgramFault(kind, rank, step.number)
 
     return candidates
 
@@ -321,7 +323,7 @@ RACES = ("changed input", "changed output")
 # ---- Putting a fault in --------------------------------------------------------------------------
 
 
-def faulty(plans: Plans, fault: Fault) -> Plans:
+def faulty(plans: Plans, fault: ProgramFault) -> Plans:
     """The plans with the fault in them."""
     plan = [*plans[fault.rank]]
     own = [action for action in plan if action.step.number == fault.number]
@@ -380,7 +382,7 @@ class InvalidProgram(Runnable):
     """
 
     program: Program
-    fault: Fault
+    fault: ProgramFault
 
     @property
     def ranks(self) -> int:  # type: ignore[override]

@@ -45,7 +45,7 @@ from smp_core.torch.checkpoint.trying import checkpoint_try, on_first, same
 from smp_core.torch.exceptions import CheckpointError
 from smp_core.torch.optimizer import state as optimizer_state
 from smp_core.torch.pipeline import placement
-from smp_core.torch.session import Session
+from smp_core.torch.session import TrainingSession
 from smp_core.torch.session import current as session_of
 from smp_core.torch.sharding import records
 from smp_core.torch.sharding.sharding import Sharding
@@ -215,7 +215,7 @@ def save_checkpoint(
 
 
 def _save_partial(
-    session: Session, path: Path, tag: str, model: Any, optimizer: Any, user_content: object
+    session: TrainingSession, path: Path, tag: str, model: Any, optimizer: Any, user_content: object
 ) -> None:
     runtime = session.runtime
     begun = checkpoint_try(runtime, _SAVE, on_first(runtime, lambda: folders.begin(path, tag)))
@@ -256,7 +256,9 @@ def _save_partial(
     )
 
 
-def _save_optimizer(session: Session, folder: Path, optimizer: Any, said: StateDict) -> None:
+def _save_optimizer(
+    session: TrainingSession, folder: Path, optimizer: Any, said: StateDict
+) -> None:
     """Save the files of this rank's state; the parts that only a 16-bit run has are in a file of their own."""
     state, name = optimizer.local_state_dict(False), naming.of_state(session.runtime)
     state = plain.plain(state, _SAVE, "optimizer.local_state_dict()")
@@ -267,7 +269,7 @@ def _save_optimizer(session: Session, folder: Path, optimizer: Any, said: StateD
         files.save(folder / f"{_FP16}_{name}.pt", {_FP16: precise, **said})
 
 
-def _flat_groups(session: Session, optimizer: Any) -> StateDict:
+def _flat_groups(session: TrainingSession, optimizer: Any) -> StateDict:
     """This rank's part of each parameter, by the optimizer's groups, from which public readers of shards
     put parameters together (API 1.11). Empty where parameters are whole.
     """
@@ -281,7 +283,7 @@ def _flat_groups(session: Session, optimizer: Any) -> StateDict:
 
 
 def _save_full(
-    session: Session, path: Path, tag: str, model: Any, optimizer: Any, user_content: object
+    session: TrainingSession, path: Path, tag: str, model: Any, optimizer: Any, user_content: object
 ) -> None:
     runtime = session.runtime
 
@@ -391,7 +393,7 @@ class _Loaded:
         self.user_content: object = None
 
 
-def _read_partial(session: Session, path: Path, tag: str, load_optimizer: bool) -> _Loaded:
+def _read_partial(session: TrainingSession, path: Path, tag: str, load_optimizer: bool) -> _Loaded:
     runtime = session.runtime
     folder, manifest = folders.find(path, tag)
     for key, now in naming.degrees(runtime).items():
@@ -419,7 +421,9 @@ def _read_partial(session: Session, path: Path, tag: str, load_optimizer: bool) 
     return state
 
 
-def _part(session: Session, folder: Path, manifest: folders.Manifest, kind: str, *keys: str) -> Any:
+def _part(
+    session: TrainingSession, folder: Path, manifest: folders.Manifest, kind: str, *keys: str
+) -> Any:
     """This rank's content of one kind in the folder: a dict with the kind and ``keys`` among its keys."""
     _expect_own(session, folder, "model" if kind == "model" else "optimizer")
     of_rank = naming.of_part if kind == "model" else naming.of_state
@@ -441,7 +445,7 @@ def _part(session: Session, folder: Path, manifest: folders.Manifest, kind: str,
     return content
 
 
-def _read_full(session: Session, path: Path, tag: str, load_optimizer: bool) -> _Loaded:
+def _read_full(session: TrainingSession, path: Path, tag: str, load_optimizer: bool) -> _Loaded:
     file, beside = full.find(path, tag)
     if file.is_dir() or ((path / f"{tag}{folders.SUFFIX}").is_dir() and not file.exists()):
         raise CheckpointError(
@@ -474,7 +478,7 @@ def _translate(state: _Loaded, function: Callable[[Any], object]) -> None:
     state.model = function(state.model)
 
 
-def _check(session: Session, state: _Loaded, strict: bool) -> None:
+def _check(session: TrainingSession, state: _Loaded, strict: bool) -> None:
     """Raise all errors that can be found before anything is changed; a model that is not partitioned raises later."""
     model, optimizer = session.model, session.optimizer
     if state.partition is not None:
@@ -501,7 +505,7 @@ def _of_file(where: Path, kind: str) -> Iterator[None]:
         ) from error
 
 
-def _apply_model(session: Session, state: _Loaded, strict: bool) -> None:
+def _apply_model(session: TrainingSession, state: _Loaded, strict: bool) -> None:
     if state.placement is not None:
         session.restored = state.placement
     if state.model is not None and session.model is not None:
@@ -511,7 +515,7 @@ def _apply_model(session: Session, state: _Loaded, strict: bool) -> None:
         )
 
 
-def _apply_optimizer(session: Session, state: _Loaded) -> None:
+def _apply_optimizer(session: TrainingSession, state: _Loaded) -> None:
     if state.optimizer is None or session.optimizer is None:
         return
     if state.precise_only:
@@ -524,7 +528,7 @@ def _apply_optimizer(session: Session, state: _Loaded) -> None:
 # Checks and helpers of one rank, without communication.
 
 
-def _partition_of(session: Session) -> StateDict:
+def _partition_of(session: TrainingSession) -> StateDict:
     assert session.model is not None
     placed = session.model.placement
     assert placed is not None  # a model that is not partitioned was refused
@@ -536,7 +540,7 @@ def _partition_of(session: Session) -> StateDict:
     }
 
 
-def _part_of(session: Session) -> list[int] | None:
+def _part_of(session: TrainingSession) -> list[int] | None:
     """The index of this rank's part of an optimizer's state, and the number of parts, if shard_optimizer_state
     splits it.
     """
@@ -550,12 +554,12 @@ def _say_part(part: list[int] | None) -> str:
     return "all" if part is None else f"part {part[0]} of {part[1]}"
 
 
-def _sharding_of(session: Session) -> Sharding:
+def _sharding_of(session: TrainingSession) -> Sharding:
     sharding: Sharding = WHOLE_MODEL if session.model is None else session.model.sharding
     return sharding
 
 
-def _restored(session: Session, partition: Any, where: Path) -> placement.Placement | None:
+def _restored(session: TrainingSession, partition: Any, where: Path) -> placement.Placement | None:
     """The partition that a checkpoint brought, None if it is that of the run. Raises CheckpointError if
     it cannot hold.
     """
@@ -592,7 +596,7 @@ def _restored(session: Session, partition: Any, where: Path) -> placement.Placem
     return made
 
 
-def _check_own(session: Session, kind: str, given: object) -> None:
+def _check_own(session: TrainingSession, kind: str, given: object) -> None:
     """A session has one model and one optimizer; others could not be resumed."""
     own = getattr(session, kind)
     if given is not None and given is not own:
@@ -603,7 +607,7 @@ def _check_own(session: Session, kind: str, given: object) -> None:
         )
 
 
-def _expect_own(session: Session, where: Path, kind: str) -> None:
+def _expect_own(session: TrainingSession, where: Path, kind: str) -> None:
     if getattr(session, kind) is None:
         made = "Distributed" + kind.capitalize()
         remedy = ", or pass load_optimizer=False" if kind == "optimizer" else ""
@@ -613,7 +617,7 @@ def _expect_own(session: Session, where: Path, kind: str) -> None:
         )
 
 
-def _outside_step(session: Session, call: str) -> None:
+def _outside_step(session: TrainingSession, call: str) -> None:
     if session.step is not None:
         raise CheckpointError(
             f"{call}: called inside of a step, whose gradients are not complete. Call it between steps"

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from smp_core.errors import PayloadError, VerdictError
-from smp_core.microbatch import Call
+from smp_core.microbatch import CallArguments
 from smp_core.torch.exceptions import (
     OutsideStepError,
     UnsupportedTrainingError,
@@ -41,7 +41,7 @@ from smp_core.torch.execution.remote.packets import (
 )
 from smp_core.torch.execution.running import Callee, RunningStep
 from smp_core.torch.execution.server import Server
-from smp_core.torch.session import Reducer, Session
+from smp_core.torch.session import Reducer, TrainingSession
 from smp_core.torch.tensor_tree import detached
 
 
@@ -61,9 +61,9 @@ class _Overlap:
 
 
 def run_step(
-    session: Session,
+    session: TrainingSession,
     body: Callable[..., object],
-    split: Callable[[], list[Call]],
+    split: Callable[[], list[CallArguments]],
     detach_outputs: bool,
 ) -> list[object]:
     """Run one step; every rank of the world calls it. Returns the body's result for each microbatch, in
@@ -100,7 +100,7 @@ def run_step(
 def _run(
     step: RunningStep,
     body: Callable[..., object],
-    split: Callable[[], list[Call]],
+    split: Callable[[], list[CallArguments]],
     detach_outputs: bool,
 ) -> list[object]:
     # Every rank draws, although only the driver's seed is used: generators that began alike stay alike, so a script
@@ -136,7 +136,7 @@ def _drive(
     step: RunningStep,
     server: Server,
     body: Callable[..., object],
-    split: Callable[[], list[Call]],
+    split: Callable[[], list[CallArguments]],
     detach_outputs: bool,
 ) -> list[object]:
     results: list[object] = []

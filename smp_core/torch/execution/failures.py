@@ -16,7 +16,7 @@ from smp_core.torch.exceptions import StepAbortedError
 from smp_core.torch.execution.remote.messages import RemoteFailure
 from smp_core.torch.execution.schedule import Phase
 from smp_core.torch.execution.timeline import Timed
-from smp_core.torch.session import Session
+from smp_core.torch.session import TrainingSession
 
 
 def module_text(path: str) -> str:
@@ -24,7 +24,7 @@ def module_text(path: str) -> str:
     return f"module {path}" if path else "the model itself"
 
 
-def aborted(session: Session, error: BaseException) -> StepAbortedError:
+def aborted(session: TrainingSession, error: BaseException) -> StepAbortedError:
     """The exception for the other ranks when this rank raised ``error`` before the first microbatch."""
     return _aborted(failure_of(session.runtime, None, error))
 

@@ -16,7 +16,7 @@ from smp_core.torch.execution.source import WHOLE, ParameterSource
 from smp_core.torch.execution.timeline import Timed, Timeline
 from smp_core.torch.execution.uses import CallKey
 from smp_core.torch.execution.workers import WorkerThreads
-from smp_core.torch.session import Reducer, Session
+from smp_core.torch.session import Reducer, TrainingSession
 
 
 class Callee(Protocol):
@@ -53,7 +53,7 @@ class RunningStep:
     """
 
     def __init__(
-        self, session: Session, overlap: Callable[[RunningStep, Reducer], GradientListener]
+        self, session: TrainingSession, overlap: Callable[[RunningStep, Reducer], GradientListener]
     ) -> None:
         runtime, model = session.runtime, session.model
         config = runtime.config

@@ -165,7 +165,7 @@ class Recorder:
         return found
 
 
-def _state(session: sessions.Session) -> Iterator[tuple[str, list[torch.Tensor]]]:
+def _state(session: sessions.TrainingSession) -> Iterator[tuple[str, list[torch.Tensor]]]:
     """The tensors that the rank keeps between steps, by kind."""
     model, optimizer = session.model, session.optimizer
     grads: list[torch.Tensor | None] = []

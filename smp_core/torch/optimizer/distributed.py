@@ -298,11 +298,11 @@ class DistributedOptimizer(Internals, Optimizer):
 
     # Calls by the model.
 
-    def _smp_partitioned(self, model: sessions.Model) -> None:
+    def _smp_partitioned(self, model: sessions.SessionModel) -> None:
         """Forget the parameters that other ranks own, now that the model has been partitioned."""
         self._parameters.partition(model)
 
-    def _smp_mastered(self, model: sessions.Model) -> None:
+    def _smp_mastered(self, model: sessions.SessionModel) -> None:
         """The model has been partitioned, and has its own parameters: work on masters, if there are any."""
         if model.masters is not None:
             self._update = Update(self._session, model.masters)

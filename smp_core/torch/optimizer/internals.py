@@ -16,7 +16,7 @@ from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import UnsupportedTrainingError
 from smp_core.torch.optimizer.parameters import OptimizerParameters
 from smp_core.torch.reduction.layout import Layout
-from smp_core.torch.session import Session
+from smp_core.torch.session import TrainingSession
 from smp_core.torch.tensor_tree import StateDict
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Internals:
     """A base of DistributedOptimizer, which makes the attributes."""
 
-    _session: Session
+    _session: TrainingSession
     _parameters: OptimizerParameters
 
     # 16 bits.

@@ -19,7 +19,7 @@ from smp_core.topology import GroupKind
 from smp_core.torch.parameters import foreign
 from smp_core.torch.precision.masters import Masters, is_elementwise
 from smp_core.torch.precision.scaler import LossScaler
-from smp_core.torch.session import Model
+from smp_core.torch.session import SessionModel
 from smp_core.torch.sharding.sharding import Sharding
 from smp_core.torch.sharding.whole_model import WHOLE_MODEL
 
@@ -102,7 +102,7 @@ class OptimizerParameters:
 
     # The model is partitioned.
 
-    def partition(self, model: Model) -> None:
+    def partition(self, model: SessionModel) -> None:
         """Drop the parameters that other ranks own, and the state of them; groups stay."""
         assert model.placement is not None
         placement, here = model.placement, self.runtime.position(GroupKind.PP)
@@ -117,7 +117,7 @@ class OptimizerParameters:
             del self.optimizer.state[parameter]
         self.partitioned = True
 
-    def follow(self, model: Model) -> None:
+    def follow(self, model: SessionModel) -> None:
         """Work on the model's masters and shards. State that there is of whole parameters is cut as they are."""
         self.sharding = model.sharding
         if model.masters is None:

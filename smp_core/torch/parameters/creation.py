@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 
 from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import UnsupportedTrainingError
-from smp_core.torch.session import Session
+from smp_core.torch.session import TrainingSession
 from smp_core.torch.tensor_tree import Tree
 
 _META = torch.device("meta")
@@ -325,7 +325,7 @@ def is_delayed(module: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in module.parameters())
 
 
-def value(session: Session, tensor: torch.Tensor, name: str) -> torch.Tensor:
+def value(session: TrainingSession, tensor: torch.Tensor, name: str) -> torch.Tensor:
     """The values of a parameter or buffer: its own memory, or new memory if the tensor is delayed.
 
     Raises UnsupportedTrainingError for a tensor on meta that no context of delayed initialisation has made.

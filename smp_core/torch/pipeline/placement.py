@@ -22,7 +22,7 @@ from smp_core.torch.parameters import creation, foreign, sharing
 from smp_core.torch.parameters.sharing import Entry
 from smp_core.torch.pipeline import partitioner
 from smp_core.torch.pipeline.tracing import Trace
-from smp_core.torch.session import Owners, Session
+from smp_core.torch.session import Owners, TrainingSession
 from smp_core.transport.protocols import Group
 
 MARK = "_smp_partition"  #: attribute in which smp.partition leaves its index on a module
@@ -58,7 +58,7 @@ class Sharded(Protocol):
         """Set the attributes of persistent parameters that scripts read, once parameters have values."""
 
 
-def decide(session: Session, module: nn.Module, trace: Trace | None = None) -> Placement:
+def decide(session: TrainingSession, module: nn.Module, trace: Trace | None = None) -> Placement:
     """Compute the placement of ``module`` from the configuration, without communication.
 
     With ``auto_partition`` the assignment is balanced (partitioner.py). Otherwise a module goes to the partition that
@@ -164,7 +164,7 @@ def _check_shared(module: nn.Module, placement: Placement) -> None:
             )
 
 
-def settle(session: Session, make: Callable[[], Placement]) -> Placement:
+def settle(session: TrainingSession, make: Callable[[], Placement]) -> Placement:
     """Run ``make()`` on pp rank 0 of dp rank 0. Collective over the world: every rank returns the result, or raises
     the same SmpError.
     """
@@ -196,7 +196,7 @@ def settle(session: Session, make: Callable[[], Placement]) -> Placement:
     return placement
 
 
-def prepare(session: Session, model: Any) -> None:
+def prepare(session: TrainingSession, model: Any) -> None:
     """Record the true shapes of ``model.module``. Collective over the world, before ``distribute``.
 
     If the ranks have built different models, every rank raises PartitionError before anything changes.
@@ -207,7 +207,9 @@ def prepare(session: Session, model: Any) -> None:
     vars(model)[SHAPES] = {entry.name: tuple(entry.tensor.shape) for entry in unique(module)}
 
 
-def distribute(session: Session, model: Any, placement: Placement, sharded: Sharded) -> None:
+def distribute(
+    session: TrainingSession, model: Any, placement: Placement, sharded: Sharded
+) -> None:
     """Send every rank its partition of ``model.module``, and free the rest. Collective over the world.
 
     The owners and their replicas get the values of (pp_rank 0, dp_rank 0) (API 1.3.8). Tensor objects stay in the
@@ -235,7 +237,7 @@ def _pin(module: nn.Module) -> None:
         vars(child).pop(MARK, None)
 
 
-def _source(session: Session) -> int:
+def _source(session: TrainingSession) -> int:
     """The world rank whose values all ranks get: pp rank 0 of dp rank 0."""
     topology = session.runtime.topology
     return next(
@@ -245,7 +247,7 @@ def _source(session: Session) -> int:
     )
 
 
-def _check_same(session: Session, module: nn.Module) -> None:
+def _check_same(session: TrainingSession, module: nn.Module) -> None:
     """Raise PartitionError unless all ranks have the same names, shapes, dtypes and ties between tensors."""
     runtime = session.runtime
     first: dict[int, str] = {}
@@ -293,7 +295,7 @@ def _say(line: tuple[str, str, tuple[int, ...], str, str] | None) -> str:
 
 
 def _send_part(
-    session: Session,
+    session: TrainingSession,
     module: nn.Module,
     placement: Placement,
     owner: int,

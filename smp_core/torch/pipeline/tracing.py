@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from smp_core.errors import ArgumentError
 from smp_core.torch import tensor_tree
 from smp_core.torch.memory import activations
-from smp_core.torch.session import Session
+from smp_core.torch.session import TrainingSession
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Tracer(contextlib.ExitStack):
     def __init__(
         self,
         module: nn.Module,
-        session: Session | None = None,
+        session: TrainingSession | None = None,
         *,
         execution_times: bool = False,
         memory_usage: bool = False,

@@ -18,7 +18,7 @@ from smp_core.config import Config
 from smp_core.errors import ArgumentTypeError
 from smp_core.torch import tensor_tree
 from smp_core.torch.parameters import creation, sharing
-from smp_core.torch.session import Session
+from smp_core.torch.session import TrainingSession
 from smp_core.torch.tensor_tree import Tree
 
 HALF = (torch.float16, torch.bfloat16)
@@ -29,7 +29,7 @@ def dtype_of(config: Config) -> torch.dtype | None:
     return torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else None
 
 
-def convert(session: Session, module: nn.Module, dtype: torch.dtype) -> None:
+def convert(session: TrainingSession, module: nn.Module, dtype: torch.dtype) -> None:
     """Make float32 parameters and all floating-point buffers of a module tree ``dtype``, in place, as
     ``Module.half`` does. Tensors that are ``dtype`` already, or are not floating-point, stay.
     Gradients that parameters have are dropped.

@@ -18,7 +18,7 @@ from smp_core import reduction
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.precision.masters import Masters, multiply
-from smp_core.torch.session import Session
+from smp_core.torch.session import TrainingSession
 
 
 class Found(enum.IntEnum):
@@ -56,7 +56,7 @@ class Update:
     Their state is looked up once for each reduction: by ``clip`` or by ``ready``, whichever comes first.
     """
 
-    def __init__(self, session: Session, masters: Masters) -> None:
+    def __init__(self, session: TrainingSession, masters: Masters) -> None:
         self._session, self._masters = session, masters
         self._known: tuple[tuple[int, int], Found] | None = None
 

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 
 from torch import distributed as dist
 
-from pytest_smp.ranks.board import Board, Finding, Recorder
+from pytest_smp.ranks.board import Board, BoardRecorder, Finding
 from pytest_smp.ranks.board.instrument import Instrument
 
 Body = Callable[[int], None]
@@ -65,7 +65,7 @@ def _serve(body: Body, rank: int, size: int, folder: str, line: Connection) -> N
     # Of this process alone: what launches ranks on two machines in a later test would inherit it.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        recorder = Recorder(rank, lambda data: line.send_bytes(b"R" + data))
+        recorder = BoardRecorder(rank, lambda data: line.send_bytes(b"R" + data))
         instrument = Instrument(recorder)
         instrument.install()
         store = dist.FileStore(f"{folder}/store", size)  # type: ignore[attr-defined]

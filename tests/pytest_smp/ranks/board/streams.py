@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pytest_smp.ranks.board import Board, Recorder
+from pytest_smp.ranks.board import Board, BoardRecorder
 from pytest_smp.ranks.board.recorder import Description
 from smp_core.transport.peers import Source
 from smp_core.transport.protocols import Group
@@ -25,7 +25,7 @@ class Rank:
 
     def __init__(self, board: Board, rank: int, world: Sequence[int], run: int = 0) -> None:
         self.rank, self.board = rank, board
-        self.recorder = Recorder(rank, lambda data: board.feed(rank, data))
+        self.recorder = BoardRecorder(rank, lambda data: board.feed(rank, data))
         self.recorder.begin(run)
         self.world = self.group("WORLD", world)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from pytest_smp.ranks.board import Recorder
+from pytest_smp.ranks.board import BoardRecorder
 from pytest_smp.ranks.board.fingerprint import COLLECTIVES
 from pytest_smp.ranks.board.instrument import Instrument
 
@@ -94,7 +94,7 @@ def both(call: Callable[[], object]) -> tuple[str, str]:
 
     The call with the board comes first: pybind11 looks an override that a class does not have up only once.
     """
-    recorder = Recorder(0, lambda data: None)
+    recorder = BoardRecorder(0, lambda data: None)
     instrument = Instrument(recorder)
     instrument.install()
     recorder.begin()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pytest_smp.ranks.board import Board, Recorder, fingerprint
+from pytest_smp.ranks.board import Board, BoardRecorder, fingerprint
 from pytest_smp.ranks.protocols import VerdictKind
 from pytest_smp.strategies.communication import FAULTS, RACES, sample, sample_invalid
 from pytest_smp.strategies.communication.faults import named
@@ -32,7 +32,7 @@ class Writer:
     def __init__(self, rank: int, plans: Plans, stops: Action | None) -> None:
         self.records: list[bytes] = []
         self._rank, self._stops = rank, stops
-        self._recorder = Recorder(rank, self.records.append)
+        self._recorder = BoardRecorder(rank, self.records.append)
         self._flying: dict[int, list[int]] = {}
         self._recorder.begin()
         if self._plan(plans[rank]):

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_smp.ranks.backends import open_backend
-from pytest_smp.ranks.board.recorder import Recorder
+from pytest_smp.ranks.board.recorder import BoardRecorder
 from pytest_smp.ranks.protocols import Job
 from pytest_smp.strategies.communication.faults import named
 from smp_core.errors import CollectiveMismatchError, DeadlockError
@@ -239,7 +239,7 @@ def test_a_backend_that_no_longer_is_instrumented_is_as_it_was() -> None:
     from pytest_smp.ranks.board.instrument import Instrument
 
     before = [(cls, dict(vars(cls))) for cls in (dist.ProcessGroup, dist.Work)]
-    instrument = Instrument(Recorder(0, lambda data: None))
+    instrument = Instrument(BoardRecorder(0, lambda data: None))
     instrument.install()
     instrument.install()
     assert vars(dist.ProcessGroup)["allreduce"] is not before[0][1]["allreduce"]

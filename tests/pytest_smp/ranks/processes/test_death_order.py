@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_smp.ranks import serialization
-from pytest_smp.ranks.board import Board, Recorder
+from pytest_smp.ranks.board import Board, BoardRecorder
 from pytest_smp.ranks.board.recorder import Description
 from pytest_smp.ranks.processes import run as run_module
 from pytest_smp.ranks.processes.process_status import ProcessStatus
@@ -42,7 +42,7 @@ class Rank:
         os.set_blocking(line.fileno(), False)
         self.process = RankProcess(slot, 1_000_000 + slot, "here", "/nowhere", control, line)
         self.sent = 0
-        self.recorder = Recorder(slot, self._write)
+        self.recorder = BoardRecorder(slot, self._write)
         self.recorder.begin(NUMBER)
         self._group = self.recorder.group("torch", "WORLD", "WORLD", 0, range(size))
         self._world = Group("WORLD", tuple(range(size)))

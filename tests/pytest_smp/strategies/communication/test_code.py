@@ -18,7 +18,7 @@ import torch.distributed as dist
 import smp_core.torch as api
 from pytest_smp.ranks.protocols import Report
 from pytest_smp.strategies import invalid_programs, programs
-from pytest_smp.strategies.communication import Fault, InvalidProgram, Lie, Program
+from pytest_smp.strategies.communication import InvalidProgram, Lie, Program, ProgramFault
 from pytest_smp.strategies.communication.code import FILENAME
 from pytest_smp.strategies.communication.program import Runnable
 from smp_core.errors import ArgumentError
@@ -96,7 +96,7 @@ def test_code_runs_alone_by_pytest(program: Make, tmp_path: Path) -> None:
         {"operation": "all_to_all_single", "rows": ((1, 2), (0, 3)), "dtype": "complex64"},
         {"operation": "smp.allgather", "group": "WORLD"},
     )
-    invalid = InvalidProgram(valid, Fault("missing call", 1, 1))
+    invalid = InvalidProgram(valid, ProgramFault("missing call", 1, 1))
     for name, each in (("valid", valid), ("invalid", invalid)):
         (tmp_path / f"test_{name}.py").write_text(each.code(), encoding="utf-8")
     done = subprocess.run(

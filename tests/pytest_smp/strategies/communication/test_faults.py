@@ -18,9 +18,9 @@ from pytest_smp.ranks.protocols import Report, VerdictKind
 from pytest_smp.strategies import invalid_programs
 from pytest_smp.strategies.communication import (
     FAULTS,
-    Fault,
     InvalidProgram,
     Program,
+    ProgramFault,
     Score,
     Truth,
 )
@@ -202,7 +202,7 @@ def test_the_truth_is_the_one_written_by_hand_and_the_run_says_so(
     fields = dict(*changes)
     other = fields.pop("other", -1)
     step = replace(valid.steps[number], **fields) if fields else None
-    invalid = InvalidProgram(valid, Fault(kind, rank, number, step, other))
+    invalid = InvalidProgram(valid, ProgramFault(kind, rank, number, step, other))
     text = invalid.code().splitlines()
     truth = invalid.truth
     assert (truth.verdict, truth.rank) == (verdict, rank)
@@ -270,7 +270,7 @@ def test_ranks_are_read_from_messages() -> None:
 def test_the_score_sees_what_is_wrong(
     program: Make, verdict: VerdictKind, message: str, score: tuple[bool, bool, bool]
 ) -> None:
-    invalid = InvalidProgram(program(3, SUM), Fault("missing call", 1, 0))
+    invalid = InvalidProgram(program(3, SUM), ProgramFault("missing call", 1, 0))
     text = message.replace("<F>", FILENAME).format(line=invalid.truth.lines[0])
     assert invalid.score(Report(verdict, [], error=RuntimeError(text))) == Score(*score)
 
@@ -278,7 +278,7 @@ def test_the_score_sees_what_is_wrong(
 def test_one_of_the_other_lines_is_enough_and_needed(program: Make) -> None:
     valid = program(2, {"operation": "broadcast", "root": 0})
     wrong = replace(valid.steps[0], root=1)
-    invalid = InvalidProgram(valid, Fault("wrong root", 1, 0, wrong))
+    invalid = InvalidProgram(valid, ProgramFault("wrong root", 1, 0, wrong))
     truth = invalid.truth
     assert isinstance(truth, Truth)
     for lines, shown in ((truth.lines, False), ((*truth.lines, *truth.others), True)):
@@ -292,14 +292,14 @@ def test_one_of_the_other_lines_is_enough_and_needed(program: Make) -> None:
 @pytest.mark.parametrize(
     ("calls", "fault", "said"),
     [
-        ([SUM, SUM], Fault("swap", 0, 0, other=1), "valid"),
-        ([LATER, SUM], Fault("swap", 0, 0, other=1), "valid"),  # the wait goes with its call
-        ([{**BARRIER, "group": "g2"}], Fault("missing call", 2, 0), "valid"),
-        ([{**BARRIER, "group": "g2"}], Fault("early return", 2, 0), "valid"),
+        ([SUM, SUM], ProgramFault("swap", 0, 0, other=1), "valid"),
+        ([LATER, SUM], ProgramFault("swap", 0, 0, other=1), "valid"),  # the wait goes with its call
+        ([{**BARRIER, "group": "g2"}], ProgramFault("missing call", 2, 0), "valid"),
+        ([{**BARRIER, "group": "g2"}], ProgramFault("early return", 2, 0), "valid"),
     ],
 )
 def test_a_fault_that_leaves_the_program_valid_is_none(
-    program: Make, calls: list[dict[str, Any]], fault: Fault, said: str
+    program: Make, calls: list[dict[str, Any]], fault: ProgramFault, said: str
 ) -> None:
     invalid = InvalidProgram(program(3, *calls, g2=(2,)), fault)
     with pytest.raises(InvalidArgument, match=said):
@@ -318,12 +318,12 @@ def test_two_mismatches_leave_a_doubt(program: Make) -> None:
     valid = program(2, *calls, g1=(0, 1), g2=(0, 1))
     wrong = replace(valid.steps[0], group="g2")
     with pytest.raises(InvalidArgument, match="doubt"):
-        _ = InvalidProgram(valid, Fault("wrong group", 0, 0, wrong)).truth
+        _ = InvalidProgram(valid, ProgramFault("wrong group", 0, 0, wrong)).truth
 
 
 def test_invalid_programs_shrink_to_a_call_left_out(minimal: Callable[..., Any]) -> None:
     found = minimal(invalid_programs())
-    assert found.fault == Fault("missing call", 0, 0)
+    assert found.fault == ProgramFault("missing call", 0, 0)
     assert found.ranks == 2
     assert [step.operation for step in found.program.steps] == ["barrier"]
     races = minimal(invalid_programs(faults=("changed input",)))
