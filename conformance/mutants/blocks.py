@@ -1,4 +1,4 @@
-"""What several planted bugs are made of: a transport that does not wait, state that lasts for one run."""
+"""Building blocks of mutants: a transport that does not wait, state that lasts for one run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from smp_core.transport.protocols import Group
 
 
 class PerRun:
-    """State that starts afresh with every run."""
+    """State that is made anew for every run; a call returns the state of the current run."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
@@ -44,13 +44,14 @@ def mailbox(
     broadcast_first: bool = False,
     wait_for_first: bool = False,
 ) -> None:
-    """An object transport that waits for no receiver.
+    """Replace the object transport of ``sim`` by one that waits for no receiver.
 
     Args:
-        take: which of the waiting objects is received: the oldest (0) or the newest (-1).
-        any_source: receive from whoever has sent.
-        broadcast_first: broadcasts overtake sends.
-        wait_for_first: broadcast waits until the first receiver has taken the object.
+        patch: undoes the replacement at the end of the trial.
+        take: the index of the waiting object to receive: the oldest (0) or the newest (-1).
+        any_source: whether a receive takes objects of any sender.
+        broadcast_first: whether broadcasts overtake sends.
+        wait_for_first: whether a broadcast waits until the first receiver has taken the object.
     """
     boxes = PerRun(lambda: defaultdict(list))
 
@@ -79,12 +80,12 @@ def mailbox(
 
 
 def members(group: smp.CommGroup) -> tuple[int, ...]:
-    """The caller's group."""
+    """The world ranks of the caller's group of a kind."""
     return runtime.current("the mutant").group(group.value).ranks
 
 
 def parse_without(patch: Patch, forget: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Change a script's parameters before they are judged."""
+    """Change a script's parameters by ``forget`` before the configuration is checked."""
     parse = runtime._parse
     patch.setattr(
         runtime,

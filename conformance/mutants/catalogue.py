@@ -1,4 +1,4 @@
-"""All hand-written mutants: our own, and those that a session adds (``--smp-mutants``)."""
+"""All hand-written mutants: this project's, and those that a session adds (``--smp-mutants``)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from conformance.requirements.registry import RequirementError
 
 
 def checked(*areas: Iterable[object]) -> tuple[Mutant, ...]:
-    """The mutants of these areas in one tuple. Raises MutantError."""
+    """Check the mutants of these areas, and return them in one tuple. Raises MutantError."""
     found: dict[str, Mutant] = {}
     for area in areas:
         for each in area:
@@ -51,13 +51,13 @@ def checked(*areas: Iterable[object]) -> tuple[Mutant, ...]:
 
 
 def load(where: str) -> Iterable[object]:
-    """The mutants at ``module:attribute``, not yet checked. Raises MutantError."""
+    """Import the mutants at ``module:attribute``, without checking them. Raises MutantError."""
     module_name, colon, attribute = where.partition(":")
     if not (module_name and colon and attribute):
         raise MutantError("must be module:attribute")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # of any kind: somebody else's module runs
+    except Exception as error:  # any kind: importing runs the code of a third party
         raise MutantError(
             f"cannot import {module_name}: {type(error).__name__}: {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""Bugs of clipping under sharded data parallelism: whose elements count in the norm, and how often."""
+"""Bugs of clipping under sharded data parallelism: elements left out of the norm or counted twice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BUGS = Bugs("clipping of sharded gradients")
 
 
 def coefficient(patch: Patch, number: Callable[[float, float], float]) -> None:
-    """Multiply gradients by ``number(most, norm)``."""
+    """Make clipping multiply gradients by ``number(most, norm)``."""
     clip = ShardedModel.clip
 
     def changed(self: ShardedModel, targets: Sequence[nn.Parameter], scale: float = 1.0) -> None:

@@ -1,8 +1,8 @@
 """Bugs of the tensor collectives of a process group: layouts, dtypes, roots, orders.
 
-Most stand around the functions of torch.distributed, which every backend is called by; those of the
-order and the numbers of a reduction, in the fold. A decorator says where a bug is planted and which
-requirement must catch it; the function below it is the bug.
+Most bugs wrap the functions of torch.distributed, through which every backend is called. Bugs in the order
+and the numbers of a reduction replace the fold. A decorator names the place of a bug and the requirement
+that must catch it; the decorated function is the bug.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BUGS = Bugs("collectives and layout")
 RANKS = "groups, roots and rank mapping"
 ERRORS = "errors, hangs, pickling and resources"
 
-#: How a bug shows that gives a wrong value, or makes calls that do not fit together.
+#: The exceptions of a bug that gives a wrong value, or makes calls that do not match.
 VALUE_OR_VERDICT = (*ASSERTION, VerdictError)
 
 Tensor = torch.Tensor
@@ -37,8 +37,8 @@ Call = Callable[..., Any]
 
 # ---- Where bugs are planted ----------------------------------------------------------------------
 
-#: By name of a function: the places of its inputs and of its outputs among the positional arguments,
-#: as ``call`` of conformance.cases.tensors.COLLECTIVES passes them.
+#: The places of inputs and of outputs among each function's positional arguments, in the form in which
+#: ``call`` of conformance.cases.tensors.COLLECTIVES passes them.
 ARGUMENTS = {
     "broadcast": ((0,), (0,)),
     "all_reduce": ((0,), (0,)),
@@ -61,13 +61,13 @@ def around(patch: Patch, names: str | Sequence[str], wrapper: Call) -> None:
 
 
 def everywhere(patch: Patch, wrapper: Call) -> None:
-    """``around`` every function; the wrapper gets its name first."""
+    """Wrap every function of ARGUMENTS by :func:`around`; the wrapper gets the function's name first."""
     for name in ARGUMENTS:
         around(patch, name, functools.partial(wrapper, name))
 
 
 def reduces(patch: Patch, change: Call) -> None:
-    """``change`` gets the original reduction, the tensors and the op."""
+    """Replace the fold by ``change``, which gets the original, the tensors and the op."""
     replaced = functools.partial(change, reduction.reduce_tensors)
     for module in (reduction, collectives):
         patch.setattr(module, "reduce_tensors", replaced)
@@ -76,7 +76,10 @@ def reduces(patch: Patch, change: Call) -> None:
 def entered(
     plant: Callable[[Patch, Call], None], requirement: str, *by: type[BaseException], **more: str
 ) -> Callable[[Call], Call]:
-    """Enter functions of which ``plant`` makes a mutant; the rest as :meth:`Bugs.enter` takes it."""
+    """Make a decorator that enters a function as a bug, planted by ``plant``.
+
+    The other arguments are those of :meth:`Bugs.enter`.
+    """
 
     def enter(bug: Call) -> Call:
         def planted(patch: Patch) -> None:
@@ -92,14 +95,14 @@ def entered(
 def in_call(
     names: str | Sequence[str], requirement: str, *by: type[BaseException], **more: str
 ) -> Callable[[Call], Call]:
-    """The bug is called in place of these functions, with the original and its arguments."""
+    """Enter a bug that is called in place of these functions, with the original and its arguments."""
     return entered(lambda patch, bug: around(patch, names, bug), requirement, *by, **more)
 
 
 def in_every_call(
     requirement: str, *by: type[BaseException], **more: str
 ) -> Callable[[Call], Call]:
-    """The bug is called in place of every collective, with its name, the original and its arguments."""
+    """Enter a bug that is called in place of every collective, with name, original and arguments."""
     return entered(everywhere, requirement, *by, **more)
 
 
@@ -110,7 +113,7 @@ def in_tensors(
     *by: type[BaseException],
     **more: str,
 ) -> Callable[[Call], Call]:
-    """The bug makes another tensor of each that these functions read (``"in"``) or write (``"out"``)."""
+    """Enter a bug that changes each tensor that these functions read (``"in"``) or write (``"out"``)."""
 
     def plant(patch: Patch, bug: Call) -> None:
         for name in [names] if isinstance(names, str) else names:
@@ -138,8 +141,9 @@ def in_reduction(
     *by: type[BaseException],
     **more: str,
 ) -> Callable[[Call], Call]:
-    """The bug reduces tensors of these dtypes by these ops, each all if empty; it gets the original,
-    the tensors and the op.
+    """Enter a bug in place of the fold, for some reduce ops and dtypes; an empty collection means all.
+
+    The bug gets the original, the tensors and the op.
     """
 
     def plant(patch: Patch, bug: Call) -> None:
@@ -153,7 +157,7 @@ def in_reduction(
 
 
 def called(bug: Call, name: str, sentence: str) -> Call:
-    """A bug of several functions under the name that it has in one of them."""
+    """Copy a bug that is planted in several functions, with a name and sentence for one of them."""
     one = functools.partial(bug)
     vars(one).update(__name__=name, __doc__=sentence)
     return one
@@ -163,14 +167,14 @@ def called(bug: Call, name: str, sentence: str) -> Call:
 
 
 def each(change: Callable[[Tensor], Tensor], argument: Any) -> Any:
-    """Change a tensor, or all of a list; None stays."""
+    """Apply ``change`` to a tensor, or to all tensors of a list; None stays None."""
     if isinstance(argument, list):
         return [change(tensor) for tensor in argument]
     return argument if argument is None else change(argument)
 
 
 def tensors_at(arguments: Sequence[Any], places: Sequence[int]) -> list[Tensor]:
-    """The tensors at these places, lists opened."""
+    """The tensors at these places of the arguments, also those in lists."""
     found = [arguments[place] for place in places]
     return [
         tensor
@@ -186,7 +190,7 @@ def outputs_of(name: str, arguments: Sequence[Any]) -> list[Tensor]:
 
 
 def as_if_dense(tensor: Tensor) -> Tensor:
-    """The memory from a tensor's first element on, read or written as if the rest followed densely."""
+    """A contiguous view of a tensor's shape on the memory from its first element on, or a copy of it."""
     if tensor.is_contiguous():
         return tensor
     start, count = tensor.storage_offset(), tensor.numel()
@@ -198,18 +202,18 @@ def as_if_dense(tensor: Tensor) -> Tensor:
 
 
 def from_the_start(tensor: Tensor) -> Tensor:
-    """A tensor's memory, its place in the storage forgotten."""
+    """A view of the tensor's shape and strides at offset 0 of its storage."""
     return tensor.as_strided(tensor.shape, tensor.stride(), 0)
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """The view of the same elements that has them as they lie."""
+    """A view of the same elements with dimensions in the order of memory."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(order)
 
 
 def through(tensor: Tensor, wide: torch.dtype, narrow: torch.dtype) -> Tensor:
-    """A tensor of the dtype ``wide`` after a detour through another."""
+    """Convert a tensor of dtype ``wide`` to ``narrow`` and back; other tensors stay."""
     return tensor.to(narrow).to(wide) if tensor.dtype is wide else tensor
 
 
@@ -219,12 +223,12 @@ def members(group: Any) -> int:
 
 
 def is_outsider(how: dict[str, Any]) -> bool:
-    """Whether the group among these arguments is one that the caller is not in."""
+    """Return whether the caller is outside of the group among these arguments."""
     return how.get("group") == dist.GroupMember.NON_GROUP_MEMBER
 
 
 def turned(parts: Sequence[Any]) -> list[Any]:
-    """The last first."""
+    """Move the last part to the front."""
     return [*parts[-1:], *parts[:-1]]
 
 
@@ -359,7 +363,7 @@ def receivers_splits(
 
 
 def combines(patch: Patch, **by: str) -> None:
-    """Reduce ops use the function of others."""
+    """Make each named reduce op use the function of another."""
     table = reduction._COMBINE
     patch.setattr(reduction, "_COMBINE", table | {op: table[other] for op, other in by.items()})
 
@@ -540,7 +544,7 @@ def average_by_default(original: Call, *arguments: Any, **how: Any) -> Any:
 
 # ---- Roots ---------------------------------------------------------------------------------------
 
-#: A rank that is not in the group is refused with a ValueError.
+#: Exceptions that also cover the ValueError for a rank outside of the group.
 OR_REFUSED = (*VALUE_OR_VERDICT, ValueError)
 
 
@@ -750,7 +754,7 @@ def landed_in_memory_order(patch: Patch) -> None:
 
 
 def read_in_flight(patch: Patch, change: Callable[[Tensor], Tensor]) -> None:
-    """An asynchronous call reads other views of its inputs."""
+    """Make asynchronous calls read ``change(input)`` in place of each input."""
     take_off = InFlightBuffer.take_off
 
     def taken_off(in_flight: InFlightBuffer, *arguments: Any) -> None:

@@ -1,7 +1,7 @@
-"""``--smp-selftest``: a pytest plugin that plants bugs and sees whether the properties catch them.
+"""``--smp-selftest``: a pytest plugin that plants bugs and checks that the properties catch them.
 
-In place of running the collected properties once, the session runs them on the reference, and then
-on every mutant.
+The session runs the collected properties on the reference and then on mutants, in place of one normal
+run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _MUTANTS: pytest.StashKey[Sequence[Mutant]] = pytest.StashKey()
 
-#: Seconds that one run on the ranks may take: mutants that loop are many, and ranks are quick.
+#: Seconds that one run on ranks may take: many mutants loop for ever, and a good run is quick.
 _TIMEOUT = "5"
 
 

@@ -1,4 +1,4 @@
-"""Bugs of the configuration: what is valid is refused, what breaks a rule is accepted."""
+"""Bugs of the configuration: valid values are refused, and broken rules accepted."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def sharding_divides_data_parallel(patch: Patch) -> None:
 
 
 def without_rule(*keys: str) -> Callable[[Patch], None]:
-    """Forget the rule between these keys of the configuration."""
+    """Make a plant that removes the rule between these keys of the configuration."""
 
     def plant(patch: Patch) -> None:
         left = tuple(rule for rule in config.RULES if rule.keys != keys)

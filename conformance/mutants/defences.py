@@ -1,5 +1,6 @@
-"""What our engine finds by itself is taken away from it, so that a bug is left for the property to find:
-other engines may not look.
+"""Mutants' switches for the own checks of ``smp_core``, so that only a property can find a bug.
+
+Other engines may not have such checks.
 """
 
 from __future__ import annotations
@@ -9,5 +10,5 @@ from smp_core.torch.reduction import drift
 
 
 def unseen_drift(patch: Patch) -> None:
-    """Replicas that have drifted apart go on: all values have one checksum."""
+    """Disable the check for drift: every tensor has the same checksum."""
     patch.setattr(drift, "digest", lambda tensor: 0)

@@ -1,4 +1,4 @@
-"""Bugs of the errors that the API promises: accepted in silence, or refused too late."""
+"""Bugs of the errors that the API promises: wrong calls are accepted in silence, or refused too late."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BUGS = Bugs("errors, hangs, pickling and resources")
 
 
 def lenient_peer(patch: Patch, forgive: Callable[[int, int], int]) -> None:
-    """Correct a rank, given it and the group's size, before it is judged."""
+    """Replace a wrong rank by ``forgive(rank, size of the group)`` before it is checked."""
     peer = comm._peer
 
     def correct(here: Any, call: str, name: str, rank: int, kind: smp.RankType) -> int:
@@ -73,7 +73,7 @@ def to_myself_is_ignored(patch: Patch) -> None:
 
 
 class Described(Payload):
-    """A payload that sends a description of what cannot be pickled."""
+    """A payload that sends a description of an object that cannot be pickled."""
 
     def __init__(self, obj: object, call: str) -> None:
         try:

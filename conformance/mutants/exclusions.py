@@ -1,7 +1,6 @@
-"""Generated mutants that no property can be asked to kill, and those that none kills yet: each with
-the reason.
+"""The generated mutants that no property can kill, and those that none kills yet, with the reasons.
 
-An entry that fits no site is an error of this list: tests/conformance/mutants/test_generated.py.
+tests/conformance/mutants/test_generated.py refuses an entry that fits no site.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ _LATER = "used by no call of L0 to L2"
 _CULPRIT = "which part of an object cannot be pickled is only in the text of an error"
 _UNDOCUMENTED = "a getter that the sources do not show, so no third party needs it"
 
-#: Functions whose results no requirement promises (their tests are those of smp_core), and how many
-#: sites they have: code that is new in them is to be looked at before it is excluded, too.
+#: Functions whose results no requirement promises, with the reason and their number of sites. Tests of
+#: smp_core cover them. The number makes new code in them fail a test until a person has looked at it.
 FUNCTIONS: Mapping[str, tuple[str, int]] = {
     "_Message.describe": (_WORDS, 1),
     "_Message.missing": (_WORDS, 1),

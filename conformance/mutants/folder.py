@@ -1,4 +1,4 @@
-"""A temporary folder that goes with the process that made it, also if that is killed."""
+"""A temporary folder that is removed with the process that made it, also if the process is killed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-#: Reads until nobody holds the other end of the pipe: the process, and those that it forked.
+#: A script that reads until the process and all its forks have closed the pipe, and removes the folder.
 _REMOVER = (
     "import shutil, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     "sys.stdin.buffer.read(); shutil.rmtree(sys.argv[1], ignore_errors=True)"
@@ -18,14 +18,14 @@ _REMOVER = (
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """A new folder, which is removed when the block ends, or when this process and its forks do."""
+    """Make a folder, which is removed when the block ends, or when this process and its forks have ended."""
     with tempfile.TemporaryDirectory(prefix=prefix) as folder:
         remover = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _REMOVER, folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # what kills this process's group spares it
+            start_new_session=True,  # a signal to this process's group must not reach the remover
         )
         try:
             yield Path(folder)

@@ -1,13 +1,13 @@
-"""Generated mutants: small changes to the syntax trees of our own small modules.
+"""Generated mutants: small changes to the syntax trees of a few small modules of this project.
 
-A site is one change at one place. It is planted in process: the mutated function is compiled and its
-code takes the place of the live function's, so that everybody who holds the function has it. (mutmut
-and cosmic-ray rewrite the file and start a test session for each mutant: hours, not minutes.)
+A site is one change at one place. Planting compiles the mutated function and gives its code to the live
+function, so every holder of the function has the change. (mutmut and cosmic-ray rewrite the file and
+start a test session for each mutant, which would take hours in place of minutes.)
 
-Changed are the bodies and defaults of functions and methods, and tables of modules (assignments to
-capital names). Class bodies are not: they are executed once, and what they made is in use. Text is
-not: f-strings, and the arguments of what is raised. What else is left out, and why, is data:
-:mod:`conformance.mutants.exclusions`.
+Bodies and defaults of functions and methods are changed, and tables of modules (assignments to capital
+names). Class bodies are left out, because they have been executed and their results are in use. Texts are
+left out: f-strings, and the arguments of raised exceptions. :mod:`conformance.mutants.exclusions` lists
+all other omissions with their reasons.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from conformance.mutants.operators import OPERATORS
 from conformance.mutants.protocol import Mutant
 from smp_core.errors import CollectiveMismatchError, LeakError, RaceError, RunTimeout
 
-#: What is mutated.
+#: The modules that are mutated.
 MODULES = (
     "smp_core.comm",
     "smp_core.topology",
@@ -42,10 +42,10 @@ MODULES = (
 
 Lines = frozenset[tuple[str, int]]  #: module and line
 
-# A broken module raises what it likes. What is wrong with the mutant itself shows when it is planted.
+# A mutated module may raise any exception. A mutant that is broken itself fails when it is planted.
 _ANYTHING: tuple[type[BaseException], ...] = (Exception, pytest.fail.Exception, RunTimeout)
 
-# What a backend need not detect. (A deadlock is detected by ours, too, but hangs on every other.)
+# Verdicts that no backend need give. A deadlock is not among them, because it hangs on every backend.
 _OUR_VERDICTS: tuple[type[BaseException], ...] = (LeakError, CollectiveMismatchError, RaceError)
 
 
@@ -54,19 +54,19 @@ class MutationSite:
     """One change at one place.
 
     Attributes:
-        module: the module's name.
-        function: ``Topology.group``; of a table its name.
-        line: where the changed expression or statement begins; 1 is the first.
-        column: where it begins in its line; 0 is the first.
-        statement: line of a statement that is executed whenever the change is: its own, the first
-            of the function of a default, and 0 for any of the module of a table.
+        module: the name of the module.
+        function: the qualified name of the function, such as ``Topology.group``, or the name of a table.
+        line: the line on which the changed expression or statement begins, from 1.
+        column: the column at which the expression or statement begins, from 0.
+        statement: the line of a statement that is executed whenever the change is: the changed statement,
+            the first one of the function for a default, or 0 for a table, which means any of the module.
         operator: the kind of change, a key of OPERATORS.
-        before: source text.
-        after: source text.
-        number: tells changes at one place apart.
-        nth: tells changes apart that are the same in one function; counts from 1.
-        node: which node of the tree (in the order of ``ast.walk``) is changed.
-        change: which of the operator's changes of that node.
+        before: the source text before the change.
+        after: the source text after the change.
+        number: the number of the change among those at one place, from 1.
+        nth: the number of the change among equal ones in one function, from 1.
+        node: the index of the changed node in the order of ``ast.walk``.
+        change: the index of the change among those that the operator makes of the node.
     """
 
     module: str
@@ -84,31 +84,35 @@ class MutationSite:
 
     @property
     def text(self) -> str:
-        """``_peer: 0 <= position -> 0 < position``, and ``(2)`` behind the second in the function."""
+        """The function and the change: ``_peer: 0 <= position -> 0 < position``.
+
+        The second equal change in a function ends in ``(2)``.
+        """
         more = f" ({self.nth})" if self.nth > 1 else ""
         return f"{self.function}: {self.before} -> {self.after}{more}"
 
     @property
     def where(self) -> str:
-        """``smp_core/comm.py:140: 0 <= position -> 0 < position``"""
+        """The line and the change: ``smp_core/comm.py:140: 0 <= position -> 0 < position``."""
         path = self.module.replace(".", "/")
         return f"{path}.py:{self.line}: {self.before} -> {self.after}"
 
     @property
     def name(self) -> str:
-        """The mutant's."""
+        """The name of the mutant: module, line, column and number."""
         module = self.module.rpartition(".")[2]
         return f"generated-{module}-{self.line}-{self.column}-{self.number}"
 
     def is_reached_by(self, lines: Lines) -> bool:
-        """Whether one who executes these statements meets the change."""
+        """Return whether a run that executes these statements also executes the change."""
         if self.statement:
             return (self.module, self.statement) in lines
         return any(module == self.module for module, _ in lines)
 
     def mutant(self, requirement: str, *more: type[BaseException]) -> Mutant:
-        """The mutant, which is to be killed by this requirement, by any exception but the verdicts
-        that are ours alone.
+        """Make the mutant, which this requirement must kill.
+
+        Any exception kills it but the verdicts that only this project's harness gives.
         """
         return Mutant(
             name=self.name,
@@ -165,8 +169,9 @@ def sites(module: str) -> list[MutationSite]:
 
 
 def _can_be_made(site: MutationSite) -> bool:
-    """Whether the changed table can be made: else the module could not be imported, which no
-    property is needed for.
+    """Return whether the changed table can be made.
+
+    Otherwise the module could not be imported, and no property would be needed to notice.
     """
     try:
         with _planted(site):
@@ -175,7 +180,7 @@ def _can_be_made(site: MutationSite) -> bool:
         return False
 
 
-#: Function or table; a statement or expression, its parent, and the line of a statement (see Site).
+#: The function or table, a statement or expression in it, its parent, and a line (MutationSite.statement).
 Place = tuple[str, ast.expr | ast.stmt, ast.AST, int]
 
 
@@ -243,7 +248,7 @@ def _planted(site: MutationSite) -> Iterator[None]:
 
 
 def mutated(site: MutationSite) -> ast.Module:
-    """The module's tree with the change."""
+    """The syntax tree of the site's module, with the change."""
     tree = copy.deepcopy(_tree(site.module))
     nodes = list(ast.walk(tree))
     node = nodes[site.node]
@@ -285,7 +290,7 @@ def _code_of(code: CodeType, function: str) -> CodeType:
 
 
 def _live(module: Any, function: str) -> FunctionType:
-    """The function itself, out of its property, cache or descriptor."""
+    """The function of this name in the module, unwrapped from its property, cache or descriptor."""
     owner, _, name = function.rpartition(".")
     found = vars(vars(module)[owner] if owner else module)[name]
     for wrapper in ("fget", "func", "__func__", "__wrapped__"):
@@ -304,9 +309,9 @@ def _values(defaults: list[ast.expr], module: Any, path: str) -> tuple[Any, ...]
 
 @contextlib.contextmanager
 def watching() -> Iterator[set[tuple[str, int]]]:
-    """Collect the statements of our modules that are executed, by module and line, on any thread.
+    """Collect the executed statements of MODULES, by module and line, on any thread.
 
-    Each function gets code that says so at every statement: sys.settrace makes everything else slow.
+    Each function gets code that reports every statement, because sys.settrace would slow all code down.
     """
     reached: set[tuple[str, int]] = set()
     with contextlib.ExitStack() as undo:

@@ -1,4 +1,4 @@
-"""Bugs of gradients: what is summed, divided, reduced and forgotten."""
+"""Bugs of gradients: wrong sums, divisors and reductions, and gradients left out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Sums = Mapping[nn.Parameter, Tensor]
 
 
 class _Done:
-    """An operation that is over."""
+    """An operation that has completed."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -34,11 +34,11 @@ class _Done:
         return self._tensor
 
     def poll(self) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: the operation has completed."""
 
 
 def alone(patch: Patch, when: Callable[[Collectives], bool]) -> None:
-    """All-reduce over a group of one rank, when ``when(collectives)`` says so."""
+    """Make all_reduce add nothing from other ranks if ``when(collectives)`` is true."""
     all_reduce = Collectives.all_reduce
 
     def own(self: Collectives, flat: Tensor, divisor: int = 1) -> Any:
@@ -50,12 +50,12 @@ def alone(patch: Patch, when: Callable[[Collectives], bool]) -> None:
 
 
 def divided_by(patch: Patch, number: Any) -> None:
-    """Divide gradients by ``number(gradients)``."""
+    """Make the reducer divide gradients by ``number(gradients)``."""
     patch.setattr(GradientReducer, "_divisor", lambda self, microbatches: number(self))
 
 
 def _reducer() -> Any:
-    """This rank's."""
+    """The gradient reducer of this rank."""
     model: Any = sessions.current("the mutant").model
     return model.gradients
 

@@ -22,7 +22,7 @@ class OneCopy(Payload):
     """A payload that is copied once, for all receivers."""
 
     def thaw(self) -> Any:
-        """The copy, made at the first call."""
+        """The one copy, which the first call makes."""
         self._data, self._atom = None, super().thaw()
         return self._atom
 
@@ -38,7 +38,7 @@ class OneLargeCopy(Payload):
     """A payload that is copied once for all receivers if its pickle is large."""
 
     def thaw(self) -> Any:
-        """The copy; of a large one, that made at the first call."""
+        """A copy of a small object; for a large one, the copy that the first call made."""
         got = super().thaw()
         if self._data is not None and len(self._data) > 4096:
             self._data, self._atom = None, got
@@ -166,10 +166,11 @@ def none_brings_nothing(patch: Patch) -> None:
 
 
 def remember(patch: Patch, key: Callable[[smp.CommGroup, int], Any]) -> None:
-    """allgather returns what it returned before to a call of the same ``key``.
+    """Make allgather return the result of the earlier call with the same ``key``.
 
     Args:
-        key: of the group and the number of the call on that kind of group.
+        patch: undoes the change at the end of the trial.
+        key: a function of the kind of group and the number of the call on it.
     """
     memory = PerRun(lambda: (defaultdict(int), {}))
 

@@ -1,7 +1,6 @@
-"""What a generated mutant changes: for a node of a syntax tree, the nodes that may replace it.
+"""The operators of generated mutants: functions from a node of a syntax tree to its replacements.
 
-Each operator is one kind of mistake. The nodes that it gives are new; parts may be shared with the
-old one.
+Each operator is one kind of mistake. The yielded nodes are new; they may share parts with the old one.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ Changes = Iterator[ast.AST]
 
 
 def _swapped_arguments(node: ast.AST, parent: ast.AST) -> Changes:
-    """Two neighbours change places: arguments of a call, the two parts of a pair."""
+    """Swap two neighbours: arguments of a call, or the parts of a pair."""
     match node:
         case ast.Call(func=func, args=args, keywords=keywords):
             for i in range(len(args) - 1):
@@ -25,7 +24,7 @@ def _swapped_arguments(node: ast.AST, parent: ast.AST) -> Changes:
 
 
 def _off_by_one(node: ast.AST, parent: ast.AST) -> Changes:
-    """One more or one less: a whole number, an index, the end of a range."""
+    """Add or subtract one: in a whole number, an index, or the end of a range."""
     match node:
         case ast.Constant(value=int(value)) if not isinstance(value, bool):
             yield ast.Constant(value + 1)
@@ -40,7 +39,7 @@ def _off_by_one(node: ast.AST, parent: ast.AST) -> Changes:
 
 
 def _dropped_call(node: ast.AST, parent: ast.AST) -> Changes:
-    """A call for its effect is not made, an error is not raised."""
+    """Drop a call whose result is unused, or a raise."""
     match node:
         case ast.Expr(value=ast.Call()) | ast.Raise():
             yield ast.Pass()
@@ -53,7 +52,7 @@ _KINDS = {
 
 
 def _wrong_group(node: ast.AST, parent: ast.AST) -> Changes:
-    """Another kind of group, or the ranks of the group in reverse order."""
+    """Take another kind of group, or the ranks of a group in reverse order."""
     match node:
         case ast.Attribute(value=ast.Name(id=enum) as name, attr=kind) if kind in _KINDS.get(
             enum, ()
@@ -67,12 +66,12 @@ def _wrong_group(node: ast.AST, parent: ast.AST) -> Changes:
 
 
 def _unordered(parent: ast.AST) -> bool:
-    """Whether the order of its argument is nothing to this call."""
+    """Return whether the parent is a call whose result does not depend on the order of its argument."""
     return isinstance(parent, ast.Call) and ast.unparse(parent.func) in ("len", "set", "sorted")
 
 
 def _wrong_rank(node: ast.AST, parent: ast.AST) -> Changes:
-    """Rank 0 in place of the rank that is meant."""
+    """Take rank 0 in place of the right rank."""
     match node:
         case (
             ast.Name(id="rank" | "src" | "dest" | "position", ctx=ast.Load())
@@ -96,7 +95,7 @@ _TURNED: Mapping[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
 
 
 def _comparison(node: ast.AST, parent: ast.AST) -> Changes:
-    """A comparison is turned round, or includes its bound where it did not."""
+    """Negate a comparison, or include or exclude its bound."""
     if isinstance(node, ast.Compare):
         for i, op in enumerate(node.ops):
             for other in _TURNED[type(op)]:
@@ -105,7 +104,7 @@ def _comparison(node: ast.AST, parent: ast.AST) -> Changes:
 
 
 def _condition(node: ast.AST, parent: ast.AST) -> Changes:
-    """ "and" and "or" change places; a "not" is gone, or is there where it was not."""
+    """Swap "and" and "or", drop a "not", or add one to a plain condition."""
     match node:
         case ast.BoolOp(op=op, values=values):
             yield ast.BoolOp(ast.Or() if isinstance(op, ast.And) else ast.And(), values)
@@ -127,19 +126,19 @@ _OTHER: Mapping[type[ast.operator], type[ast.operator]] = {
 
 
 def _arithmetic(node: ast.AST, parent: ast.AST) -> Changes:
-    """Another operation of arithmetic."""
+    """Take another operation of arithmetic."""
     if isinstance(node, ast.BinOp) and type(node.op) in _OTHER:
         yield ast.BinOp(node.left, _OTHER[type(node.op)](), node.right)
 
 
 def _no_result(node: ast.AST, parent: ast.AST) -> Changes:
-    """None is returned."""
+    """Return None in place of a value."""
     match node:
         case ast.Return(value=ast.expr() as value) if ast.unparse(value) != "None":
             yield ast.Return(ast.Constant(None))
 
 
-#: By the name that a mutant's class has in the score.
+#: The operators, by the name of the mutants' class in the score.
 OPERATORS: Mapping[str, Callable[[ast.AST, ast.AST], Changes]] = {
     "swapped arguments": _swapped_arguments,
     "off by one": _off_by_one,

@@ -26,19 +26,19 @@ BUGS = Bugs("point-to-point")
 
 Tensor = torch.Tensor
 
-#: What a wrong match becomes: wrong values, or a verdict on the world.
+#: The exceptions that a wrong match causes: wrong values, or a verdict on the world.
 EITHER = (*ASSERTION, VerdictError)
 
 
 class FinishedWork(dist.Work):
-    """A work that is over before it began."""
+    """A work that has completed from the start."""
 
     def wait(self, timeout: Any = None) -> bool:
-        """At once."""
+        """Return at once."""
         return True
 
     def is_completed(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
 
@@ -51,7 +51,7 @@ def posted(
     patch: Patch,
     change: Callable[[SimProcessGroup, str, Tensor, Any, int], tuple[Tensor, Source, int]],
 ) -> None:
-    """Change tensor, peer and tag of every send and receive."""
+    """Make every send and receive use the tensor, peer and tag that ``change`` returns."""
     post = SimProcessGroup._post
 
     def changed(
@@ -210,7 +210,7 @@ def sent_without_a_copy(patch: Patch) -> None:
 
 
 def landing_twice(patch: Patch) -> None:
-    """What lands is written to the outputs of this rank's operation before, too."""
+    """Make an operation also write its outputs over those of this rank's operation before."""
     before = PerRun(dict)
     land = InFlightBuffer.land
 

@@ -1,4 +1,4 @@
-"""Bugs of the 16-bit paths: loss scales, and overflows. Others are in :mod:`~conformance.mutants.rounding`."""
+"""Bugs of loss scales and overflows; :mod:`~conformance.mutants.rounding` has the others of 16-bit training."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Targets = Iterable[nn.Parameter]
 def rules(
     patch: Patch, change: Callable[[DynamicLossScaler, bool, DynamicLossScaler], None]
 ) -> None:
-    """After each update ``change`` the scaler, given the overflow and the state before."""
+    """Call ``change`` after each update of the scaler, with the scaler, the overflow and its old state."""
     right = DynamicLossScaler.update_scale
 
     def wrong(self: DynamicLossScaler, overflow: bool) -> None:
@@ -193,7 +193,7 @@ def scaled_without_fp16(patch: Patch) -> None:
 
 
 def flag_over(patch: Patch, kind: GroupKind) -> None:
-    """Combine the flag over the wrong group."""
+    """Combine the flag of overflow over the group of this kind only."""
 
     def narrower(runtime: Runtime, targets: Targets) -> Found:
         told = runtime.fabric.objects.allgather(int(update.look(targets)), runtime.group(kind))
@@ -221,7 +221,7 @@ def flag_over_the_pipeline(patch: Patch) -> None:
 
 
 def looks(patch: Patch, is_bad: Callable[[Tensor], Tensor]) -> None:
-    """Another test of values for an overflow."""
+    """Make the search for overflows test gradients by ``is_bad``."""
 
     def look(targets: Targets) -> Found:
         given = [each.grad for each in targets if each.grad is not None]

@@ -1,4 +1,4 @@
-"""Bugs of the groups that scripts make: their members, their life, their errors, their objects."""
+"""Bugs of groups that scripts make: their members, creation, destruction, errors and lists of objects."""
 
 from __future__ import annotations
 

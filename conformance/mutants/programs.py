@@ -1,4 +1,4 @@
-"""Bugs that take several calls to show."""
+"""Bugs that show only after several calls."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a mutant is: one planted bug, and the requirement that must catch it.
+"""The type of a mutant: one planted bug, and the requirement that must catch it.
 
-A mutant is planted in every process that holds ranks, before they run and for as long as they do.
+A mutant is planted in every process that holds ranks, before the ranks run and until they end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-#: How a wrong value shows: an assertion of the property, or pytest.raises that saw nothing raised.
+#: Exceptions that show a wrong value: a failed assertion, or a pytest.raises in which nothing was raised.
 ASSERTION: tuple[type[BaseException], ...] = (AssertionError, pytest.fail.Exception)
 
 Patch = pytest.MonkeyPatch
@@ -21,26 +21,29 @@ Plant = Callable[[Patch], None]
 
 
 class MutantError(Exception):
-    """Raised when mutants cannot be used: two of one name, an unknown requirement, what is no mutant,
-    or a module or attribute that is not there.
+    """Raised when mutants cannot be used.
+
+    The causes are two mutants of one name, an unknown requirement, an object that is no mutant, and a
+    module or attribute that does not exist.
     """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mutant:
-    """One planted bug.
+    """One planted bug. Raises ValueError for an empty field or a name of a wrong form.
 
     Attributes:
-        name: unique, words joined by "-".
-        kind: the class of bugs that it stands for, as the score counts them: ``order``, ``root``.
+        name: a unique name of lower-case words joined by "-".
+        kind: the class of bugs in the score, such as ``order`` or ``root``.
         sentence: the bug in words.
-        requirement: the id of the requirement that must catch it.
-        plant: gives the context manager that plants it.
-        by: the exceptions by which a property catches it. An error of another type is no kill: it
-            may come from a mutant that is broken itself.
-        but: of these, the exceptions that only our harness raises. They kill nothing: on another
-            backend the bug would live.
-        origin: where the bug happened: an id of a catalogue, a link; empty for one that we thought of.
+        requirement: the id of the requirement that must catch the bug.
+        plant: makes the context manager that plants the bug.
+        by: the exceptions by which a property catches the bug. An error of another type is no kill, because
+            the mutant itself may be broken.
+        but: those exceptions of ``by`` that only this project's harness raises. They are no kill, because
+            the bug would survive on another backend.
+        origin: the place where the bug happened, as an id of a catalogue or a link; empty for an invented
+            bug.
     """
 
     name: str
@@ -70,9 +73,9 @@ class Bugs(list[Mutant]):
             \"\"\"allgather gives the objects in reverse order\"\"\"
             ...
 
-    The function gets a ``pytest.MonkeyPatch`` that is undone when the mutant leaves; its name and
-    the first line of its docstring become the mutant's. Entered for a second requirement, it is a
-    second mutant, whose name ends in that requirement's id.
+    The function gets a ``pytest.MonkeyPatch`` that is undone at the end of the trial. The function's name
+    and the first line of its docstring become the mutant's name and sentence. A function that is entered
+    for a second requirement is a second mutant, whose name ends in that requirement's id.
     """
 
     def __init__(self, kind: str) -> None:
@@ -87,7 +90,7 @@ class Bugs(list[Mutant]):
         kind: str = "",
         origin: str = "",
     ) -> Callable[[Plant], Plant]:
-        """Enter a bug: ``requirement`` must catch it, by an assertion or by what ``by`` names."""
+        """Enter a bug that ``requirement`` must catch, by an assertion or by the exceptions in ``by``."""
 
         def entered(plant: Plant) -> Plant:
             words = plant.__name__.strip("_").split("_")

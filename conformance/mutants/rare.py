@@ -1,5 +1,7 @@
-"""Bugs of collectives that show only for some: one size, one sign, one operation, one root, one kind of
-group, the second call, calls that are coalesced.
+"""Bugs of collectives that show in some cases only.
+
+The cases are one size, one sign, one operation, one root, one kind of group, the second call, and
+coalesced calls.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def zero_of_the_first_ends_it(patch: Patch) -> None:
 
 
 def results_become(patch: Patch, change: Callable[[Tensor], Tensor]) -> None:
-    """Results of reductions in real floating-point dtypes are changed."""
+    """Change the results of reductions in real floating-point dtypes."""
 
     def reduce(original: Callable[..., Tensor], tensors: Sequence[Tensor], op: str) -> Tensor:
         result = original(tensors, op)
@@ -203,7 +205,7 @@ def sixteen_bits_of_a_length(patch: Patch) -> None:
 
 
 def is_sorted(group: Any) -> bool:
-    """Whether the ranks of a group ascend."""
+    """Return whether the ranks of a group ascend."""
     ranks = dist.get_process_group_ranks(group)
     return ranks == sorted(ranks)
 
@@ -292,7 +294,7 @@ def largest_by_default(patch: Patch) -> None:
 
 
 def coalesced(patch: Patch, name: str, change: Callable[..., Any]) -> None:
-    """``change`` gets the original method of the group, the group and the arguments."""
+    """Replace a method of the group by ``change``, which gets the original, the group and the arguments."""
     original = getattr(SimProcessGroup, name)
     patch.setattr(SimProcessGroup, name, lambda self, *args: change(original, self, *args))
 

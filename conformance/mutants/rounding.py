@@ -1,4 +1,4 @@
-"""Bugs of the 16-bit paths: masters, what is rounded, clipping, and the optimizer's state in parts."""
+"""Bugs of 16-bit training: masters, rounding, clipping, and the split state of the optimizer."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def parameters_are_cut_off(patch: Patch) -> None:
 
 
 def gradients_to_masters(patch: Patch, change: Callable[[Tensor, torch.dtype], Tensor]) -> None:
-    """Change gradients on their way to the masters."""
+    """Apply ``change`` to gradients on their way to the masters."""
     deposit = Masters.deposit
 
     def changing(self: Masters, parameter: nn.Parameter, gradient: Tensor, add: Any) -> None:
@@ -110,7 +110,7 @@ def inputs_are_rounded_twice(patch: Patch) -> None:
 
     def twice(nest: Any, given: Any, to: torch.dtype) -> Any:
         if isinstance(nest, Tensor) and nest.dtype in given and to in casting.HALF:
-            step = torch.finfo(to).eps * 2**-6  # six bits more
+            step = torch.finfo(to).eps * 2**-6  # first round to six bits more than the dtype has
             exponent = torch.frexp(nest).exponent.float()
             unit = step * torch.exp2(exponent)
             rounded = (nest / unit).round() * unit
@@ -186,7 +186,7 @@ def any_dtype_is_converted(patch: Patch) -> None:
 
 
 def norms(patch: Patch, change: Callable[..., float]) -> None:
-    """``change(right, *arguments)`` in place of the norm."""
+    """Replace the function of the norm by ``change``, which gets the original and its arguments."""
     right = update.norm
     patch.setattr(update, "norm", lambda *args: change(right, *args))
 

@@ -1,4 +1,4 @@
-"""The selftest: the reference passes, mutants are killed, and the score is printed by class."""
+"""The selftest: checks that the reference passes, tries the mutants, and prints the score by class."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from conformance.requirements.registry import Level
 from conformance.session.results import HERE
 from smp_core.errors import RunTimeout
 
-#: The part that must be killed, of those written by hand and of those generated.
+#: The parts of hand-written and of generated mutants that must be killed.
 WRITTEN, GENERATED = 1.0, 0.95
 
 _MARKS_IN_A_LINE = 70
 
-#: Examples that are watched.
+#: The number of examples of a property that are run to find its coverage.
 SOME = 15
 
 _MARKS = {
@@ -52,21 +52,21 @@ _MARKS = {
     TrialResult.LEFT_OUT: "-",
 }
 
-#: Kinds of kills that are no statement about a value: the mutant took too long, or was lost.
+#: Kinds of kills that show no wrong value: the mutant took too long, or its process was lost.
 LOST = "process lost"
 _NO_END = (LOST, "time limit", RunTimeout.__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MutantScore:
-    """How many of a class were tried, and how many were killed."""
+    """The numbers of tried and of killed mutants in a class."""
 
     killed: int
     tried: int
 
     @property
     def part(self) -> float:
-        """From 0 to 1."""
+        """The killed part, from 0 to 1."""
         return self.killed / self.tried if self.tried else 1.0
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class MutantScore:
 
 
 def _percent(part: float) -> str:
-    # Rounded down: 100 % is all of them.
+    # Rounded down, so that 100 % means all of them.
     return f"{int(part * 1000) / 10:g} %"
 
 
@@ -83,7 +83,7 @@ Tried = Sequence[tuple[Mutant, TrialOutcome]]
 
 
 def score(tried: Tried) -> MutantScore:
-    """Of what was not left out."""
+    """Count killed and tried mutants, without those that were left out."""
     results = [outcome.result for _, outcome in tried if outcome.result is not TrialResult.LEFT_OUT]
     return MutantScore(results.count(TrialResult.KILLED), len(results))
 
@@ -93,13 +93,13 @@ def score(tried: Tried) -> MutantScore:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReferenceTrial:
-    """A property without a mutant: how it failed, if it did, and its seconds."""
+    """A job that runs a property without a mutant; returns its failure, or an empty text, and seconds."""
 
     item: pytest.Item
     examples: int
 
     def __call__(self, tell: Tell) -> tuple[str, float]:
-        """The examples that a mutant gets, or got."""
+        """Run the property with as many examples as on a mutant."""
         forget()
         tell(REFERENCE_LIMIT, Attempt(self.item.nodeid, self.examples))
         start = time.monotonic()
@@ -110,13 +110,16 @@ class ReferenceTrial:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PropertyCoverage:
-    """A property without a mutant, watched: the statements of our modules that it goes through."""
+    """A job that finds the statements of the mutated modules that a property executes."""
 
     item: pytest.Item
     seconds: float  #: its limit
 
     def __call__(self, tell: Tell) -> generated.Lines:
-        """Not while it is the reference: the functions say what they do, and so are others."""
+        """Run the property with functions that report their statements.
+
+        Such functions are slower than the reference's, so this run is not the one that is timed.
+        """
         forget()
         tell(self.seconds, Attempt(self.item.nodeid, SOME))
         with generated.watching() as reached:
@@ -130,7 +133,7 @@ def _chosen(name: str, pattern: str) -> bool:
 
 
 def selftest(session: pytest.Session, mutants: Sequence[Mutant]) -> bool:
-    """Try the mutants on the collected properties, print the score, and say whether it is enough."""
+    """Try the mutants on the collected properties, print the score, and return whether it is enough."""
     return _Selftest(session, mutants).run()
 
 
@@ -148,7 +151,7 @@ class _Selftest:
         pattern = self.choice or "*"
         self.written = [each for each in mutants if _chosen(each.name, pattern)]
         self.elsewhere = [each for each in self.written if each.requirement not in self.properties]
-        # What kills a generated one is known only when all properties are there.
+        # A generated mutant names no requirement, so all properties must be collected to find its killer.
         all_here = {each.requirement for each in mutants} <= set(self.properties)
         self.sites = [
             site
@@ -174,7 +177,7 @@ class _Selftest:
             if self.sites or requirement in needed
         ]
         if any("smp_engine" in getattr(item, "fixturenames", ()) for item in items):
-            # A process's first optimizer imports it, for seconds: once here, and not in each process.
+            # A process's first optimizer imports torch._dynamo for seconds: do so once, before forking.
             import torch._dynamo  # noqa: F401
         costs = self._reference(items, FEW)
         if costs is None:
@@ -187,7 +190,8 @@ class _Selftest:
         trials = [Trial(each, self.properties[each.requirement], costs) for each in here]
         made = self._generated(sites, costs) if sites else []
         tried = self._try([*trials, *made])
-        # Few mutants take MANY examples: only of what killed those the reference need pass as many.
+        # Few mutants need MANY examples, so the reference is run again only for the properties that
+        # killed those.
         late = {
             outcome.attempt.nodeid
             for _, outcome in tried
@@ -210,7 +214,7 @@ class _Selftest:
     def _reference(
         self, items: Sequence[pytest.Item], examples: int
     ) -> Mapping[pytest.Item, float] | None:
-        """The seconds of each property on the reference; None if one fails."""
+        """Run each property on the reference; return its seconds, or None if one fails."""
         failures, costs = [], {}
         jobs = [ReferenceTrial(item, examples) for item in items]
         for index, answer in in_processes(jobs, self.config):
@@ -228,9 +232,10 @@ class _Selftest:
     def _generated(
         self, sites: Sequence[generated.MutationSite], costs: Mapping[pytest.Item, float]
     ) -> list[Trial]:
-        """A generated mutant names the requirements whose properties go through its lines: the
-        quickest first. What trains goes through most lines of communication, slowly, and would say
-        less of what is wrong there.
+        """The trials of generated mutants, each on the properties that execute its line, the quickest first.
+
+        Properties of training are left out. They execute most lines of communication, slowly, and point to
+        no particular fault there.
         """
         below = {
             item
@@ -258,8 +263,8 @@ class _Selftest:
         self._line(f"{len(trials)} mutants")
         for index, answer in self._answers(trials):
             if isinstance(answer, Lost):
-                # What ended the process is the mutant only if a property had started on it; and one
-                # written by hand says by which exception it dies.
+                # The mutant is to blame only if a property had started in the process. A hand-written
+                # mutant names the exceptions that kill it, so a lost process is a kill only with DidNotEnd.
                 kills = answer.started and DidNotEnd in trials[index].mutant.by
                 result = TrialResult.KILLED if kills else TrialResult.BROKEN
                 answer = TrialOutcome(result, answer.how, LOST, answer.attempt)
@@ -270,8 +275,9 @@ class _Selftest:
         return [(trial.mutant, outcomes[index]) for index, trial in enumerate(trials)]
 
     def _answers(self, trials: Sequence[Trial]) -> Iterator[tuple[int, TrialOutcome | Lost]]:
-        """Each trial's. One that was lost is tried once more, alone: a machine that is short of
-        memory ends processes, too.
+        """Yield the answer of each trial. A lost trial is run once more, alone.
+
+        A machine that is short of memory also ends processes.
         """
         lost = []
         for index, answer in in_processes(trials, self.config):
@@ -315,7 +321,7 @@ class _Selftest:
         return enough and not broken and not missing
 
     def _missing(self, tried: Tried) -> Iterator[str]:
-        """The mutants that should have been tried and were not: a score says nothing of them."""
+        """Describe the mutants that should have been tried and were not, which no score counts."""
         skipped = sum(outcome.result is TrialResult.LEFT_OUT for _, outcome in tried)
         if skipped:
             yield f"{skipped} mutants, because all of their properties are skipped"
@@ -333,7 +339,7 @@ class _Selftest:
 
 
 def _in_part(session: pytest.Session) -> bool:
-    """Whether the user asked for a part of the suite."""
+    """Return whether the user asked for a part of the suite."""
     option = session.config.option
     names = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf")
     if any(getattr(option, name, None) for name in names):

@@ -1,4 +1,4 @@
-"""Bugs of send and recv_from: values, order, rank types, copies, and when send returns."""
+"""Bugs of send and recv_from: values, order, rank types, copies, and the moment at which send returns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BUGS = Bugs("point-to-point")
 
 
 def received(patch: Patch, change: Callable[[Any], Any]) -> None:
-    """Change what is received, and every part of it."""
+    """Apply ``change`` to each received object and to every part of it."""
 
     def deep(obj: Any) -> Any:
         if type(obj) in (list, tuple):
@@ -80,7 +80,7 @@ def from_anybody(patch: Patch) -> None:
 def rank_type_read_as(
     patch: Patch, of: Callable[[smp.RankType], smp.RankType], *names: str
 ) -> None:
-    """Read rank types as others, in the calls named."""
+    """Make the named calls read each rank type as ``of(rank type)``."""
     peer = comm._peer
 
     def read(here: Any, call: str, name: str, rank: object, kind: smp.RankType) -> int:
@@ -128,7 +128,7 @@ def rank_types_match(patch: Patch) -> None:
 
 
 class ByReference(Payload):
-    """A payload that is not copied."""
+    """A payload that gives the sender's object to the receiver, without a copy."""
 
     def __init__(self, obj: object, call: str) -> None:
         self._data, self._atom = None, obj
@@ -143,7 +143,7 @@ def by_reference(patch: Patch) -> None:
 
 
 class LargeByReference(Payload):
-    """A payload whose object is not copied if its pickle is large."""
+    """A payload that gives the sender's object to the receiver if its pickle is large."""
 
     def __init__(self, obj: object, call: str) -> None:
         super().__init__(obj, call)

@@ -1,4 +1,4 @@
-"""Bugs of checkpoints of sharded training: states, files, what is refused."""
+"""Bugs of checkpoints of sharded training: states, files and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bugs of gradients under sharded data parallelism: how they are cut, summed, divided, accumulated."""
+"""Bugs of gradients under sharded data parallelism: layout, sums, divisors, accumulation."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Result = dict[nn.Parameter, Tensor]
 
 
 def _model() -> Any:
-    """This rank's."""
+    """The model of this rank."""
     return sessions.current("the mutant").model
 
 
 class _Done:
-    """An operation that is over."""
+    """An operation that has completed."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -49,8 +49,9 @@ def passes(
     before: Callable[[GradientReducer], object] = lambda self: None,
     after: Callable[[GradientReducer, Result], object] = lambda self, sums: None,
 ) -> None:
-    """Call ``before(gradients)`` before every pass, and ``after(gradients, sums)`` after every one that went
-    well; ``sums`` are those that it began with.
+    """Call ``before(gradients)`` before every pass, and ``after(gradients, sums)`` after every good pass.
+
+    ``sums`` are the accumulated sums from before the pass.
     """
     end_step = GradientReducer.end_step
 
@@ -66,8 +67,9 @@ def passes(
 
 
 def windows(patch: Patch, change: Callable[[GradientReducer, Sums, Result], object]) -> None:
-    """Call ``change(gradients, sums, result)`` on what a window has come to; ``sums`` are those of the
-    shard group alone, divided.
+    """Call ``change(gradients, sums, result)`` on the result of each window.
+
+    ``sums`` are the divided sums over the shard group alone.
     """
     original = GradientReducer._all_reduced
 
@@ -83,7 +85,7 @@ def windows(patch: Patch, change: Callable[[GradientReducer, Sums, Result], obje
 
 
 def divided_by(patch: Patch, number: Callable[[Any, int, int], int]) -> None:
-    """Divide by ``number(gradients, divisor, degree)``."""
+    """Make the reducer divide by ``number(gradients, divisor, degree)``."""
     divisor = GradientReducer._divisor
     patch.setattr(
         GradientReducer,

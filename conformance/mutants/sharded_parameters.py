@@ -1,4 +1,4 @@
-"""Bugs of sharded parameters: what is split, what a rank keeps, how it becomes whole, and for how long."""
+"""Bugs of sharded parameters: layout, kept shards, unsharding, and the time until resharding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BUGS = Bugs("sharded parameters")
 
 
 def splits(patch: Patch, rule: Callable[[nn.Parameter, int], bool]) -> None:
-    """Split only those of the parameters of at least the threshold that ``rule(parameter, threshold)`` takes."""
+    """Shard only parameters, among those of at least the threshold, for which ``rule`` is true."""
 
     def some(root: nn.Module, sharded: Sequence[tuple[str, nn.Parameter]], most: int) -> Any:
         least = sessions.current("the mutant").runtime.config.sdp_param_persistence_threshold
@@ -254,7 +254,9 @@ def gathers_bring_the_parameters_of_the_step_before(patch: Patch) -> None:
     """what a step gathers is what the step before it began with"""
     begin = Unsharded.begin_step
     all_gather = Collectives.all_gather
-    kept: dict[Unit, tuple[Tensor, Tensor]] = {}  # mutants live for one session
+    kept: dict[
+        Unit, tuple[Tensor, Tensor]
+    ] = {}  # never cleared: a mutant's process ends with its trial
 
     def keeping(self: Unsharded, eager: bool = False) -> None:
         begin(self, eager)

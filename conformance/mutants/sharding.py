@@ -1,4 +1,4 @@
-"""Bugs of sharded data parallelism: parts in the wrong place, reduced too often, kept too long."""
+"""Bugs of sharded data parallelism: shards in the wrong place, reduced too often, or kept too long."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _as_any(value: Any) -> Any:
 
 
 class _Instead:
-    """An object, with other values of some attributes."""
+    """A stand-in for an object, with other values of some attributes."""
 
     def __init__(self, of: Any, **values: Any) -> None:
         self.__dict__.update(values, of=of)
@@ -238,7 +238,7 @@ def persistent_by_part(patch: Patch) -> None:
 
 
 class _Factor:
-    """A number that is another one on each rank."""
+    """A number that differs between ranks."""
 
     def get(self) -> int:
         import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Bugs of smp.step: how a batch is split, who is asked for a slice, how results are joined."""
+"""Bugs of smp.step: splitting of batches, calls of smp_slice, joining of results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from smp_core.torch import session
 from smp_core.torch.exceptions import StepAbortedError
 from smp_core.torch.framework import StepOutput, TorchFramework
 
-# Not by `import ... as`: smp_core.torch.step is the decorator there.
+# `import smp_core.torch.step as step` would give the decorator of this name in place of the module.
 step = importlib.import_module("smp_core.torch.step")
 
 BUGS = Bugs("point-to-point, pipeline and microbatches")
@@ -48,7 +48,7 @@ def last_microbatch_is_smaller(patch: Patch) -> None:
 
 
 def parts(patch: Patch, changed: Callable[[torch.Tensor, int, int, int], torch.Tensor]) -> None:
-    """Take other parts of tensors: of axis, first element and length."""
+    """Take parts of tensors by ``changed(tensor, axis, start, length)``."""
     patch.setattr(
         TorchFramework,
         "part",
@@ -170,7 +170,7 @@ def gradient_of_the_first_microbatch(patch: Patch) -> None:
 
 
 def axis_of(patch: Patch, changed: Callable[[Rules, str], int | None]) -> None:
-    """Give arguments another batch axis, by rules and name."""
+    """Give arguments the batch axis ``changed(rules, name)``."""
     patch.setattr(Rules, "_axis", changed)
 
 
@@ -292,7 +292,7 @@ def axes_wrap_around(patch: Patch) -> None:
 
 
 def opened(patch: Patch, changed: Callable[[Any], Any]) -> None:
-    """Open other containers of arguments."""
+    """Decide by ``changed`` which containers of arguments are opened."""
     patch.setattr(microbatch, "opened", changed)
 
 
@@ -375,7 +375,7 @@ def whatever_iterates_is_a_list(patch: Patch) -> None:
 
 
 def slicing(patch: Patch, changed: Callable[..., Any]) -> None:
-    """Slice otherwise: gets the object's method, the number, the index, the axis, and the object."""
+    """Replace calls of smp_slice by ``changed(method, microbatches, index, axis, object)``."""
     part = _Splitter._part
 
     def other(self: _Splitter, value: Any, axis: int, place: str) -> Any:
@@ -481,7 +481,7 @@ def type_of_the_first_slice(patch: Patch) -> None:
 
 
 def stepping(patch: Patch, changed: Callable[..., Any]) -> None:
-    """Call steps otherwise: gets the original, the StepFunction, and the arguments."""
+    """Replace calls of steps by ``changed(original, step, args, kwargs)``."""
     call = step.StepFunction.__call__
     patch.setattr(
         step.StepFunction,
@@ -526,7 +526,7 @@ def steps_bind_self(patch: Patch) -> None:
 
 
 def deciding(patch: Patch, changed: Callable[..., Any]) -> None:
-    """Decorate otherwise: gets the original decorator and its arguments."""
+    """Replace the decorator by ``changed(original, args, kwargs)``."""
     decorate = smp.step
     patch.setattr(smp, "step", lambda *args, **kwargs: changed(decorate, args, kwargs))
 
@@ -580,7 +580,7 @@ def a_failed_step_stays_in_progress(patch: Patch) -> None:
 
 
 def results(patch: Patch, changed: Callable[[list[Any]], Any]) -> None:
-    """Change the results of the microbatches before they are joined, in the end."""
+    """Apply ``changed`` to the list of the microbatches' results before they are joined."""
     join = microbatch.join
 
     def other(framework: Any, function: str, given: Any, microbatches: Any = None) -> Any:
@@ -621,7 +621,7 @@ def outputs_are_a_tuple(patch: Patch) -> None:
 
 
 def joining(patch: Patch, changed: Callable[..., Any]) -> None:
-    """Join otherwise: gets the original, the joiner, the results at one place, and the place."""
+    """Replace joining by ``changed(original, joiner, results at one place, place)``."""
     join = _Joiner.join
     patch.setattr(_Joiner, "join", lambda self, given, at: changed(join, self, given, at))
 
@@ -772,7 +772,7 @@ def detached_at_the_top(patch: Patch) -> None:
 
 
 def method(patch: Patch, name: str, changed: Callable[[list[torch.Tensor]], torch.Tensor]) -> None:
-    """Another method of StepOutput, of the outputs."""
+    """Replace a method of StepOutput by ``changed(outputs)``."""
     patch.setattr(StepOutput, name, lambda self: changed(self.outputs))
 
 

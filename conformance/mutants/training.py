@@ -1,4 +1,4 @@
-"""Bugs of what stands around the steps: errors, hooks, checkpoints."""
+"""Bugs of training around the steps: errors, hooks, checkpoints."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Trying mutants: each in a process of its own, on properties that should catch it.
+"""Trials of mutants: each mutant runs in a process of its own, on the properties that should catch it.
 
 The process is forked from one that has collected the properties and run none of them. So a mutant
-is planted before there are ranks, leaves nothing behind, and may hang, crash or end its process.
+is planted before ranks exist, leaves nothing behind, and may hang, crash or end its process.
 """
 
 from __future__ import annotations
@@ -34,36 +34,39 @@ from conformance.mutants.protocol import Mutant
 from pytest_smp.ranks.processes.fork_server import die_with_parent
 from smp_core import runtime, topology
 
-#: Numbers of examples: few are enough for most mutants, so every property gets a few first. (A
-#: property that asks for fewer by itself gets those.)
+#: Numbers of examples. A few examples are enough for most mutants, so every property gets FEW first. A
+#: property whose own settings ask for fewer gets those.
 FEW, MANY = 6, 60
 
-#: What a property may take: so many times its seconds on the reference, and some more. So slowness
-#: of the machine kills no mutant. (One run on ranks has --smp-timeout.)
+#: The limit of a property on a mutant: TIMES its seconds on the reference, and MORE seconds. With such a
+#: limit a slow machine kills no mutant. A single run on ranks is limited by --smp-timeout.
 TIMES, MORE = 20.0, 5.0
 
 #: Seconds for a property on the reference.
 REFERENCE_LIMIT = 120.0
 
-#: Seconds for what a process does before its first property: it plants a mutant.
+#: Seconds that a process may take before its first property, for planting the mutant.
 START_LIMIT = 30.0
 
-#: Seconds that a process gets when the limit of a property is over, in case it cannot be raised in
-#: it: a loop in C.
+#: Seconds until a process is ended after the limit of a property: in a loop in C no exception can be raised.
 GRACE = 10.0
 
 
 def limit(cost: float, own: int) -> float:
-    """The seconds that a property gets on a mutant, by those of FEW examples on the reference.
+    """The seconds that a property may take on a mutant.
 
-    With few examples it gets no fewer than with many: a run on ranks that ends by its time limit may be run again.
-    ``own`` is the number of examples that the property asks for by itself (`own_examples`).
+    FEW examples get the same limit as MANY, because a run on ranks that exceeds its time limit may be
+    repeated.
+
+    Args:
+        cost: the seconds of FEW examples on the reference.
+        own: the number of examples in the property's own settings (`own_examples`).
     """
     return TIMES * cost * min(MANY, own) / min(FEW, own) + MORE
 
 
 def own_examples(item: pytest.Item) -> int:
-    """How many examples a property asks for by itself; one, if it is no property of Hypothesis."""
+    """The number of examples in a property's own settings; one for a test without Hypothesis."""
     test: Any = getattr(item, "obj", None)
     if not hasattr(test, "hypothesis"):
         return 1
@@ -73,46 +76,47 @@ def own_examples(item: pytest.Item) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Attempt:
-    """One property, run with at most so many examples."""
+    """One run of a property, with at most so many examples."""
 
     nodeid: str
     examples: int
 
 
-#: Says that a property starts now: its limit in seconds, and the attempt.
+#: Reports the start of a property: its limit in seconds, and the attempt.
 Tell = Callable[[float, Attempt], None]
 Job = Callable[[Tell], Any]
 
 
 class DidNotEnd(BaseException):
-    """Raised when a property runs for too long outside of the ranks; no ``except Exception`` of the
-    code under test may catch it.
+    """Raised when a property runs for too long outside of the ranks.
+
+    A BaseException, so that no ``except Exception`` of the code under test catches it.
     """
 
 
 class TrialResult(enum.StrEnum):
-    """What became of a mutant."""
+    """The result of a mutant's trial."""
 
-    KILLED = "killed"  #: a property failed as the mutant says it does
+    KILLED = "killed"  #: a property failed by one of the mutant's exceptions
     SURVIVED = "survived"  #: every property passed
-    HARNESS_ONLY = "harness only"  #: properties failed, but only by what our harness detects
-    BROKEN = "broken"  #: it could not be planted, or a property failed in another way
-    LEFT_OUT = "left out"  #: every property was skipped: the backend or the number of ranks
+    HARNESS_ONLY = "harness only"  #: properties failed only by exceptions of this project's harness
+    BROKEN = "broken"  #: the mutant could not be planted, or a property failed by another exception
+    LEFT_OUT = "left out"  #: every property was skipped, for the backend or the number of ranks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialOutcome:
-    """What became of a mutant, or of the reference, and by which property."""
+    """The result of a mutant's trial, with the property and the exception that decided it."""
 
     result: TrialResult
     detail: str = ""  #: the property and the exception
-    by: str = ""  #: the kind of exception that killed it
-    attempt: Attempt | None = None  #: what killed it
+    by: str = ""  #: the kind of exception that decided
+    attempt: Attempt | None = None  #: the attempt that decided
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trial:
-    """A mutant, and the properties that it is tried on."""
+    """A job that tries a mutant on properties."""
 
     mutant: Mutant
     properties: Sequence[pytest.Item]
@@ -145,35 +149,36 @@ class Trial:
                 outcome = TrialOutcome(result, f"{item.name}: {shown(error)}", kind(error), attempt)
                 if result is TrialResult.KILLED or not self.mutant.but:
                     return outcome
-                # Another property may kill it by what a third party sees.
+                # Another property may kill the mutant by an exception that every backend shows.
                 if no_kill.result is not TrialResult.BROKEN:
                     no_kill = outcome
             if no_kill.result is not TrialResult.SURVIVED:
-                return no_kill  # each has had its chance; more examples mostly fail the same way
+                return no_kill  # every property was tried; more examples mostly fail the same way
         if skipped and skipped == 2 * len(self.properties):
             return TrialOutcome(TrialResult.LEFT_OUT, "its properties are skipped")
         return no_kill
 
 
 def judged(error: BaseException, mutant: Mutant) -> TrialResult:
-    """What it says of the mutant that a property failed by this error."""
+    """The result of a mutant on which a property failed by this error."""
     errors = parts(error)
     if mutant.but and any(isinstance(each, HypothesisException) for each in (error, *errors)):
-        return TrialResult.BROKEN  # no example, or a flaky one: it may come from the property
+        return TrialResult.BROKEN  # no example, or a flaky one: the property may be to blame
     if mutant.but and all(isinstance(each, mutant.but) for each in errors):
         return TrialResult.HARNESS_ONLY
     return TrialResult.KILLED if is_one_of(error, mutant.by) else TrialResult.BROKEN
 
 
 def forget() -> None:
-    """Drop remembered configurations and layouts: they were made without the mutant."""
+    """Clear the caches of configurations and layouts, which were filled without the mutant."""
     for memory in (runtime._parse_cached, runtime._topology, topology._lay_out):
         memory.cache_clear()
 
 
 def is_one_of(error: BaseException, types: tuple[type[BaseException], ...]) -> bool:
-    """Whether the error, or each of a group's, is of these types. (Hypothesis reports in groups
-    what fails in one run of an example and in another not.)
+    """Return whether the error, or each error of a group, is of these types.
+
+    Hypothesis raises groups for examples that fail in one run and not in another.
     """
     if isinstance(error, types) or not isinstance(error, BaseExceptionGroup):
         return isinstance(error, types)
@@ -181,14 +186,14 @@ def is_one_of(error: BaseException, types: tuple[type[BaseException], ...]) -> b
 
 
 def parts(error: BaseException) -> list[BaseException]:
-    """The errors of a group, or the one."""
+    """The errors of a group, or the error itself."""
     if isinstance(error, BaseExceptionGroup):
         return [part for each in error.exceptions for part in parts(each)]
     return [error]
 
 
 def kind(error: BaseException) -> str:
-    """The kind of exception, as the score counts them."""
+    """The kind of an exception in the score: its type, or "time limit"."""
     first = parts(error)[0]
     if isinstance(first, DidNotEnd):
         return "time limit"
@@ -204,11 +209,11 @@ def shown(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:200].rstrip(": ")
 
 
-# Running one property. In a process of its own, because it changes what pytest does with reports.
+# Running one property. The process must run nothing else, because the plugin below replaces all reports.
 
 
 class _Watch:
-    """Keeps the first exception; reports are not wanted."""
+    """A plugin that keeps the first exception and makes empty reports."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -224,8 +229,12 @@ class _Watch:
 
 
 def run(item: pytest.Item, examples: int, seconds: float) -> BaseException | None:
-    """Run a property with at most so many examples, the same every time, for at most so many
-    seconds. Returns how it failed.
+    """Run a property with the same examples every time; return its exception, or None if it passed.
+
+    Args:
+        item: the property.
+        examples: the most examples.
+        seconds: the time limit, after which the exception is DidNotEnd.
     """
     test: Any = getattr(item, "obj", None)
     with contextlib.ExitStack() as stack:
@@ -245,7 +254,7 @@ def run(item: pytest.Item, examples: int, seconds: float) -> BaseException | Non
         watch = _Watch()
         item.config.pluginmanager.register(watch)
         stack.callback(item.config.pluginmanager.unregister, watch)
-        # What a property warns of is no failure, whatever the session makes of warnings.
+        # Warnings of a property must not fail it, even if the session turns warnings into errors.
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(_time_limit(seconds))
@@ -278,8 +287,8 @@ class Lost:
     """A process that gave no answer."""
 
     how: str
-    started: bool  #: it had said that a property starts: this ended it, or did not end
-    attempt: Attempt | None = None  #: which property with how many examples
+    started: bool  #: whether a property had started, which then ended the process or did not end
+    attempt: Attempt | None = None  #: the property that had started
 
 
 @dataclasses.dataclass(slots=True)
@@ -290,7 +299,7 @@ class _Child:
     attempt: Attempt | None = None
 
     def heard(self) -> Any:
-        """Its answer, or Lost; None as long as there is none."""
+        """The process's answer, or Lost; None while there is no answer yet."""
         while self.answers.poll():
             try:
                 answer = self.answers.recv()
@@ -310,7 +319,7 @@ class _Child:
         return Lost(f"its process {how}, {when}", started, self.attempt)
 
     def end(self) -> None:
-        """Whether it has answered or not: its answer is the last that it does."""
+        """Kill the process; one that has answered has nothing left to do."""
         self.process.kill()
         self.process.join()
         self.answers.close()
@@ -328,14 +337,14 @@ _now = time.monotonic
 def in_processes(jobs: Sequence[Job], config: pytest.Config) -> Iterator[tuple[int, Any]]:
     """Run each job in a forked process, as many at a time as there are cores.
 
-    Yields the job's index and what it returned, as the processes end; :class:`Lost` for a process
-    that ended, or had to be ended, before it answered.
+    Yields each job's index and its result, in the order of answers. The result is :class:`Lost` for a
+    process that ended, or had to be ended, before an answer.
     """
     config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # made once, not by each
     with temporary_folder("smp-mutants-") as folder:
         running: dict[int, _Child] = {}
         waiting = list(enumerate(jobs))[::-1]
-        # A child's collector would look through all that is imported here, and copy these pages for it.
+        # Garbage collection in a child would touch all imported objects, and so copy their pages.
         gc.collect()
         gc.freeze()
         try:
@@ -363,7 +372,7 @@ def _start(job: Job, config: pytest.Config, folder: Path) -> _Child:
     args = job, config, folder, sending, os.getpid()
     process = context.Process(target=_work, args=args, daemon=True)
     with warnings.catch_warnings():
-        # From 3.12 on Python warns of a fork beside other threads; none of them runs in the child.
+        # From 3.12 on Python warns of a fork beside other threads, but no other thread runs in the child.
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     sending.close()
@@ -372,7 +381,7 @@ def _start(job: Job, config: pytest.Config, folder: Path) -> _Child:
 
 def _work(job: Job, config: pytest.Config, folder: Path, answer: Connection, parent: int) -> None:
     die_with_parent(parent)
-    # The parent's capture, terminal and temporary folder are the parent's.
+    # The child must not use the parent's capture, terminal and temporary folder.
     capture = config.pluginmanager.get_plugin("capturemanager")
     config.pluginmanager.unregister(capture)
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -383,7 +392,7 @@ def _work(job: Job, config: pytest.Config, folder: Path, answer: Connection, par
     config._tmp_path_factory._basetemp = folder  # type: ignore[attr-defined]
     try:
         found = job(lambda *started: answer.send(_Started(*started)))
-    except BaseException as error:  # a bug of ours, and no fact about a mutant
+    except BaseException as error:  # a bug of the selftest, which says nothing about the mutant
         found = Lost(f"its trial raised {shown(error)}", started=False)
     answer.send(found)
     answer.close()
