@@ -44,7 +44,7 @@ def small_gradients_are_scaled_up(patch: Patch) -> None:
 
 @BUGS.enter("SHARD-CLIP-ONE-PROCESS")
 def nothing_is_added_to_the_norm(patch: Patch) -> None:
-    """it is divided by the norm as it is, without 1e-6"""
+    """gradients are divided by the norm alone, without 1e-6"""
     coefficient(patch, lambda most, norm: min(1.0, most / norm) if norm else 1.0)
 
 

@@ -740,7 +740,7 @@ def no_work_for_nothing(original: Call, outs: list[Tensor], *rest: Any, **how: A
 @BUGS.enter("COLL-ALL-GATHER-LAYOUT-OUT")
 @BUGS.enter("COLL-ALL-TO-ALL-SINGLE-LAYOUT-OUT")
 def landed_in_memory_order(patch: Patch) -> None:
-    """what an asynchronous call gets is written to a view that is not contiguous in memory order"""
+    """an asynchronous call writes its result to a view that is not contiguous in memory order"""
     land = InFlightBuffer.land
 
     def landed(in_flight: InFlightBuffer, values: Sequence[Tensor]) -> None:
@@ -797,7 +797,7 @@ def poisoned_before_the_copy(patch: Patch) -> None:
 
 @BUGS.enter("COLL-SPECIAL-BITS")
 def zero_added(patch: Patch) -> None:
-    """what a broadcast gives is added to 0"""
+    """a broadcast adds the root's tensor to 0"""
 
     def complete(original: Call, root: int) -> Any:
         def completed(calls: Sequence[Any]) -> Any:
@@ -831,7 +831,7 @@ def one_nan_for_all(tensor: Tensor) -> Tensor:
 
 @in_tensors(["gather", "reduce_scatter", "reduce_scatter_single"], "in", "COLL-CONJUGATED")
 def conjugation_dropped(tensor: Tensor) -> Tensor:
-    """of a lazy conjugate, the memory is read"""
+    """the memory of a lazy conjugate is read without conjugation"""
     return tensor.conj() if tensor.is_conj() else tensor
 
 
@@ -973,7 +973,7 @@ def tensor_barrier_of_the_world(original: Call, **how: Any) -> Any:
 
 @BUGS.enter("COLL-ERROR-ROOT", *VALUE_OR_VERDICT, kind=ERRORS)
 def root_guessed(patch: Patch) -> None:
-    """of two names of a root one is taken, and without any rank 0"""
+    """a root that is named twice is taken from one name, and a missing root is rank 0"""
 
     def canonical(group: Any, world_rank: Any = None, group_rank: Any = None, **how: Any) -> int:
         if group_rank is not None:

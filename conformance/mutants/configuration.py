@@ -49,7 +49,7 @@ def no_alias(patch: Patch) -> None:
 
 @BUGS.enter("CONF-PARTITIONS")
 def alias_loses(patch: Patch) -> None:
-    """of two unequal names of the pipeline degree one wins"""
+    """one of two unequal names of the pipeline degree wins"""
 
     def forget(given: dict[str, Any]) -> dict[str, Any]:
         if "pipeline_parallel_degree" in given:

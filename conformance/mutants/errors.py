@@ -89,7 +89,7 @@ class Described(Payload):
     origin="https://github.com/NVIDIA/TensorRT-LLM/pull/7507",
 )
 def unpicklable_described(patch: Patch) -> None:
-    """of an unpicklable object its description is sent"""
+    """a description of an unpicklable object is sent in its place"""
     patch.setattr(objects, "Payload", Described)
 
 

@@ -119,7 +119,7 @@ def fixed_number(patch: Patch) -> None:
 
 @BUGS.enter("PIPE-SHARED", origin="B098")
 def last_use_wins(patch: Patch) -> None:
-    """of several uses of a parameter in a microbatch the last one's gradient replaces the others"""
+    """the last use of a parameter in a microbatch replaces the gradients of the other uses"""
     add = Ledger.add
 
     def overwriting(self: Ledger, microbatch: int, parameter: nn.Parameter, grad: Tensor) -> None:
@@ -131,7 +131,7 @@ def last_use_wins(patch: Patch) -> None:
 
 @BUGS.enter("PIPE-SHARED", origin="B095")
 def first_use_wins(patch: Patch) -> None:
-    """of several uses of a parameter in a microbatch only the first to have a gradient counts"""
+    """only the first gradient of a parameter that is used several times in a microbatch counts"""
     add = Ledger.add
 
     def ignoring(self: Ledger, microbatch: int, parameter: nn.Parameter, grad: Tensor) -> None:
@@ -176,7 +176,7 @@ def first_window_is_short(patch: Patch) -> None:
 
 @BUGS.enter("GRAD-ACCUMULATION", origin="B071")
 def sums_are_kept(patch: Patch) -> None:
-    """what was reduced in one window is reduced again in the next"""
+    """gradients that were reduced in one window are reduced again in the next"""
     end_step = GradientReducer.end_step
 
     def keeping(self: GradientReducer, totals: Sums, failure: Any, **how: Any) -> Any:
@@ -198,7 +198,7 @@ def second_window_is_not_reduced(patch: Patch) -> None:
 
 @BUGS.enter("GRAD-UNUSED", origin="B065")
 def absent_now_is_dropped(patch: Patch) -> None:
-    """what earlier passes gave a parameter is dropped if the last one does not use it"""
+    """gradients of earlier passes are dropped for a parameter that the last pass does not use"""
     add = reducer._sum
 
     def dropping(pending: Sums, totals: Sums) -> dict[nn.Parameter, Tensor]:

@@ -120,7 +120,7 @@ def sequence_of_8_bits(patch: Patch) -> None:
 
 @BUGS.enter("COMM-PAYLOAD-NESTED")
 def nests_of_64_levels(patch: Patch) -> None:
-    """what lies 64 levels deep arrives as None"""
+    """a part that lies 64 levels deep arrives as None"""
 
     def shallow(obj: Any, levels: int = 64) -> Any:
         if not levels:
@@ -211,7 +211,7 @@ def enums_as_values(patch: Patch) -> None:
 
 @BUGS.enter("COMM-PAYLOAD-CLASSES")
 def dicts_are_plain(patch: Patch) -> None:
-    """of classes made from dict, plain dicts arrive"""
+    """instances of subclasses of dict arrive as plain dicts"""
     payload(patch, received=in_parts(lambda obj: dict(obj) if isinstance(obj, dict) else obj))
 
 

@@ -189,7 +189,7 @@ def random_numbers_of_the_rank(patch: Patch) -> None:
 
 @BUGS.enter("PIPE-CHECKPOINTING", *ASSERTION, RuntimeError)
 def computed_again_from_other_inputs(patch: Patch) -> None:
-    """what is computed again in backward starts from inputs that are twice as large"""
+    """recomputation in backward starts from inputs that are twice as large"""
     opened = recompute._Inputs.open
 
     def doubled(self: Any, name: str) -> Any:

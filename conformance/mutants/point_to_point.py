@@ -118,7 +118,7 @@ def from_the_start(self: Any, verb: str, tensor: Tensor, peer: int, tag: int) ->
 
 @BUGS.enter("P2P-OFFSET", origin="B008", kind="collectives and layout")
 def offset_of_the_sent_ignored(patch: Patch) -> None:
-    """what is sent begins at the start of the storage"""
+    """a send reads from the start of the storage"""
     posted(
         patch,
         lambda group, verb, tensor, peer, tag: (
@@ -131,7 +131,7 @@ def offset_of_the_sent_ignored(patch: Patch) -> None:
 
 @BUGS.enter("P2P-OFFSET", origin="B008", kind="collectives and layout")
 def offset_of_the_received_ignored(patch: Patch) -> None:
-    """what is received is written to the start of the storage"""
+    """a receive writes to the start of the storage"""
     posted(
         patch,
         lambda group, verb, tensor, peer, tag: (
@@ -144,7 +144,7 @@ def offset_of_the_received_ignored(patch: Patch) -> None:
 
 @BUGS.enter("P2P-NON-CONTIGUOUS", origin="B001", kind="collectives and layout")
 def views_as_if_dense(patch: Patch) -> None:
-    """of a view that is sent, the elements from its first on are sent as if they lay densely"""
+    """a send reads a view as if its elements lay densely from the first one on"""
 
     def dense(group: Any, verb: str, tensor: Tensor, peer: int, tag: int) -> Any:
         if verb == "send" and not tensor.is_contiguous():
@@ -157,7 +157,7 @@ def views_as_if_dense(patch: Patch) -> None:
 
 @BUGS.enter("P2P-LARGE", origin="B148", kind="errors, hangs, pickling and resources")
 def buffer_of_a_million_elements(patch: Patch) -> None:
-    """of a message, the first million elements are sent"""
+    """only the first million elements of a message are sent"""
 
     def cut(post: Post, value: Tensor) -> Tensor:
         whole = value.clone().reshape(-1)
@@ -254,7 +254,7 @@ def newest_first(patch: Patch, applies: Callable[[Post], bool]) -> None:
 
 @BUGS.enter("P2P-ORDER", *EITHER)
 def newest_message_first(patch: Patch) -> None:
-    """of several messages the newest is received first"""
+    """the newest of several messages is received first"""
     newest_first(patch, lambda post: True)
 
 
@@ -290,7 +290,7 @@ def nothing_to_myself(patch: Patch) -> None:
 
 @BUGS.enter("P2P-SELF", *EITHER)
 def to_myself_through_one_buffer(patch: Patch) -> None:
-    """what a rank sends to itself is what it has sent to itself last"""
+    """a rank receives from itself the last message that it has sent to itself"""
     last = PerRun(dict)
 
     def remember(group: SimProcessGroup, verb: str, tensor: Tensor, peer: int, tag: int) -> Any:
@@ -450,7 +450,7 @@ def any_source_in_float32_only(patch: Patch) -> None:
 
 @BUGS.enter("P2P-ANY-SOURCE", kind="asynchronous work")
 def any_source_gives_the_first(patch: Patch) -> None:
-    """of receives without a source that are in flight together, all give what came first"""
+    """all receives without a source that are in flight together give the first message"""
     first = PerRun(dict)
     flying = PerRun(set)
 
@@ -556,7 +556,7 @@ def batch_receives_backwards(patch: Patch) -> None:
 
 @BUGS.enter("P2P-BATCH-WAIT", kind="asynchronous work")
 def first_request_stands_for_all(patch: Patch) -> None:
-    """of the requests of a batch only the first is one; the others wait for nothing"""
+    """all requests of a batch but the first wait for nothing"""
 
     def batch(original: Any, operations: list[Any]) -> list[Any]:
         first, *others = original(operations)
@@ -654,7 +654,7 @@ def outsiders_are_the_first(patch: Patch) -> None:
 
 @BUGS.enter("P2P-ERROR-BOTH", *EITHER, kind="errors, hangs, pickling and resources")
 def position_wins(patch: Patch) -> None:
-    """of a world rank and a position that are both given, the position counts"""
+    """the position counts if both a world rank and a position are given"""
     canonical = c10d._canonicalize_group_rank
 
     def lenient(group: Any, global_rank: Any = None, group_rank: Any = None, *args: Any) -> Any:

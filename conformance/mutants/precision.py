@@ -84,7 +84,7 @@ def windows_ignore_overflows(patch: Patch) -> None:
 
 @BUGS.enter("PREC-LOSS-SCALE")
 def hysteresis_is_never_refilled(patch: Patch) -> None:
-    """what is left of delayed_shift only ever falls"""
+    """the rest of delayed_shift only ever falls"""
 
     def change(self: DynamicLossScaler, overflow: bool, before: DynamicLossScaler) -> None:
         self.cur_hysteresis = min(self.cur_hysteresis, before.cur_hysteresis)

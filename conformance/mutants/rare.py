@@ -162,7 +162,7 @@ def large_ones_from_the_first(patch: Patch) -> None:
 
 @BUGS.enter("COLL-LARGE")
 def large_products_are_sums(patch: Patch) -> None:
-    """what is reduced in chunks of 2**12 is summed, whatever the op"""
+    """tensors of 2**12 - 1 elements or more are summed, whatever the op"""
 
     def reduce(original: Callable[..., Tensor], tensors: Sequence[Tensor], op: str) -> Tensor:
         return original(tensors, "SUM" if tensors[0].numel() >= 2**12 - 1 else op)

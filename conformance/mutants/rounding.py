@@ -213,7 +213,7 @@ def norm_has_the_scale_in_it(patch: Patch) -> None:
 
 @BUGS.enter("PREC-CLIP-NORM", origin="B103")
 def replicas_count_in_the_norm(patch: Patch) -> None:
-    """what all replicas have is counted once for each"""
+    """parameters that all replicas have count once for each replica"""
 
     def many(
         right: Any, runtime: Runtime, given: Any, kind: float, scale: float, split: Any
@@ -291,7 +291,7 @@ def shards_clip_by_their_own_norm(patch: Patch) -> None:
 
 @BUGS.enter("PREC-SHARDED-CLIP", origin="B104")
 def persistent_count_on_each_rank(patch: Patch) -> None:
-    """what is not split is counted whole on each rank of the shard group"""
+    """persistent parameters count whole on each rank of the shard group"""
     patch.setattr(ShardedModel, "_own", lambda self, parameter, gradient: gradient.reshape(-1))
 
 
@@ -368,7 +368,7 @@ def state_is_kept_whole(patch: Patch) -> None:
 
 @BUGS.enter("PREC-EXACT")
 def outputs_are_computed_on_narrow(patch: Patch) -> None:
-    """what the model returns stays 16-bit, and so losses are"""
+    """the model's results stay 16-bit, and so do losses"""
     patch.setattr(casting, "outputs", lambda nest: nest)
 
 

@@ -55,7 +55,7 @@ def zero_size_is_flat(patch: Patch) -> None:
 
 @BUGS.enter("COMM-SEND-ORDER")
 def newest_first(patch: Patch) -> None:
-    """what a sender has sent last is received first"""
+    """the last object of a sender is received first"""
     mailbox(patch, take=-1)
 
 

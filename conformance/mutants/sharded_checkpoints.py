@@ -30,7 +30,7 @@ BUGS = Bugs("checkpoints of sharded training")
 @BUGS.enter("SHARD-CKPT-STATE", origin="B124")
 @BUGS.enter("SHARD-CKPT-FULL", origin="B124")
 def the_last_part_is_zeros(patch: Patch) -> None:
-    """of what is gathered for a state the last rank's part is zeros"""
+    """the last rank's part of a gathered state is zeros"""
     wholes = ShardedModel.full_tensors
 
     def partly(self: ShardedModel, given: Sequence[Any]) -> Iterator[torch.Tensor]:
@@ -76,7 +76,7 @@ def small_parameters_have_no_state(patch: Patch) -> None:
 @BUGS.enter("SHARD-CKPT-STATE", origin="B128")
 @BUGS.enter("SHARD-CKPT-FULL", origin="B128")
 def every_rank_takes_the_first_part(patch: Patch) -> None:
-    """of a whole optimizer state every rank takes the elements of rank 0"""
+    """every rank takes rank 0's elements of an unsharded optimizer state"""
     moved = OptimizerParameters.moved
 
     def first(self: OptimizerParameters, parameter: Any, state: Any) -> Any:
@@ -95,7 +95,7 @@ def every_rank_takes_the_first_part(patch: Patch) -> None:
 
 @BUGS.enter("SHARD-CKPT-STATE")
 def loaded_weights_are_taken_from_the_front(patch: Patch) -> None:
-    """of a whole model every rank takes the first elements of each parameter"""
+    """every rank takes the first elements of each parameter of an unsharded model"""
     take = ShardedParameter.copy_from_full
 
     def first(self: ShardedParameter, value: torch.Tensor) -> torch.Tensor:

@@ -144,7 +144,7 @@ def single_block_doubles(patch: Patch) -> None:
 
 @BUGS.enter("SHARD-ACCUMULATION", origin="B119")
 def sums_outlive_their_window(patch: Patch) -> None:
-    """what one window has accumulated is accumulated in the next, too"""
+    """sums of one window are accumulated in the next, too"""
 
     def kept(self: GradientReducer, sums: Result) -> None:
         if not self._passes:
@@ -173,7 +173,7 @@ def sharded_passes_are_averaged(patch: Patch) -> None:
 
 @BUGS.enter("SHARD-UNUSED", origin="B065")
 def absent_in_the_last_pass_is_dropped(patch: Patch) -> None:
-    """what earlier passes gave a parameter is dropped if the last one does not use it"""
+    """gradients of earlier passes are dropped for a parameter that the last pass does not use"""
     passes(patch, lambda self: self._has.clear())
 
 

@@ -71,7 +71,7 @@ def optimizer_state_is_whole(patch: Patch) -> None:
 
 @BUGS.enter("SHARD-INIT")
 def every_rank_keeps_its_own_weights(patch: Patch) -> None:
-    """what a rank keeps are elements of the weights that it made, not of those of rank 0"""
+    """each rank shards the weights that it made, not those of rank 0"""
     take = ShardedParameter.copy_from_full
 
     def own(self: ShardedParameter, value: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def offsets_without_padding(patch: Patch) -> None:
 
 @BUGS.enter("SHARD-HIERARCHICAL")
 def places_for_nodes(patch: Patch) -> None:
-    """what comes from between nodes and then within them is put in order the other way"""
+    """after a hierarchical gather the shards are reordered by the inverse of the right order"""
     original = gather_plan.hierarchical
 
     def inverted(*args: Any) -> GatherPlan:
@@ -162,7 +162,7 @@ def places_for_nodes(patch: Patch) -> None:
 
 @BUGS.enter("SHARD-LIVE")
 def any_guess_is_right(patch: Patch) -> None:
-    """what was fetched ahead is of the unit after the next, and taken for the next, if the sizes agree"""
+    """a prefetch gathers the next unit's shards in place of its own, if the shapes agree"""
     prefetch = Unsharded._prefetch
 
     def wrong(self: Unsharded) -> None:
@@ -185,19 +185,19 @@ def any_guess_is_right(patch: Patch) -> None:
 
 @BUGS.enter("SHARD-REPLAYED", origin="B118")
 def kept_over_the_update(patch: Patch) -> None:
-    """what was gathered in one step is used in the next one, after the update"""
+    """unsharded parameters are never resharded, so a step uses those from before the update"""
     patch.setattr(Unsharded, "_reshard", lambda self, number: None)
 
 
 @BUGS.enter("SHARD-FREED")
 def freed_after_backward_only(patch: Patch) -> None:
-    """what a layer has used stays whole until the step is over"""
+    """parameters that a layer has used stay unsharded until the end of the step"""
     patch.setattr(Unsharded, "leave", lambda self, frame, backward: None)
 
 
 @BUGS.enter("SHARD-LIVE-BOUND")
 def nothing_makes_room(patch: Patch) -> None:
-    """what nobody uses any more is not given back before the next is gathered"""
+    """unused units are not resharded before the next one is gathered"""
     leave = Unsharded.leave
     patch.setattr(Unsharded, "leave", lambda self, frame, backward: leave(self, frame, True))
     patch.setattr(Unsharded, "_make_room", lambda self, wanted: None)
@@ -205,7 +205,7 @@ def nothing_makes_room(patch: Patch) -> None:
 
 @BUGS.enter("SHARD-LIVE-BOUND")
 def fetched_ahead_without_limit(patch: Patch) -> None:
-    """what is fetched ahead does not count as live"""
+    """prefetched units do not count against sdp_max_live_parameters"""
     prefetch = Unsharded._prefetch
 
     def unbounded(self: Unsharded) -> None:
@@ -251,12 +251,11 @@ def models_are_not_compared(patch: Patch) -> None:
 
 @BUGS.enter("SHARD-STEPS")
 def gathers_bring_the_parameters_of_the_step_before(patch: Patch) -> None:
-    """what a step gathers is what the step before it began with"""
+    """a step gathers the parameters that the step before it began with"""
     begin = Unsharded.begin_step
     all_gather = Collectives.all_gather
-    kept: dict[
-        Unit, tuple[Tensor, Tensor]
-    ] = {}  # never cleared: a mutant's process ends with its trial
+    # Never cleared, because a mutant's process ends with its trial.
+    kept: dict[Unit, tuple[Tensor, Tensor]] = {}
 
     def keeping(self: Unsharded, eager: bool = False) -> None:
         begin(self, eager)

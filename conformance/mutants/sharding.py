@@ -212,7 +212,7 @@ def frozen_get_gradients(patch: Patch) -> None:
 
 @BUGS.enter("SHARD-SHARED")
 def last_use_counts(patch: Patch) -> None:
-    """of a parameter with several uses in a microbatch only the last contribution is kept"""
+    """the last use of a parameter in a microbatch replaces the gradients of the other uses"""
     from smp_core.torch.execution.accumulation import Ledger
 
     add = Ledger.add
@@ -226,7 +226,7 @@ def last_use_counts(patch: Patch) -> None:
 
 @BUGS.enter("SHARD-REPLICAS")
 def persistent_by_part(patch: Patch) -> None:
-    """of a parameter that is not split, each rank has the gradient of its own part only"""
+    """a persistent parameter has the gradient of the rank's own part only"""
     unseen_drift(patch)
     wholes = Bucket.full_gradients
 
@@ -273,7 +273,7 @@ def persistent_by_own_norm(patch: Patch) -> None:
 
 @BUGS.enter("SHARD-CLIP-ONE-PROCESS")
 def persistent_counted_often(patch: Patch) -> None:
-    """what is not split counts in the norm once for each rank"""
+    """persistent parameters count in the norm once for each rank"""
     patch.setattr(ShardedModel, "_own", lambda self, parameter, gradient: gradient)
 
 
@@ -283,7 +283,7 @@ def persistent_counted_often(patch: Patch) -> None:
 @BUGS.enter("SHARD-FREED")
 @BUGS.enter("SHARD-LIVE-BOUND")
 def never_released(patch: Patch) -> None:
-    """what is gathered for a layer stays until the step is over, and longer"""
+    """unsharded parameters stay in memory for ever"""
     kept: list[Any] = []
     read = Unsharded.read
 
@@ -297,7 +297,7 @@ def never_released(patch: Patch) -> None:
 
 @BUGS.enter("SHARD-LIVE")
 def prefetched_is_stale(patch: Patch) -> None:
-    """what is fetched ahead is a little off"""
+    """prefetched parameters are multiplied by 1.5"""
     prefetch, fetch = Unsharded._prefetch, Unsharded._unshard
 
     def ahead(self: Unsharded) -> None:
@@ -335,7 +335,7 @@ def nodes_not_reordered(patch: Patch) -> None:
 
 @BUGS.enter("SHARD-CHECKPOINTING")
 def repeated_twice(patch: Patch) -> None:
-    """what is computed again in backward is a little off"""
+    """recomputed outputs are a little too large"""
     run = recompute.run
 
     def off(*args: Any, **kwargs: Any) -> Any:

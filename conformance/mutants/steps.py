@@ -28,7 +28,7 @@ BUGS = Bugs("point-to-point, pipeline and microbatches")
 
 @BUGS.enter("STEP-INDIVISIBLE")
 def remainder_is_dropped(patch: Patch) -> None:
-    """what is left of a batch that cannot be divided is dropped, as in the published smp_slice"""
+    """the rest of a batch that cannot be divided is dropped, as in the published smp_slice"""
 
     def view(self: _Splitter, tensor: torch.Tensor, axis: int, place: str) -> torch.Tensor:
         size = tensor.shape[axis] // self.microbatches
@@ -347,7 +347,7 @@ def keys_are_sorted(patch: Patch) -> None:
 
 @BUGS.enter("STEP-UNCHANGED")
 def other_objects_are_copied(patch: Patch) -> None:
-    """what cannot be split is copied for each microbatch"""
+    """an argument that cannot be split is copied for each microbatch"""
     part = _Splitter._part
 
     def copied(self: _Splitter, value: Any, axis: int, place: str) -> Any:
@@ -445,7 +445,7 @@ def none_is_no_slice(patch: Patch) -> None:
 
 @BUGS.enter("STEP-SLICE")
 def slices_are_sliced(patch: Patch) -> None:
-    """what smp_slice returns is sliced if it can be"""
+    """the result of smp_slice is sliced again if possible"""
 
     def again(call: Any, count: int, index: int, axis: int, value: Any) -> Any:
         got = call(count, index, axis)
@@ -468,7 +468,7 @@ def slices_only_at_the_top(patch: Patch) -> None:
 
 @BUGS.enter("STEP-SLICE", origin="B055")
 def type_of_the_first_slice(patch: Patch) -> None:
-    """what smp_slice returns must be of the type that it returned for microbatch 0"""
+    """smp_slice must return the same type for all microbatches"""
 
     def alike(call: Any, count: int, index: int, axis: int, value: Any) -> Any:
         got = call(count, index, axis)
@@ -689,7 +689,7 @@ def none_is_left_out(patch: Patch) -> None:
 
 @BUGS.enter("STEP-OUTPUT-LISTS")
 def value_of_the_first_microbatch(patch: Patch) -> None:
-    """what is no tensor is the first microbatch's, once"""
+    """a result that is no tensor is the first microbatch's alone"""
 
     def first(join: Any, self: _Joiner, given: list[Any], at: str) -> Any:
         got = join(self, given, at)
