@@ -9,12 +9,12 @@ from collections.abc import Mapping
 
 from conformance.mutants.generated import MutationSite
 
-_WORDS = "words of a verdict or hint: what only our harness detects is no requirement"
-_REFUSED_BEFORE = "second line of defence: the configuration is refused before a topology is made"
-_OWN_RANK = "second line of defence: a rank asks about itself only"
-_LATER = "used by no call of L0 to L2"
-_CULPRIT = "which part of an object cannot be pickled is only in the text of an error"
-_UNDOCUMENTED = "a getter that the sources do not show, so no third party needs it"
+_WORDS = "changes the text of a verdict or hint, which no requirement is about"
+_REFUSED_BEFORE = "changes a second check: the configuration is refused before a topology is made"
+_OWN_RANK = "changes a second check: a rank asks about itself only"
+_LATER = "no call of the levels L0 to L2 uses the result"
+_CULPRIT = "changes the text of an error alone: the part of an object that cannot be pickled"
+_UNDOCUMENTED = "changes a getter that no source documents"
 
 #: Functions whose results no requirement promises, with the reason and their number of sites. Tests of
 #: smp_core cover them. The number makes new code in them fail a test until a person has looked at it.
@@ -48,18 +48,20 @@ FUNCTIONS: Mapping[str, tuple[str, int]] = {
     "_culprit": (_CULPRIT, 10),
 }
 
-_TEXT = "only in the text of an error"
-_KEY = "a key that is made, and compared, in one place"
-_OVER = "looks whether the run has ended, or another thread calls: only our harness can tell"
-_DIFFER = "calls that differ: what only our harness detects is no requirement"
-_OURS = "a collective that raises when all have come: a bug of ours"
+_TEXT = "changes the text of an error alone"
+_KEY = "changes a key that is made and compared in one place"
+_OVER = "drops a check of the harness for a run that has ended, or for a call of another thread"
+_DIFFER = "changes the verdict on calls that differ, which no requirement is about"
+_OURS = (
+    "changes the handling of a bug in the harness: a collective that raises when all have called"
+)
 _COPIED = "the result is copied into an output of the right dtype"
-_UNDEFINED = "torch does not define the result: smp_core refuses the call, and nobody promises one"
-_MODULO = "2**63 and -2**63 are one, modulo 2**64"
-_WAKING = "the order of waking is promised to nobody"
+_UNDEFINED = "torch does not define the result, and smp_core refuses the call"
+_MODULO = "2**63 and -2**63 are equal modulo 2**64"
+_WAKING = "no requirement promises an order of waking"
 _NUMBER = "a meeting's number is only compared with those of other ranks"
 
-#: Changes that change nothing, by :attr:`MutationSite.text`.
+#: Changes whose effect no requirement is about, by :attr:`MutationSite.text`.
 EQUIVALENT: Mapping[str, str] = {
     "send: _peer(runtime, 'smp.send', 'dest_rank', dest_rank, rank_type) -> "
     "_peer(runtime, 'dest_rank', 'smp.send', dest_rank, rank_type)": _TEXT,
@@ -100,7 +102,7 @@ EQUIVALENT: Mapping[str, str] = {
     "_Message.__init__: (context.rank, context.scheduler.thread_states) -> "
     "(context.scheduler.thread_states, context.rank)": _WORDS,
     "_Message.__init__: context.rank -> 0": _WORDS,
-    "_Message.__init__: not dests -> dests": "SimObjects._post says it again",
+    "_Message.__init__: not dests -> dests": "SimObjects._post checks the same again",
     "_Receive.__init__: src -> 0": _WORDS,
     "SimObjects.send: self._context.check(call) -> pass": _OVER,
     "SimObjects.broadcast: self._context.check(call) -> pass": _OVER,
@@ -139,14 +141,14 @@ EQUIVALENT: Mapping[str, str] = {
     "Payload.__init__: 200 -> 199": _TEXT,
     "Payload.__init__: _culprit(obj, dumps) -> _culprit(dumps, obj)": _TEXT,
     "plain_dumps: return pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL) -> return None": (
-        "only without torch, which the suite always loads"
+        "runs only without torch, which the suite always loads"
     ),
     "_peer: rank -> 0 (2)": "operator.index raises the same TypeError two lines below",
 }
 
 
 def reason(site: MutationSite) -> str | None:
-    """Why the site is no mutant, or None if it is one."""
+    """The reason for which a site is excluded, or None if the site is tried as a mutant."""
     if site.function in FUNCTIONS:
         return FUNCTIONS[site.function][0]
     return EQUIVALENT.get(site.text)
