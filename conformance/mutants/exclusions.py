@@ -102,7 +102,7 @@ EQUIVALENT: Mapping[str, str] = {
     "_Message.__init__: (context.rank, context.scheduler.thread_states) -> "
     "(context.scheduler.thread_states, context.rank)": _WORDS,
     "_Message.__init__: context.rank -> 0": _WORDS,
-    "_Message.__init__: not dests -> dests": "SimObjects._post checks the same again",
+    "_Message.__init__: not dests -> dests": "SimObjects._post sets the same value again",
     "_Receive.__init__: src -> 0": _WORDS,
     "SimObjects.send: self._context.check(call) -> pass": _OVER,
     "SimObjects.broadcast: self._context.check(call) -> pass": _OVER,
