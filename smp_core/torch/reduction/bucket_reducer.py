@@ -20,8 +20,8 @@ from smp_core.torch.reduction.buckets import Bucket, Totals
 from smp_core.torch.reduction.collectives import Pending
 from smp_core.torch.reduction.policy import LateGradients
 
-#: Begins the collective of a bucket, of the gradients that are given.
-Launch = Callable[[Bucket, Totals], Pending]
+#: Begins the collective of a bucket, on the rows of its gradients.
+Launch = Callable[[Bucket, torch.Tensor], Pending]
 
 
 class BucketReducer:
@@ -130,11 +130,14 @@ class BucketReducer:
         for operation in self._operations:
             operation.poll()
         bucket = self._buckets[self.launched]
-        self._operations.append(self._launch_bucket(bucket, self._sums))
-        counted.happened("sent")
-        for parameter in bucket.parameters:  # only now: a launch that fails can be repeated
+        rows = bucket.rows(self._sums)
+        for parameter in (
+            bucket.parameters
+        ):  # before the exchange, so that its buffer takes the place of the sums
             if self._sums.pop(parameter, None) is not None:
                 self._taken.add(parameter)
+        self._operations.append(self._launch_bucket(bucket, rows))
+        counted.happened("sent")
 
     def scattered(
         self, late: Iterable[int], more: Sequence[Bucket]
@@ -144,7 +147,10 @@ class BucketReducer:
         """
         self._buckets += more
         # Late gradients are complete before the buckets that have not been launched, so they go first.
-        second = {n: self._launch_bucket(self._buckets[n], self._sums) for n in late}
+        second = {
+            n: self._launch_bucket(self._buckets[n], self._buckets[n].rows(self._sums))
+            for n in late
+        }
         self.catch_up(len(self._buckets))
         shards: dict[nn.Parameter, torch.Tensor] = {}
         for number, bucket in enumerate(self._buckets):

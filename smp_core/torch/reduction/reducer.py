@@ -153,8 +153,7 @@ class GradientReducer:
     def _new_step(self) -> BucketReducer:
         return BucketReducer(self._buckets(self._planned()), self._launch, self._policy.late)
 
-    def _launch(self, bucket: Bucket, sums: Totals) -> Pending:
-        rows = bucket.rows(sums)
+    def _launch(self, bucket: Bucket, rows: torch.Tensor) -> Pending:
         if self._policy.scatters:
             return self._collectives.reduce_scatter(rows)
         return self._collectives.all_reduce(

@@ -1,12 +1,18 @@
-"""The memory behind `p.grad` of sharded parameters is that of the shards, without the padding of any collective."""
+"""The reducer holds no memory longer than needed: padding behind `p.grad`, sums that are in a bucket's rows."""
 
 from __future__ import annotations
+
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import smp_core.torch as api
+from smp_core.torch.reduction.bucket_reducer import BucketReducer
+from smp_core.torch.reduction.buckets import Bucket
+from smp_core.torch.reduction.layout import Layout
+from smp_core.torch.reduction.policy import LateGradients
 
 
 @api.step
@@ -22,3 +28,19 @@ def test_a_gradient_keeps_no_padding_of_the_all_reduce(smp, rows):
     train_step(model, torch.ones(1, 2))
     (parameter,) = model.parameters()
     assert parameter.grad.untyped_storage().nbytes() == rows * parameter.element_size()
+
+
+@pytest.mark.parametrize("late", LateGradients)
+def test_the_sums_of_a_bucket_are_freed_before_its_exchange(late):
+    parameter = nn.Parameter(torch.zeros(6))
+    total = torch.arange(6.0)
+    held, seen = weakref.ref(total), []
+
+    def launch(bucket, rows):
+        seen.append((held() is None, rows.tolist()))
+
+    reducer = BucketReducer([Bucket([parameter], [Layout(6, 2)], torch.float32)], launch, late)
+    reducer.on_ready(parameter, total)
+    del total
+    reducer.advance()
+    assert seen == [(True, [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])]
