@@ -51,7 +51,7 @@ def alone(patch: Patch, when: Callable[[Collectives], bool]) -> None:
 
 def divided_by(patch: Patch, number: Any) -> None:
     """Make the reducer divide gradients by ``number(gradients)``."""
-    patch.setattr(GradientReducer, "_divisor", lambda self, microbatches: number(self))
+    patch.setattr(GradientReducer, "_divisor", lambda self, microbatches, split=False: number(self))
 
 
 def _reducer() -> Any:

@@ -73,11 +73,10 @@ def windows(patch: Patch, change: Callable[[GradientReducer, Sums, Result], obje
     """
     original = GradientReducer._all_reduced
 
-    def changed(
-        self: GradientReducer, step: BucketReducer, agreed: Agreement, divisor: int
-    ) -> Result:
+    def changed(self: GradientReducer, step: BucketReducer, agreed: Agreement) -> Result:
+        divisor = self._divisor(self._unit)
         sums = {each: divided(total, divisor) for each, total in self._pending.items()}
-        result = original(self, step, agreed, divisor)
+        result = original(self, step, agreed)
         change(self, sums, result)
         return result
 
@@ -90,7 +89,9 @@ def divided_by(patch: Patch, number: Callable[[Any, int, int], int]) -> None:
     patch.setattr(
         GradientReducer,
         "_divisor",
-        lambda self, count: number(self, divisor(self, count), self._collectives.size),
+        lambda self, count, split=False: number(
+            self, divisor(self, count, split), self._collectives.size
+        ),
     )
 
 

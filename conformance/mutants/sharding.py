@@ -36,8 +36,8 @@ def divided_by_the_group_only(patch: Patch) -> None:
     """gradients are divided by the ranks of a shard group, not by all replicas"""
     divisor = GradientReducer._divisor
 
-    def short(self: GradientReducer, microbatches: int) -> int:
-        return divisor(self, microbatches) // self._collectives.replicas
+    def short(self: GradientReducer, microbatches: int, split: bool = False) -> int:
+        return divisor(self, microbatches, split) // self._collectives.replicas
 
     patch.setattr(GradientReducer, "_divisor", short)
 

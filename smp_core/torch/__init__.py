@@ -37,7 +37,7 @@ from smp_core.comm import (
     tp_size,
 )
 from smp_core.runtime import init, is_initialized, shutdown
-from smp_core.torch import amp
+from smp_core.torch import amp, nn
 from smp_core.torch.checkpoint import load, resume_from_checkpoint, save, save_checkpoint
 from smp_core.torch.checkpoint.trust import trust_checkpoints
 from smp_core.torch.memory.activations import set_activation_checkpointing
@@ -54,6 +54,8 @@ from smp_core.torch.partitioning import (
 )
 from smp_core.torch.state_mod import core, state
 from smp_core.torch.step import StepOutput, step
+from smp_core.torch.tensor_parallel.registry import tp_register, tp_register_with_module
+from smp_core.torch.tensor_parallel.wishes import set_tensor_parallelism, tensor_parallelism
 
 WORLD = CommGroup.WORLD
 MP_GROUP = CommGroup.MP_GROUP
@@ -104,6 +106,7 @@ __all__ = [
     "mp_barrier",
     "mp_rank",
     "mp_size",
+    "nn",
     "num_microbatches",
     "partition",
     "pp_rank",
@@ -119,11 +122,15 @@ __all__ = [
     "send",
     "set_activation_checkpointing",
     "set_partition",
+    "set_tensor_parallelism",
     "shutdown",
     "size",
     "state",
     "step",
+    "tensor_parallelism",
     "tp_rank",
+    "tp_register",
+    "tp_register_with_module",
     "tp_size",
     "trust_checkpoints",
 ]

@@ -51,3 +51,15 @@ class ReplicaDriftError(TrainingError, RuntimeError):
 
 class ShardingError(TrainingError, RuntimeError):
     """Raised when a sharded parameter or its state was changed or read in a way that its sharding does not allow."""
+
+
+class IndivisibleError(TrainingError, ValueError):
+    """Raised when ``tensor_parallel_degree`` does not divide a size of a distributed module: channels, heads, or a
+    dimension of an embedding.
+    """
+
+
+class TensorParallelError(TrainingError, RuntimeError):
+    """Raised when the ranks of a TP group bring batches that do not go together, or a distributed module is used
+    without the TP group.
+    """

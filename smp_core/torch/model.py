@@ -39,8 +39,10 @@ from smp_core.torch.execution.remote.transport import Transport
 from smp_core.torch.execution.schedule import Phase
 from smp_core.torch.hooks import Handle, Hook, Hooks
 from smp_core.torch.memory import activations
+from smp_core.torch.nn.module import DistributedModule
 from smp_core.torch.optimizer.parts import OwnParts
 from smp_core.torch.parameters import creation
+from smp_core.torch.parameters.split import split_of
 from smp_core.torch.pipeline import placement, tracing
 from smp_core.torch.pipeline.placement import Placement
 from smp_core.torch.precision import casting, half
@@ -51,6 +53,8 @@ from smp_core.torch.reduction.replicas import CommHook
 from smp_core.torch.sharding.sharded_model import ShardedModel
 from smp_core.torch.sharding.sharding import Sharding
 from smp_core.torch.sharding.whole_model import WHOLE_MODEL
+from smp_core.torch.tensor_parallel.exchange import TensorGroup
+from smp_core.torch.tensor_parallel.replacement import Replacement
 from smp_core.torch.tensor_tree import StateDict
 from smp_core.transport import torch_parts
 
@@ -114,7 +118,7 @@ class DistributedModel(nn.Module):
                 "holds both; or call smp.shutdown() and smp.init() to start anew"
             )
         _check_module(module)
-        _warn_of_replicas(session.runtime.config.tensor_parallel_degree)
+        module = _distributed(session, module)
         tracing.check_options(trace_device, trace_execution_times)
         _check_number("backward_passes_per_step", backward_passes_per_step, int)
         _check_number("bucket_cap_mb", bucket_cap_mb, (int, float))
@@ -353,35 +357,43 @@ class DistributedModel(nn.Module):
         weights.cpu(self)
         return self
 
-    # Tensor parallelism: no module is distributed over tp ranks, each has the whole of its partition.
+    # Tensor parallelism.
 
     def distributed_modules(self) -> Iterator[nn.Module]:
-        """The modules that are split over tp ranks: none."""
-        return iter(())
+        """The modules whose parameters are split over tp ranks: the outermost ones, those of this partition."""
+        inside: set[nn.Module] = set()
+        for child in self.local_modules():
+            if isinstance(child, DistributedModule) and child not in inside:
+                inside.update(child.modules())
+                yield child
 
     def is_distributed_parameter(self, parameter: nn.Parameter) -> bool:
-        """Return whether the parameter is split over tp ranks."""
-        return False
+        """Return whether each tp rank holds a slice of the parameter."""
+        return split_of(parameter) is not None
 
     def is_distributed_buffer(self, buffer: torch.Tensor) -> bool:
-        """Return whether the buffer is split over tp ranks."""
-        return False
+        """Return whether each tp rank holds a slice of the buffer."""
+        return split_of(buffer) is not None
 
     def is_scaled_batch_parameter(self, parameter: nn.Parameter) -> bool:
-        """Return whether the parameter acts on the batch of the whole TP group."""
-        return False
+        """Return whether the parameter acts on the batch of the whole TP group, and not on the rank's own."""
+        return split_of(parameter) is not None
 
     def is_scaled_batch_buffer(self, buffer: torch.Tensor) -> bool:
-        """Return whether the buffer acts on the batch of the whole TP group."""
-        return False
+        """Return whether the buffer acts on the batch of the whole TP group, and not on the rank's own."""
+        return split_of(buffer) is not None
 
     def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters whose gradients are reduced over DP_GROUP: all of this partition."""
-        return self.local_named_parameters()
+        """The parameters of this partition whose gradients are reduced over DP_GROUP."""
+        for name, parameter in self.local_named_parameters():
+            if split_of(parameter) is None:
+                yield name, parameter
 
     def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters whose gradients are reduced over RDP_GROUP: none."""
-        return iter(())
+        """The parameters of this partition whose gradients are reduced over RDP_GROUP."""
+        for name, parameter in self.local_named_parameters():
+            if split_of(parameter) is not None:
+                yield name, parameter
 
     def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters as an optimizer sees them: those of this partition, or their masters."""
@@ -567,14 +579,21 @@ def _make_masters(runtime: Runtime, half: torch.dtype | None) -> Masters | None:
     return None if half is None and parts is None else Masters(half, parts)
 
 
-def _warn_of_replicas(tensor: int) -> None:
-    if tensor > 1:
+def _distributed(session: sessions.TrainingSession, module: nn.Module) -> nn.Module:
+    """The module with distributed modules in the places that a script wished; the module itself at degree 1."""
+    if session.runtime.config.tensor_parallel_degree == 1:
+        return module
+    root = Replacement(module, (placement.PARTITION,)).root
+    if not any(isinstance(child, DistributedModule) for child in root.modules()):
         warnings.warn(
-            f"{_CALL}: tensor_parallel_degree={tensor} makes the groups, and no module is distributed: each "
-            "rank of a tensor-parallel group holds a replica",
+            f"{_CALL}: tensor_parallel_degree={session.runtime.config.tensor_parallel_degree} makes the groups, and "
+            "no module is distributed: each rank of a tensor-parallel group holds a replica. Create modules in "
+            "smp.model_creation(tensor_parallelism=True) or smp.tensor_parallelism()",
             IgnoredKeyWarning,
             stacklevel=3,
         )
+    session.tensor_group = TensorGroup(session.runtime)
+    return root
 
 
 def _check_module(module: object) -> None:

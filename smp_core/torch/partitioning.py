@@ -1,39 +1,23 @@
 """A script's wishes for its model before the model is partitioned: the partition of each module, and the way
 of creating the modules (API 1.9).
-
-An index is left on the module object itself, so it stays with a module that is assigned to its parent
-later, copied, or pickled.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
-import threading
-import warnings
 from collections.abc import Iterator
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
 
-from smp_core.config import IgnoredKeyWarning
 from smp_core.errors import ArgumentTypeError
 from smp_core.torch import session as sessions
-from smp_core.torch.exceptions import PartitionError, UnsupportedTrainingError
+from smp_core.torch.exceptions import PartitionError
 from smp_core.torch.parameters import creation
-from smp_core.torch.pipeline.placement import MARK
-
-
-class _Inside(threading.local):
-    """The partitions that this thread is inside of, innermost last. Ranks may be threads."""
-
-    def __init__(self) -> None:
-        self.indices: list[int] = []
-
-
-_inside = _Inside()
+from smp_core.torch.pipeline.placement import PARTITION
+from smp_core.torch.tensor_parallel import wishes
 
 
 @contextlib.contextmanager
@@ -51,12 +35,8 @@ def partition(index: int) -> Iterator[None]:
     if chosen is None:
         yield
         return
-    _inside.indices.append(chosen)
-    try:
-        with _marking():
-            yield
-    finally:
-        _inside.indices.pop()
+    with PARTITION.inside(chosen):
+        yield
 
 
 def set_partition(module: nn.Module, index: int) -> None:
@@ -89,7 +69,7 @@ def set_partition(module: nn.Module, index: int) -> None:
         )
     if chosen is not None:
         for child in module.modules():
-            vars(child)[MARK] = chosen
+            PARTITION.set(child, chosen)
 
 
 def _index(call: str, index: object) -> int | None:
@@ -106,49 +86,6 @@ def _index(call: str, index: object) -> int | None:
             f"partitions run from 0 to {degree - 1}"
         )
     return chosen
-
-
-class _Marking:
-    """``nn.Module.__init__`` and ``__setstate__``, while any thread is in a partition."""
-
-    lock = threading.Lock()
-    users = 0
-
-
-@contextlib.contextmanager
-def _marking() -> Iterator[None]:
-    """While entered, new modules get the mark of their thread. The class is patched while it has
-    users, and afterwards is as before; a patch that somebody made on top of ours is left, with ours
-    below it, which does nothing outside of partitions.
-    """
-    with _Marking.lock:
-        _Marking.users += 1
-        if _Marking.users == 1:
-            for name in ("__init__", "__setstate__"):
-                _wrap(name)
-    try:
-        yield
-    finally:
-        with _Marking.lock:
-            _Marking.users -= 1
-            if _Marking.users == 0:
-                for name in ("__init__", "__setstate__"):
-                    mine = vars(nn.Module)[name]
-                    if getattr(mine, "_smp_marks", False):
-                        setattr(nn.Module, name, mine.__wrapped__)
-
-
-def _wrap(name: str) -> None:
-    original = vars(nn.Module)[name]
-
-    @functools.wraps(original)
-    def marked(self: nn.Module, /, *args: object, **kwargs: object) -> None:
-        original(self, *args, **kwargs)
-        if _inside.indices:
-            vars(self)[MARK] = _inside.indices[-1]
-
-    marked._smp_marks = True  # type: ignore[attr-defined]
-    setattr(nn.Module, name, marked)
 
 
 @contextlib.contextmanager
@@ -171,29 +108,18 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
 def model_creation(
     tensor_parallelism: bool = False,
     dtype: torch.dtype | None = None,
-    **tensor_parallel_config: object,
+    **tensor_parallel_config: Any,
 ) -> Iterator[None]:
     """The context to create a model in: ``dtype`` is torch's default dtype inside (None: as it is),
     and initialisation is delayed if the configuration has ``delayed_parameter_initialization``
     (API 8.21: the key and the context mean the same).
 
-    ``tensor_parallel_config`` is not looked at unless ``tensor_parallelism`` is true (1.9), which is
-    refused, with UnsupportedTrainingError, where ``tensor_parallel_degree`` is above 1, and warned of
-    (IgnoredKeyWarning) where it is 1. Raises
-    ArgumentTypeError if ``dtype`` is no floating-point dtype.
+    With ``tensor_parallelism`` it is ``smp.tensor_parallelism(**tensor_parallel_config)``, too; without, the
+    ``tensor_parallel_config`` is not looked at (1.9).
+
+    Raises ArgumentTypeError if ``dtype`` is no floating-point dtype, and as ``smp.tensor_parallelism`` does.
     """
     config = sessions.current("smp.model_creation").runtime.config
-    if tensor_parallelism and config.tensor_parallel_degree > 1:
-        raise UnsupportedTrainingError(
-            "smp.model_creation: distributed modules (tensor_parallelism=True) are not available; each "
-            "tensor-parallel rank holds a replica. Leave tensor_parallelism out"
-        )
-    if tensor_parallelism:
-        warnings.warn(
-            "smp.model_creation: tensor_parallelism=True has no effect: tensor_parallel_degree is 1",
-            IgnoredKeyWarning,
-            stacklevel=3,  # the with statement, above contextlib's frame
-        )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ArgumentTypeError(
             f"smp.model_creation: dtype must be a floating-point torch.dtype or None, not {dtype!r}"
@@ -202,7 +128,12 @@ def model_creation(
     if dtype is not None:
         torch.set_default_dtype(dtype)
     try:
-        with delay_param_initialization(config.delayed_parameter_initialization):
+        with contextlib.ExitStack() as contexts:
+            if tensor_parallelism:
+                contexts.enter_context(wishes.tensor_parallelism(**tensor_parallel_config))
+            contexts.enter_context(
+                delay_param_initialization(config.delayed_parameter_initialization)
+            )
             yield
     finally:
         torch.set_default_dtype(before)

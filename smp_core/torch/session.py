@@ -184,7 +184,8 @@ class TrainingSession:
 
     ``step`` is the step in progress, as the engine keeps it; None outside of steps. ``steps`` counts
     the steps that have begun, the same on every rank. ``restored`` is the Placement that a partial
-    checkpoint brought; it holds instead of a new decision.
+    checkpoint brought; it holds instead of a new decision. ``tensor_group`` has the exchanges of distributed modules
+    (tensor_parallel/exchange.py); None until there is a model.
     """
 
     runtime: Runtime
@@ -196,6 +197,7 @@ class TrainingSession:
     tracing: bool = False
     tape: Any = None  # of delayed initialisation (creation.Tape)
     restored: Any = None
+    tensor_group: Any = None
 
 
 def current(call: str) -> TrainingSession:

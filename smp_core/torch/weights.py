@@ -18,6 +18,7 @@ from torch import nn
 from smp_core.errors import ArgumentTypeError
 from smp_core.topology import GroupKind
 from smp_core.torch.parameters import foreign, sharing
+from smp_core.torch.parameters.split import Split, split_of
 from smp_core.torch.pipeline import placement
 from smp_core.torch.session import SessionModel
 from smp_core.torch.sharding import records
@@ -96,15 +97,16 @@ def state_dict(model: SessionModel, gather_to_rank0: bool = False) -> dict[str, 
     """The state of the whole model: keys, order and values of the wrapped module's own
     ``state_dict``, as a plain dict.
 
-    Collective over the PP group (API 1.7: called on every rank of at least ``dp_rank`` 0), and
-    over the shard group; otherwise there is nothing to gather. Tensors that this rank holds whole share memory
+    Collective over the PP group (API 1.7: called on every rank of at least ``dp_rank`` 0; with distributed
+    modules of ``rdp_rank`` 0), over the TP group if there are distributed modules, and over the shard group; otherwise
+    there is nothing to gather. Tensors that this rank holds whole share memory
     with the model. With ``gather_to_rank0`` only world rank 0 gets the state, the others an
     empty dict.
     """
     runtime = model._session.runtime
     keep = not gather_to_rank0 or runtime.rank == 0
     with model.sharding.full_tree(model.module, keep):
-        entries = _entries(model)
+        entries = _merged(model, _entries(model))
     group = runtime.group(GroupKind.PP)
     if model.placement is not None and len(group.ranks) > 1:
         objects = runtime.fabric.objects
@@ -127,6 +129,47 @@ def state_dict(model: SessionModel, gather_to_rank0: bool = False) -> dict[str, 
 
 
 _ELSEWHERE: object = object()  # the value of a key that another rank holds
+
+
+def _splits(model: SessionModel) -> dict[str, Split]:
+    """The splits of the split parameters of the whole model, by the key of the module's state."""
+    names = {
+        id(entry.tensor): found
+        for entry in sharing.entries(model.module)
+        if (found := split_of(entry.tensor)) is not None
+    }
+    if not names:
+        return {}
+    state = model.module.state_dict(keep_vars=True)
+    return {key: names[id(value)] for key, value in state.items() if id(value) in names}
+
+
+def _merged(model: SessionModel, entries: dict[str, object]) -> dict[str, object]:
+    """The entries with whole parameters in place of this rank's slices; collective over the TP group."""
+    splits = _splits(model)
+    slices = {
+        key: value.clone()
+        for key in splits
+        if isinstance(value := entries[key], torch.Tensor)  # and not another rank's
+    }
+    if not splits:
+        return entries
+    runtime = model._session.runtime
+    gathered = runtime.fabric.objects.allgather(slices, runtime.group(GroupKind.TP))
+    whole = {key: splits[key].full([each[key] for each in gathered]) for key in slices}
+    return {**entries, **whole}
+
+
+def _sliced(model: SessionModel, state: dict[str, object]) -> dict[str, object]:
+    """A full state with this rank's slices in place of split parameters. A tensor of another shape stays as it is, and
+    the load tells of it.
+    """
+    found = dict(state)
+    for key, split in _splits(model).items():
+        value = state.get(key)
+        if isinstance(value, torch.Tensor) and tuple(value.shape) == split.shape:
+            found[key] = split.slice_of(value)
+    return found
 
 
 def _entries(model: SessionModel) -> dict[str, object]:
@@ -242,6 +285,8 @@ def check(
     plain = {
         key: value for key, value in state.items() if key not in _SAID and not key.endswith(_EXTRA)
     }
+    if not partial:
+        plain = _sliced(model, plain)
     if getattr(state, "_metadata", None) is not None and not partial:
         plain = _with_metadata(plain, state)
     with _meta(model, shards=partial) as away:
@@ -284,6 +329,8 @@ def _load_values(
         for keys, values in runtime.fabric.objects.allgather(_packed(plain), group):
             merged.update({key: values[index] for key, index in keys.items()})
         plain = {**merged, **plain}
+    if not partial:
+        plain = _sliced(model, plain)
     if getattr(state, "_metadata", None) is not None and not partial:
         plain = _with_metadata(plain, state)
     # The tensors of a part have the sizes of the shards, so it is loaded into them as they are.

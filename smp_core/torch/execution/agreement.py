@@ -5,7 +5,7 @@ there are. So no replica waits in a reduction for one that will not come.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from smp_core.runtime import Runtime
@@ -30,8 +30,8 @@ class ReplicaReport:
         fresh: whether the step has brought a gradient.
         again: whether a gradient came late, for a parameter whose sum had seemed to be complete.
         gather_digest: a checksum of the units that it has gathered, in order (sharding/unsharding.py).
-        held: a checksum of the parameters that all replicas hold (reduction/drift.py); None where nobody compares.
-        shards: one of its shards of sharded parameters.
+        checksums: by kind of group, a checksum of what its members hold alike (reduction/drift.py): parameters, or
+            shards of them; without the kinds for which nobody compares.
         trained: for each parameter of the rank, in the order of registration, whether it is trained; empty where
             nobody compares.
     """
@@ -45,8 +45,7 @@ class ReplicaReport:
     fresh: bool = True
     again: bool = False
     gather_digest: int = 0
-    held: int | None = None
-    shards: int | None = None
+    checksums: Mapping[GroupKind, int] = dataclasses.field(default_factory=dict)
     trained: bytes = b""
 
 

@@ -15,17 +15,20 @@ import torch
 from torch import nn
 
 from smp_core.errors import SmpError
-from smp_core.topology import GroupKind
+from smp_core.topology import GroupKind, Topology
 from smp_core.torch.exceptions import PartitionError, UnsupportedTrainingError
 from smp_core.torch.execution.source import KeptShard
 from smp_core.torch.parameters import creation, foreign, sharing
+from smp_core.torch.parameters.marking import Mark, new_mark
 from smp_core.torch.parameters.sharing import Entry
+from smp_core.torch.parameters.split import split_of
 from smp_core.torch.pipeline import partitioner
 from smp_core.torch.pipeline.tracing import Trace
 from smp_core.torch.session import Owners, TrainingSession
 from smp_core.transport.protocols import Group
 
-MARK = "_smp_partition"  #: attribute in which smp.partition leaves its index on a module
+#: The partition that smp.partition and smp.set_partition chose for a module.
+PARTITION: Mark[int] = new_mark("_smp_partition")
 #: Attribute of the model: true shapes by first name, also of emptied parameters and buffers.
 SHAPES = "_smp_shapes"
 _CHUNK = 32 << 20  # bytes of tensors in one broadcast
@@ -86,7 +89,11 @@ def decide(session: TrainingSession, module: nn.Module, trace: Trace | None = No
     if config.auto_partition:
         wanted = partitioner.assign(module, degree, config.memory_weight, trace)
     else:
-        wanted = {each: vars(each).get(MARK, config.default_partition) for each in module.modules()}
+        marked = {each: PARTITION.of(each) for each in module.modules()}
+        wanted = {
+            each: config.default_partition if index is None else index
+            for each, index in marked.items()
+        }
         _check_indices(module, wanted, degree)
     placement = place(module, wanted, degree)
     _check_shared(module, placement)
@@ -170,7 +177,7 @@ def settle(session: TrainingSession, make: Callable[[], Placement]) -> Placement
     """
     # One rank decides for all replicas, because measured execution times differ between them.
     runtime = session.runtime
-    source, world = _source(session), runtime.group(GroupKind.WORLD)
+    source, world = _source(runtime.topology, None), runtime.group(GroupKind.WORLD)
     if runtime.rank != source:
         answer = runtime.fabric.objects.recv_from(source)
         if isinstance(answer, Placement):
@@ -220,9 +227,11 @@ def distribute(
         sharded: the parameters of which each rank keeps a shard.
     """
     module: nn.Module = model.module
-    here, source = session.runtime.position(GroupKind.PP), _source(session)
+    here = session.runtime.position(GroupKind.PP)
     for owner in range(placement.degree):
-        _send_part(session, module, placement, owner, source, sharded)
+        _send_part(session, module, placement, owner, sharded, None)
+        for tp_rank in range(session.runtime.topology.tensor):
+            _send_part(session, module, placement, owner, sharded, tp_rank)
     sharded.describe()
     release(module, placement, here)
     session.tape = None
@@ -234,16 +243,17 @@ def distribute(
 def _pin(module: nn.Module) -> None:
     """Remove the marks of ``smp.partition``: from now on the placement counts."""
     for child in module.modules():
-        vars(child).pop(MARK, None)
+        PARTITION.remove(child)
 
 
-def _source(session: TrainingSession) -> int:
-    """The world rank whose values all ranks get: pp rank 0 of dp rank 0."""
-    topology = session.runtime.topology
+def _source(topology: Topology, tp_rank: int | None) -> int:
+    """The world rank whose values all ranks get: pp rank 0 of dp rank 0; for slices of a tp rank, of its rdp rank 0."""
+    kind = GroupKind.DP if tp_rank is None else GroupKind.RDP
     return next(
         group[0]
-        for group in topology.groups(GroupKind.DP)
+        for group in topology.groups(kind)
         if topology.coordinates(group[0]).pp_rank == 0
+        and tp_rank in (None, topology.coordinates(group[0]).tp_rank)
     )
 
 
@@ -299,20 +309,26 @@ def _send_part(
     module: nn.Module,
     placement: Placement,
     owner: int,
-    source: int,
     sharded: Sharded,
+    tp_rank: int | None,
 ) -> None:
-    """Broadcast the values of one partition from the source to the ranks that own it."""
+    """Broadcast the values of one partition from the source to the ranks that own it: of the tensors that each tp rank
+    holds whole, or the slices of one tp rank.
+    """
     runtime = session.runtime
     topology = runtime.topology
+    source = _source(topology, tp_rank)
     members = tuple(
-        rank for rank in range(runtime.size) if topology.coordinates(rank).pp_rank == owner
+        rank
+        for rank in range(runtime.size)
+        if (at := topology.coordinates(rank)).pp_rank == owner and tp_rank in (None, at.tp_rank)
     )
-    group = Group(f"smp placement {owner}", tuple(sorted({source, *members})))
+    name = f"smp placement {owner}" if tp_rank is None else f"smp placement {owner}, {tp_rank}"
+    group = Group(name, tuple(sorted({source, *members})))
     if runtime.rank not in group.ranks:
         return
     objects = runtime.fabric.objects
-    for chunk in _chunks(module, placement, owner):
+    for chunk in _chunks(module, placement, owner, split=tp_rank is not None):
         if runtime.rank == source:
             values = [creation.value(session, entry.tensor, entry.name) for entry in chunk]
             if len(group.ranks) > 1:
@@ -334,11 +350,14 @@ def _send_part(
                     replace(entry.tensor, shard.copy_from_full(value))
 
 
-def _chunks(module: nn.Module, placement: Placement, owner: int) -> Iterator[list[Entry]]:
+def _chunks(
+    module: nn.Module, placement: Placement, owner: int, *, split: bool
+) -> Iterator[list[Entry]]:
     chunk: list[Entry] = []
     size = 0
     for entry in unique(module):
-        if placement.modules[entry.module] == owner:
+        is_split = split_of(entry.tensor) is not None
+        if placement.modules[entry.module] == owner and is_split is split:
             chunk.append(entry)
             size += entry.tensor.nbytes
             if size >= _CHUNK:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from smp_core.torch.parameters.split import split_of
 from smp_core.torch.reduction.layout import Layout, bins
 from smp_core.torch.reduction.policy import BucketUnit, ReductionPolicy
 
@@ -38,6 +39,8 @@ class Bucket:
     ) -> None:
         self.parameters, self.layouts, self.dtype = parameters, layouts, dtype
         self.ranks = layouts[0].ranks
+        #: True if each tp rank has a slice of its parameters, so that gradients are reduced over RDP groups.
+        self.split = split_of(parameters[0]) is not None
 
     def rows(self, totals: Totals) -> torch.Tensor:
         """The gradients, ``(ranks, width)``, in memory of their own; zeros for a parameter without a gradient."""
@@ -90,10 +93,17 @@ def fill(
 ) -> list[Bucket]:
     """Buckets of these parameters, which are in the order of registration, in reverse, as backward reaches them."""
     layouts = {each: layout_of(each) for each in parameters}
-    if policy.bucket_unit is BucketUnit.BYTES:
-        filled = fill_bytes(parameters, policy.bucket_cap, policy.wide)
-    else:
-        filled = _fill_elements(layouts, policy.bucket_cap)
+    filled: list[list[nn.Parameter]] = []
+    for split in (False, True):  # no bucket has both
+        some = [each for each in parameters if (split_of(each) is not None) is split]
+        if policy.bucket_unit is BucketUnit.BYTES:
+            filled += fill_bytes(some, policy.bucket_cap, policy.wide)
+        else:
+            filled += _fill_elements({each: layouts[each] for each in some}, policy.bucket_cap)
+    if any(split_of(each) is not None for each in parameters):
+        # As backward reaches them: the bucket whose first parameter was registered last is complete first.
+        place = {each: n for n, each in enumerate(parameters)}
+        filled.sort(key=lambda members: -place[members[0]])
     return [
         Bucket(members, [layouts[each] for each in members], dtype_of(members[0], policy.wide))
         for members in filled

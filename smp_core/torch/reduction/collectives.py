@@ -149,6 +149,13 @@ class Collectives:
         _check("reduce_scatter", rows.dtype)
         return self._begin(self._reduce(rows.detach()))
 
+    def all_to_all(self, rows: Tensor) -> Pending:
+        """Exchange rows: row i goes to member i, and row i of the result came from member i.
+
+        ``rows`` is ``(size, ...)``, contiguous, of any dtype and the same shape on all, 0 elements included.
+        """
+        return self._begin(self._exchange(rows.detach()))
+
     def all_reduce(self, flat: Tensor, divisor: int = 1) -> Pending:
         """The sum over the ranks that hold the same shard, divided once; ``(n,)`` to ``(n,)``, with the same bits
         on all. 16-bit values are folded and divided in float32, and rounded once.
@@ -194,6 +201,12 @@ class Collectives:
         # After several hops the shards lie in the order of the last hop, not in that of the group.
         rows = shards.view(torch.uint8).view(self.size, -1)
         return rows.index_select(0, order.to(rows.device)).view(-1).view(shard.dtype)
+
+    def _exchange(self, rows: Tensor) -> _Exchanges:
+        received = yield from self._exchange_rows(
+            rows, self._shard_group, "all_to_all", self._shard_kind
+        )
+        return received
 
     def _reduce(self, rows: Tensor) -> _Exchanges:
         received = yield from self._exchange_rows(

@@ -37,6 +37,7 @@ from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import ShardingError, UnsupportedTrainingError
 from smp_core.torch.execution import agreement, counted
 from smp_core.torch.execution.agreement import DENSE, NONE, SPARSE, Agreement, ReplicaReport
+from smp_core.torch.parameters.split import split_of
 from smp_core.torch.precision.masters import Masters
 from smp_core.torch.reduction import drift
 from smp_core.torch.reduction.bucket_reducer import BucketReducer
@@ -49,6 +50,14 @@ from smp_core.torch.reduction.shards import GradientShards
 
 #: Waits for a reduced bucket.
 _Result = Callable[[], torch.Tensor]
+#: Digests of parameters, or of shards, by the kind of group whose members hold them alike.
+_Digests = dict[GroupKind, dict[nn.Parameter, int]]
+#: The kinds of group whose members hold values alike, in the order in which they are compared, and the words for them.
+_HELD = {
+    GroupKind.DP: "parameter",
+    GroupKind.RDP: "parameter",
+    GroupKind.REPLICATION: "the part of parameter",
+}
 
 
 class GradientReducer:
@@ -156,8 +165,9 @@ class GradientReducer:
     def _launch(self, bucket: Bucket, rows: torch.Tensor) -> Pending:
         if self._policy.scatters:
             return self._collectives.reduce_scatter(rows)
-        return self._collectives.all_reduce(
-            rows.view(-1), self._divisor(self._unit or self._runtime.config.microbatches)
+        return self._shards.all_reducer(bucket.split).all_reduce(
+            rows.view(-1),
+            self._divisor(self._unit or self._runtime.config.microbatches, bucket.split),
         )
 
     @property
@@ -214,7 +224,7 @@ class GradientReducer:
         self._step = None
         count = 0 if joined else microbatches or self._runtime.config.microbatches
         window = self._add_remaining(step, {} if failure is not None else totals, count)
-        held, shards = ({}, {}) if failure is not None or joined else self._digests()
+        digests = {} if failure is not None or joined else self._digests()
         agreed = agreement.agree(
             self._runtime,
             ReplicaReport(
@@ -227,8 +237,7 @@ class GradientReducer:
                 fresh=bool(step.present),
                 again=step.was_late,
                 gather_digest=self._shards.gather_digest,
-                held=drift.checksum(held.values()) if held else None,
-                shards=drift.checksum(shards.values()) if shards else None,
+                checksums={kind: drift.checksum(own.values()) for kind, own in digests.items()},
                 trained=b"" if joined else self._trained(),
             ),
         )
@@ -236,7 +245,7 @@ class GradientReducer:
         if agreed.failure is not None:
             step.discard()
             return agreed.failure
-        wrong = self._disagreement(agreed, held, shards)
+        wrong = self._disagreement(agreed, digests)
         if wrong is not None:
             step.discard()
             raise wrong
@@ -270,7 +279,7 @@ class GradientReducer:
         self._pending = self._accumulated(step, agreed, window)
         ends = self._passes == self._options.backward_passes_per_step
         if ends:
-            reduced = self._all_reduced(step, agreed, self._divisor(self._unit))
+            reduced = self._all_reduced(step, agreed)
             has, self._has = self._has, set()
             self._pending, self._passes, self._unit = {}, 0, 0
             self.reductions += 1
@@ -300,7 +309,11 @@ class GradientReducer:
             return b""
         has = self._has | step.present
         return bytes(
-            NONE if each not in has else SPARSE if step.is_sparse(each) else DENSE
+            NONE
+            if each not in has
+            else SPARSE
+            if step.is_sparse(each) and split_of(each) is None
+            else DENSE
             for each in self._parameters
         )
 
@@ -323,7 +336,7 @@ class GradientReducer:
     # The end of a window.
 
     def _all_reduced(
-        self, step: BucketReducer, agreed: Agreement, divisor: int
+        self, step: BucketReducer, agreed: Agreement
     ) -> dict[nn.Parameter, torch.Tensor]:
         """This rank's gradients: for each parameter the part of the gradient that this rank keeps."""
         kinds = dict(zip(self._parameters, agreed.present, strict=True))
@@ -338,7 +351,7 @@ class GradientReducer:
                 each for each, kind in kinds.items() if kind == DENSE and each not in reduced
             }
         persistent: list[tuple[Bucket, Pending]] = []
-        for bucket, result in self._launch_all_reduces(self._buckets(remaining), divisor):
+        for bucket, result in self._launch_all_reduces(self._buckets(remaining)):
             row = result()
             if not self._policy.scatters:
                 reduced.update(bucket.full_gradients(row, self._policy.bucket_views))
@@ -362,12 +375,11 @@ class GradientReducer:
         for parameter, kind in kinds.items():
             if kind == SPARSE and self._policy.keeps_sparse:
                 total = self._pending.get(parameter)
+                divisor = self._divisor(self._unit)
                 reduced[parameter] = self.replicas.reduce_sparse(parameter, total, divisor)
         return reduced
 
-    def _launch_all_reduces(
-        self, buckets: Sequence[Bucket], divisor: int
-    ) -> list[tuple[Bucket, _Result]]:
+    def _launch_all_reduces(self, buckets: Sequence[Bucket]) -> list[tuple[Bucket, _Result]]:
         """Begin the all-reduces of the window's sums; all are launched before the first is waited for."""
         if self._hook is not None:
             last = len(buckets) - 1
@@ -384,7 +396,9 @@ class GradientReducer:
             else:
                 row = bucket.rows(self._pending).view(-1)
                 counted.happened("sent")
-            begun.append((bucket, self._collectives.all_reduce(row, divisor).result))
+            divisor = self._divisor(self._unit, bucket.split)
+            reducer = self._shards.all_reducer(bucket.split)
+            begun.append((bucket, reducer.all_reduce(row, divisor).result))
         return begun
 
     def _deposit(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
@@ -420,27 +434,29 @@ class GradientReducer:
             return self._trainable()
         return [each for each, on in zip(self._parameters, known, strict=True) if on]
 
-    def _digests(self) -> tuple[dict[nn.Parameter, int], dict[nn.Parameter, int]]:
-        """The digests of the trained parameters that other ranks hold, too, and of this rank's shards of the others.
-        Replicas whose gradients a hook reduces have no digests: they may differ as the hook wants.
+    def _digests(self) -> _Digests:
+        """The digests of the trained parameters, or of this rank's shards of them, by the kind of group whose members
+        hold them alike; none of a group of one rank. Replicas whose gradients a hook reduces have no digests: they may
+        differ as the hook wants.
         """
-        held: dict[nn.Parameter, int] = {}
-        shards: dict[nn.Parameter, int] = {}
-        alone = len(self._runtime.group(self._policy.held_by).ranks) == 1
+        digests: _Digests = {}
         for parameter in self._trainable() if self._hook is None else ():
             shard = self._shards.shard(parameter)
-            if shard is None:
-                if not alone:
-                    held[parameter] = drift.digest(parameter)
-            elif self._collectives.replicas > 1:
-                shards[parameter] = drift.digest(shard.padded[: shard.owned_numel])
-        return held, shards
+            value = parameter if shard is None else shard.padded[: shard.owned_numel]
+            if shard is not None:
+                kind = GroupKind.REPLICATION
+            elif split_of(parameter) is not None:
+                kind = GroupKind.RDP
+            else:
+                kind = self._policy.held_by
+            if len(self._runtime.group(kind).ranks) > 1:
+                digests.setdefault(kind, {})[parameter] = drift.digest(value)
+        return digests
 
     def _disagreement(
         self,
         agreed: Agreement,
-        held: Mapping[nn.Parameter, int],
-        shards: Mapping[nn.Parameter, int],
+        digests: _Digests,
     ) -> Exception | None:
         """The error that every rank raises if ranks have gathered, train or hold different parameters; else None."""
         ranks = self._runtime.group(GroupKind.DP).ranks
@@ -448,18 +464,7 @@ class GradientReducer:
         return (
             self._other_gathers(reports)
             or self._other_frozen(reports)
-            or self._drifted(
-                self._policy.held_by,
-                "parameter",
-                held,
-                {rank: each.held for rank, each in reports.items()},
-            )
-            or self._drifted(
-                GroupKind.REPLICATION,
-                "the part of parameter",
-                shards,
-                {rank: each.shards for rank, each in reports.items()},
-            )
+            or next(filter(None, (self._drifted(kind, digests, reports) for kind in _HELD)), None)
         )
 
     def _other_gathers(self, reports: Mapping[int, ReplicaReport]) -> ShardingError | None:
@@ -489,11 +494,11 @@ class GradientReducer:
     def _drifted(
         self,
         kind: GroupKind,
-        what: str,
-        own: Mapping[nn.Parameter, int],
-        checksums: Mapping[int, int | None],
+        digests: _Digests,
+        reports: Mapping[int, ReplicaReport],
     ) -> Exception | None:
         """The error if ranks differ in values that those of a group of this kind should hold alike; else None."""
+        checksums = {rank: each.checksums.get(kind) for rank, each in reports.items()}
         groups = [
             [rank for rank in group if checksums[rank] is not None]
             for group in self._runtime.topology.groups(kind)
@@ -501,7 +506,8 @@ class GradientReducer:
         ]
         if not drift.differ(checksums, groups):
             return None
-        return drift.found(self._runtime, GroupKind.DP, what, self._by_name(own), groups)
+        own = self._by_name(digests.get(kind, {}))
+        return drift.found(self._runtime, GroupKind.DP, _HELD[kind], own, groups)
 
     def _by_name(self, digests: Mapping[nn.Parameter, int]) -> dict[str, int]:
         session = self._runtime.training
@@ -512,10 +518,9 @@ class GradientReducer:
 
     # Sizes.
 
-    def _divisor(self, microbatches: int) -> int:
+    def _divisor(self, microbatches: int, split: bool = False) -> int:
         average = self._options.average_grads_across_microbatches
-        replicas = self._collectives.size * self._collectives.replicas
-        return replicas * (microbatches if average else 1)
+        return self._shards.summands(split) * (microbatches if average else 1)
 
     def _trainable(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._parameters if parameter.requires_grad]

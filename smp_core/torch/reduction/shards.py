@@ -37,6 +37,14 @@ class GradientShards(Protocol):
     def collectives(self) -> Collectives:
         """The collectives over the shard group and the replicate group."""
 
+    def all_reducer(self, split: bool) -> Collectives:
+        """The collectives whose replicate group has the ranks that an all-reduce sums over: of the parameters that each
+        tp rank has a slice of, or of the others.
+        """
+
+    def summands(self, split: bool) -> int:
+        """The number of ranks whose mean loss a summed gradient is of: the divisor of the average over data."""
+
     @property
     def gather_digest(self) -> int:
         """A checksum of the units that were gathered in this step, in order; the same on all ranks of a shard group."""
@@ -49,7 +57,8 @@ class GradientShards(Protocol):
 
 
 class WholeGradients:
-    """The gradients of a model that is not sharded: a shard group of one rank, and the DP group as replicate group.
+    """The gradients of a model that is not sharded: a shard group of one rank, and the DP group as replicate group; the
+    RDP group for parameters that each tp rank has a slice of (API 1.10).
 
     Made by all ranks at the same point, as ``Collectives`` are.
     """
@@ -58,6 +67,18 @@ class WholeGradients:
 
     def __init__(self, runtime: Runtime) -> None:
         self.collectives = Collectives(runtime, GroupKind.SHARDING, GroupKind.DP)
+        self._of_slices = self.collectives
+        if runtime.topology.tensor > 1:
+            self._of_slices = Collectives(runtime, GroupKind.SHARDING, GroupKind.RDP)
+        self._prescaled = runtime.config.prescaled_batch
+
+    def all_reducer(self, split: bool) -> Collectives:
+        return self._of_slices if split else self.collectives
+
+    def summands(self, split: bool) -> int:
+        # The gradient of a slice is of the samples of the whole TP group: of all tp ranks' losses, or, where the batch
+        # is prescaled, of the one loss that they share.
+        return self.all_reducer(split and self._prescaled).replicas
 
     def shard(self, parameter: torch.Tensor) -> None:
         """No parameter is sharded."""

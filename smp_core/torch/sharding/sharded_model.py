@@ -108,6 +108,14 @@ class ShardedModel:
 
     clips = True  # in optimizer.step()
 
+    def all_reducer(self, split: bool) -> Collectives:
+        """The collectives that reduce gradients: with sharding, of slices and others alike over the RDP group."""
+        return self.collectives
+
+    def summands(self, split: bool) -> int:
+        """The ranks of the RDP group."""
+        return self.collectives.size * self.collectives.replicas
+
     def gradient_shards(self, runtime: Runtime) -> GradientShards:
         """The sharding as the reducer sees it; all ranks call this at the same point."""
         return self

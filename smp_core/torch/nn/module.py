@@ -1,0 +1,54 @@
+"""``smp.nn.DistributedModule``: the base class of modules whose parameters are split over the TP group (API 1.10)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from smp_core.topology import GroupKind
+from smp_core.torch import session as sessions
+from smp_core.torch.exceptions import IndivisibleError, TensorParallelError
+from smp_core.torch.parameters.split import split
+from smp_core.torch.tensor_parallel.exchange import TensorGroup
+
+
+class DistributedModule(nn.Module):
+    """A module of which each tp rank holds its slice of some parameters.
+
+    It computes with the samples of all ranks of the TP group, so all of them call it, in the same order, with batches
+    of one size. At ``tensor_parallel_degree`` 1 it is a plain module.
+
+    Raises NotInitializedError before ``smp.init``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        runtime = sessions.current(f"smp.nn.{type(self).__name__}").runtime
+        self.tp_size = len(runtime.group(GroupKind.TP).ranks)
+        self.tp_rank = runtime.position(GroupKind.TP)
+
+    def slice_size(self, what: str, size: int) -> int:
+        """The size of one rank's slice. Raises IndivisibleError, which names ``what`` is not divisible."""
+        if size % self.tp_size:
+            raise IndivisibleError(
+                f"{type(self).__name__}: {what} = {size} is no multiple of tensor_parallel_degree = {self.tp_size}"
+            )
+        return size // self.tp_size
+
+    def split_parameter(self, full: torch.Tensor, axis: int) -> nn.Parameter:
+        """A parameter that is this rank's slice of ``full``, whose size along ``axis`` is divisible.
+
+        ``full`` is drawn whole on each rank, so that the same random stream gives the same weights at every degree.
+        """
+        return split(full, axis, self.tp_rank, self.tp_size)
+
+    def group(self) -> TensorGroup:
+        """The TP group. Raises TensorParallelError for a module that is part of no model."""
+        session = sessions.current(f"smp.nn.{type(self).__name__}")
+        group: TensorGroup | None = session.tensor_group
+        if group is None:
+            raise TensorParallelError(
+                f"smp.nn.{type(self).__name__} was called before there is a model: the ranks of a TP group meet when "
+                "it is wrapped. Call smp.DistributedModel(module) first"
+            )
+        return group

@@ -1,0 +1,5 @@
+"""Tensor parallelism: modules whose parameters are split over the ranks of a TP group (API 1.9, 1.10).
+
+``wishes`` holds the contexts by which a script says which modules, ``registry`` the distributed module for each class,
+``replacement`` puts them into the tree, ``exchange`` has the changes of layout that they compute with.
+"""

@@ -1,0 +1,198 @@
+"""Changes of layout between the ranks of a TP group, forward and backward.
+
+An activation of a TP group has one of these layouts. B is a rank's batch, G the batch of the group, C the channels (the
+last axis), t the degree.
+
+==========  ====================  ============================================================================
+layout      shape on a rank       contents
+==========  ====================  ============================================================================
+local       ``(B, ..., C)``       the samples of this rank, whole
+full        ``(G, ..., C)``       the samples of all ranks, whole, the same on all ranks
+sliced      ``(G, ..., C / t)``   the samples of all ranks, the channels of this rank
+partial     ``(G, ..., C)``       summands: the activation is their sum over the ranks
+==========  ====================  ============================================================================
+
+Without ``prescaled_batch`` each rank brings samples of its own, and G = t B: the samples of tp rank 0 come first.
+With ``prescaled_batch`` all ranks bring the same batch, G = B, and local is full (API 4.4).
+
+Each function is differentiable; its backward is another one of them. Sums over ranks are folded along the tree of
+``smp_core.reduction`` in the order of tp ranks, 16-bit values in float32 with one rounding, so the bits are the same on
+every backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from smp_core import reduction
+from smp_core.runtime import Runtime
+from smp_core.topology import GroupKind
+from smp_core.torch.execution import activity as activities
+from smp_core.torch.reduction.collectives import Collectives, Pending
+from smp_core.torch.reduction.traffic import Traffic
+
+Tensor = torch.Tensor
+
+
+class TensorGroup:
+    """The TP group, as one rank sees it.
+
+    All ranks of the world make one at the same point, as ``Collectives`` are.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._collectives = Collectives(runtime, GroupKind.TP, GroupKind.TP)
+        self.size, self.rank = self._collectives.size, self._collectives.rank
+        self.prescaled = runtime.config.prescaled_batch
+
+    @property
+    def traffic(self) -> Traffic:
+        """The bytes that this rank has sent for distributed modules."""
+        return self._collectives.traffic
+
+    def all_to_all(self, rows: Tensor) -> Tensor:
+        """Exchange rows: row i of ``rows`` goes to tp rank i, and row i of the result came from tp rank i."""
+        return self._wait(lambda: self._collectives.all_to_all(rows))
+
+    def all_gather(self, value: Tensor) -> Tensor:
+        """The values of all tp ranks, stacked in their order."""
+        flat = self._wait(lambda: self._collectives.all_gather(value.reshape(-1)))
+        return flat.view(self.size, *value.shape)
+
+    def sum_rows(self, rows: Tensor) -> Tensor:
+        """The sum over the ranks of the row that each has for this rank."""
+        return _sum(self.all_to_all(rows))
+
+    def all_reduce(self, value: Tensor) -> Tensor:
+        """The sum of the values of all tp ranks, the same bits on each."""
+        flat = self._wait(lambda: self._collectives.all_reduce(value.reshape(-1)))
+        return flat.view(value.shape)
+
+    def _wait(self, begin: Callable[[], Pending]) -> Tensor:
+        """Carry out an operation in the rank's own thread, because no other thread communicates."""
+        activity = activities.current()
+        if activity is None:
+            return begin().result()
+        results: list[Tensor] = []
+        activity.step_aside(lambda: results.append(begin().result()))
+        return results[0]
+
+
+def _sum(values: Tensor) -> Tensor:
+    """The sum over the first axis along the tree, 16-bit values in float32."""
+    return reduction.reduce_tensors(list(values), "SUM")
+
+
+# ---- Raw changes of layout -----------------------------------------------------------------------
+
+
+def _slice_channels(group: TensorGroup, x: Tensor) -> Tensor:
+    if group.prescaled:
+        return x.chunk(group.size, dim=-1)[group.rank].contiguous()
+    # (B, ..., C) -> (t, B, ..., C / t) -> (t B, ..., C / t)
+    rows = torch.stack(x.chunk(group.size, dim=-1))
+    return group.all_to_all(rows).flatten(0, 1)
+
+
+def _merge_channels(group: TensorGroup, x: Tensor) -> Tensor:
+    own = group.prescaled
+    rows = group.all_gather(x.contiguous()) if own else group.all_to_all(_batches(group, x))
+    return torch.cat(list(rows), dim=-1)
+
+
+def _sum_batch(group: TensorGroup, x: Tensor) -> Tensor:
+    if group.prescaled:
+        return group.all_reduce(x.contiguous())
+    return group.sum_rows(_batches(group, x))
+
+
+def _gather_batch(group: TensorGroup, x: Tensor) -> Tensor:
+    return x if group.prescaled else group.all_gather(x.contiguous()).flatten(0, 1)
+
+
+def _sum_channels(group: TensorGroup, x: Tensor) -> Tensor:
+    return group.sum_rows(torch.stack(x.chunk(group.size, dim=-1)))
+
+
+def _gather_channels(group: TensorGroup, x: Tensor) -> Tensor:
+    return torch.cat(list(group.all_gather(x.contiguous())), dim=-1)
+
+
+def _reduce_full(group: TensorGroup, x: Tensor) -> Tensor:
+    """Backward of ``gather_batch``: each rank has a summand of the gradient of all samples."""
+    return _sum_batch(group, x)
+
+
+def _pass_full(group: TensorGroup, x: Tensor) -> Tensor:
+    """Backward of ``sum_batch``: each summand has the gradient of the sum."""
+    return _gather_batch(group, x)
+
+
+def _batches(group: TensorGroup, x: Tensor) -> Tensor:
+    """(t B, ...) as (t, B, ...): the samples of each rank."""
+    return x.contiguous().view(group.size, x.shape[0] // group.size, *x.shape[1:])
+
+
+_Change = Callable[[TensorGroup, Tensor], Tensor]
+
+
+class _Changed(torch.autograd.Function):
+    """One change of layout, and another one for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup, there: _Change, back: _Change) -> Tensor:
+        ctx.group, ctx.back = group, back
+        changed = there(group, x)
+        return changed.view_as(changed) if changed is x else changed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(ctx.group, gradient), None, None, None
+
+
+def _changed(x: Tensor, group: TensorGroup, there: _Change, back: _Change) -> Tensor:
+    if group.size == 1:
+        return x
+    result: Tensor = _Changed.apply(x, group, there, back)  # type: ignore[no-untyped-call]
+    return result
+
+
+# ---- What modules call ---------------------------------------------------------------------------
+
+
+def slice_channels(x: Tensor, group: TensorGroup) -> Tensor:
+    """Local to sliced: an all-to-all, or, with ``prescaled_batch``, this rank's slice."""
+    return _changed(x, group, _slice_channels, _merge_channels)
+
+
+def merge_channels(x: Tensor, group: TensorGroup) -> Tensor:
+    """Sliced to local: an all-to-all, or, with ``prescaled_batch``, an all-gather."""
+    return _changed(x, group, _merge_channels, _slice_channels)
+
+
+def gather_batch(x: Tensor, group: TensorGroup) -> Tensor:
+    """Local to full: an all-gather; nothing with ``prescaled_batch``, but a sum of the gradients."""
+    return _changed(x, group, _gather_batch, _reduce_full)
+
+
+def sum_batch(x: Tensor, group: TensorGroup) -> Tensor:
+    """Partial to local: a reduce-scatter, or, with ``prescaled_batch``, an all-reduce."""
+    return _changed(x, group, _sum_batch, _pass_full)
+
+
+def sum_channels(x: Tensor, group: TensorGroup) -> Tensor:
+    """Partial to sliced: a reduce-scatter along the channels."""
+    return _changed(x, group, _sum_channels, _gather_channels)
+
+
+def gather_channels(x: Tensor, group: TensorGroup) -> Tensor:
+    """Sliced to full: an all-gather along the channels. Every rank uses the result for a summand of the loss."""
+    return _changed(x, group, _gather_channels, _sum_channels)
+
+
+def gather_ids(ids: Tensor, group: TensorGroup) -> Tensor:
+    """Local to full, of values without gradients: ids of an embedding, a mask."""
+    return ids if group.size == 1 else _gather_batch(group, ids)

@@ -1,0 +1,168 @@
+"""Distributed modules take the places of the modules that a script wished to be distributed (API 1.7, 1.9).
+
+The tree is changed in place, in the constructor of ``smp.DistributedModel``. A distributed module has new random
+weights: scripts load weights, and make the optimizer, afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_core.torch.exceptions import IndivisibleError, UnsupportedTrainingError
+from smp_core.torch.parameters.marking import Mark
+from smp_core.torch.tensor_parallel import registry
+from smp_core.torch.tensor_parallel.registry import Registration
+from smp_core.torch.tensor_parallel.wishes import WISH, Wish
+
+log = logging.getLogger(__name__)
+
+
+class Replacement:
+    """The replacement of one tree.
+
+    Attributes:
+        replaced: the paths of the modules that were replaced.
+        kept: the paths of the modules that stay although a script wished them to be distributed, with the reason.
+    """
+
+    def __init__(self, root: nn.Module, kept_marks: tuple[Mark[Any], ...] = ()) -> None:
+        self.replaced: list[str] = []
+        self.kept: dict[str, str] = {}
+        self._marks = kept_marks
+        #: How many modules of the tree hold each parameter, and how many parents each module has.
+        self._holders = Counter(
+            id(parameter)
+            for child in root.modules()
+            for parameter in child._parameters.values()
+            if parameter is not None
+        )
+        self._parents = Counter(
+            id(child)
+            for parent in root.modules()
+            for child in parent._modules.values()
+            if child is not None
+        )
+        self.root = self._replaced("", root, set())
+        self._tell()
+
+    def _replaced(self, path: str, module: nn.Module, seen: set[int]) -> nn.Module:
+        """The module for this place: a distributed one, or the module itself with its children replaced."""
+        if id(module) in seen:
+            return module
+        seen.add(id(module))
+        wish, registration = WISH.of(module), registry.registration_of(module)
+        if wish is not None and wish.enabled and registration is not None:
+            made = self._made(path, module, wish, registration)
+            if made is not None:
+                return made
+        for name, child in list(module._modules.items()):
+            if child is not None:
+                below = f"{path}.{name}" if path else name
+                replaced = self._replaced(below, child, seen)
+                if replaced is not child:
+                    setattr(module, name, replaced)
+        return module
+
+    def _made(
+        self, path: str, module: nn.Module, wish: Wish, registration: Registration
+    ) -> nn.Module | None:
+        """The distributed module; None if the module is to stay."""
+        arguments = registration.arguments(module)
+        shared = self._shared(module)
+        if shared is not None:
+            self.kept[path] = shared
+        elif arguments is None:
+            self.kept[path] = "it was created before its class was registered"
+        else:
+            if registration.init_hook is not None:
+                call = f"smp.tp_register: for module {path!r} the init_hook"
+                arguments = registry.translated(call, registration.init_hook, arguments)
+            args, kwargs = arguments
+            taken = _options(registration.distributed, wish)
+            try:
+                with _made_like(module):
+                    made = registration.distributed(*args, **{**kwargs, **taken})
+            except (IndivisibleError, UnsupportedTrainingError) as error:
+                self.kept[path] = str(error)
+                return None
+            self._adopt(made, module, registration)
+            self.replaced.append(path)
+            return made
+        return None
+
+    def _shared(self, module: nn.Module) -> str | None:
+        """The reason why a module's weights cannot be split, if it shares them."""
+        inside: Counter[int] = Counter()
+        for child in module.modules():
+            if self._parents[id(child)] > 1:
+                return "it is used in several places of the model"
+            inside.update(id(each) for each in child._parameters.values() if each is not None)
+        if any(self._holders[each] > count for each, count in inside.items()):
+            return "it shares a parameter with another module"
+        return None
+
+    def _adopt(self, made: nn.Module, module: nn.Module, registration: Registration) -> None:
+        """Give a distributed module the modes, marks and hooks of the place that it takes."""
+        made.train(module.training)
+        frozen = [not each.requires_grad for each in module.parameters()]
+        if frozen and all(frozen):
+            made.requires_grad_(False)
+        for mark in self._marks:
+            value = mark.of(module)
+            if value is not None:
+                for child in made.modules():
+                    mark.set(child, value)
+        if registration.forward_hook is not None or registration.return_hook is not None:
+            forward: Any = functools.partial(_hooked, made.forward, registration)
+            made.forward = functools.wraps(made.forward)(forward)
+
+    def _tell(self) -> None:
+        if self.kept:
+            told = "; ".join(
+                f"{path or 'the model itself'}: {reason}" for path, reason in self.kept.items()
+            )
+            log.warning("tensor parallelism: not distributed: %s", told)
+
+
+def _hooked(
+    forward: Callable[..., object], registration: Registration, *args: object, **kwargs: object
+) -> object:
+    """A distributed module's ``forward`` with the arguments and the value of the original's."""
+    if registration.forward_hook is not None:
+        call = f"smp.tp_register: of {registration.module.__name__} the forward_hook"
+        args, kwargs = registry.translated(call, registration.forward_hook, (args, kwargs))
+    value = forward(*args, **kwargs)
+    return value if registration.return_hook is None else registration.return_hook(value)
+
+
+def _options(distributed: type[nn.Module], wish: Wish) -> dict[str, object]:
+    """The options of a wish that the distributed module takes."""
+    parameters = inspect.signature(distributed).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return dict(wish.options)
+    return {name: value for name, value in wish.options.items() if name in parameters}
+
+
+@contextlib.contextmanager
+def _made_like(module: nn.Module) -> Iterator[None]:
+    """While entered, new parameters have the dtype and the device of the module's."""
+    like = next((each for each in module.parameters() if each.is_floating_point()), None)
+    if like is None:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(like.dtype)
+    try:
+        with torch.device(like.device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
