@@ -105,8 +105,9 @@ def state_dict(model: SessionModel, gather_to_rank0: bool = False) -> dict[str, 
     """
     runtime = model._session.runtime
     keep = not gather_to_rank0 or runtime.rank == 0
-    with model.sharding.full_tree(model.module, keep):
-        entries = _merged(model, _entries(model))
+    splits = _splits(model)  # before other parameters stand in the tree
+    with model.sharding.full_tree(model.module, keep or bool(splits)):
+        entries = _merged(model, _entries(model), splits)
     group = runtime.group(GroupKind.PP)
     if model.placement is not None and len(group.ranks) > 1:
         objects = runtime.fabric.objects
@@ -144,16 +145,17 @@ def _splits(model: SessionModel) -> dict[str, Split]:
     return {key: names[id(value)] for key, value in state.items() if id(value) in names}
 
 
-def _merged(model: SessionModel, entries: dict[str, object]) -> dict[str, object]:
+def _merged(
+    model: SessionModel, entries: dict[str, object], splits: Mapping[str, Split]
+) -> dict[str, object]:
     """The entries with whole parameters in place of this rank's slices; collective over the TP group."""
-    splits = _splits(model)
+    if not splits:
+        return entries
     slices = {
         key: value.clone()
         for key in splits
         if isinstance(value := entries[key], torch.Tensor)  # and not another rank's
     }
-    if not splits:
-        return entries
     runtime = model._session.runtime
     gathered = runtime.fabric.objects.allgather(slices, runtime.group(GroupKind.TP))
     whole = {key: splits[key].full([each[key] for each in gathered]) for key in slices}

@@ -60,7 +60,9 @@ class Server:
         self._live: set[Activity] = set()
         self._requests: dict[Activity, Forward | Backward] = {}
         self._records: dict[tuple[int, int], boundary.ServedCall] = {}
-        self._deterministic = step.session.runtime.config.deterministic_server
+        runtime = step.session.runtime
+        # Ranks of a TP group exchange activations in their forward passes, so they all take one order of activities.
+        self._deterministic = runtime.config.deterministic_server or runtime.topology.tensor > 1
         self._order = 0
         self._ended: tuple[End, ReceivedPayload] | None = None
         self._results: dict[int, Any] = {}

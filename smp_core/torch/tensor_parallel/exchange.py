@@ -33,6 +33,7 @@ from smp_core.topology import GroupKind
 from smp_core.torch.execution import activity as activities
 from smp_core.torch.reduction.collectives import Collectives, Pending
 from smp_core.torch.reduction.traffic import Traffic
+from smp_core.torch.session import TrainingSession
 
 Tensor = torch.Tensor
 
@@ -40,10 +41,12 @@ Tensor = torch.Tensor
 class TensorGroup:
     """The TP group, as one rank sees it.
 
-    All ranks of the world make one at the same point, as ``Collectives`` are.
+    All ranks of the world make one at the same point, as ``Collectives`` are. While a rank traces the model, for the
+    partition, it is alone: it gets its own values in place of those of others, which have the same shapes.
     """
 
     def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
         self._collectives = Collectives(runtime, GroupKind.TP, GroupKind.TP)
         self.size, self.rank = self._collectives.size, self._collectives.rank
         self.prescaled = runtime.config.prescaled_batch
@@ -55,10 +58,12 @@ class TensorGroup:
 
     def all_to_all(self, rows: Tensor) -> Tensor:
         """Exchange rows: row i of ``rows`` goes to tp rank i, and row i of the result came from tp rank i."""
-        return self._wait(lambda: self._collectives.all_to_all(rows))
+        return rows if self._alone else self._wait(lambda: self._collectives.all_to_all(rows))
 
     def all_gather(self, value: Tensor) -> Tensor:
         """The values of all tp ranks, stacked in their order."""
+        if self._alone:
+            return torch.stack([value] * self.size)
         flat = self._wait(lambda: self._collectives.all_gather(value.reshape(-1)))
         return flat.view(self.size, *value.shape)
 
@@ -68,8 +73,15 @@ class TensorGroup:
 
     def all_reduce(self, value: Tensor) -> Tensor:
         """The sum of the values of all tp ranks, the same bits on each."""
+        if self._alone:
+            return value.clone()
         flat = self._wait(lambda: self._collectives.all_reduce(value.reshape(-1)))
         return flat.view(value.shape)
+
+    @property
+    def _alone(self) -> bool:
+        session: TrainingSession | None = self._runtime.training
+        return session is not None and session.tracing
 
     def _wait(self, begin: Callable[[], Pending]) -> Tensor:
         """Carry out an operation in the rank's own thread, because no other thread communicates."""
