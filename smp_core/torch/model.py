@@ -42,7 +42,7 @@ from smp_core.torch.memory import activations
 from smp_core.torch.nn.module import DistributedModule
 from smp_core.torch.optimizer.parts import OwnParts
 from smp_core.torch.parameters import creation
-from smp_core.torch.parameters.split import split_of
+from smp_core.torch.parameters.split import check_current, split_of
 from smp_core.torch.pipeline import placement, tracing
 from smp_core.torch.pipeline.placement import Placement
 from smp_core.torch.precision import casting, half
@@ -592,6 +592,9 @@ def _distributed(session: sessions.TrainingSession, module: nn.Module) -> nn.Mod
             IgnoredKeyWarning,
             stacklevel=3,
         )
+    if session.optimizer is not None:
+        groups = session.optimizer.optimizer.param_groups
+        check_current(_CALL, (each for group in groups for each in group["params"]))
     session.tensor_group = TensorGroup(session.runtime)
     return root
 

@@ -31,7 +31,7 @@ from smp_core.torch.exceptions import (
     UnsupportedTrainingError,
 )
 from smp_core.torch.execution import activity as activities
-from smp_core.torch.execution import agreement, streams
+from smp_core.torch.execution import agreement, batches, streams
 from smp_core.torch.execution.remote.messages import End, RemoteFailure
 from smp_core.torch.execution.remote.packets import (
     NOTHING,
@@ -142,7 +142,7 @@ def _drive(
     results: list[object] = []
     sent = NOTHING
     try:
-        calls = split()
+        calls = batches.together(step.session.runtime, split)
         bodies = [functools.partial(body, *call.args, **call.kwargs) for call in calls]
         del calls
         root = step.sites.get("")

@@ -20,6 +20,7 @@ from smp_core.torch.optimizer import state as optimizer_state
 from smp_core.torch.optimizer.internals import Internals
 from smp_core.torch.optimizer.parameters import OptimizerParameters
 from smp_core.torch.optimizer.parts import check_elementwise
+from smp_core.torch.parameters.split import check_current
 from smp_core.torch.precision import scaler
 from smp_core.torch.precision.scaler import LossScaler
 from smp_core.torch.precision.update import Found, Update
@@ -68,6 +69,10 @@ class DistributedOptimizer(Internals, Optimizer):
                 "smp.DistributedOptimizer: there is an optimizer already, and a script may have one. Give "
                 "one optimizer several param_groups, or call smp.shutdown() and smp.init() to start anew"
             )
+        check_current(
+            "smp.DistributedOptimizer",
+            (each for group in optimizer.param_groups for each in group["params"]),
+        )
         dynamic = scaler.dynamic_arguments(dynamic_loss_args)
         config = session.runtime.config
         if isinstance(optimizer, torch.optim.LBFGS) and (config.fp16 or config.bf16):

@@ -25,6 +25,7 @@ from smp_core.errors import ArgumentTypeError
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import CheckpointError, UnsupportedTrainingError
 from smp_core.torch.optimizer.parameters import OptimizerParameters
+from smp_core.torch.parameters.split import split_of
 from smp_core.torch.sharding import optimizer_states
 from smp_core.torch.tensor_tree import StateDict
 
@@ -86,12 +87,17 @@ def state_dict(parameters: OptimizerParameters, keep: bool = True) -> StateDict:
 
     Collective over the MP group once the model is partitioned, and over the shard group: every rank
     of them calls. Without ``keep`` this rank only helps the others to gather, and its own state lacks the split parts.
-    Raises UnsupportedTrainingError with ``shard_optimizer_state`` (API 6).
+    Raises UnsupportedTrainingError with ``shard_optimizer_state``, or with distributed modules (API 6).
     """
     masters = parameters.masters
     if masters is not None and masters.parts is not None:
         raise UnsupportedTrainingError(
             "optimizer.state_dict: with shard_optimizer_state each rank has a part of the state, and a full state "
+            "is not supported (docs/spec/api.md#6). Take optimizer.local_state_dict(), or save a partial checkpoint"
+        )
+    if any(split_of(each) is not None for order in parameters.order for each in order):
+        raise UnsupportedTrainingError(
+            "optimizer.state_dict: with distributed modules each tp rank has the state of its slices, and a full state "
             "is not supported (docs/spec/api.md#6). Take optimizer.local_state_dict(), or save a partial checkpoint"
         )
     part = _local(parameters)

@@ -7,13 +7,18 @@ sharded, or given other memory. Slices are equal and contiguous along one axis, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
+from smp_core.torch.exceptions import TensorParallelError
+
 #: The attribute of a split parameter that holds its Split.
 MARK = "_smp_split"
+
+#: The attribute of a parameter whose module a distributed module has replaced: the module's path.
+_REPLACED = "_smp_replaced"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,3 +70,22 @@ def split_of(tensor: torch.Tensor) -> Split | None:
     """The split of a parameter; None of a tensor that each tp rank holds whole."""
     found: Split | None = vars(tensor).get(MARK)
     return found
+
+
+def mark_replaced(parameter: nn.Parameter, path: str) -> None:
+    """Note that a distributed module has taken the place of the parameter's module, so that nobody trains it."""
+    setattr(parameter, _REPLACED, path)
+
+
+def check_current(call: str, parameters: Iterable[torch.Tensor]) -> None:
+    """Raise TensorParallelError if one of an optimizer's parameters is none of the model's any more, because a
+    distributed module has taken the place of its module.
+    """
+    for parameter in parameters:
+        path = vars(parameter).get(_REPLACED)
+        if path is not None:
+            raise TensorParallelError(
+                f"{call}: the optimizer holds parameters of module {path!r}, which smp.DistributedModel has replaced "
+                "by a distributed module with parameters of its own. Make the optimizer after the model is wrapped, of "
+                "model.parameters()"
+            )

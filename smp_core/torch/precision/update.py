@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch import nn
 from smp_core import reduction
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
+from smp_core.torch.parameters.split import split_of
 from smp_core.torch.precision.masters import Masters, multiply
 from smp_core.torch.session import TrainingSession
 
@@ -97,7 +98,12 @@ class Update:
         counted = sorted((each for each in targets if each in places), key=places.__getitem__)
         given = [(places[each], each.grad) for each in counted if each.grad is not None]
         split = None if masters.parts is None else GroupKind.RDP
-        total = norm(self._session.runtime, given, float(norm_type), scale, split)
+        slices = {
+            place
+            for place, parameter in enumerate(model.module.parameters())
+            if split_of(parameter) is not None
+        }
+        total = norm(self._session.runtime, given, float(norm_type), scale, split, slices)
         multiply(counted, coefficient(total, max_norm) / scale)
         multiply(set(targets).difference(counted), 1 / scale)  # none of the model's
         return total
@@ -109,13 +115,15 @@ def norm(
     norm_type: float,
     scale: float,
     split: GroupKind | None,
+    slices: Set[int] = frozenset(),
 ) -> float:
     """The norm of the gradients of the whole model, divided by ``scale``; the same bits on every rank.
 
     ``gradients`` are this rank's, by their parameter's place in the model, in its order; over the ranks of
-    ``split`` each has a part of them. Powers are summed in float64: within a part, then over the parts
+    ``split`` each has a part of them, over the TP group each has its slice of those in ``slices``.
+    Powers are summed in float64: within a part, then over the parts
     along the tree, then over parameters in the order of the model, so that it does not matter which
-    rank of the pipeline has which. Collective over ``split`` and the PP group.
+    rank of the pipeline has which. Collective over ``split``, the TP group and the PP group.
     """
     powers = {place: _power(gradient, norm_type, scale) for place, gradient in gradients}
     combine: Callable[[float, float], float] = _largest if math.isinf(norm_type) else _sum
@@ -126,6 +134,11 @@ def norm(
             place: reduction.fold([each[place] for each in told if place in each], combine)
             for place in places
         }
+    tensor = runtime.group(GroupKind.TP)
+    if slices and len(tensor.ranks) > 1:
+        told = runtime.fabric.objects.allgather(powers, tensor)
+        for place in slices & powers.keys():
+            powers[place] = reduction.fold([each[place] for each in told], combine)
     group = runtime.group(GroupKind.PP)
     if len(group.ranks) > 1:
         powers = {

@@ -1,8 +1,9 @@
-"""torch's norms of gradients, in ``clip_grad_norm_`` and ``get_total_norm``, count whole gradients of a sharded model.
+"""torch's norms of gradients, in ``clip_grad_norm_`` and ``get_total_norm``, count whole gradients of a sharded model,
+and of distributed modules.
 
-Each rank has its own shard of most gradients. With the norm of that shard alone, ranks would multiply the gradients
-that they have in common by different numbers. So for shards torch takes the norm over the shard group: every rank of
-the group calls, for the same parameters, and gets the same bits.
+Each rank has its own shard of most gradients, or its slice of some. With the norm of that alone, ranks would multiply
+the gradients that they have in common by different numbers. So for shards torch takes the norm over the shard group,
+for slices over the TP group: every rank of the groups calls, for the same parameters, and gets the same bits.
 
 Both names lead to one private function of torch, ``_get_total_norm`` of ``torch.nn.utils.clip_grad``, which calls the
 function in its decorator's closure. This module replaces that function when it is imported: however and whenever a
@@ -14,7 +15,7 @@ that all of them hold by different numbers, ``optimizer.step()`` finds the diffe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from torch.nn.utils import clip_grad
 
 from smp_core import runtime
 from smp_core.errors import ArgumentError
+from smp_core.runtime import Runtime
+from smp_core.torch.parameters.split import split_of
 from smp_core.torch.sharding.whole_model import WHOLE_MODEL
 
 
@@ -43,8 +46,8 @@ def _over(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         foreach: bool | None = None,
     ) -> torch.Tensor:
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        sharding = _current()
-        if not sharding.has_shards(given):
+        sharding, sliced = _current(), _of_slices(given)
+        if not sharding.has_shards(given) and not sliced:
             return original(given, norm_type, error_if_nonfinite, foreach)
         norm = float(norm_type)
         if not norm > 0:
@@ -53,7 +56,7 @@ def _over(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
                 "or inf"
             )
         with torch.no_grad():
-            total = sharding.total_norm(given, norm)
+            total = _total(sharding, given, sliced, norm)
         if error_if_nonfinite and not math.isfinite(total):
             raise RuntimeError(
                 f"The total norm of order {norm} for the gradients of a sharded model is non-finite, so it cannot be "
@@ -72,6 +75,43 @@ def _current() -> Any:
     session = runtime.current("clip_grad_norm_").training
     model = None if session is None else session.model
     return WHOLE_MODEL if model is None else model.sharding
+
+
+def _of_slices(given: Sequence[torch.Tensor]) -> set[int]:
+    """The ids of those gradients that are of slices of distributed modules."""
+    session = runtime.current("clip_grad_norm_").training if runtime.is_initialized() else None
+    if session is None or session.tensor_group is None or session.model is None:
+        return set()
+    model, ids = session.model, {id(each) for each in given}
+    found: set[int] = set()
+    for parameter in model.module.parameters():
+        if split_of(parameter) is not None:
+            target = parameter if model.masters is None else model.masters.made(parameter)
+            found.update(id(each.grad) for each in (parameter, target) if each.grad is not None)
+    return found & ids
+
+
+def _total(sharding: Any, given: Sequence[torch.Tensor], sliced: Set[int], order: float) -> float:
+    """The norm of the whole gradients: of slices over the TP group, each other gradient once."""
+    norm = sharding.total_norm if sharding.has_shards(given) else norm_of
+    if not sliced:
+        return float(norm(given, order))
+    norms = [
+        norm([each for each in given if (id(each) in sliced) is on], order) for on in (False, True)
+    ]
+    current = runtime.current("clip_grad_norm_")
+    return norm_of_values([norms[0], *over_tensor_group(current, norms[1])], order)
+
+
+def over_tensor_group(current: Runtime, value: float) -> list[float]:
+    """The values of all tp ranks, in their order; this rank's alone where no module is distributed."""
+    group = None if current.training is None else current.training.tensor_group
+    return [value] if group is None else group.all_gather_values(value)
+
+
+def norm_of_values(values: Sequence[float], order: float) -> float:
+    """The norm of parts whose norms these are."""
+    return norm_of([torch.tensor(values, dtype=torch.float64)], order)
 
 
 def norm_of(parts: Iterable[torch.Tensor], order: float) -> float:

@@ -22,6 +22,7 @@ from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import ShardingError, UnsupportedTrainingError
 from smp_core.torch.parameters import sharing
+from smp_core.torch.parameters.split import split_of
 from smp_core.torch.precision.masters import Masters, multiply
 from smp_core.torch.reduction import drift, policy
 from smp_core.torch.reduction.collectives import Collectives
@@ -286,28 +287,32 @@ class ShardedModel:
 
         Published order: the squares of a rank's own elements are summed in float64 parameter by
         parameter (of a persistent one those of the range that it would own, so that it counts once), then over
-        the parameters in their order from the left, then over the ranks of the shard group along the tree.
+        the parameters in their order from the left, then over the ranks of the shard group along the tree. The sum of
+        the slices of distributed modules goes its own way, last over the TP group along the tree, and is added to that
+        of the other parameters.
         The coefficient is ``clipping / (norm + 1e-6)`` and at most 1, the same bits on every rank; each gradient
         is multiplied once, by it divided by the scale, in its own dtype. A norm that is infinite or no number
         clips nothing.
         """
         self.resume()
         masters = self._masters
-        with_gradient, counted, squares = set(targets), [], []
+        with_gradient, counted = set(targets), []
+        squares: list[torch.Tensor] = []
+        of_slices: list[torch.Tensor] = []
         held: dict[str, int] = {}  # digests of the gradients that all ranks have
         for name, parameter in self._module.named_parameters():
             target = parameter if masters is None else masters.made(parameter)
             if target in with_gradient and target.grad is not None:
                 counted.append(target)
-                squares.append(_square(self._own(parameter, target.grad)))
+                kind = squares if split_of(parameter) is None else of_slices
+                kind.append(_square(self._own(parameter, target.grad)))
                 if self.shard(parameter) is None:
                     held[name] = drift.digest(target.grad)
-        values = torch.stack(squares).tolist() if squares else []
-        local = functools.reduce(operator.add, values, 0.0)  # later Pythons' sum() compensates
+        local, local_slices = _added(squares), _added(of_slices)
         # Halves of the checksum: a float64 has 53 bits.
         halves = divmod(drift.checksum([*held.values(), len(held)]), 2**32)
-        gathered = self.collectives.all_gather_values([local, *map(float, halves)])
-        if len({(high, low) for _, high, low in gathered}) > 1:
+        gathered = self.collectives.all_gather_values([local, local_slices, *map(float, halves)])
+        if len({(high, low) for _, _, high, low in gathered}) > 1:
             ranks = self._runtime.group(GroupKind.SHARDING).ranks
             drifted = drift.found(
                 self._runtime,
@@ -319,8 +324,10 @@ class ShardedModel:
             )
             assert drifted is not None
             raise drifted
-        sums = [each for each, _, _ in gathered]
-        self.norm = math.sqrt(reduction.fold(sums, operator.add)) / scale
+        square = reduction.fold([each for each, *_ in gathered], operator.add)
+        slices = reduction.fold([each for _, each, *_ in gathered], operator.add)
+        gathered_slices = clipping.over_tensor_group(self._runtime, slices)
+        self.norm = math.sqrt(square + reduction.fold(gathered_slices, operator.add)) / scale
         coefficient = self._clipping / (self.norm + 1e-6)
         if not math.isfinite(self.norm) or coefficient > 1:
             coefficient = 1.0
@@ -340,9 +347,7 @@ class ShardedModel:
         shards = {id(each) for each in self._gradients_of_shards()}
         own = [each if id(each) in shards else self._slice(each) for each in gradients]
         gathered = self.collectives.all_gather_values([clipping.norm_of(own, order)])
-        return clipping.norm_of(
-            [torch.tensor([each for (each,) in gathered], dtype=torch.float64)], order
-        )
+        return clipping.norm_of_values([each for (each,) in gathered], order)
 
     def _gradients_of_shards(self) -> Iterator[torch.Tensor]:
         masters = self._masters
@@ -371,6 +376,12 @@ def _check_memory(module: nn.Module) -> None:
                 f"smp.DistributedModel: {names} are different tensors on the same memory, which sharded data "
                 "parallelism would take apart. Use one nn.Parameter in both places"
             )
+
+
+def _added(squares: list[torch.Tensor]) -> float:
+    """The sum of the squares, from the left."""
+    values = torch.stack(squares).tolist() if squares else []
+    return functools.reduce(operator.add, values, 0.0)  # later Pythons' sum() compensates
 
 
 def _square(gradient: torch.Tensor) -> torch.Tensor:

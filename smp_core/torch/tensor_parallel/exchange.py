@@ -78,6 +78,10 @@ class TensorGroup:
         flat = self._wait(lambda: self._collectives.all_reduce(value.reshape(-1)))
         return flat.view(value.shape)
 
+    def all_gather_values(self, value: float) -> list[float]:
+        """The values of all tp ranks, in their order, exactly."""
+        return [each for (each,) in self._collectives.all_gather_values([value])]
+
     @property
     def _alone(self) -> bool:
         session: TrainingSession | None = self._runtime.training

@@ -19,6 +19,7 @@ from torch import nn
 
 from smp_core.torch.exceptions import IndivisibleError, UnsupportedTrainingError
 from smp_core.torch.parameters.marking import Mark
+from smp_core.torch.parameters.split import mark_replaced
 from smp_core.torch.tensor_parallel import registry
 from smp_core.torch.tensor_parallel.registry import Registration
 from smp_core.torch.tensor_parallel.wishes import WISH, Wish
@@ -95,6 +96,8 @@ class Replacement:
                 self.kept[path] = str(error)
                 return None
             self._adopt(made, module, registration)
+            for parameter in module.parameters():
+                mark_replaced(parameter, path)
             self.replaced.append(path)
             return made
         return None

@@ -19,14 +19,14 @@ class Model(nn.Module):
 
     def __init__(self, cut: bool = False) -> None:
         super().__init__()
-        with api.partition(0) if cut else torch.enable_grad():
-            with api.tensor_parallelism() if cut else torch.enable_grad():
-                self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-                self.first = nn.Linear(WIDTH, WIDTH)
-        with api.partition(api.pp_size() - 1) if cut else torch.enable_grad():
-            self.own = nn.Linear(WIDTH, WIDTH, bias=False)
-            with api.tensor_parallelism() if cut else torch.enable_grad():
-                self.last = nn.Linear(WIDTH, 3)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.own = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last = nn.Linear(WIDTH, 3)
+        for child in (self.embedding, self.first, self.last) if cut else ():
+            api.set_tensor_parallelism(child)
+        for child in (self.own, self.last) if cut else ():
+            api.set_partition(child, api.pp_size() - 1)
 
     def forward(self, ids):
         x = self.first(self.embedding(ids)).relu()

@@ -1,0 +1,145 @@
+"""Which modules are distributed, and how hooks translate their calls."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import smp_core.torch as api
+
+CONFIG = {"tensor_parallel_degree": 2, "ddp": True}
+
+
+def distributed(module: nn.Module) -> list[str]:
+    return [
+        path
+        for path, child in module.named_modules()
+        if isinstance(child, api.nn.DistributedModule)
+    ]
+
+
+def test_the_innermost_context_counts(smp_world):
+    def body():
+        with api.tensor_parallelism():
+            on = nn.Linear(2, 2)
+            with api.tensor_parallelism(False):
+                off = nn.Linear(2, 2)
+                with api.model_creation(tensor_parallelism=True):
+                    again = nn.Linear(2, 2)
+            later = nn.Linear(2, 2)
+        outside = nn.Linear(2, 2)
+        model = api.DistributedModel(nn.Sequential(on, off, again, later, outside))
+        return distributed(model.module)
+
+    assert smp_world.run(body, ranks=2, config=CONFIG) == [["0", "2", "3"]] * 2
+
+
+def test_the_last_word_of_set_tensor_parallelism_counts_and_covers_the_subtree(smp_world):
+    def body():
+        module = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
+        api.set_tensor_parallelism(module)
+        api.set_tensor_parallelism(module[0], False)
+        api.set_tensor_parallelism(module[0][1])
+        return distributed(api.DistributedModel(module).module)
+
+    assert smp_world.run(body, ranks=2, config=CONFIG) == [["0.1", "1"]] * 2
+
+
+class Scaled(nn.Module):
+    """A linear layer with a factor, that takes its input and returns its output in a dict."""
+
+    def __init__(self, size, *, factor=1.0):
+        super().__init__()
+        self.inner, self.factor = nn.Linear(size, size, bias=False), factor
+
+    def forward(self, *, given):
+        return {"value": self.inner(given) * self.factor}
+
+
+class DistributedScaled(api.nn.DistributedModule):
+    def __init__(self, features, factor):
+        super().__init__()
+        self.inner, self.factor = api.nn.DistributedLinear(features, features, bias=False), factor
+
+    def forward(self, x):
+        return self.inner(x) * self.factor
+
+
+def test_hooks_translate_arguments_and_values_of_the_outermost_module(smp_world):
+    def body():
+        @api.tp_register(
+            DistributedScaled,
+            init_hook=lambda size, *, factor=1.0: ((size,), {"factor": factor}),
+            forward_hook=lambda *, given: ((given,), {}),
+            return_hook=lambda value: {"value": value},
+        )
+        class Mine(Scaled):
+            pass
+
+        class Heir(Mine):
+            pass
+
+        with api.tensor_parallelism():
+            module = nn.ModuleDict({"mine": Mine(4, factor=3.0), "heir": Heir(4)})
+        assert type(module["mine"]) is Mine
+        model = api.DistributedModel(module)
+        found = distributed(model.module)
+        weight = torch.arange(16.0).view(4, 4)
+        state = {"mine.inner.weight": weight, "heir.inner.weight": weight}
+        model.load_state_dict(state)
+        x = torch.eye(4)
+        value = model.module["mine"](given=x)["value"]
+        assert torch.equal(value, weight.t() * 3)
+        assert [type(each).__name__ for each in model.distributed_modules()] == [
+            "DistributedScaled",
+            "DistributedLinear",
+        ]
+        return found
+
+    # A subclass is none of the registered class: its linear layer is distributed by itself.
+    expected = ["mine", "mine.inner", "heir.inner"]
+    assert smp_world.run(body, ranks=2, config=CONFIG) == [expected] * 2
+
+
+def test_at_degree_one_nothing_is_replaced(smp_world):
+    def body():
+        with api.tensor_parallelism():
+            layer = nn.Linear(3, 2)
+        return type(api.DistributedModel(layer).module).__name__
+
+    assert smp_world.run(body, ranks=2, config={}) == ["Linear"] * 2
+
+
+def test_initial_weights_are_the_same_at_every_degree(smp_world):
+    def body():
+        torch.manual_seed(3)
+        with api.tensor_parallelism():
+            module = nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 4))
+        torch.manual_seed(4)
+        return api.DistributedModel(module).state_dict()
+
+    ways = [
+        smp_world.run(body, ranks=4, config={"tensor_parallel_degree": degree, "ddp": True})
+        for degree in (2, 4)
+    ]
+    first = ways[0][0]
+    for state in (each for way in ways for each in way):
+        assert all(torch.equal(state[name], first[name]) for name in first)
+
+
+def test_the_reducers_parameters(smp_world):
+    def body():
+        with api.tensor_parallelism():
+            layer = nn.Linear(4, 4)
+        model = api.DistributedModel(nn.Sequential(layer, nn.LayerNorm(4)))
+        names = {id(each): name for name, each in model.named_parameters()}
+        split = [name for name, _ in model.scaled_batch_reducer_named_parameters()]
+        whole = [name for name, _ in model.default_reducer_named_parameters()]
+        assert split == ["0.weight"]
+        assert whole == ["0.bias", "1.weight", "1.bias"]
+        for each in model.parameters():
+            on = names[id(each)] == "module.0.weight"
+            assert model.is_distributed_parameter(each) is on
+            assert model.is_scaled_batch_parameter(each) is on
+
+    smp_world.run(body, ranks=2, config=CONFIG)
