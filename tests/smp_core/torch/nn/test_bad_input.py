@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import smp_core.torch as api
-from smp_core.errors import ArgumentError, ArgumentTypeError
+from smp_core.errors import ArgumentError, ArgumentTypeError, SmpError
 from smp_core.torch.exceptions import (
     IndivisibleError,
     TensorParallelError,
@@ -93,15 +93,12 @@ def test_an_optimizer_of_replaced_parameters_is_refused(smp_world, when):
     def body():
         layer = linear(2, 2)
         stale = torch.optim.SGD(layer.parameters(), lr=1.0)
-        with pytest.raises(
-            TensorParallelError, match="Make the optimizer after the model is wrapped"
-        ):
-            if when == "before both":
-                api.DistributedOptimizer(stale)
-                api.DistributedModel(layer)
-            else:
-                api.DistributedModel(layer)
-                api.DistributedOptimizer(stale)
+        first, second, given = api.DistributedModel, api.DistributedOptimizer, (layer, stale)
+        if when == "before both":
+            first, second, given = second, first, (stale, layer)
+        first(given[0])
+        with pytest.raises(TensorParallelError, match="Make the optimizer after the model is"):
+            second(given[1])
 
     smp_world.run(body, ranks=2, config=CONFIG)
 
@@ -132,7 +129,7 @@ def test_batches_that_do_not_go_together_are_named_on_every_rank(smp_world, conf
 def test_a_batch_that_one_rank_cannot_split_ends_the_step_everywhere(smp_world):
     def body():
         model = api.DistributedModel(linear(2, 2))
-        with pytest.raises(Exception) as caught:
+        with pytest.raises(SmpError) as caught:
             train_step(model, torch.ones(4 - api.tp_rank(), 2))
         return type(caught.value).__name__
 
@@ -184,7 +181,7 @@ def test_bad_arguments_are_refused_at_once(smp_world):
             api.tensor_parallelism("yes"),
         ):
             pass
-        with pytest.raises(ArgumentTypeError, match="not a torch.nn.Module"):
+        with pytest.raises(ArgumentTypeError, match=r"not a torch\.nn\.Module"):
             api.set_tensor_parallelism(3)
         with pytest.raises(ArgumentTypeError, match="dist_module is 3"):
             api.tp_register(3)(Plain)
