@@ -29,7 +29,8 @@ ORDER = (
     ("memory",),
     ("precision",),
     ("reduction",),
-    ("sharding", "pipeline"),
+    ("sharding", "pipeline", "tensor"),
+    ("nn",),
     ("optimizer",),
     ("api",),
 )
@@ -46,6 +47,8 @@ LAYERS = {
     "reduction": "reduction",
     "sharding": "sharding",
     "pipeline": "pipeline",
+    "tensor_parallel": "tensor",
+    "nn": "nn",
     "optimizer": "optimizer",
     "": "api",
 }

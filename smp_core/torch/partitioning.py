@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import warnings
 from collections.abc import Iterator
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import torch
 from torch import nn
 
+from smp_core.config import IgnoredKeyWarning
 from smp_core.errors import ArgumentTypeError
 from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import PartitionError
@@ -108,7 +110,7 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
 def model_creation(
     tensor_parallelism: bool = False,
     dtype: torch.dtype | None = None,
-    **tensor_parallel_config: Any,
+    **tensor_parallel_config: object,
 ) -> Iterator[None]:
     """The context to create a model in: ``dtype`` is torch's default dtype inside (None: as it is),
     and initialisation is delayed if the configuration has ``delayed_parameter_initialization``
@@ -120,6 +122,12 @@ def model_creation(
     Raises ArgumentTypeError if ``dtype`` is no floating-point dtype, and as ``smp.tensor_parallelism`` does.
     """
     config = sessions.current("smp.model_creation").runtime.config
+    if tensor_parallelism and config.tensor_parallel_degree == 1:
+        warnings.warn(
+            "smp.model_creation: tensor_parallelism=True has no effect: tensor_parallel_degree is 1",
+            IgnoredKeyWarning,
+            stacklevel=3,  # the with statement, above contextlib's frame
+        )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ArgumentTypeError(
             f"smp.model_creation: dtype must be a floating-point torch.dtype or None, not {dtype!r}"
@@ -130,7 +138,7 @@ def model_creation(
     try:
         with contextlib.ExitStack() as contexts:
             if tensor_parallelism:
-                contexts.enter_context(wishes.tensor_parallelism(**tensor_parallel_config))
+                contexts.enter_context(wishes.tensor_parallelism(True, **tensor_parallel_config))
             contexts.enter_context(
                 delay_param_initialization(config.delayed_parameter_initialization)
             )

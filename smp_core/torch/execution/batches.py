@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from smp_core.microbatch import CallArguments
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import TensorParallelError
-from smp_core.torch.tensor_tree import tensors
+from smp_core.torch.tensor_tree import leaves
 
 #: A tensor of a batch: shape, dtype, and with ``prescaled_batch`` a checksum of its values.
 _Described = tuple[tuple[int, ...], str, str]
@@ -35,16 +35,19 @@ def together(runtime: Runtime, split: Callable[[], list[CallArguments]]) -> list
         calls = split()
     except Exception as error:
         failure = error
-    own = None if failure is not None else _described(calls, runtime.config.prescaled_batch)
+    own: str | list[_Described] = _described(calls, runtime.config.prescaled_batch)
+    if failure is not None:
+        own = f"{type(failure).__name__}: {failure}"
     told = runtime.fabric.objects.allgather(own, group)
     if failure is not None:
         raise failure
     step = f"step {runtime.training.steps}: "
     for rank, theirs in zip(group.ranks, told, strict=True):
-        if theirs is None:
+        if isinstance(theirs, str):
             raise TensorParallelError(
-                f"{step}rank {rank}, of the same TP group, could not split its batch into microbatches"
+                f"{step}rank {rank}, of the same TP group, has no batch: {theirs}"
             )
+    for rank, theirs in zip(group.ranks, told, strict=True):
         if theirs != told[0]:
             raise TensorParallelError(step + _difference(group.ranks[0], told[0], rank, theirs))
     return calls
@@ -54,15 +57,24 @@ def _described(calls: Sequence[CallArguments], prescaled: bool) -> list[_Describ
     return [
         (tuple(each.shape), str(each.dtype), _checksum(each) if prescaled else "")
         for call in calls
-        for each in tensors((call.args, call.kwargs))
+        for each in _tensors(call)
     ]
+
+
+def _tensors(call: CallArguments) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments, also of a call that is one of them (step.py)."""
+    for leaf in leaves((call.args, call.kwargs)):
+        if isinstance(leaf, CallArguments):
+            yield from _tensors(leaf)
+        elif isinstance(leaf, torch.Tensor):
+            yield leaf
 
 
 def _checksum(tensor: torch.Tensor) -> str:
     if tensor.layout is not torch.strided or tensor.is_meta:
         return ""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    values = plain.view(torch.uint8).numpy() if plain.numel() else b""
+    values = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
     return hashlib.blake2b(values, digest_size=8).hexdigest()
 
 

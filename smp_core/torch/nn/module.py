@@ -15,8 +15,8 @@ from smp_core.torch.tensor_parallel.exchange import TensorGroup
 class DistributedModule(nn.Module):
     """A module of which each tp rank holds its slice of some parameters.
 
-    It computes with the samples of all ranks of the TP group, so all of them call it, in the same order, with batches
-    of one size. At ``tensor_parallel_degree`` 1 it is a plain module.
+    The module computes with the samples of all ranks of the TP group, so all of them call it, in the same order, with
+    batches of one size. At ``tensor_parallel_degree`` 1 it is a plain module.
 
     Raises NotInitializedError before ``smp.init``.
     """

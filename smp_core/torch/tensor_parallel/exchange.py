@@ -23,9 +23,9 @@ every backend.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 from smp_core import reduction
 from smp_core.runtime import Runtime
@@ -155,17 +155,26 @@ def _batches(group: TensorGroup, x: Tensor) -> Tensor:
 _Change = Callable[[TensorGroup, Tensor], Tensor]
 
 
+class _Context(FunctionCtx):
+    """The context of one change."""
+
+    group: TensorGroup
+    back: _Change
+
+
 class _Changed(torch.autograd.Function):
     """One change of layout, and another one for its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup, there: _Change, back: _Change) -> Tensor:
+    def forward(
+        ctx: _Context, x: Tensor, group: TensorGroup, there: _Change, back: _Change
+    ) -> Tensor:
         ctx.group, ctx.back = group, back
         changed = there(group, x)
         return changed.view_as(changed) if changed is x else changed
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.back(ctx.group, gradient), None, None, None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
@@ -18,7 +18,9 @@ from smp_core.errors import ArgumentTypeError
 #: Positional and keyword arguments of a call.
 Arguments = tuple[tuple[object, ...], dict[str, object]]
 #: A hook that translates the arguments of a method, without ``self``.
-ArgumentsHook = Callable[..., Any]
+ArgumentsHook = Callable[..., object]
+#: A hook that translates the value of a method.
+ReturnHook = Callable[..., object]
 
 #: The attribute in which an instance of a registered class keeps the arguments of its ``__init__``.
 _ARGUMENTS = "_smp_init_arguments"
@@ -44,7 +46,7 @@ class Registration:
     distributed: type[nn.Module]
     init_hook: ArgumentsHook | None = None
     forward_hook: ArgumentsHook | None = None
-    return_hook: Callable[[Any], object] | None = None
+    return_hook: ReturnHook | None = None
     arguments: Callable[[nn.Module], Arguments | None] = lambda module: vars(module).get(_ARGUMENTS)
 
 
@@ -67,7 +69,7 @@ def tp_register_with_module(
     dist_module: type[nn.Module],
     init_hook: ArgumentsHook | None = None,
     forward_hook: ArgumentsHook | None = None,
-    return_hook: Callable[[Any], object] | None = None,
+    return_hook: ReturnHook | None = None,
 ) -> None:
     """Have ``dist_module`` take the place of ``module_cls`` where tensor parallelism is enabled.
 
@@ -99,7 +101,7 @@ def tp_register(
     dist_module: type[nn.Module],
     init_hook: ArgumentsHook | None = None,
     forward_hook: ArgumentsHook | None = None,
-    return_hook: Callable[[Any], object] | None = None,
+    return_hook: ReturnHook | None = None,
 ) -> Callable[[Cls], Cls]:
     """A class decorator: ``smp.tp_register_with_module`` for the class below it. (API 1.9)"""
 
@@ -112,7 +114,7 @@ def tp_register(
 
 def _note_arguments(module_cls: type[nn.Module]) -> None:
     """Have instances of exactly this class keep the arguments of their ``__init__``."""
-    original: Any = module_cls.__init__
+    original: Callable[..., None] = module_cls.__init__
 
     @functools.wraps(original)
     def __init__(self: nn.Module, /, *args: object, **kwargs: object) -> None:

@@ -12,7 +12,6 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +34,7 @@ class Replacement:
         kept: the paths of the modules that stay although a script wished them to be distributed, with the reason.
     """
 
-    def __init__(self, root: nn.Module, kept_marks: tuple[Mark[Any], ...] = ()) -> None:
+    def __init__(self, root: nn.Module, kept_marks: tuple[Mark[int], ...] = ()) -> None:
         self.replaced: list[str] = []
         self.kept: dict[str, str] = {}
         self._marks = kept_marks
@@ -125,8 +124,8 @@ class Replacement:
                 for child in made.modules():
                     mark.set(child, value)
         if registration.forward_hook is not None or registration.return_hook is not None:
-            forward: Any = functools.partial(_hooked, made.forward, registration)
-            made.forward = functools.wraps(made.forward)(forward)
+            hooked = functools.partial(_hooked, made.forward, registration)
+            vars(made)["forward"] = functools.update_wrapper(hooked, made.forward)
 
     def _tell(self) -> None:
         if self.kept:

@@ -37,7 +37,7 @@ OPTIONS = frozenset(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wish:
-    """Whether a module is to be distributed, and the options for its distributed module."""
+    """A script's wish for one module: to be distributed or not, and the options for the distributed module."""
 
     enabled: bool
     options: Mapping[str, object]

@@ -105,7 +105,7 @@ def test_partition_says_nothing_under_auto_partition(smp):
     with smp.partition(9):
         layer = nn.Linear(1, 1)
     smp.set_partition(layer, 9)
-    assert not hasattr(layer, placement.MARK)
+    assert not hasattr(layer, placement.PARTITION.attribute)
 
 
 @pytest.mark.smp(ranks=3, **MANUAL)
