@@ -201,3 +201,12 @@ def test_full_optimizer_states_are_refused(smp_world):
             optimizer.state_dict()
 
     smp_world.run(body, ranks=2, config=CONFIG)
+
+
+def test_a_communication_hook_is_refused(smp_world):
+    def body():
+        model = api.DistributedModel(linear(2, 2))
+        with pytest.raises(UnsupportedTrainingError, match="not with distributed modules"):
+            model.register_comm_hook(None, lambda state, bucket: None)
+
+    smp_world.run(body, ranks=2, config=CONFIG)
