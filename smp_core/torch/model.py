@@ -118,10 +118,10 @@ class DistributedModel(nn.Module):
                 "holds both; or call smp.shutdown() and smp.init() to start anew"
             )
         _check_module(module)
-        module = _distributed(session, module)
         tracing.check_options(trace_device, trace_execution_times)
         _check_number("backward_passes_per_step", backward_passes_per_step, int)
         _check_number("bucket_cap_mb", bucket_cap_mb, (int, float))
+        module = _distributed(session, module)
         self._half = casting.dtype_of(session.runtime.config)
         if self._half is not None:
             casting.convert(session, module, self._half)
@@ -247,7 +247,14 @@ class DistributedModel(nn.Module):
             self.masters.zero_grad(set_to_none)
 
     def join(self) -> joining.Join:
-        """A context for replicas with different numbers of batches; needs ``ddp``. See joining.py."""
+        """A context for replicas with different numbers of batches; needs ``ddp``. See joining.py.
+
+        Raises UnsupportedTrainingError with distributed modules: the ranks of a TP group train together.
+        """
+        if self._session.tensor_group is not None:
+            raise UnsupportedTrainingError(
+                "model.join: not with tensor_parallel_degree above 1. Give all ranks the same number of batches"
+            )
         return joining.Join(self._session)
 
     def no_sync(self) -> NoReturn:
@@ -283,9 +290,14 @@ class DistributedModel(nn.Module):
         """Have ``callable(state, bucket)`` reduce each bucket of gradients. The hook itself averages over
         replicas and microbatches (API 1.7).
 
-        Raises UnsupportedTrainingError without ``ddp`` and ``overlapping_allreduce``, and for a second
-        hook; ArgumentTypeError for a value that cannot be called.
+        Raises UnsupportedTrainingError without ``ddp`` and ``overlapping_allreduce``, with distributed modules, and
+        for a second hook; ArgumentTypeError for a value that cannot be called.
         """
+        if any(split_of(each) is not None for each in self.module.parameters()):
+            raise UnsupportedTrainingError(
+                "model.register_comm_hook: not with distributed modules, whose gradients are reduced over RDP groups "
+                "(all others over DP groups). Leave the hook out"
+            )
         if not self._session.runtime.config.ddp or not self._options.overlapping_allreduce:
             raise UnsupportedTrainingError(
                 "model.register_comm_hook needs the configuration parameter ddp=True and "
@@ -584,6 +596,9 @@ def _distributed(session: sessions.TrainingSession, module: nn.Module) -> nn.Mod
     if session.runtime.config.tensor_parallel_degree == 1:
         return module
     root = Replacement(module, (placement.PARTITION,)).root
+    for child in root.modules():
+        if isinstance(child, DistributedModule):
+            child.mark_splits()
     if not any(isinstance(child, DistributedModule) for child in root.modules()):
         warnings.warn(
             f"{_CALL}: tensor_parallel_degree={session.runtime.config.tensor_parallel_degree} makes the groups, and "

@@ -17,6 +17,7 @@ from torch import nn
 
 from smp_core.errors import ArgumentTypeError
 from smp_core.topology import GroupKind
+from smp_core.torch.exceptions import CheckpointError
 from smp_core.torch.parameters import foreign, sharing
 from smp_core.torch.parameters.split import Split, split_of
 from smp_core.torch.pipeline import placement
@@ -27,6 +28,8 @@ from smp_core.torch.tensor_tree import StateDict
 PARTIAL = "_smp_is_partial"
 #: In a part of a sharded model's state: which shards it has (sharding/records.py).
 SHARD = "_smp_shard"
+#: In a part of a state with slices of distributed modules: the tp rank, and the degree.
+TENSOR = "_smp_tensor"
 
 
 def owns(model: SessionModel, path: str) -> bool:
@@ -86,7 +89,10 @@ def local_state_dict(model: SessionModel) -> dict[str, object]:
     """
     model.sharding.reshard()
     state = {key: value for key, value in _entries(model).items() if value is not _ELSEWHERE}
-    state[PARTIAL] = model.placement is not None
+    splits = _splits(model)
+    state[PARTIAL] = model.placement is not None or bool(splits)
+    if splits:
+        state[TENSOR] = _tensor_record(splits)
     record = model.sharding.record()
     if record is not None:
         state[SHARD] = record
@@ -143,6 +149,24 @@ def _splits(model: SessionModel) -> dict[str, Split]:
         return {}
     state = model.module.state_dict(keep_vars=True)
     return {key: names[id(value)] for key, value in state.items() if id(value) in names}
+
+
+def _tensor_record(splits: Mapping[str, Split]) -> list[int] | None:
+    """The tp rank and the degree of a model's slices; None of a model without any."""
+    return next(([each.rank, each.degree] for each in splits.values()), None)
+
+
+def _check_slices(found: object, mine: list[int] | None) -> None:
+    """Raise CheckpointError unless a part of a state has the slices of this tp rank."""
+    if found != mine:
+        told, here = (
+            "slice {} of {}".format(*each) if isinstance(each, list) else "whole parameters"
+            for each in (found, mine)
+        )
+        raise CheckpointError(
+            f"model.load_state_dict: the state has {told}, and this rank has {here}. Load what "
+            "model.local_state_dict() gave on this rank, or a whole state (model.state_dict())"
+        )
 
 
 def _merged(
@@ -313,7 +337,7 @@ def check(
 #: How torch's keys of extra state end.
 _EXTRA = "_extra_state"
 #: Keys by which a part of a state describes itself.
-_SAID = {PARTIAL, SHARD}
+_SAID = {PARTIAL, SHARD, TENSOR}
 
 
 def _load_values(
@@ -323,6 +347,7 @@ def _load_values(
     partial = bool(state.get(PARTIAL, False))
     if partial:
         records.check("model.load_state_dict: the state", state.get(SHARD), model.sharding.record())
+        _check_slices(state.get(TENSOR), _tensor_record(_splits(model)))
     plain = {key: value for key, value in state.items() if key not in _SAID}
     runtime = model._session.runtime
     group = runtime.group(GroupKind.PP)

@@ -19,7 +19,7 @@ from smp_core.torch.tensor_tree import leaves
 _Described = tuple[tuple[int, ...], str, str]
 
 
-def together(runtime: Runtime, split: Callable[[], list[CallArguments]]) -> list[CallArguments]:
+def compared(runtime: Runtime, split: Callable[[], list[CallArguments]]) -> list[CallArguments]:
     """The arguments of each microbatch on this rank, once the ranks of its TP group have compared theirs.
 
     Tensors have the same shapes and dtypes on all of them, and with ``prescaled_batch`` the same values. Collective
@@ -31,25 +31,24 @@ def together(runtime: Runtime, split: Callable[[], list[CallArguments]]) -> list
         return split()
     calls: list[CallArguments] = []
     failure: Exception | None = None
+    own: str | list[_Described]
     try:
         calls = split()
+        own = _described(calls, runtime.config.prescaled_batch)
     except Exception as error:
-        failure = error
-    own: str | list[_Described] = _described(calls, runtime.config.prescaled_batch)
-    if failure is not None:
-        own = f"{type(failure).__name__}: {failure}"
-    told = runtime.fabric.objects.allgather(own, group)
+        failure, own = error, f"{type(error).__name__}: {error}"
+    gathered = runtime.fabric.objects.allgather(own, group)
     if failure is not None:
         raise failure
     step = f"step {runtime.training.steps}: "
-    for rank, theirs in zip(group.ranks, told, strict=True):
+    for rank, theirs in zip(group.ranks, gathered, strict=True):
         if isinstance(theirs, str):
             raise TensorParallelError(
                 f"{step}rank {rank}, of the same TP group, has no batch: {theirs}"
             )
-    for rank, theirs in zip(group.ranks, told, strict=True):
-        if theirs != told[0]:
-            raise TensorParallelError(step + _difference(group.ranks[0], told[0], rank, theirs))
+    for rank, theirs in zip(group.ranks, gathered, strict=True):
+        if theirs != gathered[0]:
+            raise TensorParallelError(step + _difference(group.ranks[0], gathered[0], rank, theirs))
     return calls
 
 

@@ -142,7 +142,7 @@ def _drive(
     results: list[object] = []
     sent = NOTHING
     try:
-        calls = batches.together(step.session.runtime, split)
+        calls = batches.compared(step.session.runtime, split)
         bodies = [functools.partial(body, *call.args, **call.kwargs) for call in calls]
         del calls
         root = step.sites.get("")
@@ -207,6 +207,9 @@ def _agreed(step: RunningStep) -> RemoteFailure | None:
     """
     model = step.session.model
     if model is not None and not model.sharding.end_step(step.failure is not None):
+        return step.failure
+    if step.failure is not None and step.session.tensor_group is not None:
+        # A rank of a TP group may wait for an activation of this one, and not to hear how the step ended here.
         return step.failure
     failure: RemoteFailure | None
     if model is None or model.gradients is None:

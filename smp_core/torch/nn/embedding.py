@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from smp_core.errors import ArgumentError
 from smp_core.torch.exceptions import UnsupportedTrainingError
 from smp_core.torch.nn.module import DistributedModule
 from smp_core.torch.tensor_parallel import exchange
@@ -17,8 +18,10 @@ class DistributedEmbedding(DistributedModule):
 
     Args:
         num_embeddings, embedding_dim: global sizes; the degree divides ``embedding_dim``.
-        padding_idx, scale_grad_by_freq, sparse: as torch's.
+        padding_idx: as torch's.
+        scale_grad_by_freq: as torch's; frequencies are those in the samples of the whole TP group.
         max_norm, norm_type: as torch's; refused at a degree above 1, where no rank has a whole row.
+        sparse: as torch's; refused at a degree above 1.
         _weight: the whole initial weight, ``(num_embeddings, embedding_dim)``.
         initializer_range: the standard deviation of the initial weight.
         _skip_allgather: the ids are those of the whole group already.
@@ -27,7 +30,7 @@ class DistributedEmbedding(DistributedModule):
     ``weight`` is ``(num_embeddings, embedding_dim / tp_size)``. The ids are ``(B, ...)``, the output
     ``(B, ..., embedding_dim)``.
 
-    Raises IndivisibleError, UnsupportedTrainingError.
+    Raises IndivisibleError, UnsupportedTrainingError; a call raises ArgumentError for an input without a batch.
     """
 
     def __init__(
@@ -52,6 +55,10 @@ class DistributedEmbedding(DistributedModule):
                 "smp.nn.DistributedEmbedding: max_norm is the norm of a whole row, and each tp rank has a slice of it. "
                 "Leave max_norm out"
             )
+        if sparse and self.tp_size > 1:
+            raise UnsupportedTrainingError(
+                "smp.nn.DistributedEmbedding: sparse gradients of slices are not supported. Leave sparse out"
+            )
         self.max_norm, self.norm_type = max_norm, norm_type
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
         self._skip_allgather = _skip_allgather
@@ -62,11 +69,16 @@ class DistributedEmbedding(DistributedModule):
                 _weight[padding_idx].zero_()
         plain = nn.Embedding(num_embeddings, embedding_dim, padding_idx, _weight=_weight)
         self.padding_idx = plain.padding_idx
-        self.weight = self.split_parameter(plain.weight, axis=1)
+        self.weight: nn.Parameter
+        self.register_split("weight", plain.weight, axis=1)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The embeddings of this rank's ids; all ranks of the TP group call it."""
         group = self.group() if self.tp_size > 1 else None
+        if group is not None and input.dim() == 0:
+            raise ArgumentError(
+                "smp.nn.DistributedEmbedding: the input is a single id, and ranks exchange batches: it must be (B, ...)"
+            )
         if group is not None and not self._skip_allgather:
             input = exchange.gather_ids(input, group)
         found = functional.embedding(

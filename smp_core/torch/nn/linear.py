@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from smp_core.errors import ArgumentError
 from smp_core.torch.nn.module import DistributedModule
 from smp_core.torch.tensor_parallel import exchange
 from smp_core.torch.tensor_parallel.registry import Arguments, Registration, register
@@ -23,7 +24,7 @@ class DistributedLinear(DistributedModule):
     torch's layer takes, the output ``(B, ..., out_features)``; B is this rank's batch. Ranks exchange their batches so
     that each has the channels of its slice, and get back the sums of their own samples (API 1.10).
 
-    Raises IndivisibleError.
+    Raises IndivisibleError; a call raises ArgumentError for an input without a batch.
     """
 
     def __init__(
@@ -38,17 +39,23 @@ class DistributedLinear(DistributedModule):
         self.in_features, self.out_features = in_features, out_features
         self.slice_size("in_features", in_features)
         plain = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        self.weight = self.split_parameter(plain.weight, axis=1)
+        self.weight: nn.Parameter
+        self.register_split("weight", plain.weight, axis=1)
         self.bias = plain.bias
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The layer on this rank's samples; all ranks of the TP group call it."""
         if self.tp_size == 1:
             return functional.linear(input, self.weight, self.bias)
+        if input.dim() < 2:
+            raise ArgumentError(
+                f"smp.nn.DistributedLinear: the input is {list(input.shape)}, and ranks exchange batches: it must be "
+                "(B, ..., in_features)"
+            )
         group = self.group()
         sliced = exchange.slice_channels(input, group)
         output = exchange.sum_batch(functional.linear(sliced, self.weight), group)
-        return output if self.bias is None else output + self.bias
+        return output if self.bias is None else output + self.bias.to(output.dtype)
 
     def extra_repr(self) -> str:
         return (

@@ -8,7 +8,7 @@ from torch import nn
 from smp_core.topology import GroupKind
 from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import IndivisibleError, TensorParallelError
-from smp_core.torch.parameters.split import split
+from smp_core.torch.parameters.split import Split, mark, split, split_of
 from smp_core.torch.tensor_parallel.exchange import TensorGroup
 
 
@@ -26,6 +26,7 @@ class DistributedModule(nn.Module):
         runtime = sessions.current(f"smp.nn.{type(self).__name__}").runtime
         self.tp_size = len(runtime.group(GroupKind.TP).ranks)
         self.tp_rank = runtime.position(GroupKind.TP)
+        self._splits: dict[str, Split] = {}
 
     def slice_size(self, what: str, size: int) -> int:
         """The size of one rank's slice. Raises IndivisibleError, which names ``what`` is not divisible."""
@@ -35,12 +36,30 @@ class DistributedModule(nn.Module):
             )
         return size // self.tp_size
 
-    def split_parameter(self, full: torch.Tensor, axis: int) -> nn.Parameter:
-        """A parameter that is this rank's slice of ``full``, whose size along ``axis`` is divisible.
+    def register_split(self, name: str, full: torch.Tensor, axis: int) -> None:
+        """Register a parameter that is this rank's slice of ``full``, whose size along ``axis`` is divisible.
 
         ``full`` is drawn whole on each rank, so that the same random stream gives the same weights at every degree.
         """
-        return split(full, axis, self.tp_rank, self.tp_size)
+        parameter = split(full, axis, self.tp_rank, self.tp_size)
+        self.register_parameter(name, parameter)
+        found = split_of(parameter)
+        if found is not None:
+            self._splits[name] = found
+
+    def mark_splits(self) -> None:
+        """Mark the split parameters of this module again: a copy of a parameter has lost the mark.
+
+        Raises TensorParallelError if a parameter has another shape than its slice.
+        """
+        for name, found in self._splits.items():
+            parameter = self._parameters[name]
+            if parameter is None or tuple(parameter.shape) != found.local_shape:
+                raise TensorParallelError(
+                    f"{type(self).__name__}: parameter {name!r} is not the slice {list(found.local_shape)} of "
+                    f"{list(found.shape)} that tp rank {found.rank} holds. Load whole weights by model.load_state_dict"
+                )
+            mark(parameter, found)
 
     def group(self) -> TensorGroup:
         """The TP group. Raises TensorParallelError for a module that is part of no model."""

@@ -15,6 +15,7 @@ from torch import nn
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import UnsupportedTrainingError
 from smp_core.torch.optimizer.parameters import OptimizerParameters
+from smp_core.torch.parameters.split import split_of
 from smp_core.torch.reduction.layout import Layout
 from smp_core.torch.session import TrainingSession
 from smp_core.torch.tensor_tree import StateDict
@@ -53,8 +54,15 @@ class Internals:
 
     @property
     def master_distribution_axis(self) -> dict[nn.Parameter, int | None]:
-        """For each master the axis along which it is split: None, since no parameter is split."""
-        return dict.fromkeys(self.master_is_distributed)
+        """For each master the axis along which tp ranks have slices of it; None for one that each holds whole."""
+        axes: dict[nn.Parameter, int | None] = dict.fromkeys(self.master_is_distributed)
+        model = self._session.model
+        for parameter in () if model is None else model.module.parameters():
+            found = split_of(parameter)
+            face = self._parameters.face(parameter)
+            if found is not None and isinstance(face, nn.Parameter) and face in axes:
+                axes[face] = found.axis
+        return axes
 
     # Sharded data parallelism.
 

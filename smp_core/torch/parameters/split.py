@@ -62,8 +62,13 @@ def split(full: torch.Tensor, axis: int, rank: int, degree: int) -> nn.Parameter
     found = Split(axis % full.dim(), tuple(full.shape), rank, degree)
     parameter = nn.Parameter(found.slice_of(full.detach()).clone())
     if degree > 1:
-        setattr(parameter, MARK, found)
+        mark(parameter, found)
     return parameter
+
+
+def mark(parameter: nn.Parameter, found: Split) -> None:
+    """Mark a parameter as a slice."""
+    setattr(parameter, MARK, found)
 
 
 def split_of(tensor: torch.Tensor) -> Split | None:

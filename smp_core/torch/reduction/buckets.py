@@ -101,9 +101,9 @@ def fill(
         else:
             filled += _fill_elements({each: layouts[each] for each in some}, policy.bucket_cap)
     if any(split_of(each) is not None for each in parameters):
-        # As backward reaches them: the bucket whose first parameter was registered last is complete first.
+        # As backward completes them: a bucket's last parameter is the one that was registered first.
         place = {each: n for n, each in enumerate(parameters)}
-        filled.sort(key=lambda members: -place[members[0]])
+        filled.sort(key=lambda members: -place[members[-1]])
     return [
         Bucket(members, [layouts[each] for each in members], dtype_of(members[0], policy.wide))
         for members in filled

@@ -103,18 +103,13 @@ class GradientReducer:
         """Have ``hook(state, bucket)`` reduce each bucket from now on, instead of the reduction described above.
         The hook itself averages over replicas and microbatches (API 1.7).
 
-        Raises UnsupportedTrainingError where gradients are sharded, with distributed modules, without ``ddp`` and
+        Raises UnsupportedTrainingError where gradients are sharded, without ``ddp`` and
         ``overlapping_allreduce``, and for a second hook; TypeError for a value that cannot be called.
         """
         if not self._policy.comm_hooks:
             raise UnsupportedTrainingError(
                 "model.register_comm_hook: not with sharded data parallelism, whose gradients are reduced in shards. "
                 "Leave the hook out, or set sharded_data_parallel_degree to 1"
-            )
-        if any(split_of(each) is not None for each in self._parameters):
-            raise UnsupportedTrainingError(
-                "model.register_comm_hook: not with distributed modules, whose gradients are reduced over RDP groups "
-                "(all others over DP groups). Leave the hook out"
             )
         if not self._runtime.config.ddp or not self._options.overlapping_allreduce:
             raise UnsupportedTrainingError(

@@ -129,24 +129,6 @@ def _gather_batch(group: TensorGroup, x: Tensor) -> Tensor:
     return x if group.prescaled else group.all_gather(x.contiguous()).flatten(0, 1)
 
 
-def _sum_channels(group: TensorGroup, x: Tensor) -> Tensor:
-    return group.sum_rows(torch.stack(x.chunk(group.size, dim=-1)))
-
-
-def _gather_channels(group: TensorGroup, x: Tensor) -> Tensor:
-    return torch.cat(list(group.all_gather(x.contiguous())), dim=-1)
-
-
-def _reduce_full(group: TensorGroup, x: Tensor) -> Tensor:
-    """Backward of ``gather_batch``: each rank has a summand of the gradient of all samples."""
-    return _sum_batch(group, x)
-
-
-def _pass_full(group: TensorGroup, x: Tensor) -> Tensor:
-    """Backward of ``sum_batch``: each summand has the gradient of the sum."""
-    return _gather_batch(group, x)
-
-
 def _batches(group: TensorGroup, x: Tensor) -> Tensor:
     """(t B, ...) as (t, B, ...): the samples of each rank."""
     return x.contiguous().view(group.size, x.shape[0] // group.size, *x.shape[1:])
@@ -159,6 +141,7 @@ class _Context(FunctionCtx):
     """The context of one change."""
 
     group: TensorGroup
+    there: _Change
     back: _Change
 
 
@@ -169,13 +152,14 @@ class _Changed(torch.autograd.Function):
     def forward(
         ctx: _Context, x: Tensor, group: TensorGroup, there: _Change, back: _Change
     ) -> Tensor:
-        ctx.group, ctx.back = group, back
+        ctx.group, ctx.there, ctx.back = group, there, back
         changed = there(group, x)
         return changed.view_as(changed) if changed is x else changed
 
     @staticmethod
     def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.back(ctx.group, gradient), None, None, None
+        # The change back is one that autograd sees, for a gradient of the gradient.
+        return _changed(gradient, ctx.group, ctx.back, ctx.there), None, None, None
 
 
 def _changed(x: Tensor, group: TensorGroup, there: _Change, back: _Change) -> Tensor:
@@ -198,24 +182,9 @@ def merge_channels(x: Tensor, group: TensorGroup) -> Tensor:
     return _changed(x, group, _merge_channels, _slice_channels)
 
 
-def gather_batch(x: Tensor, group: TensorGroup) -> Tensor:
-    """Local to full: an all-gather; nothing with ``prescaled_batch``, but a sum of the gradients."""
-    return _changed(x, group, _gather_batch, _reduce_full)
-
-
 def sum_batch(x: Tensor, group: TensorGroup) -> Tensor:
     """Partial to local: a reduce-scatter, or, with ``prescaled_batch``, an all-reduce."""
-    return _changed(x, group, _sum_batch, _pass_full)
-
-
-def sum_channels(x: Tensor, group: TensorGroup) -> Tensor:
-    """Partial to sliced: a reduce-scatter along the channels."""
-    return _changed(x, group, _sum_channels, _gather_channels)
-
-
-def gather_channels(x: Tensor, group: TensorGroup) -> Tensor:
-    """Sliced to full: an all-gather along the channels. Every rank uses the result for a summand of the loss."""
-    return _changed(x, group, _gather_channels, _sum_channels)
+    return _changed(x, group, _sum_batch, _gather_batch)
 
 
 def gather_ids(ids: Tensor, group: TensorGroup) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -57,6 +58,15 @@ _registrations: dict[type[nn.Module], Registration] = {}
 def registration_of(module: nn.Module) -> Registration | None:
     """The registration of a module's class; None if the class is not registered."""
     return _registrations.get(type(module))
+
+
+def options() -> frozenset[str]:
+    """The arguments that registered distributed modules take, beside those by position."""
+    return frozenset(
+        name
+        for each in set(_registrations.values())
+        for name in inspect.signature(each.distributed).parameters
+    )
 
 
 def register(registration: Registration) -> None:

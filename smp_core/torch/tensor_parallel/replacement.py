@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -24,6 +25,9 @@ from smp_core.torch.tensor_parallel.registry import Registration
 from smp_core.torch.tensor_parallel.wishes import WISH, Wish
 
 log = logging.getLogger(__name__)
+
+#: Torch has one default dtype for the process, and ranks may be threads.
+_default_dtype = threading.Lock()
 
 
 class Replacement:
@@ -70,7 +74,18 @@ class Replacement:
                 replaced = self._replaced(below, child, seen)
                 if replaced is not child:
                     setattr(module, name, replaced)
+        if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerEncoder):
+            self._without_fast_path(path, module)
         return module
+
+    def _without_fast_path(self, path: str, module: nn.Module) -> None:
+        """Have one of torch's encoders call the layers below it: in evaluation it reads their weights itself."""
+        below = f"{path}." if path else ""
+        if any(each.startswith(below) for each in self.replaced):
+            if isinstance(module, nn.TransformerEncoder):
+                vars(module)["use_nested_tensor"] = False
+            else:
+                vars(module)["activation_relu_or_gelu"] = 0
 
     def _made(
         self, path: str, module: nn.Module, wish: Wish, registration: Registration
@@ -161,10 +176,11 @@ def _made_like(module: nn.Module) -> Iterator[None]:
     if like is None:
         yield
         return
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(like.dtype)
-    try:
-        with torch.device(like.device):
-            yield
-    finally:
-        torch.set_default_dtype(before)
+    with _default_dtype:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(like.dtype)
+        try:
+            with torch.device(like.device):
+                yield
+        finally:
+            torch.set_default_dtype(before)

@@ -15,6 +15,7 @@ from torch import nn
 from smp_core.errors import ArgumentError, ArgumentTypeError
 from smp_core.torch import session as sessions
 from smp_core.torch.parameters.marking import Mark, new_mark
+from smp_core.torch.tensor_parallel import registry
 
 #: The options of distributed modules that scripts pass to the contexts (API 1.9). A module that does not take an
 #: option is made without it.
@@ -58,6 +59,9 @@ def tensor_parallelism(enabled: bool = True, **options: object) -> Iterator[None
     Raises ArgumentError for an unknown option, NotInitializedError before ``smp.init``.
     """
     wish = _wish("smp.tensor_parallelism", enabled, options)
+    if wish is None:
+        yield
+        return
     with WISH.inside(wish):
         yield
 
@@ -81,17 +85,23 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **options: o
             f"{call}: the model that holds this {type(module).__name__} is wrapped already, and modules are "
             "distributed by smp.DistributedModel. Call it before"
         )
-    for child in module.modules():
-        WISH.set(child, wish)
+    if wish is not None:
+        for child in module.modules():
+            WISH.set(child, wish)
 
 
-def _wish(call: str, enabled: object, options: Mapping[str, object]) -> Wish:
-    sessions.current(call)
+def _wish(call: str, enabled: object, options: Mapping[str, object]) -> Wish | None:
+    """The wish; None at ``tensor_parallel_degree`` 1, where it says nothing."""
+    degree = sessions.current(call).runtime.config.tensor_parallel_degree
     if not isinstance(enabled, bool):
         raise ArgumentTypeError(f"{call}: enabled must be a bool, not {enabled!r}")
-    unknown = sorted(set(options) - OPTIONS)
+    if degree == 1:
+        return None
+    known = OPTIONS | registry.options()
+    unknown = sorted(set(options) - known)
     if unknown:
         raise ArgumentError(
-            f"{call}: unknown option {unknown[0]!r}; there is {', '.join(sorted(OPTIONS))}"
+            f"{call}: unknown option {unknown[0]!r}: no registered distributed module takes it. There is "
+            f"{', '.join(sorted(known))}"
         )
     return Wish(enabled, dict(options))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
+import pytest
 import torch
 from torch import nn
 
 import smp_core.torch as api
+from smp_core.torch.exceptions import CheckpointError
 
 CONFIG = {"tensor_parallel_degree": 2, "ddp": True}
 
@@ -141,5 +145,108 @@ def test_the_reducers_parameters(smp_world):
             on = names[id(each)] == "module.0.weight"
             assert model.is_distributed_parameter(each) is on
             assert model.is_scaled_batch_parameter(each) is on
+
+    smp_world.run(body, ranks=2, config=CONFIG)
+
+
+def test_a_copy_of_a_distributed_module_is_one(smp_world):
+    def body():
+        layer = api.nn.DistributedLinear(4, 4)
+        model = api.DistributedModel(nn.Sequential(*(copy.deepcopy(layer) for _ in range(2))))
+        weight = torch.arange(16.0).view(4, 4)
+        state = {
+            f"{n}.{name}": value
+            for n in "01"
+            for name, value in (("weight", weight), ("bias", weight[0]))
+        }
+        model.load_state_dict(state)
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+        assert all(model.is_distributed_parameter(each.weight) for each in model.module)
+
+    smp_world.run(body, ranks=2, config=CONFIG)
+
+
+def test_options_reach_the_modules_that_take_them(smp_world):
+    def body():
+        api.tp_register_with_module(
+            Scaled,
+            DistributedScaled,
+            init_hook=lambda size, *, factor=1.0: ((size,), {"factor": factor}),
+        )
+        with api.tensor_parallelism(factor=5.0, fused_softmax=True):
+            module = nn.Sequential(Scaled(4), nn.Linear(4, 4))
+        model = api.DistributedModel(module)
+        return model.module[0].factor
+
+    assert smp_world.run(body, ranks=2, config=CONFIG) == [5.0] * 2
+
+
+@api.step
+def penalised(model, x):
+    output = model(x).pow(3).sum()
+    (gradient,) = torch.autograd.grad(output, x, create_graph=True)
+    model.backward(gradient.square().sum())
+
+
+def test_gradients_of_gradients(smp_world):
+    def body():
+        torch.manual_seed(1)
+        reference = nn.Linear(4, 2).double()
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape) % 5 - 2.0)
+        layer = nn.Linear(4, 2).double()
+        api.set_tensor_parallelism(layer)
+        model = api.DistributedModel(layer)
+        model.load_state_dict(reference.state_dict())
+        batches = [
+            (torch.arange(8.0, dtype=torch.float64).view(2, 4) % 3 - n).requires_grad_()
+            for n in range(2)
+        ]
+        penalised(model, batches[api.dp_rank()])
+        for x in batches:
+            output = reference(x).pow(3).sum()
+            (gradient,) = torch.autograd.grad(output, x, create_graph=True)
+            (gradient.square().sum() / 2).backward()
+        start = 2 * api.tp_rank()
+        assert torch.equal(model.module.weight.grad, reference.weight.grad[:, start : start + 2])
+
+    smp_world.run(body, ranks=2, config=CONFIG)
+
+
+def test_torchs_encoders_call_the_layers_in_their_fast_path_too(smp_world):
+    def body():
+        torch.manual_seed(1)
+        layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+        reference = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double().eval()
+        module = nn.TransformerEncoder(layer, 2)
+        api.set_tensor_parallelism(module)
+        model = api.DistributedModel(module.double()).eval()
+        model.load_state_dict(reference.state_dict())
+        x = torch.arange(48.0, dtype=torch.float64).view(2, 3, 8) % 5
+        mask = torch.tensor([[False, False, True], [False, False, False]])
+        with torch.no_grad():
+            found = model.module(x, src_key_padding_mask=mask)[~mask]
+            expected = reference(x, src_key_padding_mask=mask)[~mask]
+        assert len(list(model.distributed_modules())) == 4
+        # Sums of eight terms, in another order, in four layers.
+        assert torch.allclose(found, expected, rtol=0, atol=4 * 8 * 2.0**-52 * expected.abs().max())
+
+    smp_world.run(body, ranks=2, config=CONFIG)
+
+
+def test_parts_of_a_state_are_those_of_their_rank(smp_world):
+    def body():
+        with api.tensor_parallelism():
+            layer = nn.Linear(4, 4)
+        model = api.DistributedModel(layer)
+        own = model.local_state_dict()
+        assert own["_smp_is_partial"]
+        model.load_state_dict(own)
+        other = api.allgather(own, api.TP_GROUP)[1 - api.tp_rank()]
+        with pytest.raises(
+            CheckpointError, match=r"the state has slice \d of 2, and this rank has"
+        ):
+            model.load_state_dict(other)
 
     smp_world.run(body, ranks=2, config=CONFIG)
