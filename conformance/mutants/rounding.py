@@ -195,7 +195,7 @@ def norms(patch: Patch, change: Callable[..., float]) -> None:
 def norm_of_the_own_part(patch: Patch) -> None:
     """each rank clips by the norm of what it has"""
 
-    def own(right: Any, runtime: Runtime, given: Any, kind: float, scale: float, _: Any) -> float:
+    def own(right: Any, runtime: Runtime, given: Any, kind: float, scale: float, *_: Any) -> float:
         flat = [grad.double().reshape(-1) for _, grad in given]
         return float(torch.cat(flat).norm(kind)) / scale if flat else 0.0
 
@@ -207,7 +207,7 @@ def norm_has_the_scale_in_it(patch: Patch) -> None:
     """the norm is that of the scaled gradients"""
     norms(
         patch,
-        lambda right, runtime, given, kind, scale, split: right(runtime, given, kind, 1.0, split),
+        lambda right, runtime, given, kind, scale, *over: right(runtime, given, kind, 1.0, *over),
     )
 
 
@@ -216,10 +216,10 @@ def replicas_count_in_the_norm(patch: Patch) -> None:
     """parameters that all replicas have count once for each replica"""
 
     def many(
-        right: Any, runtime: Runtime, given: Any, kind: float, scale: float, split: Any
+        right: Any, runtime: Runtime, given: Any, kind: float, scale: float, *over: Any
     ) -> float:
         count = len(runtime.group(GroupKind.RDP).ranks)
-        total: float = right(runtime, given, kind, scale, split)
+        total: float = right(runtime, given, kind, scale, *over)
         return total if math.isinf(kind) else total * count ** (1 / kind)
 
     norms(patch, many)
