@@ -21,6 +21,7 @@ NAMES = (
     "real_ranks",
     "pipeline",
     "sharding",
+    "tensor",
     "memory",
     "files",
 )

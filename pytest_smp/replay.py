@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -141,7 +142,12 @@ def reduce_sharded(
 
 
 def norm(gradients: Mapping[str, torch.Tensor | None], sharding: int) -> float:
-    """The L2 norm that clipping under sharded data parallelism goes by (ENGINES 1.7).
+    """The L2 norm that clipping under sharded data parallelism goes by (ENGINES 1.7)."""
+    return math.sqrt(squares(gradients, sharding))
+
+
+def squares(gradients: Mapping[str, torch.Tensor | None], sharding: int) -> float:
+    """The sum of the squares of all elements, as sharded data parallelism takes it.
 
     Each rank of a shard group squares the elements of its own part of each gradient, in float64, and
     adds these sums up in the order of registration; they are folded over the ranks of the group.
@@ -155,7 +161,7 @@ def norm(gradients: Mapping[str, torch.Tensor | None], sharding: int) -> float:
                 own = gradient.reshape(-1)[rank * part : (rank + 1) * part]
                 total = total + own.double().square().sum()
         ranks.append(total)
-    return float(reduction.fold(ranks, torch.add).sqrt())
+    return float(reduction.fold(ranks, torch.add))
 
 
 class _Sums:

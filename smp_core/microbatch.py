@@ -60,10 +60,14 @@ class Framework(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The arguments of one call of a step, or of its body for one microbatch."""
+    """The arguments of one call of a step, or of its body for one microbatch.
+
+    ``sliced`` are the parts that ``smp_slice`` returned.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    sliced: tuple[Any, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
 
 # ---- What is split how ---------------------------------------------------------------------------
@@ -215,6 +219,7 @@ class _Splitter:
         self.framework, self.function = framework, function
         self.microbatches, self.index = microbatches, index
         self._taken: dict[tuple[int, int], Any] = {}  # by identity and axis: rule 3
+        self._sliced: list[Any] = []
 
     def call(self, call: CallArguments, places: Sequence[tuple[str, int | None]]) -> CallArguments:
         given = [*call.args, *call.kwargs.values()]
@@ -224,7 +229,9 @@ class _Splitter:
         ]
         count = len(call.args)
         return CallArguments(
-            tuple(parts[:count]), dict(zip(call.kwargs, parts[count:], strict=True))
+            tuple(parts[:count]),
+            dict(zip(call.kwargs, parts[count:], strict=True)),
+            tuple(self._sliced),
         )
 
     def _part(self, value: Any, axis: int, place: str) -> Any:
@@ -237,6 +244,8 @@ class _Splitter:
                     if sliced
                     else self._view(value, axis, place)
                 )
+                if sliced:
+                    self._sliced.append(self._taken[key])
             return self._taken[key]
         container = opened(value)
         if container is None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import shutil
 import signal
@@ -42,6 +43,7 @@ pytest_plugins = ["pytester"]
 #: requirements, or ranks for long. xdist gives a file to one worker (`--dist=loadfile` in tox.ini), so that what a
 #: module's fixture starts is started once, and a long file that came last would leave the other workers idle.
 LONGEST = (
+    "test_clusters.py",
     "pytest_smp/ranks/processes/test_several_hosts.py",
     "test_examples.py",
     "pytest_smp/ranks/processes/test_external.py",
@@ -73,6 +75,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = [path for path in places if not path.exists()]
     assert not missing, f"tests/conftest.py: LONGEST names {missing}"
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """Keep modules and items, which stay to the end, out of every full search for garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -212,3 +220,26 @@ def fork_server(_no_ci: None) -> Iterator[ForkServer]:
     server = ForkServer()
     yield server
     server.close()
+
+
+@pytest.fixture
+def apart_pytest(fork_server: ForkServer) -> Callable[..., pytest.RunResult]:
+    """Runs ``python -m pytest`` in a process of its own, which has torch and ours imported."""
+
+    def run(
+        *arguments: str | Path, folder: Path | None = None, stdin: bytes = b"", **environment: str
+    ) -> pytest.RunResult:
+        """Run it in a folder, the present one if none is given, with these arguments and variables."""
+        folder, started = folder or Path.cwd(), time.monotonic()
+        # The variables that pytest and xdist set for this session do not concern the one that is started.
+        outside = {name: each for name, each in os.environ.items() if "PYTEST" not in name}
+        done = fork_server.python(
+            *("-m", "pytest", *map(str, arguments)),
+            folder=folder,
+            environment={**outside, "PYTHONPATH": str(folder), **environment},
+            stdin=stdin,
+        )
+        lines = done.stdout.splitlines(), done.stderr.splitlines()
+        return pytest.RunResult(done.code, *lines, time.monotonic() - started)
+
+    return run

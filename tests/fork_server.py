@@ -2,7 +2,7 @@
 
 A process of Python takes seconds to import torch and pytest's plugins; one that is forked has them. The server runs
 nothing else, so a forked process finds what a new one finds after its imports: no test, no rank and none of
-``conformance``'s modules, whose registries tests replace.
+``conformance``'s modules, whose registries tests replace. A server of other modules imports those, and nothing of ours.
 
 This file is both sides: the fixture ``fork_server`` starts it as a script.
 """
@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,6 +39,22 @@ IMPORTS = (
     "pytest_smp.summary",
 )
 
+#: What `python` does with its arguments.
+AS_PYTHON = """
+import os, runpy, sys
+first, *rest = {arguments!r}
+if first == "-m":
+    name, *rest = rest
+    sys.path[0] = os.getcwd()
+    sys.argv[:] = [name, *rest]  # runpy puts the module's file in the name's place
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+else:
+    sys.path[0] = os.path.dirname(os.path.abspath(first))
+    sys.argv[:] = [first, *rest]
+    runpy.run_path(first, run_name="__main__")
+"""
+
+_PROVIDERS = "hypothesis.internal.conjecture.providers"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -55,13 +71,20 @@ class Ended:
 
 
 class ForkServer:
-    """Runs programs, one after the other, each in a process that is forked for it."""
+    """Runs programs, one after the other, each in a process that is forked for it.
 
-    def __init__(self) -> None:
+    The process has ``modules`` imported; without any, pytest, its plugins, torch and ours. Modules are looked for in
+    the folder ``path`` first.
+    """
+
+    def __init__(self, *modules: str, path: Path | None = None) -> None:
+        self._modules = modules
         # The variables that pytest and xdist set for this session do not concern the programs started here.
         self._environment = {
             name: each for name, each in os.environ.items() if "PYTEST" not in name
         }
+        if path is not None:
+            self._environment["PYTHONPATH"] = str(path)
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(
@@ -71,6 +94,7 @@ class ForkServer:
         environment: Mapping[str, str],
         timeout: float,
         one_stream: bool = False,
+        stdin: bytes = b"",
     ) -> Ended:
         """Run the text of a program as ``python -c`` does, in this folder and with this environment.
 
@@ -85,20 +109,22 @@ class ForkServer:
                 [sys.executable, "-c", program],
                 cwd=folder,
                 env=environment,
+                input=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT if one_stream else subprocess.PIPE,
-                text=True,
                 timeout=timeout,
             )
-            return Ended(done.returncode, done.stdout, done.stderr or "")
+            texts = (each.decode(errors="replace") for each in (done.stdout, done.stderr or b""))
+            return Ended(done.returncode, *texts)
         with tempfile.TemporaryDirectory() as outputs:
-            stdout, stderr = (Path(outputs, name) for name in ("stdout", "stderr"))
+            given, stdout, stderr = (Path(outputs, name) for name in ("in", "out", "error"))
+            given.write_bytes(stdin)
             stderr.touch()
             job = {
                 "program": program,
                 "folder": str(folder),
                 "environment": dict(environment),
-                "files": [str(stdout), str(stdout if one_stream else stderr)],
+                "files": [str(given), str(stdout), str(stdout if one_stream else stderr)],
             }
             code = self._run(job, timeout)
             ended = Ended(
@@ -108,11 +134,27 @@ class ForkServer:
             raise subprocess.TimeoutExpired(program, timeout, ended.stdout, ended.stderr)
         return ended
 
+    def python(
+        self,
+        *arguments: str,
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+        timeout: float = 600,
+        stdin: bytes = b"",
+    ) -> Ended:
+        """Run ``python ARGUMENTS``, where the first argument is a script, or ``-m`` with a module as the second.
+
+        Unlike ``python`` itself, the process has torch and ours imported: no test of imports runs by this.
+        """
+        outside = self._environment if environment is None else environment
+        program = AS_PYTHON.format(arguments=arguments)
+        return self.run(program, folder, outside, timeout, stdin=stdin)
+
     def _run(self, job: Mapping[str, object], timeout: float) -> int | None:
         """The exit code; None if the process had to be killed."""
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, __file__],
+                [sys.executable, __file__, *self._modules],
                 env={**self._environment, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -180,7 +222,10 @@ def main() -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
-    _import()
+    if modules := sys.argv[1:]:
+        _import_alone(modules)
+    else:
+        _import()
     while line := requests.readline():
         job = json.loads(line)
         server, pid = os.getpid(), os.fork()
@@ -194,6 +239,15 @@ def main() -> None:
             return  # and end as Python ends: `atexit` and all
         print(pid, file=answers, flush=True)
         print(_ended(pid, requests.fileno()), file=answers, flush=True)
+
+
+def _import_alone(modules: Sequence[str]) -> None:
+    import gc
+    import importlib
+
+    for name in modules:
+        importlib.import_module(name)
+    gc.freeze()
 
 
 def _import() -> None:
@@ -213,6 +267,10 @@ def _import() -> None:
     for name in list(sys.modules):
         if name.partition(".")[0] in ("conformance", "test_nothing"):
             del sys.modules[name]
+    # A session's first draw looks for constants in the source of every module of ours, for a second.
+    search = getattr(importlib.import_module(_PROVIDERS), "_get_local_constants", None)  # private
+    if search is not None:
+        search()
     gc.enable()
     gc.freeze()  # nobody need look for garbage in it, and have its pages copied
 
@@ -228,11 +286,9 @@ def _become(job: Mapping[str, Any]) -> None:
     """Take on the folder, the environment and the files of a job."""
     import importlib
 
-    import numpy
-    from hypothesis import configuration
-
-    for number, file in enumerate(job["files"], start=1):
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number, file in enumerate(job["files"]):
+        way = os.O_WRONLY | os.O_CREAT | os.O_APPEND if number else os.O_RDONLY
+        descriptor = os.open(file, way)
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.chdir(job["folder"])
@@ -243,8 +299,10 @@ def _become(job: Mapping[str, Any]) -> None:
     importlib.invalidate_caches()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Of Python's own numbers a forked process draws others by itself.
-    numpy.random.seed()
-    configuration.set_hypothesis_home_dir(Path(".hypothesis").absolute())
+    if numpy_random := sys.modules.get("numpy.random"):
+        numpy_random.seed()
+    if configuration := sys.modules.get("hypothesis.configuration"):
+        configuration.set_hypothesis_home_dir(Path(".hypothesis").absolute())
 
 
 def _new_main() -> Any:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+
+from .fork_server import Ended, ForkServer
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,9 +30,19 @@ def anchors(page: Path) -> set[str]:
     return spelled | set(re.findall(r'<a id="([^"]+)"', text))
 
 
-def run_pytest(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=600)
+RunPytest = Callable[..., Ended]
+
+
+@pytest.fixture(scope="module")
+def run_pytest(fork_server: ForkServer) -> RunPytest:
+    """Runs pytest with these arguments in a folder, in a process that has torch and ours imported."""
+
+    def run(*arguments: str, folder: Path = ROOT) -> Ended:
+        return fork_server.python(
+            "-m", "pytest", "-p", "no:cacheprovider", *arguments, folder=folder
+        )
+
+    return run
 
 
 def without_guests() -> list[str]:
@@ -43,10 +54,10 @@ def without_guests() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def failures() -> str:
+def failures(run_pytest: RunPytest) -> str:
     """The last section of what the broken example prints, after `pip install path/to/the/clone` alone."""
     done = run_pytest("examples/test_broken.py", "--smp-ranks=8", *without_guests())
-    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.code == 1, done.stdout + done.stderr
     section = re.search(r"= failures on ranks =+\n(.*?)^=+ short test", done.stdout, re.M | re.S)
     assert section is not None, done.stdout
     return section.group(1)
@@ -61,26 +72,26 @@ def test_the_failure_of_the_readme_is_one_of_them(failures):
     assert shown in failures
 
 
-def test_the_tests_of_readme_and_pages_pass(tmp_path):
+def test_the_tests_of_readme_and_pages_pass(tmp_path, run_pytest):
     pages = {"README.md": 2}
     with_one = ("testing", "steps", "pipelines", "precision", "sharding", "checkpoints")
-    pages |= {f"docs/{page}.md": 1 for page in with_one}
+    pages |= {f"docs/{page}.md": 1 for page in with_one} | {"docs/tensor.md": 2}
     for page, count in pages.items():
         examples = blocks(page, "python")
         assert len(examples) == count
         for number, example in enumerate(examples):
             name = f"test_{Path(page).stem.lower()}_{number}.py"
             (tmp_path / name).write_text(example, encoding="utf-8")
-    done = run_pytest("--smp-ranks=8", "-q", cwd=tmp_path)
+    done = run_pytest("--smp-ranks=8", "-q", folder=tmp_path)
     assert f"{sum(pages.values())} passed" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("backend", ["sim", "gloo"])
-def test_the_examples_of_faults_pass(tmp_path, backend):
+def test_the_examples_of_faults_pass(tmp_path, backend, run_pytest):
     examples = blocks("docs/faults.md", "python")
     for number, example in enumerate(examples):
         (tmp_path / f"test_faults_{number}.py").write_text(example, encoding="utf-8")
-    done = run_pytest(f"--smp-backend={backend}", "--smp-ranks=4", "-q", cwd=tmp_path)
+    done = run_pytest(f"--smp-backend={backend}", "--smp-ranks=4", "-q", folder=tmp_path)
     count = sum(len(re.findall(r"^def test_", example, re.MULTILINE)) for example in examples)
     assert f"{count} passed" in done.stdout, done.stdout + done.stderr
 
@@ -185,7 +196,7 @@ def test_the_continuous_integration_runs_the_test_command_of_the_readme():
     assert re.findall(r"^(?:pip|tox) .*", script, re.MULTILINE) == ["pip install tox", "tox run"]
 
 
-def test_every_option_is_documented():
+def test_every_option_is_documented(run_pytest):
     """The tables of options in docs/ against what pytest itself prints."""
     done = run_pytest("--help")
     options = set(re.findall(r"^\s+(--smp-[a-z-]+)", done.stdout, re.MULTILINE))

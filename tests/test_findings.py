@@ -5,13 +5,15 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import re
-import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from conformance.requirements.catalogue import REQUIREMENTS
+
+from .fork_server import Ended, ForkServer
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = (DOCS / "findings.md").read_text(encoding="utf-8")
@@ -25,14 +27,21 @@ _WHEELS: dict[str, dict[str, str]] = {
 _TIMEOUT = 90  # seconds for one script; its own limit is SECONDS, and importing torch comes before
 
 
-def run(script: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=_TIMEOUT
+Run = Callable[[Path], Ended]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Runs a script in a process that has torch imported, and nothing of ours."""
+    server, folder = ForkServer("torch.multiprocessing", "torch.distributed"), tmp_path_factory
+    yield lambda script: server.python(
+        str(script), folder=folder.mktemp("script"), timeout=_TIMEOUT
     )
+    server.close()
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_the_finding_shows(script: Path) -> None:
+def test_the_finding_shows(run: Run, script: Path) -> None:
     for wheel, version in _WHEELS.get(script.stem.partition("_")[0], {}).items():
         try:
             installed = importlib.metadata.version(wheel)
@@ -41,15 +50,17 @@ def test_the_finding_shows(script: Path) -> None:
         if version and installed != version:
             pytest.skip(f"a finding on {wheel} {version}, and {installed} is installed")
     done = run(script)
-    assert done.returncode == 0, (
-        f"{script.name}: exit status {done.returncode}; 1: what is promised happens, so take the "
+    assert done.code == 0, (
+        f"{script.name}: exit status {done.code}; 1: what is promised happens, so take the "
         f"finding out; 2: something else\n{done.stdout}{done.stderr}"
     )
     assert "rank 1 happened: " in done.stdout
 
 
 @pytest.mark.parametrize(("kept", "status"), [("PROMISED", 1), ("neither", 2)])
-def test_a_script_tells_when_it_shows_no_more(tmp_path: Path, kept: str, status: int) -> None:
+def test_a_script_tells_when_it_shows_no_more(
+    run: Run, tmp_path: Path, kept: str, status: int
+) -> None:
     """As if torch did what is promised, or something else."""
     text = (DOCS / "findings" / "strided_broadcast.py").read_text(encoding="utf-8")
     observed = re.search(r"^OBSERVED = (.*)$", text, re.MULTILINE)
@@ -59,7 +70,7 @@ def test_a_script_tells_when_it_shows_no_more(tmp_path: Path, kept: str, status:
     text = re.sub(r"^OBSERVED = .*$", "OBSERVED = [1, 1]", text, flags=re.MULTILINE)
     script = tmp_path / "script.py"
     script.write_text(text, encoding="utf-8")
-    assert run(script).returncode == status
+    assert run(script).code == status
 
 
 def test_the_page_lists_every_script_and_no_other() -> None:

@@ -18,7 +18,7 @@ def test_a_run_that_is_broken_off_leaves_nothing_to_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = {name: each for name, each in os.environ.items() if "PYTEST" not in name}
-    server = ForkServer()
+    server = ForkServer("json")  # which is there at once
 
     def interrupt(*arguments: Any) -> Any:
         raise KeyboardInterrupt

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from .fork_server import ForkServer
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
@@ -37,7 +36,7 @@ def read_files(recipe: str) -> list[tuple[str, str]]:
 def read_commands(recipe: str) -> list[list[str]]:
     """The commands that prove a recipe, each run as a module of this Python."""
     lines = re.findall(r"^    (?:python -m )?(pytest .+)$", recipe, re.MULTILINE)
-    return [[sys.executable, "-m", *shlex.split(line)] for line in lines]
+    return [["-m", *shlex.split(line)] for line in lines]
 
 
 def needs_mpi(command: list[str]) -> bool:
@@ -49,7 +48,8 @@ def needs_mpi(command: list[str]) -> bool:
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository with all recipes in it."""
     copy = tmp_path_factory.mktemp("clone")
-    unwanted = shutil.ignore_patterns("__pycache__", ".*", "build", "dist")
+    # With the compiled files, which know their sources by time and size; the copies have the same.
+    unwanted = shutil.ignore_patterns(".*", "build", "dist")
     shutil.copytree(ROOT, copy, ignore=unwanted, dirs_exist_ok=True)
     for title, recipe in RECIPES.items():
         for name, before, after in read_changes(recipe):
@@ -64,27 +64,25 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
+@pytest.fixture(scope="module")
+def server(clone: Path) -> Iterator[ForkServer]:
+    """Runs commands in processes that have the modules of the copy imported."""
+    server = ForkServer(path=clone)
+    yield server
+    server.close()
+
+
 def test_every_recipe_ends_with_a_command() -> None:
     assert len(RECIPES) == 7
     assert all(map(read_commands, RECIPES.values()))
 
 
 @pytest.mark.parametrize("title", RECIPES)
-def test_the_commands_of_a_recipe_pass(title: str, clone: Path) -> None:
-    # The variables that pytest and xdist set for this session do not concern the sessions started here.
-    outside = {name: each for name, each in os.environ.items() if "PYTEST" not in name}
-    environment = {**outside, "PYTHONPATH": str(clone)}
+def test_the_commands_of_a_recipe_pass(title: str, clone: Path, server: ForkServer) -> None:
     commands = [each for each in read_commands(RECIPES[title]) if not needs_mpi(each)]
     assert commands
     for command in commands:
         options = ["-p", "no:cacheprovider", "-q"]
-        done = subprocess.run(
-            [*command, *options],
-            cwd=clone,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
+        done = server.python(*command, *options, folder=clone)
+        assert done.code == 0, f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
         assert str(clone) in done.stdout or "passed" in done.stdout or "killed" in done.stdout

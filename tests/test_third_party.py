@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,30 +37,29 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def judge(installed: Path, folder: Path, *arguments: str) -> tuple[dict[str, str], str, int]:
-    """Run the suite on it with two ranks: verdicts by requirement, the output, the exit status."""
-    report = folder / "report.json"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--smp-ranks=2", "-q"),
-            *(f"--smp-report={report}", "--pyargs", *arguments),
-        ],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(installed)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    output = done.stdout + done.stderr
-    assert report.exists(), output
-    requirements = json.loads(report.read_text())["requirements"]
-    return {each["id"]: each["verdict"] for each in requirements}, output, done.returncode
+Judge = Callable[..., tuple[dict[str, str], str, int]]
 
 
-def test_the_entry_point_is_found_and_its_defect_is_expected(installed, tmp_path):
+@pytest.fixture
+def judge(installed: Path, tmp_path: Path, apart_pytest: Callable[..., pytest.RunResult]) -> Judge:
+    """Runs the suite on it with two ranks: verdicts by requirement, the output, the exit status."""
+
+    def run(*arguments: str) -> tuple[dict[str, str], str, int]:
+        report = tmp_path / "report.json"
+        options = ("-p", "no:cacheprovider", "--smp-ranks=2", "-q", f"--smp-report={report}")
+        done = apart_pytest(
+            *options, "--pyargs", *arguments, folder=tmp_path, PYTHONPATH=str(installed)
+        )
+        output = f"{done.stdout}\n{done.stderr}"
+        assert report.exists(), output
+        requirements = json.loads(report.read_text())["requirements"]
+        return {each["id"]: each["verdict"] for each in requirements}, output, int(done.ret)
+
+    return run
+
+
+def test_the_entry_point_is_found_and_its_defect_is_expected(judge):
     verdicts, output, status = judge(
-        installed,
-        tmp_path,
         "conformance",
         "--smp-backend=inorder",
         "--smp-certify",
@@ -74,12 +74,10 @@ def test_the_entry_point_is_found_and_its_defect_is_expected(installed, tmp_path
     assert "inorder" in output
 
 
-def test_without_its_file_the_defect_is_a_failure(installed, tmp_path):
+def test_without_its_file_the_defect_is_a_failure(judge, tmp_path):
     nothing = tmp_path / "nothing.toml"
     nothing.write_text("version = 1\n", encoding="utf-8")
     verdicts, output, status = judge(
-        installed,
-        tmp_path,
         "conformance",
         "--smp-backend=inorder",
         f"--smp-expectations={nothing}",

@@ -29,6 +29,7 @@ from pytest_smp.strategies.training_sharding import (
     ShardedTraining,
     sharded_trainings,
 )
+from pytest_smp.strategies.training_tensor import TensorTraining, tensor_trainings
 from smp_core.transport import current_rank
 
 
@@ -99,6 +100,25 @@ def sharded_cases(
     if not {EngineCapability.CLIPPING, EngineCapability.REPLAYED} <= claims:
         fixed.setdefault("clip", NO_CLIPPING)
     return sharded_trainings(min(most, MOST_RANKS, smp_world.ranks), **fixed)
+
+
+def tensor_cases(
+    smp_world: SmpWorld, engine: str, *, least: int = 2, most: int = 4, **fixed: Any
+) -> st.SearchStrategy[TensorTraining]:
+    """Draw a case of tensor parallelism with degrees, batches and kinds of parameters that the engine claims.
+
+    A session with fewer than ``least`` ranks skips the test.
+    """
+    needs(smp_world, least)
+    claims = claimed(smp_world, engine)
+    if EngineCapability.OWN_BATCHES not in claims:
+        fixed["prescaled"] = (True,)
+    fixed.setdefault("without", without(engine))
+    fixed.setdefault("clip", NO_CLIPPING)
+    fixed.setdefault("split", True)
+    # An engine with an order of its own may divide by the degree, which is exact for powers of two.
+    fixed.setdefault("tensor", (2, 4, 3) if EngineCapability.REPLAYED in claims else (2, 4))
+    return tensor_trainings(min(most, MOST_RANKS, smp_world.ranks), **fixed)
 
 
 def blocks_of_two(

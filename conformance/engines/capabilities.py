@@ -15,6 +15,8 @@ class EngineCapability(enum.StrEnum):
     SMP_API = "the SMP API"  #: the engine's ``api`` names a module that a script imports as ``smp``
     UNUSED = "unused parameters"  #: parameters that some calls, or ranks, do not use
     ANY_PARAMETER = "any parameter"  #: also parameters without dimensions, or not contiguous
+    TENSOR = "tensor parallelism"  #: degrees above 1; the ranks of a TP group train on one batch
+    OWN_BATCHES = "own batches"  #: the ranks of a TP group may bring samples of their own
     SHARDING = "sharding"  #: degrees of sharded data parallelism above 1
     BLOCKS = "sharding blocks"  #: several shard groups, which are replicas of each other
     CLIPPING = "clipping"  #: a step clips the norm of all gradients if they are sharded

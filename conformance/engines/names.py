@@ -12,6 +12,7 @@ BUILT_IN = {
     "ddp": "conformance.engines.ddp:ENGINE",
     "fsdp2": "conformance.engines.fsdp2:FSDP2",
     "hsdp": "conformance.engines.fsdp2:HSDP",
+    "tp": "conformance.engines.tp:ENGINE",
 }
 
 

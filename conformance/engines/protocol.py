@@ -106,10 +106,15 @@ class Exchange(NamedTuple):
     operation: str  #: all_gather, reduce_scatter, all_reduce, or another word
     ranks: tuple[int, ...]  #: the world ranks of the group
     elements: int  #: the elements of the larger one of input and output
+    sent: int | None = (
+        None  #: the bytes that leave this rank; None if the engine does not count them
+    )
 
 
 class ShardedSession(Session, Protocol):
-    """The session of an engine that claims sharding; ``gradients`` and ``parameters`` are unsharded.
+    """The session of an engine that claims sharding or tensor parallelism.
+
+    ``gradients`` and ``parameters`` are whole: unsharded, and put together from the slices of tp ranks.
 
     ``module`` is the module that the engine calls, so hooks on its submodules run with their calls.
     """
@@ -117,7 +122,7 @@ class ShardedSession(Session, Protocol):
     module: nn.Module
 
     def state(self) -> dict[str, list[Tensor]]:
-        """This rank's part of the training state.
+        """This rank's part of the training state, parameters in the order of the unwrapped model.
 
         The keys are ``parameters``, ``gradients`` and ``optimizer``; the values are lists of tensors.
         """

@@ -57,8 +57,10 @@ class SmpEngine:
         return importlib.import_module(self.api)
 
     def replica(self, case: Training) -> int:
-        """The number of this rank's replica, which is its data-parallel rank (API 4.4)."""
-        return int(self.namespace().dp_rank())
+        """The number of this rank's replica, by which data are divided (API 4.4)."""
+        from pytest_smp.strategies.training_script import replica_of
+
+        return replica_of(self.namespace(), case)
 
     def build(self, case: Training, *, salt: str = "") -> Session:
         """Make this rank's session, with the calls that a user's script makes."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from torch import Tensor
 
 from conformance.engines.protocol import Exchange
 from pytest_smp.strategies.training_script import Batch, Script
+from pytest_smp.strategies.training_tensor import TensorTraining
 
 
 class SmpSession(Script):
@@ -16,17 +18,29 @@ class SmpSession(Script):
     _found: tuple[Exchange, ...] = ()
 
     def backward(self, batch: Batch, *, boundary: bool = True) -> tuple[list[Tensor], list[Tensor]]:
-        """Run the script's ``backward``, and keep the exchanges that the engine's ledger records.
+        """Run the script's ``backward``, and keep the exchanges that the engine's ledgers record.
 
-        At sharding degree 1 nothing is recorded.
+        Without sharding and distributed layers nothing is recorded.
         """
-        sharding = self._sharding
-        if sharding is None:
-            return super().backward(batch, boundary=boundary)
-        with sharding.collectives.traffic.recorded() as log:
+        with contextlib.ExitStack() as stack:
+            logs = [stack.enter_context(each.recorded()) for each in self._ledgers()]
             made = super().backward(batch, boundary=boundary)
-        self._found += tuple(Exchange(s.operation, self._ranks(s.group), s.elements) for s in log)
+        self._found += tuple(
+            Exchange(each.operation, self._ranks(each.group), each.elements, each.bytes)
+            for log in logs
+            for each in log
+        )
         return made
+
+    def _ledgers(self) -> list[Any]:
+        """The traffic of sharding, of activations in TP groups, and of the gradients that these reduce."""
+        found = [] if self._sharding is None else [self._sharding.collectives.traffic]
+        if isinstance(self.case, TensorTraining) and self.case.tensor > 1:
+            found.append(self.model._session.tensor_group.traffic)
+            if self.model.gradients is not None:  # before the partition there are none
+                reducers = map(self.model.gradients._shards.all_reducer, (True, False))
+                found += [each.traffic for each in reducers]
+        return list({id(each): each for each in found}.values())
 
     def live(self) -> int | None:
         """The engine's own count of the peak of unsharded elements; None at sharding degree 1."""
@@ -41,12 +55,15 @@ class SmpSession(Script):
     def _ranks(self, kind: Any) -> tuple[int, ...]:
         """The ranks of this rank's group of a kind (API 4.3)."""
         case: Any = self.case
-        at, degree = self.api.dp_rank(), case.sharding
-        groups = {
-            "sharding": range(at // degree * degree, (at // degree + 1) * degree),
-            "replication": range(at % degree, case.dp, degree),
+        groups = {"TP": self.api.get_tp_group, "RDP": self.api.get_rdp_group}
+        if kind.name in groups:
+            return tuple(groups[kind.name]())
+        alike, at, degree = self.api.get_rdp_group(), self.api.rdp_rank(), case.sharding
+        blocks = {
+            "SHARDING": alike[at // degree * degree : (at // degree + 1) * degree],
+            "REPLICATION": alike[at % degree :: degree],
         }
-        return tuple(groups.get(kind.value, range(case.dp)))
+        return tuple(blocks.get(kind.name, self.api.get_dp_group()))
 
     def state(self) -> dict[str, list[Tensor]]:
         """This rank's part of the training state, without the optimizer's counters of steps."""

@@ -25,8 +25,11 @@ from conformance.mutants import (
     sharded_parameters,
     sharding,
     steps,
+    tensor_modules,
+    tensor_parallel,
     traffic,
     training,
+    transformers,
 )
 from conformance.mutants.protocol import Mutant, MutantError
 from conformance.requirements.catalogue import REQUIREMENTS
@@ -92,4 +95,7 @@ MUTANTS: tuple[Mutant, ...] = checked(
     sharded_gradients.BUGS,
     clipping.BUGS,
     sharded_checkpoints.BUGS,
+    tensor_parallel.BUGS,
+    tensor_modules.BUGS,
+    transformers.BUGS,
 )

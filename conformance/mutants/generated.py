@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import importlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -316,19 +316,26 @@ def watching() -> Iterator[set[tuple[str, int]]]:
     reached: set[tuple[str, int]] = set()
     with contextlib.ExitStack() as undo:
         for name in MODULES:
-            module, tree = importlib.import_module(name), copy.deepcopy(_tree(name))
-            for node in ast.walk(tree):
-                for field in ("body", "orelse", "finalbody") if isinstance(node, _NESTING) else ():
-                    told = [(_tell(each), each) for each in getattr(node, field, [])]
-                    setattr(node, field, [each for pair in told for each in pair])
-            code = compile(ast.fix_missing_locations(tree), str(module.__file__), "exec")
+            module = importlib.import_module(name)
             setattr(module, _TELL, functools.partial(_reached, reached, name))
             undo.callback(delattr, module, _TELL)
-            for function in _functions(tree):
+            for function, code in telling(name).items():
                 live = _live(module, function)
                 undo.callback(setattr, live, "__code__", live.__code__)
-                live.__code__ = _code_of(code, function)
+                live.__code__ = code
         yield reached
+
+
+@functools.cache
+def telling(name: str) -> Mapping[str, CodeType]:
+    """The code that reports every statement, by the functions of a module."""
+    module, tree = importlib.import_module(name), copy.deepcopy(_tree(name))
+    for node in ast.walk(tree):
+        for field in ("body", "orelse", "finalbody") if isinstance(node, _NESTING) else ():
+            told = [(_tell(each), each) for each in getattr(node, field, [])]
+            setattr(node, field, [each for pair in told for each in pair])
+    code = compile(ast.fix_missing_locations(tree), str(module.__file__), "exec")
+    return {function: _code_of(code, function) for function in _functions(tree)}
 
 
 _TELL = "_smp_reached"

@@ -30,6 +30,7 @@ from conformance.mutants.trials import (
     own_examples,
     run,
     shown,
+    warm_up,
 )
 from conformance.requirements.catalogue import REQUIREMENTS
 from conformance.requirements.registry import Level
@@ -179,6 +180,7 @@ class _Selftest:
         if any("smp_engine" in getattr(item, "fixturenames", ()) for item in items):
             # A process's first optimizer imports torch._dynamo for seconds: do so once, before forking.
             import torch._dynamo  # noqa: F401
+        warm_up()
         costs = self._reference(items, FEW)
         if costs is None:
             return False
@@ -244,6 +246,8 @@ class _Selftest:
             if REQUIREMENTS.named(requirement).level < Level.L3
         }
         items = sorted(below & costs.keys(), key=lambda item: costs[item])
+        for module in generated.MODULES:
+            generated.telling(module)  # compiled here, and not by each process
         watched = [PropertyCoverage(item, limit(costs[item], own_examples(item))) for item in items]
         covered = dict(in_processes(watched, self.config))
         trials = []

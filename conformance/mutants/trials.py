@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import enum
 import gc
+import importlib
 import multiprocessing
 import os
 import shutil
@@ -26,8 +27,9 @@ from typing import Any
 
 import pytest
 from _pytest.runner import runtestprotocol  # private; plugins that run a test again use it, too
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import HypothesisException
+from hypothesis.strategies import DataObject, characters, data, integers, lists, sampled_from
 
 from conformance.mutants.folder import temporary_folder
 from conformance.mutants.protocol import Mutant
@@ -251,6 +253,8 @@ def run(item: pytest.Item, examples: int, seconds: float) -> BaseException | Non
                 suppress_health_check=list(HealthCheck),
             )
             patch.setattr(test, "_hypothesis_internal_use_settings", chosen)
+        # Hypothesis shows the failure, which reads and parses source for longer than many properties take.
+        patch.setattr(item, "repr_failure", _no_text, raising=False)
         watch = _Watch()
         item.config.pluginmanager.register(watch)
         stack.callback(item.config.pluginmanager.unregister, watch)
@@ -263,6 +267,10 @@ def run(item: pytest.Item, examples: int, seconds: float) -> BaseException | Non
         except (DidNotEnd, pytest.exit.Exception) as error:
             return error
         return watch.error
+
+
+def _no_text(*_: object) -> str:
+    return ""
 
 
 @contextlib.contextmanager
@@ -364,6 +372,36 @@ def in_processes(jobs: Sequence[Job], config: pytest.Config) -> Iterator[tuple[i
             gc.unfreeze()
             for child in running.values():
                 child.end()
+
+
+def warm_up() -> None:
+    """Do once, before any fork, what each process would do before its first example. No rank comes into being."""
+    for name in _IMPORTED_LATE:
+        with contextlib.suppress(ImportError):  # torch's own modules move between versions
+            importlib.import_module(name)
+    # Hypothesis reads the source of all modules for constants at its first draw, and imports some of its own.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _drawn_from_nothing()
+
+
+#: Modules that examples import.
+_IMPORTED_LATE = (
+    "hypothesis.extra",
+    "numpy.random",
+    "pytest_smp.marker",
+    "pytest_smp.post_mortem",
+    "smp_core.torch",
+    "torch._subclasses.schema_check_mode",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization.config",
+)
+
+
+@settings(max_examples=2, derandomize=True, database=None, deadline=None)
+@given(number=integers(), text=characters(), choice=sampled_from((1, 2)), later=data())
+def _drawn_from_nothing(number: int, text: str, choice: int, later: DataObject) -> None:
+    later.draw(lists(integers()))
 
 
 def _start(job: Job, config: pytest.Config, folder: Path) -> _Child:

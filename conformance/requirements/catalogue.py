@@ -17,6 +17,7 @@ from conformance.requirements.registry import Registry
 from conformance.requirements.sharded_checkpoints import SHARDED_CHECKPOINTS
 from conformance.requirements.sharding import SHARDING
 from conformance.requirements.steps import STEPS
+from conformance.requirements.tensor_parallel import TENSOR_PARALLEL
 from conformance.requirements.traffic import TRAFFIC
 
 REQUIREMENTS = Registry(
@@ -26,6 +27,7 @@ REQUIREMENTS = Registry(
     *PROGRAMS,
     *STEPS,
     *PIPELINES,
+    *TENSOR_PARALLEL,
     *SHARDING,
     *SHARDED_CHECKPOINTS,
     *PRECISION,

@@ -6,6 +6,7 @@ pytest_smp/suite.py loads this module in sessions that collect the suite or use 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -129,6 +130,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     suite = _used(session.config)
     if suite is not None:
         suite.selected(session.items)
+        # Modules and items stay to the end: a full search for garbage need not go through them, time and again.
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -148,6 +151,7 @@ def smp_engine(request: pytest.FixtureRequest) -> str:
     # A process's first optimizer imports torch._dynamo for seconds, which would count against a run's limit.
     import torch._dynamo  # noqa: F401
 
+    gc.freeze()  # as after collection
     return _session(request.config).options.engine
 
 

@@ -13,6 +13,7 @@ failing example, as code that can be pasted below::
     from numpy import array, float32, int64
     from pytest_smp.strategies import Batch, Block, MicrobatchSplit, Model, Overflows, Pair, Record
     from pytest_smp.strategies import ShardedTraining, Sliceable, StepCall, TensorSpec, Training
+    from pytest_smp.strategies import TensorTraining
     from pytest_smp.strategies import Exit, Kill, Raise, Schedule, Stall, Topology
 
 A communication program prints as a test file that runs alone.
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
         sharded_trainings,
         sharding_configurations,
     )
+    from pytest_smp.strategies.training_tensor import TensorTraining, tensor_trainings
 
 __all__ = [
     "Batch",
@@ -84,6 +86,7 @@ __all__ = [
     "Stall",
     "StepCall",
     "TensorSpec",
+    "TensorTraining",
     "Topology",
     "Training",
     "WrongSlice",
@@ -110,6 +113,7 @@ __all__ = [
     "sharding_configurations",
     "sliceables",
     "step_calls",
+    "tensor_trainings",
     "tensors",
     "topologies",
     "trainings",
@@ -129,6 +133,7 @@ _NEEDS_TORCH = {
     "Sliceable": "slicing",
     "StepCall": "microbatches",
     "TensorSpec": "recipes",
+    "TensorTraining": "training_tensor",
     "Training": "training",
     "WrongSlice": "slicing",
     "batches": "microbatches",
@@ -146,6 +151,7 @@ _NEEDS_TORCH = {
     "sharding_configurations": "training_sharding",
     "sliceables": "slicing",
     "step_calls": "microbatches",
+    "tensor_trainings": "training_tensor",
     "tensors": "recipes",
     "trainings": "training_draws",
 }

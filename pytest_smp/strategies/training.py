@@ -100,6 +100,11 @@ class Training:
         return self.pp * self.dp
 
     @property
+    def copies(self) -> int:
+        """Ranks of a partition that train on the same data, and whose gradients are summed all the same."""
+        return 1
+
+    @property
     def steps(self) -> int:
         """Steps of the whole run."""
         return self.passes * self.windows
@@ -149,7 +154,6 @@ class Training:
 
 
 def called(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of the tree that are called, by path."""
     """The modules that are called, by path; parents first. A list is none."""
     for path, each in module.named_modules():
         if not isinstance(each, nn.ModuleList):

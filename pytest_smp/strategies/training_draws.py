@@ -18,7 +18,7 @@ from pytest_smp.strategies.training_models import Model, build
 
 
 @st.composite
-def _partitions(draw: DrawFn, model: Model, pp: int) -> tuple[tuple[str, int], ...]:
+def drawn_partitions(draw: DrawFn, model: Model, pp: int) -> tuple[tuple[str, int], ...]:
     paths = [path for path, _ in called(build(model)) if path]
     places = st.none() | st.integers(0, pp - 1)
     if draw(st.integers(0, 2)) < 2:
@@ -52,7 +52,7 @@ def _cases(
         model=model,
         pp=pp,
         dp=dp,
-        partition=(draw(_partitions(model, pp)) if pp > 1 else ()) if manual else None,
+        partition=(draw(drawn_partitions(model, pp)) if pp > 1 else ()) if manual else None,
         default=draw(st.integers(0, pp - 1)) if manual else 0,
         schedule=draw(st.sampled_from(["interleaved", "simple"])),
         active=draw(st.none() | st.integers(1, 6)),

@@ -98,7 +98,7 @@ def certified(case: Training) -> bool:
 
 def _runs(case: Training) -> int:
     """The microbatches whose gradients are summed in one window, in any divided form."""
-    return case.microbatches * case.passes * case.dp
+    return case.microbatches * case.passes * case.dp * case.copies
 
 
 def _degree(case: Training) -> int:

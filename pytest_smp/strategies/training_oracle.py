@@ -164,9 +164,12 @@ class Reference:
         self.optimizer = optimizer_of(case, self.masters.values())
         self.found = Results([[] for _ in range(case.dp)], [[] for _ in range(case.dp)])
 
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss and the output of one microbatch."""
-        out = self.module(x.to(self.dtype) if x.is_floating_point() else x).float()
+    def forward(
+        self, x: Tensor, y: Tensor, module: nn.Module | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The loss and the output of one microbatch, by the case's module or another one in its place."""
+        made = (module or self.module)(x.to(self.dtype) if x.is_floating_point() else x)
+        out: Tensor = made.float()
         return loss_of(self.case, out, y), out
 
     def gradients(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
@@ -314,7 +317,7 @@ def certified(case: Training) -> bool:
     (upstream,) = torch.autograd.grad(loss, out)
     with largest:
         out.backward(upstream)
-    runs = case.microbatches * case.steps * case.dp
+    runs = case.microbatches * case.steps * case.dp * case.copies
     grads = [p.grad for p in module.parameters() if p.grad is not None]
     most = max(float(grad.max()) for grad in grads if grad.numel()) * runs
     inside = max(largest.found, case.span, float(upstream.max()))

@@ -11,23 +11,23 @@ from torch import Tensor
 
 from pytest_smp import replay
 from pytest_smp.strategies import training_oracle as oracle
+from pytest_smp.strategies import training_tensor_replay
 from pytest_smp.strategies.training import Training
 from pytest_smp.strategies.training_oracle import Grads, Results
-from pytest_smp.strategies.training_script import borrowers
+from pytest_smp.strategies.training_tensor import TensorTraining
+from pytest_smp.strategies.training_tensor_replay import register
 from smp_core.torch.execution import streams
-from smp_core.torch.parameters.registration import REGISTERED
 
 
 def replayed(case: Training) -> Results:
     """Train in one process; gradients in the published order."""
+    if isinstance(case, TensorTraining) and case.tensor > 1:
+        return training_tensor_replay.replayed(case)
     sharding = getattr(case, "sharding", 1)
     reference = oracle.Reference(case)
     module, found = reference.module, reference.found
     if getattr(case, "registered", False):
-        for borrower in borrowers(
-            module
-        ):  # counts as read where it is used (smp.register_parameter)
-            vars(borrower)[REGISTERED] = [borrower.borrowed]
+        register(module)
     seeds = []
     for replica in range(case.dp):
         oracle.seed(case, replica)

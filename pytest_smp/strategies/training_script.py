@@ -17,6 +17,7 @@ from pytest_smp.strategies.training import Training, owners
 from pytest_smp.strategies.training_models import Borrower
 from pytest_smp.strategies.training_oracle import Results
 from pytest_smp.strategies.training_sharding import ShardedTraining
+from pytest_smp.strategies.training_tensor import TensorTraining, splits
 
 Batch = tuple[Tensor, Tensor]
 
@@ -62,6 +63,10 @@ class Script:
         self.api, self.case = api, case
         self.module = oracle.make(case, salt=salt) if model is None else model
         self._shapes = {n: each.shape for n, each in oracle.parameters(self.module).items()}
+        #: The axis of each parameter that is split over the TP group.
+        self._splits = splits(case) if isinstance(case, TensorTraining) else {}
+        for path in case.distributed if isinstance(case, TensorTraining) else ():
+            api.set_tensor_parallelism(self.module.get_submodule(path))
         self.model = api.DistributedModel(
             self.module,
             overlapping_allreduce=case.overlapping,
@@ -69,6 +74,11 @@ class Script:
             average_grads_across_microbatches=case.average,
             bucket_cap_mb=case.bucket,
         )
+        if self._splits:  # distributed layers have new weights
+            weights = (
+                self.module.state_dict() if model is not None else oracle.state(case, salt=salt)
+            )
+            self.model.load_state_dict(weights)
         if case.pp > 1 and case.partition is not None:
             for path, owner in owners(case).items():
                 api.set_partition(self.module.get_submodule(path), owner)
@@ -105,23 +115,46 @@ class Script:
         }
         case = self.case
         if not isinstance(case, ShardedTraining) or case.sharding == 1:
-            return own
-        everyone = self.api.allgather(own, self.api.CommGroup.DP_GROUP)
-        first = self.api.dp_rank() // case.sharding * case.sharding
+            return self._merged(own)
+        everyone = self.api.allgather(own, self.api.CommGroup.RDP_GROUP)
+        first = self.api.rdp_rank() // case.sharding * case.sharding
         block = everyone[first : first + case.sharding]
-        return {
-            name: whole([each[name] for each in block], self._shapes[name])
-            if case.splits(self._shapes[name].numel())
-            else gradient
-            for name, gradient in own.items()
-        }
+        return self._merged(
+            {
+                name: whole([each[name] for each in block], self._shape(name))
+                if case.splits(self._shape(name).numel())
+                else gradient
+                for name, gradient in own.items()
+            }
+        )
 
     def parameters(self) -> dict[str, Tensor]:
-        """The parameters that this rank holds, unsharded."""
+        """The parameters that this rank holds, unsharded, and whole where tp ranks have slices."""
         if isinstance(self.case, ShardedTraining) and self.case.sharding > 1:
             held = self.model.state_dict()
             return {name: held[name].detach().clone() for name, _ in self._local()}
-        return {name: each.detach().clone() for name, each in self._local()}
+        own: dict[str, Tensor | None] = {n: p.detach().clone() for n, p in self._local()}
+        return {name: each for name, each in self._merged(own).items() if each is not None}
+
+    def _shape(self, name: str) -> torch.Size:
+        """The shape of a parameter on this rank, unsharded."""
+        size = list(self._shapes[name])
+        if name in self._splits:
+            size[self._splits[name]] //= self.api.tp_size()
+        return torch.Size(size)
+
+    def _merged(self, own: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """The tensors by name, with whole ones in place of slices; all ranks of the TP group call this."""
+        if not self._splits:
+            return own
+        slices = {name: own[name] for name in own if name in self._splits}
+        everyone = self.api.allgather(slices, self.api.CommGroup.TP_GROUP)
+        for name in slices:
+            parts = [each[name] for each in everyone]
+            given = [each for each in parts if each is not None]
+            _expect(len(given) in (0, len(parts)), f"{name}: a gradient on {len(given)} tp ranks")
+            own[name] = torch.cat(given, dim=self._splits[name]) if given else None
+        return own
 
     def trained(self) -> dict[str, Tensor]:
         """The parameters that the optimizer works on, by name: float32 masters, where there are some."""
@@ -197,9 +230,15 @@ def run_script(case: Training, api: str = "smp_core.torch") -> Seen:
     import importlib
 
     smp = importlib.import_module(api)
+    replica = replica_of(smp, case)
     script = Script(smp, case)
-    oracle.seed(case, smp.dp_rank())
-    return train(script, case, smp.dp_rank())
+    oracle.seed(case, replica)
+    return train(script, case, replica)
+
+
+def replica_of(api: Any, case: Training) -> int:
+    """The number of this rank's replica, by which data are divided (API 4.4)."""
+    return int(api.rdp_rank() if case.copies > 1 else api.dp_rank())
 
 
 # ---- Comparing -----------------------------------------------------------------------------------

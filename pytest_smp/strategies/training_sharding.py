@@ -156,7 +156,7 @@ def _around(draw: DrawFn, model: Model) -> int:
 
 
 @st.composite
-def _fields(draw: DrawFn, model: Model, dp: int, real: bool) -> dict[str, Any]:
+def drawn_fields(draw: DrawFn, model: Model, dp: int, real: bool) -> dict[str, Any]:
     """The fields that are drawn for every case."""
     average = draw(st.booleans())
     counts = (1, 2, 3) if real or not average else (1, 2, 4)
@@ -205,7 +205,7 @@ def _cases(
         model = dataclasses.replace(model, width=min(model.width, 2))
     if "model" not in dict(fixed) and draw(st.integers(0, 7)) == 7:
         model = dataclasses.replace(model, inputs=0, outputs=max(2, model.outputs), tied=True)
-    drawn = draw(_fields(model, dp, real))
+    drawn = draw(drawn_fields(model, dp, real))
     drawn["registered"] |= "hold" in model.kinds()
     if "route" in model.kinds() and degree > 1:
         # Ranks of a shard group have to gather alike, so modules that they choose between are not split.

@@ -37,7 +37,7 @@ from smp_core.comm import (
     tp_size,
 )
 from smp_core.runtime import init, is_initialized, shutdown
-from smp_core.torch import amp, nn
+from smp_core.torch import amp, nn, utils
 from smp_core.torch.checkpoint import load, resume_from_checkpoint, save, save_checkpoint
 from smp_core.torch.checkpoint.trust import trust_checkpoints
 from smp_core.torch.memory.activations import set_activation_checkpointing
@@ -133,4 +133,5 @@ __all__ = [
     "tp_register_with_module",
     "tp_size",
     "trust_checkpoints",
+    "utils",
 ]

@@ -32,7 +32,7 @@ from smp_core.torch.exceptions import (
     UnsupportedTrainingError,
 )
 from smp_core.torch.execution import activity as activities
-from smp_core.torch.execution import calls, failures, uses
+from smp_core.torch.execution import batches, calls, failures, uses
 from smp_core.torch.execution.calls import Site
 from smp_core.torch.execution.collective_try import collective_try
 from smp_core.torch.execution.remote.transport import Transport
@@ -55,6 +55,7 @@ from smp_core.torch.sharding.sharding import Sharding
 from smp_core.torch.sharding.whole_model import WHOLE_MODEL
 from smp_core.torch.tensor_parallel.exchange import TensorGroup
 from smp_core.torch.tensor_parallel.replacement import Replacement
+from smp_core.torch.tensor_parallel.translation import Translation
 from smp_core.torch.tensor_tree import StateDict
 from smp_core.transport import torch_parts
 
@@ -121,7 +122,10 @@ class DistributedModel(nn.Module):
         tracing.check_options(trace_device, trace_execution_times)
         _check_number("backward_passes_per_step", backward_passes_per_step, int)
         _check_number("bucket_cap_mb", bucket_cap_mb, (int, float))
-        module = _distributed(session, module)
+        module, self._translations = _distributed(session, module)
+        self._distributes = session.tensor_group is not None and any(
+            isinstance(each, DistributedModule) for each in module.modules()
+        )
         self._half = casting.dtype_of(session.runtime.config)
         if self._half is not None:
             casting.convert(session, module, self._half)
@@ -172,6 +176,14 @@ class DistributedModel(nn.Module):
                     "in a function that smp.step decorates (docs/spec/api.md#1.3)"
                 )
             self._begin()
+            if self._distributes:
+                runtime = self._session.runtime
+                with batches.alike_outside_of_steps(runtime, args, kwargs, self.module.training):
+                    return self._called(args, kwargs)
+        return self._called(args, kwargs)
+
+    def _called(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """The output of the module; in a 16-bit run of arguments in its dtype."""
         if self._half is None:
             return self.module(*args, **kwargs)
         args, kwargs = casting.inputs((args, kwargs), self._half)
@@ -363,13 +375,18 @@ class DistributedModel(nn.Module):
         return weights.load_state_dict(self, state_dict, strict, same_partition_load)
 
     def cpu(self) -> Self:
-        """Gather the whole model on every rank of the PP group, and of the shard group, on the CPU: all of
-        them call this. The gathered model is for reading, until the next step.
+        """Gather the whole model on every rank of the PP group, of the TP group, and of the shard group, on the CPU:
+        all of them call this. The gathered model is for reading, until the next step.
         """
         weights.cpu(self)
         return self
 
     # Tensor parallelism.
+
+    @property
+    def translations(self) -> Mapping[str, Translation]:
+        """The translations of the states of modules that distributed ones have replaced, by path."""
+        return self._translations
 
     def distributed_modules(self) -> Iterator[nn.Module]:
         """The modules whose parameters are split over tp ranks: the outermost ones, those of this partition."""
@@ -484,6 +501,7 @@ class DistributedModel(nn.Module):
         kwargs: dict[str, object],
     ) -> object:
         """Call a module of the tree outside of a step."""
+        weights.end_reading(self)
         with self.computing():
             return self._eager_calls.run(module, forward, args, kwargs)
 
@@ -591,14 +609,20 @@ def _make_masters(runtime: Runtime, half: torch.dtype | None) -> Masters | None:
     return None if half is None and parts is None else Masters(half, parts)
 
 
-def _distributed(session: sessions.TrainingSession, module: nn.Module) -> nn.Module:
-    """The module with distributed modules in the places that a script wished; the module itself at degree 1."""
+def _distributed(
+    session: sessions.TrainingSession, module: nn.Module
+) -> tuple[nn.Module, Mapping[str, Translation]]:
+    """The module with distributed modules in the places that a script wished, and the translations of their states by
+    path; the module itself at degree 1.
+    """
     if session.runtime.config.tensor_parallel_degree == 1:
-        return module
-    root = Replacement(module, (placement.PARTITION,)).root
-    for child in root.modules():
+        return module, {}
+    replacement = Replacement(module, (placement.PARTITION,))
+    root = replacement.root
+    for number, child in enumerate(root.modules()):
         if isinstance(child, DistributedModule):
             child.mark_splits()
+            child.number = number
     if not any(isinstance(child, DistributedModule) for child in root.modules()):
         warnings.warn(
             f"{_CALL}: tensor_parallel_degree={session.runtime.config.tensor_parallel_degree} makes the groups, and "
@@ -611,7 +635,7 @@ def _distributed(session: sessions.TrainingSession, module: nn.Module) -> nn.Mod
         groups = session.optimizer.optimizer.param_groups
         check_current(_CALL, (each for group in groups for each in group["params"]))
     session.tensor_group = TensorGroup(session.runtime)
-    return root
+    return root, replacement.translations
 
 
 def _check_module(module: object) -> None:

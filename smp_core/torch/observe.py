@@ -7,6 +7,7 @@
     observe.timeline()             # the events of this rank's last step
     observe.counters()             # Counters(steps=3, reductions=3)
     observe.traffic(model)         # the bytes that sharded data parallelism has sent
+    observe.tensor_traffic(model)  # the bytes that distributed modules have sent
     observe.unsharded_peak(model)  # the most elements that were unsharded at a time
     with observe.Recorder() as recorder: ...  # bytes by kind
 
@@ -54,6 +55,15 @@ def traffic(model: DistributedModel) -> Traffic:
     counted.
     """
     return model.sharding.traffic
+
+
+def tensor_traffic(model: DistributedModel) -> Traffic:
+    """The traffic of the distributed modules of ``model`` on this rank.
+
+    The counters are empty at ``tensor_parallel_degree`` 1.
+    """
+    group = model._session.tensor_group
+    return Traffic() if group is None else group.traffic
 
 
 def unsharded_peak(model: DistributedModel) -> int:

@@ -60,6 +60,9 @@ class Reducer(Protocol):
     def moves(self) -> bool:
         """True if the step gives away the gradients that it tells of."""
 
+    def takes(self, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter's total is of use before the end of the step."""
+
     def on_ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
         """Take a gradient that seems to be complete."""
 
@@ -101,6 +104,10 @@ class SessionModel(Protocol):
     sites: Any
     masters: Any
     sharding: Any
+
+    @property
+    def translations(self) -> Mapping[str, object]:
+        """The translations of the states of replaced modules, by path (tensor_parallel/translation.py)."""
 
     @property
     def placement(self) -> Owners | None:

@@ -4,21 +4,40 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 from smp_core import comm, runtime
 from smp_core.config import Config
 from smp_core.torch import session as sessions
+from smp_core.torch import weights
+from smp_core.torch.exceptions import UnsupportedTrainingError
+from smp_core.torch.session import SessionModel
 
 __all__ = ["core", "state"]
 
+#: A function of state dicts.
+Translator = Callable[[Mapping[str, object]], dict[str, object]]
+
 
 class ModuleManager:
-    """``state.module_manager``: ``translate_functions`` are pairs of translators of state dicts. There
-    are none.
-    """
+    """``state.module_manager``."""
 
-    translate_functions: tuple[object, ...] = ()
+    @property
+    def translate_functions(self) -> tuple[tuple[Translator, Translator], ...]:
+        """Pairs of translators of whole state dicts: from the model's to that with Hugging Face's names, and back.
+
+        There is one pair if the model has modules of Hugging Face that are distributed, else none.
+        """
+        model = sessions.current("smp.state.module_manager").model
+        if model is None or not model.translations:
+            return ()
+        return ((functools.partial(weights.original, model), functools.partial(_back, model)),)
+
+
+def _back(model: SessionModel, state: Mapping[str, object]) -> dict[str, object]:
+    return dict(weights.translated(model, state))
 
 
 class State:
@@ -32,7 +51,7 @@ class State:
         return runtime.current("smp.state.cfg").config
 
     @property
-    def model(self) -> Any:
+    def model(self) -> SessionModel | None:
         """The DistributedModel, or None."""
         return sessions.current("smp.state.model").model
 
@@ -40,6 +59,23 @@ class State:
     def optimizer(self) -> Any:
         """The DistributedOptimizer, or None."""
         return sessions.current("smp.state.optimizer").optimizer
+
+    @property
+    def param_index_to_name_tp_group(self) -> NoReturn:
+        """Raises UnsupportedTrainingError, since the content of this member is not known (API 1.9)."""
+        raise _unknown("param_index_to_name_tp_group")
+
+    @property
+    def param_name_to_index_tp_group(self) -> NoReturn:
+        """Raises UnsupportedTrainingError, since the content of this member is not known (API 1.9)."""
+        raise _unknown("param_name_to_index_tp_group")
+
+
+def _unknown(member: str) -> UnsupportedTrainingError:
+    return UnsupportedTrainingError(
+        f"smp.state.{member}: an undocumented member of SMP's. The index of each parameter in states of the optimizer "
+        "is in optimizer.param_name_to_index(), the same on all tp ranks; use that"
+    )
 
 
 class Core:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,18 +18,22 @@ from torch import nn
 from smp_core.errors import ArgumentTypeError
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import CheckpointError
-from smp_core.torch.parameters import foreign, sharing
-from smp_core.torch.parameters.split import Split, split_of
+from smp_core.torch.parameters import foreign, sharing, slices
+from smp_core.torch.parameters.split import split_of
 from smp_core.torch.pipeline import placement
 from smp_core.torch.session import SessionModel
 from smp_core.torch.sharding import records
+from smp_core.torch.tensor_parallel import full_parameters
+from smp_core.torch.tensor_parallel.translation import Translation
 from smp_core.torch.tensor_tree import StateDict
 
 PARTIAL = "_smp_is_partial"
 #: In a part of a sharded model's state: which shards it has (sharding/records.py).
 SHARD = "_smp_shard"
-#: In a part of a state with slices of distributed modules: the tp rank, and the degree.
-TENSOR = "_smp_tensor"
+#: Attribute of the model: the full parameters in place of slices, since ``cpu`` (an ExitStack).
+_READING = "_smp_reading"
+#: In a part of a state with slices of distributed modules: whose they are (parameters/slices.py).
+TENSOR = slices.KEY
 
 
 def owns(model: SessionModel, path: str) -> bool:
@@ -84,15 +88,16 @@ def local_buffers(model: SessionModel) -> Iterator[torch.Tensor]:
 
 def local_state_dict(model: SessionModel) -> dict[str, object]:
     """This rank's part of the state, and ``_smp_is_partial``, which is False as long as the part is
-    the whole (before partitioning); of shards ``_smp_shard``, too, which says whose they are. No
-    communication. Tensors share memory with the model, as those of torch's ``state_dict`` do.
+    the whole (before partitioning, without slices); of shards ``_smp_shard``, of slices ``_smp_tensor``, too, which say
+    whose they are. No communication. Tensors share memory with the model, as those of torch's ``state_dict`` do.
     """
+    end_reading(model)
     model.sharding.reshard()
     state = {key: value for key, value in _entries(model).items() if value is not _ELSEWHERE}
-    splits = _splits(model)
-    state[PARTIAL] = model.placement is not None or bool(splits)
-    if splits:
-        state[TENSOR] = _tensor_record(splits)
+    own_slices = slices_record(model)
+    state[PARTIAL] = model.placement is not None or own_slices is not None
+    if own_slices is not None:
+        state[TENSOR] = own_slices
     record = model.sharding.record()
     if record is not None:
         state[SHARD] = record
@@ -109,11 +114,10 @@ def state_dict(model: SessionModel, gather_to_rank0: bool = False) -> dict[str, 
     with the model. With ``gather_to_rank0`` only world rank 0 gets the state, the others an
     empty dict.
     """
+    end_reading(model)
     runtime = model._session.runtime
-    keep = not gather_to_rank0 or runtime.rank == 0
-    splits = _splits(model)  # before other parameters stand in the tree
-    with model.sharding.full_tree(model.module, keep or bool(splits)):
-        entries = _merged(model, _entries(model), splits)
+    with _full_tree(model, gather_to_rank0):
+        entries = _entries(model)
     group = runtime.group(GroupKind.PP)
     if model.placement is not None and len(group.ranks) > 1:
         objects = runtime.fabric.objects
@@ -138,64 +142,49 @@ def state_dict(model: SessionModel, gather_to_rank0: bool = False) -> dict[str, 
 _ELSEWHERE: object = object()  # the value of a key that another rank holds
 
 
-def _splits(model: SessionModel) -> dict[str, Split]:
-    """The splits of the split parameters of the whole model, by the key of the module's state."""
-    names = {
-        id(entry.tensor): found
-        for entry in sharing.entries(model.module)
-        if (found := split_of(entry.tensor)) is not None
-    }
-    if not names:
-        return {}
-    state = model.module.state_dict(keep_vars=True)
-    return {key: names[id(value)] for key, value in state.items() if id(value) in names}
-
-
-def _tensor_record(splits: Mapping[str, Split]) -> list[int] | None:
-    """The tp rank and the degree of a model's slices; None of a model without any."""
-    return next(([each.rank, each.degree] for each in splits.values()), None)
-
-
-def _check_slices(found: object, mine: list[int] | None) -> None:
-    """Raise CheckpointError unless a part of a state has the slices of this tp rank."""
-    if found != mine:
-        told, here = (
-            "slice {} of {}".format(*each) if isinstance(each, list) else "whole parameters"
-            for each in (found, mine)
-        )
-        raise CheckpointError(
-            f"model.load_state_dict: the state has {told}, and this rank has {here}. Load what "
-            "model.local_state_dict() gave on this rank, or a whole state (model.state_dict())"
-        )
-
-
-def _merged(
-    model: SessionModel, entries: dict[str, object], splits: Mapping[str, Split]
-) -> dict[str, object]:
-    """The entries with whole parameters in place of this rank's slices; collective over the TP group."""
-    if not splits:
-        return entries
-    slices = {
-        key: value.clone()
-        for key in splits
-        if isinstance(value := entries[key], torch.Tensor)  # and not another rank's
-    }
-    runtime = model._session.runtime
-    gathered = runtime.fabric.objects.allgather(slices, runtime.group(GroupKind.TP))
-    whole = {key: splits[key].full([each[key] for each in gathered]) for key in slices}
-    return {**entries, **whole}
-
-
-def _sliced(model: SessionModel, state: dict[str, object]) -> dict[str, object]:
-    """A full state with this rank's slices in place of split parameters. A tensor of another shape stays as it is, and
-    the load tells of it.
+@contextlib.contextmanager
+def _full_tree(model: SessionModel, to_rank0: bool) -> Iterator[None]:
+    """While entered, full parameters stand in the tree in place of shards and slices. Collective over the shard group
+    and the TP group. With ``to_rank0`` the ranks that rank 0 does not gather from have zeros that take no memory.
     """
-    found = dict(state)
-    for key, split in _splits(model).items():
-        value = state.get(key)
-        if isinstance(value, torch.Tensor) and tuple(value.shape) == split.shape:
-            found[key] = split.slice_of(value)
-    return found
+    runtime = model._session.runtime
+    pipeline, together = (runtime.group(kind).ranks for kind in (GroupKind.PP, GroupKind.MP))
+
+    def keep(parameter: nn.Parameter) -> bool:
+        # A slice is needed where it is sent from, too: on the other tp ranks of rank 0's MP group.
+        return not to_rank0 or 0 in (pipeline if split_of(parameter) is None else together)
+
+    with (
+        model.sharding.full_tree(model.module, keep),
+        full_parameters.full_tree(runtime, model.module, to_rank0=to_rank0),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _loading_tree(model: SessionModel) -> Iterator[None]:
+    """While entered, full parameters stand in the tree for a full state to be loaded."""
+    with (
+        model.sharding.loading_tree(model.module),
+        full_parameters.loading_tree(model._session.runtime, model.module),
+    ):
+        yield
+
+
+def slices_record(model: SessionModel) -> dict[str, object] | None:
+    """Plain values that identify the slices that this rank holds (slices.py); None of a model without any."""
+    end_reading(model)
+    named = model.module.named_parameters()
+    return slices.record(
+        {name: found for name, each in named if (found := split_of(each)) is not None}
+    )
+
+
+def _check_part(model: SessionModel, state: Mapping[str, object]) -> None:
+    """Raise CheckpointError unless a part of a state has the shards and the slices of this rank."""
+    where = "model.load_state_dict: the state"
+    records.check(where, state.get(SHARD), model.sharding.record())
+    slices.check(where, state.get(TENSOR), slices_record(model))
 
 
 def _entries(model: SessionModel) -> dict[str, object]:
@@ -253,21 +242,48 @@ def load_state_dict(
     Before the model is partitioned the load waits until it is, and the result is None; errors are raised
     then. Partial states are merged over the PP group, which all of it must load, so they may
     be of another partition; with ``same_partition_load`` each rank takes its own, unmerged. A full
-    state needs no communication; but with sharded data parallelism every rank of the shard group must load it
-    alike, since a module that loads in a way of its own, or has hooks that see it, finds its parameters whole.
+    state needs no communication; but with sharded data parallelism every rank of the shard group, and with distributed
+    modules of the TP group, must load it alike, since a module that loads in a way of its own, or has hooks that see
+    it, finds its parameters whole.
 
     Returns torch's (missing_keys, unexpected_keys). Raises as torch's ``load_state_dict`` does, in its
     words: RuntimeError naming missing and unexpected keys if ``strict``, and sizes that differ, on
-    every rank that loads the state. CheckpointError for the shards of another rank, or degree.
+    every rank that loads the state. CheckpointError for the shards or slices of another rank, or degree.
     """
     if not isinstance(state, Mapping):
         raise ArgumentTypeError(
             f"model.load_state_dict: the state is a {type(state).__name__}, not a dict"
         )
+    state = translated(model, state)
     if not model.partitioned:
         deferred(model).append((state, strict, same_partition_load))
         return None
     return _load(model, state, strict, same_partition_load)
+
+
+def translated(model: SessionModel, state: Mapping[str, object]) -> Mapping[str, object]:
+    """A state with the keys of the modules that distributed ones have replaced, as the model's own. Any other, and one
+    that says whether it is a part (``_smp_is_partial``), is the state itself (API 1.7).
+    """
+    if PARTIAL in state:
+        return state
+    for path, translation in _translations(model).items():
+        prefix = f"{path}." if path else ""
+        if translation.knows(state, prefix):
+            state = translation.to_ours(state, prefix)
+    return state
+
+
+def _translations(model: SessionModel) -> Mapping[str, Translation]:
+    return cast("Mapping[str, Translation]", model.translations)
+
+
+def original(model: SessionModel, state: Mapping[str, object]) -> dict[str, object]:
+    """The model's whole state with the keys of the modules that distributed ones have replaced."""
+    found = dict(state)
+    for path, translation in _translations(model).items():
+        found = translation.to_theirs(found, f"{path}." if path else "")
+    return found
 
 
 def deferred(model: SessionModel) -> list[tuple[Mapping[str, object], bool, bool]]:
@@ -307,15 +323,15 @@ def check(
     Modules load the state as they do, with their hooks, into tensors without memory. Extra state, which a module
     takes as it likes, is left out.
     """
+    end_reading(model)
+    state = translated(model, state)
     partial = bool(state.get(PARTIAL, False))
     plain = {
         key: value for key, value in state.items() if key not in _SAID and not key.endswith(_EXTRA)
     }
-    if not partial:
-        plain = _sliced(model, plain)
     if getattr(state, "_metadata", None) is not None and not partial:
         plain = _with_metadata(plain, state)
-    with _meta(model, shards=partial) as away:
+    with _meta(model, parts=partial) as away:
         try:
             result = model.module.load_state_dict(plain, strict=False)
         except RuntimeError as error:
@@ -343,26 +359,20 @@ _SAID = {PARTIAL, SHARD, TENSOR}
 def _load_values(
     model: SessionModel, state: Mapping[str, object], strict: bool, same_partition: bool
 ) -> object:
+    end_reading(model)
     model.sharding.reshard()
     partial = bool(state.get(PARTIAL, False))
-    if partial:
-        records.check("model.load_state_dict: the state", state.get(SHARD), model.sharding.record())
-        _check_slices(state.get(TENSOR), _tensor_record(_splits(model)))
     plain = {key: value for key, value in state.items() if key not in _SAID}
-    runtime = model._session.runtime
-    group = runtime.group(GroupKind.PP)
+    group = model._session.runtime.group(GroupKind.PP)
     if partial and not same_partition and len(group.ranks) > 1:
-        merged: dict[str, object] = {}
-        for keys, values in runtime.fabric.objects.allgather(_packed(plain), group):
-            merged.update({key: values[index] for key, index in keys.items()})
-        plain = {**merged, **plain}
-    if not partial:
-        plain = _sliced(model, plain)
+        plain = _merged_parts(model, state, plain)
+    elif partial:
+        _check_part(model, state)
     if getattr(state, "_metadata", None) is not None and not partial:
         plain = _with_metadata(plain, state)
-    # The tensors of a part have the sizes of the shards, so it is loaded into them as they are.
-    whole = contextlib.nullcontext() if partial else model.sharding.loading_tree(model.module)
-    with whole, _meta(model, elsewhere=True) as away:
+    # The tensors of a part have the sizes of the shards and slices, so it is loaded into them as they are.
+    whole = contextlib.nullcontext() if partial else _loading_tree(model)
+    with whole, _meta(model, parts=partial, elsewhere=True) as away:
         if not (partial and same_partition):
             return model.module.load_state_dict(plain, strict=strict)
         result = model.module.load_state_dict(plain, strict=False)
@@ -374,6 +384,27 @@ def _load_values(
         if strict and (missing or result.unexpected_keys):
             raise RuntimeError(_complaint(model, missing, result.unexpected_keys))
         return type(result)(missing, result.unexpected_keys)
+
+
+def _merged_parts(
+    model: SessionModel, state: Mapping[str, object], plain: dict[str, object]
+) -> dict[str, object]:
+    """The entries of the parts of all pp ranks. Collective over the PP group: a part that is not its rank's is refused
+    on all of it, so that none waits for a rank that has failed.
+    """
+    runtime, refusal = model._session.runtime, None
+    try:
+        _check_part(model, state)
+    except CheckpointError as error:
+        refusal = str(error)
+    told = runtime.fabric.objects.allgather((refusal, _packed(plain)), runtime.group(GroupKind.PP))
+    for refused, _ in told:
+        if refused is not None:
+            raise CheckpointError(refused)
+    merged: dict[str, object] = {}
+    for _, (keys, values) in told:
+        merged.update({key: values[index] for key, index in keys.items()})
+    return {**merged, **plain}
 
 
 def _with_metadata(plain: dict[str, object], state: Any) -> Any:
@@ -405,11 +436,11 @@ def _complaint(model: SessionModel, missing: list[str], unexpected: list[str]) -
 
 
 @contextlib.contextmanager
-def _meta(model: SessionModel, shards: bool = False, elsewhere: bool = False) -> Iterator[set[str]]:
-    """While entered, parameters and buffers, or only other ranks', stand in the tree as meta tensors
-    of their true shapes: a load checks them and copies nothing. Yields the names of other ranks'.
+def _meta(model: SessionModel, *, parts: bool, elsewhere: bool = False) -> Iterator[set[str]]:
+    """While entered, parameters and buffers, or only those ``elsewhere``, on other ranks, stand in the tree as meta
+    tensors of their full shapes: a load checks them and copies nothing. Yields the names of other ranks'.
 
-    ``shards``: sharded parameters have the shapes of their shards.
+    ``parts``: shards and slices have their own shapes.
     """
     before: list[tuple[StateDict, str, object]] = []
     names: set[str] = set()
@@ -423,12 +454,15 @@ def _meta(model: SessionModel, shards: bool = False, elsewhere: bool = False) ->
         registry: StateDict = (
             entry.owner._parameters if entry.kind == "parameter" else entry.owner._buffers
         )
-        shard = None if shards else model.sharding.shard(entry.tensor)
+        shard = None if parts else model.sharding.shard(entry.tensor)
+        split = None if parts else split_of(entry.tensor)
         if not mine:
             shape = shapes[first_name[id(entry.tensor)]]
             names.add(entry.name)
         else:
             shape = entry.tensor.shape if shard is None else shard.shape
+        if split is not None:
+            shape = split.shape  # also of a slice that is sharded
         stand_in = torch.empty(shape, dtype=entry.tensor.dtype, device="meta")
         before.append((registry, own, registry[own]))
         dict.__setitem__(
@@ -449,13 +483,20 @@ def _meta(model: SessionModel, shards: bool = False, elsewhere: bool = False) ->
 
 def cpu(model: SessionModel) -> None:
     """Make the wrapped module whole on every rank of the PP group, on the CPU: parameters and all
-    buffers are gathered (API 1.7). Collective over the PP group and the shard group.
+    buffers are gathered (API 1.7). Collective over the PP group, the shard group and, with distributed modules, the TP
+    group.
 
     The copies of other ranks' parameters are for reading, as after training; the next step empties them again
-    (``reshard``). Shards are themselves again at the next step, call, update, or state, too.
+    (``reshard``). Shards are themselves again at the next step, call, update, or state, too. So are slices at the next
+    step, call, or state of the model: full parameters stand in the tree until then.
     """
+    end_reading(model)
     model.sharding.unshard()
     model.module.cpu()
+    if slices_record(model) is not None:
+        reading = contextlib.ExitStack()
+        reading.enter_context(full_parameters.full_tree(model._session.runtime, model.module))
+        vars(model)[_READING] = reading
     if model.placement is None or model.placement.degree == 1:
         return
     runtime = model._session.runtime
@@ -476,7 +517,22 @@ def cpu(model: SessionModel) -> None:
 
 
 def reshard(model: SessionModel) -> None:
-    """Before a step: give up the parameters of other pp ranks that ``cpu`` gathered."""
+    """Before a step: give up the parameters of other pp and tp ranks that ``cpu`` gathered."""
+    end_reading(model)
+    _release(model)
+
+
+def end_reading(model: SessionModel) -> None:
+    """Put slices back into the tree, if full parameters stand there since ``cpu``, for reading; with those go the
+    parameters of other pp ranks.
+    """
+    reading: contextlib.ExitStack | None = vars(model).pop(_READING, None)
+    if reading is not None:
+        _release(model)
+        reading.close()
+
+
+def _release(model: SessionModel) -> None:
     if vars(model).pop("_smp_whole", False):
         assert model.placement is not None
         placement.release(model.module, model.placement, _here(model))

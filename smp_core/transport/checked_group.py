@@ -103,6 +103,8 @@ class Collective(NamedTuple):
         sizes: for each of ``gets``, where it may differ between members: its shape, or the number of
             its elements if it is a part of a larger tensor.
         told: values that may differ between members, and that a message shows.
+        whole: the tensor that ``brings`` are the rows of, and the one that ``gets`` are the rows of, where there
+            are such: a backend that watches memory has two tensors to watch, and not two for each member.
         result: the tensors that torch's callers expect of the work, if these are not ``gets``.
     """
 
@@ -114,6 +116,7 @@ class Collective(NamedTuple):
     gets: Sequence[Tensor] = ()
     sizes: Sequence[Size] | None = None
     told: Fields = ()
+    whole: tuple[Tensor, Tensor] | None = None
     result: Any = None
 
     @property
@@ -377,7 +380,7 @@ class CheckedGroup(dist.ProcessGroup):
         outputs: Sequence[Tensor],
         sizes: Sequence[Size],
         opts: Any,
-        result: Any = None,
+        whole: tuple[Tensor, Tensor] | None = None,
     ) -> dist.Work:
         return self._collective(
             Collective(
@@ -386,7 +389,8 @@ class CheckedGroup(dist.ProcessGroup):
                 brings=inputs,
                 gets=outputs,
                 sizes=sizes,
-                result=result,
+                whole=whole,
+                result=None if whole is None else [whole[1]],
             ),
             opts,
         )
@@ -405,7 +409,8 @@ class CheckedGroup(dist.ProcessGroup):
         outputs = self._split(name, "output", output_tensor, output_split_sizes)
         inputs = self._split(name, "input", input_tensor, input_split_sizes)
         counts = [output.numel() for output in outputs]
-        return self._all_to_all(name, inputs, outputs, counts, opts, result=[output_tensor])
+        whole = (input_tensor, output_tensor)
+        return self._all_to_all(name, inputs, outputs, counts, opts, whole)
 
     alltoall_base = all_to_all_single
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from smp_core.errors import PayloadError, SmpError
+from smp_core.transport.protocols import Group, ObjectTransport
 
 # pytest leaves these frames out below an error that we raise on purpose; a bug of ours shows them.
 __tracebackhide__ = operator.methodcaller("errisinstance", SmpError)
@@ -72,33 +73,60 @@ class Payload:
         self._atom: object = None
         if type(obj) in _ATOMS:
             self._atom = obj
-            return
-        try:
-            self._data = dumps(obj)
-        except Exception as error:
-            path, part = _culprit(obj, dumps)
-            if len(path) > 200:
-                path = f"{path[:100]}...{path[-90:]}"
-            what = f"{path or 'the object'} ({_short(part)}, a {type(part).__qualname__})"
-            raise PayloadError(
-                f"{call}: cannot pickle {what}: {type(error).__name__}: {error}. "
-                "Objects pass between ranks by value; send what can be pickled."
-            ) from None
+        else:
+            self._data = _pickled(obj, call, dumps)
+
+    @property
+    def is_atom(self) -> bool:
+        """True for an immutable object without parts, of which ``thaw`` gives no copy."""
+        return self._data is None
 
     def thaw(self) -> Any:
         """A copy of the object as it was when frozen.
 
         Raises PayloadError for an object whose pickle cannot be read back.
         """
-        if self._data is None:
-            return self._atom
-        try:
-            return pickle.loads(self._data)
-        except Exception as error:
-            raise PayloadError(
-                f"{self._call}: an object was pickled by its sender and cannot be unpickled: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        return self._atom if self._data is None else _unpickled(self._data, self._call)
+
+
+def allgather_alike(objects: ObjectTransport, obj: object, group: Group) -> list[Any]:
+    """The objects of all members, most of which are alike: each different one is unpickled once.
+
+    Objects that are alike are one object, so the caller changes none of them. In a world of n ranks ``allgather``
+    unpickles n objects on each rank, which for reports of n ranks after each step is most of what they do.
+
+    Raises PayloadError as Payload does.
+    """
+    call = "smp.allgather"
+    gathered = objects.allgather(_pickled(obj, call, plain_dumps), group)
+    different = {data: _unpickled(data, call) for data in dict.fromkeys(gathered)}
+    return [different[data] for data in gathered]
+
+
+def _pickled(obj: object, call: str, dumps: _Dumps) -> bytes:
+    """The pickle of an object. Raises PayloadError, naming ``call`` and the part that cannot be pickled."""
+    try:
+        return dumps(obj)
+    except Exception as error:
+        path, part = _culprit(obj, dumps)
+        if len(path) > 200:
+            path = f"{path[:100]}...{path[-90:]}"
+        what = f"{path or 'the object'} ({_short(part)}, a {type(part).__qualname__})"
+        raise PayloadError(
+            f"{call}: cannot pickle {what}: {type(error).__name__}: {error}. "
+            "Objects pass between ranks by value; send what can be pickled."
+        ) from None
+
+
+def _unpickled(data: bytes, call: str) -> Any:
+    """The object of a pickle. Raises PayloadError for one that cannot be read back."""
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise PayloadError(
+            f"{call}: an object was pickled by its sender and cannot be unpickled: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _short(obj: object, limit: int = 120) -> str:

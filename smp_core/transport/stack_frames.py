@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import linecache
 import os
@@ -42,7 +43,12 @@ def is_own_code(code: types.CodeType) -> bool:
 
 def is_plumbing(code: types.CodeType) -> bool:
     """Ours, torch's, or the thread machinery below a rank: never the line that a user wants to see."""
-    name = code.co_filename
+    return _is_plumbing(code.co_filename)
+
+
+# A file of torch's is not asked about before torch is being imported, so the answer does not change.
+@functools.lru_cache(maxsize=4096)
+def _is_plumbing(name: str) -> bool:
     if name.startswith(_OWN) or name.startswith("<frozen "):
         return True
     root = _torch_root()

@@ -8,7 +8,7 @@ import importlib
 import re
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -32,7 +32,7 @@ _STAY = (
 )
 
 _HEAD = """
-import os, random, sys, threading, unittest
+import os, random, sys, threading, time, unittest
 from pathlib import Path
 import pytest
 from hypothesis import assume, event, example, given, note, settings, target, strategies as st
@@ -56,7 +56,7 @@ class Ended:
         self.code = int(result.ret)
         self.text = f"{result.stdout}\n{result.stderr}"
         self.counts = {}
-        if "===" in self.text:
+        if re.search(r" in [\d.]+s\b", self.text):  # the last line of a session that was not killed
             self.counts = result.parseoutcomes()
 
     def shows(self, *texts: str) -> None:
@@ -90,8 +90,10 @@ def _narrow(text: str) -> str:
 class Session:
     """Runs pytest on one test file. The given source stands below the usual imports."""
 
-    def __init__(self, pytester: pytest.Pytester) -> None:
-        self.pytester = pytester
+    def __init__(
+        self, pytester: pytest.Pytester, apart_pytest: Callable[..., pytest.RunResult]
+    ) -> None:
+        self.pytester, self._apart = pytester, apart_pytest
 
     def __call__(self, source: str, *args: str, ranks: int | None = 4, head: str = _HEAD) -> Ended:
         """Run it in this process."""
@@ -108,7 +110,18 @@ class Session:
     def apart(
         self, source: str, *args: str, ranks: int | None = 4, head: str = _HEAD, **how: Any
     ) -> Ended:
-        """Run it in a process of its own."""
+        """Run it in a process of its own, which has torch imported."""
+        self.write(source, head)
+        return self.run_apart(*self._arguments(ranks, args), **how)
+
+    def run_apart(self, *arguments: str, **how: Any) -> Ended:
+        """Run what has been written with these arguments, and no others, in a process that has torch imported."""
+        return Ended(self._apart(*arguments, folder=self.pytester.path, **how))
+
+    def anew(
+        self, source: str, *args: str, ranks: int | None = 4, head: str = _HEAD, **how: Any
+    ) -> Ended:
+        """Run it in a process that imports what it needs."""
         return Ended(self.pytester.run(*self.command(source, *args, ranks=ranks, head=head), **how))
 
     def command(
@@ -142,7 +155,10 @@ def _modules() -> None:
 
 @pytest.fixture
 def session(
-    _modules: None, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+    _modules: None,
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    apart_pytest: Callable[..., pytest.RunResult],
 ) -> Iterator[Session]:
     """Runs pytest apart from this project's settings; examples depend neither on chance nor on
     earlier runs.
@@ -152,5 +168,5 @@ def session(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     pytester.makeconftest(_CALM)
     profile = settings.get_current_profile_name()
-    yield Session(pytester)
+    yield Session(pytester, apart_pytest)
     settings.load_profile(profile)

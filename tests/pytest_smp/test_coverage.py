@@ -88,9 +88,8 @@ def test_lines_and_branches_on_ranks_are_covered(session: Session, backend: str)
         pytest.importorskip("mpi4py", reason="the mpi backend needs mpi4py")
     project(session)
     options = ["--cov=mine", "--cov-branch", "--cov-report=json", f"--smp-backend={backend}"]
-    arguments = [*map(str, session.pytester._getpytestargs()), "-p", "no:cacheprovider", *options]
-    done = session.pytester.run(*arguments, "--smp-ranks=2")
-    done.assert_outcomes(passed=2)
+    ended = session.run_apart("-p", "no:cacheprovider", *options, "--smp-ranks=2")
+    assert ended.counts == {"passed": 2}
     assert missed(session) == NEVER
     # The last report says all: no file of a rank is left to be combined.
     assert [each.name for each in session.pytester.path.glob(".coverage*")] == [".coverage"]
@@ -99,8 +98,8 @@ def test_lines_and_branches_on_ranks_are_covered(session: Session, backend: str)
 def test_workers_of_xdist_give_their_ranks_lines(session: Session) -> None:
     project(session)
     options = ["--cov=mine", "--cov-report=json", "--smp-backend=gloo", "--smp-ranks=2", "-n1"]
-    arguments = [*map(str, session.pytester._getpytestargs()), "-p", "no:cacheprovider", *options]
-    session.pytester.run(*arguments).assert_outcomes(passed=2)
+    ended = session.run_apart("-p", "no:cacheprovider", *options)
+    assert ended.counts == {"passed": 2}
     assert missed(session) == NEVER
 
 

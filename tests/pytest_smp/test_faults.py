@@ -116,11 +116,9 @@ TESTS = """
 
 
 @pytest.mark.parametrize("backend", ["sim", "gloo"])
-def test_faults_of_a_session(pytester, backend):
+def test_faults_of_a_session(pytester, apart_pytest, backend):
     pytester.makepyfile(TESTS)
-    result = pytester.runpytest_subprocess(
-        "--smp-ranks=3", f"--smp-backend={backend}", "-p", "no:cacheprovider"
-    )
+    result = apart_pytest("--smp-ranks=3", f"--smp-backend={backend}", "-p", "no:cacheprovider")
     text = result.stdout.str()
     counts = result.parseoutcomes()
     assert counts["skipped"] == 1, text
@@ -132,7 +130,7 @@ def test_faults_of_a_session(pytester, backend):
     result.stdout.fnmatch_lines(["*fault=Raise(rank=0, required=False*"])
 
 
-def test_a_marker_takes_faults_alone(pytester):
+def test_a_marker_takes_faults_alone(pytester, apart_pytest):
     pytester.makepyfile(
         """
         import pytest
@@ -142,14 +140,14 @@ def test_a_marker_takes_faults_alone(pytester):
         def test_keyword(): pass
         """
     )
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result = apart_pytest("-p", "no:cacheprovider")
     result.assert_outcomes(errors=2)
     result.stdout.fnmatch_lines(
         ["*'kill rank 3' is no fault; pytest_smp.faults has them", "*takes faults, and no keyword*"]
     )
 
 
-def test_the_fixture_stays_in_the_controller(pytester):
+def test_the_fixture_stays_in_the_controller(pytester, apart_pytest):
     pytester.makepyfile(
         """
         import pytest
@@ -157,11 +155,11 @@ def test_the_fixture_stays_in_the_controller(pytester):
         def test_on_ranks(smp, smp_faults): pass
         """
     )
-    result = pytester.runpytest_subprocess("--collect-only", "-p", "no:cacheprovider")
+    result = apart_pytest("--collect-only", "-p", "no:cacheprovider")
     result.stdout.fnmatch_lines(["*fixture 'smp_faults' cannot be shared by ranks: declare*"])
 
 
-def test_a_host_that_injects_nothing_is_named(pytester):
+def test_a_host_that_injects_nothing_is_named(pytester, apart_pytest):
     pytester.makepyfile(
         theirs="""
         from pytest_smp.ranks.protocols import Backend, Executor, PROTOCOL_VERSION
@@ -180,15 +178,15 @@ def test_a_host_that_injects_nothing_is_named(pytester):
                 smp_world.run(int, ranks=1)
         """,
     )
-    result = pytester.runpytest_subprocess("--smp-backend=theirs:backend", "-p", "no:cacheprovider")
+    result = apart_pytest("--smp-backend=theirs:backend", "-p", "no:cacheprovider")
     result.assert_outcomes(passed=1)
 
 
-def test_the_example_of_the_page_passes(pytester):
+def test_the_example_of_the_page_passes(pytester, apart_pytest):
     page = Path(__file__).parents[2] / "docs" / "faults.md"
     example, *_ = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
     pytester.makepyfile(example)
-    result = pytester.runpytest_subprocess("--smp-ranks=4", "-p", "no:cacheprovider")
+    result = apart_pytest("--smp-ranks=4", "-p", "no:cacheprovider")
     result.assert_outcomes(passed=2)
 
 

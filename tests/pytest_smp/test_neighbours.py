@@ -24,7 +24,7 @@ def test_a_session_without_marked_tests_imports_nothing_heavy(session: Session) 
             print("imported:", [name for name in names if name in sys.modules])
         """
     )
-    ended = session.apart(
+    ended = session.anew(
         "def test_x(): pass\ndef test_y(): assert False\n",
         "-p",
         "no:hypothesispytest",  # which imports Hypothesis by itself

@@ -95,7 +95,7 @@ def test_help_lists_every_option_and_markers_tells_how_to_write_one(session: Ses
 
 
 def test_the_seed_sets_every_generator_of_every_rank_and_of_every_run(session: Session) -> None:
-    ended = session.apart(  # where nobody has touched numpy.random yet
+    ended = session.anew(  # where nobody has touched numpy.random yet
         """
         import numpy
 

@@ -117,7 +117,7 @@ def test_all_is_ready_before_the_first_example(
         def test_nothing_was_late():
             assert slow.late == []
 """
-    ended = session.apart(source, ranks=8, head=_HEAD)
+    ended = session.anew(source, ranks=8, head=_HEAD)
     assert ended.counts == {"passed": 2}
 
 

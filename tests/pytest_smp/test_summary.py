@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.pytest_smp.conftest import Session
@@ -147,7 +146,9 @@ def test_the_short_summary_begins_with_the_verdict(
 # Ids.
 
 
-def test_an_id_of_the_section_can_be_pasted(pytester: pytest.Pytester, tmp_path: Path) -> None:
+def test_an_id_of_the_section_can_be_pasted(
+    pytester: pytest.Pytester, tmp_path: Path, apart_pytest: Callable[..., pytest.RunResult]
+) -> None:
     """From a subfolder, of a file outside of the root folder, with what a shell would read."""
     body = (
         "import pytest\n@pytest.mark.smp(ranks=1)\n"
@@ -160,14 +161,13 @@ def test_an_id_of_the_section_can_be_pasted(pytester: pytest.Pytester, tmp_path:
     outside = tmp_path / "out side"
     outside.mkdir()
     (outside / "test_out.py").write_text(body)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
 
     def pasted(arguments: str) -> str:
-        command = f"{shlex.quote(sys.executable)} -m pytest -p no:cacheprovider {arguments}"
-        ended = subprocess.run(
-            command, shell=True, cwd=inside, env=environment, capture_output=True, text=True
-        )
-        return ended.stdout + ended.stderr
+        """The output of pytest with these arguments, once a shell has read them."""
+        read = subprocess.check_output(f"printf '%s\\0' {arguments}", shell=True, text=True)
+        words = read.removesuffix("\0").split("\0")
+        ended = apart_pytest("-p", "no:cacheprovider", *words, folder=inside)
+        return f"{ended.stdout}\n{ended.stderr}"
 
     first = pasted(f"-c ../tox.ini test_in.py {shlex.quote(str(outside))}")
     ids = [line for line in first.partition("failures on ranks")[2].splitlines() if "::" in line]

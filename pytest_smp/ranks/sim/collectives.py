@@ -145,10 +145,23 @@ def all_to_all(calls: list[Call]) -> Values:
 
     Raises CollectiveMismatchError if a pair of members disagrees on that size.
     """
-    for (sender, source), (receiver, target) in itertools.product(enumerate(calls), repeat=2):
-        _check_pair(source, target, source.data[0][receiver], target.data[1][sender])
+    _check_pairs(calls)
     values = [_snapshot(call.data[0]) for call in calls]
     return [[value[index] for value in values] for index in range(len(calls))]
+
+
+def all_to_all_single(calls: list[Call]) -> Values:
+    """Like all_to_all, but each member gets one tensor: the members' tensors for it, joined end to end."""
+    _check_pairs(calls)
+    return [
+        [torch.cat([call.data[0][index].detach().reshape(-1) for call in calls])]
+        for index in range(len(calls))
+    ]
+
+
+def _check_pairs(calls: list[Call]) -> None:
+    for (sender, source), (receiver, target) in itertools.product(enumerate(calls), repeat=2):
+        _check_pair(source, target, source.data[0][receiver], target.data[1][sender])
 
 
 def _check_pair(source: Call, target: Call, tensor: Tensor, expected: messages.Size) -> None:

@@ -39,11 +39,12 @@ class Call:
 class Meeting:
     """The calls that meet: one per member of the group. An Operation of the scheduler."""
 
-    __slots__ = ("arrived", "calls", "channel", "differs", "done", "number", "result")
+    __slots__ = ("arrived", "calls", "channel", "differs", "done", "first", "number", "result")
 
     def __init__(self, channel: Channel, number: int) -> None:
         self.channel, self.number = channel, number
         self.calls: list[Call | None] = [None] * len(channel.group.ranks)
+        self.first: Call | None = None  # the one that arrived first
         self.arrived = 0
         self.done = self.differs = False
         self.result: Any = None
@@ -95,7 +96,9 @@ class Channel:
         meeting = self._open.get(number)
         if meeting is None:
             meeting = self._open[number] = Meeting(self, number)
-        differs = meeting.differs or not self._agrees(meeting, call)
+        if meeting.first is None:
+            meeting.first = call
+        differs = meeting.differs or not self._agrees(meeting.first, call)
         meeting.calls[position] = call
         meeting.arrived += 1
         if differs:
@@ -116,9 +119,8 @@ class Channel:
                 context.scheduler.wake(rank, meeting)
         return meeting
 
-    def _agrees(self, meeting: Meeting, call: Call) -> bool:
-        other = next((each for each in meeting.calls if each is not None), call)
-        return other.operation == call.operation and other.fields == call.fields
+    def _agrees(self, first: Call, call: Call) -> bool:
+        return first.operation == call.operation and first.fields == call.fields
 
     def unfinished(self) -> list[Meeting]:
         """The meetings that some members have not come to."""

@@ -80,8 +80,13 @@ class ObjectRouter:
         return channel
 
 
-def _thaw_all(calls: list[Call]) -> list[Payload]:
-    return [call.data for call in calls]
+def _all(calls: list[Call]) -> tuple[list[Payload], list[Any] | None]:
+    """The payloads, and their objects if nobody can tell whether those are shared or copied: then each of n ranks
+    copies a list, and does not thaw n payloads.
+    """
+    payloads = [call.data for call in calls]
+    atoms = all(payload.is_atom for payload in payloads)
+    return payloads, [payload.thaw() for payload in payloads] if atoms else None
 
 
 def _nothing(calls: list[Call]) -> None:
@@ -143,9 +148,10 @@ class SimObjects:
         context = self._context
         context.check("smp.allgather")
         call = Call("smp.allgather", (), Payload(obj, "smp.allgather"))
-        meeting = self._router.channel(group).join(context, call, _thaw_all)
+        meeting = self._router.channel(group).join(context, call, _all)
         context.scheduler.wait(context.thread_state, meeting)
-        return [payload.thaw() for payload in meeting.result]
+        payloads, atoms = meeting.result
+        return [payload.thaw() for payload in payloads] if atoms is None else list(atoms)
 
     def barrier(self, group: Group) -> None:
         """See ObjectTransport."""

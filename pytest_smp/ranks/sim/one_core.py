@@ -7,6 +7,10 @@ that the controller was on. Afterwards the controller has the cores again that i
 threads that were started meanwhile and live on. A process that a body starts has them from the
 beginning, and a body that asks is told them: it is the turn that needs one core, not what a body
 does beside it.
+
+Meanwhile the rank threads are scheduled as SCHED_BATCH. A rank that hands over its turn wakes the next rank's
+thread, and still holds Python's interpreter lock. A thread of the default policy would run at once, find the lock
+taken and sleep again: three changes of thread for each turn. One of SCHED_BATCH runs when the waker sleeps: one.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ _STARTS = frozenset(
 
 _get = getattr(os, "sched_getaffinity", None)
 _set = getattr(os, "sched_setaffinity", None)
+_DEFAULT: int | None = getattr(os, "SCHED_OTHER", None)
+_BATCH: int | None = getattr(os, "SCHED_BATCH", None)
 
 
 class OneCore:
@@ -45,6 +51,7 @@ class OneCore:
         self._cores: set[int] = set()  # that the calling thread had
         self._core: set[int] = set()  # that it has; empty: nothing is changed
         self._used: set[int] = set()  # every core that was that one
+        self._batch = False  # the rank threads are scheduled as SCHED_BATCH
 
     def __enter__(self) -> OneCore:
         if _get is None or _set is None:
@@ -60,6 +67,7 @@ class OneCore:
             self._core = set()
             return self
         self._used = set(self._core)
+        self._batch = _BATCH is not None and _policy() == _DEFAULT
         self._move(self._threads[1:])
         _watch_processes()
         OneCore._entered = self
@@ -108,16 +116,20 @@ class OneCore:
             self._move(self._threads[1:])
 
     def release(self, threads: Iterable[int | None]) -> None:
-        """Give threads, by their native ids (0: the calling one), all cores again."""
+        """Give threads, by their native ids (0: the calling one), all cores and the default policy again."""
         if self._core:
             for thread in threads:
                 with contextlib.suppress(OSError):  # it has ended
                     _set(thread, self._cores)  # type: ignore[misc]
+                    if self._batch:
+                        _schedule(thread, _DEFAULT)
 
     def _move(self, threads: Iterable[int]) -> None:
         for thread in threads:
             with contextlib.suppress(OSError):
                 _set(thread, self._core)  # type: ignore[misc]
+                if self._batch:
+                    _schedule(thread, _BATCH)
 
     def _release_caller(self) -> None:
         """Give the calling thread all cores again: a process that it starts inherits the thread's cores."""
@@ -138,6 +150,19 @@ class OneCore:
             return fork_exec(*arguments)
 
         return released
+
+
+def _policy() -> int | None:
+    try:
+        return os.sched_getscheduler(0)
+    except OSError:  # musl's C library has none
+        return None
+
+
+def _schedule(thread: int | None, policy: int | None) -> None:
+    assert thread is not None
+    assert policy is not None
+    os.sched_setscheduler(thread, policy, os.sched_param(0))
 
 
 @functools.cache

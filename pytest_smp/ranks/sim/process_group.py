@@ -51,7 +51,7 @@ _COMPLETE: dict[str, Callable[[str, Any], Complete]] = {
     "scatter": lambda op, root: collectives.scatter(root),
     "gather": lambda op, root: collectives.gather(root),
     "all_to_all": lambda op, root: collectives.all_to_all,
-    "all_to_all_single": lambda op, root: collectives.all_to_all,
+    "all_to_all_single": lambda op, root: collectives.all_to_all_single,
 }
 
 
@@ -81,9 +81,14 @@ class SimProcessGroup(CheckedGroup):
         """See CheckedGroup."""
         context = self._enter(call.operation)
         made = Call(call.operation, call.fields, None, caller_place(), told=call.told)
-        in_flight = InFlightBuffer(call.brings, call.gets)
+        whole = call.whole
+        in_flight = InFlightBuffer(
+            *((call.brings, call.gets) if whole is None else (whole[:1], whole[1:]))
+        )
         self._take_off(in_flight, call.operation, asynchronous=getattr(opts, "asyncOp", True))
         inputs = in_flight.inputs
+        if whole is not None and whole[0].dim():
+            inputs = torch.split_with_sizes(inputs[0], [row.size(0) for row in call.brings])
         made.data = inputs if call.sizes is None else (inputs, call.sizes)
         complete = _COMPLETE[call.operation](call.op, call.root)
 

@@ -12,6 +12,7 @@ Decided here, because the sources are silent (API 9.5):
 - With sharded data parallelism the ``*``, also of `smp.save`, is the number of the shard in the sharding
   group, after ``pp_rank`` and ``tp_rank`` with tensor parallelism; parameters that are not split, and
   buffers, are in every file. Each says which shard it is, and which save it is of.
+- With distributed modules each file of a partial checkpoint says whose slices it has (parameters/slices.py).
 - With sharded data parallelism the optimizer's files also have ``partition_count`` and ``fp32_flat_groups``,
   and the model's have their state under ``module``, too, as public readers of such files look for them.
 - With ``shard_optimizer_state`` every rdp rank writes an optimizer file, called as by ``v3``. In 16 bits each
@@ -44,6 +45,7 @@ from smp_core.torch.checkpoint.trust import trusted
 from smp_core.torch.checkpoint.trying import checkpoint_try, on_first, same
 from smp_core.torch.exceptions import CheckpointError
 from smp_core.torch.optimizer import state as optimizer_state
+from smp_core.torch.parameters import slices
 from smp_core.torch.pipeline import placement
 from smp_core.torch.session import TrainingSession
 from smp_core.torch.session import current as session_of
@@ -63,6 +65,7 @@ _SAVED = "save"  #: in a partial file, and its manifest: which save it is of
 _FP16 = optimizer_state.FP16  # and a kind of file
 _PART = "part"  #: in an optimizer's file: which part of a split state it is, or None
 _SHARD = "shard"  #: in a partial file: which shard it is (sharding/records.py), or None
+_SLICES = "slices"  #: in a partial file: whose slices it has (parameters/slices.py), or None
 
 
 def save(
@@ -162,7 +165,8 @@ def save_checkpoint(
         optimizer: the DistributedOptimizer, or None.
         user_content: tensors, numbers, strings, numpy's scalars and arrays, which come back as numbers
             and tensors, and containers of them. World rank 0's is saved. See ``smp.trust_checkpoints``.
-        translate_if_full: has an effect on models with a translate function only (API 1.10).
+        translate_if_full: of a full checkpoint, save distributed modules of Hugging Face with the names of the original
+            (API 1.10).
         num_kept_partial_checkpoints: how many partial checkpoints stay; the oldest go.
 
     Raises CheckpointError on every rank: the arguments differ between ranks, user content cannot be
@@ -203,7 +207,7 @@ def save_checkpoint(
     if partial:
         _save_partial(session, folder, tag, model, optimizer, content[0])
     else:
-        _save_full(session, folder, tag, model, optimizer, content[0])
+        _save_full(session, folder, tag, model, optimizer, content[0], translate_if_full)
 
     def conclude() -> None:
         name = tag + folders.SUFFIX if partial else tag  # scripts join it to the path
@@ -224,7 +228,12 @@ def _save_partial(
     def fill() -> None:
         folder = folders.to_fill(path, tag, nonce)
         name = naming.of_part(runtime)
-        said = {_IS_PARTIAL: True, _SAVED: nonce, _SHARD: _sharding_of(session).record()}
+        said = {
+            _IS_PARTIAL: True,
+            _SAVED: nonce,
+            _SHARD: _sharding_of(session).record(),
+            _SLICES: _slices_of(session),
+        }
         if runtime.position(GroupKind.REPLICATION) == 0 and model is not None:
             state = {
                 "model": weights.local_state_dict(model),
@@ -283,7 +292,13 @@ def _flat_groups(session: TrainingSession, optimizer: Any) -> StateDict:
 
 
 def _save_full(
-    session: TrainingSession, path: Path, tag: str, model: Any, optimizer: Any, user_content: object
+    session: TrainingSession,
+    path: Path,
+    tag: str,
+    model: Any,
+    optimizer: Any,
+    user_content: object,
+    translate: bool,
 ) -> None:
     runtime = session.runtime
 
@@ -292,6 +307,8 @@ def _save_full(
         state: StateDict = {_IS_PARTIAL: False}
         if model is not None:
             state["model"] = weights.state_dict(model, gather_to_rank0=True)
+            if translate:
+                state["model"] = weights.original(model, state["model"])
         if optimizer is not None:
             if runtime.topology.tensor > 1 or runtime.config.shard_optimizer_state:
                 raise CheckpointError(
@@ -341,7 +358,8 @@ def resume_from_checkpoint(
         translate_function: applied to the model's state of a full checkpoint before it is loaded.
 
     Raises CheckpointError on every rank, before anything is changed: the checkpoint is missing,
-    torn, foreign, was saved with other degrees (both numbers are named) or does not fit the model.
+    torn, foreign, was saved with other degrees (both numbers are named), has the shards or slices of another rank,
+    or does not fit the model.
     (API 1.11)
     """
     session = session_of(_RESUME)
@@ -400,9 +418,9 @@ def _read_partial(session: TrainingSession, path: Path, tag: str, load_optimizer
         then = manifest.degrees.get(key, 1)
         if then != now:
             raise CheckpointError(
-                f"{folder}: saved with {key}={then}, and this run has {key}={now}. A partial checkpoint "
-                "needs the degrees that it was saved with: start with those, or resume from a full checkpoint "
-                "(partial=False)"
+                f"{folder}: saved with {key}={then}, and this run has {key}={now}. A partial checkpoint does not "
+                "change degrees: run with those that it was saved with; or there save a full one (partial=False), "
+                "which resumes at any degrees"
             )
     state = _Loaded(folder)
     if manifest.holds("model"):
@@ -442,6 +460,7 @@ def _part(
             "with the ranks and the shard_optimizer_state that it was saved with, or pass load_optimizer=False"
         )
     records.check(folder / name, content.get(_SHARD), _sharding_of(session).record())
+    slices.check(folder / name, content.get(_SLICES), _slices_of(session))
     return content
 
 
@@ -557,6 +576,11 @@ def _say_part(part: list[int] | None) -> str:
 def _sharding_of(session: TrainingSession) -> Sharding:
     sharding: Sharding = WHOLE_MODEL if session.model is None else session.model.sharding
     return sharding
+
+
+def _slices_of(session: TrainingSession) -> dict[str, object] | None:
+    """The record of this rank's slices; None without distributed modules."""
+    return None if session.model is None else weights.slices_record(session.model)
 
 
 def _restored(session: TrainingSession, partition: Any, where: Path) -> placement.Placement | None:

@@ -25,6 +25,9 @@ from smp_core.torch.execution import counted
 class GradientListener(Protocol):
     """The reducer, which hears during the backward pass which totals seem complete (reduction/reducer.py)."""
 
+    def takes(self, parameter: nn.Parameter) -> bool:
+        """Return whether the listener has a use for the parameter's total before the end of the step."""
+
     def on_ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
         """Take the total of a parameter whose expected contributions have all come. The tensor does not change."""
 
@@ -91,7 +94,7 @@ class Ledger:
     def _tell(self, listener: GradientListener, parameter: nn.Parameter) -> None:
         """Tell the listener if all contributions seem to be there."""
         # Hooks of the user's on the parameter see the sum of a microbatch, which only close() has.
-        if parameter._backward_hooks or parameter in self._told:
+        if parameter._backward_hooks or parameter in self._told or not listener.takes(parameter):
             return
         for microbatch in reversed(range(self._next, self._microbatches)):
             expected = self._expected.get(microbatch)

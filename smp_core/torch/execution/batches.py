@@ -1,103 +1,114 @@
 """The batches of a TP group: compared before a step, because its ranks compute together with the samples of all
 (API 4.4).
+
+With ``prescaled_batch`` the ranks also agree on one seed for the step: they hold the same activations, and so draw the
+same random numbers for them, however a script seeded them.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-
-import torch
 
 from smp_core.microbatch import CallArguments
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import TensorParallelError
-from smp_core.torch.tensor_tree import leaves
-
-#: A tensor of a batch: shape, dtype, and with ``prescaled_batch`` a checksum of its values.
-_Described = tuple[tuple[int, ...], str, str]
+from smp_core.torch.execution import streams
+from smp_core.torch.execution.batch_description import Entry, described
 
 
-def compared(runtime: Runtime, split: Callable[[], list[CallArguments]]) -> list[CallArguments]:
-    """The arguments of each microbatch on this rank, once the ranks of its TP group have compared theirs.
+def compared(
+    runtime: Runtime, split: Callable[[], list[CallArguments]], seed: int
+) -> tuple[list[CallArguments], int]:
+    """The arguments of each microbatch on this rank, once the ranks of its TP group have compared theirs, and the seed
+    of the step: with ``prescaled_batch`` that of tp rank 0, else ``seed``.
 
-    Tensors have the same shapes and dtypes on all of them, and with ``prescaled_batch`` the same values. Collective
-    over the TP group, also where ``split`` raises. Raises what ``split`` raises, TensorParallelError on every rank of
-    the group for batches that do not go together or a rank that has none.
+    Tensors have the same shapes and dtypes on all of them; with ``prescaled_batch`` the same values, and so have
+    arrays, and lists of numbers and strings. Collective over the TP group, also where ``split`` raises. Raises what
+    ``split`` raises, TensorParallelError on every rank of the group for batches that do not go together or a rank that
+    has none.
     """
     group = runtime.group(GroupKind.TP)
     if len(group.ranks) == 1:
-        return split()
+        return split(), seed
     calls: list[CallArguments] = []
     failure: Exception | None = None
-    own: str | list[_Described]
+    own: str | list[Entry]
+    prescaled = runtime.config.prescaled_batch
     try:
         calls = split()
-        own = _described(calls, runtime.config.prescaled_batch)
+        own = described(calls, prescaled)
     except Exception as error:
         failure, own = error, f"{type(error).__name__}: {error}"
-    gathered = runtime.fabric.objects.allgather(own, group)
+    seeds, gathered = zip(*runtime.fabric.objects.allgather((seed, own), group), strict=True)
     if failure is not None:
         raise failure
-    step = f"step {runtime.training.steps}: "
-    for rank, theirs in zip(group.ranks, gathered, strict=True):
+    _check(f"step {runtime.training.steps}", group.ranks, gathered)
+    return calls, seeds[0] if prescaled else seed
+
+
+@contextlib.contextmanager
+def alike_outside_of_steps(
+    runtime: Runtime, args: tuple[object, ...], kwargs: dict[str, object], training: bool
+) -> Iterator[None]:
+    """Entered around a call of the model outside of steps, whose arguments the ranks of its TP group compare.
+
+    In ``training`` with ``prescaled_batch`` the call draws from the stream of tp rank 0's seed. Collective over the TP
+    group. Raises TensorParallelError, on every rank of the group, for arguments that do not go together.
+    """
+    group = runtime.group(GroupKind.TP)
+    prescaled = runtime.config.prescaled_batch
+    seed = streams.draw_seed() if prescaled and training else 0
+    own: str | list[Entry]
+    try:
+        own = described([CallArguments(args, kwargs)], prescaled)
+    except Exception as error:  # the others wait for a description
+        own = f"{type(error).__name__}: {error}"
+    seeds, gathered = zip(*runtime.fabric.objects.allgather((seed, own), group), strict=True)
+    _check("outside of steps", group.ranks, gathered)
+    with streams.entered(streams.root(seeds[0], 0)) if seed else contextlib.nullcontext():
+        yield
+
+
+def _check(when: str, ranks: Sequence[int], gathered: Sequence[str | list[Entry]]) -> None:
+    """Raise TensorParallelError if the batches of a TP group, in its order, do not go together."""
+    for rank, theirs in zip(ranks, gathered, strict=True):
         if isinstance(theirs, str):
             raise TensorParallelError(
-                f"{step}rank {rank}, of the same TP group, has no batch: {theirs}"
+                f"{when}: rank {rank}, of the same TP group, has no batch: {theirs}"
             )
-    for rank, theirs in zip(group.ranks, gathered, strict=True):
-        if theirs != gathered[0]:
-            raise TensorParallelError(step + _difference(group.ranks[0], gathered[0], rank, theirs))
-    return calls
+    first = gathered[0]
+    for rank, theirs in zip(ranks, gathered, strict=True):
+        if theirs != first and not isinstance(theirs, str) and not isinstance(first, str):
+            raise TensorParallelError(f"{when}: {_difference(ranks[0], first, rank, theirs)}")
 
 
-def _described(calls: Sequence[CallArguments], prescaled: bool) -> list[_Described]:
-    return [
-        (tuple(each.shape), str(each.dtype), _checksum(each) if prescaled else "")
-        for call in calls
-        for each in _tensors(call)
-    ]
-
-
-def _tensors(call: CallArguments) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments, also of a call that is one of them (step.py)."""
-    for leaf in leaves((call.args, call.kwargs)):
-        if isinstance(leaf, CallArguments):
-            yield from _tensors(leaf)
-        elif isinstance(leaf, torch.Tensor):
-            yield leaf
-
-
-def _checksum(tensor: torch.Tensor) -> str:
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        return ""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    values = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    return hashlib.blake2b(values, digest_size=8).hexdigest()
-
-
-def _difference(
-    first: int, ours: Sequence[_Described], other: int, theirs: Sequence[_Described]
-) -> str:
+def _difference(first: int, ours: Sequence[Entry], other: int, theirs: Sequence[Entry]) -> str:
     """The difference between the batches of two ranks, and the remedy."""
     ranks = f"rank {other}'s batch is not that of rank {first}, of the same TP group: "
-    if len(ours) != len(theirs):
-        return f"{ranks}it has {len(theirs)} tensors, and not {len(ours)}. {_SHAPES}"
-    number, mine, yours = next(
-        (number, mine, yours)
-        for number, (mine, yours) in enumerate(zip(ours, theirs, strict=True))
-        if mine != yours
+    tensors = [sum(name.startswith("tensor") for name, *_ in each) for each in (ours, theirs)]
+    if tensors[0] != tensors[1]:
+        return f"{ranks}it has {tensors[1]} tensors, and not {tensors[0]}. {_SHAPES}"
+    # Rows of which one list has more are of arrays and arguments, by name.
+    missing = ("", "missing", "")
+    mine, yours = next(
+        pair
+        for pair in itertools.zip_longest(ours, theirs, fillvalue=missing)
+        if pair[0] != pair[1]
     )
-    if mine[:2] != yours[:2]:
-        return (
-            f"{ranks}tensor {number} is {list(yours[0])} of {yours[1]}, and not {list(mine[0])} of {mine[1]}. "
-            f"{_SHAPES}"
-        )
-    return (
-        f"{ranks}the values of tensor {number} differ. With prescaled_batch all ranks of a TP group train on one "
-        "batch: divide the data by smp.rdp_rank() and smp.rdp_size()"
-    )
+    if mine[0] != yours[0]:
+        return f"{ranks}it has {yours[0] or 'nothing'} in the place of {mine[0] or 'nothing'}. {_VALUES}"
+    if mine[1] == yours[1]:
+        return f"{ranks}the values of {mine[0]} differ. {_VALUES}"
+    remedy = _SHAPES if mine[0].startswith("tensor") else _VALUES
+    return f"{ranks}{mine[0]} is {yours[1]}, and not {mine[1]}. {remedy}"
 
 
 _SHAPES = "Give all ranks of a TP group batches of one shape"
+
+_VALUES = (
+    "With prescaled_batch all ranks of a TP group train on one batch: divide the data by smp.rdp_rank() and "
+    "smp.rdp_size()"
+)

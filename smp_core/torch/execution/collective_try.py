@@ -13,6 +13,7 @@ from smp_core.errors import VerdictError
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.execution import failures
+from smp_core.transport.payload import allgather_alike
 
 T = TypeVar("T")
 
@@ -21,7 +22,7 @@ def collective_try(
     runtime: Runtime, action: Callable[[], T], when: str, *, same: bool = False
 ) -> list[T]:
     """Run ``action`` on this rank, and agree with all ranks of the world that it went well; gives the values of all
-    ranks. Every rank of the world calls it.
+    ranks, of which equal ones may be one object. Every rank of the world calls it.
 
     A rank on which ``action`` raised raises the same; the others raise ``failures.remote_failure`` of the lowest
     rank that failed: an error of ours as such, a user's as StepAbortedError, which says ``when``. If several ranks
@@ -36,7 +37,8 @@ def collective_try(
     except Exception as error:
         raised = error
     failure = None if raised is None else failures.failure_of(runtime, None, raised)
-    gathered = runtime.fabric.objects.allgather((failure, value), runtime.group(GroupKind.WORLD))
+    world = runtime.group(GroupKind.WORLD)
+    gathered = allgather_alike(runtime.fabric.objects, (failure, value), world)
     first = next((each for each, _ in gathered if each is not None), None)
     if first is None:
         return [each for _, each in gathered]

@@ -50,7 +50,7 @@ class _Overlap:
 
     def __init__(self, step: RunningStep, gradients: Reducer) -> None:
         self._step, self._gradients = step, gradients
-        self.on_late_grad = gradients.on_late_grad
+        self.takes, self.on_late_grad = gradients.takes, gradients.on_late_grad
 
     def on_ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
         self._gradients.on_ready(parameter, total)
@@ -141,8 +141,10 @@ def _drive(
 ) -> list[object]:
     results: list[object] = []
     sent = NOTHING
+    of_group = True  # all ranks of the TP group raise, if one does
     try:
-        calls = batches.compared(step.session.runtime, split)
+        calls, step.seed = batches.compared(step.session.runtime, split, step.seed)
+        of_group = False
         bodies = [functools.partial(body, *call.args, **call.kwargs) for call in calls]
         del calls
         root = step.sites.get("")
@@ -165,7 +167,7 @@ def _drive(
     except VerdictError:
         raise  # the whole world has ended with it
     except Exception as error:
-        step.fail(None, error)
+        step.fail(None, error, of_group=of_group)
     server.end(End(step.failure), sent)
     return results
 
@@ -203,12 +205,13 @@ def _sendable(results: list[object]) -> OutgoingPayload:
 
 def _agreed(step: RunningStep) -> RemoteFailure | None:
     """Replicas tell each other how their pipelines ended, and reduce gradients if all went well; the
-    first failure is every rank's.
+    first failure is every rank's. The ranks of a TP group that failed together keep their own.
     """
     model = step.session.model
     if model is not None and not model.sharding.end_step(step.failure is not None):
         return step.failure
-    if step.failure is not None and step.session.tensor_group is not None:
+    together = step.session.tensor_group is not None and step.failure is not None
+    if together and step.failure is not None and not step.failure.of_group:
         # A rank of a TP group may wait for an activation of this one, and not to hear how the step ended here.
         return step.failure
     failure: RemoteFailure | None
@@ -218,4 +221,4 @@ def _agreed(step: RunningStep) -> RemoteFailure | None:
     else:
         totals = step.ledger.totals() if step.failure is None else {}
         failure = model.gradients.end_step(totals, step.failure)
-    return failure
+    return step.failure if together else failure

@@ -105,10 +105,13 @@ class RunningStep:
         self.ledger.close(microbatch)
         return True
 
-    def fail(self, activity: Timed | None, error: BaseException) -> None:
-        """Record an exception of this rank, unless the step has failed before."""
+    def fail(self, activity: Timed | None, error: BaseException, *, of_group: bool = False) -> None:
+        """Record an exception of this rank, unless the step has failed before. ``of_group``: all ranks of its TP group
+        raise one here.
+        """
         if self.failure is None:
-            self.failure = failure_of(self.session.runtime, activity, error)
+            failure = failure_of(self.session.runtime, activity, error)
+            self.failure = failure._replace(of_group=of_group)
             self._own = self.failure, error
 
     def failed(self, failure: RemoteFailure) -> None:

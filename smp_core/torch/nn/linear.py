@@ -6,7 +6,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from smp_core.errors import ArgumentError
 from smp_core.torch.nn.module import DistributedModule
 from smp_core.torch.tensor_parallel import exchange
 from smp_core.torch.tensor_parallel.registry import Arguments, Registration, register
@@ -24,7 +23,7 @@ class DistributedLinear(DistributedModule):
     torch's layer takes, the output ``(B, ..., out_features)``; B is this rank's batch. Ranks exchange their batches so
     that each has the channels of its slice, and get back the sums of their own samples (API 1.10).
 
-    Raises IndivisibleError; a call raises ArgumentError for an input without a batch.
+    Raises IndivisibleError; a call raises ArgumentError for an input without a batch or of other channels.
     """
 
     def __init__(
@@ -38,7 +37,18 @@ class DistributedLinear(DistributedModule):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.slice_size("in_features", in_features)
-        plain = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+        self._hold(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype))
+
+    @classmethod
+    def of(cls, plain: nn.Linear) -> DistributedLinear:
+        """The layer with the weights of a plain one, which is the same on all ranks of the TP group."""
+        with torch.random.fork_rng(devices=[]):  # no number is drawn for weights that go
+            made = cls(plain.in_features, plain.out_features, plain.bias is not None)
+        made._hold(plain)
+        return made
+
+    def _hold(self, plain: nn.Linear) -> None:
+        """Hold a slice of a plain layer's weight, and its bias."""
         self.weight: nn.Parameter
         self.register_split("weight", plain.weight, axis=1)
         self.bias = plain.bias
@@ -47,11 +57,8 @@ class DistributedLinear(DistributedModule):
         """The layer on this rank's samples; all ranks of the TP group call it."""
         if self.tp_size == 1:
             return functional.linear(input, self.weight, self.bias)
-        if input.dim() < 2:
-            raise ArgumentError(
-                f"smp.nn.DistributedLinear: the input is {list(input.shape)}, and ranks exchange batches: it must be "
-                "(B, ..., in_features)"
-            )
+        name = "smp.nn.DistributedLinear"
+        exchange.check_channels(name, input, self.in_features, "in_features")
         group = self.group()
         sliced = exchange.slice_channels(input, group)
         output = exchange.sum_batch(functional.linear(sliced, self.weight), group)

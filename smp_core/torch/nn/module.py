@@ -27,6 +27,8 @@ class DistributedModule(nn.Module):
         self.tp_size = len(runtime.group(GroupKind.TP).ranks)
         self.tp_rank = runtime.position(GroupKind.TP)
         self._splits: dict[str, Split] = {}
+        #: The place of the module in the model, the same on all ranks.
+        self.number = 0
 
     def slice_size(self, what: str, size: int) -> int:
         """The size of one rank's slice. Raises IndivisibleError, which names ``what`` is not divisible."""
@@ -62,7 +64,7 @@ class DistributedModule(nn.Module):
             mark(parameter, found)
 
     def group(self) -> TensorGroup:
-        """The TP group. Raises TensorParallelError for a module that is part of no model."""
+        """The TP group, for one call of the module. Raises TensorParallelError for one that is part of no model."""
         session = sessions.current(f"smp.nn.{type(self).__name__}")
         group: TensorGroup | None = session.tensor_group
         if group is None:
@@ -70,4 +72,12 @@ class DistributedModule(nn.Module):
                 f"smp.nn.{type(self).__name__} was called before there is a model: the ranks of a TP group meet when "
                 "it is wrapped. Call smp.DistributedModel(module) first"
             )
+        group.note(self.number)
         return group
+
+
+def configured(optimize: str | None) -> str:
+    """The value of ``optimize`` for a module that was given ``optimize``: of None, the configuration's."""
+    if optimize is not None:
+        return optimize
+    return sessions.current("smp.nn").runtime.config.optimize

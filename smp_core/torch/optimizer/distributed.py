@@ -273,7 +273,7 @@ class DistributedOptimizer(Internals, Optimizer):
 
     def load_state_dict(self, state_dict: object) -> None:
         """Load a whole state, this rank's part of one, or the list of all parts by rdp_rank. Parts are merged
-        over the MP group (all of it must call). Before the model is partitioned the load waits until it is.
+        over the PP group (all of it must call). Before the model is partitioned the load waits until it is.
 
         Raises ValueError as torch's does, at the time of the load, if groups differ.
         """
@@ -294,7 +294,7 @@ class DistributedOptimizer(Internals, Optimizer):
         optimizer_state.take(self._parameters, source)
 
     def _smp_check_fits(self, given: Mapping[str, object]) -> None:
-        """Raise ValueError if groups differ, CheckpointError for another rank's shard."""
+        """Raise ValueError if groups differ, CheckpointError for another rank's shard or slices."""
         optimizer_state.check_fits(self._parameters, given)
 
     def _smp_load_precise(self, precise: Mapping[str, object] | None) -> None:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.parameters import foreign
+from smp_core.torch.parameters.split import split_of
 from smp_core.torch.precision.masters import Masters, is_elementwise
 from smp_core.torch.precision.scaler import LossScaler
 from smp_core.torch.session import SessionModel
@@ -88,6 +89,14 @@ class OptimizerParameters:
         """The state of a parameter, moved to the tensor that the wrapped optimizer has in its place: tensors of the
         whole parameter's shape are cut, 16-bit ones are float32 where there is a master.
         """
+        split = split_of(parameter)
+        if split is not None and isinstance(state, Mapping):
+            state = {
+                key: split.slice_of(value.detach()).clone()
+                if is_elementwise(key, value, split.shape)
+                else value
+                for key, value in state.items()
+            }
         if self.masters is not None:
             state = self.masters.moved(parameter, state)
         shard = self.sharding.shard(parameter)

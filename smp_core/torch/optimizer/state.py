@@ -5,9 +5,9 @@ every rank: a rank's part has gaps. Each function takes the optimizer's paramete
 (parameters.py).
 
 The wrapped optimizer's state for a parameter has the shape of the tensor in the parameter's place
-there: the parameter, a master, this rank's part of the parameter, or its shard. A state in the shape of the whole
-parameter is cut to the local shape when it is loaded, so states of unsharded runs, and of runs of
-other degrees, load anywhere.
+there: the parameter or its slice, a master, this rank's part of the parameter, or its shard. A state in the shape of
+the whole parameter is cut to the local shape when it is loaded, so states of unsharded runs, of runs of
+other degrees, and of runs without distributed modules load anywhere.
 
 In a 16-bit run a state also has ``fp16_states``: the masters by name, and the state of the loss scaler.
 Loading a model's state makes masters of its 16-bit values: load that first, and the optimizer's then.
@@ -25,6 +25,7 @@ from smp_core.errors import ArgumentTypeError
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import CheckpointError, UnsupportedTrainingError
 from smp_core.torch.optimizer.parameters import OptimizerParameters
+from smp_core.torch.parameters import slices
 from smp_core.torch.parameters.split import split_of
 from smp_core.torch.sharding import optimizer_states
 from smp_core.torch.tensor_tree import StateDict
@@ -78,8 +79,21 @@ def _local(parameters: OptimizerParameters) -> StateDict:
             "masters": masters.state_dict(),
             "loss_scaler": None if scaler is None else scaler.state_dict(),
         }
-    place = parameters.sharding.place
+    place, own_slices = parameters.sharding.place, _slices_record(parameters)
+    if own_slices is not None:
+        part[slices.KEY] = own_slices
     return part if place is None else {**part, SHARD: place}
+
+
+def _slices_record(parameters: OptimizerParameters) -> dict[str, object] | None:
+    """Plain values that identify the slices of this rank (slices.py), by the parameter's index; None without any."""
+    return slices.record(
+        {
+            index: found
+            for each, index in _parameters(parameters)
+            if (found := split_of(each)) is not None
+        }
+    )
 
 
 def state_dict(parameters: OptimizerParameters, keep: bool = True) -> StateDict:
@@ -95,7 +109,7 @@ def state_dict(parameters: OptimizerParameters, keep: bool = True) -> StateDict:
             "optimizer.state_dict: with shard_optimizer_state each rank has a part of the state, and a full state "
             "is not supported (docs/spec/api.md#6). Take optimizer.local_state_dict(), or save a partial checkpoint"
         )
-    if any(split_of(each) is not None for order in parameters.order for each in order):
+    if _slices_record(parameters) is not None:
         raise UnsupportedTrainingError(
             "optimizer.state_dict: with distributed modules each tp rank has the state of its slices, and a full state "
             "is not supported (docs/spec/api.md#6). Take optimizer.local_state_dict(), or save a partial checkpoint"
@@ -170,10 +184,10 @@ def check(given: object) -> None:
 
 def load(parameters: OptimizerParameters, given: Any) -> None:
     """Load a whole state, this rank's part of one, or the list of all parts by rdp_rank. Parts are merged
-    over the MP group, all of which must call. The model is partitioned.
+    over the PP group, all of which must call. The model is partitioned.
 
     Raises ValueError as torch's does if groups differ; ArgumentTypeError for a list of another length;
-    CheckpointError for the shard of another rank.
+    CheckpointError for the shard or the slices of another rank.
     """
     runtime = parameters.runtime
     parameters.sharding.reshard()
@@ -187,7 +201,8 @@ def load(parameters: OptimizerParameters, given: Any) -> None:
         given = given[runtime.position(GroupKind.RDP)]
     state, groups = given["state"], given["param_groups"]
     precise: StateDict | None = given.get(FP16)
-    group = runtime.group(GroupKind.MP)
+    # Not over the MP group: other tp ranks have the states of other slices.
+    group = runtime.group(GroupKind.PP)
     if given.get(PARTIAL, False) and len(group.ranks) > 1:
         named = {} if precise is None else precise["masters"]
         parts = runtime.fabric.objects.allgather(unshared((state, named)), group)
@@ -267,7 +282,9 @@ def _own_masters(
         value = precise["masters"].get(name)
         if value is None:
             continue
-        shard = parameters.sharding.shard(parameter)
+        split, shard = split_of(parameter), parameters.sharding.shard(parameter)
+        if split is not None and tuple(value.shape) == split.shape:
+            value = split.slice_of(value)
         if shard is not None and tuple(value.shape) == shard.shape:
             value = shard.owned_slice(value.reshape(-1))
         elif masters.parts is not None and value.shape == parameter.shape:
@@ -282,7 +299,7 @@ def _own_masters(
 
 
 def check_fits(parameters: OptimizerParameters, given: Mapping[str, Any]) -> None:
-    """Raise ValueError if groups differ, CheckpointError for another rank's shard. Changes nothing."""
+    """Raise ValueError if groups differ, CheckpointError for another rank's shard or slices. Changes nothing."""
     here = [len(each) for each in parameters.order]
     there = [len(each["params"]) for each in given["param_groups"]]
     if here != there:
@@ -290,6 +307,12 @@ def check_fits(parameters: OptimizerParameters, given: Mapping[str, Any]) -> Non
             "loaded state dict has a different number of parameter groups, or a group of different "
             f"size: {there} parameters, {here} here"
         )
+    own_slices = _slices_record(parameters)
+    if slices.KEY in given or given.get(PARTIAL, False):
+        where = "optimizer.load_state_dict: the state"
+        slices.check(where, given.get(slices.KEY), own_slices)
+    elif own_slices is not None:
+        _check_full(parameters, given)
     if FP16 in given:
         _own_masters(parameters, given[FP16])
     if SHARD in given and given.get(PARTIAL, False):
@@ -304,6 +327,36 @@ def check_fits(parameters: OptimizerParameters, given: Mapping[str, Any]) -> Non
                 f"optimizer.load_state_dict: the state is of shard {rank} of {degree}, and here {have}. Load the "
                 "part of this rank, or a whole state (optimizer.state_dict())"
             )
+
+
+def _check_full(parameters: OptimizerParameters, given: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless slices can be taken of a full state. A distributed module may have other parameters
+    than the module in whose place it is, so that a state of that one says nothing of them.
+    """
+    session = parameters.runtime.training
+    model = None if session is None else session.model
+    what = "optimizer.load_state_dict: the state is of another model"
+    if model is not None and model.translations:
+        raise CheckpointError(
+            f"{what}: a distributed module, as that of {next(iter(model.translations))!r}, has other parameters than "
+            "the one that it replaces. Load the model's state alone (load_optimizer=False), or a partial checkpoint"
+        )
+    saved = [index for each in given["param_groups"] for index in each["params"]]
+    held = [each for order in parameters.order for each in order]
+    for index, parameter in zip(saved, held, strict=True):
+        split, state = split_of(parameter), given["state"].get(index)
+        for key, value in state.items() if isinstance(state, Mapping) and split else ():
+            assert split is not None
+            if (
+                isinstance(value, torch.Tensor)
+                and value.dim()
+                and tuple(value.shape) != split.shape
+            ):
+                raise CheckpointError(
+                    f"{what}: {key!r} of parameter {index} is of shape {list(value.shape)}, and the parameter of "
+                    f"{list(split.shape)}. Build the model that was saved, or load the model's state alone "
+                    "(load_optimizer=False)"
+                )
 
 
 def _indices(parameters: OptimizerParameters) -> dict[int, int]:

@@ -320,6 +320,12 @@ def recording(tape: Tape) -> Iterator[None]:
         yield
 
 
+def is_on_tape(tensor: torch.Tensor) -> bool:
+    """Return whether a context of delayed initialisation on this rank has made the tensor."""
+    tape: Tape | None = sessions.current("smp.delay_param_initialization").tape
+    return tape is not None and tensor.is_meta and tape.knows(tensor)
+
+
 def is_delayed(module: nn.Module) -> bool:
     """Return whether a parameter of the module has no values yet, so that the model cannot be traced."""
     return any(parameter.is_meta for parameter in module.parameters())

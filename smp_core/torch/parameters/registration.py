@@ -22,6 +22,10 @@ REGISTERED = "_smp_registered"  #: attribute of a module: the parameters that it
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
+class Undivided(nn.Module):
+    """The base of modules whose forward reads the parameters of modules below them: a partition does not divide one."""
+
+
 def register_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Declare that ``module`` uses ``parameter``, which another module of the model owns.
 

@@ -25,6 +25,7 @@ import itertools
 from torch import nn
 
 from smp_core.torch.parameters import sharing
+from smp_core.torch.parameters.registration import Undivided
 from smp_core.torch.pipeline.tracing import Trace
 
 SLACK = 0.1  #: the part of T / P by which a segment may exceed the least maximum, for a cut higher in the tree
@@ -191,6 +192,8 @@ class _Builder:
 
 
 def _divisible(module: nn.Module) -> bool:
+    if isinstance(module, Undivided):
+        return False
     return isinstance(module, _CONTAINERS) or not type(module).__module__.startswith("torch.nn.")
 
 

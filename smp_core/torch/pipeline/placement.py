@@ -248,13 +248,15 @@ def _pin(module: nn.Module) -> None:
 
 def _source(topology: Topology, tp_rank: int | None) -> int:
     """The world rank whose values all ranks get: pp rank 0 of dp rank 0; for slices of a tp rank, of its rdp rank 0."""
+    return _holders(topology, 0, tp_rank)[0]
+
+
+def _holders(topology: Topology, owner: int, tp_rank: int | None) -> tuple[int, ...]:
+    """The world ranks that hold the tensors of a partition: those that each tp rank holds whole, or the slices of one
+    tp rank.
+    """
     kind = GroupKind.DP if tp_rank is None else GroupKind.RDP
-    return next(
-        group[0]
-        for group in topology.groups(kind)
-        if topology.coordinates(group[0]).pp_rank == 0
-        and tp_rank in (None, topology.coordinates(group[0]).tp_rank)
-    )
+    return topology.group(kind, topology.rank_of(0, owner, tp_rank or 0))
 
 
 def _check_same(session: TrainingSession, module: nn.Module) -> None:
@@ -318,15 +320,11 @@ def _send_part(
     runtime = session.runtime
     topology = runtime.topology
     source = _source(topology, tp_rank)
-    members = tuple(
-        rank
-        for rank in range(runtime.size)
-        if (at := topology.coordinates(rank)).pp_rank == owner and tp_rank in (None, at.tp_rank)
-    )
+    members = _holders(topology, owner, tp_rank)
+    if runtime.rank != source and runtime.rank not in members:
+        return
     name = f"smp placement {owner}" if tp_rank is None else f"smp placement {owner}, {tp_rank}"
     group = Group(name, tuple(sorted({source, *members})))
-    if runtime.rank not in group.ranks:
-        return
     objects = runtime.fabric.objects
     for chunk in _chunks(module, placement, owner, split=tp_rank is not None):
         if runtime.rank == source:

@@ -102,7 +102,9 @@ class Collectives:
         nodes = gather_plan.nodes_of(runtime)
         ranks = runtime.group(group).ranks
         others = (runtime.rank,) if replicate is None else runtime.group(replicate).ranks
-        name = "hierarchical" if runtime.config.sdp_hierarchical_allgather else "flat"
+        # The configuration speaks of state that is sharded, and not of the activations of a TP group (API 3.3).
+        state = group is not GroupKind.TP
+        name = "hierarchical" if state and runtime.config.sdp_hierarchical_allgather else "flat"
         self.traffic = Traffic()
         self._shard_kind, self._replicate_kind = group, replicate or group
         self._shard_group = _Members(runtime, group.value, ranks, nodes)

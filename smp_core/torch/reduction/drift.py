@@ -67,10 +67,7 @@ def checksum(digests: Iterable[int]) -> int:
 
 def differ(checksums: Mapping[int, int | None], groups: Iterable[Sequence[int]]) -> bool:
     """Return whether two ranks of one of the groups have different checksums. Ranks without a checksum do not count."""
-    return any(
-        len({checksums[rank] for rank in group if checksums.get(rank) is not None}) > 1
-        for group in groups
-    )
+    return any(len(set(map(checksums.get, group)) - {None}) > 1 for group in groups)
 
 
 def found(

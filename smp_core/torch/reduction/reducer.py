@@ -34,7 +34,11 @@ from torch import nn
 
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
-from smp_core.torch.exceptions import ShardingError, UnsupportedTrainingError
+from smp_core.torch.exceptions import (
+    ShardingError,
+    TensorParallelError,
+    UnsupportedTrainingError,
+)
 from smp_core.torch.execution import agreement, counted
 from smp_core.torch.execution.agreement import DENSE, NONE, SPARSE, Agreement, ReplicaReport
 from smp_core.torch.parameters.split import split_of
@@ -42,7 +46,7 @@ from smp_core.torch.precision.masters import Masters
 from smp_core.torch.reduction import drift
 from smp_core.torch.reduction.bucket_reducer import BucketReducer
 from smp_core.torch.reduction.buckets import Bucket, Totals, fill
-from smp_core.torch.reduction.collectives import Pending
+from smp_core.torch.reduction.collectives import Pending, divided
 from smp_core.torch.reduction.layout import Layout
 from smp_core.torch.reduction.policy import LateGradients, Options
 from smp_core.torch.reduction.replicas import CommHook, GradBucket, Replicas
@@ -160,7 +164,14 @@ class GradientReducer:
         return self.boundary and self._collectives.replicas > 1 and self._hook is None
 
     def _new_step(self) -> BucketReducer:
-        return BucketReducer(self._buckets(self._planned()), self._launch, self._policy.late)
+        planned = [each for each in self._planned() if not self._stays(each)]
+        return BucketReducer(self._buckets(planned), self._launch, self._policy.late)
+
+    def _stays(self, parameter: nn.Parameter) -> bool:
+        """Return whether no other rank has a summand of the parameter's gradient, so that it is in no bucket."""
+        if self._policy.scatters or self._hook is not None:
+            return False
+        return self._shards.all_reducer(split_of(parameter) is not None).replicas == 1
 
     def _launch(self, bucket: Bucket, rows: torch.Tensor) -> Pending:
         if self._policy.scatters:
@@ -179,6 +190,10 @@ class GradientReducer:
     def moves(self) -> bool:
         """True if the ledger is to give away the totals that are ready."""
         return self._policy.late is LateGradients.ADD
+
+    def takes(self, parameter: nn.Parameter) -> bool:
+        """Return whether :meth:`on_ready` has a use for the parameter's total."""
+        return not self._stays(parameter)
 
     def on_ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
         """The step's total of this parameter seems to be complete; callable from any thread."""
@@ -237,7 +252,10 @@ class GradientReducer:
                 fresh=bool(step.present),
                 again=step.was_late,
                 gather_digest=self._shards.gather_digest,
-                checksums={kind: drift.checksum(own.values()) for kind, own in digests.items()},
+                exchange_digest=self._exchange_digest(),
+                checksums={
+                    kind.value: drift.checksum(own.values()) for kind, own in digests.items()
+                },
                 trained=b"" if joined else self._trained(),
             ),
         )
@@ -249,8 +267,8 @@ class GradientReducer:
         if wrong is not None:
             step.discard()
             raise wrong
-        self._agreed_on = self._trained_by(agreed.reports)
-        self._was_late = self._was_late or any(report.again for report in agreed.reports)
+        self._agreed_on = self._trained_by(agreed.different)
+        self._was_late = self._was_late or any(report.again for report in agreed.different)
         before = self._passes, self._unit, self._has, self._pending
         try:
             self._finish(step, agreed, window, joined=joined)
@@ -324,7 +342,7 @@ class GradientReducer:
         if not self._policy.scatters:
             return window
         # A step that brings no gradient to any rank, as in evaluation, reduces nothing.
-        if not any(report.fresh for report in agreed.reports):
+        if not any(report.fresh for report in agreed.different):
             return self._pending
         unfrozen = self._buckets(self._has - step.planned)
         # In place: the ranks have agreed that the step went well, and no sum is held twice.
@@ -350,6 +368,9 @@ class GradientReducer:
             remaining = {
                 each for each, kind in kinds.items() if kind == DENSE and each not in reduced
             }
+            for parameter in [each for each in remaining if self._stays(each)]:
+                remaining.remove(parameter)
+                reduced[parameter] = self._averaged(parameter)
         persistent: list[tuple[Bucket, Pending]] = []
         for bucket, result in self._launch_all_reduces(self._buckets(remaining)):
             row = result()
@@ -378,6 +399,18 @@ class GradientReducer:
                 divisor = self._divisor(self._unit)
                 reduced[parameter] = self.replicas.reduce_sparse(parameter, total, divisor)
         return reduced
+
+    def _averaged(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The gradient of a parameter of which no other rank has a summand: the window's sum, divided once."""
+        total = self._pending.get(parameter)
+        if total is None:  # another tp rank has a gradient of its slice
+            return torch.zeros_like(parameter, requires_grad=False)
+        total = total.to_dense() if total.is_sparse else total
+        average = divided(total, self._divisor(self._unit, split_of(parameter) is not None))
+        # In the parameter's own strides, as autograd leaves gradients.
+        if average.stride() == parameter.stride():
+            return average
+        return torch.empty_like(parameter, dtype=average.dtype, requires_grad=False).copy_(average)
 
     def _launch_all_reduces(self, buckets: Sequence[Bucket]) -> list[tuple[Bucket, _Result]]:
         """Begin the all-reduces of the window's sums; all are launched before the first is waited for."""
@@ -461,11 +494,19 @@ class GradientReducer:
         """The error that every rank raises if ranks have gathered, train or hold different parameters; else None."""
         ranks = self._runtime.group(GroupKind.DP).ranks
         reports = dict(zip(ranks, agreed.reports, strict=True))
-        return (
-            self._other_gathers(reports)
-            or self._other_frozen(reports)
-            or next(filter(None, (self._drifted(kind, digests, reports) for kind in _HELD)), None)
-        )
+        wrong: Exception | None = None
+        # The different reports are looked at first, because they are few: nearly always there is no more to do.
+        if len({each.gather_digest for each in agreed.different}) > 1:
+            wrong = self._other_gathers(reports)
+        if wrong is None and len({each.exchange_digest for each in agreed.different}) > 1:
+            wrong = self._other_exchanges(reports)
+        if wrong is None and len({each.trained for each in agreed.different} - {b""}) > 1:
+            wrong = self._other_frozen(reports)
+        compared = {kind for each in agreed.different for kind in each.checksums}
+        for kind in _HELD:
+            if wrong is None and kind.value in compared:
+                wrong = self._drifted(kind, digests, reports)
+        return wrong
 
     def _other_gathers(self, reports: Mapping[int, ReplicaReport]) -> ShardingError | None:
         """The error if ranks of a shard group gathered different units, so that each took the other's shards for
@@ -483,11 +524,29 @@ class GradientReducer:
                 )
         return None
 
+    def _exchange_digest(self) -> int:
+        group = None if self._runtime.training is None else self._runtime.training.tensor_group
+        return 0 if group is None else int(group.take_digest())
+
+    def _other_exchanges(self, reports: Mapping[int, ReplicaReport]) -> TensorParallelError | None:
+        """The error if ranks of a TP group called distributed modules in different orders, so that each computed with
+        the other's activations of another module or microbatch; else None.
+        """
+        for group in self._runtime.topology.groups(GroupKind.TP):
+            digests = {rank: reports[rank].exchange_digest for rank in group if rank in reports}
+            other = next((rank for rank in digests if digests[rank] != digests[group[0]]), None)
+            if other is not None:
+                return TensorParallelError(
+                    f"tensor parallelism: in this step rank {other} called other distributed modules than rank "
+                    f"{group[0]}, of the same TP group, or for other microbatches first: each took the other's "
+                    "activations of one for those of another, and what they computed is worth nothing. No gradient was "
+                    "changed. Call the same modules in the same order on all ranks of a TP group, whatever their data"
+                )
+        return None
+
     def _other_frozen(self, reports: Mapping[int, ReplicaReport]) -> Exception | None:
         """The error if replicas do not train the same parameters: buckets are made of those."""
         trained = {rank: each.trained for rank, each in reports.items()}
-        if len(set(trained.values()) - {b""}) < 2:
-            return None
         names = list(self._by_name(dict.fromkeys(self._parameters, 0)))
         return drift.frozen(self._runtime, names, trained)
 
@@ -498,14 +557,16 @@ class GradientReducer:
         reports: Mapping[int, ReplicaReport],
     ) -> Exception | None:
         """The error if ranks differ in values that those of a group of this kind should hold alike; else None."""
-        checksums = {rank: each.checksums.get(kind) for rank, each in reports.items()}
+        name = kind.value
+        checksums = {rank: each.checksums.get(name) for rank, each in reports.items()}
+        all_groups = self._runtime.topology.groups(kind)
+        if not drift.differ(checksums, all_groups):
+            return None
         groups = [
             [rank for rank in group if checksums[rank] is not None]
-            for group in self._runtime.topology.groups(kind)
+            for group in all_groups
             if group[0] in checksums
         ]
-        if not drift.differ(checksums, groups):
-            return None
         own = self._by_name(digests.get(kind, {}))
         return drift.found(self._runtime, GroupKind.DP, _HELD[kind], own, groups)
 

@@ -12,7 +12,7 @@ import functools
 import math
 import operator
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -21,8 +21,9 @@ from smp_core import reduction
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import ShardingError, UnsupportedTrainingError
-from smp_core.torch.parameters import sharing
+from smp_core.torch.parameters import sharing, stand_ins
 from smp_core.torch.parameters.split import split_of
+from smp_core.torch.parameters.stand_ins import StandIn
 from smp_core.torch.precision.masters import Masters, multiply
 from smp_core.torch.reduction import drift, policy
 from smp_core.torch.reduction.collectives import Collectives
@@ -35,6 +36,10 @@ from smp_core.torch.sharding.eager_calls import EagerCalls, ShardedEagerCalls
 from smp_core.torch.sharding.sharded_parameter import ShardedParameter, describe, make_unit
 from smp_core.torch.sharding.units import groups
 from smp_core.torch.sharding.unsharding import Unsharded
+
+
+def _always(parameter: nn.Parameter) -> bool:
+    return True
 
 
 class ShardedModel:
@@ -235,22 +240,26 @@ class ShardedModel:
                 shard.parameter.data = shard.copy_from_full(shard.parameter)
 
     @contextlib.contextmanager
-    def full_tree(self, module: nn.Module, keep: bool = True) -> Iterator[None]:
+    def full_tree(
+        self, module: nn.Module, keep: Callable[[nn.Parameter], bool] = _always
+    ) -> Iterator[None]:
         """While entered, full parameters with their values stand in the tree, for torch's ``state_dict``.
         Every rank of the shard group calls it alike.
 
-        Without ``keep`` this rank only helps the others to them, and has zeros that take no memory.
+        Parameters that it does not ``keep`` this rank only helps the others to, and has zeros that take no memory.
         """
 
-        def value(parameter: nn.Parameter, shard: ShardedParameter) -> torch.Tensor:
+        def value(parameter: nn.Parameter) -> torch.Tensor | None:
+            shard = self.shard(parameter)
+            if shard is None:
+                return None
             (full,) = self.full_tensors([(parameter, parameter.data)])
-            return full if keep else full.new_zeros(()).expand(shard.shape)
+            return full if keep(parameter) else full.new_zeros(()).expand(shard.shape)
 
         self.reshard()
-        with loading.standing(module, self.shard, value) as stand_ins:
+        with stand_ins.standing(module, value) as standing:
             yield
-        for each in stand_ins:
-            each.copy_to_shard(look=False)
+        self._copy_to_shards(standing, look=False)
 
     @contextlib.contextmanager
     def loading_tree(self, module: nn.Module) -> Iterator[None]:
@@ -261,18 +270,26 @@ class ShardedModel:
         look at them, or change a part of them only: then every rank of the shard group calls this alike.
         Otherwise values are unspecified, and nothing is exchanged.
         """
-        special = loading.is_special(module)
+        special = stand_ins.is_special(module)
         self.reshard()
 
-        def value(parameter: nn.Parameter, shard: ShardedParameter) -> torch.Tensor:
+        def value(parameter: nn.Parameter) -> torch.Tensor | None:
+            shard = self.shard(parameter)
+            if shard is None:
+                return None
             if special:
                 return next(self.full_tensors([(parameter, parameter.data)]))
             return torch.empty_strided(shard.shape, shard.stride, dtype=parameter.dtype)
 
-        with loading.standing(module, self.shard, value) as stand_ins:
+        with stand_ins.standing(module, value) as standing:
             yield
-        for each in stand_ins:
-            each.copy_to_shard(look=special)
+        self._copy_to_shards(standing, look=special)
+
+    def _copy_to_shards(self, standing: Sequence[StandIn], look: bool) -> None:
+        for each in standing:
+            shard = self.shard(each.parameter)
+            assert shard is not None
+            loading.copy_to_shard(each, shard, look)
 
     # Clipping.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 
@@ -92,7 +92,9 @@ class WholeModel:
     def reshard(self) -> None:
         """Do nothing, since parameters stay whole."""
 
-    def full_tree(self, module: nn.Module, keep: bool = True) -> AbstractContextManager[None]:
+    def full_tree(
+        self, module: nn.Module, keep: Callable[[nn.Parameter], bool] | None = None
+    ) -> AbstractContextManager[None]:
         return _NOTHING
 
     def loading_tree(self, module: nn.Module) -> AbstractContextManager[None]:

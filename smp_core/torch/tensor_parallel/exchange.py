@@ -28,6 +28,7 @@ import torch
 from torch.autograd.function import FunctionCtx
 
 from smp_core import reduction
+from smp_core.errors import ArgumentError
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.execution import activity as activities
@@ -50,6 +51,23 @@ class TensorGroup:
         self._collectives = Collectives(runtime, GroupKind.TP, GroupKind.TP)
         self.size, self.rank = self._collectives.size, self._collectives.rank
         self.prescaled = runtime.config.prescaled_batch
+        self._digest = 0
+
+    def note(self, module: int) -> None:
+        """Note that the distributed module of this number is called. Calls outside of steps are not compared."""
+        if activities.current() is not None and not self._alone:
+            self._mix(module + 1)
+
+    def take_digest(self) -> int:
+        """A checksum of the distributed modules that were called in this step, and of the microbatches of exchanges, in
+        order; the next step's begins anew. Ranks of a TP group whose checksums differ have exchanged activations of
+        different modules or microbatches.
+        """
+        digest, self._digest = self._digest, 0
+        return digest
+
+    def _mix(self, number: int) -> None:
+        self._digest = (self._digest * 1_000_003 + number) % 2**61
 
     @property
     def traffic(self) -> Traffic:
@@ -92,6 +110,7 @@ class TensorGroup:
         activity = activities.current()
         if activity is None:
             return begin().result()
+        self._mix(activity.microbatch + 1)
         results: list[Tensor] = []
         activity.step_aside(lambda: results.append(begin().result()))
         return results[0]
@@ -107,9 +126,9 @@ def _sum(values: Tensor) -> Tensor:
 
 def _slice_channels(group: TensorGroup, x: Tensor) -> Tensor:
     if group.prescaled:
-        return x.chunk(group.size, dim=-1)[group.rank].contiguous()
+        return _slices(group, x)[group.rank].contiguous()
     # (B, ..., C) -> (t, B, ..., C / t) -> (t B, ..., C / t)
-    rows = torch.stack(x.chunk(group.size, dim=-1))
+    rows = torch.stack(_slices(group, x))
     return group.all_to_all(rows).flatten(0, 1)
 
 
@@ -127,6 +146,24 @@ def _sum_batch(group: TensorGroup, x: Tensor) -> Tensor:
 
 def _gather_batch(group: TensorGroup, x: Tensor) -> Tensor:
     return x if group.prescaled else group.all_gather(x.contiguous()).flatten(0, 1)
+
+
+def _gather_channels(group: TensorGroup, x: Tensor) -> Tensor:
+    return torch.cat(list(group.all_gather(x.contiguous())), dim=-1)
+
+
+def _sum_channels(group: TensorGroup, x: Tensor) -> Tensor:
+    return group.sum_rows(torch.stack(_slices(group, x)))
+
+
+def _sum_ranks(group: TensorGroup, x: Tensor) -> Tensor:
+    return group.all_reduce(x.contiguous())
+
+
+def _slices(group: TensorGroup, x: Tensor) -> tuple[Tensor, ...]:
+    """The slice of each rank: torch's ``chunk`` has too few where the channels are not divisible."""
+    check_divisible(x, group)
+    return x.chunk(group.size, dim=-1)
 
 
 def _batches(group: TensorGroup, x: Tensor) -> Tensor:
@@ -172,6 +209,32 @@ def _changed(x: Tensor, group: TensorGroup, there: _Change, back: _Change) -> Te
 # ---- What modules call ---------------------------------------------------------------------------
 
 
+def check_channels(module: str, x: Tensor, channels: int, name: str) -> None:
+    """Check, before the first exchange, that an input has the channels that a module is made for.
+
+    Ranks may wait for an activation of one that raises later. ``name`` is the module's name for the number. Raises
+    ArgumentError for another number, and for an input without a batch.
+    """
+    if x.dim() < 2:
+        raise ArgumentError(
+            f"{module}: the input is {list(x.shape)}, and ranks exchange batches: it must be (B, ..., {name})"
+        )
+    if x.shape[-1] != channels:
+        raise ArgumentError(
+            f"{module}: the input is {list(x.shape)}: its last axis has {x.shape[-1]} channels, and {name} is "
+            f"{channels}"
+        )
+
+
+def check_divisible(x: Tensor, group: TensorGroup) -> None:
+    """Check that the channels of an activation can be split. Raises ArgumentError."""
+    if x.shape[-1] % group.size:
+        raise ArgumentError(
+            f"tensor parallelism: an activation is {list(x.shape)}, and {x.shape[-1]} channels cannot be split over "
+            f"{group.size} tp ranks"
+        )
+
+
 def slice_channels(x: Tensor, group: TensorGroup) -> Tensor:
     """Local to sliced: an all-to-all, or, with ``prescaled_batch``, this rank's slice."""
     return _changed(x, group, _slice_channels, _merge_channels)
@@ -185,6 +248,26 @@ def merge_channels(x: Tensor, group: TensorGroup) -> Tensor:
 def sum_batch(x: Tensor, group: TensorGroup) -> Tensor:
     """Partial to local: a reduce-scatter, or, with ``prescaled_batch``, an all-reduce."""
     return _changed(x, group, _sum_batch, _gather_batch)
+
+
+def gather_batch(x: Tensor, group: TensorGroup) -> Tensor:
+    """Local to full: an all-gather, or, with ``prescaled_batch``, nothing. Gradients of full are partial."""
+    return _changed(x, group, _gather_batch, _sum_batch)
+
+
+def gather_channels(x: Tensor, group: TensorGroup) -> Tensor:
+    """Sliced to full: an all-gather. Gradients of full are partial."""
+    return _changed(x, group, _gather_channels, _sum_channels)
+
+
+def sum_channels(x: Tensor, group: TensorGroup) -> Tensor:
+    """Partial to sliced: a reduce-scatter."""
+    return _changed(x, group, _sum_channels, _gather_channels)
+
+
+def sum_ranks(x: Tensor, group: TensorGroup) -> Tensor:
+    """Partial to full: an all-reduce. Gradients of full are partial."""
+    return _changed(x, group, _sum_ranks, _sum_ranks)
 
 
 def gather_ids(ids: Tensor, group: TensorGroup) -> Tensor:

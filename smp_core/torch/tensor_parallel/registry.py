@@ -15,6 +15,7 @@ from typing import TypeVar
 from torch import nn
 
 from smp_core.errors import ArgumentTypeError
+from smp_core.torch.tensor_parallel.translation import Translation
 
 #: Positional and keyword arguments of a call.
 Arguments = tuple[tuple[object, ...], dict[str, object]]
@@ -41,6 +42,9 @@ class Registration:
         forward_hook: translates those of ``forward`` in the same way.
         return_hook: translates the value that ``distributed.forward`` returns; None if it is the same.
         arguments: reads the arguments of an instance's ``__init__``.
+        keeps: attributes of an instance that its distributed module takes over.
+        translation: gives the translation between the state of an instance and that of its distributed module; None if
+            keys and values are the same.
     """
 
     module: type[nn.Module]
@@ -49,15 +53,26 @@ class Registration:
     forward_hook: ArgumentsHook | None = None
     return_hook: ReturnHook | None = None
     arguments: Callable[[nn.Module], Arguments | None] = lambda module: vars(module).get(_ARGUMENTS)
+    keeps: tuple[str, ...] = ()
+    translation: Callable[[nn.Module], Translation] | None = None
 
 
 #: By class. Registrations are of the process, as classes are.
 _registrations: dict[type[nn.Module], Registration] = {}
 
+#: Functions that find registrations of classes which are not imported yet.
+FINDERS: list[Callable[[type[nn.Module]], Registration | None]] = []
+
 
 def registration_of(module: nn.Module) -> Registration | None:
     """The registration of a module's class; None if the class is not registered."""
-    return _registrations.get(type(module))
+    cls = type(module)
+    if cls not in _registrations:
+        for finder in FINDERS:
+            found = finder(cls)
+            if found is not None:
+                register(found)
+    return _registrations.get(cls)
 
 
 def options() -> frozenset[str]:

@@ -18,10 +18,12 @@ import torch
 from torch import nn
 
 from smp_core.torch.exceptions import IndivisibleError, UnsupportedTrainingError
+from smp_core.torch.parameters import creation
 from smp_core.torch.parameters.marking import Mark
 from smp_core.torch.parameters.split import mark_replaced
-from smp_core.torch.tensor_parallel import registry
+from smp_core.torch.tensor_parallel import registry, takeover
 from smp_core.torch.tensor_parallel.registry import Registration
+from smp_core.torch.tensor_parallel.translation import Translation
 from smp_core.torch.tensor_parallel.wishes import WISH, Wish
 
 log = logging.getLogger(__name__)
@@ -35,12 +37,16 @@ class Replacement:
 
     Attributes:
         replaced: the paths of the modules that were replaced.
+        translations: those of the states of replaced modules, by path.
         kept: the paths of the modules that stay although a script wished them to be distributed, with the reason.
+        lost: the paths of modules below replaced ones whose marks have no module to go to.
     """
 
     def __init__(self, root: nn.Module, kept_marks: tuple[Mark[int], ...] = ()) -> None:
         self.replaced: list[str] = []
         self.kept: dict[str, str] = {}
+        self.lost: list[str] = []
+        self.translations: dict[str, Translation] = {}
         self._marks = kept_marks
         #: How many modules of the tree hold each parameter, and how many parents each module has.
         self._holders = Counter(
@@ -98,21 +104,33 @@ class Replacement:
         elif arguments is None:
             self.kept[path] = "it was created before its class was registered"
         else:
-            if registration.init_hook is not None:
-                call = f"smp.tp_register: for module {path!r} the init_hook"
-                arguments = registry.translated(call, registration.init_hook, arguments)
-            args, kwargs = arguments
             taken = _options(registration.distributed, wish)
             try:
+                if registration.init_hook is not None:
+                    call = f"smp.tp_register: for module {path!r} the init_hook"
+                    arguments = registry.translated(call, registration.init_hook, arguments)
+                args, kwargs = arguments
                 with _made_like(module):
                     made = registration.distributed(*args, **{**kwargs, **taken})
             except (IndivisibleError, UnsupportedTrainingError) as error:
                 self.kept[path] = str(error)
                 return None
+            if _is_torchs(module) and _own_names(made) != _own_names(module):
+                self.kept[path] = "its parameters are not those of its class (weight_norm?)"
+                return None
+            translation = registration.translation and registration.translation(module)
+            unknown = takeover.freeze(made, module, translation)
+            if unknown is not None:
+                self.kept[path] = f"its frozen parameter {unknown!r} has no counterpart"
+                return None
             self._adopt(made, module, registration)
+            lost = takeover.carry_marks(made, module, translation, self._marks)
+            self.lost += [f"{path}.{each}" if path and each else path or each for each in lost]
             for parameter in module.parameters():
                 mark_replaced(parameter, path)
             self.replaced.append(path)
+            if translation is not None:
+                self.translations[path] = translation
             return made
         return None
 
@@ -128,26 +146,35 @@ class Replacement:
         return None
 
     def _adopt(self, made: nn.Module, module: nn.Module, registration: Registration) -> None:
-        """Give a distributed module the modes, marks and hooks of the place that it takes."""
+        """Give a distributed module the modes and hooks of the place that it takes."""
         made.train(module.training)
-        frozen = [not each.requires_grad for each in module.parameters()]
-        if frozen and all(frozen):
-            made.requires_grad_(False)
-        for mark in self._marks:
-            value = mark.of(module)
-            if value is not None:
-                for child in made.modules():
-                    mark.set(child, value)
+        for name in registration.keeps:
+            setattr(made, name, getattr(module, name))
         if registration.forward_hook is not None or registration.return_hook is not None:
             hooked = functools.partial(_hooked, made.forward, registration)
             vars(made)["forward"] = functools.update_wrapper(hooked, made.forward)
 
     def _tell(self) -> None:
+        if self.lost:
+            log.warning(
+                "tensor parallelism: partitions and activation checkpointing of these modules have no effect, because "
+                "the distributed module has no such module: %s",
+                ", ".join(self.lost),
+            )
         if self.kept:
             told = "; ".join(
                 f"{path or 'the model itself'}: {reason}" for path, reason in self.kept.items()
             )
             log.warning("tensor parallelism: not distributed: %s", told)
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    """Return whether the module's class is torch's own, whose distributed module has parameters of the same names."""
+    return type(module).__module__.startswith("torch.nn.")
+
+
+def _own_names(module: nn.Module) -> set[str]:
+    return {name for name, each in module._parameters.items() if each is not None}
 
 
 def _hooked(
@@ -171,16 +198,17 @@ def _options(distributed: type[nn.Module], wish: Wish) -> dict[str, object]:
 
 @contextlib.contextmanager
 def _made_like(module: nn.Module) -> Iterator[None]:
-    """While entered, new parameters have the dtype and the device of the module's."""
+    """While entered, new parameters have the dtype and the device of the module's, and are delayed if those are."""
     like = next((each for each in module.parameters() if each.is_floating_point()), None)
     if like is None:
         yield
         return
+    delayed = creation.is_on_tape(like)
     with _default_dtype:
         before = torch.get_default_dtype()
         torch.set_default_dtype(like.dtype)
         try:
-            with torch.device(like.device):
+            with creation.delayed() if delayed else torch.device(like.device):
                 yield
         finally:
             torch.set_default_dtype(before)

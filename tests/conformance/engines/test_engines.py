@@ -73,8 +73,9 @@ def test_a_third_partys_engine_is_tested_and_a_wrong_promise_fails(
         plugin=PROFILE,
     )
     assert (
-        "conformance: engine theirs claims all but pipeline, the SMP API, sharding, sharding blocks, "
-        "clipping, bf16, fp16, counted exchanges, replayed order" in right
+        "conformance: engine theirs claims all but pipeline, the SMP API, tensor parallelism, own batches, "
+        "sharding, sharding blocks, clipping, bf16, fp16, counted exchanges, replayed order"
+        in right
     )
     assert "=== exit 0" in right
     found = verdicts(tmp_path / "right.json")
@@ -90,6 +91,8 @@ def test_a_third_partys_engine_is_tested_and_a_wrong_promise_fails(
         "not_claimed": [
             "pipeline",
             "the SMP API",
+            "tensor parallelism",
+            "own batches",
             "sharding",
             "sharding blocks",
             "clipping",
@@ -112,8 +115,8 @@ def test_what_is_no_engine_ends_the_session_before_it_runs(
 ) -> None:
     (tmp_path / "mine.py").write_text(ENGINES)
     wrong = {
-        "nobody": "there is smp, ddp, fsdp2, hsdp; or give module:attribute",
-        "mine:": "there is smp, ddp, fsdp2, hsdp; or give module:attribute",
+        "nobody": "there is smp, ddp, fsdp2, hsdp, tp; or give module:attribute",
+        "mine:": "there is smp, ddp, fsdp2, hsdp, tp; or give module:attribute",
         "not.there:ENGINE": "cannot import not.there: ModuleNotFoundError: No module named 'not'",
         "mine:NOTHING": "module mine has no attribute 'NOTHING'",
         "mine:HALF": " has no capabilities, api, uses, replica, build",
@@ -136,12 +139,14 @@ def test_a_module_that_breaks_is_named() -> None:
 
 
 def test_those_of_this_project() -> None:
-    names = ["smp", "ddp", "fsdp2", "hsdp"]
+    names = ["smp", "ddp", "fsdp2", "hsdp", "tp"]
     assert {name: find_engine(name).name for name in BUILT_IN} == {name: name for name in names}
     assert find_engine("smp").capabilities == frozenset(EngineCapability)
     claims = {name: find_engine(name).capabilities for name in names}
     assert EngineCapability.SHARDING not in claims["ddp"]
     assert claims["hsdp"] - claims["fsdp2"] == {EngineCapability.BLOCKS}
+    assert [name for name in names if EngineCapability.TENSOR in claims[name]] == ["smp", "tp"]
+    assert EngineCapability.OWN_BATCHES not in claims["tp"]
     assert not any(claims[name] & {EngineCapability.REPLAYED} for name in names[1:])
 
 

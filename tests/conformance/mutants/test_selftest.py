@@ -55,7 +55,7 @@ def wrong_type(group=smp.WORLD):
 
 def loop(*_, **__):
     while True:
-        pass
+        time.sleep(0.01)
 
 @bug("their_nothing", "nothing is wrong")
 def _(patch):

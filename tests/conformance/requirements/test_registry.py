@@ -107,4 +107,4 @@ def test_every_capability_is_needed_and_none_alone_is_nothing() -> None:
 
 
 def test_the_levels_that_have_requirements() -> None:
-    assert {each.level for each in REQUIREMENTS.values()} == {*Level} - {Level.L4}
+    assert {each.level for each in REQUIREMENTS.values()} == {*Level}

@@ -111,6 +111,7 @@ _ALL: dict[str, SearchStrategy[Any]] = {
     "overflows": strategies.overflows(3),
     "schedules": strategies.schedules(),
     "sharded_trainings": strategies.sharded_trainings(4),
+    "tensor_trainings": strategies.tensor_trainings(4),
     "sharding_configurations": strategies.sharding_configurations(4),
     "trainings": strategies.trainings(4),
 }

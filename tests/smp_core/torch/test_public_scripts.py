@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import smp_core.torch as smp
 from pytest_smp.ranks.backends import open_backend
 from pytest_smp.ranks.protocols import Executor, ExecutorOptions, Job
 from smp_core.torch.exceptions import ReplicaDriftError, UnsupportedTrainingError
+from tests.smp_core.torch.checkpoint import tensor_runs
+from tests.smp_core.torch.sharding.checkpoint_models import equal, snapshot
 
 RANKS = 4
 PIPELINE = {
@@ -291,3 +294,31 @@ def test_the_forward_of_a_base_class(executor: Executor) -> None:
         expected = layer(expected) * 2
     for found in run(executor, original, PIPELINE):
         torch.testing.assert_close(found, expected.detach())
+
+
+@pytest.mark.parametrize("name", ["pp2tp2", "tp2sdp2fp16"])
+def test_checkpoints_with_tensor_parallelism(executor: Executor, tmp_path: Path, name: str) -> None:
+    """Training goes on from a partial checkpoint as if it had not stopped, and a full one is the plain module's."""
+
+    def saves() -> list[Any]:
+        script = tensor_runs.Run()
+        script.steps(0, 1)
+        script.save(tmp_path, "whole", partial=False)
+        script.save(tmp_path, "parts", user_content={"steps": 2})
+        whole = snapshot(script.model.state_dict())
+        return [whole, script.steps(2, 3), script.state()]
+
+    def goes_on() -> list[Any]:
+        script = tensor_runs.Run(seed=99)
+        assert smp.resume_from_checkpoint(tmp_path) == {"steps": 2}
+        return [script.steps(2, 3), script.state()]
+
+    config = tensor_runs.world(name)["config"]
+    saved = run(executor, saves, config)
+    for (_, *went_on), resumed in zip(saved, run(executor, goes_on, config), strict=True):
+        equal(resumed, went_on)
+    plain = tensor_runs.Net(7)
+    if "fp16" in name:
+        plain.half()
+    plain.load_state_dict(torch.load(tmp_path / "whole", weights_only=True))
+    equal(dict(plain.state_dict()), saved[0][0])

@@ -76,6 +76,7 @@ class RemoteFailure(NamedTuple):
         text: ``str`` of the exception.
         traceback: as text.
         api: the exception itself, pickled, if it is an error of this project: every rank raises a copy.
+        of_group: all ranks of the TP group have ended the step, so none waits for an activation of another.
     """
 
     pp_rank: int
@@ -87,6 +88,7 @@ class RemoteFailure(NamedTuple):
     text: str
     traceback: str
     api: bytes | None
+    of_group: bool = False
 
 
 class Failed(NamedTuple):

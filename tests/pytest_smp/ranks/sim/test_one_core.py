@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import errno
 import multiprocessing
 import os
 import subprocess
@@ -109,6 +110,76 @@ def test_threads_that_outlive_the_run_have_all_cores(run):
         assert (
             len(set(run(cores, 3).values)) == 1
         )  # the ranks' threads are on one core all the same
+
+
+def policy(thread=0):
+    return os.sched_getscheduler(thread)
+
+
+def test_rank_threads_and_no_others_are_scheduled_as_batch(run):
+    """A rank that is woken while another holds the interpreter lock would only sleep again."""
+    before = policy()
+
+    def body():
+        worker = []
+        thread = threading.Thread(target=lambda: worker.append(policy()))
+        thread.start()
+        thread.join()
+        return policy(), *worker
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert set(run(body).values) == {(os.SCHED_BATCH, os.SCHED_BATCH)}
+        assert run(lambda: pool.submit(policy).result(), 1).values == [os.SCHED_BATCH]
+        assert pool.submit(policy).result() == before
+    show = f"{sys.executable} -c 'import os; print(os.sched_getscheduler(0))'"
+    (text,) = run(lambda: subprocess.check_output(show, shell=True, text=True), 1).values
+    assert int(text) == before
+    assert run(policy).values == [os.SCHED_BATCH] * 4  # a rank that started a process is again
+    assert policy() == before
+
+
+def test_ranks_that_are_given_up_have_the_default_policy(run):
+    ids, over = [], threading.Event()
+
+    def body():
+        ids.append(threading.get_native_id())
+        while not over.is_set():
+            over.wait()  # catches what unwinds it, and goes on
+
+    try:
+        assert run(body, 1, timeout=0.2).verdict is VerdictKind.TIMED_OUT
+        assert policy(ids[0]) == policy()
+    finally:
+        over.set()
+
+
+@pytest.mark.parametrize("name", ["sched_getscheduler", "sched_setscheduler"])
+def test_a_system_without_policies_has_one_core_all_the_same(run, monkeypatch, name):
+    def refuses(*_):
+        raise OSError(errno.ENOSYS, "not implemented")
+
+    before = cores()
+    monkeypatch.setattr(os, name, refuses)
+    assert len(set(run(cores).values)) == 1
+    assert cores() == before
+
+
+@pytest.mark.parametrize("chosen", ["SCHED_BATCH", "SCHED_IDLE"])
+def test_a_policy_that_somebody_chose_is_left_alone(chosen):
+    """In a process of its own: no way leads back from SCHED_IDLE without a privilege."""
+    program = f"""
+import os, threading
+from pytest_smp.ranks.sim.one_core import OneCore
+os.sched_setscheduler(0, os.{chosen}, os.sched_param(0))
+over = threading.Event()
+thread = threading.Thread(target=over.wait)
+thread.start()
+with OneCore([thread]):
+    assert os.sched_getscheduler(thread.native_id) == os.{chosen}
+assert os.sched_getscheduler(0) == os.{chosen}
+over.set()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_thread_that_chose_its_cores_keeps_them(run):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import linecache
 import re
-import subprocess
-import sys
 import textwrap
 import traceback
 from collections.abc import Callable
@@ -90,7 +88,9 @@ def test_code_of_several_calls_in_full(program: Make) -> None:
         """)
 
 
-def test_code_runs_alone_by_pytest(program: Make, tmp_path: Path) -> None:
+def test_code_runs_alone_by_pytest(
+    program: Make, tmp_path: Path, apart_pytest: Callable[..., pytest.RunResult]
+) -> None:
     valid = program(
         2,
         {"operation": "all_to_all_single", "rows": ((1, 2), (0, 3)), "dtype": "complex64"},
@@ -99,17 +99,11 @@ def test_code_runs_alone_by_pytest(program: Make, tmp_path: Path) -> None:
     invalid = InvalidProgram(valid, ProgramFault("missing call", 1, 1))
     for name, each in (("valid", valid), ("invalid", invalid)):
         (tmp_path / f"test_{name}.py").write_text(each.code(), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    done = apart_pytest("-q", "-p", "no:cacheprovider", "-W", "error", folder=tmp_path)
+    assert done.parseoutcomes() == {"failed": 1, "passed": 1}
     (line,) = invalid.truth.lines
-    assert "DeadlockError" in done.stdout
-    assert f"test_invalid.py:{line} in test_program" in done.stdout
+    assert "DeadlockError" in str(done.stdout)
+    assert f"test_invalid.py:{line} in test_program" in str(done.stdout)
 
 
 def test_every_call_and_wait_has_a_line_of_its_own(program: Make) -> None:
@@ -134,7 +128,9 @@ def test_every_call_and_wait_has_a_line_of_its_own(program: Make) -> None:
     assert shown[1, "call", "send"] == "dist.recv(y2, 0)"
 
 
-def test_a_failing_property_prints_the_program_as_a_test_file(pytester: Any) -> None:
+def test_a_failing_property_prints_the_program_as_a_test_file(
+    pytester: Any, apart_pytest: Callable[..., pytest.RunResult]
+) -> None:
     pytester.makepyfile(
         """
         from hypothesis import given, settings, HealthCheck
@@ -146,7 +142,7 @@ def test_a_failing_property_prints_the_program_as_a_test_file(pytester: Any) -> 
             assert not any(step.operation == "reduce" for step in program.steps)
         """
     )
-    done = pytester.runpytest_subprocess("-q", "-p", "no:cacheprovider")
+    done = apart_pytest("-q", "-p", "no:cacheprovider")
     text = "\n".join(line.removeprefix("E       ") for line in done.outlines)
     code = text[text.index("import pytest\n") : text.index("check(x0, [1.0])")] + "check(x0, [1.0])"
     namespace: dict[str, Any] = {}
@@ -214,7 +210,9 @@ def test_one_bug_is_one_failure(
     )
 
 
-def test_the_examples_of_the_documentation_pass(tmp_path: Path) -> None:
+def test_the_examples_of_the_documentation_pass(
+    tmp_path: Path, apart_pytest: Callable[..., pytest.RunResult]
+) -> None:
     page = Path(__file__).parents[4] / "docs/programs.md"
     examples = re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S)
     assert len(examples) == 3
@@ -228,14 +226,8 @@ def test_the_examples_of_the_documentation_pass(tmp_path: Path) -> None:
     )
     for number, example in enumerate(examples):
         (tmp_path / f"test_{number}.py").write_text(example, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert "3 passed" in done.stdout, done.stdout + done.stderr
+    done = apart_pytest("-q", "-p", "no:cacheprovider", "-W", "error", folder=tmp_path)
+    assert done.parseoutcomes() == {"passed": 3}
 
 
 def test_the_code_of_the_documentation_is_what_is_printed(program: Make) -> None:

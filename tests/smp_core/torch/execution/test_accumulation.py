@@ -170,6 +170,10 @@ class Heard:
 
     def __init__(self) -> None:
         self.said: list[tuple[str, nn.Parameter, float | None]] = []
+        self.left: set[nn.Parameter] = set()  # of no use before the end
+
+    def takes(self, parameter: nn.Parameter) -> bool:
+        return parameter not in self.left
 
     def on_ready(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
         self.said.append(("ready", parameter, total.item()))
@@ -217,3 +221,15 @@ def test_a_listener_hears_when_the_microbatch_that_has_brought_nothing_is_closed
     assert heard.said == [("ready", last, 5.0)]
     ledger.close(1)
     assert heard.said[1:] == [("ready", first, 4.0)]
+
+
+def test_a_listener_is_not_given_totals_that_it_has_no_use_for() -> None:
+    taken, left, heard = parameter(), parameter(), Heard()
+    heard.left.add(left)
+    ledger = Ledger(1, heard)
+    for each in (taken, left):
+        ledger.expect(0, each)
+        ledger.add(0, each, torch.ones(1))
+    assert [each for _, each, _ in heard.said] == [taken]
+    ledger.close(0)
+    assert set(ledger.totals()) == {taken, left}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
 
 from smp_core import runtime
+from smp_core.topology import GroupKind
 from smp_core.torch.execution.agreement import DENSE, NONE, SPARSE, Agreement, ReplicaReport, agree
 
 
@@ -44,3 +46,32 @@ def test_the_failure_of_the_lowest_rank_is_that_of_all() -> None:
         Agreement((ReplicaReport(), ReplicaReport(failure="b"), ReplicaReport(failure="c"))).failure
         == "b"
     )
+
+
+@pytest.mark.smp(ranks=6)
+def test_a_rank_looks_at_each_different_report_once(smp: Any) -> None:
+    """In a world of n ranks, n reports on each of them are work that grows with the square of n."""
+    agreed = agree(runtime.current("test"), ReplicaReport(launched=smp.rank() % 2, late=(1,)))
+    assert [one.launched for one in agreed.reports] == [0, 1] * 3
+    assert agreed.different == (ReplicaReport(late=(1,)), ReplicaReport(launched=1, late=(1,)))
+    assert len({id(one) for one in agreed.reports}) == 2
+    assert (agreed.launched, agreed.late) == (1, (1,))
+
+
+def test_a_report_travels_whole() -> None:
+    report = ReplicaReport(
+        failure="f",
+        present=b"\1\2",
+        launched=3,
+        late=(1, 2),
+        joined=True,
+        microbatches=4,
+        fresh=False,
+        again=True,
+        gather_digest=5,
+        checksums={GroupKind.RDP.value: 6},
+        trained=b"\1",
+    )
+    travelled = pickle.loads(pickle.dumps(report))
+    assert travelled == report
+    assert travelled.checksums.get(GroupKind.RDP) == 6

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 
 import smp_core.torch as api
-from smp_core.torch.exceptions import CheckpointError
 
 CONFIG = {"tensor_parallel_degree": 2, "ddp": True}
 
@@ -181,6 +179,54 @@ def test_options_reach_the_modules_that_take_them(smp_world):
     assert smp_world.run(body, ranks=2, config=CONFIG) == [5.0] * 2
 
 
+class Pair(nn.Module):
+    """Two parameters, of which the distributed module has one by the same name."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.inner, self.factor = nn.Linear(size, size), nn.Parameter(torch.ones(1))
+
+
+class DistributedPair(api.nn.DistributedModule):
+    def __init__(self, size):
+        super().__init__()
+        self.inner = api.nn.DistributedLinear(size, size)
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+def test_frozen_parameters_stay_frozen(smp_world, caplog):
+    def body():
+        api.tp_register_with_module(Pair, DistributedPair)
+        with api.tensor_parallelism():
+            module = nn.ModuleDict(
+                {
+                    "linear": nn.Linear(4, 4),
+                    "table": nn.Embedding(4, 4),
+                    "pair": Pair(4),
+                    "odd": Pair(4),
+                    "whole": Pair(4),
+                }
+            )
+        for name in ("linear.weight", "table.weight", "pair.inner.bias", "odd.factor"):
+            module.get_parameter(name).requires_grad_(False)
+        module["whole"].requires_grad_(False)
+        model = api.DistributedModel(module)
+        kinds = {name: type(each).__name__ for name, each in model.module.items()}
+        assert kinds.pop("odd") == "Pair"
+        assert all(kind.startswith("Distributed") for kind in kinds.values())
+        return [name for name, each in model.module.named_parameters() if not each.requires_grad]
+
+    expected = [
+        "linear.weight",
+        "table.weight",
+        "pair.inner.bias",
+        "odd.factor",
+        *("whole.scale", "whole.inner.weight", "whole.inner.bias"),
+    ]
+    assert smp_world.run(body, ranks=2, config=CONFIG) == [expected] * 2
+    assert "odd: its frozen parameter 'factor' has no counterpart" in caplog.text
+
+
 @api.step
 def penalised(model, x):
     output = model(x).pow(3).sum()
@@ -226,22 +272,5 @@ def test_torchs_encoders_call_the_layers_in_their_fast_path_too(smp_world):
         called = model.module(x, src_key_padding_mask=mask)  # with gradients there is no fast path
         with torch.no_grad():
             assert torch.equal(model.module(x, src_key_padding_mask=mask), called)
-
-    smp_world.run(body, ranks=2, config=CONFIG)
-
-
-def test_parts_of_a_state_are_those_of_their_rank(smp_world):
-    def body():
-        with api.tensor_parallelism():
-            layer = nn.Linear(4, 4)
-        model = api.DistributedModel(layer)
-        own = model.local_state_dict()
-        assert own["_smp_is_partial"]
-        model.load_state_dict(own)
-        other = api.allgather(own, api.TP_GROUP)[1 - api.tp_rank()]
-        with pytest.raises(
-            CheckpointError, match=r"the state has slice \d of 2, and this rank has"
-        ):
-            model.load_state_dict(other)
 
     smp_world.run(body, ranks=2, config=CONFIG)

@@ -1,0 +1,106 @@
+"""Causal language models of Hugging Face: their calls and their registration, for a DistributedTransformerLMHead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from smp_core.torch.exceptions import UnsupportedTrainingError
+from smp_core.torch.nn.huggingface import calls
+from smp_core.torch.nn.huggingface.configuration import Configuration, of_config
+from smp_core.torch.nn.lm_head import DistributedTransformerLMHead
+from smp_core.torch.tensor_parallel.registry import Registration
+from smp_core.torch.tensor_parallel.translation import Translation
+
+#: Arguments of forward that change nothing while a model is trained.
+_WITHOUT_EFFECT = frozenset({"cache_position"})
+
+
+class CausalLanguageModel(DistributedTransformerLMHead):
+    """A DistributedTransformerLMHead that is called as Hugging Face's models are, and returns what they return.
+
+    Attributes:
+        config: the configuration of Hugging Face's model.
+    """
+
+    config: Configuration
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: torch.Tensor | None = None,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        return_dict: bool | None = None,
+        **options: object,
+    ) -> object:
+        """Scores, or hidden states, of this rank's samples; all ranks of the TP group call it.
+
+        Raises UnsupportedTrainingError for an argument that is not supported: caches, embeddings in the place of ids,
+        token types, masks of heads, and requests for attentions and hidden states, also those of the configuration.
+        ``use_cache`` of the configuration has no effect. With ``logits_to_keep`` scores are cut, and there is no loss.
+        """
+        name = type(self).__name__
+        calls.check_nothing_else(name, self.config, options, _WITHOUT_EFFECT)
+        keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        if labels is not None and not keeps_all:
+            raise UnsupportedTrainingError(
+                f"{name}: labels with logits_to_keep are not supported. Leave one of them out"
+            )
+        if input_ids is None:
+            raise UnsupportedTrainingError(f"{name}: input_ids are missing")
+        mask = calls.masked(attention_mask)
+        found = super().forward((input_ids, mask, None, position_ids, None))
+        assert isinstance(found, torch.Tensor)
+        loss = None
+        if labels is not None:
+            loss = self._loss(found, labels)
+            if num_items_in_batch is not None:
+                loss = _sum_of_losses(found, labels) / num_items_in_batch
+        if not keeps_all:
+            kept = (
+                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            )
+            found = found[:, kept]
+        if self.add_lm_head:
+            return calls.scores(self.config, loss, found, return_dict)
+        return calls.hidden_states(self.config, found, return_dict)
+
+
+def _sum_of_losses(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The sum of the losses of each label with the scores of the position before it; 0 if no label counts.
+
+    The caller divides by the number of labels in the whole batch, which a microbatch does not know.
+    """
+    if scores.dtype in (torch.float16, torch.bfloat16):
+        scores = scores.float()
+    return functional.cross_entropy(
+        scores[..., :-1, :].flatten(0, -2), labels[..., 1:].flatten(), reduction="sum"
+    )
+
+
+def registration(
+    cls: type[nn.Module],
+    arguments: Callable[[Configuration], dict[str, object]],
+    translation: Callable[[nn.Module], Translation],
+) -> Registration:
+    """The registration of a class of causal language models.
+
+    ``arguments`` gives those of a DistributedTransformerLMHead for a configuration, ``translation`` that of a module's
+    state.
+    """
+    return Registration(
+        cls,
+        CausalLanguageModel,
+        init_hook=lambda config: ((), arguments(config)),
+        forward_hook=calls.by_name(cls),
+        arguments=of_config,
+        keeps=("config",),
+        translation=translation,
+    )

@@ -1,0 +1,51 @@
+"""States of whole models, translated wherever they have modules of a family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from smp_core.errors import ArgumentError
+from smp_core.torch.parameters import slices
+from smp_core.torch.tensor_parallel.translation import Translation
+
+#: A state has this key, with the value true, if it is a rank's part of one.
+_PARTIAL = "_smp_is_partial"
+
+
+def to_ours(translation: Translation, state: Mapping[str, object]) -> dict[str, object]:
+    """The state with the keys of distributed modules.
+
+    Raises ArgumentError if it has none of the family, or is a part of a distributed model's.
+    """
+    found = _whole(state)
+    for prefix in _some(translation.prefixes(state)):
+        found = translation.to_ours(found, prefix)
+    return found
+
+
+def to_theirs(translation: Translation, state: Mapping[str, object]) -> dict[str, object]:
+    """The state with the keys of Hugging Face.
+
+    Raises ArgumentError if it has none of the family's distributed ones, or is a part of a distributed model's.
+    """
+    found = _whole(state)
+    for prefix in _some(translation.our_prefixes(state)):
+        found = translation.to_theirs(found, prefix)
+    return found
+
+
+def _whole(state: Mapping[str, object]) -> dict[str, object]:
+    if state.get(_PARTIAL, False) or slices.KEY in state:
+        raise ArgumentError(
+            "the state is a part of a distributed model's, whose tensors may be slices. Gather the whole first: "
+            "model.state_dict()"
+        )
+    return dict(state)
+
+
+def _some(prefixes: list[str]) -> list[str]:
+    if not prefixes:
+        raise ArgumentError(
+            "the state has no layer of this family: it is that of another model, in the other form, or a part"
+        )
+    return prefixes

@@ -1,0 +1,121 @@
+"""``smp.nn.DistributedTransformerOutputLayer``: the two linear layers after attention (API 1.10)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from smp_core.errors import ArgumentError
+from smp_core.torch.nn import hidden_states
+from smp_core.torch.nn.attention import (
+    Caller,
+    added,
+    check_layer_norms,
+    check_probability,
+    check_sizes,
+    hidden_states_of,
+    unpacked,
+)
+from smp_core.torch.nn.module import DistributedModule, configured
+from smp_core.torch.nn.parallel_linear import ColumnParallelLinear, RowParallelLinear
+from smp_core.torch.parameters.registration import Undivided
+
+Tensor = torch.Tensor
+
+#: The activations by name. SMP documents "gelu" and "relu"; the others are those of Hugging Face's models.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": functional.gelu,
+    "gelu_new": functools.partial(functional.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": functools.partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+    "silu": functional.silu,
+    "tanh": torch.tanh,
+}
+
+
+class DistributedTransformerOutputLayer(DistributedModule, Undivided):
+    """Two linear layers with an activation between them, dropout, residual addition and layer normalisation.
+
+    Args:
+        hidden_size: the number of channels of hidden states.
+        intermediate_size: the number of channels between the linear layers, which the degree divides.
+        hidden_dropout_prob: the probability with which a channel of the output is dropped.
+        activation: a name of ``ACTIVATIONS``.
+        layernorm_epsilon, initializer_range, use_normal_initialization, pre_layernorm, post_layernorm,
+            fp32_residual_addition, optimize: as those of DistributedAttentionLayer.
+        fused_bias_gelu: accepted; values are the same.
+
+    The input is ``(hidden_states,)`` or the tensor itself, ``(B, S, hidden_size)``, and so is the output.
+
+    Raises IndivisibleError, ArgumentError.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int = 1024,
+        intermediate_size: int = 4096,
+        hidden_dropout_prob: float = 0.1,
+        activation: str = "gelu",
+        layernorm_epsilon: float = 1e-5,
+        initializer_range: float = 0.02,
+        use_normal_initialization: bool = False,
+        pre_layernorm: bool = False,
+        post_layernorm: bool = True,
+        fp32_residual_addition: bool = False,
+        fused_bias_gelu: bool = False,
+        optimize: str | None = None,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        check_layer_norms(name, pre_layernorm, post_layernorm)
+        check_probability(name, "hidden_dropout_prob", hidden_dropout_prob)
+        check_sizes(name, hidden_size=hidden_size, intermediate_size=intermediate_size)
+        if activation not in ACTIVATIONS:
+            raise ArgumentError(
+                f"{name}: activation must be one of {', '.join(sorted(ACTIVATIONS))}, not {activation!r}"
+            )
+        self.layout = hidden_states.layout_of(configured(optimize), self.tp_size)
+        self.slice_size("intermediate_size", intermediate_size)
+        if self.layout.splits_channels:
+            self.slice_size("hidden_size", hidden_size)
+        self.hidden_size = hidden_size
+        self.activation, self.hidden_dropout_prob = activation, hidden_dropout_prob
+        self.fp32_residual_addition = fp32_residual_addition
+        std = initializer_range if use_normal_initialization else None
+        norms = [
+            self.layout.layer_norm(hidden_size, layernorm_epsilon) if has else None
+            for has in (pre_layernorm, post_layernorm)
+        ]
+        self.pre_layernorm, self.layernorm = norms
+        self.dense1 = ColumnParallelLinear(hidden_size, intermediate_size, True, std)
+        self.dense2 = RowParallelLinear(intermediate_size, hidden_size, True, self.layout, std)
+
+    def forward(self, inputs: Tensor | tuple[object, ...]) -> Tensor:
+        """The output of this rank's samples; all ranks of the TP group call it."""
+        caller, (given,) = unpacked(self, (inputs,) if isinstance(inputs, Tensor) else inputs, 1)
+        hidden = hidden_states_of(self, caller, "hidden_states", given)
+        if caller is Caller.BRANCH:
+            return self.projected(hidden)
+        if caller is Caller.BLOCK:
+            return self.block(hidden)
+        group = self.group() if self.tp_size > 1 else None
+        output = self.block(self.layout.enter(hidden, group))
+        return self.layout.leave(output, group).to(hidden.dtype)
+
+    def block(self, hidden: Tensor) -> Tensor:
+        """The layer in the layout of its hidden states."""
+        before = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
+        output = added(hidden, self.projected(before), self.fp32_residual_addition)
+        if self.layernorm is not None:
+            output = self.layernorm(output)
+        return output
+
+    def projected(self, hidden: Tensor) -> Tensor:
+        """The linear layers and dropout, without residual."""
+        group = self.group() if self.tp_size > 1 else None
+        (columns,) = self.layout.columns(hidden, (self.dense1,), group)
+        output = self.dense2.summed(ACTIVATIONS[self.activation](columns), group)
+        return self.layout.dropout(output, self.hidden_dropout_prob, self.training, group)

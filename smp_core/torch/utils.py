@@ -1,0 +1,26 @@
+"""``smp.utils``: functions that public scripts import from the library's inside (API 1.1)."""
+
+from __future__ import annotations
+
+import torch
+
+from smp_core.errors import ArgumentTypeError
+from smp_core.torch.parameters.split import split_of
+
+__all__ = ["get_distribution_axis"]
+
+
+def get_distribution_axis(param: torch.Tensor) -> int | None:
+    """The axis along which each tp rank has a slice of the parameter; None for one that each rank holds whole.
+
+    ``torch.cat(smp.allgather(param, smp.TP_GROUP), axis)`` is the full parameter. Masters of 16-bit runs have their
+    axis in ``optimizer.master_distribution_axis``. (INF, API 1.1: the sources name the function and its argument.)
+
+    Raises ArgumentTypeError for a value that is no tensor.
+    """
+    if not isinstance(param, torch.Tensor):
+        raise ArgumentTypeError(
+            f"smp.utils.get_distribution_axis: param is a {type(param).__name__}, not a parameter"
+        )
+    split = split_of(param)
+    return None if split is None else split.axis
