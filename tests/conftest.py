@@ -83,6 +83,29 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Fail a test that leaves torch's process-wide state changed: every later test of the worker would see it."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    for what, now, default, restore in (
+        ("default dtype", torch.get_default_dtype(), torch.float32, torch.set_default_dtype),
+        ("gradient mode", torch.is_grad_enabled(), True, torch.set_grad_enabled),
+        (
+            "choice of deterministic algorithms",
+            torch.are_deterministic_algorithms_enabled(),
+            False,
+            torch.use_deterministic_algorithms,
+        ),
+    ):
+        if now != default:
+            restore(default)
+            pytest.fail(
+                f"{item.nodeid} leaves torch's {what} at {now}, not {default}", pytrace=False
+            )
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_ci() -> Iterator[None]:
     """Let the sessions of pytest inside tests print the same everywhere.

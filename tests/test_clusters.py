@@ -38,10 +38,12 @@ WORD = 8  # bytes of a float64
 
 
 @pytest.fixture
-def clusters(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def clusters(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The module of the example. Scripts are no part of what is installed."""
     monkeypatch.syspath_prepend(ROOT)
-    return importlib.import_module("examples.clusters.train")
+    before = torch.get_default_dtype()
+    yield importlib.import_module("examples.clusters.train")
+    torch.set_default_dtype(before)  # its `plain` sets another, as a script may
 
 
 @pytest.fixture
