@@ -41,6 +41,7 @@ FUNCTIONS: Mapping[str, tuple[str, int]] = {
     "Topology.rank_of": (_LATER, 22),
     "Topology.groups": (_LATER, 2),
     "Topology.global_batch": (_LATER, 5),
+    "allgather_alike": (_LATER, 6),
     "get_pp_group": (_UNDOCUMENTED, 3),
     "get_rdp_group": (_UNDOCUMENTED, 3),
     "_short": (_CULPRIT, 9),

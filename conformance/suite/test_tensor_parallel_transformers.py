@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import given
 from torch import Tensor, nn
@@ -80,11 +81,22 @@ def near(what: str, value: Tensor, coarse: Tensor, truth: Tensor, scale: float) 
 
 @requirement("TP-TRANSFORMER")
 @given(data=st.data())
-@trials(12)
+@trials(8)
 def test_a_layer_is_that_of_one_process(
     smp_world: SmpWorld, smp_engine: str, data: st.DataObject
 ) -> None:
     agree(smp_world, data.draw(layers(smp_world.ranks), "case"))
+
+
+@requirement("TP-TRANSFORMER")
+@given(data=st.data())
+@trials(4)
+def test_each_sample_has_its_own_mask(
+    smp_world: SmpWorld, smp_engine: str, data: st.DataObject
+) -> None:
+    drawn = data.draw(layers(smp_world.ranks), "case")
+    length = max(3, drawn.length)
+    agree(smp_world, dataclasses.replace(drawn, prescaled=False, padded=True, length=length))
 
 
 @requirement("TP-OPTIMIZE")
@@ -141,13 +153,15 @@ def bytes_held(case: LayerCase) -> tuple[list[int], int]:
 
 
 @requirement("TP-DROPOUT")
+@pytest.mark.parametrize("prescaled", [False, True])
 @given(data=st.data())
-@trials(6)
+@trials(3)
 def test_dropout_follows_the_split(
-    smp_world: SmpWorld, smp_engine: str, data: st.DataObject
+    smp_world: SmpWorld, smp_engine: str, prescaled: bool, data: st.DataObject
 ) -> None:
-    case = data.draw(layers(smp_world.ranks), "case")
-    case = dataclasses.replace(case, channels=32 * case.degree, rows=2, length=4)
+    drawn = data.draw(layers(smp_world.ranks), "case")
+    sizes = {"channels": 32 * drawn.degree, "rows": 2, "length": 4}
+    case = dataclasses.replace(drawn, prescaled=prescaled, **sizes)
     found = smp_world.run(masks, case, ranks=case.ranks, config=case.config)
     for rank, kept in enumerate(found):
         parts = {part.numpy().tobytes() for part in kept.chunk(case.degree, -1)}
