@@ -160,7 +160,7 @@ def test_dropout_follows_the_split(
     smp_world: SmpWorld, smp_engine: str, prescaled: bool, data: st.DataObject
 ) -> None:
     drawn = data.draw(layers(smp_world.ranks), "case")
-    sizes = {"channels": 32 * drawn.degree, "rows": 2, "length": 4}
+    sizes: dict[str, Any] = {"channels": 32 * drawn.degree, "rows": 2, "length": 4}
     case = dataclasses.replace(drawn, prescaled=prescaled, **sizes)
     found = smp_world.run(masks, case, ranks=case.ranks, config=case.config)
     for rank, kept in enumerate(found):
