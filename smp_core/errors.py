@@ -49,6 +49,14 @@ class AlreadyInitializedError(SmpError, RuntimeError):
     """Raised when ``smp.init`` is called again with a different configuration."""
 
 
+class ImportNameError(SmpError, ModuleNotFoundError):
+    """Raised when a script imports a module of ``smdistributed`` that is not here (import_names.py)."""
+
+
+class RealInstallationError(SmpError, ImportError):
+    """Raised when SMP's import names are asked for, and another ``smdistributed`` has them."""
+
+
 class ArgumentTypeError(SmpError, TypeError):
     """Raised when an argument of a call is of a type that the call does not take."""
 

@@ -1,0 +1,131 @@
+"""SMP's own import names, ``smdistributed.modelparallel.torch`` and its like, for modules of this package (API 1.1).
+
+A script that was written for SMP imports ``smdistributed``. After ``install_import_names()`` its imports give the very
+modules that ``import smp_core.torch`` gives: a name is an entry of ``sys.modules`` beside that of the module, so no
+module is executed twice and each class exists once. Nothing is imported before the script imports it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from smp_core.errors import ImportNameError, RealInstallationError
+
+__all__ = ["install_import_names", "remove_import_names"]
+
+_ROOT = "smdistributed"
+_SMP = "smdistributed.modelparallel"
+
+#: The packages above the modules, which are made, with their attributes. Clients compare ``__version__`` with 1.10 and
+#: 1.15, the last one with news of the API that is described.
+PACKAGES: Mapping[str, Mapping[str, object]] = {
+    _ROOT: {},
+    _SMP: {"__version__": "1.15.0"},
+    f"{_SMP}.backend": {},
+}
+
+#: The modules of this package by import name, each below those that it is in.
+MODULES: Mapping[str, str] = {
+    f"{_SMP}.backend.exceptions": "smp_core.errors",
+    f"{_SMP}.torch": "smp_core.torch",
+    **{
+        f"{_SMP}.torch.{name}": f"smp_core.torch.{name}"
+        for name in (
+            "amp",
+            "exceptions",
+            "model",
+            "nn",
+            "nn.huggingface",
+            "nn.huggingface.bert",
+            "nn.huggingface.gpt2",
+            "nn.huggingface.gptj",
+            "nn.huggingface.gptneo",
+            "nn.huggingface.roberta",
+            "patches",
+            "patches.checkpoint",
+            "state_mod",
+            "step",
+            "utils",
+        )
+    },
+}
+
+#: The import names of parts that are not written yet, with the reason.
+ABSENT: Mapping[str, str] = {
+    f"{_SMP}.tensorflow": "the TensorFlow API is not there yet. PyTorch's is smdistributed.modelparallel.torch",
+    f"{_ROOT}.dataparallel": "the data parallel library (SMDDP) is not there yet. Use torch.distributed with another "
+    "backend, such as gloo",
+}
+
+
+class _Names(MetaPathFinder, Loader):
+    """Finds the import names, and no other; imports of ``smdistributed`` go no further than here."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name.partition(".")[0] != _ROOT:
+            return None
+        if name in PACKAGES or name in MODULES:
+            return ModuleSpec(name, self, is_package=name in PACKAGES)
+        # The next finder would look into the folder of the module above, and load ours a second time.
+        reason = ABSENT.get(name, "there is no such module here. See docs/spec/api.md#1.1")
+        raise ImportNameError(f"{name}: {reason}")
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        if name in PACKAGES:
+            vars(module).update(PACKAGES[name])
+            return
+        # With all below it: an import of torch.step alone would make smp.step, the decorator, the module.
+        below = [each for each in MODULES if f"{each}.".startswith(f"{name}.")]
+        sys.modules.update({each: importlib.import_module(MODULES[each]) for each in below})
+
+
+def install_import_names() -> None:
+    """Have imports of ``smdistributed.modelparallel`` give the modules of this package, in this process, until
+    ``remove_import_names()``. Installing twice is the same as once.
+
+    Raises RealInstallationError, and changes nothing, if there is another ``smdistributed``: imported, installed, or a
+    folder of that name on ``sys.path``.
+    """
+    if any(isinstance(finder, _Names) for finder in sys.meta_path):
+        return
+    place = _another()
+    if place is not None:
+        raise RealInstallationError(
+            f"smp_core.install_import_names: there is another {_ROOT} already: {place}. Remove it, or take an "
+            "environment without it; or import smp_core.torch as smp in the script"
+        )
+    sys.meta_path.insert(0, _Names())
+
+
+def remove_import_names() -> None:
+    """Take the import names back; modules that were imported by them stay what they are. Without them, do nothing."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Names)]
+    if _is_ours(sys.modules.get(_ROOT)):
+        for name in (*PACKAGES, *MODULES):
+            sys.modules.pop(name, None)
+
+
+def _is_ours(module: ModuleType | None) -> bool:
+    return isinstance(getattr(module, "__loader__", None), _Names)
+
+
+def _another() -> str | None:
+    """The place of a ``smdistributed`` that is not of this module, in words; None if there is none."""
+    module = sys.modules.get(_ROOT)
+    if _is_ours(module):
+        return None  # the finder alone was taken out of sys.meta_path
+    if module is not None:
+        return f"{module!r} has been imported"
+    spec = importlib.util.find_spec(_ROOT)
+    if spec is None:
+        return None
+    return spec.origin or ", ".join(spec.submodule_search_locations or ()) or repr(spec)
