@@ -16,7 +16,8 @@ from smp_core.torch.execution import batches
 from smp_core.torch.nn import (
     attention,
     attention_scores,
-    hidden_states,
+    block,
+    hidden_layout,
     layer_norm,
     output_layer,
     transformer,
@@ -71,11 +72,11 @@ def tf_masks_mark_what_is_kept(patch: Patch) -> None:
     """1 in a mask means a position that is attended to"""
     original = attention_scores.as_scores
 
-    def as_scores(mask: Tensor, batch: int) -> Tensor:
-        found = original(mask, batch)
+    def as_scores(name: str, mask: Tensor, batch: int) -> Tensor:
+        found = original(name, mask, batch)
         return found if found.is_floating_point() else found == 0
 
-    patch.setattr(attention, "as_scores", as_scores)
+    patch.setattr(block, "as_scores", as_scores)
 
 
 @BUGS.enter("TP-TRANSFORMER")
@@ -88,7 +89,7 @@ def tf_masks_of_the_own_batch(patch: Patch) -> None:
         own = group is None or group.prescaled
         return mask if own else mask.repeat(group.size, 1, 1, 1)  # type: ignore[union-attr]
 
-    for module in (attention, transformer):
+    for module in (block, transformer):
         patch.setattr(module, "whole_mask", whole_mask)
 
 
@@ -109,12 +110,12 @@ def tf_slopes_of_the_first_heads(patch: Patch) -> None:
 @BUGS.enter("TP-TRANSFORMER")
 def tf_cross_attention_to_itself(patch: Patch) -> None:
     """keys and values of cross-attention are those of the hidden states"""
-    original = DistributedAttentionLayer.attended
+    original = DistributedAttentionLayer.branch
 
-    def attended(self: Any, hidden: Tensor, cross: Any, mask: Any) -> Any:
+    def branch(self: Any, hidden: Tensor, cross: Any, mask: Any) -> Any:
         return original(self, hidden, cross if cross is None else hidden, mask)
 
-    patch.setattr(DistributedAttentionLayer, "attended", attended)
+    patch.setattr(DistributedAttentionLayer, "branch", branch)
 
 
 # ---- Blocks --------------------------------------------------------------------------------------
@@ -138,12 +139,12 @@ def tf_bias_of_each_rank(patch: Patch) -> None:
 def tf_residual_of_normalised_input(patch: Patch) -> None:
     """the residual is what the layer normalisation before a block gave"""
 
-    def block(self: Any, hidden: Tensor) -> Any:
+    def normalised(self: Any, hidden: Tensor, *_: Any) -> Any:
         before = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
-        output = before + self.projected(before)
+        output = before + self.branch(before)
         return output if self.layernorm is None else self.layernorm(output)
 
-    patch.setattr(DistributedTransformerOutputLayer, "block", block)
+    patch.setattr(DistributedTransformerOutputLayer, "block", normalised)
 
 
 @BUGS.enter("TP-TRANSFORMER")
@@ -162,8 +163,8 @@ def tf_parallel_blocks_one_after_the_other(patch: Patch) -> None:
         if not self.parallel_attn_output:
             return original(self, hidden, cross, mask, cross_mask)
         first = self.attention.pre_layernorm
-        hidden = hidden + self.attention.attended(first(hidden), None, mask)
-        return hidden + self.output.projected(first(hidden))
+        hidden = hidden + self.attention.branch(first(hidden), None, mask)
+        return hidden + self.output.branch(first(hidden))
 
     patch.setattr(DistributedTransformerLayer, "_block", _block)
 
@@ -239,7 +240,7 @@ def tf_gradients_of_gathered_batches_stay_partial(patch: Patch) -> None:
 @BUGS.enter("TP-TRANSFORMER")
 def tf_gradients_of_a_bias_of_one_row(patch: Patch) -> None:
     """the bias of a split linear layer gets the gradient of the first sample"""
-    original = hidden_states._GatheredLinears.backward
+    original = hidden_layout._GatheredLinears.backward
 
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         found = list(original(ctx, *gradients))
@@ -249,13 +250,13 @@ def tf_gradients_of_a_bias_of_one_row(patch: Patch) -> None:
                 found[place] = gradient[0].flatten(0, -2).sum(0)
         return tuple(found)
 
-    patch.setattr(hidden_states._GatheredLinears, "backward", staticmethod(backward))
+    patch.setattr(hidden_layout._GatheredLinears, "backward", staticmethod(backward))
 
 
 @BUGS.enter("TP-OPTIMIZE")
 def tf_memory_is_speed(patch: Patch) -> None:
     """optimize="memory" does what "speed" does"""
-    patch.setattr(hidden_states, "LAYOUTS", dict.fromkeys(("speed", "memory"), hidden_states.LOCAL))
+    patch.setattr(hidden_layout, "LAYOUTS", dict.fromkeys(("speed", "memory"), hidden_layout.LOCAL))
 
 
 @BUGS.enter("TP-OPTIMIZE")
@@ -266,7 +267,7 @@ def tf_gathered_channels_are_kept(patch: Patch) -> None:
         full = exchange.gather_channels(hidden, group)
         return [functional.linear(full, each.weight, each.bias) for each in linears]
 
-    patch.setattr(hidden_states._Sliced, "columns", columns)
+    patch.setattr(hidden_layout._Sliced, "columns", columns)
 
 
 # ---- Random numbers ------------------------------------------------------------------------------

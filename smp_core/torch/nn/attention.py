@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import enum
-from typing import Protocol
 
 import torch
-from torch import nn
 
 from smp_core.errors import ArgumentError
-from smp_core.torch.nn import hidden_states
-from smp_core.torch.nn.attention_scores import alibi_slopes, as_scores, attend, rotated
-from smp_core.torch.nn.module import DistributedModule, configured
+from smp_core.torch.nn.attention_scores import alibi_slopes, attend, rotated, rotation
+from smp_core.torch.nn.block import (
+    Caller,
+    TransformerBlock,
+    check_length,
+    check_probability,
+    check_sizes,
+    checked_mask,
+    hidden_states_of,
+    optional,
+    unpacked,
+)
 from smp_core.torch.nn.parallel_linear import ColumnParallelLinear, RowParallelLinear
-from smp_core.torch.parameters.registration import Undivided
-from smp_core.torch.tensor_parallel import exchange, random_stream
-from smp_core.torch.tensor_parallel.exchange import TensorGroup
+from smp_core.torch.tensor_parallel import random_stream
 
 Tensor = torch.Tensor
 
 
-class DistributedAttentionLayer(DistributedModule, Undivided):
+class DistributedAttentionLayer(TransformerBlock):
     """Attention, its output's linear layer, dropout, residual addition and layer normalisation.
 
     Args:
@@ -86,16 +90,21 @@ class DistributedAttentionLayer(DistributedModule, Undivided):
         use_attn_dense_bias: bool = True,
         optimize: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(
+            hidden_size=hidden_size,
+            hidden_dropout_prob=hidden_dropout_prob,
+            layernorm_epsilon=layernorm_epsilon,
+            pre_layernorm=pre_layernorm,
+            post_layernorm=post_layernorm,
+            fp32_residual_addition=fp32_residual_addition,
+            optimize=optimize,
+        )
         name = type(self).__name__
-        check_layer_norms(name, pre_layernorm, post_layernorm)
         check_probability(name, "attention_dropout_prob", attention_dropout_prob)
-        check_probability(name, "hidden_dropout_prob", hidden_dropout_prob)
         check_sizes(
             name,
             num_attention_heads=num_attention_heads,
             attention_head_size=attention_head_size,
-            hidden_size=hidden_size,
             causal_mask_size=causal_mask_size,
             window_size=window_size,
             **{"layer_idx + 1": layer_idx + 1},
@@ -114,24 +123,14 @@ class DistributedAttentionLayer(DistributedModule, Undivided):
             raise ArgumentError(
                 f"{name}: window_size = {window_size} is of causal attention. Pass causal_mask_size, too"
             )
-        self.layout = hidden_states.layout_of(configured(optimize), self.tp_size)
         self.heads = self.slice_size("num_attention_heads", num_attention_heads)
-        if self.layout.splits_channels:
-            self.slice_size("hidden_size", hidden_size)
-        self.hidden_size = hidden_size
-        self.num_attention_heads, self.attention_head_size = (
-            num_attention_heads,
-            attention_head_size,
-        )
-        self.attention_dropout_prob, self.hidden_dropout_prob = (
+        self.num_attention_heads = num_attention_heads
+        self.attention_head_size = attention_head_size
+        self.attention_dropout_prob, self.attention_in_fp32 = (
             attention_dropout_prob,
-            hidden_dropout_prob,
+            attention_in_fp32,
         )
         self.cross_attention, self.causal_mask_size = cross_attention, causal_mask_size
-        self.attention_in_fp32, self.fp32_residual_addition = (
-            attention_in_fp32,
-            fp32_residual_addition,
-        )
         self.window_size, self.rotary_dim = window_size, rotary_dim
         scale = attention_head_size**-0.5 if scale_attention_scores else 1.0
         self.scale = scale / (layer_idx + 1) if scale_attn_by_layer_idx else scale
@@ -141,11 +140,6 @@ class DistributedAttentionLayer(DistributedModule, Undivided):
             self.slopes = slopes[self.tp_rank * self.heads :][: self.heads]
         std = initializer_range if use_normal_initialization else None
         channels = num_attention_heads * attention_head_size
-        norms = [
-            self.layout.layer_norm(hidden_size, layernorm_epsilon) if has else None
-            for has in (pre_layernorm, post_layernorm)
-        ]
-        self.pre_layernorm, self.layernorm = norms
         self.query = ColumnParallelLinear(hidden_size, channels, use_qkv_bias, std)
         self.key = ColumnParallelLinear(hidden_size, channels, use_qkv_bias, std)
         self.value = ColumnParallelLinear(hidden_size, channels, use_qkv_bias, std)
@@ -153,46 +147,35 @@ class DistributedAttentionLayer(DistributedModule, Undivided):
 
     def forward(self, inputs: tuple[object, ...]) -> Tensor:
         """The output of this rank's samples; all ranks of the TP group call it."""
-        count = 3 if self.cross_attention else 2
+        count, what = 3 if self.cross_attention else 2, "attention_mask"
         caller, (given, *rest) = unpacked(self, inputs, count)
         other, given_mask = rest if self.cross_attention else (None, rest[0])
         hidden = hidden_states_of(self, caller, "hidden_states", given)
         cross = None
         if self.cross_attention:
             cross = hidden_states_of(self, caller, "cross_states", other)
-        if caller is Caller.BRANCH:
-            return self.attended(hidden, cross, mask_of(given_mask))
-        if caller is Caller.BLOCK:
-            return self.block(hidden, cross, mask_of(given_mask))
+        if caller is not Caller.ALONE:
+            return self.inside(caller, hidden, cross, optional(self, what, given_mask))
         keys = hidden.shape[1] if cross is None else cross.shape[1]
-        mask = checked_mask(self, given_mask, hidden, keys, self.num_attention_heads)
-        self._check_length(hidden.shape[1])
-        group = self.group() if self.tp_size > 1 else None
-        mask = whole_mask(mask, group)
-        entered = self.layout.enter(hidden, group)
-        cross = None if cross is None else self.layout.enter(cross, group)
-        return self.layout.leave(self.block(entered, cross, mask), group).to(hidden.dtype)
+        mask = checked_mask(self, what, given_mask, hidden, keys, self.num_attention_heads)
+        check_length(self, hidden.shape[1], self.causal_mask_size)
+        return self.outside(hidden, cross, mask)
 
-    def block(self, hidden: Tensor, cross: Tensor | None, mask: Tensor | None) -> Tensor:
-        """The layer in the layout of its hidden states, with a mask for the whole batch."""
-        before = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
-        output = added(hidden, self.attended(before, cross, mask), self.fp32_residual_addition)
-        if self.layernorm is not None:
-            output = self.layernorm(output)
-        return output
-
-    def attended(self, hidden: Tensor, cross: Tensor | None, mask: Tensor | None) -> Tensor:
-        """Attention, linear layer and dropout, without residual."""
-        group = self.group() if self.tp_size > 1 else None
+    def branch(
+        self, hidden: Tensor, cross: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """Attention, linear layer and dropout, without layer normalisation and residual."""
+        group = self.group_or_none()
         if cross is None:
             columns = self.layout.columns(hidden, (self.query, self.key, self.value), group)
         else:
             columns = self.layout.columns(hidden, (self.query,), group)
             columns += self.layout.columns(cross, (self.key, self.value), group)
         query, key, value = (self._by_head(each) for each in columns)
-        self._check_length(query.shape[-2])
+        check_length(self, query.shape[-2], self.causal_mask_size)
         if self.rotary_dim is not None:
-            query, key = rotated(query, self.rotary_dim), rotated(key, self.rotary_dim)
+            by = rotation(query, self.rotary_dim)
+            query, key = rotated(query, by), rotated(key, by)
         dtype = value.dtype
         if self.attention_in_fp32 and dtype in (torch.float16, torch.bfloat16):
             query, key, value = query.float(), key.float(), value.float()
@@ -228,126 +211,7 @@ class DistributedAttentionLayer(DistributedModule, Undivided):
             return mask
         return mask[:, self.tp_rank * self.heads :][:, : self.heads]
 
-    def _check_length(self, length: int) -> None:
-        if self.causal_mask_size is not None and length > self.causal_mask_size:
-            raise ArgumentError(
-                f"{type(self).__name__}: a sequence of {length} is longer than causal_mask_size = "
-                f"{self.causal_mask_size}"
-            )
-
-
-def whole_mask(mask: Tensor | None, group: TensorGroup | None) -> Tensor | None:
-    """A mask of this rank's samples with four axes (``checked_mask``), for those of the whole TP group."""
-    if mask is None or group is None:
-        return mask
-    return exchange.gather_batch(mask, group)
-
-
-class HoldsHiddenStates(Protocol):
-    """A module that takes hidden states."""
-
-    hidden_size: int
-    tp_size: int
-    layout: hidden_states.HiddenLayout
-
-
-class Caller(enum.Enum):
-    """The caller of a block, who says so by a last element of the block's input."""
-
-    ALONE = "alone"
-    """A script: hidden states and masks are of this rank's samples."""
-
-    BLOCK = "block"
-    """A layer, or a stack: hidden states are in their layout, masks for the whole batch."""
-
-    BRANCH = "branch"
-    """A layer with ``parallel_attn_output``: as ``BLOCK``, without layer normalisation and residual."""
-
-
-def unpacked(module: nn.Module, inputs: object, count: int) -> tuple[Caller, tuple[object, ...]]:
-    """The caller and the parts of a module's input. Raises ArgumentError if it is no tuple of so many."""
-    parts = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
-    caller = Caller.ALONE
-    if parts and isinstance(parts[-1], Caller):
-        caller, parts = parts[-1], parts[:-1]
-    if not isinstance(inputs, tuple | list) or len(parts) != count:
-        found = f"{len(parts)} values" if isinstance(inputs, tuple | list) else "one value"
-        raise ArgumentError(
-            f"{type(module).__name__}: the input is a tuple of {count}, not {found}"
-        )
-    return caller, parts
-
-
-def hidden_states_of(module: HoldsHiddenStates, caller: Caller, what: str, value: object) -> Tensor:
-    """Hidden states as a module takes them from this caller. Raises ArgumentError if they have another shape."""
-    name, width = type(module).__name__, module.hidden_size
-    if not isinstance(value, Tensor):
-        raise ArgumentError(f"{name}: {what} is {type(value).__name__}, not a tensor")
-    if caller is not Caller.ALONE and module.layout.splits_channels:
-        width //= module.tp_size
-    if value.dim() != 3 or value.shape[-1] != width:
-        raise ArgumentError(
-            f"{name}: {what} is {list(value.shape)}: it must be (B, S, hidden_size), and hidden_size is {width}"
-        )
-    return value
-
-
-def mask_of(value: object) -> Tensor | None:
-    """A mask, or None. Raises ArgumentError for another value."""
-    if value is not None and not isinstance(value, Tensor):
-        raise ArgumentError(f"attention_mask is {type(value).__name__}, not a tensor")
-    return value
-
-
-def checked_mask(
-    module: nn.Module, value: object, hidden: Tensor, keys: int, heads: int
-) -> Tensor | None:
-    """A mask with four axes. Raises ArgumentError for one that does not fit the positions, keys and heads."""
-    mask = mask_of(value)
-    if mask is None:
-        return None
-    shape, name = list(mask.shape), type(module).__name__
-    mask = as_scores(mask, hidden.shape[0])
-    if mask.shape[1] not in (1, heads):
-        raise ArgumentError(
-            f"{name}: attention_mask is for {mask.shape[1]} heads, and there are {heads}"
-        )
-    if mask.shape[2] not in (1, hidden.shape[1]) or mask.shape[3] not in (1, keys):
-        raise ArgumentError(
-            f"{name}: attention_mask is {shape}, for {hidden.shape[1]} positions that attend to {keys}"
-        )
-    return mask
-
 
 def _without_autocast() -> contextlib.AbstractContextManager[object]:
     """While entered, attention is computed in the dtype of its arguments."""
     return torch.autocast("cpu", enabled=False)
-
-
-def added(residual: Tensor, output: Tensor, in_float32: bool) -> Tensor:
-    """The residual added to a block's output; ``in_float32``: 16-bit values as float32 ones."""
-    if in_float32:
-        dtype = torch.promote_types(residual.dtype, torch.float32)
-        return residual.to(dtype) + output.to(dtype)
-    return residual + output
-
-
-def check_sizes(name: str, **sizes: int | None) -> None:
-    """Raise ArgumentError for a size below 1; None is no size."""
-    for what, size in sizes.items():
-        if size is not None and size < 1:
-            raise ArgumentError(f"{name}: {what} must be at least 1, not {size!r}")
-
-
-def check_layer_norms(name: str, pre_layernorm: bool, post_layernorm: bool) -> None:
-    """Raise ArgumentError if a block has no layer normalisation."""
-    if not (pre_layernorm or post_layernorm):
-        raise ArgumentError(
-            f"{name}: at least one of pre_layernorm and post_layernorm must be True"
-        )
-
-
-def check_probability(name: str, what: str, value: float) -> None:
-    """Raise ArgumentError for a probability of dropout that is none."""
-    if not 0 <= value <= 1:
-        raise ArgumentError(f"{name}: {what} must be from 0 to 1, not {value!r}")

@@ -7,6 +7,7 @@ Pure functions of one rank: shapes are ``(G, heads, S, size)``, with the heads o
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -45,19 +46,22 @@ def attend(
         return functional.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=causal, scale=scale
         )
-    before = query.shape[-2], key.shape[-2]
-    bias = torch.zeros(1, 1, *before, dtype=query.dtype, device=query.device)
-    distance = torch.arange(before[0]).unsqueeze(1) - torch.arange(before[1])
-    if slopes is not None:
-        bias = bias - slopes.to(query.dtype).view(1, -1, 1, 1) * distance.abs()
+    device, (queries, keys) = query.device, (query.shape[-2], key.shape[-2])
+    bias = torch.zeros(1, 1, queries, keys, dtype=query.dtype, device=device)
+    masked = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
+    if slopes is not None or causal or window is not None:
+        distance = torch.arange(queries, device=device).unsqueeze(1)
+        distance = distance - torch.arange(keys, device=device)
+        if slopes is not None:
+            falls = slopes.to(device, query.dtype).view(1, -1, 1, 1)
+            bias = bias - falls * distance.abs()
+        if causal:
+            masked = masked | (distance < 0)
+        if window is not None:
+            masked = masked | (distance >= window)
     if mask is not None and mask.is_floating_point():
         bias = bias + mask.to(query.dtype)
-    masked = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
-    if causal:
-        masked = masked | (distance < 0)
-    if window is not None:
-        masked = masked | (distance >= window)
-    if mask is not None and not mask.is_floating_point():
+    elif mask is not None:
         masked = masked | mask.bool()
     # The least number, not minus infinity: a row of minus infinities would be NaN. Autocast would round that of float32
     # to minus infinity.
@@ -81,27 +85,41 @@ def alibi_slopes(heads: int, bias_max: float = 8) -> Tensor:
     return torch.tensor((slopes + between)[:heads], dtype=torch.float64)
 
 
-def rotated(x: Tensor, rotary_dim: int) -> Tensor:
-    """``x`` with its first ``rotary_dim`` channels rotated in pairs (0, 1), (2, 3), ... by angles that grow with the
-    position, as in GPT-J. ``x`` is ``(G, heads, S, size)``.
+class Rotation(NamedTuple):
+    """The angles of rotary positions: sine and cosine for each position and channel, ``(S, rotary_dim)``."""
+
+    sine: Tensor
+    cosine: Tensor
+
+
+def rotation(query: Tensor, rotary_dim: int) -> Rotation:
+    """The rotation of the first ``rotary_dim`` channels of queries and keys by angles that grow with the position, as
+    in GPT-J. ``query`` is ``(G, heads, S, size)``, and gives length, dtype and device.
     """
     # In float32, as models with published weights compute them.
-    positions = torch.arange(x.shape[-2], dtype=torch.float32)
-    frequencies = 1.0 / 10000 ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
+    positions = torch.arange(query.shape[-2], dtype=torch.float32, device=query.device)
+    pairs = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=query.device)
+    frequencies = 1.0 / 10000 ** (pairs / rotary_dim)
     angles = positions.unsqueeze(1) * frequencies
     sine, cosine = (
-        each.repeat_interleave(2, dim=1).to(x.dtype) for each in (angles.sin(), angles.cos())
+        each.repeat_interleave(2, dim=1).to(query.dtype) for each in (angles.sin(), angles.cos())
     )
-    turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    return Rotation(sine, cosine)
+
+
+def rotated(x: Tensor, by: Rotation) -> Tensor:
+    """``x``, ``(G, heads, S, size)``, with its first channels rotated in pairs (0, 1), (2, 3), ..."""
+    channels = by.sine.shape[-1]
+    turned, rest = x[..., :channels], x[..., channels:]
     swapped = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
-    return torch.cat((turned * cosine + swapped * sine, rest), dim=-1)
+    return torch.cat((turned * by.cosine + swapped * by.sine, rest), dim=-1)
 
 
-def as_scores(mask: Tensor, batch: int) -> Tensor:
+def as_scores(name: str, mask: Tensor, batch: int) -> Tensor:
     """A mask with four axes, for a batch of this size.
 
     ``(B, T)`` masks keys, ``(B, S, T)`` masks keys for each query, ``(B, heads or 1, S or 1, T)`` is as attention
-    takes it. A batch of 1 stands for every sample. Raises ArgumentError for another shape.
+    takes it. A batch of 1 stands for every sample. Raises ArgumentError for another shape, with the mask's ``name``.
     """
     shape = list(mask.shape)
     if mask.dim() == 2:
@@ -110,7 +128,6 @@ def as_scores(mask: Tensor, batch: int) -> Tensor:
         mask = mask[:, None]
     if mask.dim() != 4 or mask.shape[0] not in (1, batch):
         raise ArgumentError(
-            f"attention_mask is {shape}: it must be (B, T), (B, S, T) or (B, heads or 1, S or 1, T), and B "
-            f"is {batch}"
+            f"{name} is {shape}: it must be (B, T), (B, S, T) or (B, heads or 1, S or 1, T), and B is {batch}"
         )
     return mask.expand(batch, -1, -1, -1)

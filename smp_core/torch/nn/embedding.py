@@ -74,7 +74,7 @@ class DistributedEmbedding(DistributedModule):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The embeddings of this rank's ids; all ranks of the TP group call it."""
-        group = self.group() if self.tp_size > 1 else None
+        group = self.group_or_none()
         if group is not None and input.dim() == 0:
             raise ArgumentError(
                 "smp.nn.DistributedEmbedding: the input is a single id, and ranks exchange batches: it must be (B, ...)"

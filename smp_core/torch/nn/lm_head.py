@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn import functional
 
 from smp_core.errors import ArgumentError
 from smp_core.torch import session as sessions
-from smp_core.torch.nn.attention import mask_of, unpacked
+from smp_core.torch.nn.block import optional, unpacked
 from smp_core.torch.nn.embedding import DistributedEmbedding
 from smp_core.torch.nn.layer_norm import FusedLayerNorm
 from smp_core.torch.nn.linear import DistributedLinear
@@ -21,6 +22,25 @@ from smp_core.torch.tensor_parallel import exchange
 Tensor = torch.Tensor
 
 log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LMHeadInputs:
+    """The inputs of a language model by name, of which all but the ids may be None."""
+
+    input_ids: Tensor
+    attention_mask: Tensor | None = None
+    token_type_ids: Tensor | None = None
+    position_ids: Tensor | None = None
+    cross_states: Tensor | None = None
+    cross_mask: Tensor | None = None
+    labels: Tensor | None = None
+
+
+#: The inputs in the order in which a script gives them.
+_INPUTS = tuple(each.name for each in dataclasses.fields(LMHeadInputs))
+#: Those of a model with ``add_cross_attention`` alone.
+_CROSS_INPUTS = ("cross_states", "cross_mask")
 
 
 class DistributedTransformerLMHead(DistributedModule):
@@ -149,26 +169,34 @@ class DistributedTransformerLMHead(DistributedModule):
 
     def forward(self, inputs: tuple[object, ...]) -> object:
         """Scores or hidden states of this rank's samples; all ranks of the TP group call it."""
-        cross, cross_mask = None, None
-        if self.add_cross_attention:
-            _, parts = unpacked(self, inputs, 7)
-            ids, mask, types, positions, cross, cross_mask, labels = map(mask_of, parts)
-        else:
-            _, parts = unpacked(self, inputs, 5)
-            ids, mask, types, positions, labels = map(mask_of, parts)
+        names = [each for each in _INPUTS if self.add_cross_attention or each not in _CROSS_INPUTS]
+        _, parts = unpacked(self, inputs, len(names))
+        taken = self._taken(**dict(zip(names, parts, strict=True)))
+        output = self._output(taken)
+        return output if taken.labels is None else (self._loss(output, taken.labels), output)
+
+    def _taken(self, *, input_ids: object, **others: object) -> LMHeadInputs:
+        """The inputs, checked. Raises ArgumentError, which names one that is no tensor, and ids of another shape."""
+        ids = optional(self, "input_ids", input_ids)
         if ids is None or ids.dim() != 2:
             shape = None if ids is None else list(ids.shape)
             raise ArgumentError(f"{type(self).__name__}: input_ids is {shape}: it must be (B, S)")
-        hidden = self._embedded(ids, types, positions)
-        passed = (hidden, cross, mask, cross_mask) if self.add_cross_attention else (hidden, mask)
+        given = {name: optional(self, name, value) for name, value in others.items()}
+        return LMHeadInputs(input_ids=ids, **given)
+
+    def _output(self, taken: LMHeadInputs) -> Tensor:
+        """Scores or hidden states."""
+        hidden = self._embedded(taken)
+        passed: tuple[Tensor | None, ...] = (hidden, taken.attention_mask)
+        if self.add_cross_attention:
+            passed = (hidden, taken.cross_states, taken.attention_mask, taken.cross_mask)
         hidden = self.transformer(passed)[0]
         output = hidden if self.layernorm is None else self.layernorm(hidden)
-        if self.add_lm_head:
-            output = self._scores(output)
-        return output if labels is None else (self._loss(output, labels), output)
+        return self._scores(output) if self.add_lm_head else output
 
-    def _embedded(self, ids: Tensor, types: Tensor | None, positions: Tensor | None) -> Tensor:
+    def _embedded(self, taken: LMHeadInputs) -> Tensor:
         name = type(self).__name__
+        ids, types, positions = taken.input_ids, taken.token_type_ids, taken.position_ids
         hidden: Tensor = self.word_embedding(ids)
         if self.position_embedding is not None:
             if positions is None:
@@ -200,7 +228,8 @@ class DistributedTransformerLMHead(DistributedModule):
         bias: Tensor | None = self._parameters.get("lm_head_bias")
         return scores if bias is None else scores + bias
 
-    def _loss(self, scores: Tensor, labels: Tensor) -> Tensor:
+    def _loss(self, scores: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
+        """The cross-entropy of labels, of which those of -100 do not count; ``reduction`` is torch's."""
         if not self.add_lm_head:
             raise ArgumentError(
                 f"{type(self).__name__}: labels are given, and there is no head (add_lm_head)"
@@ -209,4 +238,6 @@ class DistributedTransformerLMHead(DistributedModule):
             scores, labels = scores[..., :-1, :], labels[..., 1:]
         if scores.dtype in (torch.float16, torch.bfloat16):
             scores = scores.float()
-        return functional.cross_entropy(scores.flatten(0, -2), labels.flatten())
+        return functional.cross_entropy(
+            scores.flatten(0, -2), labels.flatten(), reduction=reduction
+        )

@@ -75,6 +75,10 @@ class DistributedModule(nn.Module):
         group.note(self.number)
         return group
 
+    def group_or_none(self) -> TensorGroup | None:
+        """``group()``; None at ``tensor_parallel_degree`` 1, where no rank meets another."""
+        return self.group() if self.tp_size > 1 else None
+
 
 def configured(optimize: str | None) -> str:
     """The value of ``optimize`` for a module that was given ``optimize``: of None, the configuration's."""

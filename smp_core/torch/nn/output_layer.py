@@ -9,19 +9,14 @@ import torch
 from torch.nn import functional
 
 from smp_core.errors import ArgumentError
-from smp_core.torch.nn import hidden_states
-from smp_core.torch.nn.attention import (
+from smp_core.torch.nn.block import (
     Caller,
-    added,
-    check_layer_norms,
-    check_probability,
+    TransformerBlock,
     check_sizes,
     hidden_states_of,
     unpacked,
 )
-from smp_core.torch.nn.module import DistributedModule, configured
 from smp_core.torch.nn.parallel_linear import ColumnParallelLinear, RowParallelLinear
-from smp_core.torch.parameters.registration import Undivided
 
 Tensor = torch.Tensor
 
@@ -36,7 +31,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class DistributedTransformerOutputLayer(DistributedModule, Undivided):
+class DistributedTransformerOutputLayer(TransformerBlock):
     """Two linear layers with an activation between them, dropout, residual addition and layer normalisation.
 
     Args:
@@ -68,28 +63,24 @@ class DistributedTransformerOutputLayer(DistributedModule, Undivided):
         fused_bias_gelu: bool = False,
         optimize: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(
+            hidden_size=hidden_size,
+            hidden_dropout_prob=hidden_dropout_prob,
+            layernorm_epsilon=layernorm_epsilon,
+            pre_layernorm=pre_layernorm,
+            post_layernorm=post_layernorm,
+            fp32_residual_addition=fp32_residual_addition,
+            optimize=optimize,
+        )
         name = type(self).__name__
-        check_layer_norms(name, pre_layernorm, post_layernorm)
-        check_probability(name, "hidden_dropout_prob", hidden_dropout_prob)
-        check_sizes(name, hidden_size=hidden_size, intermediate_size=intermediate_size)
+        check_sizes(name, intermediate_size=intermediate_size)
         if activation not in ACTIVATIONS:
             raise ArgumentError(
                 f"{name}: activation must be one of {', '.join(sorted(ACTIVATIONS))}, not {activation!r}"
             )
-        self.layout = hidden_states.layout_of(configured(optimize), self.tp_size)
         self.slice_size("intermediate_size", intermediate_size)
-        if self.layout.splits_channels:
-            self.slice_size("hidden_size", hidden_size)
-        self.hidden_size = hidden_size
-        self.activation, self.hidden_dropout_prob = activation, hidden_dropout_prob
-        self.fp32_residual_addition = fp32_residual_addition
+        self.activation = activation
         std = initializer_range if use_normal_initialization else None
-        norms = [
-            self.layout.layer_norm(hidden_size, layernorm_epsilon) if has else None
-            for has in (pre_layernorm, post_layernorm)
-        ]
-        self.pre_layernorm, self.layernorm = norms
         self.dense1 = ColumnParallelLinear(hidden_size, intermediate_size, True, std)
         self.dense2 = RowParallelLinear(intermediate_size, hidden_size, True, self.layout, std)
 
@@ -97,25 +88,15 @@ class DistributedTransformerOutputLayer(DistributedModule, Undivided):
         """The output of this rank's samples; all ranks of the TP group call it."""
         caller, (given,) = unpacked(self, (inputs,) if isinstance(inputs, Tensor) else inputs, 1)
         hidden = hidden_states_of(self, caller, "hidden_states", given)
-        if caller is Caller.BRANCH:
-            return self.projected(hidden)
-        if caller is Caller.BLOCK:
-            return self.block(hidden)
-        group = self.group() if self.tp_size > 1 else None
-        output = self.block(self.layout.enter(hidden, group))
-        return self.layout.leave(output, group).to(hidden.dtype)
+        if caller is not Caller.ALONE:
+            return self.inside(caller, hidden)
+        return self.outside(hidden)
 
-    def block(self, hidden: Tensor) -> Tensor:
-        """The layer in the layout of its hidden states."""
-        before = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
-        output = added(hidden, self.projected(before), self.fp32_residual_addition)
-        if self.layernorm is not None:
-            output = self.layernorm(output)
-        return output
-
-    def projected(self, hidden: Tensor) -> Tensor:
-        """The linear layers and dropout, without residual."""
-        group = self.group() if self.tp_size > 1 else None
+    def branch(
+        self, hidden: Tensor, cross: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """The linear layers and dropout, without layer normalisation and residual; of hidden states alone."""
+        group = self.group_or_none()
         (columns,) = self.layout.columns(hidden, (self.dense1,), group)
         output = self.dense2.summed(ACTIVATIONS[self.activation](columns), group)
         return self.layout.dropout(output, self.hidden_dropout_prob, self.training, group)

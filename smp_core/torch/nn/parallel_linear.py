@@ -1,6 +1,6 @@
 """The linear layers inside of transformer blocks: output channels or input channels split over the TP group.
 
-They hold parameters. The block computes with them, in the layout of its hidden states (hidden_states.py).
+They hold parameters. The block computes with them, in the layout of its hidden states (hidden_layout.py).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from smp_core.torch.nn.hidden_states import HiddenLayout
+from smp_core.torch.nn.hidden_layout import HiddenLayout
 from smp_core.torch.nn.module import DistributedModule
 from smp_core.torch.tensor_parallel.exchange import TensorGroup
 

@@ -11,19 +11,19 @@ import torch
 from torch import nn
 
 from smp_core.errors import ArgumentError
-from smp_core.torch.nn import hidden_states
-from smp_core.torch.nn.attention import (
+from smp_core.torch.nn.attention import DistributedAttentionLayer
+from smp_core.torch.nn.block import (
     Caller,
-    DistributedAttentionLayer,
     added,
     check_layer_norms,
+    check_length,
     checked_mask,
     hidden_states_of,
-    mask_of,
+    optional,
     unpacked,
     whole_mask,
 )
-from smp_core.torch.nn.hidden_states import HiddenLayout
+from smp_core.torch.nn.hidden_layout import HiddenLayout, layout_of
 from smp_core.torch.nn.module import DistributedModule, configured
 from smp_core.torch.nn.output_layer import DistributedTransformerOutputLayer
 from smp_core.torch.parameters.registration import Undivided
@@ -97,7 +97,7 @@ class DistributedTransformerLayer(DistributedModule, Undivided):
                 f"{name}: parallel_attn_output needs pre_layernorm=True, post_layernorm=False and "
                 "add_cross_attention=False"
             )
-        self.layout = hidden_states.layout_of(configured(optimize), self.tp_size)
+        self.layout = layout_of(configured(optimize), self.tp_size)
         self.hidden_size, self.num_attention_heads = hidden_size, num_attention_heads
         self.add_cross_attention, self.causal_mask_size = add_cross_attention, causal_mask_size
         self.parallel_attn_output = parallel_attn_output
@@ -119,7 +119,7 @@ class DistributedTransformerLayer(DistributedModule, Undivided):
         if caller is not Caller.ALONE:
             hidden = self._block(taken.hidden, taken.cross, taken.mask, taken.cross_mask)
             return (hidden, *inputs[1:])
-        group = self.group() if self.tp_size > 1 else None
+        group = self.group_or_none()
         entered = taken.entered(self.layout, group)
         found = self._block(entered.hidden, entered.cross, entered.mask, entered.cross_mask)
         return (self.layout.leave(found, group).to(taken.hidden.dtype), *inputs[1:])
@@ -197,7 +197,7 @@ class DistributedTransformer(DistributedModule):
     ) -> None:
         options = given(locals())
         super().__init__()
-        self.layout = hidden_states.layout_of(configured(optimize), self.tp_size)
+        self.layout = layout_of(configured(optimize), self.tp_size)
         self.hidden_size, self.num_attention_heads = hidden_size, num_attention_heads
         self.add_cross_attention, self.causal_mask_size = add_cross_attention, causal_mask_size
         windows = window_sizes if window_sizes is not None else (window_size,) * num_layers
@@ -214,7 +214,7 @@ class DistributedTransformer(DistributedModule):
     def forward(self, inputs: tuple[object, ...]) -> tuple[object, ...]:
         """The inputs with the last layer's output in the place of hidden states; all ranks of the TP group call it."""
         _, taken = taken_of(self, inputs)
-        group = self.group() if self.tp_size > 1 else None
+        group = self.group_or_none()
         entered = taken.entered(self.layout, group)
         passed: tuple[object, ...] = (entered.hidden, entered.mask, Caller.BLOCK)
         if self.add_cross_attention:
@@ -254,17 +254,14 @@ def taken_of(
         caller, (given, mask) = unpacked(module, inputs, 2)
     hidden = hidden_states_of(module, caller, "hidden_states", given)
     if caller is not Caller.ALONE:
-        return caller, LayerInputs(hidden, cross, mask_of(mask), mask_of(cross_mask))
-    if module.causal_mask_size is not None and hidden.shape[1] > module.causal_mask_size:
-        raise ArgumentError(
-            f"{type(module).__name__}: a sequence of {hidden.shape[1]} is longer than causal_mask_size = "
-            f"{module.causal_mask_size}"
-        )
+        own = optional(module, "attention_mask", mask)
+        return caller, LayerInputs(hidden, cross, own, optional(module, "cross_mask", cross_mask))
+    check_length(module, hidden.shape[1], module.causal_mask_size)
     heads = module.num_attention_heads
-    own = checked_mask(module, mask, hidden, hidden.shape[1], heads)
+    own = checked_mask(module, "attention_mask", mask, hidden, hidden.shape[1], heads)
     others = None
     if cross is not None:
-        others = checked_mask(module, cross_mask, hidden, cross.shape[1], heads)
+        others = checked_mask(module, "cross_mask", cross_mask, hidden, cross.shape[1], heads)
     return caller, LayerInputs(hidden, cross, own, others)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from smp_core.torch.exceptions import UnsupportedTrainingError
 from smp_core.torch.nn.huggingface import calls
@@ -56,13 +55,16 @@ class CausalLanguageModel(DistributedTransformerLMHead):
         if input_ids is None:
             raise UnsupportedTrainingError(f"{name}: input_ids are missing")
         mask = calls.masked(attention_mask)
-        found = super().forward((input_ids, mask, None, position_ids, None))
-        assert isinstance(found, torch.Tensor)
+        taken = self._taken(
+            input_ids=input_ids, attention_mask=mask, position_ids=position_ids, labels=labels
+        )
+        found = self._output(taken)
         loss = None
-        if labels is not None:
-            loss = self._loss(found, labels)
-            if num_items_in_batch is not None:
-                loss = _sum_of_losses(found, labels) / num_items_in_batch
+        if taken.labels is not None:
+            if num_items_in_batch is None:
+                loss = self._loss(found, taken.labels)
+            else:  # the number of labels in the whole batch, which a microbatch does not know
+                loss = self._loss(found, taken.labels, reduction="sum") / num_items_in_batch
         if not keeps_all:
             kept = (
                 slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -71,18 +73,6 @@ class CausalLanguageModel(DistributedTransformerLMHead):
         if self.add_lm_head:
             return calls.scores(self.config, loss, found, return_dict)
         return calls.hidden_states(self.config, found, return_dict)
-
-
-def _sum_of_losses(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The sum of the losses of each label with the scores of the position before it; 0 if no label counts.
-
-    The caller divides by the number of labels in the whole batch, which a microbatch does not know.
-    """
-    if scores.dtype in (torch.float16, torch.bfloat16):
-        scores = scores.float()
-    return functional.cross_entropy(
-        scores[..., :-1, :].flatten(0, -2), labels[..., 1:].flatten(), reduction="sum"
-    )
 
 
 def registration(

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from smp_core.errors import ArgumentError
-from smp_core.torch.nn.attention_scores import alibi_slopes, as_scores, attend, rotated
+from smp_core.torch.nn.attention_scores import (
+    alibi_slopes,
+    as_scores,
+    attend,
+    rotated,
+    rotation,
+)
 
 GROUP, HEADS, LENGTH, SIZE = 2, 3, 4, 6
 
@@ -91,7 +97,7 @@ def test_slopes_are_those_of_the_publication():
 
 def test_a_rotation_turns_each_pair_by_an_angle_that_grows_with_the_position():
     x, turned = drawn(1, 1, LENGTH, SIZE), 4
-    found = rotated(x, turned)
+    found = rotated(x, rotation(x, turned))
     for position in range(LENGTH):
         for pair in range(turned // 2):
             a, b = (float(x[0, 0, position, 2 * pair + k]) for k in (0, 1))
@@ -113,10 +119,19 @@ def test_a_rotation_turns_each_pair_by_an_angle_that_grows_with_the_position():
     [((2, 5), (2, 1, 1, 5)), ((2, 4, 5), (2, 1, 4, 5)), ((1, 3, 1, 5), (2, 3, 1, 5)), ((1, 5), (2, 1, 1, 5))],
 )  # fmt: skip
 def test_a_mask_is_brought_to_four_axes_of_the_batch(shape, expected):
-    assert as_scores(torch.zeros(shape), 2).shape == expected
+    assert as_scores("mask", torch.zeros(shape), 2).shape == expected
 
 
 @pytest.mark.parametrize("shape", [(5,), (3, 5), (3, 1, 1, 5), (2, 1, 1, 1, 5)])
 def test_a_mask_of_another_batch_is_refused(shape):
-    with pytest.raises(ArgumentError, match=r"attention_mask is .* and B is 2"):
-        as_scores(torch.zeros(shape), 2)
+    with pytest.raises(ArgumentError, match=r"^Layer: cross_mask is .* and B is 2"):
+        as_scores("Layer: cross_mask", torch.zeros(shape), 2)
+
+
+def test_everything_is_made_on_the_device_of_the_query():
+    """The device ``meta`` refuses tensors of the CPU beside its own."""
+    query, key, value = (torch.empty(GROUP, HEADS, LENGTH, SIZE, device="meta") for _ in range(3))
+    mask = torch.empty(GROUP, 1, 1, LENGTH, dtype=torch.bool, device="meta")
+    options = {"causal": True, "window": 2, "slopes": alibi_slopes(HEADS)}
+    assert attend(query, key, value, mask, **options).is_meta
+    assert rotated(key, rotation(query, 4)).is_meta

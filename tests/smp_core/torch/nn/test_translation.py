@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -152,3 +155,23 @@ def test_old_versions_get_their_causal_masks():
     assert found.pop("transformer.h.0.attn.bias").tolist() == [[mask]]
     assert found.pop("transformer.h.0.attn.masked_bias").item() == -1e4
     assert same(found, state)
+
+
+LAZY = """
+import sys
+import smp_core.torch as smp
+families = ("bert", "gpt2", "gptj", "gptneo", "roberta")
+assert not [each for each in families if f"smp_core.torch.nn.huggingface.{each}" in sys.modules]
+for each in families:
+    assert getattr(smp.nn.huggingface, each).__name__ == f"smp_core.torch.nn.huggingface.{each}"
+try:
+    smp.nn.huggingface.llama
+except AttributeError as error:
+    assert "has no attribute 'llama'" in str(error)
+else:
+    raise AssertionError("llama")
+"""
+
+
+def test_the_module_of_a_family_is_imported_at_its_first_use():
+    subprocess.run([sys.executable, "-c", LAZY], check=True)
