@@ -47,6 +47,7 @@ MODULES: Mapping[str, str] = {
             "nn.huggingface.gptj",
             "nn.huggingface.gptneo",
             "nn.huggingface.roberta",
+            "optimizers",
             "patches",
             "patches.checkpoint",
             "state_mod",

@@ -39,6 +39,8 @@ LAYERS = {
     "exceptions": "ground",
     "tensor_tree": "ground",
     "session": "ground",
+    "fused": "ground",
+    "optimizers": "ground",
     "parameters": "ground",
     "execution": "execution",
     "memory": "memory",

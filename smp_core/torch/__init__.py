@@ -37,7 +37,7 @@ from smp_core.comm import (
     tp_size,
 )
 from smp_core.runtime import init, is_initialized, shutdown
-from smp_core.torch import amp, nn, utils
+from smp_core.torch import amp, exceptions, nn, optimizers, patches, utils
 from smp_core.torch.checkpoint import load, resume_from_checkpoint, save, save_checkpoint
 from smp_core.torch.checkpoint.trust import trust_checkpoints
 from smp_core.torch.memory.activations import set_activation_checkpointing
@@ -56,6 +56,7 @@ from smp_core.torch.state_mod import core, state
 from smp_core.torch.step import StepOutput, step
 from smp_core.torch.tensor_parallel.registry import tp_register, tp_register_with_module
 from smp_core.torch.tensor_parallel.wishes import set_tensor_parallelism, tensor_parallelism
+from smp_core.torch.utils import hvd_average_grads
 
 WORLD = CommGroup.WORLD
 MP_GROUP = CommGroup.MP_GROUP
@@ -85,6 +86,7 @@ __all__ = [
     "dp_barrier",
     "dp_rank",
     "dp_size",
+    "exceptions",
     "get_dp_group",
     "get_dp_process_group",
     "get_mp_group",
@@ -96,6 +98,7 @@ __all__ = [
     "get_tp_group",
     "get_tp_process_group",
     "get_world_process_group",
+    "hvd_average_grads",
     "init",
     "is_initialized",
     "is_tracing",
@@ -108,7 +111,9 @@ __all__ = [
     "mp_size",
     "nn",
     "num_microbatches",
+    "optimizers",
     "partition",
+    "patches",
     "pp_rank",
     "pp_size",
     "rank",

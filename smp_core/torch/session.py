@@ -169,6 +169,9 @@ class Optimizer(Protocol):
     def load_deferred(self) -> None:
         """Carry out the loads that waited for the partition."""
 
+    def param_name_to_index(self) -> dict[str, int]:
+        """The index in states of each parameter by its names."""
+
     def _smp_take_state(self, source: int) -> None:
         """Have the state of dp rank ``source``; collective over the DP group."""
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from smp_core import comm, runtime
 from smp_core.config import Config
@@ -61,21 +61,30 @@ class State:
         return sessions.current("smp.state.optimizer").optimizer
 
     @property
-    def param_index_to_name_tp_group(self) -> NoReturn:
-        """Raises UnsupportedTrainingError, since the content of this member is not known (API 1.9)."""
-        raise _unknown("param_index_to_name_tp_group")
+    def param_name_to_index_tp_group(self) -> list[dict[str, int]]:
+        """For each tp rank its ``optimizer.param_name_to_index()``, which is the same on all of them.
+
+        INF, API 1.9: the sources have the names of this member and the next alone; they say what is counted, and by
+        whom. Raises UnsupportedTrainingError before there are a DistributedModel and a DistributedOptimizer.
+        """
+        return [self._indices("param_name_to_index_tp_group") for _ in range(comm.tp_size())]
 
     @property
-    def param_name_to_index_tp_group(self) -> NoReturn:
-        """Raises UnsupportedTrainingError, since the content of this member is not known (API 1.9)."""
-        raise _unknown("param_name_to_index_tp_group")
+    def param_index_to_name_tp_group(self) -> list[dict[int, str]]:
+        """For each tp rank the names of ``param_name_to_index_tp_group`` by index; of a shared parameter the first."""
+        found: dict[int, str] = {}
+        for name, index in self._indices("param_index_to_name_tp_group").items():
+            found.setdefault(index, name)
+        return [dict(found) for _ in range(comm.tp_size())]
 
-
-def _unknown(member: str) -> UnsupportedTrainingError:
-    return UnsupportedTrainingError(
-        f"smp.state.{member}: an undocumented member of SMP's. The index of each parameter in states of the optimizer "
-        "is in optimizer.param_name_to_index(), the same on all tp ranks; use that"
-    )
+    def _indices(self, member: str) -> dict[str, int]:
+        optimizer = sessions.current(f"smp.state.{member}").optimizer
+        if optimizer is None:
+            raise UnsupportedTrainingError(
+                f"smp.state.{member}: there is no optimizer whose parameters could be numbered. Read it after "
+                "smp.DistributedModel(module) and smp.DistributedOptimizer(optimizer)"
+            )
+        return optimizer.param_name_to_index()
 
 
 class Core:

@@ -27,6 +27,7 @@ IMPORTED = {
     "torch.nn.huggingface.gptj": "translate_hf_state_dict_to_smdistributed_gptj",
     "torch.nn.huggingface.gptneo": "translate_state_dict_to_hf_gptneo",
     "torch.nn.huggingface.roberta": "translate_state_dict_to_hf_roberta",
+    "torch.optimizers": "FusedNovoGrad",
     "torch.amp": "GradScaler",
     "torch.patches.checkpoint": "checkpoint_sequential",
     "torch.state_mod": "state",
@@ -125,6 +126,7 @@ def test_an_import_of_the_module_step_leaves_the_decorator(names: None) -> None:
 
 
 @pytest.mark.usefixtures("names")
+@pytest.mark.filterwarnings("ignore::smp_core.torch.fused.PlainEquivalentWarning")
 def test_no_class_exists_twice() -> None:
     smp = importlib.import_module("smdistributed.modelparallel.torch")
     layer = smp.nn.FusedLayerNorm(2)

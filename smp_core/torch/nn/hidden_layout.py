@@ -24,7 +24,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from smp_core.errors import ArgumentError
-from smp_core.torch.nn.layer_norm import FusedLayerNorm, SlicedLayerNorm
+from smp_core.torch.nn.layer_norm import SlicedLayerNorm, WholeLayerNorm
 from smp_core.torch.tensor_parallel import exchange, random_stream
 from smp_core.torch.tensor_parallel.exchange import TensorGroup
 
@@ -85,7 +85,7 @@ class _Whole:
         return partial
 
     def layer_norm(self, hidden_size: int, eps: float) -> nn.Module:
-        return FusedLayerNorm(hidden_size, eps)
+        return WholeLayerNorm(hidden_size, eps)
 
     def dropout(
         self, hidden: Tensor, probability: float, training: bool, group: TensorGroup | None

@@ -7,16 +7,20 @@ from torch import nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional
 
+from smp_core.torch.fused import warn_plain
 from smp_core.torch.nn.module import DistributedModule
 from smp_core.torch.tensor_parallel.exchange import TensorGroup
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """``torch.nn.LayerNorm`` under the name that scripts import. Nothing is fused on the CPU (API 1.9).
+    """``torch.nn.LayerNorm`` under the name that scripts import. Nothing is fused on the CPU (API 1.9), which the first
+    one in a process says by a PlainEquivalentWarning.
 
     Args:
         normalized_shape, eps, elementwise_affine: as torch's.
     """
+
+    _asked_for = True  # by a script
 
     def __init__(
         self,
@@ -24,6 +28,8 @@ class FusedLayerNorm(nn.LayerNorm):
         eps: float = 1e-5,
         elementwise_affine: bool = True,
     ) -> None:
+        if self._asked_for:
+            warn_plain("smp.nn.FusedLayerNorm", "torch.nn.LayerNorm")
         super().__init__(normalized_shape, eps, elementwise_affine)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -33,6 +39,12 @@ class FusedLayerNorm(nn.LayerNorm):
         weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
         found = functional.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
         return found.to(self.weight.dtype)
+
+
+class WholeLayerNorm(FusedLayerNorm):
+    """A FusedLayerNorm inside of a distributed module, whole on each tp rank. None of them warns."""
+
+    _asked_for = False
 
 
 class SlicedLayerNorm(DistributedModule):

@@ -13,7 +13,7 @@ from smp_core.errors import ArgumentError
 from smp_core.torch import session as sessions
 from smp_core.torch.nn.block import optional, unpacked
 from smp_core.torch.nn.embedding import DistributedEmbedding
-from smp_core.torch.nn.layer_norm import FusedLayerNorm
+from smp_core.torch.nn.layer_norm import WholeLayerNorm
 from smp_core.torch.nn.linear import DistributedLinear
 from smp_core.torch.nn.module import DistributedModule
 from smp_core.torch.nn.transformer import DistributedTransformer, given, made
@@ -142,7 +142,7 @@ class DistributedTransformerLMHead(DistributedModule):
         self.transformer = made(DistributedTransformer, options)
         if final_layernorm is None:
             final_layernorm = pre_layernorm and not post_layernorm
-        self.layernorm = FusedLayerNorm(hidden_size, layernorm_epsilon) if final_layernorm else None
+        self.layernorm = WholeLayerNorm(hidden_size, layernorm_epsilon) if final_layernorm else None
         self.add_lm_head = add_lm_head
         self.tied = tie_input_output_embedding
         if add_lm_head and not tie_input_output_embedding:

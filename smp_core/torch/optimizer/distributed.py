@@ -7,20 +7,24 @@ the parameters' place (parameters.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from smp_core.errors import ArgumentTypeError
+from smp_core.runtime import Runtime
+from smp_core.topology import GroupKind
 from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import SecondModelError, UnsupportedTrainingError
 from smp_core.torch.optimizer import state as optimizer_state
 from smp_core.torch.optimizer.internals import Internals
 from smp_core.torch.optimizer.parameters import OptimizerParameters
-from smp_core.torch.optimizer.parts import check_elementwise
-from smp_core.torch.parameters.split import check_current
+from smp_core.torch.optimizer.parts import check_elementwise, check_parts
+from smp_core.torch.optimizers import FusedLAMB
+from smp_core.torch.parameters.split import check_current, split_of
 from smp_core.torch.precision import scaler
 from smp_core.torch.precision.scaler import LossScaler
 from smp_core.torch.precision.update import Found, Update
@@ -48,7 +52,7 @@ class DistributedOptimizer(Internals, Optimizer):
     Raises ArgumentTypeError if ``optimizer`` is none, or a DistributedOptimizer; ArgumentError for an
     unknown loss-scale argument; SecondModelError for a second one; UnsupportedTrainingError for an
     optimizer that calls its closure several times (LBFGS) in 16 bits, or is not elementwise where it would
-    see parts of parameters (``shard_optimizer_state``, sharded data parallelism).
+    see parts of parameters (``shard_optimizer_state``, sharded data parallelism, tensor parallelism).
     """
 
     def __init__(
@@ -84,6 +88,11 @@ class DistributedOptimizer(Internals, Optimizer):
             split = config.shard_optimizer_state
             what = "shard_optimizer_state" if split else "sharded_data_parallel_degree"
             check_elementwise(optimizer, what)
+        given = (each for group in optimizer.param_groups for each in group["params"])
+        if any(split_of(each) is not None for each in given):
+            check_parts(optimizer, "tensor parallelism")
+        if isinstance(optimizer, FusedLAMB):
+            optimizer.gather_norms = functools.partial(_of_partitions, session.runtime)
         # Not Optimizer.__init__, which would make groups of its own: one set of groups, two faces.
         self.optimizer = optimizer
         self._session = session
@@ -190,8 +199,11 @@ class DistributedOptimizer(Internals, Optimizer):
         return result
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        """The wrapped optimizer's step; a rank without parameters only calls the closure."""
-        if any(group["params"] for group in self.optimizer.param_groups):
+        """The wrapped optimizer's step; a rank without parameters only calls the closure, and takes part in the norm
+        of LAMB.
+        """
+        works = any(group["params"] for group in self.optimizer.param_groups)
+        if works or isinstance(self.optimizer, FusedLAMB):
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
         if closure is None:
             return None
@@ -312,3 +324,10 @@ class DistributedOptimizer(Internals, Optimizer):
         if model.masters is not None:
             self._update = Update(self._session, model.masters)
         self._parameters.follow(model)
+
+
+def _of_partitions(runtime: Runtime, norm: float) -> Sequence[float]:
+    """The values of all ranks of the PP group, which call this together."""
+    if runtime.config.pipeline_parallel_degree == 1:
+        return [norm]
+    return runtime.fabric.objects.allgather(norm, runtime.group(GroupKind.PP))

@@ -17,17 +17,22 @@ from torch.optim import Optimizer
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import UnsupportedTrainingError
+from smp_core.torch.optimizers import FusedLAMB, FusedNovoGrad
 from smp_core.torch.reduction.collectives import Collectives
 from smp_core.torch.reduction.layout import Layout, bins
 
 #: The most elements that are gathered at a time; a larger parameter is alone.
 _MOST = 2**24
 
-#: Optimizers of torch whose update of an element depends on others than that element.
-_NOT_ELEMENTWISE = tuple(
-    getattr(torch.optim, name)
-    for name in ("LBFGS", "Adafactor", "Muon", "SparseAdam")
-    if hasattr(torch.optim, name)
+#: Optimizers whose update of an element depends on others than that element.
+_NOT_ELEMENTWISE = (
+    FusedLAMB,
+    FusedNovoGrad,
+    *(
+        getattr(torch.optim, name)
+        for name in ("LBFGS", "Adafactor", "Muon", "SparseAdam")
+        if hasattr(torch.optim, name)
+    ),
 )
 
 
@@ -74,15 +79,22 @@ class OwnParts:
 
 def check_elementwise(optimizer: Optimizer, what: str) -> None:
     """Raise UnsupportedTrainingError for an optimizer whose result on parts differs from that on whole
-    parameters, as far as that is known; ``what`` is the configuration that splits.
+    parameters, or in rounding, as far as that is known; ``what`` is the configuration that splits.
+    """
+    check_parts(optimizer, what)
+    if any(group.get("fused") for group in optimizer.param_groups):
+        raise UnsupportedTrainingError(
+            f"smp.DistributedOptimizer: {type(optimizer).__name__}(fused=True) rounds an element by where it lies "
+            f"in memory, and with {what} it lies elsewhere (docs/spec/engines.md#2.1). Leave fused out"
+        )
+
+
+def check_parts(optimizer: Optimizer, what: str) -> None:
+    """Raise UnsupportedTrainingError for an optimizer that is known to depend on more than an element and its gradient;
+    ``what`` splits parameters.
     """
     if isinstance(optimizer, _NOT_ELEMENTWISE):
         raise UnsupportedTrainingError(
             f"smp.DistributedOptimizer: {type(optimizer).__name__} does not update each element by itself, and "
             f"with {what} it would see parts of parameters. Use an elementwise optimizer, as Adam, or leave {what} out"
-        )
-    if any(group.get("fused") for group in optimizer.param_groups):
-        raise UnsupportedTrainingError(
-            f"smp.DistributedOptimizer: {type(optimizer).__name__}(fused=True) rounds an element by where it lies "
-            f"in memory, and with {what} it lies elsewhere (docs/spec/engines.md#2.1). Leave fused out"
         )
