@@ -81,6 +81,7 @@ STATES: tuple[Attribute | Switch, ...] = (
         for name in ("precision", "threshold", "edgeitems", "linewidth", "sci_mode")
     ),
     Attribute("torch.distributed.tensor._random", "_rng_tracker"),
+    Attribute("smp_core.torch.cuda_stand_in.answers", "current_index"),
     Switch("torch", ("is_anomaly_enabled", "is_anomaly_check_nan_enabled"), "set_anomaly_enabled"),
     Switch(
         _C,

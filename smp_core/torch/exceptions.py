@@ -63,3 +63,7 @@ class TensorParallelError(TrainingError, RuntimeError):
     """Raised when the ranks of a TP group bring batches that do not go together, or a distributed module is used
     without the TP group.
     """
+
+
+class StandInError(TrainingError, RuntimeError):
+    """Raised when the stand-in for ``torch.cuda`` cannot be installed, or has not the device that a script asks for."""

@@ -31,6 +31,7 @@ from pytest_smp.ranks import rank_state, working_folders
 from pytest_smp.ranks.backends import open_backend
 from pytest_smp.ranks.protocols import ExecutorOptions, Job, VerdictKind
 from pytest_smp.ranks.rank_state import STATES
+from smp_core.torch.cuda_stand_in import answers
 
 
 def _hook(*_):
@@ -143,6 +144,10 @@ PROBES = {
     "DTensor's generator": (
         lambda: setattr(torch.distributed.tensor._random, "_rng_tracker", 1),
         lambda: torch.distributed.tensor._random._rng_tracker,
+    ),
+    "the current device of a stand-in for CUDA": (
+        lambda: setattr(answers, "current_index", 1),
+        lambda: answers.current_index,
     ),
     "implicit replication": (
         lambda: torch._C._set_dtensor_allow_implicit_replication(True),

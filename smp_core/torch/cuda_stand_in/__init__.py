@@ -1,0 +1,84 @@
+"""A stand-in for ``torch.cuda`` on a machine without GPUs: scripts written for GPUs train on the CPU as they are.
+
+The stand-in is off until it is installed, and only the script and the libraries that it uses see it: torch and our own
+packages decide by the truth. docs/cuda_stand_in.md says what each name answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from smp_core.torch.cuda_stand_in import answers, requests
+from smp_core.torch.cuda_stand_in.views import shown
+from smp_core.torch.exceptions import StandInError
+
+_lock = threading.Lock()
+_users = 0
+_undo = contextlib.ExitStack()
+
+
+def _patch(stack: contextlib.ExitStack) -> None:
+    for owner, name, wrap in requests.METHODS:
+        stack.enter_context(requests.replaced(owner, name, wrap))
+    stack.enter_context(requests.moving_lazy_parameters())
+    stack.enter_context(requests.loading())
+    factories = {(module, name) for module, name in requests.factories()}
+    for module, names in list(requests.views()):
+        passed_on = {name: "torch.nn" for name in names if (module, name) in factories}
+        stack.enter_context(shown(module, names, passed_on))
+
+
+def install(devices: int) -> None:
+    """Show a script ``devices`` CUDA devices, all of which are the CPU.
+
+    Every call needs a ``remove``: ranks that are threads of one process install for themselves, and the last one
+    removes. Raises StandInError where there are GPUs, or where another number of devices is installed.
+    """
+    global _users
+    if type(devices) is not int or devices < 1:
+        raise StandInError(
+            f"cuda_stand_in.install: devices={devices!r}, and must be an int of at least 1"
+        )
+    with _lock:
+        if torch.cuda.is_available():
+            raise StandInError(
+                f"cuda_stand_in.install: this machine has {torch.cuda.device_count()} GPUs, so nothing stands in for "
+                "torch.cuda. Start the script without --cpu, or hide the GPUs: CUDA_VISIBLE_DEVICES="
+            )
+        if _users and answers.count != devices:
+            raise StandInError(
+                f"cuda_stand_in.install: devices={devices}, and {answers.count} are installed in this process. Give "
+                "every rank of a host the same number"
+            )
+        if not _users:
+            with contextlib.ExitStack() as stack:
+                stack.callback(setattr, answers, "count", 0)
+                answers.count, answers.current_index = devices, 0
+                _patch(stack)
+                _undo.push(stack.pop_all())
+        _users += 1
+
+
+def remove() -> None:
+    """Undo one ``install``; the last one gives torch everything back. Raises StandInError if nothing is installed."""
+    global _users
+    with _lock:
+        if not _users:
+            raise StandInError("cuda_stand_in.remove: nothing is installed in this process")
+        _users -= 1
+        if not _users:
+            _undo.close()
+
+
+@contextlib.contextmanager
+def installed(devices: int) -> Iterator[None]:
+    """While entered, the stand-in is installed."""
+    install(devices)
+    try:
+        yield
+    finally:
+        remove()
