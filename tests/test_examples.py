@@ -18,8 +18,8 @@ import torch
 
 import smp_core.torch as smp
 from pytest_smp import replay
-from pytest_smp.ranks.mpi.mpiexec import find_mpiexec
 from smp_core.errors import BackendError
+from smp_core.launch.mpiexec import find_mpiexec
 from smp_core.torch.memory.recorder import Recorder, Sample
 
 ROOT = Path(__file__).parents[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import email
 import importlib.metadata
 import os
@@ -137,11 +138,13 @@ def test_the_wheel_holds_every_file_of_the_three_packages_and_nothing_else(
 
 
 def test_the_wheel_registers_the_plugins_and_carries_its_licence(wheel: zipfile.ZipFile) -> None:
-    assert read_metadata(wheel, "entry_points.txt").split("\n")[:3] == [
-        "[pytest11]",
-        "smp = pytest_smp.plugin",
-        "smp-suite = pytest_smp.suite",
-    ]
+    found = configparser.ConfigParser()
+    found.read_string(read_metadata(wheel, "entry_points.txt"))
+    assert {name: dict(found[name]) for name in found.sections()} == {
+        "console_scripts": {"smp-run": "smp_core.launch.command:main"},
+        "pytest11": {"smp": "pytest_smp.plugin", "smp-suite": "pytest_smp.suite"},
+        "smp_core.launch": {"sim": "pytest_smp.ranks.sim.scripts:run"},
+    }
     metadata = email.message_from_string(read_metadata(wheel, "METADATA"))
     assert metadata["License-Expression"] == "Apache-2.0"
     assert "Apache License" in read_metadata(wheel, "licenses/LICENSE")

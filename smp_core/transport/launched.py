@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from smp_core.errors import BackendError, NotInitializedError
 from smp_core.transport import ending
-from smp_core.transport.launchers import Launch, half_set, launch_of
+from smp_core.transport.launchers import Launch, half_set, launch_of_process
 from smp_core.transport.protocols import Fabric, Group, ObjectTransport, RankEnvironment
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def find_rendezvous() -> Rendezvous:
     """
     if _joined.fabric is not None and _joined.holds():
         return _joined
-    launch = launch_of(os.environ)
+    launch = launch_of_process()
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -171,7 +171,7 @@ class _Torch:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         try:
             if not _stores:
-                met = dist.rendezvous("env://", self.rank, self.size)  # type: ignore[attr-defined]
+                met = dist.rendezvous(launch.meeting, self.rank, self.size)  # type: ignore[attr-defined]
                 _stores.append(next(met)[0])
             # torch numbers groups anew after they were destroyed, and would find their addresses.
             _stores.append(dist.PrefixStore(f"smp-{len(_stores)}", _stores[0]))  # type: ignore[attr-defined]
@@ -179,9 +179,14 @@ class _Torch:
         except (RuntimeError, ValueError) as error:  # torch's own lists every frame of C++
             raise BackendError(
                 f"smp.init: rank {self.rank} of {self.size} has not met the others at "
-                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} (MASTER_ADDR, "
-                f"MASTER_PORT): {str(error).partition(chr(10))[0]}"
+                f"{_place(launch.meeting)}: {str(error).partition(chr(10))[0]}"
             ) from None
+
+
+def _place(meeting: str) -> str:
+    if meeting != "env://":
+        return meeting
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT)"
 
 
 def _names(collectives: str) -> str:

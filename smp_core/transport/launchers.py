@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, MutableMapping
 
 from smp_core.errors import BackendError
+from smp_core.transport.private_folder import JOB_FOLDER
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,10 +26,28 @@ class Launcher:
     #: How it is told the number of ranks: of all, or of each machine (``local``).
     command: str
     local: bool = False
+    #: The variable that names the folder where its ranks meet; empty if they meet by torch's own (``env://``).
+    folder: str = ""
+
+    @property
+    def starts_mpi(self) -> bool:
+        """True if its ranks are always those of an MPI job."""
+        return (self.with_rendezvous, self.without) == ("mpi", "mpi")
 
 
 #: The first whose rank and size are there is the one: torchrun may run below srun.
 LAUNCHERS = (
+    Launcher(
+        "smp-run",
+        "SMP_RUN_RANK",
+        "SMP_RUN_SIZE",
+        "SMP_RUN_RANK",  # all ranks are on one machine
+        "SMP_RUN_SIZE",
+        "gloo",
+        "gloo",
+        "smp-run --backend gloo -n ",
+        folder=JOB_FOLDER,
+    ),
     Launcher(
         "torchrun",
         "RANK",
@@ -88,8 +108,13 @@ class Launch:
     size: int
     local_rank: int | None
     local_size: int | None
-    rendezvous: bool  # torch's is given
+    meeting: str  # the address of torch's rendezvous; empty if none is given
     mpi: bool  # this may be a rank of an MPI job
+
+    @property
+    def rendezvous(self) -> bool:
+        """True if torch's rendezvous is given."""
+        return bool(self.meeting)
 
     @property
     def one_machine(self) -> bool:
@@ -122,11 +147,13 @@ class Launch:
 def launch_of(environment: Mapping[str, str]) -> Launch | None:
     """The launch of this process, or None if it was started by hand.
 
-    Raises BackendError if a launcher's rank is not below its size, or is no number.
+    Raises BackendError if a launcher's rank is not below its size, or is no number, and if two MPIs contradict each
+    other.
     """
     for launcher in LAUNCHERS:
         if launcher.rank not in environment or launcher.size not in environment:
             continue
+        _check_one_mpi(launcher, environment)
         rank, size = (_number(environment, name) for name in (launcher.rank, launcher.size))
         if rank is None or size is None or not 0 <= rank < size:
             raise BackendError(
@@ -139,10 +166,62 @@ def launch_of(environment: Mapping[str, str]) -> Launch | None:
             size,
             _number(environment, launcher.local_rank),
             _number(environment, launcher.local_size),
-            all(environment.get(name) for name in RENDEZVOUS),
+            _meeting(launcher, environment),
             any(name in environment for name in MPI_JOB),
         )
     return None
+
+
+def _check_one_mpi(first: Launcher, environment: Mapping[str, str]) -> None:
+    """Raise BackendError if another MPI's variables say another rank: a launcher was started inside of another one.
+
+    torchrun below srun or mpiexec is none of these: each machine's task of the outer one starts the ranks.
+    """
+    said = [environment[name] for name in (first.rank, first.size)]
+    for other in LAUNCHERS:
+        if other is first or not (first.starts_mpi and other.starts_mpi):
+            continue
+        theirs = [environment.get(name) for name in (other.rank, other.size)]
+        if None not in theirs and theirs != said:
+            raise BackendError(
+                f"{first.name} says rank {said[0]} of {said[1]}, and {other.name} rank {theirs[0]} of {theirs[1]}: one "
+                "of them was started by the other. Unset the variables of the outer one "
+                f"({other.rank}, {other.size}, or {first.rank}, {first.size})"
+            )
+
+
+class _Process:
+    """The launch of this process, after its variables were taken away."""
+
+    launch: Launch | None = None
+
+
+def launch_of_process() -> Launch | None:
+    """The launch of this process, or None if it was started by hand. Raises BackendError as ``launch_of`` does."""
+    return _Process.launch or launch_of(os.environ)
+
+
+def keep_for_ourselves(launch: Launch) -> None:
+    """Take the launchers' variables out of the environment, and remember this launch in their place.
+
+    Libraries that find them make a world of their own, beside that of ``smp.init``.
+    """
+    _Process.launch = launch
+    remove_variables(os.environ)
+
+
+def remove_variables(environment: MutableMapping[str, str]) -> None:
+    """Take every launcher's variables out of an environment."""
+    for launcher in LAUNCHERS:
+        for name in (launcher.rank, launcher.size, launcher.local_rank, launcher.local_size):
+            environment.pop(name, None)
+
+
+def _meeting(launcher: Launcher, environment: Mapping[str, str]) -> str:
+    if launcher.folder:
+        folder = environment.get(launcher.folder, "")
+        return f"file://{folder}/store" if folder else ""
+    return "env://" if all(environment.get(name) for name in RENDEZVOUS) else ""
 
 
 def half_set(environment: Mapping[str, str]) -> str:

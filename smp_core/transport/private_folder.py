@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
+
+#: The environment variable that names the folder of a job that ``smp-run`` has started, which goes with the job.
+JOB_FOLDER = "SMP_RUN_FOLDER"
 
 
 def private_folder() -> str:
-    """A new folder that only this user can enter. Short: a Unix socket's path has 107 bytes."""
-    return tempfile.mkdtemp(prefix="smp-", dir=None if len(tempfile.gettempdir()) < 60 else "/tmp")
+    """A new folder that only this user can enter: in that of the job, if this process is part of one.
+
+    Short: a Unix socket's path has 107 bytes.
+    """
+    job = os.environ.get(JOB_FOLDER, "")
+    parent = job if os.path.isdir(job) else tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="smp-", dir=parent if len(parent) < 60 else "/tmp")

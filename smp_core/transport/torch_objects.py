@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from smp_core.errors import CollectiveMismatchError
+from smp_core.transport.messages import group_text
 from smp_core.transport.payload import Payload
 from smp_core.transport.protocols import Group, RankEnvironment
 
@@ -59,18 +61,32 @@ class _Objects(ABC):
 
     def allgather(self, obj: object, group: Group) -> list[Any]:
         """See ObjectTransport."""
-        data = _frozen(obj, "smp.allgather")
-        with self._board.call("smp.allgather", group):
-            gathered = self._exchange(data, group)
+        gathered = self._meet("smp.allgather", _frozen(obj, "smp.allgather"), group)
         payloads: list[Payload] = [pickle.loads(each) for each in gathered]
         return [payload.thaw() for payload in payloads]
 
     def barrier(self, group: Group) -> None:
         """See ObjectTransport."""
-        with self._board.call("smp.barrier", group):
-            self._exchange(b"", group)
+        self._meet("smp.barrier", b"", group)
+
+    def _meet(self, call: str, data: bytes, group: Group) -> list[memoryview]:
+        """Every member's data. Raises CollectiveMismatchError if a member makes another call; all of them find it."""
+        mark = _MARKS[call]
+        with self._board.call(call, group):
+            gathered = self._exchange(mark + data, group)
+        for rank, each in zip(group.ranks, gathered, strict=True):
+            if each[:1] != mark:
+                theirs = next(name for name, other in _MARKS.items() if other == each[:1])
+                raise CollectiveMismatchError(
+                    f"mismatch: a call on group {group_text(group.name, group.ranks)} differs in operation\n"
+                    f"  rank {self._rank}: {call}\n"
+                    f"  rank {rank}: {theirs}"
+                )
+        return [memoryview(each)[1:] for each in gathered]
 
 
+#: The first byte of a member's data: the call that it makes.
+_MARKS = {"smp.allgather": b"g", "smp.barrier": b"b"}
 _MESSAGE, _TAKEN, _GATHER, _SHARE = range(4)  # tags
 _FIRST = 512  # bytes that travel with the length: most objects need no second message
 

@@ -160,7 +160,7 @@ def test_under_a_launcher_more_ranks_are_the_launchers_to_start(
     from smp_core.transport.launchers import LAUNCHERS, Launch
 
     (chosen,) = (each for each in LAUNCHERS if each.name == launcher)
-    monkeypatch.setattr(launch, "_job", lambda: Launch(chosen, 0, 4, 0, 2, True, True))
+    monkeypatch.setattr(launch, "_job", lambda: Launch(chosen, 0, 4, 0, 2, "env://", True))
     told = launch.shortage(ranks, 2)
     assert told == f"needs {ranks} ranks, and {launcher} started 4: {command} pytest"
     # These the job has; it was the session that asked for fewer.

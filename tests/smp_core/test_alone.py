@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_smp.ranks.mpi.mpiexec import find_mpiexec
+from smp_core.launch.mpiexec import find_mpiexec
 
 SCRIPT = Path(__file__).parent / "alone.py"
 

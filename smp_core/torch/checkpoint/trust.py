@@ -12,8 +12,7 @@ import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-#: The environment variable that a launcher sets to lift the limits for a whole script.
-VARIABLE = "SMP_TRUST_CHECKPOINTS"
+from smp_core.launch.job import TRUST_CHECKPOINTS
 
 _trusted: ContextVar[bool | None] = ContextVar("_trusted", default=None)
 
@@ -37,4 +36,4 @@ def trust_checkpoints(enabled: bool = True) -> Iterator[None]:
 def trusted() -> bool:
     """Return whether files may run code now."""
     said = _trusted.get()
-    return os.environ.get(VARIABLE) == "1" if said is None else said
+    return os.environ.get(TRUST_CHECKPOINTS) == "1" if said is None else said

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_smp.ranks.mpi.mpiexec import find_mpiexec
 from smp_core.errors import BackendError
+from smp_core.launch.mpiexec import find_mpiexec
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from pytest_smp.ranks.mpi import supervisor
 from pytest_smp.ranks.mpi.mpiexec import MpiexecPool
 from pytest_smp.ranks.protocols import ExecutorOptions
+from smp_core.launch import supervisor
 
 #: The variables of a shell that srun, mpiexec or torchrun started, by their documentation.
 OUTER = {

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from pytest_smp.ranks.backends import find_backend, open_backend
-from pytest_smp.ranks.mpi.mpiexec import find_mpiexec
 from pytest_smp.ranks.processes import external
 from pytest_smp.ranks.protocols import ExecutorOptions
 from smp_core.errors import BackendError
+from smp_core.launch.mpiexec import find_mpiexec
 from smp_core.transport.launchers import launch_of
 
 pytestmark = pytest.mark.timeout(240)

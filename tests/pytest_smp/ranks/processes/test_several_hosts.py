@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from pytest_smp.ranks.mpi.mpiexec import find_mpiexec
 from smp_core.errors import BackendError
+from smp_core.launch.mpiexec import find_mpiexec
 
 pytestmark = pytest.mark.timeout(900)
 

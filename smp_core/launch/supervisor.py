@@ -1,8 +1,9 @@
-"""A small process above each rank of an MPI job, and above the job itself.
+"""A small process above each rank of a job, and above the job itself.
 
     supervisor.py --job PID FOLDER COMMAND...   runs a job; when the process PID, its controller, is gone,
                                             ends all of the job and removes FOLDER
-    supervisor.py TOLD COMMAND...               runs a rank; writes how it ended to the folder TOLD
+    supervisor.py --ranks N TOLD COMMAND...     runs the ranks 0 to N - 1, each below a supervisor of its own
+    supervisor.py TOLD COMMAND...               runs a rank of an MPI job; writes how it ended to the folder TOLD
 
 Runs by itself, without this project or anything else imported: it must cost next to nothing.
 """
@@ -16,7 +17,9 @@ import signal
 import struct
 import sys
 
-#: Where the launchers that we know say which rank a process is.
+#: The rank of a process that `--ranks` has started, and the number of ranks.
+OWN_RANK, OWN_SIZE = "SMP_RUN_RANK", "SMP_RUN_SIZE"
+#: Where the launchers of MPI jobs that we know say which rank a process is.
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 _PR_SET_PDEATHSIG = 1
@@ -40,9 +43,26 @@ def rank_of_launcher() -> str:
     sys.exit(f"supervisor: none of {', '.join(RANK_VARIABLES)} says which rank this is")
 
 
-def _supervise(told: str, command: list[str]) -> int:
+def _start(size: int, told: str, command: list[str]) -> int:
+    """Run the command on ``size`` ranks; return the exit code of the first that failed, or 0."""
+    starter, failed = os.getpid(), 0
+    for rank in range(size):
+        if os.fork() == 0:
+            try:
+                die_with(starter)
+                os.environ.update({OWN_RANK: str(rank), OWN_SIZE: str(size)})
+                os._exit(_supervise(str(rank), told, command))
+            finally:
+                os._exit(127)
+    for _ in range(size):
+        _, status = os.wait()
+        failed = failed or _exit_code(os.waitstatus_to_exitcode(status))
+    return failed
+
+
+def _supervise(slot: str, told: str, command: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    slot, supervisor = rank_of_launcher(), os.getpid()
+    supervisor = os.getpid()
     _adopt_orphans()
     pid = os.fork()
     if pid == 0:
@@ -218,7 +238,9 @@ def main(arguments: list[str]) -> None:
             die_with(int(arguments[1]))
             os.execvp(arguments[3], arguments[3:])
         sys.exit(_keep(int(arguments[1]), arguments[2], arguments[3:]))
-    sys.exit(_supervise(arguments[0], arguments[1:]))
+    if arguments[0] == "--ranks":
+        sys.exit(_start(int(arguments[1]), arguments[2], arguments[3:]))
+    sys.exit(_supervise(rank_of_launcher(), arguments[0], arguments[1:]))
 
 
 if __name__ == "__main__":

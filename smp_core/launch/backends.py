@@ -1,0 +1,49 @@
+"""The ways to run a script on ranks, by name: rank processes, an MPI job, and those that packages bring.
+
+A package brings one by an entry point of the group ``smp_core.launch``: a function that takes a ``ScriptJob`` and an
+``RankOutput``, runs the script, and returns an exit code. pytest_smp brings ``sim``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+
+from smp_core.errors import ArgumentError, BackendError
+from smp_core.launch.job import ScriptJob
+from smp_core.launch.mpiexec import find_mpiexec
+from smp_core.launch.output import RankOutput
+from smp_core.launch.processes import run_mpi, run_processes
+
+Runner = Callable[[ScriptJob, RankOutput], int]
+
+GROUP = "smp_core.launch"
+_OURS: dict[str, Runner] = {"gloo": run_processes, "mpi": run_mpi}
+
+
+def names() -> list[str]:
+    """The names of all backends."""
+    return sorted({*_OURS, *(each.name for each in importlib.metadata.entry_points(group=GROUP))})
+
+
+def runner(name: str) -> Runner:
+    """The function that runs a script on a backend. Raises ArgumentError for an unknown name."""
+    if name in _OURS:
+        return _OURS[name]
+    for each in importlib.metadata.entry_points(group=GROUP):
+        if each.name == name:
+            found: Runner = each.load()
+            return found
+    raise ArgumentError(f"smp-run: backend {name!r}: the backends are {', '.join(names())}")
+
+
+def default(mpiexec: str) -> str:
+    """The backend for a job that names none: an MPI job where there is an MPI, else rank processes."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return "gloo"
+    try:
+        find_mpiexec(mpiexec)
+    except BackendError:
+        return "gloo"
+    return "mpi"

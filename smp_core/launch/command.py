@@ -1,0 +1,186 @@
+"""The command ``smp-run``: it starts a script on ranks of this machine, or runs it as one rank of another launcher."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from smp_core.config import Config
+from smp_core.errors import ArgumentError, ConfigError, SmpError
+from smp_core.launch import backends, rank
+from smp_core.launch.job import PARAMETERS, ScriptJob, cores
+from smp_core.launch.output import OutputStyle, RankOutput
+from smp_core.transport.launchers import Launch, launch_of
+
+_USAGE = 2  # the exit code for a command that was given wrongly
+_EPILOG = """\
+Under another launcher leave out -n: `mpirun -n 8 smp-run --cpu train.py` makes each process a rank of that job.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of the command."""
+    found = argparse.ArgumentParser(
+        "smp-run",
+        description="Run a training script that was written for SMP on several ranks.",
+        epilog=_EPILOG,
+    )
+    found.add_argument(
+        "-n", "--ranks", type=int, help="the number of ranks (default: the product of the degrees)"
+    )
+    found.add_argument(
+        "--backend",
+        help=f"{', '.join(backends.names())} (default: mpi where an MPI is present, else gloo)",
+    )
+    found.add_argument(
+        "--cpu", action="store_true", help="let the script see a stand-in for torch.cuda"
+    )
+    found.add_argument("--config", metavar="FILE", help="parameters of smp.init as JSON")
+    found.add_argument(
+        "-p",
+        dest="parameters",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="a parameter of smp.init; wins over --config and over the script; may be repeated",
+    )
+    found.add_argument(
+        "--trust-checkpoints",
+        action="store_true",
+        help="let checkpoints run code when they are loaded",
+    )
+    found.add_argument(
+        "--output",
+        choices=[each.value for each in OutputStyle],
+        default=OutputStyle.PREFIX.value,
+        help="show lines behind their ranks, rank by rank at the end, or as they are",
+    )
+    found.add_argument(
+        "--mpiexec", default="", metavar="COMMAND", help="the command that starts an MPI job"
+    )
+    found.add_argument("script", help="the script")
+    found.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code."""
+    options = parser().parse_args(arguments)
+    try:
+        return _run(options)
+    except SmpError as error:
+        print(_message(error), file=sys.stderr)
+        return _USAGE
+
+
+def _message(error: SmpError) -> str:
+    text = str(error)
+    return text if text.startswith("smp-run: ") else f"smp-run: {text}"
+
+
+def _run(options: argparse.Namespace) -> int:
+    launch = launch_of(os.environ)
+    inside = launch if launch is not None and launch.size > 1 else None
+    parameters = _parameters(options.config, options.parameters)
+    job = ScriptJob(
+        script=options.script,
+        arguments=tuple(options.arguments),
+        ranks=_ranks(options.ranks, parameters, inside),
+        parameters=parameters,
+        cpu=options.cpu,
+        trusts_checkpoints=options.trust_checkpoints,
+        mpiexec=options.mpiexec,
+    )
+    job.check()
+    if inside is not None:
+        os.environ.update(job.variables())
+        rank.run_here(job, inside, None)
+    return run(job, options.backend, OutputStyle(options.output))
+
+
+def run(job: ScriptJob, backend: str | None, style: OutputStyle) -> int:
+    """Run a job that was checked on a backend, or on the default one; return the exit code.
+
+    Raises ArgumentError for an unknown backend, and BackendError if it cannot run here.
+    """
+    name = backend or backends.default(job.mpiexec)
+    start, output = backends.runner(name), RankOutput(style, job.ranks)
+    many = "1 rank" if job.ranks == 1 else f"{job.ranks} ranks"
+    output.say(f"smp-run: {Path(job.script).name} on {many} ({name}): starting")
+    if name != "sim" and job.ranks > cores():
+        output.say(
+            f"smp-run: {job.ranks} ranks share {cores()} cores: steps take longer than on a core for each rank"
+        )
+    if job.cpu:
+        output.say(
+            "smp-run: the script sees a stand-in for torch.cuda (--cpu); it computes on the CPU"
+        )
+    return start(job, output)
+
+
+def _ranks(given: int | None, parameters: dict[str, Any], launch: Launch | None) -> int:
+    """The number of ranks. Raises ArgumentError if nothing says it, or if it contradicts the launcher."""
+    if launch is not None:
+        if given not in (None, launch.size):
+            raise ArgumentError(
+                f"smp-run: -n {given}: this process is rank {launch.rank} of {launch.size} of {launch.launcher.name} "
+                "already. Leave out -n, or start smp-run outside of it"
+            )
+        return launch.size
+    if given is not None:
+        if given < 1:
+            raise ArgumentError(f"smp-run: -n {given}: a world needs at least one rank")
+        return given
+    if not parameters:
+        raise ArgumentError("smp-run: give the number of ranks by -n, or degrees by --config or -p")
+    config = Config.parse(parameters)
+    return (
+        config.pipeline_parallel_degree
+        * config.tensor_parallel_degree
+        * config.sharded_data_parallel_degree
+    )
+
+
+def _parameters(file: str | None, given: Sequence[str]) -> dict[str, Any]:
+    """The parameters of the environment, of a file and of options; the later ones win."""
+    found: dict[str, Any] = {}
+    if os.environ.get(PARAMETERS):
+        found.update(_object(os.environ[PARAMETERS], f"environment variable {PARAMETERS}"))
+    if file is not None:
+        try:
+            text = Path(file).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ArgumentError(f"smp-run: --config {file}: {error.strerror}") from None
+        found.update(_object(text, f"--config {file}"))
+    for each in given:
+        key, equals, value = each.partition("=")
+        if not equals or not key:
+            raise ArgumentError(f"smp-run: -p {each}: write KEY=VALUE")
+        found[key] = _value(value)
+    return found
+
+
+def _object(text: str, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{where} must hold a JSON object, not {type(found).__name__}")
+    return found
+
+
+def _value(text: str) -> Any:
+    """A value as JSON or Python writes it; any other text is a str."""
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(text)
+        except (ValueError, SyntaxError):
+            continue
+    return text

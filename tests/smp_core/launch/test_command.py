@@ -1,0 +1,210 @@
+"""``smp-run`` before any rank starts: what it is told, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smp_core.launch import backends, command
+from smp_core.launch.job import PARAMETERS, ScriptJob
+from smp_core.launch.output import RankOutput
+
+Seen = list[tuple[ScriptJob, RankOutput]]
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """The jobs that were started."""
+    found: Seen = []
+
+    def start(job: ScriptJob, output: RankOutput) -> int:
+        found.append((job, output))
+        return 0
+
+    monkeypatch.setattr(backends, "_OURS", {"gloo": start, "mpi": start})
+    return found
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.touch()
+    return str(path)
+
+
+def refused(capsys: pytest.CaptureFixture[str], seen: Seen, *words: str) -> str:
+    """The message of a command that is refused before anything starts."""
+    assert command.main(words) == 2
+    assert not seen
+    message = capsys.readouterr().err
+    assert message.startswith("smp-run: ")
+    return message
+
+
+def test_what_is_after_the_script_is_the_scripts(seen: Seen, script: str) -> None:
+    words = ["-n", "3", "--backend", "gloo", script, "-n", "7", "--cpu", "--", "x"]
+    assert command.main(words) == 0
+    ((job, _),) = seen
+    assert (job.ranks, job.cpu) == (3, False)
+    assert job.arguments == ("-n", "7", "--cpu", "--", "x")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("2", 2),
+        ("1e6", 1e6),
+        ("true", True),
+        ("True", True),
+        ("None", None),
+        ("null", None),
+        ("cluster", "cluster"),
+        ('"cluster"', "cluster"),
+        ("a=b", "a=b"),
+    ],
+)
+def test_values_are_read_as_json_or_python_writes_them(text: str, value: object) -> None:
+    found = command._parameters(None, [f"key={text}"])
+    assert found == {"key": value}
+    assert type(found["key"]) is type(value)
+
+
+def test_the_later_parameters_win(
+    seen: Seen, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {"microbatches": 2, "ddp": True, "optimize": "speed"}
+    monkeypatch.setenv(PARAMETERS, json.dumps(environment))
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps({"microbatches": 4, "optimize": "memory"}))
+    assert command.main(["-n", "1", "--config", str(file), "-p", "microbatches=8", script]) == 0
+    ((job, _),) = seen
+    assert job.parameters == {"microbatches": 8, "ddp": True, "optimize": "memory"}
+    assert json.loads(job.variables()[PARAMETERS]) == job.parameters
+
+
+@pytest.mark.parametrize(
+    ("parameters", "ranks"),
+    [
+        (["pipeline_parallel_degree=2"], 2),
+        (["partitions=2", "tensor_parallel_degree=3", "ddp=True"], 6),
+        (["sharded_data_parallel_degree=4"], 4),
+    ],
+)
+def test_degrees_say_how_many_ranks(
+    seen: Seen, script: str, parameters: list[str], ranks: int
+) -> None:
+    words = [word for each in parameters for word in ("-p", each)]
+    assert command.main([*words, script]) == 0
+    assert seen[0][0].ranks == ranks
+
+
+def test_hugging_face_finds_a_launcher_and_partitions(seen: Seen, script: str) -> None:
+    """Its two conditions (API 1.2)."""
+    assert command.main(["-p", "pipeline_parallel_degree=2", script]) == 0
+    variables = seen[0][0].variables()
+    assert json.loads(variables[PARAMETERS])["partitions"] == 2
+    assert json.loads(variables["SM_FRAMEWORK_PARAMS"])["sagemaker_mpi_enabled"] is True
+
+
+def test_without_parameters_the_script_decides(seen: Seen, script: str) -> None:
+    assert command.main(["-n", "2", script]) == 0
+    assert PARAMETERS not in seen[0][0].variables()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "give the number of ranks by -n"),
+        (["-n", "0"], "-n 0: a world needs at least one rank"),
+        (["-n", "2", "--backend", "nccl"], "backend 'nccl': the backends are gloo, mpi, sim"),
+        (["-n", "2", "-p", "ddp"], "-p ddp: write KEY=VALUE"),
+        (["-n", "2", "-p", "=1"], "-p =1: write KEY=VALUE"),
+        (["-n", "2", "--config", "missing.json"], "--config missing.json: No such file"),
+        (["-n", "2", "-p", "microbatches=0"], "microbatches=0: must be an int of at least 1"),
+        (["-n", "2", "-p", "microbatch=1"], "did you mean microbatches?"),
+        (["-n", "2", "-p", "tensor_parallel_degree=2"], "tensor_parallel_degree > 1) needs ddp"),
+        (["-n", "6", "-p", "partitions=4"], "must be a multiple of 4 * 1 = 4"),
+        (
+            ["-n", "6", "-p", "sharded_data_parallel_degree=4"],
+            "6 / (1 * 1) = 6. Use one of 1, 2, 3, 6",
+        ),
+    ],
+)
+def test_bad_words(
+    seen: Seen, script: str, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert said in refused(capsys, seen, *words, script)
+
+
+def test_the_script_is_missing(
+    seen: Seen, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "nothing.py")
+    assert f"script {path}: there is no such file" in refused(capsys, seen, "-n", "2", path)
+    folder = str(tmp_path)
+    assert f"script {folder}: is a folder" in refused(capsys, seen, "-n", "2", folder)
+
+
+@pytest.mark.parametrize("text", ["def", "a = '\0'"])
+def test_the_script_is_no_python(
+    seen: Seen, script: str, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    Path(script).write_text(text)
+    message = refused(capsys, seen, "-n", "2", script)
+    assert f"script {script} is no Python:\n" in message
+    assert "Error: " in message
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", "'a'"])
+def test_a_file_that_holds_no_object(
+    seen: Seen, script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    file = tmp_path / "options.json"
+    file.write_text(text)
+    words = ["-n", "2", "--config", str(file), script]
+    message = refused(capsys, seen, *words)
+    assert str(file) in message
+    assert "JSON" in message
+
+
+def test_inside_of_another_launcher(
+    seen: Seen, script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"PMI_RANK": "1", "PMI_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    message = refused(capsys, seen, "-n", "2", script)
+    assert "this process is rank 1 of 4 of mpiexec (MPICH) already. Leave out -n" in message
+
+
+def test_two_launchers_that_contradict_each_other(
+    seen: Seen, script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = {"PMI_RANK": "1", "PMI_SIZE": "4"}
+    both |= {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    for name, value in both.items():
+        monkeypatch.setenv(name, value)
+    message = refused(capsys, seen, script)
+    assert "mpiexec (Open MPI) says rank 0 of 2" in message
+    assert "mpiexec (MPICH) rank 1 of 4" in message
+
+
+def test_more_ranks_than_cores(
+    seen: Seen, script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "cores", lambda: 3)
+    for ranks, warned in ((3, False), (4, True)):
+        assert command.main(["-n", str(ranks), "--backend", "gloo", script]) == 0
+        assert ("4 ranks share 3 cores" in capsys.readouterr().err) == warned
+
+
+def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
+    about: dict[str, Any] = {"arguments": ("a", "b c"), "parameters": {"ddp": True}, "ranks": 3}
+    job = ScriptJob(script="x.py", cpu=True, mpi_options=("-x", "A"), **about)
+    job.write(tmp_path / "job")
+    assert ScriptJob.read(tmp_path / "job") == job
+    assert (tmp_path / "job").stat().st_mode & 0o777 == 0o600

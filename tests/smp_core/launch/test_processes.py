@@ -1,0 +1,180 @@
+"""``smp-run`` on rank processes: scripts of every kind of end. Each test starts a job, so it looks at many things."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Started
+
+pytestmark = pytest.mark.timeout(900)
+
+Run = Callable[..., Started]
+
+HEAD = """
+import os, sys
+import torch
+import smdistributed.modelparallel.torch as smp
+"""
+
+
+@pytest.fixture(params=["gloo", "mpi"])
+def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "mpi":
+        pytest.importorskip("mpi4py", reason="the mpi backend needs mpi4py")
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def run(command: Callable[..., Started], tmp_path: Path) -> Run:
+    """Starts a script on three ranks."""
+
+    def start(
+        backend: str, text: str, *arguments: str, options: tuple[str, ...] = (), **environment: str
+    ) -> Started:
+        path = tmp_path / "scripts" / "train.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(HEAD + text)
+        words = [sys.executable, "-m", "smp_core.launch", "-n", "3", "--backend", backend, *options]
+        return command([*words, str(path), *arguments], **environment)
+
+    return start
+
+
+def test_a_script_runs(run: Run, backend: str, tmp_path: Path) -> None:
+    """With its arguments, its folder, the launcher's parameters, and SMP's names; and its classes can be sent."""
+    text = """
+import beside
+
+class Own:
+    def __init__(self, rank): self.rank = rank
+
+smp.init({"microbatches": 2, "ddp": True})
+assert smp.state.cfg.microbatches == 4, smp.state.cfg
+assert sys.argv[1:] == ["--lr", "0.1"], sys.argv
+assert os.path.abspath(sys.argv[0]) == os.path.abspath(__file__) and __name__ == "__main__"
+assert sys.path[0] == os.path.dirname(os.path.abspath(__file__)) and beside.HERE
+assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "PMI_RANK", "PMI_SIZE", "SMP_RUN_RANK"} & os.environ.keys()
+assert (smp.size(), smp.local_rank()) == (3, smp.rank())
+total = torch.tensor([2.0 ** smp.rank()])
+torch.distributed.all_reduce(total)
+assert smp.allgather(smp.rank(), smp.WORLD) == [0, 1, 2]
+print("rank", smp.rank(), "has", total.item())
+print("to stderr", file=sys.stderr)
+os.write(1, b"below Python\\n")
+"""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "beside.py").write_text("HERE = True\n")
+    code, shown = run(backend, text, "--lr", "0.1", options=("-p", "microbatches=4")).end()
+    assert code == 0, shown
+    assert "smp-run: train.py on 3 ranks" in shown
+    for rank in range(3):
+        assert f"[rank {rank}] rank {rank} has 7.0\n" in shown
+    assert len(re.findall(r"^\[rank \d\] to stderr$", shown, re.MULTILINE)) == 3
+    assert len(re.findall(r"^\[rank \d\] below Python$", shown, re.MULTILINE)) == 3
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "words"),
+    [
+        ("raise ValueError('broken')", 1, ["ValueError: broken", "line 8, in <module>"]),
+        ("sys.exit(7)", 7, ["exit code 7"]),
+        ("sys.exit('in words')", 1, ["in words"]),
+        ("os.kill(os.getpid(), 9)", 137, ["rank 1 was ended by SIGKILL"]),
+    ],
+)
+def test_the_first_failure_is_told_first(
+    run: Run, backend: str, end: str, code: int, words: list[str]
+) -> None:
+    text = f"""
+smp.init()
+if smp.rank() == 1:
+    {end}
+smp.barrier()
+"""
+    found, shown = run(backend, text).end()
+    assert found == code, shown
+    told = shown[shown.index("smp-run: rank ") :]
+    assert told.startswith("smp-run: rank 1 "), shown
+    for word in words:
+        assert word in told, shown
+    assert "smp_core/launch" not in told, shown
+
+
+def test_a_script_that_fails_before_init(run: Run, backend: str) -> None:
+    """The other ranks wait for it in smp.init."""
+    text = """
+if os.environ["FAILS"] == "import":
+    import nothing_of_this_name
+else:
+    @smp.step
+    def step(x): return x
+    step(torch.ones(2))
+"""
+    code, shown = run(backend, text, FAILS="import").end()
+    assert code == 1, shown
+    assert "ModuleNotFoundError: No module named 'nothing_of_this_name'" in shown
+    code, shown = run(backend, text, FAILS="step").end()
+    assert code == 1, shown
+    assert "NotInitializedError" in shown
+    assert "call smp.init() first" in shown
+
+
+def test_a_rank_that_goes_on_is_ended(run: Run) -> None:
+    text = """
+import time
+smp.init()
+if smp.rank() == 1:
+    raise ValueError("broken")
+time.sleep(1000)
+"""
+    code, shown = run("gloo", text).end()
+    assert code == 1, shown
+    assert "smp-run: ranks 0, 2 went on for 5 s, and had to be ended" in shown
+
+
+def test_an_interruption_ends_all(run: Run, backend: str) -> None:
+    text = """
+import time
+smp.init()
+print("waits", flush=True)
+time.sleep(1000)
+"""
+    started = run(backend, text)
+    started.shows("waits")
+    started.process.send_signal(signal.SIGINT)
+    code, shown = started.end()
+    assert code == 130, shown
+    assert "smp-run: interrupted" in shown
+
+
+def test_a_killed_launcher_leaves_nothing(run: Run, backend: str) -> None:
+    text = """
+import time
+smp.init()
+print("waits", flush=True)
+time.sleep(1000)
+"""
+    started = run(backend, text)
+    started.shows("waits")
+    started.process.kill()
+    started.process.wait()
+    started.leaves_nothing()
+
+
+def test_calls_that_differ_are_named(run: Run) -> None:
+    text = """
+smp.init()
+smp.barrier() if smp.rank() == 1 else smp.allgather(1, smp.WORLD)
+"""
+    code, shown = run("gloo", text).end()
+    assert code == 1, shown
+    assert re.search(r"mismatch: a call on group WORLD .*differs in operation", shown), shown
+    assert "rank 1: smp.barrier" in shown
+    assert re.search(r"rank [02]: smp.allgather", shown), shown
