@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import sys
 from collections.abc import Iterator
@@ -24,7 +23,8 @@ def prepared(job: ScriptJob, devices: int) -> Iterator[None]:
         install_import_names()
         stack.callback(remove_import_names)
         if job.cpu:
-            cuda_stand_in = importlib.import_module("smp_core.torch.cuda_stand_in")
+            from smp_core.torch import cuda_stand_in
+
             stack.enter_context(cuda_stand_in.installed(devices))
         sys.argv = [job.script, *job.arguments]
         sys.path.insert(0, str(Path(job.script).resolve().parent))
