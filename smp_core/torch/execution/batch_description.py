@@ -7,8 +7,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeGuard
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import nn
@@ -16,15 +16,35 @@ from torch import nn
 from smp_core.containers import is_set, opened
 from smp_core.microbatch import CallArguments
 
-#: A tensor of a batch, an array, or the other values of an argument: its name, its form (shape and dtype), and with
-#: ``prescaled_batch`` a checksum of its values.
-Entry = tuple[str, str, str]
+
+class BatchEntry(NamedTuple):
+    """The record of one tensor of a batch, of an array, or of the other values of an argument."""
+
+    microbatch: int | None  #: None outside of steps
+    part: str  #: a part of the microbatch, such as ``tensor 0``
+    form: str  #: shape and dtype
+    checksum: str  #: of the values; empty without ``prescaled_batch``
+
+    @property
+    def name(self) -> str:
+        """The name in errors, such as ``microbatch 1, tensor 0``."""
+        return (
+            self.part if self.microbatch is None else f"microbatch {self.microbatch}, {self.part}"
+        )
+
+    @property
+    def is_tensor(self) -> bool:
+        """Return whether the entry is a tensor's."""
+        return self.part.startswith("tensor ")
 
 
-def described(calls: Sequence[CallArguments], prescaled: bool) -> list[Entry]:
-    """The entries of a batch, of which each microbatch has a call; checksums only if ``prescaled``."""
+def described(
+    calls: Iterable[tuple[int | None, CallArguments]], prescaled: bool
+) -> list[BatchEntry]:
+    """The entries of calls, each with the number of its microbatch; checksums only if ``prescaled``."""
     description = _Description(prescaled)
-    for call in calls:
+    for microbatch, call in calls:
+        description.begin(microbatch)
         description.add(call)
     return description.entries
 
@@ -39,13 +59,18 @@ class _Description:
     """
 
     def __init__(self, prescaled: bool) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[BatchEntry] = []
         self._prescaled = prescaled
+        self._microbatch: int | None = None
         self._sliced: set[int] = set()
         self._open: set[int] = set()  # objects that hold the present one: they may hold themselves
-        self._tensors = self._arrays = 0
+        self._tensors = self._arrays = 0  # of the present microbatch
         self._plain: list[str] = []  # of the present argument
         self._keys: list[str] = []
+
+    def begin(self, microbatch: int | None) -> None:
+        self._microbatch = microbatch
+        self._tensors = self._arrays = 0
 
     def add(self, call: CallArguments) -> None:
         self._sliced.update(id(each) for each in call.sliced)
@@ -60,13 +85,16 @@ class _Description:
                 form = plain[0][:60] if len(plain) == 1 else f"{len(plain)} values"
                 text = ";".join([*plain, ":", *keys])
                 checksum = f"{zlib.crc32(text.encode(errors='replace')):08x}"
-                self.entries.append((f"argument {place!r}", form, checksum))
+                self._enter(f"argument {place!r}", form, checksum)
+
+    def _enter(self, part: str, form: str, checksum: str) -> None:
+        self.entries.append(BatchEntry(self._microbatch, part, form, checksum))
 
     def _add(self, value: object, listed: bool = False) -> None:
         """Add one value; ``listed``: an element of a list, tuple or set."""
         if isinstance(value, torch.Tensor):
             checksum = _checksum(value) if self._prescaled else ""
-            self.entries.append((f"tensor {self._tensors}", _form(value), checksum))
+            self._enter(f"tensor {self._tensors}", _form(value), checksum)
             self._tensors += 1
             return
         container = opened(value)
@@ -116,7 +144,7 @@ class _Description:
         else:
             form = f"{list(value.shape)} of {value.dtype}"
             checksum = f"{zlib.crc32(value.tobytes()):08x}"
-            self.entries.append((f"array {self._arrays}", form, checksum))
+            self._enter(f"array {self._arrays}", form, checksum)
             self._arrays += 1
 
     def _told(self, value: object) -> list[str]:

@@ -16,7 +16,7 @@ from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import TensorParallelError
 from smp_core.torch.execution import streams
-from smp_core.torch.execution.batch_description import Entry, described
+from smp_core.torch.execution.batch_description import BatchEntry, described
 
 
 def compared(
@@ -34,19 +34,14 @@ def compared(
     if len(group.ranks) == 1:
         return split(), seed
     calls: list[CallArguments] = []
-    failure: Exception | None = None
-    own: str | list[Entry]
     prescaled = runtime.config.prescaled_batch
-    try:
-        calls = split()
-        own = described(calls, prescaled)
-    except Exception as error:
-        failure, own = error, f"{type(error).__name__}: {error}"
-    seeds, gathered = zip(*runtime.fabric.objects.allgather((seed, own), group), strict=True)
-    if failure is not None:
-        raise failure
-    _check(f"step {runtime.training.steps}", group.ranks, gathered)
-    return calls, seeds[0] if prescaled else seed
+
+    def describe() -> list[BatchEntry]:
+        calls.extend(split())
+        return described(enumerate(calls), prescaled)
+
+    first = _alike(runtime, f"step {runtime.training.steps}", seed, describe)
+    return calls, first if prescaled else seed
 
 
 @contextlib.contextmanager
@@ -58,21 +53,40 @@ def alike_outside_of_steps(
     In ``training`` with ``prescaled_batch`` the call draws from the stream of tp rank 0's seed. Collective over the TP
     group. Raises TensorParallelError, on every rank of the group, for arguments that do not go together.
     """
-    group = runtime.group(GroupKind.TP)
     prescaled = runtime.config.prescaled_batch
     seed = streams.draw_seed() if prescaled and training else 0
-    own: str | list[Entry]
-    try:
-        own = described([CallArguments(args, kwargs)], prescaled)
-    except Exception as error:  # the others wait for a description
-        own = f"{type(error).__name__}: {error}"
-    seeds, gathered = zip(*runtime.fabric.objects.allgather((seed, own), group), strict=True)
-    _check("outside of steps", group.ranks, gathered)
-    with streams.entered(streams.root(seeds[0], 0)) if seed else contextlib.nullcontext():
+
+    def describe() -> list[BatchEntry]:
+        return described([(None, CallArguments(args, kwargs))], prescaled)
+
+    first = _alike(runtime, "outside of steps", seed, describe)
+    with streams.entered(streams.root(first, 0)) if seed else contextlib.nullcontext():
         yield
 
 
-def _check(when: str, ranks: Sequence[int], gathered: Sequence[str | list[Entry]]) -> None:
+def _alike(runtime: Runtime, when: str, seed: int, describe: Callable[[], list[BatchEntry]]) -> int:
+    """Compare the entries that the ranks of this rank's TP group describe, and return the seed of tp rank 0.
+
+    Collective over the TP group, also where ``describe`` raises: the other ranks wait for a description. Raises what
+    ``describe`` raises on its rank; TensorParallelError on the others, and on every rank of the group for entries that
+    differ.
+    """
+    group = runtime.group(GroupKind.TP)
+    failure: Exception | None = None
+    own: str | list[BatchEntry]
+    try:
+        own = describe()
+    except Exception as error:
+        failure, own = error, f"{type(error).__name__}: {error}"
+    seeds, gathered = zip(*runtime.fabric.objects.allgather((seed, own), group), strict=True)
+    if failure is not None:
+        raise failure
+    _check(when, group.ranks, gathered)
+    first: int = seeds[0]
+    return first
+
+
+def _check(when: str, ranks: Sequence[int], gathered: Sequence[str | list[BatchEntry]]) -> None:
     """Raise TensorParallelError if the batches of a TP group, in its order, do not go together."""
     for rank, theirs in zip(ranks, gathered, strict=True):
         if isinstance(theirs, str):
@@ -85,25 +99,23 @@ def _check(when: str, ranks: Sequence[int], gathered: Sequence[str | list[Entry]
             raise TensorParallelError(f"{when}: {_difference(ranks[0], first, rank, theirs)}")
 
 
-def _difference(first: int, ours: Sequence[Entry], other: int, theirs: Sequence[Entry]) -> str:
+def _difference(
+    first: int, ours: Sequence[BatchEntry], other: int, theirs: Sequence[BatchEntry]
+) -> str:
     """The difference between the batches of two ranks, and the remedy."""
     ranks = f"rank {other}'s batch is not that of rank {first}, of the same TP group: "
-    tensors = [sum(name.startswith("tensor") for name, *_ in each) for each in (ours, theirs)]
+    tensors = [sum(entry.is_tensor for entry in each) for each in (ours, theirs)]
     if tensors[0] != tensors[1]:
         return f"{ranks}it has {tensors[1]} tensors, and not {tensors[0]}. {_SHAPES}"
-    # Rows of which one list has more are of arrays and arguments, by name.
-    missing = ("", "missing", "")
-    mine, yours = next(
-        pair
-        for pair in itertools.zip_longest(ours, theirs, fillvalue=missing)
-        if pair[0] != pair[1]
-    )
-    if mine[0] != yours[0]:
-        return f"{ranks}it has {yours[0] or 'nothing'} in the place of {mine[0] or 'nothing'}. {_VALUES}"
-    if mine[1] == yours[1]:
-        return f"{ranks}the values of {mine[0]} differ. {_VALUES}"
-    remedy = _SHAPES if mine[0].startswith("tensor") else _VALUES
-    return f"{ranks}{mine[0]} is {yours[1]}, and not {mine[1]}. {remedy}"
+    # Entries of which one rank has more are of arrays and arguments, by name.
+    mine, yours = next(pair for pair in itertools.zip_longest(ours, theirs) if pair[0] != pair[1])
+    if mine is None or yours is None or mine.name != yours.name:
+        names = ["nothing" if each is None else each.name for each in (mine, yours)]
+        return f"{ranks}it has {names[1]} in the place of {names[0]}. {_VALUES}"
+    if mine.form == yours.form:
+        return f"{ranks}the values of {mine.name} differ. {_VALUES}"
+    remedy = _SHAPES if mine.is_tensor else _VALUES
+    return f"{ranks}{mine.name} is {yours.form}, and not {mine.form}. {remedy}"
 
 
 _SHAPES = "Give all ranks of a TP group batches of one shape"

@@ -60,7 +60,7 @@ class DistributedLinear(DistributedModule):
         name = "smp.nn.DistributedLinear"
         exchange.check_channels(name, input, self.in_features, "in_features")
         group = self.group()
-        sliced = exchange.slice_channels(input, group)
+        sliced = exchange.slice_channels(input, group, name)
         output = exchange.sum_batch(functional.linear(sliced, self.weight), group)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 

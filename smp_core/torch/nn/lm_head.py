@@ -221,7 +221,7 @@ class DistributedTransformerLMHead(DistributedModule):
         weight: Tensor = self.word_embedding.weight  # type: ignore[assignment]
         if self.distribute_embedding:
             group = self.group()
-            sliced = exchange.slice_channels(hidden, group)
+            sliced = exchange.slice_channels(hidden, group, type(self).__name__)
             scores = exchange.sum_batch(functional.linear(sliced, weight), group)
         else:
             scores = functional.linear(hidden, weight)

@@ -91,6 +91,7 @@ class Collectives:
         runtime: this rank's.
         group: the kind of group that state is split over.
         replicate: the kind of group whose members hold the same shard; None: there are no others.
+        plan: the name of the gather plan (``gather_plan.PLANNERS``); None for the configuration's.
     """
 
     def __init__(
@@ -98,13 +99,13 @@ class Collectives:
         runtime: Runtime,
         group: GroupKind = GroupKind.SHARDING,
         replicate: GroupKind | None = GroupKind.REPLICATION,
+        plan: str | None = None,
     ) -> None:
         nodes = gather_plan.nodes_of(runtime)
         ranks = runtime.group(group).ranks
         others = (runtime.rank,) if replicate is None else runtime.group(replicate).ranks
-        # The configuration speaks of state that is sharded, and not of the activations of a TP group (API 3.3).
-        state = group is not GroupKind.TP
-        name = "hierarchical" if state and runtime.config.sdp_hierarchical_allgather else "flat"
+        if plan is None:
+            plan = "hierarchical" if runtime.config.sdp_hierarchical_allgather else "flat"
         self.traffic = Traffic()
         self._shard_kind, self._replicate_kind = group, replicate or group
         self._shard_group = _Members(runtime, group.value, ranks, nodes)
@@ -116,16 +117,16 @@ class Collectives:
         #: The hops of the plan, each with its operation's name for the counters.
         self._hops: Sequence[tuple[str, _Members]] = self._flat
         self._order: Tensor | None = None
-        plan = gather_plan.PLANNERS[name](ranks, runtime.rank, nodes)
-        if len(plan.hops) > 1:
+        planned = gather_plan.PLANNERS[plan](ranks, runtime.rank, nodes)
+        if len(planned.hops) > 1:
             self._hops = tuple(
                 (
                     f"all_gather {hop.name}",
                     _Members(runtime, f"{group.value} {hop.name}", hop.ranks, nodes),
                 )
-                for hop in plan.hops
+                for hop in planned.hops
             )
-            self._order = torch.tensor(plan.order, device="cpu")
+            self._order = torch.tensor(planned.order, device="cpu")
         self.size, self.rank, self.replicas = len(ranks), self._shard_group.rank, len(others)
         self._queue: deque[_Operation] = deque()
         self._reductions: deque[_Operation] = deque()

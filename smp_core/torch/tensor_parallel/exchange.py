@@ -48,7 +48,8 @@ class TensorGroup:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._collectives = Collectives(runtime, GroupKind.TP, GroupKind.TP)
+        # Flat: the configuration's plan is that of sharded state, and not of activations (API 3.3).
+        self._collectives = Collectives(runtime, GroupKind.TP, GroupKind.TP, plan="flat")
         self.size, self.rank = self._collectives.size, self._collectives.rank
         self.prescaled = runtime.config.prescaled_batch
         self._digest = 0
@@ -161,8 +162,7 @@ def _sum_ranks(group: TensorGroup, x: Tensor) -> Tensor:
 
 
 def _slices(group: TensorGroup, x: Tensor) -> tuple[Tensor, ...]:
-    """The slice of each rank: torch's ``chunk`` has too few where the channels are not divisible."""
-    check_divisible(x, group)
+    """The slice of each rank, of channels that the degree divides (``check_divisible``)."""
     return x.chunk(group.size, dim=-1)
 
 
@@ -208,6 +208,9 @@ def _changed(x: Tensor, group: TensorGroup, there: _Change, back: _Change) -> Te
 
 # ---- What modules call ---------------------------------------------------------------------------
 
+#: The name in errors of a module that gives none.
+_ANY = "tensor parallelism"
+
 
 def check_channels(module: str, x: Tensor, channels: int, name: str) -> None:
     """Check, before the first exchange, that an input has the channels that a module is made for.
@@ -226,17 +229,22 @@ def check_channels(module: str, x: Tensor, channels: int, name: str) -> None:
         )
 
 
-def check_divisible(x: Tensor, group: TensorGroup) -> None:
-    """Check that the channels of an activation can be split. Raises ArgumentError."""
+def check_divisible(module: str, x: Tensor, group: TensorGroup) -> None:
+    """Check that the channels of a module's activation can be split. Raises ArgumentError."""
+    # torch's chunk gives fewer slices, of different sizes, where they cannot.
     if x.shape[-1] % group.size:
         raise ArgumentError(
-            f"tensor parallelism: an activation is {list(x.shape)}, and {x.shape[-1]} channels cannot be split over "
+            f"{module}: an activation is {list(x.shape)}, and {x.shape[-1]} channels cannot be split over "
             f"{group.size} tp ranks"
         )
 
 
-def slice_channels(x: Tensor, group: TensorGroup) -> Tensor:
-    """Local to sliced: an all-to-all, or, with ``prescaled_batch``, this rank's slice."""
+def slice_channels(x: Tensor, group: TensorGroup, module: str = _ANY) -> Tensor:
+    """Local to sliced: an all-to-all, or, with ``prescaled_batch``, this rank's slice.
+
+    Raises ArgumentError for channels that cannot be split; ``module`` is the name in the error.
+    """
+    check_divisible(module, x, group)
     return _changed(x, group, _slice_channels, _merge_channels)
 
 
@@ -260,8 +268,9 @@ def gather_channels(x: Tensor, group: TensorGroup) -> Tensor:
     return _changed(x, group, _gather_channels, _sum_channels)
 
 
-def sum_channels(x: Tensor, group: TensorGroup) -> Tensor:
-    """Partial to sliced: a reduce-scatter."""
+def sum_channels(x: Tensor, group: TensorGroup, module: str = _ANY) -> Tensor:
+    """Partial to sliced: a reduce-scatter. Raises as ``slice_channels`` does."""
+    check_divisible(module, x, group)
     return _changed(x, group, _sum_channels, _gather_channels)
 
 

@@ -18,11 +18,11 @@ def translate_hf_state_dict_to_smdistributed_bert(
     state_dict: Mapping[str, object],
 ) -> dict[str, object]:
     """The state of a model of Hugging Face, for the distributed one."""
-    return states.to_ours(TRANSLATION, state_dict)
+    return states.to_ours("bert", TRANSLATION, state_dict)
 
 
 def translate_state_dict_to_hf_bert(
     state_dict: Mapping[str, object], max_seq_len: int | None = None
 ) -> dict[str, object]:
     """The whole state of a distributed model, for that of Hugging Face. ``max_seq_len`` has no effect."""
-    return states.to_theirs(TRANSLATION, state_dict)
+    return states.to_theirs("bert", TRANSLATION, state_dict)

@@ -97,7 +97,7 @@ def translate_hf_state_dict_to_smdistributed_gpt2(
     state_dict: Mapping[str, object],
 ) -> dict[str, object]:
     """The state of a GPT2LMHeadModel, for the distributed one."""
-    return states.to_ours(translation(), state_dict)
+    return states.to_ours("gpt2", translation(), state_dict)
 
 
 def translate_state_dict_to_hf_gpt2(
@@ -107,7 +107,7 @@ def translate_state_dict_to_hf_gpt2(
 
     ``max_seq_len``: also the causal masks of this length that old versions of Transformers keep in their states.
     """
-    found = states.to_theirs(translation(), state_dict)
+    found = states.to_theirs("gpt2", translation(), state_dict)
     if max_seq_len is not None:
         for key in [key for key in found if key.endswith(".attn.c_attn.bias")]:
             attention = key.removesuffix("c_attn.bias")

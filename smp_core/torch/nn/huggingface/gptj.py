@@ -77,7 +77,7 @@ def translate_hf_state_dict_to_smdistributed_gptj(
     state_dict: Mapping[str, object],
 ) -> dict[str, object]:
     """The state of a GPTJForCausalLM, for the distributed one."""
-    return states.to_ours(translation(), state_dict)
+    return states.to_ours("gptj", translation(), state_dict)
 
 
 #: The same, by the name that scripts use.
@@ -88,4 +88,4 @@ def translate_state_dict_to_hf_gptj(
     state_dict: Mapping[str, object], max_seq_len: int | None = None
 ) -> dict[str, object]:
     """The whole state of the distributed model, for a GPTJForCausalLM. ``max_seq_len`` has no effect."""
-    return states.to_theirs(translation(), state_dict)
+    return states.to_theirs("gptj", translation(), state_dict)

@@ -77,11 +77,11 @@ def translate_hf_state_dict_to_smdistributed_gptneo(
     state_dict: Mapping[str, object],
 ) -> dict[str, object]:
     """The state of a GPTNeoForCausalLM, for the distributed one."""
-    return states.to_ours(translation(), state_dict)
+    return states.to_ours("gptneo", translation(), state_dict)
 
 
 def translate_state_dict_to_hf_gptneo(
     state_dict: Mapping[str, object], max_seq_len: int | None = None
 ) -> dict[str, object]:
     """The whole state of the distributed model, for a GPTNeoForCausalLM. ``max_seq_len`` has no effect."""
-    return states.to_theirs(translation(), state_dict)
+    return states.to_theirs("gptneo", translation(), state_dict)

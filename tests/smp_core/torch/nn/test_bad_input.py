@@ -118,9 +118,13 @@ def test_an_optimizer_of_replaced_parameters_is_refused(smp_world, when):
         (
             CONFIG,
             lambda: torch.ones(2 + api.tp_rank(), 2),
-            r"tensor 0 is \[3, 2\] of torch.float32, and not \[2, 2\]",
+            r"microbatch 0, tensor 0 is \[3, 2\] of torch.float32, and not \[2, 2\]",
         ),
-        (PRESCALED, lambda: torch.full((2, 2), float(api.rank())), "the values of tensor 0 differ"),
+        (
+            PRESCALED,
+            lambda: torch.full((2, 2), float(api.rank())),
+            "the values of microbatch 0, tensor 0 differ",
+        ),
         (CONFIG, lambda: torch.ones(2, 2 * (1 + api.tp_rank())), r"is \[2, 4\]"),
     ],
     ids=["sizes", "values", "channels"],
@@ -133,6 +137,27 @@ def test_batches_that_do_not_go_together_are_named_on_every_rank(smp_world, conf
         assert "step 1: rank 1's batch is not that of rank 0" in str(caught.value)
 
     smp_world.run(body, ranks=2, config=config)
+
+
+@api.step
+def with_labels(model, x, labels):
+    loss = (model(x).sum(1) - labels).sum()
+    model.backward(loss)
+    return loss
+
+
+def test_a_difference_in_the_second_microbatch_is_named(smp_world):
+    def body():
+        model = api.DistributedModel(linear(2, 2))
+        labels = torch.zeros(4)
+        with_labels(model, torch.ones(4, 2), labels)
+        labels[2] = api.tp_rank()
+        with pytest.raises(
+            TensorParallelError, match=r"step 2: .*: the values of microbatch 1, tensor 1 differ"
+        ):
+            with_labels(model, torch.ones(4, 2), labels)
+
+    smp_world.run(body, ranks=2, config={**PRESCALED, "microbatches": 2})
 
 
 def test_a_batch_that_one_rank_cannot_split_ends_the_step_everywhere(smp_world):
@@ -187,51 +212,63 @@ def nested(layout: torch.layout, *lengths: int) -> torch.Tensor:
     [
         pytest.param(
             lambda rank: Sample(torch.full((2,), float(rank))),
-            "the values of tensor 1 differ",
+            "the values of microbatch 0, tensor 1 differ",
             id="dataclass",
         ),
         pytest.param(
             lambda rank: [Sample([1, 2], {"a": [rank]})],
-            "the values of argument 2 differ",
+            "the values of microbatch 0, argument 2 differ",
             id="numbers in a dataclass",
         ),
         pytest.param(
             lambda rank: Sliced(torch.full((2,), rank)),
-            "the values of tensor 1 differ",
+            "the values of microbatch 0, tensor 1 differ",
             id="sliced object",
         ),
         pytest.param(
-            lambda rank: torch.full((2,), rank).numpy(), "the values of array 0 differ", id="array"
+            lambda rank: torch.full((2,), rank).numpy(),
+            "the values of microbatch 0, array 0 differ",
+            id="array",
         ),
         pytest.param(
             lambda rank: torch.ones(2 + rank).numpy(),
-            r"array 0 is \[3\] of float32, and not \[2\]",
+            r"microbatch 0, array 0 is \[3\] of float32, and not \[2\]",
             id="array shape",
         ),
         pytest.param(
             lambda rank: torch.full((2,), rank).numpy().astype("M8[D]"),
-            "the values of array 0",
+            "the values of microbatch 0, array 0",
             id="dates",
         ),
         pytest.param(
             lambda rank: torch.full((2,), rank).numpy().astype(object),
-            "the values of argument 2",
+            "the values of microbatch 0, argument 2",
             id="array of objects",
         ),
         pytest.param(
-            lambda rank: {"ids": [[1, 2], [3, rank]]}, "the values of argument 2 differ", id="ids"
+            lambda rank: {"ids": [[1, 2], [3, rank]]},
+            "the values of microbatch 0, argument 2 differ",
+            id="ids",
         ),
-        pytest.param(lambda rank: (rank,), "argument 2 is 1, and not 0", id="number"),
+        pytest.param(lambda rank: (rank,), "microbatch 0, argument 2 is 1, and not 0", id="number"),
         pytest.param(
-            lambda rank: [f"text {rank}"], "argument 2 is 'text 1', and not 'text 0'", id="string"
+            lambda rank: [f"text {rank}"],
+            "microbatch 0, argument 2 is 'text 1', and not 'text 0'",
+            id="string",
         ),
-        pytest.param(lambda rank: {f"key {rank}": 1}, "the values of argument 2 differ", id="key"),
         pytest.param(
-            lambda rank: {"text", f"text {rank}"}, "the values of argument 2 differ", id="set"
+            lambda rank: {f"key {rank}": 1},
+            "the values of microbatch 0, argument 2 differ",
+            id="key",
+        ),
+        pytest.param(
+            lambda rank: {"text", f"text {rank}"},
+            "the values of microbatch 0, argument 2 differ",
+            id="set",
         ),
         pytest.param(
             lambda rank: [1] * (rank + 2),
-            "argument 2 is 3 values, and not 2 values",
+            "microbatch 0, argument 2 is 3 values, and not 2 values",
             id="longer list",
         ),
         pytest.param(
@@ -241,37 +278,37 @@ def nested(layout: torch.layout, *lengths: int) -> torch.Tensor:
         ),
         pytest.param(
             lambda rank: [] if rank else [1],
-            "it has nothing in the place of argument 2",
+            "it has nothing in the place of microbatch 0, argument 2",
             id="empty list",
         ),
         pytest.param(
             lambda rank: torch.eye(2).mul(rank + 1).to_sparse(),
-            "the values of tensor 1 differ",
+            "the values of microbatch 0, tensor 1 differ",
             id="sparse values",
         ),
         pytest.param(
             lambda rank: torch.eye(2).roll(rank, 0).to_sparse(),
-            "the values of tensor 1 differ",
+            "the values of microbatch 0, tensor 1 differ",
             id="sparse indices",
         ),
         pytest.param(
             lambda rank: torch.eye(2).roll(rank, 0).to_sparse_csr(),
-            "the values of tensor 1 differ",
+            "the values of microbatch 0, tensor 1 differ",
             id="csr",
         ),
         pytest.param(
             lambda rank: torch.eye(2).roll(rank, 0).to_sparse_csc(),
-            "the values of tensor 1 differ",
+            "the values of microbatch 0, tensor 1 differ",
             id="csc",
         ),
         pytest.param(
             lambda rank: nested(torch.strided, 1 + rank, 2 - rank),
-            "the values of tensor 1 differ",
+            "the values of microbatch 0, tensor 1 differ",
             id="nested",
         ),
         pytest.param(
             lambda rank: nested(torch.jagged, 1 + rank, 2 - rank),
-            "the values of tensor 1 differ",
+            "the values of microbatch 0, tensor 1 differ",
             id="jagged",
         ),
     ],
@@ -356,7 +393,9 @@ def test_own_batches_may_be_nested_differently_and_numbers_differ(smp_world, lay
         other = [nested(layout, 1, 1 + api.tp_rank()), api.tp_rank(), Sample(torch.ones(1))]
         with_other(model, torch.ones(2, 2), other)
         other[2].x = torch.ones(1 + api.tp_rank())
-        with pytest.raises(TensorParallelError, match=r"tensor 2 is \[2\] of .*, and not \[1\]"):
+        with pytest.raises(
+            TensorParallelError, match=r"microbatch 0, tensor 2 is \[2\] of .*, and not \[1\]"
+        ):
             with_other(model, torch.ones(2, 2), other)
 
     smp_world.run(body, ranks=2, config=CONFIG)
@@ -526,8 +565,11 @@ def test_channels_that_cannot_be_split_are_refused_on_every_rank(smp_world):
         model = api.DistributedModel(layer)
         group = next(model.distributed_modules()).group()
         for change in (exchange.slice_channels, exchange.sum_channels):
-            with pytest.raises(ArgumentError, match="6 channels cannot be split over 4 tp ranks"):
-                change(torch.ones(2, 6), group)
+            with pytest.raises(ArgumentError) as caught:
+                change(torch.ones(2, 6), group, "Own")
+            assert str(caught.value) == (
+                "Own: an activation is [2, 6], and 6 channels cannot be split over 4 tp ranks"
+            )
 
     smp_world.run(body, ranks=4, config={**PRESCALED, "tensor_parallel_degree": 4})
 
