@@ -14,6 +14,7 @@ from smp_core.config import Config
 from smp_core.topology import GroupKind, Topology
 from smp_core.torch.reduction.collectives import Collectives
 from smp_core.torch.reduction.traffic import Sum, TrafficKind
+from smp_core.torch.tensor_parallel.exchange import TensorGroup
 
 SHARDING, REPLICATION = GroupKind.SHARDING, GroupKind.REPLICATION
 FOUR: dict[str, Any] = {"ddp": True, "sharded_data_parallel_degree": 4}
@@ -90,6 +91,27 @@ def test_two_hops_give_the_bytes_of_one(smp: Any, size: int, per_node: int, dtyp
         assert gathers.traffic.calls(None, "all_gather") == (0 if two_hops else 3)
         assert gathers.traffic.calls(None, "all_gather between nodes") == (3 if two_hops else 0)
         assert gathers.traffic.calls(None, "all_gather within nodes") == (3 if two_hops else 0)
+
+
+@pytest.mark.smp(
+    ranks=4,
+    ddp=True,
+    tensor_parallel_degree=4,
+    ranks_per_node=2,
+    sdp_hierarchical_allgather=True,
+)
+def test_a_plan_that_is_given_counts_more_than_the_configurations(smp: Any) -> None:
+    here = runtime.current("test")
+    of_state = Collectives(here, GroupKind.TP, None)
+    flat = Collectives(here, GroupKind.TP, None, plan="flat")
+    of_activations = TensorGroup(here)
+    part = positions(2, start=2 * here.rank)
+    for gathers in (of_state, flat, of_activations):
+        gathered = gathers.all_gather(part)
+        whole = gathered if isinstance(gathered, torch.Tensor) else gathered.result()
+        assert torch.equal(whole.flatten(), positions(8))
+    calls = [each.traffic.calls(None, "all_gather") for each in (of_state, flat, of_activations)]
+    assert calls == [0, 1, 1]
 
 
 def part_of_world(
