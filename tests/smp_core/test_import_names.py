@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -252,3 +253,12 @@ def test_one_that_is_imported_already_is_named(monkeypatch: pytest.MonkeyPatch) 
         install_import_names()
     remove_import_names()
     assert "smdistributed" in sys.modules
+
+
+def test_the_page_of_scripts_has_every_import_name() -> None:
+    page = (Path(__file__).parents[2] / "docs/scripts.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"`([\w.]+)`", page.split("## Names")[1].split("\n## ")[0]))
+    for name in (*import_names.MODULES, *import_names.ABSENT):
+        _, front, rest = name.partition(".torch")
+        last = "." + rest.rpartition(".")[2]
+        assert {name, front + rest, last if ".huggingface" in rest else ""} & shown, name

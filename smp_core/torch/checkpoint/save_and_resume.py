@@ -156,7 +156,7 @@ def save_checkpoint(
 
     Partial: the folder ``{tag}_partial`` with one ``model_*.pt`` and ``optimizer_*.pt`` per partition
     and ``user_content.pt``. Full: the file ``{tag}``, and ``user_content_{tag}``. Then the text file
-    ``newest`` names the tag. Folder and file are replaced whole: whenever the call is cut off, there
+    ``newest`` names the folder, or the file. Folder and file are replaced whole: whenever the call is cut off, there
     is the checkpoint from before or the new one. ``path`` is made if need be.
 
     Args:
@@ -211,7 +211,9 @@ def save_checkpoint(
 
     def conclude() -> None:
         name = tag + folders.SUFFIX if partial else tag  # scripts join it to the path
-        files.save_text(folder / naming.NEWEST, name + "\n")
+        files.save_text(
+            folder / naming.NEWEST, name
+        )  # without a newline, which a script would join, too
         if partial and num_kept_partial_checkpoints is not None:
             folders.prune(folder, num_kept_partial_checkpoints)
 
