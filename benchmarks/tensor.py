@@ -31,6 +31,7 @@ from torch.nn import functional
 import smp_core.torch as smp
 from benchmarks.figures import Figure, median, seconds
 from benchmarks.sharding import _DispatchMode, compared
+from smp_core.torch import observe
 from smp_core.torch.parameters.split import split_of
 
 RANKS = 4
@@ -127,7 +128,7 @@ def ours(plain: Plain, x: torch.Tensor) -> Engine:
     model.load_state_dict(
         {f"{NAMES[path]}.{kind}": state[f"{path}.{kind}"] for path, kind in _keys(state)}
     )
-    group = model._session.tensor_group
+    traffic = observe.tensor_traffic(model)
 
     def run() -> torch.Tensor:
         model.zero_grad()
@@ -145,9 +146,9 @@ def ours(plain: Plain, x: torch.Tensor) -> Engine:
         return found
 
     def sent() -> float:
-        mark = group.traffic.mark()
+        mark = traffic.mark()
         run()
-        return float(group.traffic.bytes(mark))
+        return float(traffic.bytes(mark))
 
     return Engine(run, gradients, sent)
 

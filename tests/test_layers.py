@@ -39,6 +39,7 @@ LAYERS = {
     "exceptions": "ground",
     "tensor_tree": "ground",
     "session": "ground",
+    "state_keys": "ground",
     "fused": "ground",
     "optimizers": "ground",
     "parameters": "ground",

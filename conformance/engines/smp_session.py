@@ -10,6 +10,7 @@ from torch import Tensor
 from conformance.engines.protocol import Exchange
 from pytest_smp.strategies.training_script import Batch, Script
 from pytest_smp.strategies.training_tensor import TensorTraining
+from smp_core.torch import observe
 
 
 class SmpSession(Script):
@@ -36,7 +37,7 @@ class SmpSession(Script):
         """The traffic of sharding, of activations in TP groups, and of the gradients that these reduce."""
         found = [] if self._sharding is None else [self._sharding.collectives.traffic]
         if isinstance(self.case, TensorTraining) and self.case.tensor > 1:
-            found.append(self.model._session.tensor_group.traffic)
+            found.append(observe.tensor_traffic(self.model))
             if self.model.gradients is not None:  # before the partition there are none
                 reducers = map(self.model.gradients._shards.all_reducer, (True, False))
                 found += [each.traffic for each in reducers]

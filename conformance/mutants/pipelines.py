@@ -22,6 +22,7 @@ from smp_core.torch.execution.schedule import Progress, Ready
 from smp_core.torch.execution.server import Server
 from smp_core.torch.memory import recompute
 from smp_core.torch.pipeline import placement
+from smp_core.torch.state_keys import PARTIAL
 
 BUGS = Bugs("pipeline and microbatches")
 
@@ -253,7 +254,7 @@ def state_is_local(patch: Patch) -> None:
 
     def local(model: Any, gather_to_rank0: bool = False) -> dict[str, Any]:
         found = weights.local_state_dict(model)
-        return {key: value for key, value in found.items() if key != weights.PARTIAL}
+        return {key: value for key, value in found.items() if key != PARTIAL}
 
     patch.setattr(weights, "state_dict", local)
 

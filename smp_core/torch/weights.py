@@ -23,13 +23,11 @@ from smp_core.torch.parameters.split import split_of
 from smp_core.torch.pipeline import placement
 from smp_core.torch.session import SessionModel
 from smp_core.torch.sharding import records
+from smp_core.torch.state_keys import PARTIAL, SHARD
 from smp_core.torch.tensor_parallel import full_parameters
 from smp_core.torch.tensor_parallel.translation import Translation
 from smp_core.torch.tensor_tree import StateDict
 
-PARTIAL = "_smp_is_partial"
-#: In a part of a sharded model's state: which shards it has (sharding/records.py).
-SHARD = "_smp_shard"
 #: Attribute of the model: the full parameters in place of slices, since ``cpu`` (an ExitStack).
 _READING = "_smp_reading"
 #: In a part of a state with slices of distributed modules: whose they are (parameters/slices.py).

@@ -52,6 +52,7 @@ from smp_core.torch.session import current as session_of
 from smp_core.torch.sharding import records
 from smp_core.torch.sharding.sharding import Sharding
 from smp_core.torch.sharding.whole_model import WHOLE_MODEL
+from smp_core.torch.state_keys import PARTIAL
 from smp_core.torch.tensor_tree import StateDict
 
 if TYPE_CHECKING:
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SAVE, _RESUME = "smp.save_checkpoint", "smp.resume_from_checkpoint"
-_IS_PARTIAL = "_smp_is_partial"
 _SAVED = "save"  #: in a partial file, and its manifest: which save it is of
 _FP16 = optimizer_state.FP16  # and a kind of file
 _PART = "part"  #: in an optimizer's file: which part of a split state it is, or None
@@ -231,7 +231,7 @@ def _save_partial(
         folder = folders.to_fill(path, tag, nonce)
         name = naming.of_part(runtime)
         said = {
-            _IS_PARTIAL: True,
+            PARTIAL: True,
             _SAVED: nonce,
             _SHARD: _sharding_of(session).record(),
             _SLICES: _slices_of(session),
@@ -306,7 +306,7 @@ def _save_full(
 
     def gather() -> StateDict:
         # Calls of all ranks: each raises on all ranks if it raises on one.
-        state: StateDict = {_IS_PARTIAL: False}
+        state: StateDict = {PARTIAL: False}
         if model is not None:
             state["model"] = weights.state_dict(model, gather_to_rank0=True)
             if translate:
@@ -479,18 +479,18 @@ def _read_full(session: TrainingSession, path: Path, tag: str, load_optimizer: b
         raise CheckpointError(
             f"{path / tag}: expected a full checkpoint, a dict, found a {type(content).__name__}"
         )
-    if content.get(_IS_PARTIAL, False):
+    if content.get(PARTIAL, False):
         raise CheckpointError(
             f"{path / tag}: expected a full checkpoint, found a partial one. Resume with partial=True"
         )
-    state.model = content.get("model") if _IS_PARTIAL in content else content
+    state.model = content.get("model") if PARTIAL in content else content
     if beside is not None:
         state.user_content = files.load(beside, "the user content")
-    elif _IS_PARTIAL in content:  # files of before had it in them, too
+    elif PARTIAL in content:  # files of before had it in them, too
         state.user_content = content.get("user_content")
     if state.model is not None:
         _expect_own(session, path / tag, "model")
-    if load_optimizer and _IS_PARTIAL in content and session.optimizer is not None:
+    if load_optimizer and PARTIAL in content and session.optimizer is not None:
         state.optimizer = content.get("optimizer")
     return state
 
@@ -510,7 +510,7 @@ def _check(session: TrainingSession, state: _Loaded, strict: bool) -> None:
     if state.optimizer is not None and optimizer is not None:
         with _of_file(state.where, "optimizer"):
             optimizer_state.check(state.optimizer)
-            optimizer._smp_check_fits({**state.optimizer, _IS_PARTIAL: False})
+            optimizer._smp_check_fits({**state.optimizer, PARTIAL: False})
 
 
 @contextlib.contextmanager
@@ -543,7 +543,7 @@ def _apply_optimizer(session: TrainingSession, state: _Loaded) -> None:
         session.optimizer._smp_load_precise(state.optimizer.get(_FP16))
     else:
         # No part to be merged with those of other ranks: it is all that this rank needs.
-        session.optimizer.load_state_dict({**state.optimizer, _IS_PARTIAL: False})
+        session.optimizer.load_state_dict({**state.optimizer, PARTIAL: False})
 
 
 # Checks and helpers of one rank, without communication.

@@ -28,12 +28,10 @@ from smp_core.torch.optimizer.parameters import OptimizerParameters
 from smp_core.torch.parameters import slices
 from smp_core.torch.parameters.split import split_of
 from smp_core.torch.sharding import optimizer_states
+from smp_core.torch.state_keys import PARTIAL, SHARD
 from smp_core.torch.tensor_tree import StateDict
 
-PARTIAL = "_smp_is_partial"
 FP16 = "fp16_states"
-#: In a part of sharded data parallelism: which shard it is, of how many.
-SHARD = "_smp_shard"
 
 
 def local_state_dict(parameters: OptimizerParameters, gather_if_shard: bool = True) -> Any:

@@ -9,10 +9,8 @@ from collections.abc import Mapping
 
 from smp_core.errors import ArgumentError
 from smp_core.torch.parameters import slices
+from smp_core.torch.state_keys import PARTIAL
 from smp_core.torch.tensor_parallel.translation import Translation
-
-#: A state has this key, with the value true, if it is a rank's part of one.
-_PARTIAL = "_smp_is_partial"
 
 
 def to_ours(
@@ -44,7 +42,7 @@ def to_theirs(
 
 
 def _whole(call: str, state: Mapping[str, object]) -> dict[str, object]:
-    if state.get(_PARTIAL, False) or slices.KEY in state:
+    if state.get(PARTIAL, False) or slices.KEY in state:
         raise ArgumentError(
             f"{call}: the state is a part of a distributed model's, whose tensors may be slices. Gather the whole "
             "first: model.state_dict()"

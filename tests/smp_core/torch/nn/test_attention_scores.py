@@ -44,6 +44,11 @@ def written_out(query, key, value, scale, score_of):
     return result
 
 
+def scale_of(given):
+    """The factor of the scores: None for that of the definition."""
+    return SIZE**-0.5 if given is None else given
+
+
 PADDING = torch.tensor([[0, 0, 0, 0], [0, 0, 0, 1]])
 SLOPES = torch.tensor([0.5, 0.25, 2.0])
 ADDED = drawn(GROUP, HEADS, LENGTH, LENGTH, seed=9)
@@ -72,10 +77,15 @@ ADDED = drawn(GROUP, HEADS, LENGTH, LENGTH, seed=9)
 @pytest.mark.parametrize("scale", [None, 1.0])
 def test_it_is_attention_by_its_definition(options, score_of, scale):
     query, key, value = (drawn(GROUP, HEADS, LENGTH, SIZE, seed=n) for n in range(3))
-    expected = written_out(query, key, value, SIZE**-0.5 if scale is None else scale, score_of)
+    expected = written_out(query, key, value, scale_of(scale), score_of)
     found = attend(query, key, value, scale=scale, **options)
-    # Sums of four and six terms, each rounded a few times.
-    assert (found - expected).abs().max() < 64 * torch.finfo(torch.float64).eps
+    # A score is SIZE products, their sum, a factor and a summand, each rounded once; its error is a relative one of
+    # the weight, as is that of the exponential. A weight is divided by a sum of LENGTH, and LENGTH products are summed.
+    # Both sides round.
+    score = float((query.abs() @ key.abs().transpose(2, 3)).max()) * scale_of(scale) + 6
+    roundings = 2 * ((SIZE + 2) * score + 1 + LENGTH) + LENGTH + 1
+    bound = 2 * roundings * torch.finfo(torch.float64).eps / 2 * float(value.abs().max())
+    assert (found - expected).abs().max() <= bound
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

@@ -563,6 +563,7 @@ def trained(family: str) -> None:
             sgd.step()
             sgd.zero_grad()
         (expected, logits), (_, rounded) = results
+        # Twice the ratio rule's 4: the cross-entropy takes a label's score from the logarithm of the sum of all.
         bound = 8 * (rounded.double() - logits).abs().max()
         near("loss", loss.reduce_mean(), None, expected, bound)
 
