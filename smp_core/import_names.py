@@ -17,7 +17,7 @@ from types import ModuleType
 
 from smp_core.errors import ImportNameError, RealInstallationError
 
-__all__ = ["install_import_names", "remove_import_names"]
+__all__ = ["import_names_are_installed", "install_import_names", "remove_import_names"]
 
 _ROOT = "smdistributed"
 _SMP = "smdistributed.modelparallel"
@@ -113,6 +113,14 @@ def remove_import_names() -> None:
     if _is_ours(sys.modules.get(_ROOT)):
         for name in (*PACKAGES, *MODULES):
             sys.modules.pop(name, None)
+
+
+def import_names_are_installed() -> bool:
+    """Return whether an import name leads to a module of this package, also if only some are left in
+    ``sys.modules``.
+    """
+    here = any(isinstance(finder, _Names) for finder in sys.meta_path)
+    return here or _is_ours(sys.modules.get(_ROOT))
 
 
 def _is_ours(module: ModuleType | None) -> bool:

@@ -25,6 +25,11 @@ from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 from pytest_smp.ranks import rank_state
+from smp_core.import_names import (
+    import_names_are_installed,
+    install_import_names,
+    remove_import_names,
+)
 
 _TINY, _ONE = 5e-324, 1.0  # their product is 0 where denormal numbers are flushed
 #: The modules whose functions and classes are compared. A name that a body adds does no harm.
@@ -174,6 +179,11 @@ PROCESS = (
     ),
     ProcessTableEntry("the garbage collector's debugging", gc.get_debug, gc.set_debug),
     ProcessTableEntry("the switch interval", sys.getswitchinterval, sys.setswitchinterval),
+    ProcessTableEntry(  # before their finder, without which other finders would load modules twice
+        "SMP's import names",
+        import_names_are_installed,
+        lambda before: (install_import_names if before else remove_import_names)(),
+    ),
     _list("meta_path"),
     _list("path_hooks"),
     _attribute(sys, "displayhook"),

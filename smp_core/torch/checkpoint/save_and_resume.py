@@ -210,10 +210,8 @@ def save_checkpoint(
         _save_full(session, folder, tag, model, optimizer, content[0], translate_if_full)
 
     def conclude() -> None:
-        name = tag + folders.SUFFIX if partial else tag  # scripts join it to the path
-        files.save_text(
-            folder / naming.NEWEST, name
-        )  # without a newline, which a script would join, too
+        name = tag + folders.SUFFIX if partial else tag
+        files.save_text(folder / naming.NEWEST, name)  # without a newline, since scripts join it
         if partial and num_kept_partial_checkpoints is not None:
             folders.prune(folder, num_kept_partial_checkpoints)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import importlib
 import locale
 import os
 import random
@@ -23,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.optim import optimizer as optimizers
 
+import smp_core
 from pytest_smp.ranks.backends import open_backend
 from pytest_smp.ranks.protocols import ExecutorOptions, Job, VerdictKind
 
@@ -54,6 +56,11 @@ def _time_zone():
 
 def _other_cores():
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+
+def _import_names():
+    smp_core.install_import_names()
+    importlib.import_module("smdistributed.modelparallel.torch")
 
 
 def _a_finder():
@@ -119,6 +126,7 @@ CHANGES = {
     "trace of threads": (lambda: threading.settrace(lambda *args: None), threading.gettrace),
     "gc": (lambda: gc.set_threshold(1, 1, 1), gc.get_threshold),
     "switch interval": (lambda: sys.setswitchinterval(0.5), sys.getswitchinterval),
+    "import names": (_import_names, lambda: "smdistributed" in sys.modules),
     "meta path": (_a_finder, lambda: len(sys.meta_path)),
     "socket timeout": (lambda: socket.setdefaulttimeout(7.0), socket.getdefaulttimeout),
     "memory limit": (
