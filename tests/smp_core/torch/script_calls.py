@@ -85,6 +85,10 @@ def plain_loss():
     return F.nll_loss(net()(data), target)
 
 
+def has_gradients(model):
+    return any(each.grad is not None for each in model.local_parameters())
+
+
 def close(one, other):
     torch.testing.assert_close(one, other)
     return True
@@ -331,19 +335,22 @@ CALLS: dict[str, Call] = {
         "pipeline",
         "seen = []\n"
         "model, optimizer = make()\n"
-        "model.register_post_partition_hook(lambda model, optimizer: seen.append((model, optimizer)))\n"
+        "model.register_post_partition_hook(\n"
+        "    lambda model, optimizer: seen.append((model, optimizer, has_gradients(model))))\n"
         "assert not seen\n"
         "train_step(model, data, target)\n"
         "train_step(model, data, target)\n"
-        "assert seen == [(model, optimizer)]",
+        "assert seen == [(model, optimizer, False)]",
     ),
     "register_post_step_hook": Call(
         "pipeline",
         "seen = []\n"
         "model, optimizer = make()\n"
-        "model.register_post_step_hook(lambda model, optimizer: seen.append((model, optimizer)))\n"
+        "model.register_post_step_hook(\n"
+        "    lambda model, optimizer: seen.append((model, optimizer, has_gradients(model))))\n"
         "train_step(model, data, target)\n"
-        "assert seen == [(model, optimizer)]",
+        "train_step(model, data, target)\n"
+        "assert seen == [(model, optimizer, True)]",
     ),
     "local_parameters": Call(
         "pipeline",
