@@ -27,7 +27,9 @@ from smp_core.launch.rank import JOB, SOCKET
 from smp_core.transport.diagnosis import ranks_text
 from smp_core.transport.private_folder import JOB_FOLDER, private_folder
 
+_PYTHON = [sys.executable, "-P", "-c"]  # -P: the present folder is no place to import from
 _RANK = "from smp_core.launch.rank import main; main()"
+_STARTER = "from smp_core.launch.starter import main; main()"
 _OTHERS = 5.0  # seconds that the other ranks get to end by themselves after the first has failed
 _PATIENCE = 5.0  # seconds between a signal and the next, harder one
 _SLICE = 0.1  # seconds between two looks at what no descriptor tells
@@ -63,8 +65,8 @@ class RankFailure:
 
 def run_processes(job: ScriptJob, output: RankOutput) -> int:
     """Run a job on rank processes that meet by Gloo; return the exit code of the first rank that failed, or 0."""
-    starter = [sys.executable, "-I", "-S", supervisor.__file__, "--ranks", str(job.ranks)]
-    return _Run(job, output).follow(starter, {})
+    run = _Run(job, output)
+    return run.follow([*_PYTHON, _STARTER, str(job.ranks), str(run.told), str(run.folder)], {})
 
 
 def run_mpi(job: ScriptJob, output: RankOutput) -> int:
@@ -73,9 +75,10 @@ def run_mpi(job: ScriptJob, output: RankOutput) -> int:
     Raises BackendError if there is no MPI.
     """
     command, environment = find_mpiexec(job.mpiexec)
-    rank = [sys.executable, "-I", "-S", supervisor.__file__]
-    starter = [*command, *job.mpi_options, "-n", str(job.ranks), *rank]
-    return _Run(job, output).follow(starter, environment)
+    run = _Run(job, output)
+    above = [sys.executable, "-I", "-S", supervisor.__file__, str(run.told)]
+    starter = [*command, *job.mpi_options, "-n", str(job.ranks), *above]
+    return run.follow([*starter, *_PYTHON, _RANK, str(run.folder)], environment)
 
 
 class _Run:
@@ -83,8 +86,8 @@ class _Run:
 
     def __init__(self, job: ScriptJob, output: RankOutput) -> None:
         self._job, self._output = job, output
-        self._folder = Path(private_folder())
-        self._told = self._folder / "ended"
+        self.folder = Path(private_folder())
+        self.told = self.folder / "ended"
         self._started: set[int] = set()
         self._ended: dict[int, int] = {}  # exit codes; negative for signals
         self._pids: dict[int, int] = {}
@@ -97,10 +100,10 @@ class _Run:
     def follow(self, starter: list[str], environment: dict[str, str]) -> int:
         """Start the ranks by a command, and follow them until all have ended."""
         try:
-            self._told.mkdir(0o700)
-            self._job.write(self._folder / JOB)
+            self.told.mkdir(0o700)
+            self._job.write(self.folder / JOB)
             with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as waiting:
-                listener.bind(str(self._folder / SOCKET))
+                listener.bind(str(self.folder / SOCKET))
                 listener.listen(3 * self._job.ranks)
                 waiting.register(listener, selectors.EVENT_READ, None)
                 process = self._start(starter, environment)
@@ -111,21 +114,19 @@ class _Run:
             self._output.end()
             return self._conclude(process.returncode)
         finally:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self, starter: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
         keeper = [sys.executable, "-I", "-S", supervisor.__file__]
-        keeper += ["--job", str(os.getpid()), str(self._folder)]
-        # -P: the folder of the command is no place to import from.
-        rank = [sys.executable, "-P", "-c", _RANK, str(self._folder)]
+        keeper += ["--job", str(os.getpid()), str(self.folder)]
         return subprocess.Popen(
-            [*keeper, *starter, str(self._told), *rank],
+            [*keeper, *starter],
             stdin=subprocess.DEVNULL,
             env={
                 **environment,
                 **outside_jobs(os.environ),
                 **self._job.variables(),
-                JOB_FOLDER: str(self._folder),
+                JOB_FOLDER: str(self.folder),
                 "PYTHONPATH": os.pathsep.join(each for each in sys.path if each),
             },
             start_new_session=True,  # Ctrl-C in the terminal is this process's to handle
@@ -192,11 +193,11 @@ class _Run:
 
     def _look_for_ends(self) -> None:
         """Read which ranks have ended, as their supervisors tell."""
-        for name in set(os.listdir(self._told)):
+        for name in set(os.listdir(self.told)):
             if not name.isdecimal() or int(name) in self._ended:
                 continue
             rank = int(name)
-            code = self._ended[rank] = json.loads((self._told / name).read_text())["code"]
+            code = self._ended[rank] = json.loads((self.told / name).read_text())["code"]
             if code and rank not in self._stopped:
                 self._failures.setdefault(
                     rank, RankFailure(rank, time.monotonic(), code)

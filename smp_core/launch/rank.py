@@ -7,7 +7,6 @@ script has ended.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -27,10 +26,6 @@ from smp_core.transport.launchers import Launch, keep_for_ourselves, launch_of_p
 
 #: The files in a job's folder: the job itself, and the socket that ranks connect to.
 JOB, SOCKET = "job.json", "launcher"
-
-
-#: Entered before the script, and never left: what is registered for the end of the process may need it.
-_PREPARED = contextlib.ExitStack()
 
 
 class LauncherConnection:
@@ -65,6 +60,9 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 def main() -> NoReturn:
     """Run the job whose folder is the first argument, on this rank."""
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # supervisors ignore it, and ranks inherit that
     folder = Path(sys.argv[1])
     job = ScriptJob.read(folder / JOB)
     launch = launch_of_process()
@@ -87,7 +85,7 @@ def run_here(job: ScriptJob, launch: Launch, launcher: LauncherConnection | None
 
             join(launch)
         keep_for_ourselves(launch)
-        _PREPARED.enter_context(script.prepared(job, launch.local_size or launch.size))
+        script.prepare(job, launch.local_size or launch.size)
         script_code = job.code()
         names.clear()
         names.update(script.namespace_of(job.script))
@@ -115,9 +113,7 @@ def _fail(
     else:
         lines = traceback.format_exception(type(error), error, trace)
         if isinstance(error, SmpError) and trace is error.__traceback__:
-            lines = traceback.format_exception_only(
-                error
-            )  # before the script began: no line of it is there
+            lines = traceback.format_exception_only(error)  # no line of the script's has raised it
         last = traceback.format_exception_only(error)[-1].strip()
         launcher.tell("failed", code=code, text="".join(lines).rstrip(), last=last)
     sys.exit(code)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any
@@ -13,25 +12,30 @@ from typing import Any
 from smp_core.launch.job import ScriptJob
 
 
-@contextlib.contextmanager
-def prepared(job: ScriptJob, devices: int) -> Iterator[None]:
-    """While entered, this process is as the script expects it. With ``job.cpu`` it has so many GPUs, as it seems."""
+def prepare(job: ScriptJob, devices: int) -> contextlib.ExitStack:
+    """Make this process as the script expects it. With ``job.cpu`` it has so many GPUs, as it seems.
+
+    The result undoes it when it is closed. Nothing happens if it is forgotten: what is registered for the end of a
+    process may need SMP's names.
+    """
     from smp_core.import_names import install_import_names, remove_import_names
 
-    arguments, path = sys.argv, list(sys.path)
-    with contextlib.ExitStack() as stack:
-        install_import_names()
-        stack.callback(remove_import_names)
-        if job.cpu:
-            from smp_core.torch import cuda_stand_in
+    stack = contextlib.ExitStack()
+    install_import_names()
+    stack.callback(remove_import_names)
+    if job.cpu:
+        from smp_core.torch import cuda_stand_in
 
-            stack.enter_context(cuda_stand_in.installed(devices))
-        sys.argv = [job.script, *job.arguments]
-        sys.path.insert(0, str(Path(job.script).resolve().parent))
-        try:
-            yield
-        finally:
-            sys.argv, sys.path[:] = arguments, path
+        cuda_stand_in.install(devices)
+        stack.callback(cuda_stand_in.remove)
+    stack.callback(_set_path, sys.argv, list(sys.path))
+    folder = str(Path(job.script).resolve().parent)
+    _set_path([job.script, *job.arguments], [folder, *sys.path])
+    return stack
+
+
+def _set_path(arguments: list[str], path: list[str]) -> None:
+    sys.argv, sys.path[:] = arguments, path
 
 
 def namespace_of(script: str) -> dict[str, Any]:

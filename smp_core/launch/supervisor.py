@@ -2,7 +2,6 @@
 
     supervisor.py --job PID FOLDER COMMAND...   runs a job; when the process PID, its controller, is gone,
                                             ends all of the job and removes FOLDER
-    supervisor.py --ranks N TOLD COMMAND...     runs the ranks 0 to N - 1, each below a supervisor of its own
     supervisor.py TOLD COMMAND...               runs a rank of an MPI job; writes how it ended to the folder TOLD
 
 Runs by itself, without this project or anything else imported: it must cost next to nothing.
@@ -17,7 +16,7 @@ import signal
 import struct
 import sys
 
-#: The rank of a process that `--ranks` has started, and the number of ranks.
+#: The rank of a process that `fork_ranks` has made, and the number of ranks.
 OWN_RANK, OWN_SIZE = "SMP_RUN_RANK", "SMP_RUN_SIZE"
 #: Where the launchers of MPI jobs that we know say which rank a process is.
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
@@ -43,35 +42,40 @@ def rank_of_launcher() -> str:
     sys.exit(f"supervisor: none of {', '.join(RANK_VARIABLES)} says which rank this is")
 
 
-def _start(size: int, told: str, command: list[str]) -> int:
-    """Run the command on ``size`` ranks; return the exit code of the first that failed, or 0."""
+def fork_ranks(size: int, told: str) -> None:
+    """Fork ``size`` ranks of this process, each below a supervisor of its own. Returns in the ranks alone; this process
+    ends with the exit code of the first that failed, or 0.
+    """
     starter, failed = os.getpid(), 0
     for rank in range(size):
         if os.fork() == 0:
-            try:
-                die_with(starter)
-                os.environ.update({OWN_RANK: str(rank), OWN_SIZE: str(size)})
-                os._exit(_supervise(str(rank), told, command))
-            finally:
-                os._exit(127)
+            die_with(starter)
+            os.environ.update({OWN_RANK: str(rank), OWN_SIZE: str(size)})
+            _fork_below(str(rank), told)
+            return
     for _ in range(size):
         _, status = os.wait()
         failed = failed or _exit_code(os.waitstatus_to_exitcode(status))
-    return failed
+    os._exit(failed)
 
 
-def _supervise(slot: str, told: str, command: list[str]) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    supervisor = os.getpid()
-    _adopt_orphans()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            die_with(supervisor)
-            os.setsid()  # a group of its own, with what the bodies start
-            os.execv(command[0], command)
-        finally:
-            os._exit(127)
+def _fork_below(slot: str, told: str) -> None:
+    """Fork a rank of this process, which becomes its supervisor. Returns in the rank alone."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        supervisor = os.getpid()
+        _adopt_orphans()
+        pid = os.fork()
+        if pid:
+            os._exit(_follow(pid, slot, told))
+    except BaseException:
+        os._exit(127)
+    die_with(supervisor)
+    os.setsid()  # a group of its own, with what the bodies start
+
+
+def _follow(pid: int, slot: str, told: str) -> int:
+    """Wait for the end of a rank, end what it leaves behind, and write how it ended; return its exit code."""
     _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -238,9 +242,12 @@ def main(arguments: list[str]) -> None:
             die_with(int(arguments[1]))
             os.execvp(arguments[3], arguments[3:])
         sys.exit(_keep(int(arguments[1]), arguments[2], arguments[3:]))
-    if arguments[0] == "--ranks":
-        sys.exit(_start(int(arguments[1]), arguments[2], arguments[3:]))
-    sys.exit(_supervise(rank_of_launcher(), arguments[0], arguments[1:]))
+    told, *command = arguments
+    _fork_below(rank_of_launcher(), told)
+    try:
+        os.execv(command[0], command)
+    finally:
+        os._exit(127)
 
 
 if __name__ == "__main__":

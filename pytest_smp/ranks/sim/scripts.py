@@ -55,7 +55,7 @@ def run(job: ScriptJob, output: RankOutput) -> int:
         with (
             mock.patch.dict(os.environ, job.variables()),
             mock.patch.dict(sys.modules, main),
-            script.prepared(job, job.ranks),
+            script.prepare(job, job.ranks),
         ):
             report = executor.open(job.ranks).run(body)
     except KeyboardInterrupt:
