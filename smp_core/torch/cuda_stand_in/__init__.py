@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from smp_core.torch.cuda_stand_in import answers, requests
+from smp_core.torch.cuda_stand_in import answers, names, requests
 from smp_core.torch.cuda_stand_in.views import shown
 from smp_core.torch.exceptions import StandInError
 
@@ -26,10 +26,10 @@ def _patch(stack: contextlib.ExitStack) -> None:
         stack.enter_context(requests.replaced(owner, name, wrap))
     stack.enter_context(requests.moving_lazy_parameters())
     stack.enter_context(requests.loading())
-    factories = {(module, name) for module, name in requests.factories()}
-    for module, names in list(requests.views()):
-        passed_on = {name: "torch.nn" for name in names if (module, name) in factories}
-        stack.enter_context(shown(module, names, passed_on))
+    factories = {(module, name) for module, name in names.factories()}
+    for module, shown_names in list(names.views()):
+        passed_on = {name: "torch.nn" for name in shown_names if (module, name) in factories}
+        stack.enter_context(shown(module, shown_names, passed_on))
 
 
 def install(devices: int) -> None:
@@ -56,7 +56,6 @@ def install(devices: int) -> None:
             )
         if not _users:
             with contextlib.ExitStack() as stack:
-                stack.callback(setattr, answers, "count", 0)
                 answers.count, answers.current_index = devices, 0
                 _patch(stack)
                 _undo.push(stack.pop_all())

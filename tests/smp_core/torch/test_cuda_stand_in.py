@@ -30,7 +30,7 @@ from pytest_smp.ranks.backends import open_backend
 from pytest_smp.ranks.protocols import ExecutorOptions, Job
 from smp_core.errors import SmpError
 from smp_core.torch import cuda_stand_in
-from smp_core.torch.cuda_stand_in import requests
+from smp_core.torch.cuda_stand_in import names, requests
 from smp_core.torch.exceptions import StandInError
 
 DEVICES = 3
@@ -227,7 +227,7 @@ def test_a_request_for_a_device_gets_the_cpu(expression: str, expected: Any) -> 
 
 
 def test_every_factory_of_torch_is_in_the_table() -> None:
-    named = {getattr(module, name) for module, name in requests.factories()}
+    named = {getattr(module, name) for module, name in names.factories()}
     listed = torch.utils._device._device_constructors()
     assert listed <= named, "torch lists factories that this does not"
     assert named - listed == {getattr(torch, name) for name in dir(torch) if name.endswith("_like")}
@@ -471,6 +471,26 @@ def test_torch_decides_by_the_truth() -> None:
 
 
 @pytest.mark.usefixtures("shown")
+def test_torch_enters_autocast_of_cuda_by_the_truth() -> None:
+    """What torch enters while it restores the state of all kinds of devices leaves the CPU's autocast as it is."""
+    off = inside("torch.utils.checkpoint", "torch.autocast('cuda', enabled=False)")
+    with torch.autocast("cuda"), off:
+        assert torch.is_autocast_enabled()
+
+
+@pytest.mark.usefixtures("shown")
+def test_other_devices_stay_what_they_are() -> None:
+    file = io.BytesIO()
+    torch.save(torch.ones(2), file)
+    file.seek(0)
+    assert torch.load(file, map_location="meta").device.type == "meta"
+    assert torch.ones(2, device="meta").to("meta").device.type == "meta"
+    assert nn.Linear(2, 2, device="meta").weight.device.type == "meta"
+    assert torch.Generator("cpu").device == CPU
+    assert torch.autocast("cpu").device == "cpu"
+
+
+@pytest.mark.usefixtures("shown")
 def test_recomputation_under_autocast_casts_as_the_first_time() -> None:
     from torch.utils.checkpoint import checkpoint
 
@@ -532,6 +552,8 @@ def namespaces() -> dict[tuple[int, str], object]:
         ):
             found |= {(id(owner), name): value for name, value in vars(owner).items()}
     found |= {(id(torch), name): value for name, value in vars(torch).items()}
+    allowed = vars(nn.parameter)["UninitializedTensorMixin"]._allowed_methods
+    found |= {(1, str(number)): method for number, method in enumerate(allowed)}
     found |= {
         (0, str(number)): entry
         for number, entry in enumerate(torch.serialization._package_registry)
