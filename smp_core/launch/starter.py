@@ -16,6 +16,7 @@ def main() -> None:
     ranks, told = int(sys.argv[1]), sys.argv[2]
     sys.argv[:] = [sys.argv[0], sys.argv[3]]
     import numpy.random
+    import torch._dynamo  # noqa: F401  a process's first optimizer imports it, half as long as torch itself
 
     import smp_core.torch  # noqa: F401
     from smp_core.launch import rank
