@@ -484,6 +484,9 @@ def test_other_devices_stay_what_they_are() -> None:
     torch.save(torch.ones(2), file)
     file.seek(0)
     assert torch.load(file, map_location="meta").device.type == "meta"
+    file.seek(0)
+    with pytest.raises(RuntimeError, match="don't know how to restore"):
+        torch.load(file, map_location="elsewhere")
     assert torch.ones(2, device="meta").to("meta").device.type == "meta"
     assert nn.Linear(2, 2, device="meta").weight.device.type == "meta"
     assert torch.Generator("cpu").device == CPU
