@@ -11,6 +11,8 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 from unittest import mock
@@ -50,11 +52,10 @@ def run(job: ScriptJob, output: RankOutput) -> int:
         arguments=lambda rank: ((rank,), {}),
         automatic_init=False,
     )
-    main = {"__main__": _Main(ranks)}
     try:
         with (
             mock.patch.dict(os.environ, job.variables()),
-            mock.patch.dict(sys.modules, main),
+            _modules(job, _Main(ranks)),
             script.prepare(job, job.ranks),
         ):
             report = executor.open(job.ranks).run(body)
@@ -69,6 +70,23 @@ def run(job: ScriptJob, output: RankOutput) -> int:
         return 0
     output.say(_told(report, code))
     return report.error.code if isinstance(report.error, ScriptExit) else 1
+
+
+@contextlib.contextmanager
+def _modules(job: ScriptJob, main: ModuleType) -> Iterator[None]:
+    """While entered, ``main`` is the module ``__main__``. Afterwards modules that the script has imported from its own
+    folder are gone: another script may have other ones by these names. Libraries stay, many cannot be imported twice.
+    """
+    before, folder = dict(sys.modules), Path(job.script).resolve().parent
+    sys.modules["__main__"] = main
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = before["__main__"]
+        for name in sys.modules.keys() - before.keys():
+            file = getattr(sys.modules[name], "__file__", None)
+            if file and Path(file).resolve().parent == folder:
+                del sys.modules[name]
 
 
 def _run(code: CodeType, names: dict[str, Any], rank: int, output: RankOutput) -> None:

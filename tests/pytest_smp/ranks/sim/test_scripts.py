@@ -107,3 +107,25 @@ def test_a_deadlock_is_a_verdict(run):
     assert "ranks 1-2 wait in smp.barrier()" in shown.err
     assert "rank 0 has returned" in shown.err
     assert "train.py:7" in shown.err
+
+
+def test_the_next_script_has_modules_of_its_own_and_the_libraries_that_were_imported(
+    run, tmp_path, monkeypatch
+):
+    """Many libraries cannot be imported twice: torch's register operators."""
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "imported_once.py").touch()
+    monkeypatch.syspath_prepend(library)
+    text = "import beside, imported_once\nprint(beside.NUMBER, id(imported_once))"
+    found = []
+    for number in (1, 22):
+        (tmp_path / "beside.py").write_text(f"NUMBER = {number}\n")
+        shown = run(text)
+        assert shown.code == 0, shown.err
+        found.append({line.split("] ")[1] for line in shown.out.splitlines()})
+    (first,), (second,) = found
+    assert [first.split()[0], second.split()[0]] == ["1", "22"]
+    assert first.split()[1] == second.split()[1]
+    assert "beside" not in sys.modules
+    del sys.modules["imported_once"]
