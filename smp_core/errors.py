@@ -65,6 +65,18 @@ class ArgumentError(SmpError, ValueError):
     """Raised when a call's arguments have the right types and do not fit together."""
 
 
+class ScriptFailedError(SmpError, RuntimeError):
+    """Raised by ``LocalEstimator.fit`` when the script fails.
+
+    Attributes:
+        exit_code: the exit code of the first rank that failed; 128 and the number of a signal if one ended it.
+    """
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 class TrainingError(SmpError):
     """Base of the errors of steps, models, partitions and checkpoints."""
 

@@ -4,3 +4,20 @@
 ``backends`` has the ways to start one. ``processes`` starts rank processes and follows them, ``rank`` is the program of
 each, ``script`` runs the script itself, and ``output`` says which rank has written a line.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from smp_core.launch.estimator import LocalEstimator
+
+__all__ = ["LocalEstimator"]
+
+
+def __getattr__(name: str) -> Any:
+    """LocalEstimator, once it is asked for: a rank imports this package too, and does without."""
+    if name == "LocalEstimator":
+        return importlib.import_module("smp_core.launch.estimator").LocalEstimator
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,13 +7,14 @@ import ast
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from smp_core.config import Config
 from smp_core.errors import ArgumentError, ConfigError, SmpError
 from smp_core.launch import backends, rank
+from smp_core.launch.distribution import Distribution
 from smp_core.launch.job import PARAMETERS, ScriptJob, cores
 from smp_core.launch.output import OutputStyle, RankOutput
 from smp_core.transport.launchers import Launch, launch_of
@@ -32,7 +33,10 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
     )
     found.add_argument(
-        "-n", "--ranks", type=int, help="the number of ranks (default: the product of the degrees)"
+        "-n",
+        "--ranks",
+        type=int,
+        help="the number of ranks (default: processes_per_host, or the product of the degrees)",
     )
     found.add_argument(
         "--backend",
@@ -41,7 +45,11 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--cpu", action="store_true", help="let the script see a stand-in for torch.cuda"
     )
-    found.add_argument("--config", metavar="FILE", help="parameters of smp.init as JSON")
+    found.add_argument(
+        "--config",
+        metavar="FILE",
+        help="parameters of smp.init as JSON, or an estimator's whole distribution",
+    )
     found.add_argument(
         "-p",
         dest="parameters",
@@ -87,12 +95,18 @@ def _message(error: SmpError) -> str:
 def _run(options: argparse.Namespace) -> int:
     launch = launch_of(os.environ)
     inside = launch if launch is not None and launch.size > 1 else None
-    parameters = _parameters(options.config, options.parameters)
+    given, distribution = _config(options.config)
+    parameters = _parameters(given, options.parameters)
+    ranks = options.ranks
+    if ranks is None and inside is None and distribution is not None:
+        ranks = distribution.processes_per_host
     job = ScriptJob(
         script=options.script,
         arguments=tuple(options.arguments),
-        ranks=_ranks(options.ranks, parameters, inside),
+        ranks=_ranks(ranks, parameters, inside),
         parameters=parameters,
+        environment={} if distribution is None else distribution.environment,
+        mpi_options=() if distribution is None else distribution.mpi_options,
         cpu=options.cpu,
         trusts_checkpoints=options.trust_checkpoints,
         mpiexec=options.mpiexec,
@@ -147,17 +161,27 @@ def _ranks(given: int | None, parameters: dict[str, Any], launch: Launch | None)
     )
 
 
-def _parameters(file: str | None, given: Sequence[str]) -> dict[str, Any]:
+def _config(file: str | None) -> tuple[Mapping[str, Any], Distribution | None]:
+    """The parameters in a file, and the distribution if it holds one."""
+    if file is None:
+        return {}, None
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ArgumentError(f"smp-run: --config {file}: {error.strerror}") from None
+    found = _object(text, f"--config {file}")
+    if not found.keys() & {"smdistributed", "mpi"}:
+        return found, None
+    distribution = Distribution.read(found, f"--config {file}: distribution")
+    return distribution.parameters, distribution
+
+
+def _parameters(file: Mapping[str, Any], given: Sequence[str]) -> dict[str, Any]:
     """The parameters of the environment, of a file and of options; the later ones win."""
     found: dict[str, Any] = {}
     if os.environ.get(PARAMETERS):
         found.update(_object(os.environ[PARAMETERS], f"environment variable {PARAMETERS}"))
-    if file is not None:
-        try:
-            text = Path(file).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ArgumentError(f"smp-run: --config {file}: {error.strerror}") from None
-        found.update(_object(text, f"--config {file}"))
+    found.update(file)
     for each in given:
         key, equals, value = each.partition("=")
         if not equals or not key:

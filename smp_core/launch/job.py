@@ -34,7 +34,7 @@ class ScriptJob:
     """A script, its arguments, and the ranks that run it.
 
     Attributes:
-        script: the path of the script.
+        script: the path of the script; an absolute one if there is a folder.
         arguments: the script's own arguments.
         ranks: the number of ranks.
         parameters: parameters of ``smp.init`` that win over those of the script; empty for none.
@@ -42,7 +42,8 @@ class ScriptJob:
         cpu: whether the script sees a stand-in for ``torch.cuda``.
         trusts_checkpoints: whether checkpoints may run code when they are loaded.
         mpiexec: the command that starts an MPI job, with all of its arguments; found by itself if empty.
-        mpi_options: further arguments of that command.
+        mpi_options: further arguments of that command, if it is Open MPI's.
+        folder: the working folder of the ranks, from which they also import; that of the launcher if empty.
     """
 
     script: str
@@ -54,6 +55,7 @@ class ScriptJob:
     trusts_checkpoints: bool = False
     mpiexec: str = ""
     mpi_options: tuple[str, ...] = ()
+    folder: str = ""
 
     def check(self) -> None:
         """Raise ArgumentError if there is no such script or it is no Python, and ConfigError for parameters that are

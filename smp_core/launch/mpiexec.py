@@ -43,15 +43,28 @@ def find_mpiexec(given: str, option: str = "--mpiexec") -> tuple[list[str], dict
     if found is None:
         raise BackendError(f"there is no mpiexec in this environment or on the path: {hint}")
     try:
-        shown = subprocess.run(
-            [found, "--version"], capture_output=True, text=True, timeout=30, check=False
-        )
+        version = _version(found)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BackendError(f"{found} cannot be run: {error}: {hint}") from None
     for name, arguments, environment in _MPIS:
-        if name in shown.stdout + shown.stderr:
+        if name in version:
             return [found, *arguments.split()], environment
     return [found], {}
+
+
+def is_open_mpi(program: str) -> bool:
+    """Return whether a program that starts MPI jobs is Open MPI's."""
+    try:
+        return _MPIS[0][0] in _version(program)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def _version(program: str) -> str:
+    shown = subprocess.run(
+        [program, "--version"], capture_output=True, text=True, timeout=30, check=False
+    )
+    return shown.stdout + shown.stderr
 
 
 def outside_jobs(environment: Mapping[str, str]) -> dict[str, str]:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import selectors
+import shlex
 import shutil
 import signal
 import socket
@@ -21,7 +22,7 @@ from typing import Any
 from smp_core.errors import BackendError
 from smp_core.launch import supervisor
 from smp_core.launch.job import ScriptJob
-from smp_core.launch.mpiexec import find_mpiexec, outside_jobs
+from smp_core.launch.mpiexec import find_mpiexec, is_open_mpi, outside_jobs
 from smp_core.launch.output import RankOutput
 from smp_core.launch.rank import JOB, SOCKET
 from smp_core.transport.diagnosis import ranks_text
@@ -75,9 +76,13 @@ def run_mpi(job: ScriptJob, output: RankOutput) -> int:
     Raises BackendError if there is no MPI.
     """
     command, environment = find_mpiexec(job.mpiexec)
+    options = job.mpi_options
+    if options and not is_open_mpi(command[0]):
+        output.say(f"smp-run: {command[0]} is not Open MPI's: left out {shlex.join(options)}")
+        options = ()
     run = _Run(job, output)
     above = [sys.executable, "-I", "-S", supervisor.__file__, str(run.told)]
-    starter = [*command, *job.mpi_options, "-n", str(job.ranks), *above]
+    starter = [*command, *options, "-n", str(job.ranks), *above]
     return run.follow([*starter, *_PYTHON, _RANK, str(run.folder)], environment)
 
 

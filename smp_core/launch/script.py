@@ -29,8 +29,12 @@ def prepare(job: ScriptJob, devices: int) -> contextlib.ExitStack:
         cuda_stand_in.install(devices)
         stack.callback(cuda_stand_in.remove)
     stack.callback(_set_path, sys.argv, list(sys.path))
-    folder = str(Path(job.script).resolve().parent)
-    _set_path([job.script, *job.arguments], [folder, *sys.path])
+    folders = [str(Path(job.script).resolve().parent)]
+    if job.folder:
+        stack.callback(os.chdir, os.getcwd())
+        os.chdir(job.folder)
+        folders.append(job.folder)
+    _set_path([job.script, *job.arguments], [*folders, *sys.path])
     return stack
 
 

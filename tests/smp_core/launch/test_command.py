@@ -69,7 +69,7 @@ def test_what_is_after_the_script_is_the_scripts(seen: Seen, script: str) -> Non
     ],
 )
 def test_values_are_read_as_json_or_python_writes_them(text: str, value: object) -> None:
-    found = command._parameters(None, [f"key={text}"])
+    found = command._parameters({}, [f"key={text}"])
     assert found == {"key": value}
     assert type(found["key"]) is type(value)
 
