@@ -75,18 +75,28 @@ def run(job: ScriptJob, output: RankOutput) -> int:
 @contextlib.contextmanager
 def _modules(job: ScriptJob, main: ModuleType) -> Iterator[None]:
     """While entered, ``main`` is the module ``__main__``. Afterwards modules that the script has imported from its own
-    folder are gone: another script may have other ones by these names. Libraries stay, many cannot be imported twice.
+    folders are gone: another script may have other ones by these names. Libraries stay, many cannot be imported twice.
     """
-    before, folder = dict(sys.modules), Path(job.script).resolve().parent
+    before = dict(sys.modules)
+    folders = {Path(job.script).resolve().parent}
+    if job.folder:
+        folders.add(Path(job.folder).resolve())
     sys.modules["__main__"] = main
     try:
         yield
     finally:
         sys.modules["__main__"] = before["__main__"]
-        for name in sys.modules.keys() - before.keys():
-            file = getattr(sys.modules[name], "__file__", None)
-            if file and Path(file).resolve().parent == folder:
+        new = {name: module for name, module in sys.modules.items() if name not in before}
+        own = {name for name, module in new.items() if _folder_of(module) in folders}
+        for name in new:
+            if name.partition(".")[0] in own:
                 del sys.modules[name]
+
+
+def _folder_of(module: ModuleType) -> Path | None:
+    """The folder in which a module, or a package, was found."""
+    path = next(iter(getattr(module, "__path__", ())), None) or getattr(module, "__file__", None)
+    return Path(path).resolve().parent if isinstance(path, str) else None
 
 
 def _run(code: CodeType, names: dict[str, Any], rank: int, output: RankOutput) -> None:

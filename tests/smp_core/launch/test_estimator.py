@@ -454,7 +454,8 @@ optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=argu
 loss = step(model, torch.ones(4, 2)).reduce_mean()
 optimizer.step()
 with open(os.path.join(os.environ["SM_MODEL_DIR"], str(smp.rank())), "w") as file:
-    data = open(os.path.join(os.environ["SM_CHANNEL_TRAIN"], "data")).read()
+    with open(os.path.join(os.environ["SM_CHANNEL_TRAIN"], "data")) as source:
+        data = source.read()
     found = [arguments.lr, os.getcwd(), data, smp.size(), smp.pp_size(), loss.item()]
     json.dump(found, file)
 """

@@ -109,8 +109,9 @@ def test_a_deadlock_is_a_verdict(run):
     assert "train.py:7" in shown.err
 
 
+@pytest.mark.parametrize("package", [False, True])
 def test_the_next_script_has_modules_of_its_own_and_the_libraries_that_were_imported(
-    run, tmp_path, monkeypatch
+    run, tmp_path, monkeypatch, package
 ):
     """Many libraries cannot be imported twice: torch's register operators."""
     library = tmp_path / "library"
@@ -118,10 +119,13 @@ def test_the_next_script_has_modules_of_its_own_and_the_libraries_that_were_impo
     (library / "imported_once.py").touch()
     monkeypatch.syspath_prepend(library)
     text = "import beside, imported_once\nprint(beside.NUMBER, id(imported_once))"
+    folder = tmp_path / "folder" if package else tmp_path
+    file = folder / "beside" / "__init__.py" if package else folder / "beside.py"
+    file.parent.mkdir(parents=True, exist_ok=True)
     found = []
     for number in (1, 22):
-        (tmp_path / "beside.py").write_text(f"NUMBER = {number}\n")
-        shown = run(text)
+        file.write_text(f"NUMBER = {number}\n")
+        shown = run(text, folder=str(folder) if package else "")
         assert shown.code == 0, shown.err
         found.append({line.split("] ")[1] for line in shown.out.splitlines()})
     (first,), (second,) = found
