@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import itertools
+import json
 import os
 import re
 import shutil
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from smp_core.errors import BackendError
 from smp_core.launch.mpiexec import find_mpiexec
@@ -25,7 +28,8 @@ from smp_core.launch.mpiexec import find_mpiexec
 pytestmark = pytest.mark.timeout(900)
 
 EACH = 2  # ranks on each machine
-PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no"]
+PYTEST = ["pytest", "-p", "no:cacheprovider", "--color=no"]
+EXAMPLE = Path(__file__).parents[4] / "examples" / "scripts" / "digits.py"
 
 #: Becomes a command on one machine. Nothing but the network reaches the other: /tmp is shared in
 #: truth, so that TMPDIR is a file system of its own.
@@ -118,18 +122,18 @@ def machines() -> Iterator[Machines]:
         made.remove()
 
 
-def torchrun(machines: Machines, command: Callable[..., Any], *arguments: str) -> tuple[Any, Any]:
-    """The job, as its two launchers: that of rank 0's machine first."""
+def torchrun(machines: Machines, command: Callable[..., Any], *module: str) -> tuple[Any, Any]:
+    """The job that runs a module, as its two launchers: that of rank 0's machine first."""
     static = ["--nnodes=2", f"--nproc-per-node={EACH}", f"--master-addr={machines.address}"]
     started = []
     for node, host in enumerate("ab"):
         words = [sys.executable, "-m", "torch.distributed.run", *static, "--master-port=29511"]
-        words += [f"--node-rank={node}", "-m", *PYTEST[2:], *arguments]
+        words += [f"--node-rank={node}", "-m", *module]
         started.append(command(machines.on(host, *words)))
     return started[0], started[1]
 
 
-def mpiexec(machines: Machines, command: Callable[..., Any], *arguments: str) -> tuple[Any, Any]:
+def mpiexec(machines: Machines, command: Callable[..., Any], *module: str) -> tuple[Any, Any]:
     pytest.importorskip("mpi4py", reason="the mpi backend needs mpi4py")
     try:
         words, _ = find_mpiexec("")
@@ -142,7 +146,8 @@ def mpiexec(machines: Machines, command: Callable[..., Any], *arguments: str) ->
     else:
         words = [*words, "-hosts", f"{a},{b}", "-ppn", str(EACH), "-launcher", "ssh"]
         words += ["-launcher-exec", rsh]
-    return command(machines.on("a", *words, "-n", ranks, *PYTEST, *arguments)), None
+    words += ["-n", ranks, sys.executable, "-m", *module]
+    return command(machines.on("a", *words)), None
 
 
 #: Of the levels L0, L1 and L2: these take seconds, and all of them many minutes on two cores.
@@ -217,7 +222,7 @@ def test_a_session_of_two_machines(machines, command, pytester, tmp_path, launch
     stuck = launch is torchrun  # which starts another rank; a job of MPI would end here
     if not stuck:
         options += ["-k", "not test_far_rank_is_stuck"]
-    started, other = launch(machines, few, *options, "--pyargs", *modules, str(where))
+    started, other = launch(machines, few, *PYTEST, *options, "--pyargs", *modules, str(where))
     started.makes(ready, 240)
     machines.cut()
     started.shows("JobLost: the job has lost its ranks", 40)  # and not --smp-timeout
@@ -240,3 +245,20 @@ def test_a_session_of_two_machines(machines, command, pytester, tmp_path, launch
         *(f"{each}, does not answer" for each in crashed),
     ):
         assert re.search(expected, text), (expected, text)
+
+
+@pytest.mark.parametrize("launch", [torchrun, mpiexec])
+def test_a_script_of_two_machines(machines, command, tmp_path, monkeypatch, launch):
+    """As its author wrote it for GPUs and SMP; each process of the launcher is a rank."""
+    pytest.importorskip("sklearn", reason="the digits are scikit-learn's")
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
+    twin = importlib.import_module("plain")
+    wanted = twin.losses_of(twin.Digits(torch.float32), steps=3, replicas=2, microbatches=4)
+    file = tmp_path / "losses.json"
+    words = ["--epochs=1", "--steps=3", "--microbatches=4", f"--losses={file}"]
+    started, other = launch(machines, command, "smp_core.launch", "--cpu", str(EXAMPLE), *words)
+    for each in (started, other):
+        if each is not None:
+            code, text = each.end(600)
+            assert code == 0, text
+    assert json.loads(file.read_text()) == wanted
