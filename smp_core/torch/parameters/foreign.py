@@ -33,6 +33,9 @@ _MOVING = {
     "zero_", "fill_", "copy_", "normal_", "uniform_", "set_", "empty_like",
 }  # fmt: skip
 
+#: Properties that are views of a tensor's values: reading one is a computation.
+_VIEWS = {"T", "mT", "H", "mH", "real", "imag"}
+
 
 class _Foreign:
     """The base of the two classes. ``_smp_foreign`` is (full name, kind, owner, own pp rank)."""
@@ -47,7 +50,7 @@ class _Foreign:
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        name = getattr(func, "__name__", str(func))
+        name = operation(func)
         if name not in _ASKING and name not in _MOVING:
             found = _first((args, kwargs))
             assert found is not None  # torch calls this for an argument of the class
@@ -85,6 +88,15 @@ def unmark(tensor: torch.Tensor) -> None:
     if before is not None:
         vars(tensor).pop("_smp_foreign", None)
         tensor.__class__ = before  # type: ignore[assignment]
+
+
+def operation(func: Callable[..., object]) -> str:
+    """The name of a function of torch; of a property that is a view, such as ``T``, the name of the property."""
+    name: str = getattr(func, "__name__", str(func))
+    if name == "__get__":
+        read: str = getattr(getattr(func, "__self__", None), "__name__", "")
+        return read if read in _VIEWS else name
+    return name
 
 
 def is_foreign(tensor: object) -> bool:

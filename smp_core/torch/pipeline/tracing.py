@@ -25,6 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from smp_core.errors import ArgumentError
 from smp_core.torch import tensor_tree
 from smp_core.torch.memory import activations
+from smp_core.torch.parameters import foreign
 from smp_core.torch.session import TrainingSession
 
 
@@ -276,7 +277,7 @@ class _Reads(TorchFunctionMode):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        if self._stack and getattr(func, "__name__", "") not in ("__get__", "__set__"):
+        if self._stack and foreign.operation(func) not in ("__get__", "__set__"):
             path = self._stack[-1].path
             for tensor in _tensors((args, kwargs)):
                 homes = self._homes.get(id(tensor))

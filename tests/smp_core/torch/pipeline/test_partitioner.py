@@ -196,6 +196,27 @@ def test_a_module_that_reads_anothers_parameter_is_on_its_rank():
     assert set(owner.values()) == {0, 1, 2}
 
 
+class Mirror(nn.Module):
+    """A decoder of which nothing but a view of the encoder's weight is left."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.encoder:
+            x = layer(x)
+        return x @ self.encoder[2].weight.mT @ self.encoder[1].weight.T
+
+
+def test_a_module_that_reads_a_view_of_anothers_parameter_is_on_its_rank():
+    module = Mirror()
+    trace = trace_of(module, torch.ones(2, 4))
+    assert trace.reads == [("", "encoder.2"), ("", "encoder.1")]
+    owner = partitioner.assign(module, 2, 0.8, trace)
+    assert owner[module.encoder[1]] == owner[module.encoder[2]] == owner[module] == 0
+
+
 def test_what_torch_computes_in_one_piece_is_not_divided():
     module = nn.Sequential(
         nn.TransformerEncoder(

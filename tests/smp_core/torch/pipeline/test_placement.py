@@ -185,6 +185,9 @@ def test_reading_what_another_rank_owns_names_parameter_owner_and_reader(smp):
         torch.ones(1) * theirs.weight
     with pytest.raises(PartitionError, match=f"'{path}.bias'"):
         torch.cat([torch.ones(1), theirs.bias])
+    for view in ("T", "mT", "H", "mH", "real"):
+        with pytest.raises(PartitionError, match=rf"'{path}.weight'.*\({view}\)"):
+            getattr(theirs.weight, view)
     if path == "1":
         with pytest.raises(PartitionError, match=r"buffer '1.running_mean'"):
             theirs.running_mean + 1
