@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+
+from smp_core.launch import command
+from smp_core.launch.toolkit import TrainingEnvironment
 
 from .fork_server import Ended, ForkServer
 
@@ -228,3 +232,25 @@ def test_links_lead_somewhere():
             target = page.parent / file if file else page
             assert target.exists(), f"{page.name}: {link}"
             assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+def test_the_estimator_of_the_page_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn", reason="the digits are scikit-learn's")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (text,) = blocks("docs/launching.md", "python")
+    names: dict[str, object] = {}
+    exec(text, names)
+    assert Path(names["estimator"].model_data).is_dir()
+
+
+def test_the_page_of_launching_has_every_option_and_variable() -> None:
+    page = (ROOT / "docs/launching.md").read_text(encoding="utf-8")
+    for action in command.parser()._actions:
+        if action.option_strings and action.dest != "help":
+            assert f"`{action.option_strings[0]}" in page
+    told = TrainingEnvironment(
+        **{each.name: "" for each in dataclasses.fields(TrainingEnvironment)}
+        | {"hosts": ("algo-1",), "hyperparameters": {}, "channels": {}, "framework_params": {}}
+    )
+    assert [name for name in told.variables() if f"`{name}`" not in page] == []

@@ -75,6 +75,7 @@ def main():
     parser.add_argument("--pipeline", choices=["simple", "interleaved"], default="interleaved")
     parser.add_argument("--checkpoint", default="", help="a file to save the model to")
     parser.add_argument("--losses", default="", help="a JSON file to write the losses to")
+    parser.add_argument("--mp_parameters", default="", help="given by SageMaker's launcher")
     args = parser.parse_args()
 
     if not torch.cuda.is_available():
