@@ -28,7 +28,7 @@ def test_options_are_of_open_mpi(
         started.append(starter)
         return 0
 
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(processes, "private_folder", lambda: str(tmp_path))
     monkeypatch.setattr(processes._Run, "follow", follow)
     program = tmp_path / "mpiexec"
     program.write_text(f"#!{sys.executable}\nprint({version!r})\n")
