@@ -161,6 +161,10 @@ class LocalEstimator:
         job = self._job()
         job.check()
         name = job_name or f"{self._name}-{time.strftime('%Y-%m-%d-%H-%M-%S')}"
+        if Path(name).name != name:
+            raise ArgumentError(
+                f"fit: the job's name {name!r} names a folder: leave out the separators"
+            )
         environment = {
             **self._told(name, channels).variables(),
             **self._distribution.environment,

@@ -376,6 +376,7 @@ def test_bad_arguments(
         ({"inputs": "file://other/x"}, ArgumentError, "file:// URI of this machine"),
         ({"inputs": SimpleNamespace()}, ArgumentTypeError, "inputs is a SimpleNamespace: give"),
         ({"inputs": {"train": 3}}, ArgumentTypeError, "inputs['train'] is a int: give"),
+        ({"job_name": "../x"}, ArgumentError, "the job's name '../x' names a folder"),
         ({"input": "x"}, ArgumentError, "fit: unknown argument input: did you mean inputs?"),
     ],
 )
