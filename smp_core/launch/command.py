@@ -131,9 +131,10 @@ def run(job: ScriptJob, backend: str | None, style: OutputStyle) -> int:
         output.say(
             f"smp-run: {job.ranks} ranks share {cores()} cores: steps take longer than on a core for each rank"
         )
-    if job.cpu:
+    if job.cpu is not False:
+        where = "" if job.cpu else " if there is no GPU"
         output.say(
-            "smp-run: the script sees a stand-in for torch.cuda (--cpu); it computes on the CPU"
+            f"smp-run: the script sees a stand-in for torch.cuda (--cpu){where}; it computes on the CPU"
         )
     return start(job, output)
 

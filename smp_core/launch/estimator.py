@@ -53,7 +53,7 @@ class LocalEstimator:
         output_path: the folder for results; a new one in the temporary folder if None or a URI of S3.
         base_job_name: the first part of the name of jobs; the script's name if None.
         backend: the backend by its name; None: as ``smp-run`` without ``--backend``.
-        cpu: whether the script sees a stand-in for ``torch.cuda``.
+        cpu: whether the script sees a stand-in for ``torch.cuda``; None: where there is no GPU.
         output: the form of the ranks' output: ``prefix``, ``group`` or ``plain``.
         **others: SageMaker's other arguments. ``fit`` names them, and they change nothing.
 
@@ -78,7 +78,7 @@ class LocalEstimator:
         output_path: Text | None = None,
         base_job_name: str | None = None,
         backend: str | None = None,
-        cpu: bool = True,
+        cpu: bool | None = None,
         output: str = OutputStyle.PREFIX.value,
         **others: Any,
     ) -> None:
@@ -119,7 +119,7 @@ class LocalEstimator:
         estimator: Any,
         *,
         backend: str | None = None,
-        cpu: bool = True,
+        cpu: bool | None = None,
         output: str = OutputStyle.PREFIX.value,
     ) -> LocalEstimator:
         """The job that an estimator of the package ``sagemaker`` describes, such as an object of its class ``PyTorch``.

@@ -39,7 +39,7 @@ class ScriptJob:
         ranks: the number of ranks.
         parameters: parameters of ``smp.init`` that win over those of the script; empty for none.
         environment: further environment variables of the ranks.
-        cpu: whether the script sees a stand-in for ``torch.cuda``.
+        cpu: whether the script sees a stand-in for ``torch.cuda``; None: where there is no GPU.
         trusts_checkpoints: whether checkpoints may run code when they are loaded.
         mpiexec: the command that starts an MPI job, with all of its arguments; found by itself if empty.
         mpi_options: further arguments of that command, if it is Open MPI's.
@@ -51,7 +51,7 @@ class ScriptJob:
     ranks: int = 1
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    cpu: bool = False
+    cpu: bool | None = False
     trusts_checkpoints: bool = False
     mpiexec: str = ""
     mpi_options: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ from smp_core.launch.job import ScriptJob
 
 
 def prepare(job: ScriptJob, devices: int) -> contextlib.ExitStack:
-    """Make this process as the script expects it. With ``job.cpu`` it has so many GPUs, as it seems.
+    """Make this process as the script expects it. With the stand-in for ``torch.cuda`` it has so many GPUs, as it seems.
 
     The result undoes it when it is closed. Nothing happens if it is forgotten: what is registered for the end of a
     process may need SMP's names.
@@ -23,7 +23,7 @@ def prepare(job: ScriptJob, devices: int) -> contextlib.ExitStack:
     stack = contextlib.ExitStack()
     install_import_names()
     stack.callback(remove_import_names)
-    if job.cpu:
+    if job.cpu or (job.cpu is None and not _has_gpus()):
         from smp_core.torch import cuda_stand_in
 
         cuda_stand_in.install(devices)
@@ -36,6 +36,12 @@ def prepare(job: ScriptJob, devices: int) -> contextlib.ExitStack:
         folders.append(job.folder)
     _set_path([job.script, *job.arguments], [*folders, *sys.path])
     return stack
+
+
+def _has_gpus() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _set_path(arguments: list[str], path: list[str]) -> None:

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from smp_core.launch import backends, command
 from smp_core.launch.job import PARAMETERS, ScriptJob
 from smp_core.launch.output import RankOutput
+from smp_core.launch.script import prepare
+from smp_core.torch import cuda_stand_in
 
 Seen = list[tuple[ScriptJob, RankOutput]]
 Run = Callable[..., int]
@@ -208,3 +211,18 @@ def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
     job.write(tmp_path / "job")
     assert ScriptJob.read(tmp_path / "job") == job
     assert (tmp_path / "job").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("cpu", "gpus", "sees"),
+    [(True, False, True), (None, False, True), (None, True, False), (False, False, False)],
+)
+def test_the_stand_in_is_where_no_gpu_is(
+    monkeypatch: pytest.MonkeyPatch, script: str, cpu: bool | None, gpus: bool, sees: bool
+) -> None:
+    installed = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
+    monkeypatch.setattr(cuda_stand_in, "install", installed.append)
+    monkeypatch.setattr(cuda_stand_in, "remove", lambda: None)
+    with prepare(ScriptJob(script=script, cpu=cpu), 3):
+        assert installed == [3] * sees

@@ -108,7 +108,7 @@ def test_published_estimators_are_jobs(
     assert job.mpi_options == DEFAULT + listing.mpi_options
     assert job.environment.items() >= listing.environment.items()
     assert job.folder == (str(source) if "source_dir" in arguments else "")
-    assert job.cpu
+    assert job.cpu is None
 
 
 def test_the_packages_object_is_taken_as_it_is(
