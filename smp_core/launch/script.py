@@ -13,7 +13,7 @@ from smp_core.launch.job import ScriptJob
 
 
 def prepare(job: ScriptJob, devices: int) -> contextlib.ExitStack:
-    """Make this process as the script expects it. With the stand-in for ``torch.cuda`` it has so many GPUs, as it seems.
+    """Make this process as the script expects it. With the stand-in for ``torch.cuda`` it seems to have so many GPUs.
 
     The result undoes it when it is closed. Nothing happens if it is forgotten: what is registered for the end of a
     process may need SMP's names.
