@@ -269,7 +269,7 @@ def _save_optimizer(
     session: TrainingSession, folder: Path, optimizer: Any, said: StateDict
 ) -> None:
     """Save the files of this rank's state; the parts that only a 16-bit run has are in a file of their own."""
-    state, name = optimizer.local_state_dict(False), naming.of_state(session.runtime)
+    state, name = optimizer_state.own_part(optimizer._parameters), naming.of_state(session.runtime)
     state = plain.plain(state, _SAVE, "optimizer.local_state_dict()")
     precise, said = state.pop(_FP16, None), {**said, _PART: _part_of(session)}
     flat = _flat_groups(session, optimizer)

@@ -271,7 +271,8 @@ class DistributedOptimizer(Internals, Optimizer):
 
     def local_state_dict(self, gather_if_shard: bool = True) -> Any:
         """This rank's part of the state, with ``_smp_is_partial``; on rdp_rank 0 the list of all parts, where
-        the state is split over the RDP group and ``gather_if_shard``, for which all of it calls.
+        the state is split over the RDP group, for which all of it calls. With ``shard_optimizer_state`` and not
+        ``gather_if_shard`` every rank gets its own.
         """
         return optimizer_state.local_state_dict(self._parameters, gather_if_shard)
 

@@ -37,12 +37,13 @@ FP16 = "fp16_states"
 def local_state_dict(parameters: OptimizerParameters, gather_if_shard: bool = True) -> Any:
     """This rank's part of the state, with ``_smp_is_partial``: False until the model is partitioned.
 
-    Where the state is split over the RDP group (``shard_optimizer_state``, sharded data parallelism) and
-    ``gather_if_shard``, rdp_rank 0 gets the list of all parts, by rdp_rank, and the other ranks their own, and
-    hold no other; collective over the RDP group. Otherwise there is no communication.
+    Where the state is split over the RDP group, rdp_rank 0 gets the list of all parts, by rdp_rank, and the other ranks
+    their own, and hold no other; collective over the RDP group. With ``shard_optimizer_state``, and not
+    ``gather_if_shard``, there is no communication. Sharded data parallelism gathers always: Hugging Face's Trainer asks
+    with False, and saves what rdp_rank 0 has got.
     """
-    part = _local(parameters)
-    if not gather_if_shard or not _split(parameters):
+    part = own_part(parameters)
+    if not _split(parameters) or (not gather_if_shard and parameters.sharding.place is None):
         return part
     runtime = parameters.runtime
     group = runtime.group(GroupKind.RDP)
@@ -53,7 +54,8 @@ def local_state_dict(parameters: OptimizerParameters, gather_if_shard: bool = Tr
     return part
 
 
-def _local(parameters: OptimizerParameters) -> StateDict:
+def own_part(parameters: OptimizerParameters) -> StateDict:
+    """This rank's part of the state, whoever has the others. No communication."""
     parameters.sharding.reshard()
     parameters.take_masters()
     indices = _indices(parameters)
@@ -112,7 +114,7 @@ def state_dict(parameters: OptimizerParameters, keep: bool = True) -> StateDict:
             "optimizer.state_dict: with distributed modules each tp rank has the state of its slices, and a full state "
             "is not supported (docs/spec/api.md#6). Take optimizer.local_state_dict(), or save a partial checkpoint"
         )
-    part = _local(parameters)
+    part = own_part(parameters)
     del part[PARTIAL]
     part.pop(SHARD, None)
     runtime = parameters.runtime

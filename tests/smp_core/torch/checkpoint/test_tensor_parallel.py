@@ -24,7 +24,7 @@ from tests.smp_core.torch.checkpoint.tensor_runs import (
     train_step,
     world,
 )
-from tests.smp_core.torch.sharding.checkpoint_models import equal, snapshot
+from tests.smp_core.torch.sharding.checkpoint_models import equal, own_part, snapshot
 
 
 @pytest.fixture
@@ -354,7 +354,7 @@ def test_a_full_checkpoint_without_tensor_parallelism_moves_to_slices(smp_world,
         names = [each for each, _ in run.model.module.named_parameters()]
         smp.resume_from_checkpoint(path, partial=False)
         equal(snapshot(run.model.state_dict()), whole)
-        optimizer = run.optimizer.local_state_dict(False)
+        optimizer = own_part(run.optimizer)
         split = run.model.local_state_dict()["_smp_tensor"]["split"]
         seen = 0
         for index, state in optimizer["state"].items():

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from smp_core.torch.exceptions import UnsupportedTrainingError
+from tests.smp_core.torch.sharding.checkpoint_models import own_part
 
 PIPES = {"pipeline_parallel_degree": 2, "auto_partition": False, "default_partition": 0}
 SHARDED = {
@@ -104,7 +105,7 @@ def test_indices_are_those_of_states(smp, trained):
     for named in (model.local_named_parameters(), model.virtual_named_parameters()):
         assert all(by_id[id(each)] == indices[name] for name, each in named)
     if trained:
-        state = optimizer.local_state_dict(gather_if_shard=False)["state"]
+        state = own_part(optimizer)["state"]
         for each, kept in optimizer.state.items():
             assert kept["momentum_buffer"] is state[by_id[id(each)]]["momentum_buffer"]
 

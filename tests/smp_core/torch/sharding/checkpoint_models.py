@@ -135,6 +135,12 @@ def config(degree, threshold=0, **more):
     }
 
 
+def own_part(optimizer):
+    """This rank's part of an optimizer's state, also on rdp_rank 0, which gets the list of all parts."""
+    state = optimizer.local_state_dict(gather_if_shard=False)
+    return state[0] if isinstance(state, list) else state
+
+
 def snapshot(value):
     """A nest with tensors of its own."""
     if isinstance(value, torch.Tensor):

@@ -11,7 +11,14 @@ from torch import nn
 
 import smp_core.torch as smp
 from smp_core.torch.exceptions import CheckpointError, UnsupportedTrainingError
-from tests.smp_core.torch.sharding.checkpoint_models import Run, batch, config, equal, snapshot
+from tests.smp_core.torch.sharding.checkpoint_models import (
+    Run,
+    batch,
+    config,
+    equal,
+    own_part,
+    snapshot,
+)
 
 
 @pytest.mark.parametrize("v3", [False, True])
@@ -39,14 +46,17 @@ def test_each_rank_loads_the_shard_that_it_saved(smp_world, tmp_path, v3):
     }
 
 
-def test_what_the_first_rank_saved_for_all_is_found(smp_world, tmp_path):
-    """The list of all parts is one file, ``{f}_{mp_rank}``."""
+@pytest.mark.parametrize("gather", [True, False])
+def test_what_the_first_rank_saved_for_all_is_found(smp_world, tmp_path, gather):
+    """The list of all parts is one file, ``{f}_{mp_rank}``. Hugging Face's Trainer, too, saves what the first rank has,
+    and asks with False.
+    """
 
     def body():
         run = Run("momentum")
         run.steps(0)
         before = snapshot(run.optimizer.state_dict())
-        parts = run.optimizer.local_state_dict()
+        parts = run.optimizer.local_state_dict(gather_if_shard=gather)
         if smp.rdp_rank() == 0:
             smp.save(parts, tmp_path / "optimizer", partial=True)
         run.steps(1)
@@ -111,7 +121,7 @@ def test_only_the_first_rank_is_sent_the_parts_of_others(smp_world):
         fabric.objects = Counting(objects, came)
         parts = run.optimizer.local_state_dict()
         fabric.objects = objects
-        own = run.optimizer.local_state_dict(gather_if_shard=False)
+        own = own_part(run.optimizer)
         told = smp.allgather(snapshot(own), smp.WORLD)
         if smp.rank():
             equal(snapshot(parts), snapshot(own))

@@ -14,6 +14,7 @@ from tests.smp_core.torch.sharding.checkpoint_models import (
     config,
     equal,
     expected,
+    own_part,
     snapshot,
 )
 
@@ -39,7 +40,7 @@ def local_states():
     """A part is saved and loaded by another run; then a whole state is."""
     run = Run("adamw")
     run.steps(0, 1)
-    part = snapshot(run.optimizer.local_state_dict(gather_if_shard=False))
+    part = snapshot(own_part(run.optimizer))
     whole = snapshot(run.optimizer.state_dict())
     run.steps(2)
     found = []
@@ -83,7 +84,7 @@ def test_the_shard_of_another_rank_is_refused(smp_world):
     def body():
         run = Run("momentum")
         run.steps(0)
-        parts = smp.allgather(run.optimizer.local_state_dict(gather_if_shard=False), smp.WORLD)
+        parts = smp.allgather(own_part(run.optimizer), smp.WORLD)
         before = run.state()
         with pytest.raises(CheckpointError, match=r"state is of shard \d of 2, and here this rank"):
             run.optimizer.load_state_dict(parts[1 - smp.rank()])
