@@ -18,6 +18,8 @@ from smp_core.errors import ArgumentError
 PARAMETERS = "SM_HP_MP_PARAMETERS"
 #: The environment variable that lets checkpoints run code when they are loaded.
 TRUST_CHECKPOINTS = "SMP_TRUST_CHECKPOINTS"
+#: The same for ``torch.load`` where it is called without ``weights_only``, as libraries from before torch 2.6 do.
+_TORCHS_TRUST = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 #: The environment variable that tells Hugging Face's libraries that a launcher of MPI jobs is at work (API 1.2).
 _FRAMEWORK_PARAMETERS = "SM_FRAMEWORK_PARAMS"
 
@@ -88,7 +90,7 @@ class ScriptJob:
             found[PARAMETERS] = json.dumps(parameters)
             found.setdefault(_FRAMEWORK_PARAMETERS, json.dumps({"sagemaker_mpi_enabled": True}))
         if self.trusts_checkpoints:
-            found[TRUST_CHECKPOINTS] = "1"
+            found[TRUST_CHECKPOINTS] = found[_TORCHS_TRUST] = "1"
         threads = max(1, cores() // self.ranks)
         found.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", str(threads)))
         return found

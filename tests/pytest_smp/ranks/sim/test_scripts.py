@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from pytest_smp.ranks.sim import scripts
 from smp_core.launch.job import ScriptJob
@@ -133,3 +134,18 @@ def test_the_next_script_has_modules_of_its_own_and_the_libraries_that_were_impo
     assert first.split()[1] == second.split()[1]
     assert "beside" not in sys.modules
     del sys.modules["imported_once"]
+
+
+@pytest.mark.filterwarnings("ignore:Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+@pytest.mark.parametrize("trusts", [True, False])
+def test_files_run_code_if_the_user_trusts_them(run, tmp_path, trusts):
+    """Those of SMP, and those that a library loads by ``torch.load`` alone."""
+    torch.save(Path("anywhere"), tmp_path / "file")
+    text = """
+from pathlib import Path
+for load in (torch.load, lambda path: smp.load(path, partial=False)):
+    assert load(os.path.join(sys.argv[1], "file")) == Path("anywhere")
+"""
+    shown = run(text, str(tmp_path), trusts_checkpoints=trusts)
+    assert (shown.code == 0) is trusts, shown.err
+    assert ("weights_only" in shown.err) is not trusts
