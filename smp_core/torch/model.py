@@ -38,7 +38,7 @@ from smp_core.torch.execution.collective_try import collective_try
 from smp_core.torch.execution.remote.transport import Transport
 from smp_core.torch.execution.schedule import Phase
 from smp_core.torch.hooks import Handle, Hook, Hooks
-from smp_core.torch.memory import activations
+from smp_core.torch.memory import activations, gradient_checkpointing
 from smp_core.torch.nn.module import DistributedModule
 from smp_core.torch.optimizer.parts import OwnParts
 from smp_core.torch.parameters import creation
@@ -553,6 +553,7 @@ class DistributedModel(nn.Module):
 
     def _partition(self, decide: Callable[[], Placement]) -> None:
         session = self._session
+        gradient_checkpointing.heed(self.module)
         raised: list[Exception] = []
 
         def decide_or_tell() -> Placement:
