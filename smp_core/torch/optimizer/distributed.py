@@ -249,8 +249,9 @@ class DistributedOptimizer(Internals, Optimizer):
         gradients overflowed, which are then left as they are, for ``step`` to skip. Clipping and scale
         are one multiplication.
 
-        Collective over the world. Raises UnsupportedTrainingError in a run without ``fp16`` or ``bf16``,
-        before the model is partitioned, and where sharded data parallelism clips (API 6).
+        Collective over the world. Sharded data parallelism clips by its own norm, and once more in ``step``. Raises
+        UnsupportedTrainingError in a run without ``fp16`` or ``bf16``, before the model is partitioned, and under
+        sharded data parallelism for another norm than the L2 norm.
         """
         masters = self._parameters.masters
         if masters is None or masters.dtype is None or self._update is None:
@@ -258,10 +259,10 @@ class DistributedOptimizer(Internals, Optimizer):
                 "optimizer.clip_master_grads: there are no masters: the model is not partitioned yet, or "
                 "neither fp16 nor bf16 is set. Call it after the step; without 16 bits clip p.grad"
             )
-        if self._parameters.sharding.clips:
+        if self._parameters.sharding.clips and norm_type != 2:
             raise UnsupportedTrainingError(
-                "optimizer.clip_master_grads: sharded data parallelism clips in optimizer.step(), to the "
-                "configuration parameter sdp_gradient_clipping. Set that, and leave the call out"
+                f"optimizer.clip_master_grads: norm_type={norm_type}: sharded data parallelism clips by the L2 norm. "
+                "Leave norm_type out"
             )
         self._parameters.take_masters()
         norm = self._update.clip(self._parameters.targets(), max_norm, norm_type)

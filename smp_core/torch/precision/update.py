@@ -91,6 +91,9 @@ class Update:
         masters, model = self._masters, self._session.model
         assert model is not None
         scale = masters.take_scale(targets, masters.loss_scale)
+        if model.sharding.clips:
+            model.sharding.clip(targets, scale, max_norm)
+            return float(model.sharding.norm)
         places = {
             masters.made(parameter): place
             for place, parameter in enumerate(model.module.parameters())

@@ -293,9 +293,11 @@ class ShardedModel:
 
     # Clipping.
 
-    def clip(self, targets: Sequence[nn.Parameter], scale: float = 1.0) -> None:
-        """Multiply gradients so that their norm over the whole model is at most ``sdp_gradient_clipping``:
-        inside ``optimizer.step()`` (AWS Sharded Data Parallelism).
+    def clip(
+        self, targets: Sequence[nn.Parameter], scale: float = 1.0, max_norm: float | None = None
+    ) -> None:
+        """Multiply gradients so that their norm over the whole model is at most ``max_norm``, or
+        ``sdp_gradient_clipping`` inside ``optimizer.step()`` (AWS Sharded Data Parallelism).
 
         ``targets`` are this rank's parameters, or masters, that have a gradient; it is changed in place. One that
         is none of the model's neither counts nor is clipped.
@@ -307,7 +309,7 @@ class ShardedModel:
         the parameters in their order from the left, then over the ranks of the shard group along the tree. The sum of
         the slices of distributed modules goes its own way, last over the TP group along the tree, and is added to that
         of the other parameters.
-        The coefficient is ``clipping / (norm + 1e-6)`` and at most 1, the same bits on every rank; each gradient
+        The coefficient is ``max_norm / (norm + 1e-6)`` and at most 1, the same bits on every rank; each gradient
         is multiplied once, by it divided by the scale, in its own dtype. A norm that is infinite or no number
         clips nothing.
         """
@@ -345,7 +347,7 @@ class ShardedModel:
         slices = reduction.fold([each for _, each, *_ in gathered], operator.add)
         gathered_slices = clipping.over_tensor_group(self._runtime, slices)
         self.norm = math.sqrt(square + reduction.fold(gathered_slices, operator.add)) / scale
-        coefficient = self._clipping / (self.norm + 1e-6)
+        coefficient = (self._clipping if max_norm is None else max_norm) / (self.norm + 1e-6)
         if not math.isfinite(self.norm) or coefficient > 1:
             coefficient = 1.0
         multiply(counted, coefficient / scale)

@@ -105,7 +105,9 @@ class WholeModel:
 
     # Clipping.
 
-    def clip(self, targets: Sequence[nn.Parameter], scale: float = 1.0) -> None:
+    def clip(
+        self, targets: Sequence[nn.Parameter], scale: float = 1.0, max_norm: float | None = None
+    ) -> None:
         multiply(targets, 1 / scale)
 
     def has_shards(self, gradients: Sequence[torch.Tensor]) -> bool:
