@@ -10,6 +10,7 @@ from torch import nn
 
 import smp_core.torch as smp
 from smp_core.torch.exceptions import CheckpointError
+from tests.smp_core.torch.sharding.checkpoint_models import own_part
 
 PIPE = {"pipeline_parallel_degree": 2, "auto_partition": False, "default_partition": 0}
 SPLIT = {"ddp": True, "shard_optimizer_state": True}
@@ -69,7 +70,7 @@ class Run:
         masters = {}
         if self.model.masters is not None:
             masters = {name: each.detach().clone() for name, _, each in self.model.masters.known()}
-        return self.model.state_dict(), masters, self.optimizer.local_state_dict(False)["state"]
+        return self.model.state_dict(), masters, own_part(self.optimizer)["state"]
 
 
 def equal(one, other):
