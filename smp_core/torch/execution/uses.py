@@ -52,6 +52,8 @@ from smp_core.torch.exceptions import OutsideStepError, ShardingError
 from smp_core.torch.execution import streams
 from smp_core.torch.execution.source import WHOLE, ParameterSource
 from smp_core.torch.parameters import registration
+from smp_core.torch.parameters.slice_reads import HoldsSlices, SliceRead
+from smp_core.torch.parameters.split import split_of
 from smp_core.torch.tensor_tree import Tree
 
 
@@ -375,7 +377,9 @@ def _use(parameter: nn.Parameter, frame: _Frame) -> nn.Parameter:
     if not recorded and not sharded:
         return parameter
     value = work.source.read(parameter, frame) if sharded else parameter.detach()
-    use = torch.Tensor._make_subclass(type(parameter), value, recorded)
+    outside = recorded and split_of(parameter) is not None and not _inside(frame, parameter)
+    kind = SliceRead if outside and type(parameter) is nn.Parameter else type(parameter)
+    use = torch.Tensor._make_subclass(kind, value, recorded)
     use.__dict__.update(parameter.__dict__)
     use._smp_parameter = parameter  # type: ignore[attr-defined]
     if recorded:
@@ -388,6 +392,17 @@ def _use(parameter: nn.Parameter, frame: _Frame) -> nn.Parameter:
                 work.source.expect(work.microbatch, parameter)
     frame.uses[id(parameter), recorded] = (parameter, use)
     return use
+
+
+def _inside(frame: _Frame, parameter: nn.Parameter) -> bool:
+    """Return whether a call belongs to a distributed module, or to the module that has the parameter itself."""
+    own = frame.module is not None and any(
+        each is parameter for each in dict.values(frame.module._parameters)
+    )
+    at: _Frame | None = frame
+    while not own and at is not None:
+        own, at = isinstance(at.module, HoldsSlices), at.parent
+    return own
 
 
 def _write_back(frame: _Frame, source: ParameterSource) -> None:
@@ -406,7 +421,7 @@ def _write_back(frame: _Frame, source: ParameterSource) -> None:
             # The graph keeps the use alive, so its unsharded memory is dropped here. A use with another holder, such
             # as an autograd function that keeps it for its own backward pass, keeps its memory.
             if sys.getrefcount(use) <= (_ALONE_IN_GRAPH if use._use_count() > 1 else _ALONE):  # type: ignore[attr-defined]
-                use.data = use.new_zeros(()).expand(use.shape)
+                use.data = torch.zeros((), dtype=use.dtype, device=use.device).expand(use.shape)
         elif use.data_ptr() != parameter.data_ptr() or use.shape != parameter.shape:
             parameter.data = use.data
         if recorded and not use.requires_grad and use.is_leaf:

@@ -8,11 +8,12 @@ from torch import nn
 from smp_core.topology import GroupKind
 from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import IndivisibleError, TensorParallelError
+from smp_core.torch.parameters.slice_reads import HoldsSlices
 from smp_core.torch.parameters.split import Split, mark, split, split_of
 from smp_core.torch.tensor_parallel.exchange import TensorGroup
 
 
-class DistributedModule(nn.Module):
+class DistributedModule(HoldsSlices, nn.Module):
     """A module of which each tp rank holds its slice of some parameters.
 
     The module computes with the samples of all ranks of the TP group, so all of them call it, in the same order, with

@@ -17,7 +17,8 @@ from torch import nn
 from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import PartitionError
 
-_ASKING = {
+#: Operations that ask a tensor for something else than its values.
+ASKING = {
     "__get__", "__set__", "__delete__",  # properties: data, grad, shape, requires_grad, ...
     "__repr__", "__hash__", "__format__", "__deepcopy__", "__reduce_ex__", "__len__", "__dir__",
     "_is_view", "backward_hooks", "data_ptr", "dim", "element_size", "get_device", "is_complex",
@@ -51,7 +52,7 @@ class _Foreign:
         kwargs: dict[str, object] | None = None,
     ) -> object:
         name = operation(func)
-        if name not in _ASKING and name not in _MOVING:
+        if name not in ASKING and name not in _MOVING:
             found = _first((args, kwargs))
             assert found is not None  # torch calls this for an argument of the class
             refuse(found, name)
@@ -109,19 +110,19 @@ def refuse(tensor: _Foreign, operation: str) -> None:
     name, kind, owner, here = tensor._smp_foreign
     path, _, _ = name.rpartition(".")
     raise PartitionError(
-        f"{kind} {name!r} of module {path!r} belongs to pp_rank {owner}, and {_reader()} on pp_rank {here} "
+        f"{kind} {name!r} of module {path!r} belongs to pp_rank {owner}, and {reader()} on pp_rank {here} "
         f"reads it ({operation}). Call module {path!r} instead of reading its {kind}, or put both modules "
         f"on one partition (smp.partition, smp.set_partition)"
     )
 
 
-def _reader() -> str:
+def reader() -> str:
     """The innermost module among the callers, in words for an error message."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module):
-            for path, each in _model_modules():
+            for path, each in model_modules():
                 if each is module:
                     return f"module {path!r} ({type(module).__name__})"
             return f"a {type(module).__name__}"
@@ -129,7 +130,7 @@ def _reader() -> str:
     return "code outside of any module"
 
 
-def _model_modules() -> list[tuple[str, nn.Module]]:
+def model_modules() -> list[tuple[str, nn.Module]]:
     model = sessions.current("model").model
     return [] if model is None else list(model.module.named_modules())
 

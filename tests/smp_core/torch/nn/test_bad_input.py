@@ -764,3 +764,52 @@ def test_ranks_that_run_microbatches_in_different_orders_are_told(smp_world):
     pipeline = {"pipeline_parallel_degree": 2, "microbatches": 2, "skip_tracing": True}
     config = {**CONFIG, **pipeline, "auto_partition": False, "default_partition": 0}
     smp_world.run(body, ranks=4, config=config)
+
+
+class PenalisedLayer(nn.Module):
+    """A module that computes with the weight of its distributed child, or only asks for its type."""
+
+    def __init__(self, penalty):
+        super().__init__()
+        self.layer, self.penalty = linear(4, 2), penalty
+
+    def forward(self, x):
+        return self.layer(x.to(self.layer.weight.dtype)).sum() + self.penalty(self.layer.weight)
+
+
+@pytest.mark.parametrize(
+    ("penalty", "operation"),
+    [
+        (lambda weight: weight.square().sum(), "square"),  # any shape fits: a wrong loss otherwise
+        (lambda weight: weight.T.sum(), "T"),
+        (lambda weight: torch.cat([weight, weight]).sum(), "cat"),
+    ],
+    ids=["shapes fit", "a view", "in a list"],
+)
+@pytest.mark.parametrize("sharding", [1, 2])
+def test_a_slice_is_not_taken_for_the_whole_parameter(smp_world, penalty, operation, sharding):
+    expected = (
+        rf"module '' \(PenalisedLayer\) reads parameter 'weight' of the distributed module 'layer' \({operation}\), "
+        r"of which tp rank \d has the slice \[2, 2\] of \[2, 4\]"
+    )
+
+    def body():
+        model = api.DistributedModel(PenalisedLayer(penalty))
+        with pytest.raises(TensorParallelError, match=expected):
+            train_step(model, torch.ones(2, 4))
+
+    config = {**PRESCALED, "sharded_data_parallel_degree": sharding}
+    small = {"sdp_param_persistence_threshold": 2} if sharding > 1 else {}
+    smp_world.run(body, ranks=2 * sharding, config={**config, **small})
+
+
+@pytest.mark.parametrize("sharding", [1, 2])
+def test_a_slice_may_be_asked_for_its_type(smp_world, sharding):
+    def body():
+        model = api.DistributedModel(PenalisedLayer(lambda weight: float(weight.requires_grad)))
+        train_step(model, torch.ones(2, 4))
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+    config = {**PRESCALED, "sharded_data_parallel_degree": sharding}
+    small = {"sdp_param_persistence_threshold": 2} if sharding > 1 else {}
+    smp_world.run(body, ranks=2 * sharding, config={**config, **small})
