@@ -11,8 +11,10 @@ import functools
 import json
 import operator
 import os
+import sys
 import warnings
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 from smp_core.config import Config, IgnoredKeyWarning
@@ -90,9 +92,17 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         return
     if context is not None:
         context.runtime = _build(config, context.fabric)
+        if _is_importing(sys._getframe(1)):
+            # Simulated ranks share modules: the others will not run this one again, and mean it all the same.
+            context.job.automatic_init, context.job.parameters = True, config
     else:
         rank_threads.refuse_child_thread()
         _Process.runtime = _of_process(config)
+
+
+def _is_importing(frame: FrameType) -> bool:
+    """Return whether a frame is that of a module that is imported, and no script's."""
+    return frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") != "__main__"
 
 
 def is_initialized() -> bool:

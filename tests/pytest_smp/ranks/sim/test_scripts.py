@@ -17,7 +17,8 @@ HEAD = """
 import os, sys
 import torch
 import smdistributed.modelparallel.torch as smp
-smp.init({"ddp": True})
+"""
+INIT = """smp.init({"ddp": True})
 """
 
 
@@ -32,9 +33,9 @@ class Shown:
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Runs a script on three simulated ranks."""
 
-    def start(text: str, *arguments: str, **options: object) -> Shown:
+    def start(text: str, *arguments: str, init: str = INIT, **options: object) -> Shown:
         path = tmp_path / "train.py"
-        path.write_text(HEAD + text)
+        path.write_text(HEAD + init + text)
         job = ScriptJob(script=str(path), arguments=arguments, ranks=3, **options)
         capsys.readouterr()
         code = scripts.run(job, RankOutput(OutputStyle.PREFIX, 3))
@@ -149,3 +150,15 @@ for load in (torch.load, lambda path: smp.load(path, partial=False)):
     shown = run(text, str(tmp_path), trusts_checkpoints=trusts)
     assert (shown.code == 0) is trusts, shown.err
     assert ("weights_only" in shown.err) is not trusts
+
+
+def test_a_library_that_initialises_when_it_is_imported(run, tmp_path):
+    """As transformers.trainer does: all ranks have one copy of it, which one of them imports."""
+    library = "import smdistributed.modelparallel.torch as smp\nsmp.init({'microbatches': 3})\n"
+    (tmp_path / "library_of_ranks.py").write_text(library)
+    shown = run("import library_of_ranks\nprint(smp.rank(), smp.state.cfg.microbatches)", init="")
+    assert shown.code == 0, shown.err
+    assert sorted(shown.out.splitlines()) == [f"[rank {rank}] {rank} 3" for rank in range(3)]
+    shown = run("print(smp.rank())", init="")
+    assert shown.code == 1
+    assert "rank 0 has not called smp.init()" in shown.err
