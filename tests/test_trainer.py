@@ -76,8 +76,9 @@ SHARDED = ["ddp=True", "sharded_data_parallel_degree=2", "sdp_param_persistence_
         ),
         ("mpi", [*SHARDED, "partitions=1"], [], []),
         ("gloo", [*SHARDED, "partitions=1", "fp16=True"], ["--fp16"], ["--fp16"]),
+        ("sim", ["ddp=True", "pipeline_parallel_degree=2", "microbatches=2"], [], []),
     ],
-    ids=["pipeline-fp16", "sharded", "sharded-fp16"],
+    ids=["pipeline-fp16", "sharded", "sharded-fp16", "pipeline"],
 )
 def test_a_resumed_run_of_trainer_goes_on_to_the_last_digit(
     run: Callable[..., None],
