@@ -298,7 +298,17 @@ ARCHITECTURES = (
         "ALBERT (one layer for all)", "AlbertForMaskedLM", "tokens", **_BERT, embedding_size=8
     ),
     _hugging("ELECTRA", "ElectraForMaskedLM", "tokens", **_BERT, embedding_size=8),
-    _hugging("DeBERTa-v2", "DebertaV2ForMaskedLM", "tokens", **_BERT, relative_attention=True),
+    dataclasses.replace(
+        _hugging(
+            "DeBERTa-v2",
+            "DebertaV2ForMaskedLM",
+            "tokens",
+            **_BERT,
+            relative_attention=True,
+            pos_att_type=["c2p", "p2c"],
+        ),
+        refused=("tp 2", "tp 2 x sharded 2"),  # layers read the embedding of relative positions
+    ),
     _hugging("T5", "T5ForConditionalGeneration", "two texts", **_T5),
     _hugging("BART", "BartForConditionalGeneration", "two texts", **_BOTH),
     _hugging("CLIP text", "CLIPTextModel", "tokens, values", **_SIZES, eos_token_id=1),

@@ -299,7 +299,7 @@ def identities(tree: Tree) -> Tree:
 
 
 def _identity(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.requires_grad:
+    if not tensor.requires_grad or isinstance(tensor, SliceRead):  # nobody computes with a slice
         return tensor
     return tensor.view_as(tensor) if tensor.layout is torch.strided else _alias(tensor)
 
@@ -468,7 +468,13 @@ def _released(output: object) -> object:
         return output
     tensors, rest = tensor_tree.flatten(output)
     return tensor_tree.unflatten(
-        [each.view_as(each) if hasattr(each, "_smp_parameter") else each for each in tensors], rest
+        [
+            each.view_as(each)
+            if hasattr(each, "_smp_parameter") and not isinstance(each, SliceRead)
+            else each
+            for each in tensors
+        ],
+        rest,
     )
 
 

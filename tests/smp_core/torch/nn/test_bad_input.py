@@ -803,10 +803,28 @@ def test_a_slice_is_not_taken_for_the_whole_parameter(smp_world, penalty, operat
     smp_world.run(body, ranks=2 * sharding, config={**config, **small})
 
 
+class Passing(nn.Module):
+    """A module that takes a tensor, gives it back, and computes nothing with it, as layers of DeBERTa may."""
+
+    def forward(self, weight):
+        return weight
+
+
+def asked(weight):
+    return float(Passing()(weight).requires_grad)
+
+
+class PassingLayer(PenalisedLayer):
+    def __init__(self):
+        super().__init__(lambda weight: float(self.passing(weight).requires_grad))
+        self.passing = Passing()
+
+
 @pytest.mark.parametrize("sharding", [1, 2])
-def test_a_slice_may_be_asked_for_its_type(smp_world, sharding):
+@pytest.mark.parametrize("make", [lambda: PenalisedLayer(asked), PassingLayer])
+def test_a_slice_may_be_asked_for_its_type_and_handed_on(smp_world, sharding, make):
     def body():
-        model = api.DistributedModel(PenalisedLayer(lambda weight: float(weight.requires_grad)))
+        model = api.DistributedModel(make())
         train_step(model, torch.ones(2, 4))
         assert all(parameter.grad is not None for parameter in model.parameters())
 
