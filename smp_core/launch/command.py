@@ -6,6 +6,7 @@ import argparse
 import ast
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -79,12 +80,19 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    options = parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser().parse_args(words)
+    count = len(options.arguments)
+    if words[len(words) - count - 2 :][:2] == [options.script, "--"]:
+        options.arguments.insert(0, "--")  # argparse takes the first one for its own
     try:
         return _run(options)
     except SmpError as error:
         print(_message(error), file=sys.stderr)
         return _USAGE
+    except KeyboardInterrupt:
+        print("smp-run: ended by SIGINT before the ranks had started", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _message(error: SmpError) -> str:
@@ -170,6 +178,8 @@ def _config(file: str | None) -> tuple[Mapping[str, Any], Distribution | None]:
         text = Path(file).read_text(encoding="utf-8")
     except OSError as error:
         raise ArgumentError(f"smp-run: --config {file}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ArgumentError(f"smp-run: --config {file} is not UTF-8: {error}") from None
     found = _object(text, f"--config {file}")
     if not found.keys() & {"smdistributed", "mpi"}:
         return found, None
@@ -206,6 +216,6 @@ def _value(text: str) -> Any:
     for read in (json.loads, ast.literal_eval):
         try:
             return read(text)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             continue
     return text

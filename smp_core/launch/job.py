@@ -69,6 +69,8 @@ class ScriptJob:
             raise ArgumentError(f"smp-run: script {self.script}: {what} (in {Path.cwd()})")
         try:
             self.code()
+        except OSError as error:
+            raise ArgumentError(f"smp-run: script {self.script}: {error.strerror}") from None
         except (SyntaxError, ValueError) as error:
             told = "".join(traceback.format_exception_only(error)).rstrip()
             raise ArgumentError(f"smp-run: script {self.script} is no Python:\n{told}") from None

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import enum
+import os
+import re
 import sys
 from typing import TextIO
+
+_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
+_LONGEST = 1 << 20  # bytes of a line that has not ended
 
 
 class OutputStyle(enum.StrEnum):
@@ -23,7 +28,8 @@ class OutputStyle(enum.StrEnum):
 class RankOutput:
     """Writes what ranks write to this process's standard output and error.
 
-    A line ends by a line feed or a carriage return; the last one of a stream may have no end.
+    A line ends by a line feed or a carriage return; the last one of a stream may have no end. A line of more than a
+    mebibyte is shown in parts.
     """
 
     def __init__(self, style: OutputStyle, ranks: int) -> None:
@@ -31,41 +37,56 @@ class RankOutput:
         # Those of now: simulated ranks, which are threads of this process, have others.
         self._files: dict[str, TextIO] = {"stdout": sys.stdout, "stderr": sys.stderr}
         self._width = len(str(ranks - 1))
-        self._rests: dict[tuple[int, str], bytes] = {}
+        self._rests: dict[tuple[int, str], list[bytes]] = {}
         self._held: dict[int, list[tuple[str, str]]] = {}
 
     def take(self, rank: int, stream: str, data: bytes) -> None:
         """Bytes that a rank has written to ``stdout`` or ``stderr``."""
-        *lines, rest = (
-            (self._rests.pop((rank, stream), b"") + data)
-            .replace(b"\r\n", b"\n")
-            .replace(b"\r", b"\n")
-            .split(b"\n")
-        )
-        self._rests[rank, stream] = rest
+        if not data:
+            return
+        rest = self._rests.setdefault((rank, stream), [])
+        if rest and rest[-1].endswith(b"\r"):  # perhaps half of an end
+            data = rest.pop() + data
+        *lines, last = _END.split(data)
         for line in lines:
-            self._show(rank, stream, line.decode(errors="replace"))
+            self._show(rank, stream, b"".join([*rest, line]))
+            rest.clear()
+        rest.append(last)
+        if sum(map(len, rest)) > _LONGEST:
+            self._show(rank, stream, b"".join(rest))
+            rest.clear()
 
     def end(self) -> None:
         """All ranks have ended: show what was held back."""
         for (rank, stream), rest in sorted(self._rests.items()):
-            if rest:
-                self._show(rank, stream, rest.decode(errors="replace"))
+            line = b"".join(rest).removesuffix(b"\r")
+            if line:
+                self._show(rank, stream, line)
         self._rests.clear()
         for rank, lines in sorted(self._held.items()):
-            print(f"---- rank {rank} ----", file=self._files["stdout"], flush=True)
-            for stream, line in lines:
-                print(line, file=self._files[stream], flush=True)
+            self._write("stdout", f"---- rank {rank} ----")
+            for stream, text in lines:
+                self._write(stream, text)
         self._held.clear()
 
     def say(self, text: str) -> None:
         """A message of the launcher's own."""
-        print(text, file=self._files["stderr"], flush=True)
+        self._write("stderr", text)
 
-    def _show(self, rank: int, stream: str, line: str) -> None:
+    def _show(self, rank: int, stream: str, data: bytes) -> None:
+        line = data.decode(errors="replace")
         if self.style is OutputStyle.GROUP:
             self._held.setdefault(rank, []).append((stream, line))
             return
         if self.style is OutputStyle.PREFIX:
             line = f"[rank {rank:>{self._width}}] {line}"
-        print(line, file=self._files[stream], flush=True)
+        self._write(stream, line)
+
+    def _write(self, stream: str, line: str) -> None:
+        """Write a line. A reader who has gone, as ``head`` does, ends no training."""
+        file = self._files[stream]
+        encoding = file.encoding or "utf-8"
+        try:
+            print(line.encode(encoding, "backslashreplace").decode(encoding), file=file, flush=True)
+        except BrokenPipeError:
+            self._files[stream] = open(os.devnull, "w")  # noqa: SIM115  to the end

@@ -14,11 +14,13 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import smp_core
 from smp_core.errors import BackendError
 from smp_core.launch import supervisor
 from smp_core.launch.job import ScriptJob
@@ -28,14 +30,14 @@ from smp_core.launch.rank import JOB, SOCKET
 from smp_core.transport.diagnosis import ranks_text
 from smp_core.transport.private_folder import JOB_FOLDER, private_folder
 
-_PYTHON = [sys.executable, "-P", "-c"]  # -P: the present folder is no place to import from
-_RANK = "from smp_core.launch.rank import main; main()"
-_STARTER = "from smp_core.launch.starter import main; main()"
 _OTHERS = 5.0  # seconds that the other ranks get to end by themselves after the first has failed
-_PATIENCE = 5.0  # seconds between a signal and the next, harder one
+_PATIENCE = 10.0  # seconds between a signal and the next, harder one: a script may save something
+_AT_ONCE = (
+    1.0  # seconds in which a failure is not yet shown: its cause may be another's that comes later
+)
+_LEFT = 10.0  # seconds for which ranks go on after others have ended their scripts, before a line says so
 _SLICE = 0.1  # seconds between two looks at what no descriptor tells
 _WIDTH = 120  # characters of a line about a rank that failed later
-_INTERRUPTED = 130  # the exit code after Ctrl-C, as shells have it
 
 
 @dataclasses.dataclass(slots=True)
@@ -67,7 +69,8 @@ class RankFailure:
 def run_processes(job: ScriptJob, output: RankOutput) -> int:
     """Run a job on rank processes that meet by Gloo; return the exit code of the first rank that failed, or 0."""
     run = _Run(job, output)
-    return run.follow([*_PYTHON, _STARTER, str(job.ranks), str(run.told), str(run.folder)], {})
+    words = [str(job.ranks), str(run.told), str(run.folder)]
+    return run.follow([*_python("smp_core.launch.starter"), *words], {})
 
 
 def run_mpi(job: ScriptJob, output: RankOutput) -> int:
@@ -83,7 +86,52 @@ def run_mpi(job: ScriptJob, output: RankOutput) -> int:
     run = _Run(job, output)
     above = [sys.executable, "-I", "-S", supervisor.__file__, str(run.told)]
     starter = [*command, *options, "-n", str(job.ranks), *above]
-    return run.follow([*starter, *_PYTHON, _RANK, str(run.folder)], environment)
+    return run.follow([*starter, *_python("smp_core.launch.rank"), str(run.folder)], environment)
+
+
+def _python(module: str) -> list[str]:
+    """The command that runs ``main`` of a module of ours, found as it was found here.
+
+    The present folder, or that of this process's own script, is no place to import from. PYTHONPATH stays as it is:
+    other programs that the script starts read it, too.
+    """
+    path = [each for each in (sys.path if sys.flags.safe_path else sys.path[1:]) if each]
+    root = str(Path(smp_core.__file__).resolve().parents[1])
+    if root not in path:
+        path.append(root)
+    return [
+        sys.executable,
+        "-P",
+        "-c",
+        f"import sys; sys.path[:] = {path!r}; from {module} import main; main()",
+    ]
+
+
+class _Stopped(BaseException):
+    """Raised in the launcher by a signal that asks it to end."""
+
+    def __init__(self, number: int, frame: object = None) -> None:
+        super().__init__(number)
+        self.number = signal.Signals(number)
+
+
+def _raise(number: int, frame: object) -> NoReturn:
+    raise _Stopped(number)
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """While entered, SIGTERM and SIGHUP raise _Stopped; signals belong to the main thread."""
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                before[number] = signal.signal(number, _raise)
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 class _Run:
@@ -94,28 +142,40 @@ class _Run:
         self.folder = Path(private_folder())
         self.told = self.folder / "ended"
         self._started: set[int] = set()
+        self._left: dict[int, float] = {}  # when ranks have ended their scripts without a failure
         self._ended: dict[int, int] = {}  # exit codes; negative for signals
         self._pids: dict[int, int] = {}
         self._failures: dict[int, RankFailure] = {}
-        self._stopped: list[int] = []  # ranks that were ended because another one had failed
+        self._shown: RankFailure | None = None
+        self._stopped: list[
+            int
+        ] = []  # ranks that were ended, because another one had failed or by a signal
         self._deadline: float | None = None
         self._signals: Iterator[signal.Signals] = iter(())
-        self._interrupted = False
+        self._interrupted: signal.Signals | None = None
+        self._said_left = False
 
     def follow(self, starter: list[str], environment: dict[str, str]) -> int:
         """Start the ranks by a command, and follow them until all have ended."""
         try:
             self.told.mkdir(0o700)
             self._job.write(self.folder / JOB)
-            with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as waiting:
+            with (
+                socket.socket(socket.AF_UNIX) as listener,
+                selectors.DefaultSelector() as waiting,
+                _signals_raise(),
+            ):
                 listener.bind(str(self.folder / SOCKET))
-                listener.listen(3 * self._job.ranks)
+                listener.listen(self._job.ranks)
                 waiting.register(listener, selectors.EVENT_READ, None)
                 process = self._start(starter, environment)
                 try:
                     self._wait(process, listener, waiting)
                 finally:
                     _end(process)
+                    for key in list(waiting.get_map().values()):
+                        if key.fileobj is not listener:
+                            os.close(key.fd)
             self._output.end()
             return self._conclude(process.returncode)
         finally:
@@ -132,7 +192,6 @@ class _Run:
                 **outside_jobs(os.environ),
                 **self._job.variables(),
                 JOB_FOLDER: str(self.folder),
-                "PYTHONPATH": os.pathsep.join(each for each in sys.path if each),
             },
             start_new_session=True,  # Ctrl-C in the terminal is this process's to handle
         )
@@ -144,54 +203,66 @@ class _Run:
         waiting: selectors.BaseSelector,
     ) -> None:
         """Follow the ranks until the job is over and everything that they wrote is read."""
-        open_connections = 0
         while True:
             try:
                 over = process.poll() is not None
                 ready = waiting.select(0 if over else _SLICE)
                 for key, _ in ready:
                     if key.data is None:
-                        connection, _ = listener.accept()
-                        waiting.register(connection, selectors.EVENT_READ, _Connection())
-                        open_connections += 1
-                    elif not self._read(key.fileobj, key.data):  # type: ignore[arg-type]
+                        self._meet(listener, waiting)
+                    elif not self._read(key.fd, key.data):
                         waiting.unregister(key.fileobj)
-                        key.fileobj.close()  # type: ignore[union-attr]
-                        open_connections -= 1
+                        os.close(key.fd)
                 self._look_for_ends()
                 if over and not ready:
                     return
                 self._stop_others()
+                self._look_for_ranks_that_left()
             except KeyboardInterrupt:
-                self._interrupt(process)
+                self._interrupt(process, signal.SIGINT)
+            except _Stopped as stopped:
+                self._interrupt(process, stopped.number)
 
-    def _read(self, connection: socket.socket, state: _Connection) -> bool:
+    def _meet(self, listener: socket.socket, waiting: selectors.BaseSelector) -> None:
+        """Take the connection of a rank, which brings the ends of two pipes with it."""
+        connection, _ = listener.accept()
+        with contextlib.ExitStack() as stack:
+            stack.callback(connection.close)
+            line, pipes, _, _ = socket.recv_fds(connection, 1 << 10, 2)
+            hello = json.loads(line)
+            stack.pop_all()
+        rank = hello["rank"]
+        self._pids[rank] = hello["pid"]
+        waiting.register(connection.detach(), selectors.EVENT_READ, _Stream(rank, "events"))
+        for pipe, name in zip(pipes, ("stdout", "stderr"), strict=True):
+            waiting.register(pipe, selectors.EVENT_READ, _Stream(rank, name))
+        if self._interrupted is not None:  # before this rank was there
+            self._signal(self._interrupted)
+
+    def _read(self, descriptor: int, stream: _Stream) -> bool:
         """Read what a rank has sent; return whether more may come."""
-        data = connection.recv(1 << 16)
-        if state.hello is None:
-            state.rest += data
-            line, found, state.rest = state.rest.partition(b"\n")
-            if not found:
-                state.rest = line
-                return bool(data)
-            state.hello = json.loads(line)
-            self._pids[state.hello["rank"]] = state.hello["pid"]
-            got, state.rest = state.rest, b""
-        else:
-            got = data
-        if state.hello["what"] != "events":
-            self._output.take(state.hello["rank"], state.hello["what"], got)
-        else:
-            *lines, state.rest = (state.rest + got).split(b"\n")
-            for line in lines:
-                self._take(state.hello["rank"], json.loads(line))
+        try:
+            data = os.read(descriptor, 1 << 16)
+        except ConnectionError:  # it was killed
+            return False
+        if stream.name != "events":
+            self._output.take(stream.rank, stream.name, data)
+            return bool(data)
+        *lines, stream.rest = (stream.rest + data).split(b"\n")
+        for line in lines:
+            self._take(stream.rank, json.loads(line))
         return bool(data)
 
     def _take(self, rank: int, message: dict[str, Any]) -> None:
         if message["event"] == "started":
             self._started.add(rank)
             if len(self._started) == self._job.ranks:
-                self._output.say(f"smp-run: all {self._job.ranks} ranks run the script")
+                many = (
+                    "the rank runs" if self._job.ranks == 1 else f"all {self._job.ranks} ranks run"
+                )
+                self._output.say(f"smp-run: {many} the script")
+        elif message["event"] == "left":
+            self._left[rank] = time.monotonic()
         else:
             about = {name: message[name] for name in ("at", "code", "text", "last")}
             self._failures[rank] = RankFailure(rank, **about)
@@ -204,12 +275,23 @@ class _Run:
             rank = int(name)
             code = self._ended[rank] = json.loads((self.told / name).read_text())["code"]
             if code and rank not in self._stopped:
-                self._failures.setdefault(
-                    rank, RankFailure(rank, time.monotonic(), code)
-                ).code = code
+                failure = RankFailure(rank, time.monotonic(), code)
+                self._failures.setdefault(rank, failure).code = code
+
+    def _look_for_ranks_that_left(self) -> None:
+        """Say once that ranks go on for long without others: they may wait for them."""
+        if self._said_left or self._failures or not self._left:
+            return
+        going = sorted(set(range(self._job.ranks)) - self._left.keys() - self._ended.keys())
+        if going and time.monotonic() - max(self._left.values()) > _LEFT:
+            self._said_left = True
+            self._output.say(f"smp-run: {self._those_that_left()}; {ranks_text(going)} goes on")
+
+    def _those_that_left(self) -> str:
+        return f"{ranks_text(sorted(self._left))} has ended the script without an error"
 
     def _stop_others(self) -> None:
-        """After a first failure: give the others time, then end them."""
+        """After a first failure: show it, give the others time, then end them."""
         if not (self._failures or self._interrupted):
             return
         now = time.monotonic()
@@ -219,13 +301,15 @@ class _Run:
         elif now > self._deadline:
             self._signal(next(self._signals, signal.SIGKILL))
             self._deadline = now + _PATIENCE
+        if self._failures and now - min(each.at for each in self._failures.values()) > _AT_ONCE:
+            self._show_first()
 
-    def _interrupt(self, process: subprocess.Popen[bytes]) -> None:
-        """Ctrl-C: hand it on to the ranks; at the second one end the job at once."""
-        if self._interrupted:
+    def _interrupt(self, process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+        """Hand a signal on to the ranks; end the job at the second one, and where not every rank has started."""
+        if self._interrupted is not None or len(self._started) < self._job.ranks:
             process.terminate()
-        self._interrupted = True
-        self._signal(signal.SIGINT)
+        self._interrupted = number
+        self._signal(number)
         self._deadline = time.monotonic() + _PATIENCE
         self._signals = iter((signal.SIGTERM, signal.SIGKILL))
 
@@ -236,47 +320,67 @@ class _Run:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, number)
 
-    def _conclude(self, code: int) -> int:
-        """Tell how the ranks have ended, the first failure first; return the exit code."""
-        if self._interrupted:
-            self._output.say("smp-run: interrupted; all ranks have ended")
-            return _INTERRUPTED
+    def _in_order(self) -> list[RankFailure]:
+        """The failures, the first one first."""
         # Others notice the death of a process before its supervisor has told of it.
         died = {rank for rank, code in self._ended.items() if code < 0} - set(self._stopped)
-        failures = sorted(
-            self._failures.values(), key=lambda each: (each.rank not in died, each.at)
-        )
-        if not failures:
-            if code:
-                raise BackendError(
-                    f"the ranks did not start, or none of them said how it ended: exit code {code} of the job"
-                )
-            return 0
-        first, *others = failures
+        return sorted(self._failures.values(), key=lambda each: (each.rank not in died, each.at))
+
+    def _show_first(self) -> None:
+        """Show the first failure, once."""
+        if self._shown is not None or not self._failures:
+            return
+        first = self._shown = self._in_order()[0]
+        left = [rank for rank, at in self._left.items() if at < first.at and rank != first.rank]
+        if left:
+            self._output.say(f"smp-run: before, {self._those_that_left()}")
         self._output.say(f"smp-run: rank {first.rank} {first.cause}")
         if first.text:
             self._output.say(first.text)
+
+    def _conclude(self, code: int) -> int:
+        """Tell how the ranks have ended, the first failure first; return the exit code."""
+        self._show_first()
+        self._show_others()
+        if self._interrupted is not None:
+            self._output.say(f"smp-run: ended by {self._interrupted.name}; no rank is left")
+            return 128 + self._interrupted
+        if self._shown is not None:
+            return self._shown.code if self._shown.code >= 0 else 128 - self._shown.code
+        missing = sorted(set(range(self._job.ranks)) - self._ended.keys())
+        if not missing:
+            return 0
+        if not self._ended and not self._pids:
+            raise BackendError(f"the ranks did not start: exit code {code} of the job")
+        left = sorted(rank for rank, ended in self._ended.items() if not ended)
+        after = f" after {ranks_text(left)} had ended with exit code 0" if left else ""
+        self._output.say(
+            f"smp-run: {ranks_text(missing)} was ended by the launcher of the job{after}"
+        )
+        return code or 1
+
+    def _show_others(self) -> None:
+        """Show failures after the first, alike ones together, and the ranks that had to be ended."""
         kinds: dict[str, list[RankFailure]] = {}
-        for each in others:
-            if each.last:
+        for each in self._in_order():
+            if each is not self._shown and each.last:
                 kinds.setdefault(each.last.partition(":")[0], []).append(each)
         for alike in kinds.values():
             ranks = ranks_text(sorted(each.rank for each in alike))
             line, _, _ = alike[0].last.partition("\n")
             self._output.say(f"smp-run: then {ranks}: {textwrap.shorten(line, _WIDTH)}")
-        waited = sorted(set(self._stopped) - self._failures.keys())
+        killed = {rank for rank, code in self._ended.items() if code < 0}
+        waited = sorted(killed.intersection(self._stopped) - self._failures.keys())
         if waited:
-            self._output.say(
-                f"smp-run: {ranks_text(waited)} went on for {_OTHERS:g} s, and had to be ended"
-            )
-        return first.code if first.code >= 0 else 128 - first.code
+            self._output.say(f"smp-run: {ranks_text(waited)} went on, and had to be ended")
 
 
 @dataclasses.dataclass(slots=True)
-class _Connection:
-    """One connection of a rank."""
+class _Stream:
+    """One descriptor that a rank writes to."""
 
-    hello: dict[str, Any] | None = None
+    rank: int
+    name: str
     rest: bytes = b""
 
 

@@ -1,12 +1,13 @@
 """The program of one rank process: it tells the launcher how it fares, and runs the script.
 
-A rank connects three times to a socket in the job's folder: its standard output and error go through two of the
-connections, and through the third it tells, a line of JSON each, that it starts the script, and by which exception the
-script has ended.
+A rank connects to a socket in the job's folder. It sends the read ends of two pipes, through which its standard output
+and error go, and then events, a line of JSON each: that it starts the script, and how the script has ended.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import os
 import signal
@@ -32,37 +33,34 @@ class LauncherConnection:
     """The connection to the launcher."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._path, self._rank = str(folder / SOCKET), rank
-        self._events = self._connect("events")
-        for stream in (sys.stdout, sys.stderr):
-            connection = self._connect("stdout" if stream is sys.stdout else "stderr")
-            os.dup2(connection.fileno(), stream.fileno())
-            connection.close()
-            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-
-    def _connect(self, what: str) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(self._path)
-        _send(connection, {"rank": self._rank, "what": what, "pid": os.getpid()})
-        return connection
+        self._pid = os.getpid()
+        self._events = socket.socket(socket.AF_UNIX)
+        self._events.connect(str(folder / SOCKET))
+        pipes = [os.pipe(), os.pipe()]
+        hello = json.dumps({"rank": rank, "pid": self._pid}).encode()
+        socket.send_fds(self._events, [hello], [read for read, _ in pipes])
+        for number, (read, write) in enumerate(pipes, start=1):
+            os.dup2(write, number)
+            os.close(read)
+            os.close(write)
+        sys.stdout, sys.stderr = (
+            open(number, "w", buffering=1, encoding="utf-8", errors=errors, closefd=False)  # noqa: SIM115
+            for number, errors in ((1, "surrogateescape"), (2, "backslashreplace"))
+        )
 
     def tell(self, event: str, **about: Any) -> None:
-        """Tell that something has happened. The launcher may be gone."""
-        try:
-            _send(self._events, {"event": event, "at": time.monotonic(), **about})
-        except OSError:
+        """Tell that something has happened. A process that the rank has forked tells nothing."""
+        if os.getpid() != self._pid:
             return
-
-
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    connection.sendall(json.dumps(message).encode() + b"\n")
+        message = {"event": event, "at": time.monotonic(), **about}
+        with contextlib.suppress(OSError):  # the launcher is gone
+            self._events.sendall(json.dumps(message).encode() + b"\n")
 
 
 def main() -> NoReturn:
     """Run the job whose folder is the first argument, on this rank."""
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # supervisors ignore it, and ranks inherit that
+    # Supervisors ignore it, and ranks inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = Path(sys.argv[1])
     job = ScriptJob.read(folder / JOB)
     launch = launch_of_process()
@@ -72,18 +70,20 @@ def main() -> NoReturn:
 
 
 def run_here(job: ScriptJob, launch: Launch, launcher: LauncherConnection | None) -> NoReturn:
-    """Run a script in this process, which is a rank of a launcher; ``launcher`` is ours, if it is ours.
+    """Run a script in this process, a rank of ``launcher``; without one, of a launcher that is not ``smp-run``.
 
     Never returns: the process ends as the script has ended.
     """
     names = sys.modules["__main__"].__dict__
     script_code = None
     ending.watch()
+    hook = sys.excepthook
     try:
         if launch.fabric == "mpi":  # MPI reads the launcher's variables, which are gone afterwards
             from smp_core.transport.mpi.job import join
 
             join(launch)
+            atexit.register(_abort_mpi_after_a_failure)
         keep_for_ourselves(launch)
         script.prepare(job, launch.local_size or launch.size)
         script_code = job.code()
@@ -93,27 +93,40 @@ def run_here(job: ScriptJob, launch: Launch, launcher: LauncherConnection | None
             launcher.tell("started")
         exec(script_code, names)
     except SystemExit as error:
-        if error.code not in (None, 0) and launcher is not None:
-            text = error.code if isinstance(error.code, str) else f"exit code {error.code}"
-            code = error.code if isinstance(error.code, int) else 1
+        code = script.exit_code(error.code)
+        if launcher is not None and code:
+            text = error.code if isinstance(error.code, str) else f"exit code {code}"
             launcher.tell("failed", code=code, text=text, last=text)
-        sys.exit(error.code)
+        elif launcher is not None:
+            launcher.tell("left")
+        sys.exit(code if launcher is not None else error.code)
     except BaseException as error:
         trace = script.below(error.__traceback__, script_code)
-        _fail(error, trace, launcher)
+        if launcher is None or sys.excepthook is not hook:  # the script has one of its own
+            sys.excepthook(type(error), error, trace)
+        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        if launcher is not None:
+            _tell_failure(error, trace, launcher, code)
+        sys.exit(code)
+    if launcher is not None:
+        launcher.tell("left")
     sys.exit(0)
 
 
-def _fail(
-    error: BaseException, trace: TracebackType | None, launcher: LauncherConnection | None
-) -> NoReturn:
-    code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    if launcher is None:
-        sys.excepthook(type(error), error, trace)
-    else:
-        lines = traceback.format_exception(type(error), error, trace)
-        if isinstance(error, SmpError) and trace is error.__traceback__:
-            lines = traceback.format_exception_only(error)  # no line of the script's has raised it
-        last = traceback.format_exception_only(error)[-1].strip()
-        launcher.tell("failed", code=code, text="".join(lines).rstrip(), last=last)
-    sys.exit(code)
+def _tell_failure(
+    error: BaseException, trace: TracebackType | None, launcher: LauncherConnection, code: int
+) -> None:
+    lines = traceback.format_exception(type(error), error, trace)
+    if isinstance(error, SmpError) and trace is error.__traceback__:
+        lines = traceback.format_exception_only(error)  # no line of the script has raised it
+    last = traceback.format_exception_only(error)[-1].strip()
+    launcher.tell("failed", code=code, text="".join(lines).rstrip(), last=last)
+
+
+def _abort_mpi_after_a_failure() -> None:
+    """At exit: an MPI job whose ranks do not all end without an error is aborted; MPI would wait for the others."""
+    status = ending.status()
+    if status:
+        from mpi4py.run import set_abort_status
+
+        set_abort_status(status)

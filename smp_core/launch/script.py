@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import os
 import sys
@@ -48,6 +49,15 @@ def _set_path(arguments: list[str], path: list[str]) -> None:
     sys.argv, sys.path[:] = arguments, path
 
 
+def exit_code(said: object) -> int:
+    """The exit code of a process for the argument of ``sys.exit``: never 0 for anything but 0 and None."""
+    if said is None:
+        return 0
+    if isinstance(said, int):
+        return said & 0xFF or int(said != 0)
+    return 1
+
+
 def namespace_of(script: str) -> dict[str, Any]:
     """The names that a script begins with."""
     return {
@@ -57,7 +67,7 @@ def namespace_of(script: str) -> dict[str, Any]:
         "__package__": None,
         "__spec__": None,
         "__loader__": None,
-        "__builtins__": __builtins__,
+        "__builtins__": builtins,
     }
 
 

@@ -171,8 +171,7 @@ class _Torch:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         try:
             if not _stores:
-                met = dist.rendezvous(launch.meeting, self.rank, self.size)  # type: ignore[attr-defined]
-                _stores.append(next(met)[0])
+                _stores.append(_store(launch.meeting, self.rank, self.size))
             # torch numbers groups anew after they were destroyed, and would find their addresses.
             _stores.append(dist.PrefixStore(f"smp-{len(_stores)}", _stores[0]))  # type: ignore[attr-defined]
             dist.init_process_group(names, store=_stores[-1], rank=self.rank, world_size=self.size)
@@ -181,6 +180,19 @@ class _Torch:
                 f"smp.init: rank {self.rank} of {self.size} has not met the others at "
                 f"{_place(launch.meeting)}: {str(error).partition(chr(10))[0]}"
             ) from None
+
+
+def _store(meeting: str, rank: int, size: int) -> Any:
+    """The store at an address: a file, or that of torch's own variables."""
+    import torch.distributed as dist
+
+    path = meeting.removeprefix("file://")
+    if (
+        path != meeting
+    ):  # torch would take the path for a URL, in which some characters mean something
+        return dist.FileStore(path, size)  # type: ignore[attr-defined]
+    met = dist.rendezvous(meeting, rank, size)  # type: ignore[attr-defined]
+    return next(met)[0]
 
 
 def _place(meeting: str) -> str:

@@ -50,11 +50,11 @@ def refused(capsys: pytest.CaptureFixture[str], seen: Seen, *words: str) -> str:
 
 
 def test_what_is_after_the_script_is_the_scripts(seen: Seen, script: str) -> None:
-    words = ["-n", "3", "--backend", "gloo", script, "-n", "7", "--cpu", "--", "x"]
-    assert command.main(words) == 0
-    ((job, _),) = seen
-    assert (job.ranks, job.cpu) == (3, False)
-    assert job.arguments == ("-n", "7", "--cpu", "--", "x")
+    for words in (["-n", "7", "--cpu", "--", "x"], ["--", "-n", "x"], ["--"], []):
+        assert command.main(["-n", "3", "--backend", "gloo", script, *words]) == 0
+        job, _ = seen[-1]
+        assert (job.ranks, job.cpu) == (3, False)
+        assert job.arguments == tuple(words)
 
 
 @pytest.mark.parametrize(

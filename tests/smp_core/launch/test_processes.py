@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import signal
 import sys
@@ -10,6 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from smp_core.launch import processes
+from smp_core.launch.job import ScriptJob
+from smp_core.launch.mpiexec import find_mpiexec
+from smp_core.launch.output import OutputStyle, RankOutput
+from smp_core.launch.script import exit_code
 from tests.conftest import Started
 
 pytestmark = pytest.mark.timeout(900)
@@ -136,7 +142,7 @@ time.sleep(1000)
 """
     code, shown = run("gloo", text).end()
     assert code == 1, shown
-    assert "smp-run: ranks 0, 2 went on for 5 s, and had to be ended" in shown
+    assert "smp-run: ranks 0, 2 went on, and had to be ended" in shown
 
 
 def test_an_interruption_ends_all(run: Run, backend: str) -> None:
@@ -151,7 +157,7 @@ time.sleep(1000)
     started.process.send_signal(signal.SIGINT)
     code, shown = started.end()
     assert code == 130, shown
-    assert "smp-run: interrupted" in shown
+    assert "smp-run: ended by SIGINT; no rank is left" in shown
 
 
 def test_a_killed_launcher_leaves_nothing(run: Run, backend: str) -> None:
@@ -178,3 +184,138 @@ smp.barrier() if smp.rank() == 1 else smp.allgather(1, smp.WORLD)
     assert re.search(r"mismatch: a call on group WORLD .*differs in operation", shown), shown
     assert "rank 1: smp.barrier" in shown
     assert re.search(r"rank [02]: smp.allgather", shown), shown
+
+
+def test_a_rank_finds_what_a_plain_process_finds(run: Run, tmp_path: Path) -> None:
+    """Its path, its streams, its hooks, its children, and its exit code."""
+    text = """
+import subprocess
+assert os.environ.get("PYTHONPATH") == os.environ["EXPECTED"]
+assert os.getcwd() not in sys.path
+with open("/dev/stdout", "w") as file:
+    print("by the device", file=file)
+print("by a child", file=sys.stdout, flush=True)
+subprocess.run(["echo", "by a program"], stdout=sys.stdout, check=True)
+assert __builtins__.print is print
+smp.init()
+child = os.fork()
+if child == 0:
+    sys.exit(3)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+smp.barrier()
+sys.excepthook = lambda kind, error, trace: print("hooked", error)
+if smp.rank() == 2:
+    raise ValueError("at last")
+smp.barrier()
+"""
+    root = str(Path(__file__).parents[3])
+    code, shown = run("gloo", text, PYTHONPATH=root, EXPECTED=root).end()
+    assert code == 1, shown
+    for line in ("by the device", "by a child", "by a program"):
+        for rank in range(3):
+            assert f"[rank {rank}] {line}\n" in shown, shown
+    assert "[rank 2] hooked at last" in shown
+    assert "smp-run: rank 2 failed with exit code 1\nTraceback" in shown
+
+
+def test_a_process_that_leaves_an_mpi_job_unseen_is_no_success(run: Run) -> None:
+    """MPICH ends the others and is content."""
+    pytest.importorskip("mpi4py", reason="the mpi backend needs mpi4py")
+    text = """
+smp.init()
+if smp.rank() == 1:
+    os._exit(0)
+smp.barrier()
+"""
+    code, shown = run("mpi", text).end()
+    assert code != 0, shown
+    assert re.search(r"smp-run: ranks? .* (was ended|failed)", shown), shown
+
+
+def test_a_signal_is_handed_on(run: Run) -> None:
+    """As batch systems send it, so that a script can save."""
+    text = """
+import signal, time
+def save(number, frame):
+    print("saved", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+smp.init()
+print("waits", flush=True)
+while True:
+    time.sleep(0.1)
+"""
+    started = run("gloo", text)
+    for rank in range(3):
+        started.shows(f"[rank {rank}] waits")
+    started.process.send_signal(signal.SIGTERM)
+    code, shown = started.end()
+    assert code == 143, shown
+    assert shown.count("] saved\n") == 3
+    assert "smp-run: ended by SIGTERM; no rank is left" in shown
+
+
+def test_an_interruption_before_the_ranks_start(run: Run) -> None:
+    started = run("gloo", "print('ran')")
+    started.shows("starting")
+    started.process.send_signal(signal.SIGINT)
+    code, shown = started.end()
+    assert code == 130, shown
+
+
+def test_ranks_that_wait_for_one_that_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(processes, "_LEFT", 0.1)
+    script, seen = tmp_path / "train.py", tmp_path / "seen"
+    script.write_text(
+        HEAD
+        + f"""
+import pathlib, time
+smp.init()
+if smp.rank() == 1:
+    sys.exit(0)
+while not pathlib.Path({str(seen)!r}).exists():
+    time.sleep(0.05)
+raise ValueError("broken")
+"""
+    )
+
+    class Watching(RankOutput):
+        def say(self, text: str) -> None:
+            super().say(text)
+            if "rank 1 has ended the script without an error; ranks 0, 2 goes on" in text:
+                seen.touch()
+
+    job = ScriptJob(script=str(script), ranks=3)
+    assert processes.run_processes(job, Watching(OutputStyle.PREFIX, 3)) == 1
+    shown = capfd.readouterr().err
+    assert "smp-run: before, rank 1 has ended the script without an error\n" in shown
+
+
+@pytest.mark.parametrize("said", ["256", "-1", "True"])
+def test_no_exit_code_becomes_a_success(said: str) -> None:
+    assert exit_code(ast.literal_eval(said)) in (1, 255)
+    assert exit_code(0) == exit_code(None) == 0
+
+
+EARLY = """
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank:
+    raise ValueError("early")
+smp.init()
+"""
+
+
+def test_a_rank_of_mpiexec_that_fails_before_init_ends_the_job(
+    command: Callable[..., Started], tmp_path: Path
+) -> None:
+    pytest.importorskip("mpi4py", reason="the mpi backend needs mpi4py")
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + EARLY)
+    words, _ = find_mpiexec("")
+    code, shown = command(
+        [*words, "-n", "2", sys.executable, "-m", "smp_core.launch", str(script)]
+    ).end()
+    assert code != 0, shown
+    assert "ValueError: early" in shown
