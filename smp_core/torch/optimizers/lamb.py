@@ -13,7 +13,7 @@ import torch
 from torch.nn.utils import get_total_norm
 from torch.optim.optimizer import ParamsT
 
-from smp_core.torch.optimizers.plain import PlainOptimizer
+from smp_core.torch.optimizers.plain import PlainOptimizer, computing_dtype
 
 
 class _Group(TypedDict):
@@ -84,26 +84,33 @@ class FusedLAMB(PlainOptimizer):
 
     def update(self) -> None:
         """Change the parameters; with ``smp.DistributedOptimizer`` all ranks of the PP group call."""
-        given = [each.grad for group in self.param_groups for each in group["params"]]
-        own = get_total_norm([gradient for gradient in given if gradient is not None])
+        norms = [
+            torch.linalg.vector_norm(each.grad, dtype=computing_dtype(each))
+            for group in self.param_groups
+            for each in group["params"]
+            if each.grad is not None
+        ]
+        own = get_total_norm(norms)
         total = torch.tensor(self.gather_norms(float(own)), dtype=torch.float64).norm().item()
         for group in cast("list[_Group]", self.param_groups):
             most = group["max_grad_norm"]
             scale = most / total if most and total > most else 1.0
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, parameter.grad * scale, group)
+                    gradient = parameter.grad.to(computing_dtype(parameter)) * scale
+                    self._update(parameter, gradient, group)
 
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: _Group) -> None:
         state, decay = self.state[parameter], group["weight_decay"]
         if not state:
             state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
+            for name in self.moments:
+                state[name] = torch.zeros_like(parameter, dtype=gradient.dtype)
         state["step"] += 1
         first, second = group["betas"]
+        weight = parameter.to(gradient.dtype)
         if not group["adam_w_mode"]:
-            gradient = gradient + decay * parameter
+            gradient = gradient + decay * weight
         m, v, step = state["exp_avg"], state["exp_avg_sq"], int(state["step"])
         m.mul_(first).add_(gradient, alpha=1 - first if group["grad_averaging"] else 1)
         v.mul_(second).addcmul_(gradient, gradient, value=1 - second)
@@ -111,9 +118,9 @@ class FusedLAMB(PlainOptimizer):
             m, v = m / (1 - first**step), v / (1 - second**step)
         update = m / (v.sqrt() + group["eps"])
         if group["adam_w_mode"]:
-            update += decay * parameter
+            update += decay * weight
         ratio = 1.0
         if decay or group["use_nvlamb"]:
-            sizes = float(parameter.norm()), float(update.norm())
+            sizes = float(weight.norm()), float(update.norm())
             ratio = sizes[0] / sizes[1] if all(sizes) else 1.0
         parameter.sub_(update, alpha=group["lr"] * ratio)

@@ -13,7 +13,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from smp_core.errors import ArgumentError
-from smp_core.torch.optimizers.plain import PlainOptimizer
+from smp_core.torch.optimizers.plain import PlainOptimizer, computing_dtype
 
 
 class _Group(TypedDict):
@@ -85,15 +85,16 @@ class FusedNovoGrad(PlainOptimizer):
         for group in cast("list[_Group]", self.param_groups):
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
+                    gradient = parameter.grad.to(computing_dtype(parameter))
+                    self._update(parameter, gradient, group)
 
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: _Group) -> None:
         state, decay = self.state[parameter], group["weight_decay"]
         order = group["norm_type"]
-        moment = gradient.norm() ** 2 if order == 2 else gradient.abs().amax()
+        moment = gradient.norm() ** 2 if order == 2 else _largest(gradient)
         if not state:
             state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=gradient.dtype)
             state["exp_avg_sq"] = torch.zeros_like(moment) if group["init_zero"] else moment.clone()
         state["step"] += 1
         first, second = group["betas"]
@@ -104,11 +105,15 @@ class FusedNovoGrad(PlainOptimizer):
             corrections = 1 - first**step, 1 - second**step
         mean = v / corrections[1] if order == 0 else v.sqrt() / math.sqrt(corrections[1])
         denominator = mean + group["eps"]
-        added = (
-            gradient / denominator + decay * parameter if group["reg_inside_moment"] else gradient
-        )
+        weight = parameter.to(gradient.dtype)
+        added = gradient / denominator + decay * weight if group["reg_inside_moment"] else gradient
         m.mul_(first).add_(added, alpha=1 - first if group["grad_averaging"] else 1)
         update = m / corrections[0]
         if not group["reg_inside_moment"]:
-            update = update / denominator + decay * parameter
+            update = update / denominator + decay * weight
         parameter.sub_(update, alpha=group["lr"])
+
+
+def _largest(gradient: torch.Tensor) -> torch.Tensor:
+    """The largest absolute value; 0 for an empty gradient."""
+    return gradient.abs().amax() if gradient.numel() else gradient.new_zeros(())

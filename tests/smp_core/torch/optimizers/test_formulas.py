@@ -277,6 +277,84 @@ def test_an_optimizer_goes_on_from_its_state(cls, way):
     assert torch.equal(parameter.detach(), one.detach())
 
 
+HALVES = [torch.float16, torch.bfloat16]
+LARGE = 300.0  # its square is beyond float16, and so is the norm of so many of them
+MANY = 100_000
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (FusedLAMB, {}),
+        (FusedLAMB, {"max_grad_norm": None, "adam_w_mode": False, "use_nvlamb": True}),
+        (FusedNovoGrad, {}),
+        (FusedNovoGrad, {"norm_type": 0, "init_zero": True}),
+        (FusedNovoGrad, {"reg_inside_moment": True}),
+    ],
+)
+@pytest.mark.parametrize("size", [LARGE, 2.0**-14])
+@pytest.mark.parametrize("start", [0.0, LARGE])
+def test_16_bits_are_updated_as_float32_is_up_to_the_last_rounding(
+    cls, options, dtype, size, start
+):
+    """In the first step, from the same values; gradients whose squares over- and underflow in float16."""
+    gradient = size * torch.tensor([1.0, -0.5]).repeat(MANY // 2)
+    half = nn.Parameter(torch.full((MANY,), start, dtype=dtype))
+    full = nn.Parameter(torch.full((MANY,), start))
+    for parameter in (half, full):
+        parameter.grad = gradient.to(parameter.dtype)
+        cls([parameter], lr=0.25, weight_decay=0.125, **options).step()
+    assert not torch.equal(full.detach(), torch.full((MANY,), start))
+    assert torch.equal(half.detach(), full.detach().to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32, torch.float64])
+@pytest.mark.parametrize("cls", [FusedLAMB, FusedNovoGrad])
+def test_moments_have_at_least_float32_also_when_they_are_loaded(cls, dtype):
+    parameter = nn.Parameter(torch.ones(MANY, dtype=dtype))
+    first = cls([parameter], lr=0.25)
+    parameter.grad = torch.full_like(parameter, LARGE)
+    first.step()
+    second = cls([parameter], lr=0.25)
+    second.register_load_state_dict_pre_hook(lambda _, state: dict(state))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for name in ("exp_avg", "exp_avg_sq"):
+        found = second.state[parameter][name]
+        assert found.dtype == (torch.float32 if dtype in HALVES else dtype)
+        assert torch.isfinite(found).all()
+        assert torch.equal(found, first.state[parameter][name])
+    assert second.state[parameter]["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"), [(FusedLAMB, "FusedLAMB.*LAMB"), (FusedNovoGrad, "FusedNovoGrad.*NovoGrad")]
+)
+def test_a_sparse_gradient_is_refused_with_the_shape(cls, name):
+    embedding = nn.Embedding(5, 3, sparse=True)
+    before = embedding.weight.detach().clone()
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(UnsupportedTrainingError, match=name) as error:
+        cls(embedding.parameters()).step()
+    assert "shape [5, 3] has a sparse gradient" in str(error.value)
+    assert "sparse=False" in str(error.value)
+    assert torch.equal(embedding.weight.detach(), before)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"), [(FusedLAMB, {}), (FusedNovoGrad, {}), (FusedNovoGrad, {"norm_type": 0})]
+)
+def test_an_empty_parameter_changes_nothing(cls, options):
+    def updated(*more):
+        parameter = nn.Parameter(torch.ones(3))
+        for each in (parameter, *more):
+            each.grad = torch.ones_like(each)
+        cls([parameter, *more], lr=0.25, **options).step()
+        return parameter.detach()
+
+    assert torch.equal(updated(nn.Parameter(torch.empty(0, 2))), updated())
+
+
 def test_what_is_not_supported_is_refused():
     assert FusedLamb is FusedLAMB
     parameters = [nn.Parameter(torch.ones(2))]
