@@ -205,6 +205,10 @@ PARTS: dict[str, tuple[TorchPart, ...]] = {
         ),
         *_parts("torch.utils._pytree", "tree_map", "tree_leaves"),
     ),
+    "the CUDA stand-in": (
+        *_parts("torch.utils._device", "DeviceContext"),
+        *_parts("torch.utils.data.dataloader", "_BaseDataLoaderIter"),
+    ),
 }
 
 

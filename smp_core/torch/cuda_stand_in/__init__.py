@@ -15,6 +15,7 @@ import torch
 from smp_core.torch.cuda_stand_in import answers, names, requests
 from smp_core.torch.cuda_stand_in.views import shown
 from smp_core.torch.exceptions import StandInError
+from smp_core.transport import torch_parts
 
 _lock = threading.Lock()
 _users = 0
@@ -43,6 +44,7 @@ def install(devices: int) -> None:
         raise StandInError(
             f"cuda_stand_in.install: devices={devices!r}, and must be an int of at least 1"
         )
+    torch_parts.require("the CUDA stand-in")
     with _lock:
         if torch.cuda.is_available():
             raise StandInError(
