@@ -206,7 +206,8 @@ PARTS: dict[str, tuple[TorchPart, ...]] = {
         *_parts("torch.utils._pytree", "tree_map", "tree_leaves"),
     ),
     "the CUDA stand-in": (
-        *_parts("torch.utils._device", "DeviceContext"),
+        *_parts("torch.serialization", "_package_registry"),
+        *_parts("torch.utils._device", "DeviceContext", "_device_constructors"),
         *_parts("torch.utils.data.dataloader", "_BaseDataLoaderIter"),
     ),
 }
