@@ -1,6 +1,6 @@
 """The ways to run a script on ranks, by name: rank processes, an MPI job, and those that packages bring.
 
-A package brings one by an entry point of the group ``smp_core.launch``: a function that takes a ``ScriptJob`` and an
+A package brings one by an entry point of the group ``smp_core.launch``: a function that takes a ``ScriptJob`` and a
 ``RankOutput``, runs the script, and returns an exit code. pytest_smp brings ``sim``.
 """
 

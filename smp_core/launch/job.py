@@ -60,8 +60,8 @@ class ScriptJob:
     folder: str = ""
 
     def check(self) -> None:
-        """Raise ArgumentError if there is no such script or it is no Python, and ConfigError for parameters that are
-        bad, or that do not fit the number of ranks.
+        """Raise ArgumentError if there is no such script or it is not valid Python, and ConfigError for parameters that
+        are bad, or that do not fit the number of ranks.
         """
         path = Path(self.script)
         if not path.is_file():
@@ -73,11 +73,13 @@ class ScriptJob:
             raise ArgumentError(f"smp-run: script {self.script}: {error.strerror}") from None
         except (SyntaxError, ValueError) as error:
             told = "".join(traceback.format_exception_only(error)).rstrip()
-            raise ArgumentError(f"smp-run: script {self.script} is no Python:\n{told}") from None
+            raise ArgumentError(
+                f"smp-run: script {self.script} is not valid Python:\n{told}"
+            ) from None
         Config.parse(self.parameters).check_world(self.ranks)
 
     def code(self) -> CodeType:
-        """The script's code. Raises SyntaxError or ValueError if it is no Python, and OSError if it cannot be read."""
+        """The script's code. Raises SyntaxError or ValueError if it is not valid Python, OSError if it is unreadable."""
         path = os.path.abspath(self.script)
         return compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
 

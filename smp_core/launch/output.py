@@ -34,7 +34,7 @@ class RankOutput:
 
     def __init__(self, style: OutputStyle, ranks: int) -> None:
         self.style = style
-        # Those of now: simulated ranks, which are threads of this process, have others.
+        # Simulated ranks are threads of this process, and put others into `sys` while they run.
         self._files: dict[str, TextIO] = {"stdout": sys.stdout, "stderr": sys.stderr}
         self._width = len(str(ranks - 1))
         self._rests: dict[tuple[int, str], list[bytes]] = {}

@@ -1,7 +1,7 @@
 """The program of one rank process: it tells the launcher how it fares, and runs the script.
 
-A rank connects to a socket in the job's folder. It sends the read ends of two pipes, through which its standard output
-and error go, and then events, a line of JSON each: that it starts the script, and how the script has ended.
+A rank connects to a socket in the job's folder. The rank sends the read ends of two pipes, through which its standard
+output and error go, and then events, a line of JSON each: that it starts the script, and how the script has ended.
 """
 
 from __future__ import annotations

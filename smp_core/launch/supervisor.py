@@ -4,7 +4,7 @@
                                             ends all of the job and removes FOLDER
     supervisor.py TOLD COMMAND...               runs a rank of an MPI job; writes how it ended to the folder TOLD
 
-Runs by itself, without this project or anything else imported: it must cost next to nothing.
+This file runs by itself, without this project or anything else imported: it must cost next to nothing.
 """
 
 import contextlib

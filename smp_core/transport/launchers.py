@@ -35,7 +35,7 @@ class Launcher:
         return (self.with_rendezvous, self.without) == ("mpi", "mpi")
 
 
-#: The first whose rank and size are there is the one: torchrun may run below srun.
+#: The first entry whose rank and size are in the environment counts: torchrun may run below srun.
 LAUNCHERS = (
     Launcher(
         "smp-run",

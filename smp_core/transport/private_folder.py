@@ -12,7 +12,7 @@ JOB_FOLDER = "SMP_RUN_FOLDER"
 def private_folder() -> str:
     """A new folder that only this user can enter: in that of the job, if this process is part of one.
 
-    Short: a Unix socket's path has 107 bytes.
+    Its path is short, because that of a Unix socket has 107 bytes.
     """
     job = os.environ.get(JOB_FOLDER, "")
     parent = job if os.path.isdir(job) else tempfile.gettempdir()

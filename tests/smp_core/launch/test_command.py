@@ -159,7 +159,7 @@ def test_the_script_is_no_python(
 ) -> None:
     Path(script).write_text(text)
     message = refused(capsys, seen, "-n", "2", script)
-    assert f"script {script} is no Python:\n" in message
+    assert f"script {script} is not valid Python:\n" in message
     assert "Error: " in message
 
 
