@@ -79,7 +79,7 @@ class ScriptJob:
         Config.parse(self.parameters).check_world(self.ranks)
 
     def code(self) -> CodeType:
-        """The script's code. Raises SyntaxError or ValueError if it is not valid Python, OSError if it is unreadable."""
+        """The script's code. Raises SyntaxError or ValueError if it is not valid Python, OSError for other trouble."""
         path = os.path.abspath(self.script)
         return compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
 
