@@ -5,16 +5,20 @@ Modules that the script imports are shared by all ranks, as everything else that
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import contextlib
+import functools
 import io
 import os
 import signal
 import sys
+import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, NoReturn, TextIO
 from unittest import mock
 
 from pytest_smp.ranks.backends import open_backend
@@ -22,9 +26,14 @@ from pytest_smp.ranks.protocols import Job, Report, VerdictKind
 from pytest_smp.results import conclude
 from smp_core.launch import script
 from smp_core.launch.job import ScriptJob
-from smp_core.launch.output import RankOutput
+from smp_core.launch.output import OutputStyle, RankOutput
 from smp_core.transport import current_rank
 from smp_core.transport.launchers import remove_variables
+
+#: The descriptors of a process's standard output and error.
+_DESCRIPTORS = {"stdout": 1, "stderr": 2}
+#: Seconds between two looks for an interruption while a rank waits for its threads.
+_SLICE = 0.1
 
 
 class ScriptExit(Exception):
@@ -32,7 +41,8 @@ class ScriptExit(Exception):
 
     def __init__(self, said: object) -> None:
         super().__init__(said)
-        self.code = said if isinstance(said, int) else 1
+        # A process's exit code has eight bits: 256 would be a 0.
+        self.code = (said & 0xFF or 1) if isinstance(said, int) else 1
 
     def __str__(self) -> str:
         said = self.args[0]
@@ -47,8 +57,17 @@ def run(job: ScriptJob, output: RankOutput) -> int:
     code = job.code()
     ranks = [script.namespace_of(job.script) for _ in range(job.ranks)]
     executor = open_backend("sim")
+    # Held-back lines would be lost with the child that wrote them.
+    style = OutputStyle.PREFIX if output.style is OutputStyle.GROUP else output.style
+    children = RankOutput(style, job.ranks)
+    background = _Background()
+
+    def run_rank(rank: int) -> None:
+        sys.stdout, sys.stderr = (_stream(output, children, rank, name) for name in _DESCRIPTORS)
+        _run(code, ranks[rank], rank, background)
+
     body = Job(
-        body=lambda rank: _run(code, ranks[rank], rank, output),
+        body=run_rank,
         arguments=lambda rank: ((rank,), {}),
         automatic_init=False,
     )
@@ -56,6 +75,8 @@ def run(job: ScriptJob, output: RankOutput) -> int:
         with (
             mock.patch.dict(os.environ, job.variables()),
             _modules(job, _Main(ranks)),
+            background.entered(),
+            _Handlers().entered(),
             script.prepare(job, job.ranks),
         ):
             report = executor.open(job.ranks).run(body)
@@ -99,15 +120,52 @@ def _folder_of(module: ModuleType) -> Path | None:
     return Path(path).resolve().parent if isinstance(path, str) else None
 
 
-def _run(code: CodeType, names: dict[str, Any], rank: int, output: RankOutput) -> None:
-    """The body of one rank."""
+def _run(code: CodeType, names: dict[str, Any], rank: int, background: _Background) -> None:
+    """The body of one rank. A child that the script has forked ends here, as it has no other rank to go on with."""
     remove_variables(os.environ)
-    sys.stdout, sys.stderr = (_Stream(output, rank, name) for name in ("stdout", "stderr"))
+    process = os.getpid()
+    try:
+        with background.inherited():
+            _execute(code, names)
+        background.wait(rank)
+    finally:
+        _flush()
+        if os.getpid() != process:
+            _end_child(sys.exception(), code)
+
+
+def _execute(code: CodeType, names: dict[str, Any]) -> None:
+    """Run the script's code; raise ScriptExit where it ends by an exit code other than 0."""
     try:
         exec(code, names)
     except SystemExit as error:
         if error.code not in (None, 0):
             raise ScriptExit(error.code).with_traceback(error.__traceback__) from None
+
+
+def _flush() -> None:
+    """Flush the standard streams that the script has left, as Python does at its end."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):  # it is None, or closed
+            stream.flush()
+
+
+def _end_child(error: BaseException | None, code: CodeType) -> NoReturn:
+    """End a forked child as Python ends a script: an error is shown, and is the exit code."""
+    status = 1
+    try:
+        if error is None:
+            status = 0
+        elif isinstance(error, ScriptExit):
+            status = error.code
+            if not isinstance(error.args[0], int):
+                print(error, file=sys.stderr, flush=True)
+        else:
+            trace = script.below(error.__traceback__, code)
+            traceback.print_exception(type(error), error, trace)
+            _flush()
+    finally:
+        os._exit(status)
 
 
 def _told(report: Report, code: CodeType) -> str:
@@ -126,33 +184,212 @@ def _told(report: Report, code: CodeType) -> str:
     return "".join([head, "\n", *traceback.format_exception(type(error), error, trace)]).rstrip()
 
 
+def _rank() -> int | None:
+    """The rank that this thread is, or that has started it."""
+    context = current_rank.current()
+    return current_rank.parent_rank() if context is None else context.rank
+
+
 class _Main(ModuleType):
-    """Stands in for the module ``__main__``, where pickles look for the script's classes: those of this rank."""
+    """Stands in for the module ``__main__``, whose names are those of the rank that asks.
+
+    Pickles look there for the script's classes; dataclasses and typing, for the meaning of annotations.
+    """
+
+    __slots__ = ("_ranks",)
 
     def __init__(self, ranks: list[dict[str, Any]]) -> None:
         super().__init__("__main__")
-        self.__dict__["_ranks"] = ranks
+        super().__setattr__("_ranks", ranks)
 
-    def __getattr__(self, name: str) -> Any:
-        context = current_rank.current()
-        rank = current_rank.parent_rank() if context is None else context.rank
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        """The rank's names. C code that calls PyModule_GetDict does not see them."""
+        ranks: list[dict[str, Any]] = super().__getattribute__("_ranks")
+        return ranks[_rank() or 0]
+
+    def __getattribute__(self, name: str) -> Any:
+        if name != "__dict__":
+            with contextlib.suppress(KeyError):
+                return vars(self)[name]
+        return super().__getattribute__(name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        vars(self)[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        if vars(self).pop(name, self) is self:
+            raise AttributeError(f"module '__main__' has no attribute {name!r}")
+
+
+class _Background:
+    """Threads, and tasks of pools, that go on when a rank's script has ended.
+
+    Python waits for them at the end of a process: for threads that are no daemons, and for all tasks. The threads of
+    pools themselves go on for the next task, and a library's pool is that of all ranks.
+    """
+
+    def __init__(self) -> None:
+        # By process too: a forked child has none of its parent's threads.
+        self._threads: dict[tuple[int, int | None], set[threading.Thread]]
+        self._threads = collections.defaultdict(set)
+        self._tasks: dict[tuple[int, int | None], set[concurrent.futures.Future[Any]]]
+        self._tasks = collections.defaultdict(set)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """While entered, threads and tasks are noted."""
+        with contextlib.ExitStack() as stack:
+            start = self._noting_start(threading.Thread.start)
+            stack.enter_context(mock.patch.object(threading.Thread, "start", start))
+            for pool in (
+                concurrent.futures.ThreadPoolExecutor,
+                concurrent.futures.ProcessPoolExecutor,
+            ):
+                submit = self._noting_submit(pool.submit)
+                stack.enter_context(mock.patch.object(pool, "submit", submit))
+            yield
+
+    @contextlib.contextmanager
+    def inherited(self, daemon: bool = False) -> Iterator[None]:
+        """While entered, a thread that this one makes is a daemon or not, unless it is told.
+
+        A rank thread is a daemon, and a thread's default is what its maker is.
+        """
+        thread: Any = threading.current_thread()
+        before, thread._daemonic = thread._daemonic, daemon
         try:
-            return self._ranks[rank or 0][name]
-        except KeyError:
-            raise AttributeError(f"module '__main__' has no attribute {name!r}") from None
+            yield
+        finally:
+            thread._daemonic = before
+
+    def wait(self, rank: int) -> None:
+        """Return when all of a rank's threads and tasks have ended."""
+        key = os.getpid(), rank
+        threads, tasks = self._threads[key], self._tasks[key]
+        while tasks or any(thread.is_alive() for thread in list(threads)):
+            for thread in list(threads):
+                thread.join(_SLICE)  # Ctrl-C reaches a rank thread between two slices
+            concurrent.futures.wait(list(tasks), _SLICE)
+
+    def _noting_start(self, start: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(start)
+        def noting(thread: Any) -> None:
+            rank = current_rank.parent_rank(thread)
+            if rank is None or thread.daemon:
+                start(thread)
+                return
+            threads, run = self._threads[os.getpid(), rank], thread.run
+
+            def run_noted() -> None:
+                thread._daemonic = False
+                try:
+                    run()
+                finally:
+                    threads.discard(thread)
+
+            threads.add(thread)
+            # A daemon to the interpreter: it would wait for the thread after Ctrl-C, too.
+            thread._daemonic, thread.run = True, run_noted
+            start(thread)
+
+        return noting
+
+    def _noting_submit(self, submit: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(submit)
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            rank = _rank()
+            if rank is None:
+                return submit(*args, **kwargs)
+            with self.inherited(daemon=True):  # the pool's threads
+                task = submit(*args, **kwargs)
+            tasks = self._tasks[os.getpid(), rank]
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            return task
+
+        return noting
 
 
-class _Stream(io.TextIOBase):
+class _Handlers:
+    """The signal handlers that ranks have set. None is ever called: Python has them in its main thread alone, which no
+    rank thread is.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, dict[int, Any]] = collections.defaultdict(dict)
+        self._signal, self._getsignal = signal.signal, signal.getsignal
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """While entered, ``signal.signal`` and ``signal.getsignal`` are a rank's own in its thread."""
+        with (
+            mock.patch.object(signal, "signal", self._set),
+            mock.patch.object(signal, "getsignal", self._get),
+        ):
+            yield
+
+    def _set(self, signalnum: int, handler: Any, /) -> Any:
+        own = self._own()
+        if own is None:
+            return self._signal(signalnum, handler)
+        before = self._get(signalnum)
+        if not callable(handler) and handler not in (signal.SIG_DFL, signal.SIG_IGN):
+            raise TypeError(
+                "signal handler must be signal.SIG_IGN, signal.SIG_DFL, or a callable object"
+            )
+        own[signalnum] = handler
+        return before
+
+    def _get(self, signalnum: int, /) -> Any:
+        handler = self._getsignal(signalnum)
+        own = self._own()
+        return handler if own is None else own.get(signalnum, handler)
+
+    def _own(self) -> dict[int, Any] | None:
+        """The handlers of the rank that this thread is; None in others, and in a forked child, which sets real ones."""
+        context = current_rank.current()
+        if context is None or threading.current_thread() is threading.main_thread():
+            return None
+        return self._ranks[context.rank]
+
+
+def _stream(output: RankOutput, children: RankOutput, rank: int, name: str) -> TextIO:
     """The standard output or error of one rank."""
+    stream: Any = io.TextIOWrapper(
+        _Bytes(output, children, rank, name),
+        encoding="utf-8",
+        errors="replace",
+        write_through=True,
+    )
+    stream.mode = "w"
+    return stream  # type: ignore[no-any-return]
 
-    def __init__(self, output: RankOutput, rank: int, name: str) -> None:
-        self._output, self._rank, self._name = output, rank, name
 
-    def write(self, text: str) -> int:
-        """Hand text to the output."""
-        self._output.take(self._rank, self._name, text.encode(errors="replace"))
+class _Bytes(io.RawIOBase):
+    """The binary part of a rank's standard output or error."""
+
+    def __init__(self, output: RankOutput, children: RankOutput, rank: int, name: str) -> None:
+        self._output, self._children, self._rank, self._name = output, children, rank, name
+        self._process = os.getpid()
+        self.name = f"<{name}>"
+
+    def write(self, data: Any, /) -> int:
+        """Hand bytes to the output."""
+        text = bytes(data)
+        output = self._output if os.getpid() == self._process else self._children
+        output.take(self._rank, self._name, text)
         return len(text)
+
+    def flush(self) -> None:
+        """Show a forked child's last line, which its parent never sees."""
+        if os.getpid() != self._process:
+            self._children.end()
 
     def writable(self) -> bool:
         """True."""
         return True
+
+    def fileno(self) -> int:
+        """The descriptor of the process, to which child processes write: without a rank."""
+        return _DESCRIPTORS[self._name]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -33,9 +35,11 @@ class Shown:
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Runs a script on three simulated ranks."""
 
-    def start(text: str, *arguments: str, init: str = INIT, **options: object) -> Shown:
+    def start(
+        text: str, *arguments: str, head: str = HEAD, init: str = INIT, **options: object
+    ) -> Shown:
         path = tmp_path / "train.py"
-        path.write_text(HEAD + init + text)
+        path.write_text(head + init + text)
         job = ScriptJob(script=str(path), arguments=arguments, ranks=3, **options)
         capsys.readouterr()
         code = scripts.run(job, RankOutput(OutputStyle.PREFIX, 3))
@@ -94,7 +98,15 @@ def test_a_failure_is_the_scripts_own(run):
     assert "ranks 0-1: cancelled because of rank 2" in shown.err
 
 
-@pytest.mark.parametrize(("end", "code", "said"), [("7", 7, "exit code 7"), ("'why'", 1, "why")])
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("7", 7, "exit code 7"),
+        ("256", 1, "exit code 256"),
+        ("-1", 255, "exit code -1"),
+        ("'why'", 1, "why"),
+    ],
+)
 def test_an_exit_is_the_ranks_own(run, end, code, said):
     shown = run(f"if smp.rank() == 1:\n    sys.exit({end})\nsmp.barrier()")
     assert shown.code == code
@@ -162,3 +174,225 @@ def test_a_library_that_initialises_when_it_is_imported(run, tmp_path):
     shown = run("print(smp.rank())", init="")
     assert shown.code == 1
     assert "rank 0 has not called smp.init()" in shown.err
+
+
+def test_the_main_module_has_the_names_of_each_rank(run):
+    """Dataclasses and typing look there for what an annotation means; libraries, by ``vars`` and ``setattr``."""
+    shown = run(
+        """
+from __future__ import annotations
+import os, sys
+import smdistributed.modelparallel.torch as smp
+import dataclasses, inspect, pickle, typing
+from typing import ClassVar
+smp.init({"ddp": True})
+main = sys.modules[__name__]
+@dataclasses.dataclass
+class A:
+    k: ClassVar[int] = 3
+    y: int = 0
+class B:
+    a: A
+assert [field.name for field in dataclasses.fields(A)] == ["y"]
+assert typing.get_type_hints(B) == {"a": A}
+assert inspect.get_annotations(B, eval_str=True) == {"a": A}
+assert inspect.getsource(B) == "class B:\\n    a: A\\n"
+assert inspect.getmodule(B) is main and inspect.ismodule(main)
+assert pickle.loads(pickle.dumps(A(5))) == A(5)
+assert vars(main) is globals() and vars(main)["A"] is A and "A" in dir(main)
+setattr(main, "zz", smp.rank())
+smp.barrier()
+assert zz == smp.rank() == main.zz
+from __main__ import zz as again
+assert again == smp.rank()
+delattr(main, "zz")
+for missing in (lambda: zz, lambda: main.zz, lambda: delattr(main, "zz")):
+    try:
+        missing()
+    except (NameError, AttributeError) as error:
+        assert "'zz'" in str(error)
+    else:
+        raise AssertionError
+main.__doc__ = "said"
+assert __doc__ == main.__doc__ == "said" and main.__name__ == "__main__" and main.__file__ == __file__
+""",
+        head="",
+        init="",
+    )
+    assert shown.code == 0, shown.err
+
+
+def start(path: Path, text: str, *options: str) -> subprocess.Popen[str]:
+    """A script on two simulated ranks of another process."""
+    path.write_text(HEAD + INIT + text)
+    command = [sys.executable, "-m", "smp_core.launch", "-n", "2", "--backend", "sim"]
+    return subprocess.Popen(
+        [*command, *options, str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+    )
+
+
+@pytest.mark.parametrize("style", ["prefix", "group"])
+def test_a_forked_child_ends_as_python_does(tmp_path, style):
+    """By its own exit code, and with its output, be it a line without an end."""
+    script = start(
+        tmp_path / "train.py",
+        """
+import signal
+ends = ["sys.exit(7)", "sys.exit(256)", "sys.exit()", "pass", "sys.exit('why')", "raise ValueError('broken')"]
+if smp.rank() == 1:
+    print("parent", end=" ")
+for number, end in enumerate(ends) if smp.rank() == 1 else ():
+    child = os.fork()
+    if not child:
+        signal.alarm(60)  # ends a child that goes on as a rank
+        print("child", number, end="")
+        exec(end)
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), end=" ")
+else:
+    smp.barrier()
+""",
+        f"--output={style}",
+    )
+    out, err = script.communicate()
+    assert script.returncode == 0, err
+    lines = out.splitlines()
+    assert [line for line in lines if "child" in line] == [
+        f"[rank 1] child {number}" for number in range(6)
+    ]
+    parent = "parent 7 1 0 0 1 1 "
+    assert lines[-1] == parent if style == "group" else f"[rank 1] {parent}"
+    assert "[rank 1] why\n" in err
+    assert "[rank 1] ValueError: broken\n" in err
+    assert "scripts.py" not in err
+    assert err.count("Traceback") == 1
+
+
+def test_the_script_waits_for_its_threads_and_tasks(run, tmp_path):
+    """Each has its work done after the script's last line; the verdict and the exit code come later."""
+    shown = run(
+        """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+def work(name, before):
+    before()
+    Path(sys.argv[1], f"{name}{rank}").touch()
+def nested():
+    ended.wait()
+    inner = threading.Thread(target=work, args=("inner", outer.join))
+    assert not inner.daemon
+    inner.start()
+rank = smp.rank()
+ended = threading.Event()
+outer = threading.Thread(target=nested)
+assert not outer.daemon
+outer.start()
+assert not outer.daemon
+daemon = threading.Thread(target=threading.Event().wait, daemon=True)  # never ends
+daemon.start()
+assert daemon.daemon and threading.current_thread().daemon is False
+POOLS = sys.modules.setdefault("pools_of_all_ranks", {})  # as a library's: no rank may shut it down
+pool = POOLS.setdefault("pool", None) or ThreadPoolExecutor(1)
+POOLS["pool"] = pool
+pool.submit(work, "task", ended.wait)
+threading.Thread(target=work, args=("thread", ended.wait)).start()
+last = threading.Thread(target=ended.set)
+last.start()
+""",
+        str(tmp_path),
+    )
+    sys.modules.pop("pools_of_all_ranks")["pool"].shutdown()
+    assert shown.code == 0, shown.err
+    made = {path.name for path in tmp_path.iterdir()}
+    expected = {f"{name}{rank}" for name in ("inner", "task", "thread") for rank in range(3)}
+    assert made >= expected
+    assert not shown.err
+
+
+def test_ctrl_c_ends_a_script_whose_thread_never_ends(tmp_path):
+    script = start(
+        tmp_path / "train.py",
+        """
+import threading
+threading.Thread(target=threading.Event().wait).start()
+print("last line")
+""",
+    )
+    assert script.stdout is not None
+    assert script.stdout.readline() == "[rank 0] last line\n"
+    script.send_signal(signal.SIGINT)
+    try:
+        _, err = script.communicate(timeout=60)
+    finally:
+        script.kill()
+    assert script.returncode == 130
+    assert err.splitlines()[-1] == "smp-run: interrupted"
+
+
+def test_each_rank_has_signal_handlers_of_its_own(run):
+    before = signal.getsignal(signal.SIGTERM)
+    shown = run(
+        """
+import signal, threading
+def handle(*_): pass
+before = signal.getsignal(signal.SIGTERM)
+assert signal.signal(signal.SIGTERM, handle) is before is not handle
+smp.barrier()
+assert signal.getsignal(signal.SIGTERM) is handle
+assert signal.signal(signal.SIGTERM, signal.SIG_IGN) is handle
+assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+for bad, error in (((signal.SIGTERM, "no"), TypeError), ((1000, handle), ValueError)):
+    try:
+        signal.signal(*bad)
+    except error:
+        continue
+    raise AssertionError(bad)
+refused = []
+def set_in_thread():
+    try:
+        signal.signal(signal.SIGTERM, handle)
+    except ValueError:
+        refused.append(True)
+thread = threading.Thread(target=set_in_thread)
+thread.start()
+thread.join()
+assert refused
+"""
+    )
+    assert shown.code == 0, shown.err
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_streams_are_as_those_of_a_process(tmp_path):
+    """Child processes write to the descriptor; bytes, and the text of a wrapper, are behind their rank."""
+    script = start(
+        tmp_path / "train.py",
+        """
+import faulthandler, io, subprocess
+assert (sys.stdout.name, sys.stderr.name) == ("<stdout>", "<stderr>")
+assert (sys.stdout.fileno(), sys.stderr.fileno()) == (1, 2)
+assert sys.stdout.encoding == "utf-8" and sys.stdout.mode == "w" and not sys.stdout.isatty()
+sys.stdout.buffer.write("ä".encode()[:1])
+sys.stdout.buffer.write("ä".encode()[1:] + b"\\n")
+sys.stdout.buffer.flush()
+sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+print("\\udcff")
+faulthandler.enable()
+if smp.rank() == 0:
+    subprocess.run(["echo", "from a child"], stdout=sys.stdout, check=True)
+sys.stdout = io.TextIOWrapper(sys.stdout.buffer, encoding="utf-8")
+sys.stdout.write("flushed at the end")
+""",
+    )
+    out, err = script.communicate()
+    assert script.returncode == 0, err
+    expected = [
+        f"[rank {rank}] {text}"
+        for rank in range(2)
+        for text in ("ä", "\\udcff", "flushed at the end")
+    ]
+    assert sorted(out.splitlines()) == sorted([*expected, "from a child"])
