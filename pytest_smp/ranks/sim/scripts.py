@@ -63,7 +63,9 @@ def run(job: ScriptJob, output: RankOutput) -> int:
     background = _Background()
 
     def run_rank(rank: int) -> None:
-        sys.stdout, sys.stderr = (_stream(output, children, rank, name) for name in _DESCRIPTORS)
+        # Kept, as Python keeps sys.__stdout__: a wrapper that is collected closes the buffer, which others may share.
+        streams = [_stream(output, children, rank, name) for name in _DESCRIPTORS]
+        sys.stdout, sys.stderr = streams
         _run(code, ranks[rank], rank, background)
 
     body = Job(

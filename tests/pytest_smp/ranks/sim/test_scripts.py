@@ -247,7 +247,7 @@ if smp.rank() == 1:
 for number, end in enumerate(ends) if smp.rank() == 1 else ():
     child = os.fork()
     if not child:
-        signal.alarm(60)  # ends a child that goes on as a rank
+        signal.alarm(20)  # ends a child that goes on as a rank
         print("child", number, end="")
         exec(end)
         break
