@@ -313,6 +313,23 @@ last.start()
     assert not shown.err
 
 
+def test_the_script_waits_for_a_task_without_threads_of_its_own(run, tmp_path):
+    shown = run(
+        """
+import time
+from concurrent.futures import ThreadPoolExecutor
+def work():
+    time.sleep(0.5)  # longer than the end of a run takes
+    open(os.path.join(sys.argv[1], "done"), "w").close()
+if smp.rank() == 2:
+    ThreadPoolExecutor(1).submit(work)
+""",
+        str(tmp_path),
+    )
+    assert shown.code == 0, shown.err
+    assert (tmp_path / "done").exists()
+
+
 def test_ctrl_c_ends_a_script_whose_thread_never_ends(tmp_path):
     script = start(
         tmp_path / "train.py",
