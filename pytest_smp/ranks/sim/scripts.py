@@ -123,7 +123,7 @@ def _folder_of(module: ModuleType) -> Path | None:
 
 
 def _run(code: CodeType, names: dict[str, Any], rank: int, background: _Background) -> None:
-    """The body of one rank. A child that the script has forked ends here, as it has no other rank to go on with."""
+    """The body of one rank. A child that the script has forked ends here: it has no other thread."""
     remove_variables(os.environ)
     process = os.getpid()
     try:
