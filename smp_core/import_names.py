@@ -75,6 +75,8 @@ class _Names(MetaPathFinder, Loader):
             return None
         if name in PACKAGES or name in MODULES:
             return ModuleSpec(name, self, is_package=name in PACKAGES)
+        if name.rpartition(".")[0] in PACKAGES and _only_asks():
+            return None  # no other finder finds it, these packages have no folder
         # The next finder would look into the folder of the module above, and load ours a second time.
         reason = ABSENT.get(name, "there is no such module here. See docs/spec/api.md#1.1")
         raise ImportNameError(f"{name}: {reason}")
@@ -121,6 +123,15 @@ def import_names_are_installed() -> bool:
     """
     here = any(isinstance(finder, _Names) for finder in sys.meta_path)
     return here or _is_ours(sys.modules.get(_ROOT))
+
+
+def _only_asks() -> bool:
+    """True if ``importlib.util.find_spec`` has called the finder that has called this, and not an import.
+
+    Both call ``_find_spec`` of the import system, and this calls the finders.
+    """
+    asking = sys._getframe(2).f_back
+    return asking is not None and asking.f_globals.get("__name__") == importlib.util.__name__
 
 
 def _is_ours(module: ModuleType | None) -> bool:

@@ -4,7 +4,7 @@
 estimator has its ``arguments``, its ``distribution``, ``instances`` with GPUs and ``local_paths``; ``toolkit`` makes
 the script's arguments and environment of them.
 ``backends`` has the ways to start one. ``processes`` starts rank processes and follows them, ``rank`` is the program of
-each, ``script`` runs the script itself, and ``output`` says which rank has written a line.
+each, ``script`` runs the script itself with its ``children``, and ``output`` says which rank has written a line.
 """
 
 from __future__ import annotations

@@ -83,8 +83,11 @@ class ScriptJob:
         path = os.path.abspath(self.script)
         return compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
 
-    def variables(self) -> dict[str, str]:
-        """The environment variables of the ranks, beside those that the launcher itself has."""
+    def variables(self, local: int | None = None) -> dict[str, str]:
+        """The environment variables of the ranks of this machine, beside those that the launcher itself has.
+
+        ``local`` is the number of these ranks; None: all ranks are here.
+        """
         found = dict(self.environment)
         if self.parameters:
             parameters = dict(self.parameters)
@@ -95,7 +98,7 @@ class ScriptJob:
             found.setdefault(_FRAMEWORK_PARAMETERS, json.dumps({"sagemaker_mpi_enabled": True}))
         if self.trusts_checkpoints:
             found[TRUST_CHECKPOINTS] = found[_TORCHS_TRUST] = "1"
-        threads = max(1, cores() // self.ranks)
+        threads = max(1, cores() // (local or self.ranks))
         found.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", str(threads)))
         return found
 

@@ -10,11 +10,14 @@ from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any
 
+from smp_core.launch import children
 from smp_core.launch.job import ScriptJob
 
 
 def prepare(job: ScriptJob, devices: int) -> contextlib.ExitStack:
-    """Make this process as the script expects it. With the stand-in for ``torch.cuda`` it seems to have so many GPUs.
+    """Make this process, and children that it starts, as the script expects them.
+
+    With the stand-in for ``torch.cuda`` they seem to have so many GPUs.
 
     The result undoes it when it is closed. Nothing happens if it is forgotten: what is registered for the end of a
     process may need SMP's names.
@@ -24,10 +27,12 @@ def prepare(job: ScriptJob, devices: int) -> contextlib.ExitStack:
     stack = contextlib.ExitStack()
     install_import_names()
     stack.callback(remove_import_names)
-    if job.cpu or (job.cpu is None and not _has_gpus()):
+    shown = devices if job.cpu or (job.cpu is None and not _has_gpus()) else None
+    stack.callback(children.prepare_children(shown))
+    if shown is not None:
         from smp_core.torch import cuda_stand_in
 
-        cuda_stand_in.install(devices)
+        cuda_stand_in.install(shown)
         stack.callback(cuda_stand_in.remove)
     stack.callback(_set_path, sys.argv, list(sys.path))
     folders = [str(Path(job.script).resolve().parent)]

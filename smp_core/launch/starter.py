@@ -16,12 +16,14 @@ def main() -> None:
     ranks, told = int(sys.argv[1]), sys.argv[2]
     sys.argv[:] = [sys.argv[0], sys.argv[3]]
     import numpy.random
-    import torch._dynamo  # noqa: F401  a process's first optimizer imports it, half as long as torch itself
+    import torch._dynamo  # a process's first optimizer imports it, half as long as torch itself
 
     import smp_core.torch  # noqa: F401
     from smp_core.launch import rank
 
     gc.freeze()  # what is there now is shared by all ranks as long as nobody writes to it
     supervisor.fork_ranks(ranks, told)
-    numpy.random.seed()  # it would be the same on all ranks; Python's own generator seeds itself after a fork
+    # These would be the same on all ranks; Python's own generator seeds itself after a fork.
+    numpy.random.seed()
+    torch.seed()
     rank.main()

@@ -176,6 +176,16 @@ def test_a_part_that_is_not_written_yet_says_so(statement: str, part: str) -> No
     assert part in str(error.value)
 
 
+@pytest.mark.usefixtures("names")
+@pytest.mark.parametrize("name", ["modelparallel.tensorflow", "dataparallel", "nothing"])
+def test_a_part_that_is_not_there_has_no_spec(name: str) -> None:
+    """As of any package: libraries ask before they import."""
+    assert importlib.util.find_spec(f"smdistributed.{name}") is None
+    assert importlib.util.find_spec("smdistributed.modelparallel.torch.amp") is not None
+    with pytest.raises(ImportNameError):
+        importlib.import_module(f"smdistributed.{name}")
+
+
 def test_a_new_part_is_one_line_of_the_table(names: None, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "smdistributed.modelparallel.tensorflow"
     monkeypatch.setattr(import_names, "MODULES", {**import_names.MODULES, name: "smp_core.comm"})

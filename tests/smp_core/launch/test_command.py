@@ -114,6 +114,17 @@ def test_hugging_face_finds_a_launcher_and_partitions(seen: Seen, script: str) -
     assert json.loads(variables["SM_FRAMEWORK_PARAMS"])["sagemaker_mpi_enabled"] is True
 
 
+@pytest.mark.parametrize(("local", "threads"), [(None, "1"), (2, "4"), (16, "1")])
+def test_ranks_of_a_machine_share_its_cores(
+    monkeypatch: pytest.MonkeyPatch, local: int | None, threads: str
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr("smp_core.launch.job.cores", lambda: 8)
+    assert ScriptJob(script="train.py", ranks=8).variables(local)["OMP_NUM_THREADS"] == threads
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert ScriptJob(script="train.py", ranks=8).variables(local)["OMP_NUM_THREADS"] == "3"
+
+
 def test_without_parameters_the_script_decides(seen: Seen, script: str) -> None:
     assert command.main(["-n", "2", script]) == 0
     assert PARAMETERS not in seen[0][0].variables()

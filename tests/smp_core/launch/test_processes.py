@@ -86,6 +86,54 @@ os.write(1, b"below Python\\n")
     assert len(re.findall(r"^\[rank \d\] below Python$", shown, re.MULTILINE)) == 3
 
 
+def test_generators_that_a_script_does_not_seed_differ_by_rank(run: Run) -> None:
+    text = """
+import random
+import numpy
+smp.init()
+for seed in (torch.initial_seed(), random.random(), numpy.random.rand()):
+    assert len(set(smp.allgather(seed, smp.WORLD))) == 3, seed
+"""
+    code, shown = run("gloo", text).end()
+    assert code == 0, shown
+
+
+@pytest.mark.parametrize("cpu", [(), ("--cpu",)])
+def test_children_know_the_names_and_the_stand_in(run: Run, cpu: tuple[str, ...]) -> None:
+    """Children that import the script anew, and their children."""
+    text = """
+import multiprocessing
+
+def devices(deeper):
+    if deeper:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            return pool.apply(devices, (False,))
+    return torch.cuda.device_count()
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 2
+    def __getitem__(self, index): return torch.tensor(devices(False))
+
+if __name__ == "__main__":
+    smp.init()
+    seen = torch.cuda.device_count()
+    if smp.rank() == 0:
+        for method in ("spawn", "forkserver"):
+            loader = torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context=method)
+            assert torch.cat(list(loader)).tolist() == [seen] * 2
+        with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            assert pool.submit(devices, True).result() == seen
+    smp.barrier()
+    print("rank", smp.rank(), "saw", seen)
+"""
+    code, shown = run(
+        "gloo", "import concurrent.futures\n" + text, options=cpu, CUDA_VISIBLE_DEVICES=""
+    ).end()
+    assert code == 0, shown
+    for rank in range(3):
+        assert f"rank {rank} saw {3 if cpu else 0}\n" in shown
+
+
 @pytest.mark.parametrize(
     ("end", "code", "words"),
     [
