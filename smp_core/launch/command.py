@@ -121,7 +121,7 @@ def _run(options: argparse.Namespace) -> int:
     )
     job.check()
     if inside is not None:
-        os.environ.update(job.variables())
+        os.environ.update(job.variables(inside.local_size))
         rank.run_here(job, inside, None)
     return run(job, options.backend, OutputStyle(options.output))
 

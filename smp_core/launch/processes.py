@@ -275,8 +275,8 @@ class _Run:
             rank = int(name)
             code = self._ended[rank] = json.loads((self.told / name).read_text())["code"]
             if code and rank not in self._stopped:
-                failure = RankFailure(rank, time.monotonic(), code)
-                self._failures.setdefault(rank, failure).code = code
+                # What the rank itself has told stays: its MPI may have killed it on the way out.
+                self._failures.setdefault(rank, RankFailure(rank, time.monotonic(), code))
 
     def _look_for_ranks_that_left(self) -> None:
         """Say once that ranks go on for long without others: they may wait for them."""
@@ -323,7 +323,7 @@ class _Run:
     def _in_order(self) -> list[RankFailure]:
         """The failures, the first one first."""
         # Others notice the death of a process before its supervisor has told of it.
-        died = {rank for rank, code in self._ended.items() if code < 0} - set(self._stopped)
+        died = {each.rank for each in self._failures.values() if each.code < 0}
         return sorted(self._failures.values(), key=lambda each: (each.rank not in died, each.at))
 
     def _show_first(self) -> None:
