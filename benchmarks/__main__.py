@@ -24,6 +24,7 @@ NAMES = (
     "tensor",
     "memory",
     "files",
+    "collectives",
 )
 
 
