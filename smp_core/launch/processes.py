@@ -275,7 +275,7 @@ class _Run:
             rank = int(name)
             code = self._ended[rank] = json.loads((self.told / name).read_text())["code"]
             if code and rank not in self._stopped:
-                # What the rank itself has told stays: its MPI may have killed it on the way out.
+                # The rank's own word stays: its MPI may have killed it on the way out.
                 self._failures.setdefault(rank, RankFailure(rank, time.monotonic(), code))
 
     def _look_for_ranks_that_left(self) -> None:
