@@ -102,7 +102,7 @@ def run_here(job: ScriptJob, launch: Launch, launcher: LauncherConnection | None
         sys.exit(code if launcher is not None else error.code)
     except BaseException as error:
         trace = script.below(error.__traceback__, script_code)
-        if launcher is None or sys.excepthook is not hook:  # the script has one of its own
+        if launcher is None or not _shows_as(sys.excepthook, hook):  # the script has one of its own
             sys.excepthook(type(error), error, trace)
         code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         if launcher is not None:
@@ -111,6 +111,18 @@ def run_here(job: ScriptJob, launch: Launch, launcher: LauncherConnection | None
     if launcher is not None:
         launcher.tell("left")
     sys.exit(0)
+
+
+def _shows_as(hook: object, ours: object) -> bool:
+    """Return whether an exception hook is ours, as it is or below those that torch puts around it for its ranks."""
+    if hook is ours:
+        return True
+    if not getattr(hook, "__module__", "").startswith("torch."):
+        return False
+    cells = getattr(hook, "__closure__", None) or ()
+    return any(
+        _shows_as(each.cell_contents, ours) for each in cells if callable(each.cell_contents)
+    )
 
 
 def _tell_failure(

@@ -159,6 +159,9 @@ smp.barrier()
     for word in words:
         assert word in told, shown
     assert "smp_core/launch" not in told, shown
+    assert "[rank1]" not in shown, (
+        shown
+    )  # as torch's exception hook writes: a traceback is shown once
 
 
 def test_a_script_that_fails_before_init(run: Run, backend: str) -> None:
