@@ -22,8 +22,10 @@ NAMES = (
     "pipeline",
     "sharding",
     "tensor",
+    "tensorflow",
     "memory",
     "files",
+    "collectives",
 )
 
 

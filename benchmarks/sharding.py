@@ -1,5 +1,5 @@
-"""A step of sharded data parallelism on four ranks, beside FSDP2 and DDP: the same ranks (torchrun,
-Gloo), the same model, the same batches, in one job.
+"""A step of sharded data parallelism on four ranks, beside FSDP2 and DDP: the same ranks (torchrun), the same
+model, the same batches, in one job whose process groups are Gloo's, and in one whose are `smddp`'s.
 
 Each step is a whole one: forward, backward, clipping, optimizer. Time is measured, with the engines
 taking turns; bytes are counted. All are checked to have the same gradients first, each within what rounding
@@ -9,6 +9,7 @@ may do to a sum of four numbers.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import statistics
@@ -40,8 +41,15 @@ LINES, LENGTH = 4, 64  # the batch of each rank is (LINES, LENGTH)
 WARM, TIMED = 3, 15  # steps
 CLIPPING = 1.0
 
-#: Our degrees, with the engines of torch that each is measured beside.
-JOBS = {4: ("FSDP2", "DDP"), 2: ("HSDP", "DDP")}
+ON_GLOO = "FSDP2 on Gloo"  # where the other groups of the job are smddp's
+
+#: By backend our degrees, with the engines of torch that each is measured beside.
+JOBS = {
+    "gloo": {4: ("FSDP2", "DDP"), 2: ("HSDP", "DDP")},
+    "smddp": {4: (ON_GLOO, "FSDP2")},
+}
+#: By the first of those the most that ours may take of its time.
+BUDGETS = {"FSDP2": 1.0, "HSDP": 1.0, ON_GLOO: 0.7}
 
 
 class GPT(nn.Module):
@@ -127,8 +135,9 @@ def torchs(name: str, module: GPT, x: torch.Tensor, wanted: torch.Tensor) -> Eng
     if name == "DDP":
         model = DistributedDataParallel(module)
     else:
-        shape, names = ((RANKS,), ("shard",)) if name == "FSDP2" else ((2, 2), ("copy", "shard"))
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        shape, names = ((2, 2), ("copy", "shard")) if name == "HSDP" else ((RANKS,), ("shard",))
+        backend: Any = {"shard": "gloo"} if name == ON_GLOO else None
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names, backend_override=backend)
         for block in module.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(module, mesh=mesh)
@@ -184,11 +193,14 @@ def _bytes_of(operation: str, args: Any) -> float:
     return times * (size - 1) / size * total
 
 
-def job(path: str) -> None:
+def job(path: str, backend: str) -> None:
     """The work of each rank; rank 0 writes the results."""
+    if backend == "smddp":
+        importlib.import_module("smp_core.transport.smddp")
+        dist.init_process_group("smddp")
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # that its output is a view
     found = {}
-    for degree, names in JOBS.items():
+    for degree, names in JOBS[backend].items():
         smp.init(
             {
                 "ddp": True,
@@ -296,47 +308,62 @@ def formula(degree: int, elements: int) -> float:
 
 
 def measure() -> list[Figure]:
-    """Start the job, and say what it found."""
+    """Start the jobs, and say what they found."""
+    return [each for backend in JOBS for each in measure_on(backend)]
+
+
+def measure_on(backend: str) -> list[Figure]:
+    """The figures of a backend's job."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "found.json")
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         subprocess.run(
-            [*words, f"--nproc-per-node={RANKS}", "-m", "benchmarks.sharding", str(path)],
+            [*words, f"--nproc-per-node={RANKS}", "-m", "benchmarks.sharding", str(path), backend],
             check=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             timeout=600,
         )
         found = json.loads(path.read_text())
     return [
-        each for degree, names in JOBS.items() for each in rows(degree, names, found[str(degree)])
+        each
+        for degree, names in JOBS[backend].items()
+        for each in rows(backend, degree, names, found[str(degree)])
     ]
 
 
-def rows(degree: int, names: Sequence[str], found: dict[str, Any]) -> list[Figure]:
+def rows(backend: str, degree: int, names: Sequence[str], found: dict[str, Any]) -> list[Figure]:
     """The figures of one degree. The budget is against the first of ``names``."""
     figures = []
-    for name, label in (*((each, f"torch {each}") for each in names), ("ours", _label(degree))):
+    own = f"sharded, degree {degree}" + (" on smddp" if backend == "smddp" else "")
+    labels = {name: f"torch {name}" for name in names} | {"ours": own}
+    if backend == "smddp":
+        labels["FSDP2"] += " on smddp"
+    for name, label in labels.items():
         times = [each * 1000 for each in found["whole"][name]]
         figure = Figure(f"{label}: a step", median(times), "ms", (min(times), max(times)))
         if name == "ours":
             words = [f"{compared(found['whole'], each)} of {each}'s" for each in names]
             figure = dataclasses.replace(
-                figure, ratio=", ".join(words), budget=f"at most 1.00 of {names[0]}'s"
+                figure,
+                ratio=", ".join(words),
+                budget=f"at most {BUDGETS[names[0]]:.2f} of {names[0]}'s",
             )
         figures.append(figure)
     words = [f"{compared(found['backward'], each)} of {each}'s" for each in names]
     times = [each * 1000 for each in found["backward"]["ours"]]
     figures.append(
         Figure(
-            f"{_label(degree)}: forward and backward",
+            f"{own}: forward and backward",
             median(times),
             "ms",
             (min(times), max(times)),
             ", ".join(words),
         )
     )
+    if backend == "smddp":  # torch's counters know nothing of its groups
+        return figures
     least = formula(degree, found["elements"])
-    for name, label in (*((each, f"torch {each}") for each in names), ("ours", _label(degree))):
+    for name, label in labels.items():
         sent = found["bytes"][name]
         figures.append(
             Figure(
@@ -351,10 +378,6 @@ def rows(degree: int, names: Sequence[str], found: dict[str, Any]) -> list[Figur
     return figures
 
 
-def _label(degree: int) -> str:
-    return f"sharded, degree {degree}"
-
-
 def compared(times: dict[str, list[float]], name: str) -> str:
     """Ours over another's, round by round: the median, and the middle half."""
     ratios = sorted(ours / theirs for ours, theirs in zip(times["ours"], times[name], strict=True))
@@ -363,4 +386,4 @@ def compared(times: dict[str, list[float]], name: str) -> str:
 
 
 if __name__ == "__main__":
-    job(sys.argv[1])
+    job(*sys.argv[1:])

@@ -57,6 +57,10 @@ class RealInstallationError(SmpError, ImportError):
     """Raised when SMP's import names are asked for, and another ``smdistributed`` has them."""
 
 
+class MissingTensorFlowError(SmpError, ModuleNotFoundError):
+    """Raised when the front end for TensorFlow is imported and TensorFlow is not installed."""
+
+
 class ArgumentTypeError(SmpError, TypeError):
     """Raised when an argument of a call is of a type that the call does not take."""
 
@@ -87,6 +91,34 @@ class BatchSizeError(TrainingError, ArgumentError):
 
 class StructureError(TrainingError, ValueError):
     """Raised when the body of a step returns another structure for one microbatch than for another."""
+
+
+class OutsideStepError(TrainingError, RuntimeError):
+    """Raised when the model is called, or its ``backward``, outside of a step, and the pipeline degree
+    is above 1; and when a step is entered inside a step.
+    """
+
+
+class SecondModelError(TrainingError, RuntimeError):
+    """Raised when a second ``DistributedModel`` or ``DistributedOptimizer`` is made."""
+
+
+class PartitionError(TrainingError, ValueError):
+    """Raised when a partition does not exist, or parameters are shared across partitions."""
+
+
+class StepAbortedError(TrainingError, RuntimeError):
+    """Raised on the other ranks when the body of a step, a module in it, or a hook or load around it,
+    raises on one rank.
+    """
+
+
+class UnsupportedTrainingError(TrainingError, NotImplementedError):
+    """Raised when a documented limit of the API is met (API 6), as by ``no_sync``."""
+
+
+class CheckpointError(TrainingError, ValueError):
+    """Raised when a checkpoint is torn, foreign, or does not fit the model or the partition."""
 
 
 class RankError(SmpError, ValueError):
@@ -180,3 +212,7 @@ class Cancelled(BaseException):
 
 class UnknownTorchWarning(UserWarning):
     """Issued once by a process that opens ranks with a release of torch that was not tried."""
+
+
+class UnknownTensorFlowWarning(UserWarning):
+    """Issued once by a process that uses a release of TensorFlow that was not tried."""

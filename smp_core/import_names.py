@@ -1,4 +1,5 @@
 """SMP's own import names, ``smdistributed.modelparallel.torch`` and its like, for modules of this package (API 1.1).
+Those of SMDDP, which register its backend with torch, are among them.
 
 A script that was written for SMP imports ``smdistributed``. After ``install_import_names()`` its imports give the very
 modules that ``import smp_core.torch`` gives: a name is an entry of ``sys.modules`` beside that of the module, so no
@@ -21,6 +22,7 @@ __all__ = ["import_names_are_installed", "install_import_names", "remove_import_
 
 _ROOT = "smdistributed"
 _SMP = "smdistributed.modelparallel"
+_SMDDP = "smdistributed.dataparallel"
 
 #: The packages above the modules, which are made, with their attributes. Clients compare ``__version__`` with 1.10 and
 #: 1.15, the last one with news of the API that is described.
@@ -28,12 +30,19 @@ PACKAGES: Mapping[str, Mapping[str, object]] = {
     _ROOT: {},
     _SMP: {"__version__": "1.15.0"},
     f"{_SMP}.backend": {},
+    _SMDDP: {},
+    f"{_SMDDP}.torch": {},
 }
 
 #: The modules of this package by import name, each below those that it is in.
 MODULES: Mapping[str, str] = {
     f"{_SMP}.backend.exceptions": "smp_core.errors",
     f"{_SMP}.torch": "smp_core.torch",
+    f"{_SMP}.tensorflow": "smp_core.tensorflow",
+    f"{_SMDDP}.torch.torch_smddp": "smp_core.transport.smddp",
+    f"{_SMDDP}.torch.distributed": "smp_core.transport.smddp.distributed",
+    f"{_SMDDP}.torch.parallel": "smp_core.transport.smddp.parallel",
+    f"{_SMDDP}.torch.parallel.distributed": "smp_core.transport.smddp.parallel.distributed",
     **{
         f"{_SMP}.torch.{name}": f"smp_core.torch.{name}"
         for name in (
@@ -57,13 +66,6 @@ MODULES: Mapping[str, str] = {
     },
 }
 
-#: The import names of parts that are not written yet, with the reason.
-ABSENT: Mapping[str, str] = {
-    f"{_SMP}.tensorflow": "the TensorFlow API is not there yet. PyTorch's is smdistributed.modelparallel.torch",
-    f"{_ROOT}.dataparallel": "the data parallel library (SMDDP) is not there yet. Use torch.distributed with another "
-    "backend, such as gloo",
-}
-
 
 class _Names(MetaPathFinder, Loader):
     """Finds the import names, and no other; imports of ``smdistributed`` go no further than here."""
@@ -78,8 +80,7 @@ class _Names(MetaPathFinder, Loader):
         if name.rpartition(".")[0] in PACKAGES and _only_asks():
             return None  # no other finder finds it, these packages have no folder
         # The next finder would look into the folder of the module above, and load ours a second time.
-        reason = ABSENT.get(name, "there is no such module here. See docs/spec/api.md#1.1")
-        raise ImportNameError(f"{name}: {reason}")
+        raise ImportNameError(f"{name}: there is no such module here. See docs/spec/api.md#1.1")
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__

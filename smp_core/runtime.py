@@ -26,6 +26,7 @@ from smp_core.errors import (
 )
 from smp_core.topology import GroupKind, Topology
 from smp_core.transport import current_rank as rank_threads
+from smp_core.transport import ending as ending  # its exit handler is there before the script's
 from smp_core.transport.protocols import Fabric, Group
 
 # pytest leaves these frames out below an error that we raise on purpose; a bug of ours shows them.
@@ -147,8 +148,14 @@ def _build(config: Mapping[str, Any] | None, fabric: Fabric) -> Runtime:
     return runtime
 
 
+#: Keys that do have an effect, because a front end that gives them one was imported (smp_core/tensorflow).
+keys_with_effect: set[str] = set()
+
+
 def _warn_of_keys_without_effect(config: Config) -> None:
     for name, reason in _without_effect(_Same(config)).items():
+        if name in keys_with_effect:
+            continue
         warnings.warn(
             f"smp.init: {name}={getattr(config, name)!r} has no effect: {reason}",
             IgnoredKeyWarning,

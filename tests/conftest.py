@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import importlib.util
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -39,42 +41,126 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 pytest_plugins = ["pytester"]
 
-#: The files that take longest, the first of them most: they start jobs of many processes, sessions that run
-#: requirements, or ranks for long. xdist gives a file to one worker (`--dist=loadfile` in tox.ini), so that what a
-#: module's fixture starts is started once, and a long file that came last would leave the other workers idle.
+#: TensorFlow is large, so environments of their own have it: `tox run -e tf,tf-legacy`.
+_TENSORFLOW = importlib.util.find_spec("tensorflow") is not None
+collect_ignore = [] if _TENSORFLOW else ["smp_core/tensorflow"]
+
+
+def pytest_report_header() -> list[str]:
+    """Say which tests are not collected."""
+    return (
+        []
+        if _TENSORFLOW
+        else ["not collected: tests/smp_core/tensorflow, which `tox run -e tf,tf-legacy` runs"]
+    )
+
+
+#: The files that take longest: their tests start jobs of a launcher, or sessions of pytest in processes of their own,
+#: or compute for long. They have the marker ``slow``, and a tox environment of their own, in which xdist gives a worker
+#: one test at a time (`--dist=loadgroup`). True: the tests of the file share what one of them makes, and are one
+#: worker's. Those come first, because a long file that came last would leave the other workers idle.
+SLOW = {
+    "conformance/suite/test_recorded.py": True,
+    "test_examples.py": True,
+    "test_scripts.py": True,
+    "test_clusters.py": True,
+    "smp_core/transport/mpi/test_on_ranks.py": True,
+    "pytest_smp/test_processes.py": True,
+    "test_docs.py": True,
+    "pytest_smp/test_slow_machines.py": True,
+    "pytest_smp/ranks/processes/test_late_results.py": True,
+    "test_recipes.py": True,
+    "test_third_party.py": True,
+    "pytest_smp/ranks/processes/test_several_hosts.py": False,
+    "smp_core/launch/test_processes.py": False,
+    "test_benchmarks.py": False,
+    "conformance/suite/test_claims.py": False,
+    "pytest_smp/ranks/processes/test_external.py": False,
+    "tools/test_soak.py": False,
+    "smp_core/transport/test_plain_scripts.py": False,
+    "smp_core/transport/smddp/test_mutants.py": False,
+    "smp_core/transport/smddp/test_machines.py": False,
+    "smp_core/transport/smddp/test_script_names.py": False,
+    "conformance/mutants/test_selftest.py": False,
+    "pytest_smp/test_coverage.py": False,
+    "smp_core/test_alone.py": False,
+    "conformance/session/test_namesakes.py": False,
+    "conformance/session/test_plugin.py": False,
+    "conformance/session/test_sessions.py": False,
+}
+
+#: Of the other files those that take longest, the first of them most. xdist gives a file to one worker
+#: (`--dist=loadfile`).
 LONGEST = (
-    "test_clusters.py",
-    "pytest_smp/ranks/processes/test_several_hosts.py",
-    "test_examples.py",
-    "pytest_smp/ranks/processes/test_external.py",
-    "smp_core/transport/test_plain_scripts.py",
-    "conformance/mutants/test_selftest.py",
-    "conformance/suite/test_recorded.py",
-    "tools/test_soak.py",
-    "conformance/session/test_sessions.py",
-    "conformance/suite/test_claims.py",
-    "smp_core/transport/mpi/test_on_ranks.py",
+    "smp_core/torch/reduction/test_gather_backend.py",
     "pytest_smp/ranks/faults/test_strikes.py",
-    "pytest_smp/test_coverage.py",
-    "conformance/session/test_plugin.py",
-    "pytest_smp/test_slow_machines.py",
-    "pytest_smp/test_processes.py",
+    "smp_core/torch/checkpoint/test_tensor_parallel.py",
+    "test_findings.py",
+    "pytest_smp/strategies/test_payloads.py",
+    "smp_core/torch/sharding/test_sharded_checkpoints.py",
+    "pytest_smp/test_timeout.py",
+    "smp_core/torch/test_cuda_stand_in.py",
     "pytest_smp/ranks/processes/test_fork_pool.py",
-    "conformance/session/test_namesakes.py",
-    "test_third_party.py",
-    "test_benchmarks.py",
+    "smp_core/torch/nn/test_huggingface.py",
+    "pytest_smp/test_trouble.py",
+    "pytest_smp/strategies/test_strategies.py",
+    "pytest_smp/strategies/test_mistakes.py",
+    "pytest_smp/ranks/processes/test_killed_controllers.py",
+    "pytest_smp/test_reports.py",
+    "smp_core/torch/test_public_scripts.py",
     "test_packaging.py",
 )
+_HERE = Path(__file__).parent
+_SLOW = {_HERE / name for name in SLOW}
 
 
-@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    missing = [name for name in (*SLOW, *LONGEST) if not (_HERE / name).exists()]
+    assert not missing, f"tests/conftest.py: SLOW or LONGEST names {missing}"
+    config.addinivalue_line(
+        "markers", "slow: a test of a file that starts jobs or sessions, or computes for long"
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import the files that the two environments of tox.ini leave out by the marker ``slow``."""
+    if collection_path.suffix != ".py" or config.option.markexpr not in (
+        "slow",
+        "not slow",
+    ):
+        return None
+    slow = collection_path in _SLOW
+    return True if slow is not (config.option.markexpr == "slow") else None
+
+
+@pytest.hookimpl(tryfirst=True)  # the marker is there before `-m` looks for it
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the files that take longest first; the others stay in their order."""
-    here = Path(__file__).parent
-    places = {here / name: place for place, name in enumerate(LONGEST)}
-    missing = [path for path in places if not path.exists()]
-    assert not missing, f"tests/conftest.py: LONGEST names {missing}"
+    """Mark the slow tests, and run the files that take longest first; the others stay in their order."""
+    places = {_HERE / name: place for place, name in enumerate((*SLOW, *LONGEST))}
+    for item in items:
+        if item.path in _SLOW:  # items may lie outside of this folder, such as the suite's
+            item.add_marker("slow")
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Return the scheduler of ``--dist=loadgroup``: a group is a file of SLOW whose tests share something.
+
+    The scheduler of xdist 3.8 finds no group with pytest 9.2: a worker writes the group into a private attribute of
+    the item, which pytest no longer reads, so that every worker would make anew what the tests share.
+    """
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            together = SLOW.get(file.removeprefix("tests/"), False)
+            return file if together else nodeid
+
+    return Scheduler(config, log)
 
 
 def pytest_collection_finish() -> None:

@@ -108,20 +108,69 @@ def test_gradients_are_checked_by_what_rounding_can_do() -> None:
 def test_engines_are_compared_round_by_round() -> None:
     from benchmarks import sharding
 
-    times = {"ours": [1.0, 4.0, 1.0, 9.0, 1.0], "A": [2.0, 4.0, 1.0, 3.0, 4.0]}
-    assert sharding.compared(times, "A") == "1.00 (0.38 to 2.00)"
-    found = {"whole": times, "backward": times, "bytes": {"ours": [36], "A": [1024]}, "elements": 4}
-    rows = sharding.rows(4, ["A"], found)
+    times = {"ours": [1.0, 4.0, 1.0, 9.0, 1.0], "FSDP2": [2.0, 4.0, 1.0, 3.0, 4.0]}
+    assert sharding.compared(times, "FSDP2") == "1.00 (0.38 to 2.00)"
+    found = {
+        "whole": times,
+        "backward": times,
+        "bytes": {"ours": [36], "FSDP2": [1024]},
+        "elements": 4,
+    }
+    rows = sharding.rows("gloo", 4, ["FSDP2"], found)
     assert [row.name for row in rows] == [
-        "torch A: a step",
+        "torch FSDP2: a step",
         "sharded, degree 4: a step",
         "sharded, degree 4: forward and backward",
-        "torch A: sent in a step",
+        "torch FSDP2: sent in a step",
         "sharded, degree 4: sent in a step",
     ]
-    assert rows[1].ratio == "1.00 (0.38 to 2.00) of A's"
-    assert rows[1].budget == "at most 1.00 of A's"
+    assert rows[1].ratio == "1.00 (0.38 to 2.00) of FSDP2's"
+    assert rows[1].budget == "at most 1.00 of FSDP2's"
     assert rows[-1].ratio == "1.000 of the formula"
+    found["whole"] = {sharding.ON_GLOO: times["FSDP2"], **times}
+    found["backward"] = found["whole"]
+    rows = sharding.rows("smddp", 4, [sharding.ON_GLOO, "FSDP2"], found)
+    assert [row.name for row in rows] == [
+        "torch FSDP2 on Gloo: a step",
+        "torch FSDP2 on smddp: a step",
+        "sharded, degree 4 on smddp: a step",
+        "sharded, degree 4 on smddp: forward and backward",
+    ]
+    assert rows[2].budget == "at most 0.70 of FSDP2 on Gloo's"
+
+
+def test_the_chart_of_collectives_is_drawn_to_scale() -> None:
+    from benchmarks import collectives_chart as chart
+
+    def figure(what: str, call: str, size: str, value: float) -> dict[str, object]:
+        return {"name": f"{what}: {call} of {size} on 8 ranks", "value": value}
+
+    found = chart.curves(
+        [
+            figure("smddp", "all_gather", "1 KiB", 0.1),
+            figure("smddp", "all_gather", "1 MiB", 10.0),
+            figure("Open MPI", "all_gather", "1 KiB", 1000.0),
+            figure("Open MPI", "all_gather", "1 MiB", 1000.0),
+        ]
+    )
+    assert found == {
+        "all_gather": {
+            "smddp": [(1024, 0.1), (1048576, 10.0)],
+            "Open MPI": [(1024, 1000.0), (1048576, 1000.0)],
+        }
+    }
+    with pytest.raises(ValueError, match="'another: figure' is no figure of the benchmark"):
+        chart.curves([{"name": "another: figure", "value": 1.0}])
+    picture = ElementTree.fromstring(chart.svg(found))
+    drawn = {each.get("class"): each.get("points") for each in picture.iterfind(".//{*}polyline")}
+    left, right, half = chart.LEFT, chart.WIDTH - 14, (chart.TOP + chart.BOTTOM) / 2
+    assert drawn == {
+        "curve smddp": f"{left:.1f},{chart.BOTTOM:.1f} {right:.1f},{half:.1f}",
+        "curve Open": f"{left:.1f},{chart.TOP:.1f} {right:.1f},{chart.TOP:.1f}",
+    }
+    assert {"smddp", "Open MPI", "all_gather", "1 KiB"} <= {
+        each.text for each in picture.iterfind(".//{*}text")
+    }
 
 
 def test_what_a_rank_holds_is_drawn_to_scale() -> None:

@@ -320,7 +320,9 @@ def test_a_sharded_script_has_the_same_curve_on_real_ranks(characters, tmp_path)
     options = options_of(characters, sharding=2, whole=64, microbatches=2)
     wanted = expected(characters, options_of(characters, microbatches=2, replicas=4))
     chosen = dataclasses.replace(options, curve=str(tmp_path / "curve.json"))
-    assert run_script(characters, torchrun(4), chosen, tmp_path) == wanted
+    # Its ranks are forked from one process; torchrun's, which another test has, import torch one by one.
+    smp_run = [sys.executable, "-m", "smp_core.launch", "-n4", "--backend=gloo", "--output=plain"]
+    assert run_script(characters, smp_run, chosen, tmp_path) == wanted
 
 
 def run_script(example: ModuleType, launcher: list[str], options, tmp_path: Path) -> list[float]:

@@ -82,8 +82,10 @@ def test_every_declared_dependency_is_pinned_within_its_own_range() -> None:
 
 def test_every_dependency_of_a_dependency_is_pinned_and_no_pin_serves_nothing() -> None:
     # An unpinned one would change under us; a pin of what nobody needs is tested by nobody.
-    groups = PYPROJECT["dependency-groups"]  # those two are installed in environments of their own
+    groups = PYPROJECT["dependency-groups"]  # installed in environments of their own
     elsewhere = {canonicalize_name(r) for r in (*groups["lint"], *groups["bench"])}
+    tensorflow = PYPROJECT["project"]["optional-dependencies"]["tensorflow"]  # of 1 GB, so likewise
+    elsewhere |= {canonicalize_name(Requirement(each).name) for each in tensorflow}
     assert set(read_pins()) - elsewhere == installed_closure() - elsewhere
 
 

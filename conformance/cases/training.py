@@ -181,8 +181,17 @@ def train_on_rank(engine: str, case: Training, salted: bool = False) -> Seen:
 def results(
     smp_world: SmpWorld, engine: str, case: Training, *, salted: bool = False
 ) -> list[Seen]:
-    """Train the case in a world of its own, and return the results of all ranks."""
+    """Train the case in a world of its own, and return the results of all ranks.
+
+    Raises ValueError for a case with a block that the engine does not claim: it would be the property's failure, and
+    not the engine's.
+    """
     __tracebackhide__ = True
+    if unclaimed := sorted(case.model.kinds().intersection(without(engine))):
+        raise ValueError(
+            f"the case has blocks of the kinds {', '.join(unclaimed)}, which the engine {engine!r} does not claim: "
+            "draw it by cases(), sharded_cases() or tensor_cases()"
+        )
     return smp_world.run(train_on_rank, engine, case, salted, ranks=case.ranks, config=case.config)
 
 

@@ -13,6 +13,7 @@ BUILT_IN = {
     "fsdp2": "conformance.engines.fsdp2:FSDP2",
     "hsdp": "conformance.engines.fsdp2:HSDP",
     "tp": "conformance.engines.tp:ENGINE",
+    "tensorflow": "conformance.engines.tensorflow:ENGINE",
 }
 
 

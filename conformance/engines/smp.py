@@ -40,12 +40,14 @@ class SmpEngine:
 
     A third party writes::
 
-        ENGINE = SmpEngine("theirs", "their.module.torch", frozenset(EngineCapability) - {...})
+        ENGINE = SmpEngine("theirs", "their.module.torch", SmpEngine.capabilities - {...})
     """
 
     name: str = "smp"
     api: str = "smp_core.torch"
-    capabilities: frozenset[EngineCapability] = frozenset(EngineCapability)
+    capabilities: frozenset[EngineCapability] = frozenset(EngineCapability) - {
+        EngineCapability.TENSORFLOW
+    }
     conventions: Conventions = CONVENTIONS
     uses: Mapping[EngineCapability, frozenset[Capability]] = dataclasses.field(
         default_factory=lambda: USES, hash=False

@@ -27,6 +27,7 @@ from conformance.mutants import (
     steps,
     tensor_modules,
     tensor_parallel,
+    tensorflow,
     traffic,
     training,
     transformers,
@@ -98,4 +99,5 @@ MUTANTS: tuple[Mutant, ...] = checked(
     tensor_parallel.BUGS,
     tensor_modules.BUGS,
     transformers.BUGS,
+    tensorflow.BUGS,
 )

@@ -18,8 +18,9 @@ import copy
 import dataclasses
 import functools
 import importlib
+import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -59,7 +60,7 @@ class MutationSite:
         line: the line on which the changed expression or statement begins, from 1.
         column: the column at which the expression or statement begins, from 0.
         statement: the line of a statement that is executed whenever the change is: the changed statement,
-            the first one of the function for a default, or 0 for a table, which means any of the module.
+            the first one of the function for a default, or 0 for a table, which means any that reads the table.
         operator: the kind of change, a key of OPERATORS.
         before: the source text before the change.
         after: the source text after the change.
@@ -107,7 +108,8 @@ class MutationSite:
         """Return whether a run that executes these statements also executes the change."""
         if self.statement:
             return (self.module, self.statement) in lines
-        return any(module == self.module for module, _ in lines)
+        readers = _readers(self.module, self.function)
+        return any(module == self.module and line in readers for module, line in lines)
 
     def mutant(self, requirement: str, *more: type[BaseException]) -> Mutant:
         """Make the mutant, which this requirement must kill.
@@ -166,6 +168,17 @@ def sites(module: str) -> list[MutationSite]:
                 )
     found = [site for site in found if not site.function.isupper() or _can_be_made(site)]
     return sorted(found, key=lambda site: (site.line, site.column, site.number))
+
+
+@functools.cache
+def _readers(module: str, table: str) -> Container[int]:
+    """The statements of a module's functions that read a table; any of the module if none does by its name."""
+    lines = {
+        line
+        for _, node, _, line in _mutable(_tree(module))
+        if line and isinstance(node, ast.Name) and node.id == table
+    }
+    return lines or range(sys.maxsize)
 
 
 def _can_be_made(site: MutationSite) -> bool:

@@ -11,14 +11,15 @@ from torch import nn
 
 import smp_core.torch as smp
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
+from smp_core import schedule
 from smp_core.errors import SmpError
+from smp_core.schedule import Progress, Ready
 from smp_core.torch import weights
 from smp_core.torch.exceptions import BatchSizeError
-from smp_core.torch.execution import engine, schedule
+from smp_core.torch.execution import engine
 from smp_core.torch.execution.remote import boundary
 from smp_core.torch.execution.remote.boundary import ServedCall
 from smp_core.torch.execution.remote.messages import Forward
-from smp_core.torch.execution.schedule import Progress, Ready
 from smp_core.torch.execution.server import Server
 from smp_core.torch.memory import recompute
 from smp_core.torch.pipeline import placement

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from conformance.engines.capabilities import EngineCapability
+from conformance.engines.names import find_engine
 from conformance.mutants import exclusions, generated
 from conformance.mutants.protocol import Mutant
 from conformance.mutants.trials import (
@@ -34,6 +36,7 @@ from conformance.mutants.trials import (
 )
 from conformance.requirements.catalogue import REQUIREMENTS
 from conformance.requirements.registry import Level
+from conformance.session import options
 from conformance.session.results import HERE
 from smp_core.errors import RunTimeout
 
@@ -150,7 +153,10 @@ class _Selftest:
                 self.properties[marker.args[0]].append(item)
         self.choice = session.config.option.smp_mutant
         pattern = self.choice or "*"
-        self.written = [each for each in mutants if _chosen(each.name, pattern)]
+        self.engine = find_engine(options.read(session.config, ini=True).engine)
+        chosen = [each for each in mutants if _chosen(each.name, pattern)]
+        self.written = [each for each in chosen if self._applies(each)]
+        self.unclaimed = len(chosen) - len(self.written)
         self.elsewhere = [each for each in self.written if each.requirement not in self.properties]
         # A generated mutant names no requirement, so all properties must be collected to find its killer.
         all_here = {each.requirement for each in mutants} <= set(self.properties)
@@ -160,6 +166,11 @@ class _Selftest:
             for site in (generated.sites(module) if all_here else ())
             if _chosen(site.name, pattern)
         ]
+
+    def _applies(self, mutant: Mutant) -> bool:
+        """Return whether the engine claims what the mutant's requirement needs of an engine."""
+        needs = REQUIREMENTS.named(mutant.requirement).needs
+        return needs & set(EngineCapability) <= self.engine.capabilities
 
     def run(self) -> bool:
         start = time.monotonic()
@@ -308,6 +319,11 @@ class _Selftest:
                 self._line(f"{outcome.result.upper()} {text.strip()}", red=True)
         for reason, count in excluded.most_common():
             self._line(f"not generated: {count}: {reason}")
+        if self.unclaimed:
+            self._line(
+                f"not applicable: {self.unclaimed} whose requirement needs what engine {self.engine.name} does not "
+                "claim"
+            )
         if self.elsewhere:
             self._line(f"left out: {len(self.elsewhere)} whose requirement has no property here")
         of = " of those collected" if self.elsewhere else ""

@@ -18,11 +18,13 @@ from smp_core.torch.reduction import collectives, gather_plan
 from smp_core.torch.reduction.bucket_reducer import BucketReducer
 from smp_core.torch.reduction.buckets import Bucket
 from smp_core.torch.reduction.collectives import Collectives
+from smp_core.torch.reduction.gather_backend import GatherBackend, GatherBuffers
 from smp_core.torch.reduction.reducer import GradientReducer
 from smp_core.torch.sharding import sharded_model, sharded_parameter
 from smp_core.torch.sharding.sharded_model import ShardedModel
 from smp_core.torch.sharding.sharded_parameter import ShardedParameter
 from smp_core.torch.sharding.unsharding import Unsharded
+from smp_core.transport.protocols import Group
 
 BUGS = Bugs("sharded state, gathered and reduced")
 
@@ -126,6 +128,86 @@ def each_part_of_ones_own(patch: Patch) -> None:
         return take(self, value if self.owned_range[0] == 0 else value * 2)
 
     patch.setattr(ShardedParameter, "copy_from_full", other)
+
+
+# ---- The backend of gathers ----------------------------------------------------------------------
+
+
+@BUGS.enter("SHARD-GATHER-BACKEND", kind="SMDDP gathers")
+def the_scratch_buffer_holds_anything(patch: Patch) -> None:
+    """a gather that is larger than the scratch buffer goes by SMDDP"""
+    refusal = GatherBuffers.refusal
+    patch.setattr(
+        GatherBuffers,
+        "refusal",
+        lambda self, count, degree: refusal(self._replace(scratch=2**62), count, degree),
+    )
+
+
+@BUGS.enter("SHARD-GATHER-BACKEND", kind="SMDDP gathers")
+def the_sort_buffer_holds_anything(patch: Patch) -> None:
+    """a gather of which the sort buffer cannot hold an eighth goes by SMDDP"""
+    refusal = GatherBuffers.refusal
+    patch.setattr(
+        GatherBuffers,
+        "refusal",
+        lambda self, count, degree: refusal(self._replace(sort=2**62), count, degree),
+    )
+
+
+@BUGS.enter("SHARD-GATHER-BACKEND", kind="SMDDP gathers")
+def a_buffer_has_room_for_less_than_itself(patch: Patch) -> None:
+    """a gather that fills the scratch buffer does not go by SMDDP"""
+    refusal = GatherBuffers.refusal
+
+    def fills(self: GatherBuffers, count: int, degree: int) -> str:
+        return refusal(self, count + 1, degree)
+
+    patch.setattr(GatherBuffers, "refusal", fills)
+
+
+@BUGS.enter("SHARD-GATHER-BACKEND", kind="SMDDP gathers")
+def the_sizes_of_the_buffers_are_not_read(patch: Patch) -> None:
+    """the environment's sizes of SMDDP's buffers are ignored"""
+    sizes = GatherBuffers.of
+    patch.setattr(GatherBuffers, "of", lambda environment: sizes({}))
+
+
+@BUGS.enter("SHARD-GATHER-BACKEND", kind="SMDDP gathers")
+def every_dist_backend_is_auto(patch: Patch) -> None:
+    """parameters are gathered by SMDDP whatever ddp_dist_backend says"""
+    made = GatherBackend.__init__
+
+    def automatic(self: GatherBackend, runtime: Any, kind: Any) -> None:
+        made(self, runtime, kind)
+        if self._why.startswith("ddp_dist_backend"):
+            self._why = ""
+            self._join(runtime, Group(f"smp {kind.value} smddp", runtime.group(kind).ranks))
+
+    patch.setattr(GatherBackend, "__init__", automatic)
+
+
+@BUGS.enter("SHARD-GATHER-BACKEND", kind="SMDDP gathers")
+def a_choice_has_no_reason(patch: Patch) -> None:
+    """a gather that does not go by SMDDP is listed without the reason"""
+    gather = Collectives._gather
+    patch.setattr(
+        Collectives,
+        "_gather",
+        lambda self, shard, hops, order, reason="": gather(self, shard, hops, order),
+    )
+
+
+@BUGS.enter("SHARD-GATHER-BACKEND", kind="SMDDP gathers")
+def a_gather_that_fits_takes_the_other_way(patch: Patch) -> None:
+    """a gather that fits SMDDP's buffers goes by the other backend"""
+    made = Collectives.__init__
+
+    def other(self: Any, *args: Any, **options: Any) -> None:
+        made(self, *args, **options)
+        self._smddp = self._flat
+
+    patch.setattr(Collectives, "__init__", other)
 
 
 # ---- Gradients -----------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from conformance.requirements.sharded_checkpoints import SHARDED_CHECKPOINTS
 from conformance.requirements.sharding import SHARDING
 from conformance.requirements.steps import STEPS
 from conformance.requirements.tensor_parallel import TENSOR_PARALLEL
+from conformance.requirements.tensorflow import TENSORFLOW
 from conformance.requirements.traffic import TRAFFIC
 
 REQUIREMENTS = Registry(
@@ -31,6 +32,7 @@ REQUIREMENTS = Registry(
     *SHARDING,
     *SHARDED_CHECKPOINTS,
     *PRECISION,
+    *TENSORFLOW,
 )
 
 

@@ -187,6 +187,18 @@ SHARDING = (
         ),
     ),
     *_needing(
+        _API | {EngineCapability.SMDDP},
+        (
+            "SHARD-GATHER-BACKEND",
+            (
+                "Parameters are gathered by SMDDP if ddp_dist_backend is auto, the ranks have SMDDP, and both of its "
+                "buffers hold the gather; otherwise by the other backend. Each gather is listed with its backend and, "
+                "where that is another one, the reason."
+            ),
+            "AWS Sharded Data Parallelism (Supported configurations: both buffers); INF: on CPU ranks",
+        ),
+    ),
+    *_needing(
         _API | {EngineCapability.REPLAYED},
         (
             "SHARD-BUCKET",

@@ -161,7 +161,7 @@ TENSOR_PARALLEL = (
         ),
         (
             "TP-DEGREE-ONE",
-            "At tensor_parallel_degree 1 contexts and registrations have no effect, and modules keep their weights.",
+            "At tensor_parallel_degree 1 a wished module keeps its weights, and computes as it did.",
             "API 1.9; INF: a degree of 1 splits nothing",
         ),
         (

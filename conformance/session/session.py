@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from conformance.engines.capabilities import EngineCapability
+from conformance.engines.capabilities import FRONT_ENDS, EngineCapability
 from conformance.engines.names import find_engine
 from conformance.engines.protocol import Engine, EngineError, used
 from conformance.requirements.registry import Level, Need, Registry, RequirementError
@@ -72,8 +72,9 @@ class SuiteSession:
         self.settings = settings.read(config)
         self.backend = find_backend(self.settings.backend)
         self.all = _registry()
-        self.registry = self._asked_for()  # up to --smp-level
-        self.engine, self.lacks = self._claims()
+        self.engine = self._engine()
+        self.registry = self._asked_for()
+        self.lacks = self._lacks()
         self.expectations: Path | None = None  # the file of expected failures that is in force
         self.entries, self.expected = self._expectations()
         self.main = not hasattr(config, "workerinput")  # not a worker of xdist
@@ -103,37 +104,47 @@ class SuiteSession:
             return
         self._here = True
         before, self.options = self.options, options.read(self.config, ini=True)
+        self.engine = self._engine()
         self.registry = self._asked_for()
-        self.engine, self.lacks = self._claims()
+        self.lacks = self._lacks()
         if self.options != before:
             self.entries, self.expected = self._expectations()
             if self._started:
                 self.start()
 
     def _asked_for(self) -> Registry:
-        """The requirements up to --smp-level. Raises pytest.UsageError if there is no such level."""
-        if not self.options.level:
-            return self.all
-        names = [level.name for level in Level]
-        if self.options.level not in names:
-            raise pytest.UsageError(f"--smp-level={self.options.level}: one of {', '.join(names)}")
-        highest = Level[self.options.level]
-        return Registry(*(each for each in self.all.values() if each.level <= highest))
+        """The requirements up to --smp-level, without those of another front end.
 
-    def _claims(self) -> tuple[Engine, dict[str, list[Need]]]:
-        """The engine, and the needs that neither backend nor engine claims, by requirement.
-
-        Raises pytest.UsageError if there is no such engine.
+        Raises pytest.UsageError if there is no such level.
         """
+        names = [level.name for level in Level]
+        if self.options.level and self.options.level not in names:
+            raise pytest.UsageError(f"--smp-level={self.options.level}: one of {', '.join(names)}")
+        highest = Level[self.options.level or names[-1]]
+        others = FRONT_ENDS - self.engine.capabilities
+        return Registry(
+            *(
+                each
+                for each in self.all.values()
+                if each.level <= highest and not others & set(each.needs)
+            )
+        )
+
+    def _engine(self) -> Engine:
+        """The engine. Raises pytest.UsageError if there is none of this name."""
         try:
-            engine = find_engine(self.options.engine)
+            return find_engine(self.options.engine)
         except EngineError as error:
             raise pytest.UsageError(f"--smp-engine: {error}") from None
-        claims = self.backend.capabilities.claims | engine.capabilities
+
+    def _lacks(self) -> dict[str, list[Need]]:
+        """The needs that neither backend nor engine claims, by requirement."""
+        claims = self.backend.capabilities.claims | self.engine.capabilities
         lacks = {
-            id: each.lacks(claims, used(engine, each.needs)) for id, each in self.registry.items()
+            id: each.lacks(claims, used(self.engine, each.needs))
+            for id, each in self.registry.items()
         }
-        return engine, {id: needs for id, needs in lacks.items() if needs}
+        return {id: needs for id, needs in lacks.items() if needs}
 
     def _expectations(self) -> tuple[list[Expectation], dict[str, Expectation]]:
         target = self.options.write_expectations
@@ -239,7 +250,8 @@ class SuiteSession:
 
         if any("smp_engine" in getattr(item, "fixturenames", ()) for item in items):
             # A process's first optimizer imports torch._dynamo for seconds: do so once, before ranks exist.
-            self.config.stash[PRELOAD] = ("torch._dynamo",)
+            keras = EngineCapability.TENSORFLOW in self.engine.capabilities
+            self.config.stash[PRELOAD] = (self.engine.api,) if keras else ("torch._dynamo",)
         try:
             controller_of(self.config).open()
         except BackendError as error:
@@ -515,7 +527,8 @@ class SuiteSession:
         if path is not None:
             number = "1 entry" if len(self.entries) == 1 else f"{len(self.entries)} entries"
             text += f"; expected failures: {path.name}, {number}"
-        missing = [str(each) for each in EngineCapability if each not in self.engine.capabilities]
+        known = self.engine.capabilities | FRONT_ENDS
+        missing = [str(each) for each in EngineCapability if each not in known]
         claimed = f"all but {', '.join(missing)}" if missing else "everything"
         return f"{text}\nconformance: engine {self.engine.name} claims {claimed}"
 

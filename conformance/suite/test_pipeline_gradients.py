@@ -23,7 +23,6 @@ from conformance.requirements.catalogue import requirement
 from pytest_smp.proxies import SmpWorld
 from pytest_smp.strategies import training_oracle as oracle
 from pytest_smp.strategies.training import features
-from pytest_smp.strategies.training_draws import trainings
 from pytest_smp.strategies.training_models import Block, Model, build
 from pytest_smp.strategies.training_replay import replayed
 from pytest_smp.strategies.training_script import Seen, compare, merged
@@ -228,8 +227,7 @@ def test_buckets_change_no_bit(
 def test_real_values_are_within_the_bound_of_their_sum(
     smp_world: SmpWorld, smp_engine: str, data: Data
 ) -> None:
-    drawn = trainings(min(4, smp_world.ranks), pipeline=(1,), real=True, windows=1)
-    case = data.draw(drawn, "case")
+    case = data.draw(cases(smp_world, smp_engine, pipeline=(1,), real=True, windows=1), "case")
     # An engine may add the gradients of several uses within a microbatch in another order than the oracle.
     assume(not features(case) & {"dropout", "shared parameters", "reused modules"})
     assume(not features(case) & {"branches and skips"})

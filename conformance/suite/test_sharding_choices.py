@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import hypothesis.strategies as st
@@ -75,6 +76,131 @@ def test_what_may_be_whole_changes_no_bit(smp_world: SmpWorld, smp_engine: str, 
 @trials(4)
 def test_computing_again_changes_no_bit(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
     agrees(smp_world, smp_engine, data, checkpointing=lambda case: st.just(not case.checkpointing))
+
+
+# ---- The backend of gathers ----------------------------------------------------------------------
+
+UNIT, SCRATCH, SORT = (
+    8192,
+    16 * 2**20,
+    128 * 2**20,
+)  # bytes: of both sizes; the sizes of the documentation
+NO_SMDDP = "these ranks have none"
+GatherChoice = tuple[int, str, str]  # bytes of each rank's part, the backend, the reason
+
+
+class CountedGroup:
+    """A process group under another backend's name, which counts its gathers."""
+
+    def __init__(self, group: Any) -> None:
+        self._group, self.gathers = group, 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_allgather_base":
+            self.gathers += 1
+        return getattr(self._group, name)
+
+    def _get_backend(self, device: object) -> CountedGroup:
+        return self
+
+    def name(self) -> str:
+        return "stand-in"
+
+
+def choices(
+    offered: bool, environment: Mapping[str, str], widths: Sequence[int]
+) -> tuple[list[GatherChoice], int]:
+    """Train a step. Return the choice for each gather of parameters, and the gathers of the stand-in for SMDDP.
+
+    The stand-in has the place of SMDDP's process group: so backends that have none are asked, too.
+    """
+    from smp_core import runtime
+    from smp_core.torch import observe
+    from smp_core.transport.protocols import Group
+
+    os.environ.update(environment)
+    smp.rank()
+    fabric, made = runtime.current("the requirement").fabric, []
+
+    def smddp_group(group: Group) -> Any:
+        if not offered:
+            return NO_SMDDP
+        made.append(CountedGroup(fabric.process_group(group)))
+        return made[-1]
+
+    fabric.smddp_group = smddp_group  # type: ignore[method-assign]
+    try:
+        layers = [(nn.Linear(1, width), nn.Linear(width, 1)) for width in widths]
+        for layer in itertools.chain(*layers):
+            layer.register_parameter("bias", None)
+        model = smp.DistributedModel(nn.Sequential(*itertools.chain(*layers)))
+
+        @smp.step  # type: ignore[untyped-decorator]  # anybody's
+        def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = model(x).sum()
+            model.backward(loss)  # type: ignore[operator]
+            return loss
+
+        with observe.traffic(model).recorded() as log:
+            step(model, torch.ones(1, 1))
+    finally:
+        del fabric.smddp_group
+    size = smp.rdp_size()
+    gathers = [
+        (each.elements * each.dtype.itemsize // size, each.backend, each.reason)
+        for each in log
+        if each.operation.startswith("all_gather") and each.dtype is torch.float32
+    ]
+    return gathers, sum(each.gathers for each in made)
+
+
+@requirement("SHARD-GATHER-BACKEND")
+@given(data=st.data())
+@trials(12)
+def test_the_backend_of_a_gather(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
+    degree = data.draw(st.sampled_from([each for each in (2, 4) if each <= smp_world.ranks]))
+    chosen = data.draw(st.sampled_from(["auto", "auto", "auto", "nccl"]), "ddp_dist_backend")
+    offered = data.draw(st.sampled_from([True, True, False]), "offered")
+    buffers = st.none() | st.integers(1, 5).map(lambda count: count * UNIT)
+    told = {
+        "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES": data.draw(buffers, "scratch"),
+        "SMDDP_AG_SORT_BUFFER_SIZE_BYTES": data.draw(st.none() | st.just(UNIT), "sort"),
+    }
+    scratch, sort = (
+        size or usual for size, usual in zip(told.values(), (SCRATCH, SORT), strict=True)
+    )
+    # Parts of a byte's multiple, an element less and more: at the limits of both buffers.
+    parts = st.builds(
+        lambda count, more: count * UNIT // 4 + more, st.integers(1, 5), st.integers(-1, 1)
+    )
+    widths = data.draw(st.lists(parts, min_size=1, max_size=3, unique=True), "elements of parts")
+    config = {
+        "sharded_data_parallel_degree": degree,
+        "sdp_param_persistence_threshold": 0,
+        "ddp": True,
+        "ddp_dist_backend": chosen,
+    }
+    environment = {name: str(size) for name, size in told.items() if size is not None}
+    arguments = offered, environment, [width * degree for width in widths]
+    found = smp_world.run(with_engine, smp_engine, choices, *arguments, ranks=degree, config=config)
+    for gathers, carried in found:
+        assert {part for part, _, _ in gathers} == {4 * width for width in widths}
+        assert carried == sum(not reason for _, _, reason in gathers)
+        for part, backend, reason in gathers:
+            because: list[str] = []  # what the reason tells
+            if chosen != "auto":
+                because = ["ddp_dist_backend", chosen]
+            elif not offered:
+                because = [NO_SMDDP]
+            elif part > scratch:
+                because = ["scratch", str(part), str(scratch)]
+            elif degree * part > 8 * sort:
+                because = ["sort", str(part), str(sort)]
+            assert (backend == "stand-in") is not bool(because), (
+                f"{part} bytes went by {backend}: {reason}"
+            )
+            assert bool(reason) is bool(because), f"{part} bytes by {backend}: reason {reason!r}"
+            assert all(word in reason for word in because), f"{reason!r} lacks one of {because}"
 
 
 @requirement("SHARD-HIERARCHICAL")

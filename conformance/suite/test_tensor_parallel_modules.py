@@ -136,24 +136,24 @@ def test_the_last_call_counts_for_all_below(
     assert [set(each) for each in found] == [expected | {"always"}] * 2
 
 
-def at_degree_one(inputs: int, outputs: int) -> tuple[list[str], bool]:
-    """The distributed modules of a model whose layer is wished to be, and whether it keeps its weights."""
+def at_degree_one(inputs: int, outputs: int) -> tuple[bool, bool]:
+    """Return whether a layer that is wished to be distributed keeps its weights, and whether it keeps its output."""
     torch.manual_seed(1)
-    made = layer(inputs, outputs)
-    weight = made.weight.detach().clone()
+    made, x = layer(inputs, outputs), torch.randn(2, inputs)
+    weight, wanted = made.weight.detach().clone(), made(x)
     model = smp.DistributedModel(nn.Sequential(made))
-    return distributed(model), torch.equal(model.state_dict()["0.weight"], weight)
+    return torch.equal(model.state_dict()["0.weight"], weight), torch.equal(model(x), wanted)
 
 
 @requirement("TP-DEGREE-ONE")
 @given(ranks=st.integers(1, 2), inputs=st.integers(1, 4), outputs=st.integers(1, 4))
 @trials(6)
-def test_at_degree_one_nothing_is_replaced(
+def test_at_degree_one_modules_stay_what_they_are(
     smp_world: SmpWorld, smp_engine: str, ranks: int, inputs: int, outputs: int
 ) -> None:
     config, sizes = {"ddp": ranks > 1}, (inputs, outputs)
     found = run_on(smp_world, smp_engine, at_degree_one, *sizes, ranks=ranks, config=config)
-    assert found == [([], True)] * ranks
+    assert found == [(True, True)] * ranks
 
 
 # ---- Modules -------------------------------------------------------------------------------------

@@ -60,6 +60,7 @@ def parse_args():
     io.add_argument("--load_partial", type=int, default=0)
     io.add_argument("--save_final_full_model", type=int, default=0)
     io.add_argument("--losses", default="", help="a JSON file to write the losses to")
+    io.add_argument("--mp_parameters", default="", help="given by SageMaker's launcher")
     return parser.parse_args()
 
 

@@ -35,6 +35,9 @@ def _open_sim() -> Executor:
 
 
 _GLOO = Factory("pytest_smp.ranks.processes.torch_fabric:open_gloo")
+_SMDDP = Factory(
+    "pytest_smp.ranks.processes.torch_fabric:open_torch", ("smddp", "smp_core.transport.smddp")
+)
 _MPI = Factory("smp_core.transport.mpi:open_fabric", loses_tensors=True)
 
 
@@ -43,6 +46,14 @@ def _open_gloo() -> Executor:
     from pytest_smp.ranks.processes.fork_pool import LocalPool
 
     return ProcessExecutor(LocalPool, _GLOO, synchronous_sends=True)
+
+
+def _open_smddp() -> Executor:
+    from pytest_smp.ranks.processes.executor import ProcessExecutor
+    from pytest_smp.ranks.processes.fork_pool import LocalPool
+
+    torch_parts.require("the smddp backend")
+    return ProcessExecutor(LocalPool, _SMDDP, synchronous_sends=True)
 
 
 def _open_mpi() -> Executor:
@@ -101,6 +112,7 @@ BACKENDS = {
             GLOO,
             "conformance:expected/gloo.toml",
         ),
+        Backend("smddp", "local processes that stay warm, and shared memory", _open_smddp),
         Backend(EXTERNAL, "ranks that a launcher started: mpiexec, torchrun, srun", _open_external),
         Backend("mpi", "processes of an MPI job, and a process group over mpi4py", _open_mpi),
     )

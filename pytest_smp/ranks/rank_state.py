@@ -32,6 +32,9 @@ class Attribute(NamedTuple):
 
     module: str
     path: str
+    initial: Any = (
+        None  # its value in a fresh process, of a module that a rank may be the first to load
+    )
 
 
 class Switch(NamedTuple):
@@ -82,6 +85,11 @@ STATES: tuple[Attribute | Switch, ...] = (
     ),
     Attribute("torch.distributed.tensor._random", "_rng_tracker"),
     Attribute("smp_core.torch.cuda_stand_in.answers", "current_index"),
+    Attribute(
+        "tensorflow.python.eager.polymorphic_function.eager_function_run",
+        "RUN_FUNCTIONS_EAGERLY",
+        initial=False,
+    ),
     Switch("torch", ("is_anomaly_enabled", "is_anomaly_check_nan_enabled"), "set_anomaly_enabled"),
     Switch(
         _C,
@@ -220,7 +228,7 @@ class RankStates:
 
     def __init__(self, size: int, variables: Variables | None) -> None:
         self._variables = variables
-        self._read, self._writes, self._filters, _ = find()
+        self._read, self._writes, self._filters, self._names = find()
         self._outside: Values = self._read()
         self._ranks: list[Values | None] = [None] * size
         self._environment: dict[Any, Any] = vars(os.environ)["_data"]
@@ -311,7 +319,16 @@ class RankStates:
             optimizers.hooks = utils
             os.putenv, os.unsetenv = self._putenv, self._unsetenv
             self._restore_environment()
+            self._reset_loaded()
             self._folders.close()
+
+    def _reset_loaded(self) -> None:
+        """Undo the changes in modules that the ranks have loaded."""
+        for state in STATES:
+            if isinstance(state, Attribute) and state.initial is not None:
+                found = _attribute(state)
+                if found is not None and f"{state.module}.{state.path}" not in self._names:
+                    setattr(*found, state.initial)
 
     def _own_hooks(self, hooks: Any, modules: tuple[Any, ...]) -> dict[int, Any]:
         """Copies of all global hooks of the module that ``hooks`` are of, if they are still the

@@ -80,8 +80,11 @@ class Script:
             )
             self.model.load_state_dict(weights)
         if case.pp > 1 and case.partition is not None:
-            for path, owner in owners(case).items():
-                api.set_partition(self.module.get_submodule(path), owner)
+            places = owners(case)
+            modules = [(self.module.get_submodule(path), places[path]) for path in places]
+            # The last call counts. A module in two places is below two others: its own call comes after theirs.
+            for each, owner in sorted(modules, key=lambda pair: -len(list(pair[0].modules()))):
+                api.set_partition(each, owner)
         if isinstance(case, ShardedTraining):
             for borrower in borrowers(self.module) if case.registered else ():
                 api.register_parameter(borrower, borrower.borrowed)

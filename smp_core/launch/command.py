@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_message(error), file=sys.stderr)
         return _USAGE
     except KeyboardInterrupt:
-        print("smp-run: ended by SIGINT before the ranks had started", file=sys.stderr)
+        print("smp-run: ended by SIGINT", file=sys.stderr)
         return 128 + signal.SIGINT
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import re
+import select
 import sys
 from typing import TextIO
 
@@ -68,6 +70,16 @@ class RankOutput:
             for stream, text in lines:
                 self._write(stream, text)
         self._held.clear()
+
+    def leave_who_does_not_read(self) -> None:
+        """Write to nowhere, from now on, where a write would wait: a pipe that is full. One that waits goes on."""
+        for file in self._files.values():
+            with contextlib.suppress(OSError, ValueError):  # no file of the system's, or closed
+                _, ready, _ = select.select([], [file.fileno()], [], 0)
+                if not ready:
+                    nowhere = os.open(os.devnull, os.O_WRONLY)
+                    os.dup2(nowhere, file.fileno())
+                    os.close(nowhere)
 
     def say(self, text: str) -> None:
         """A message of the launcher's own."""

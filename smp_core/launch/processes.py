@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import selectors
@@ -16,9 +17,10 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import smp_core
 from smp_core.errors import BackendError
@@ -68,9 +70,10 @@ class RankFailure:
 
 def run_processes(job: ScriptJob, output: RankOutput) -> int:
     """Run a job on rank processes that meet by Gloo; return the exit code of the first rank that failed, or 0."""
-    run = _Run(job, output)
-    words = [str(job.ranks), str(run.told), str(run.folder)]
-    return run.follow([*_python("smp_core.launch.starter"), *words], {})
+    with _requests_to_end() as requests, _Run(job, output, requests) as run:
+        words = [str(job.ranks), str(run.told), str(run.folder)]
+        run.follow([*_python("smp_core.launch.starter"), *words], {})
+    return run.conclude()
 
 
 def run_mpi(job: ScriptJob, output: RankOutput) -> int:
@@ -83,10 +86,12 @@ def run_mpi(job: ScriptJob, output: RankOutput) -> int:
     if options and not is_open_mpi(command[0]):
         output.say(f"smp-run: {command[0]} is not Open MPI's: left out {shlex.join(options)}")
         options = ()
-    run = _Run(job, output)
-    above = [sys.executable, "-I", "-S", supervisor.__file__, str(run.told)]
-    starter = [*command, *options, "-n", str(job.ranks), *above]
-    return run.follow([*starter, *_python("smp_core.launch.rank"), str(run.folder)], environment)
+    with _requests_to_end() as requests, _Run(job, output, requests) as run:
+        above = [sys.executable, "-I", "-S", supervisor.__file__, str(run.told)]
+        starter = [*command, *options, "-n", str(job.ranks), *above]
+        words = [*_python("smp_core.launch.rank"), str(run.folder)]
+        run.follow([*starter, *words], environment)
+    return run.conclude()
 
 
 def _python(module: str) -> list[str]:
@@ -107,40 +112,65 @@ def _python(module: str) -> list[str]:
     ]
 
 
-class _Stopped(BaseException):
-    """Raised in the launcher by a signal that asks it to end."""
+class _Requests:
+    """Signals that ask the launcher to end. None raises an exception, which could come between making a folder or a
+    process and the statement that removes it.
 
-    def __init__(self, number: int, frame: object = None) -> None:
-        super().__init__(number)
-        self.number = signal.Signals(number)
+    Attributes:
+        act: acts upon a signal at once; None where it has to wait.
+        waiting: the signals that wait, the oldest first.
+    """
 
+    def __init__(self) -> None:
+        self.act: Callable[[signal.Signals], None] | None = None
+        self.waiting: deque[signal.Signals] = deque()
 
-def _raise(number: int, frame: object) -> NoReturn:
-    raise _Stopped(number)
+    def come(self, number: int, frame: object) -> None:
+        """The handler of the signals."""
+        if self.act is None:
+            self.waiting.append(signal.Signals(number))
+        else:
+            self.act(signal.Signals(number))
+
+    @contextlib.contextmanager
+    def acting(self, act: Callable[[signal.Signals], None]) -> Iterator[None]:
+        """While entered, ``act`` is called for each signal, and now for those that wait."""
+        self.act = act
+        try:
+            while self.waiting:
+                act(self.waiting.popleft())
+            yield
+        finally:
+            self.act = None
 
 
 @contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
-    """While entered, SIGTERM and SIGHUP raise _Stopped; signals belong to the main thread."""
+def _requests_to_end() -> Iterator[_Requests]:
+    """Take signals for requests while entered; at the end those that still wait are raised anew.
+
+    Signals belong to the main thread: in another one there are none.
+    """
+    requests = _Requests()
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                before[number] = signal.signal(number, _raise)
+                before[number] = signal.signal(number, requests.come)
     try:
-        yield
+        yield requests
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
+        for number in requests.waiting:
+            signal.raise_signal(number)
 
 
 class _Run:
-    """One run of a script on rank processes."""
+    """One run of a script on rank processes, which has a folder while it is entered."""
 
-    def __init__(self, job: ScriptJob, output: RankOutput) -> None:
-        self._job, self._output = job, output
-        self.folder = Path(private_folder())
-        self.told = self.folder / "ended"
+    def __init__(self, job: ScriptJob, output: RankOutput, requests: _Requests) -> None:
+        self._job, self._output, self._requests = job, output, requests
+        self._code = 0  # the exit code of the job
         self._started: set[int] = set()
         self._left: dict[int, float] = {}  # when ranks have ended their scripts without a failure
         self._ended: dict[int, int] = {}  # exit codes; negative for signals
@@ -155,31 +185,35 @@ class _Run:
         self._interrupted: signal.Signals | None = None
         self._said_left = False
 
-    def follow(self, starter: list[str], environment: dict[str, str]) -> int:
+    def __enter__(self) -> _Run:
+        self.folder = Path(private_folder())
+        self.told = self.folder / "ended"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def follow(self, starter: list[str], environment: dict[str, str]) -> None:
         """Start the ranks by a command, and follow them until all have ended."""
-        try:
-            self.told.mkdir(0o700)
-            self._job.write(self.folder / JOB)
-            with (
-                socket.socket(socket.AF_UNIX) as listener,
-                selectors.DefaultSelector() as waiting,
-                _signals_raise(),
-            ):
-                listener.bind(str(self.folder / SOCKET))
-                listener.listen(self._job.ranks)
-                waiting.register(listener, selectors.EVENT_READ, None)
-                process = self._start(starter, environment)
-                try:
+        self.told.mkdir(0o700)
+        self._job.write(self.folder / JOB)
+        with (
+            socket.socket(socket.AF_UNIX) as listener,
+            selectors.DefaultSelector() as waiting,
+        ):
+            listener.bind(str(self.folder / SOCKET))
+            listener.listen(self._job.ranks)
+            waiting.register(listener, selectors.EVENT_READ, None)
+            process = self._start(starter, environment)
+            try:
+                with self._requests.acting(functools.partial(self._interrupt, process)):
                     self._wait(process, listener, waiting)
-                finally:
-                    _end(process)
-                    for key in list(waiting.get_map().values()):
-                        if key.fileobj is not listener:
-                            os.close(key.fd)
-            self._output.end()
-            return self._conclude(process.returncode)
-        finally:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            finally:
+                _end(process)
+                for key in list(waiting.get_map().values()):
+                    if key.fileobj is not listener:
+                        os.close(key.fd)
+        self._code = process.returncode
 
     def _start(self, starter: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
         keeper = [sys.executable, "-I", "-S", supervisor.__file__]
@@ -204,24 +238,19 @@ class _Run:
     ) -> None:
         """Follow the ranks until the job is over and everything that they wrote is read."""
         while True:
-            try:
-                over = process.poll() is not None
-                ready = waiting.select(0 if over else _SLICE)
-                for key, _ in ready:
-                    if key.data is None:
-                        self._meet(listener, waiting)
-                    elif not self._read(key.fd, key.data):
-                        waiting.unregister(key.fileobj)
-                        os.close(key.fd)
-                self._look_for_ends()
-                if over and not ready:
-                    return
-                self._stop_others()
-                self._look_for_ranks_that_left()
-            except KeyboardInterrupt:
-                self._interrupt(process, signal.SIGINT)
-            except _Stopped as stopped:
-                self._interrupt(process, stopped.number)
+            over = process.poll() is not None
+            ready = waiting.select(0 if over else _SLICE)
+            for key, _ in ready:
+                if key.data is None:
+                    self._meet(listener, waiting)
+                elif not self._read(key.fd, key.data):
+                    waiting.unregister(key.fileobj)
+                    os.close(key.fd)
+            self._look_for_ends()
+            if over and not ready:
+                return
+            self._stop_others()
+            self._look_for_ranks_that_left()
 
     def _meet(self, listener: socket.socket, waiting: selectors.BaseSelector) -> None:
         """Take the connection of a rank, which brings the ends of two pipes with it."""
@@ -229,6 +258,8 @@ class _Run:
         with contextlib.ExitStack() as stack:
             stack.callback(connection.close)
             line, pipes, _, _ = socket.recv_fds(connection, 1 << 10, 2)
+            if not line:  # it was ended meanwhile
+                return
             hello = json.loads(line)
             stack.pop_all()
         rank = hello["rank"]
@@ -305,7 +336,11 @@ class _Run:
             self._show_first()
 
     def _interrupt(self, process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-        """Hand a signal on to the ranks; end the job at the second one, and where not every rank has started."""
+        """Hand a signal on to the ranks; end the job at the second one, and where not every rank has started.
+
+        Called by the handler of the signal, because this process may be waiting in a write.
+        """
+        self._output.leave_who_does_not_read()
         if self._interrupted is not None or len(self._started) < self._job.ranks:
             process.terminate()
         self._interrupted = number
@@ -338,8 +373,9 @@ class _Run:
         if first.text:
             self._output.say(first.text)
 
-    def _conclude(self, code: int) -> int:
-        """Tell how the ranks have ended, the first failure first; return the exit code."""
+    def conclude(self) -> int:
+        """Show the rest of the output, and how the ranks have ended, the first failure first; return the exit code."""
+        self._output.end()
         self._show_first()
         self._show_others()
         if self._interrupted is not None:
@@ -351,13 +387,13 @@ class _Run:
         if not missing:
             return 0
         if not self._ended and not self._pids:
-            raise BackendError(f"the ranks did not start: exit code {code} of the job")
+            raise BackendError(f"the ranks did not start: exit code {self._code} of the job")
         left = sorted(rank for rank, ended in self._ended.items() if not ended)
         after = f" after {ranks_text(left)} had ended with exit code 0" if left else ""
         self._output.say(
             f"smp-run: {ranks_text(missing)} was ended by the launcher of the job{after}"
         )
-        return code or 1
+        return self._code or 1
 
     def _show_others(self) -> None:
         """Show failures after the first, alike ones together, and the ranks that had to be ended."""

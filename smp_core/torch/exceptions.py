@@ -7,40 +7,18 @@ same words on every rank of the world that takes part in the step.
 from __future__ import annotations
 
 from smp_core.errors import BatchSizeError as BatchSizeError
+from smp_core.errors import CheckpointError as CheckpointError
+from smp_core.errors import OutsideStepError as OutsideStepError
+from smp_core.errors import PartitionError as PartitionError
+from smp_core.errors import SecondModelError as SecondModelError
+from smp_core.errors import StepAbortedError as StepAbortedError
 from smp_core.errors import StructureError as StructureError
 from smp_core.errors import TrainingError as TrainingError
-
-
-class OutsideStepError(TrainingError, RuntimeError):
-    """Raised when the model is called, or its ``backward``, outside of a step, and the pipeline degree
-    is above 1; and when a step is entered inside a step.
-    """
-
-
-class SecondModelError(TrainingError, RuntimeError):
-    """Raised when a second ``DistributedModel`` or ``DistributedOptimizer`` is made."""
-
-
-class PartitionError(TrainingError, ValueError):
-    """Raised when a partition does not exist, or parameters are shared across partitions."""
+from smp_core.errors import UnsupportedTrainingError as UnsupportedTrainingError
 
 
 class DetachedLossError(TrainingError, RuntimeError):
     """Raised when ``model.backward`` gets a tensor that does not depend on the model's parameters."""
-
-
-class StepAbortedError(TrainingError, RuntimeError):
-    """Raised on the other ranks when the body of a step, a module in it, or a hook or load around it,
-    raises on one rank.
-    """
-
-
-class UnsupportedTrainingError(TrainingError, NotImplementedError):
-    """Raised when a documented limit of the API is met (API 6), as by ``no_sync``."""
-
-
-class CheckpointError(TrainingError, ValueError):
-    """Raised when a checkpoint is torn, foreign, or does not fit the model or the partition."""
 
 
 class ReplicaDriftError(TrainingError, RuntimeError):

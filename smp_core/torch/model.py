@@ -22,6 +22,7 @@ from smp_core.config import IgnoredKeyWarning
 from smp_core.errors import ArgumentError, ArgumentTypeError, SmpError
 from smp_core.microbatch import CallArguments
 from smp_core.runtime import Runtime
+from smp_core.schedule import Phase
 from smp_core.topology import GroupKind
 from smp_core.torch import joining, weights
 from smp_core.torch import session as sessions
@@ -36,7 +37,6 @@ from smp_core.torch.execution import batches, calls, failures, uses
 from smp_core.torch.execution.calls import Site
 from smp_core.torch.execution.collective_try import collective_try
 from smp_core.torch.execution.remote.transport import Transport
-from smp_core.torch.execution.schedule import Phase
 from smp_core.torch.hooks import Handle, Hook, Hooks
 from smp_core.torch.memory import activations, gradient_checkpointing
 from smp_core.torch.nn.module import DistributedModule
@@ -614,19 +614,18 @@ def _distributed(
     session: sessions.TrainingSession, module: nn.Module
 ) -> tuple[nn.Module, Mapping[str, Translation]]:
     """The module with distributed modules in the places that a script wished, and the translations of their states by
-    path; the module itself at degree 1.
+    path.
     """
-    if session.runtime.config.tensor_parallel_degree == 1:
-        return module, {}
+    degree = session.runtime.config.tensor_parallel_degree
     replacement = Replacement(module, (placement.PARTITION,))
     root = replacement.root
     for number, child in enumerate(root.modules()):
         if isinstance(child, DistributedModule):
             child.mark_splits()
             child.number = number
-    if not any(isinstance(child, DistributedModule) for child in root.modules()):
+    if degree > 1 and not any(isinstance(child, DistributedModule) for child in root.modules()):
         warnings.warn(
-            f"{_CALL}: tensor_parallel_degree={session.runtime.config.tensor_parallel_degree} makes the groups, and "
+            f"{_CALL}: tensor_parallel_degree={degree} makes the groups, and "
             "no module is distributed: each rank of a tensor-parallel group holds a replica. Create modules in "
             "smp.model_creation(tensor_parallelism=True) or smp.tensor_parallelism()",
             IgnoredKeyWarning,
@@ -635,7 +634,8 @@ def _distributed(
     if session.optimizer is not None:
         groups = session.optimizer.optimizer.param_groups
         check_current(_CALL, (each for group in groups for each in group["params"]))
-    session.tensor_group = TensorGroup(session.runtime)
+    if degree > 1:
+        session.tensor_group = TensorGroup(session.runtime)
     return root, replacement.translations
 
 

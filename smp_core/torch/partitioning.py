@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import warnings
 from collections.abc import Iterator
 from typing import SupportsIndex
 
 import torch
 from torch import nn
 
-from smp_core.config import IgnoredKeyWarning
 from smp_core.errors import ArgumentTypeError
 from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import PartitionError
@@ -122,12 +120,6 @@ def model_creation(
     Raises ArgumentTypeError if ``dtype`` is no floating-point dtype, and as ``smp.tensor_parallelism`` does.
     """
     config = sessions.current("smp.model_creation").runtime.config
-    if tensor_parallelism and config.tensor_parallel_degree == 1:
-        warnings.warn(
-            "smp.model_creation: tensor_parallelism=True has no effect: tensor_parallel_degree is 1",
-            IgnoredKeyWarning,
-            stacklevel=3,  # the with statement, above contextlib's frame
-        )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ArgumentTypeError(
             f"smp.model_creation: dtype must be a floating-point torch.dtype or None, not {dtype!r}"

@@ -243,7 +243,18 @@ class CheckedGroup(dist.ProcessGroup):
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        # torch hands over one list per rank, each with one tensor per input.
+        # torch hands over one list per member, each with one tensor per input.
+        if len(output_lists) != self._size or not input_list:
+            raise ArgumentError(
+                f"all_gather_coalesced: {len(output_lists)} lists of outputs and {len(input_list)} inputs; it needs a "
+                f"list for each of {self._size} members, and an input"
+            )
+        for position, outputs in enumerate(output_lists):
+            if len(outputs) != len(input_list):
+                raise ArgumentError(
+                    f"all_gather_coalesced: the list for member {position} has {len(outputs)} outputs, and there are "
+                    f"{len(input_list)} inputs"
+                )
         by_input = [list(outputs) for outputs in zip(*output_lists, strict=True)]
         return self._all_gather("all_gather_coalesced", by_input, input_list, opts)
 
@@ -257,11 +268,14 @@ class CheckedGroup(dist.ProcessGroup):
             mine = targets[self._position]
             _check_alike(name, "output", mine, value, "this rank's input")
         flat = [target for targets in outputs for target in targets]
+        fields: Fields = (("dtype", dtype_text(inputs)),)
+        if name == "all_gather_coalesced":
+            fields += (("number of tensors", len(inputs)),)
         # Sizes may differ: they are compared by pairs, and are no field.
         return self._collective(
             Collective(
                 name,
-                (("dtype", dtype_text(inputs)),),
+                fields,
                 brings=inputs,
                 gets=flat,
                 sizes=[tuple(target.shape) for target in flat],

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -60,6 +61,20 @@ def status() -> int:
         return 0
     code = _Ending.code
     return code & 0xFF if isinstance(code, int) else int(code is not None)
+
+
+def at_last(leave: Callable[[], None]) -> None:
+    """Call ``leave`` at exit, behind the exit handlers of the script: they may still communicate."""
+    _leaves.append(leave)
+
+
+_leaves: list[Callable[[], None]] = []
+
+
+@atexit.register  # as the API is imported, which is before a script registers handlers: the last one is called first
+def _leave() -> None:
+    while _leaves:
+        _leaves.pop()()
 
 
 def end_at_once(status: int) -> NoReturn:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import datetime
+import functools
 import os
 import shutil
 import socket
@@ -159,7 +161,7 @@ class _Torch:
             self._meet(_names(collectives))
         fabric = _TorchFabric(self.rank, self.size)
         _joined.keep(fabric)
-        atexit.register(_leave_torch, os.getpid(), fabric if self._ours else None)
+        ending.at_last(functools.partial(_leave_torch, os.getpid(), fabric))
         return fabric
 
     def _meet(self, names: str) -> None:
@@ -171,7 +173,7 @@ class _Torch:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         try:
             if not _stores:
-                _stores.append(_store(launch.meeting, self.rank, self.size))
+                _stores.append(open_store(launch.meeting, self.rank, self.size))
             # torch numbers groups anew after they were destroyed, and would find their addresses.
             _stores.append(dist.PrefixStore(f"smp-{len(_stores)}", _stores[0]))  # type: ignore[attr-defined]
             dist.init_process_group(names, store=_stores[-1], rank=self.rank, world_size=self.size)
@@ -182,16 +184,22 @@ class _Torch:
             ) from None
 
 
-def _store(meeting: str, rank: int, size: int) -> Any:
-    """The store at an address: a file, or that of torch's own variables."""
+def open_store(
+    meeting: str, rank: int, size: int, timeout: datetime.timedelta | None = None
+) -> Any:
+    """The store at an address: a file, or that of torch's own variables. ``timeout``: torch's own if it is None."""
     import torch.distributed as dist
 
     path = meeting.removeprefix("file://")
     if (
         path != meeting
     ):  # torch would take the path for a URL, in which some characters mean something
-        return dist.FileStore(path, size)  # type: ignore[attr-defined]
-    met = dist.rendezvous(meeting, rank, size)  # type: ignore[attr-defined]
+        store = dist.FileStore(path, size)  # type: ignore[attr-defined]
+        if timeout is not None:
+            store.set_timeout(timeout)
+        return store
+    limit = {} if timeout is None else {"timeout": timeout}
+    met = dist.rendezvous(meeting, rank, size, **limit)  # type: ignore[attr-defined]
     return next(met)[0]
 
 
@@ -217,7 +225,7 @@ def _names(collectives: str) -> str:
     return "gloo"
 
 
-class _TorchFabric:
+class _TorchFabric(Fabric):
     """A fabric on torch's default process group, which is there already. See Fabric."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -233,12 +241,10 @@ class _TorchFabric:
         self.local_rank, self.local_size = _local(rank, size, self.objects)
 
     def forget(self) -> None:
-        """Let go of all groups, which ends Gloo's threads: one that still gives up the tensors of the
-        last call when Python ends finds no interpreter, and ends the process with SIGABRT.
-        """
+        """Let go of all groups, which ends Gloo's threads."""
         self._handles.clear()
         self._default = None
-        del self.objects
+        self.__dict__.pop("objects", None)
 
     def holds(self) -> bool:
         """Return whether the default process group is the one of the beginning."""
@@ -248,17 +254,34 @@ class _TorchFabric:
 
     def process_group(self, group: Group) -> ProcessGroup:
         """See Fabric."""
+        if group.name == _WORLD and self.holds():
+            default: ProcessGroup = self._default
+            return default
+        return self._made(group, None)
+
+    def smddp_group(self, group: Group) -> ProcessGroup | str:
+        """See Fabric. Tensors of GPUs are NCCL's."""
+        import torch
+
+        from smp_core.transport import smddp
+
+        mine = "its parameters may be on GPUs" if torch.cuda.is_available() else smddp.trouble()
+        for rank, trouble in zip(group.ranks, self.objects.allgather(mine, group), strict=True):
+            if trouble:
+                return f"rank {rank}: {trouble}"
+        return self._made(group, smddp.BACKEND)
+
+    def _made(self, group: Group, backend: str | None) -> ProcessGroup:
+        """The process group of a backend, that of the default group if it is None."""
         import torch.distributed as dist
 
         if not self.holds():
             raise NotInitializedError("the default process group has been destroyed")
-        if group.name == _WORLD:
-            default: ProcessGroup = self._default
-            return default
         if group not in self._handles:
             with _together():
                 self._handles[group] = dist.new_group(
                     list(group.ranks),
+                    backend=backend,
                     use_local_synchronization=True,
                     sort_ranks=False,
                     group_desc=group.name,
@@ -284,11 +307,13 @@ def _together() -> Any:
             os.environ[name] = before
 
 
-def _leave_torch(pid: int, made: _TorchFabric | None) -> None:
-    """At exit: destroy the process group that we have made, if the script has not.
+def _leave_torch(pid: int, fabric: _TorchFabric) -> None:
+    """At exit: destroy torch's process groups, if the script has not, whoever has made them.
 
-    After an error, end the process at once: destroying Gloo's group waits until its operations in flight are
-    over, which may need ranks that wait for this one, and Python's shutdown would destroy the group as well.
+    A thread of Gloo that still gives up the tensors of the last call when Python ends finds no interpreter, and ends a
+    process that has succeeded with SIGABRT. Scripts seldom destroy their groups. After an error, end the process at
+    once: destroying Gloo's group waits until its operations in flight are over, which may need ranks that wait for
+    this one, and Python's shutdown would destroy the group as well.
     """
     global _leaving
     if os.getpid() != pid or _leaving:
@@ -297,11 +322,11 @@ def _leave_torch(pid: int, made: _TorchFabric | None) -> None:
     if status:
         _leaving = True
         ending.end_at_once(status)
-    if made is not None and made.holds():
-        import torch.distributed as dist
+    import torch.distributed as dist
 
+    if dist.is_initialized():
         dist.destroy_process_group()
-        made.forget()
+    fabric.forget()
 
 
 _leaving = False
@@ -337,7 +362,7 @@ class _Mpi:
         return _MpiFabric.made
 
 
-class _MpiFabric:
+class _MpiFabric(Fabric):
     """The fabric of the `mpi` backend, in a run that lasts until the process ends. See Fabric."""
 
     made: _MpiFabric | None = None

@@ -75,6 +75,12 @@ class Fabric(Protocol):
         No body is given one whose name begins with ``PRIVATE``: a fabric may keep it for later runs.
         """
 
+    def smddp_group(self, group: Group) -> ProcessGroup | str:
+        """A process group of the backend `smddp` over ``group``, beside that of ``process_group``, or the reason why
+        there is none. All members call it, and get the same kind of answer. Optional: a fabric may have no other group.
+        """
+        return "the backend of the ranks has no other beside it"
+
 
 class CallRecorder(Protocol):
     """The recorder to which a rank process writes its next calls (the board; see pytest_smp/ranks/board)."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from smp_core.errors import RankError
 from smp_core.transport.payload import Payload
-from smp_core.transport.protocols import Group, ObjectTransport
+from smp_core.transport.protocols import Fabric, Group, ObjectTransport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,7 +33,7 @@ class SoloObjects:
         pass
 
 
-class SoloFabric:
+class SoloFabric(Fabric):
     """See Fabric."""
 
     def __init__(self) -> None:

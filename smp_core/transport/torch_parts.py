@@ -138,7 +138,14 @@ _NATIVE = (
     ),
 )
 _WAIT = _parts("torch", "ops._c10d_functional.wait_tensor.default")
-_OPTIONS = _parts(_C10D, "AllToAllOptions", "AllgatherOptions", "BroadcastOptions")
+_OPTIONS = _parts(
+    _C10D,
+    "AllToAllOptions",
+    "AllgatherOptions",
+    "AllreduceOptions",
+    "BroadcastOptions",
+    "ReduceScatterOptions",
+)
 
 #: The parts that each user cannot work without.
 PARTS: dict[str, tuple[TorchPart, ...]] = {

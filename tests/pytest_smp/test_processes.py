@@ -124,6 +124,7 @@ TESTS = """
     @pytest.mark.smp(ranks=2)
     def test_print(smp):
         print("hello from", smp.rank())
+        smp.barrier()  # a rank that has not printed yet would be ended by the other's failure
         assert False
 
     @pytest.mark.smp(ranks=2)
@@ -155,7 +156,7 @@ def test_tests_behave_as_on_sim(folder, apart_pytest, arguments):
     result = apart_pytest(
         "--smp-ranks=3",
         "--smp-backend=gloo",
-        "--smp-timeout=10",
+        "--smp-timeout=30",
         "-p",
         "no:cacheprovider",
         "-vv",

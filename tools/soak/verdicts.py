@@ -223,7 +223,10 @@ def _spared(case: SoakCase, report: Report) -> Checks:
     checks = []
     for rank in range(case.size):
         error = report.outcomes[rank].error
-        consequence = type(error) is RuntimeError and "gloo" in str(error)
+        consequence = (type(error) is RuntimeError and "gloo" in str(error)) or (
+            type(error).__name__ == "DistBackendError"  # of smddp, which names who has ended
+            and f"cannot end: rank {case.fault.rank}: its process" in str(error)
+        )
         if rank != case.fault.rank and not consequence:
             fine = OutcomeKind.RETURNED, OutcomeKind.CANCELLED
             checks.append(_outcome(report, rank, *fine))

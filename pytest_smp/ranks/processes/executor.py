@@ -64,7 +64,8 @@ class _PendingConnections:
 
     def __init__(self) -> None:
         self._halves: dict[tuple[int, int, str, str], dict[str, Connection]] = {}
-        self._ready: dict[int, RankProcess] = {}
+        # Of a slot there may be several: a process that ended while it connected, and the one in its place.
+        self._ready: dict[int, list[RankProcess]] = {}
         self._changed = threading.Condition()
 
     def welcome(self, connection: Connection, hello: dict[str, Any]) -> None:
@@ -75,20 +76,28 @@ class _PendingConnections:
             halves[hello["wire"]] = connection
             if len(halves) == 2:
                 rank = RankProcess(*key, halves["control"], halves["line"])
-                self._ready[rank.slot] = rank
+                self._ready.setdefault(rank.slot, []).append(rank)
                 del self._halves[key]
                 self._changed.notify_all()
 
     def take(self, slot: int, timeout: float) -> RankProcess | None:
-        """The rank of this slot, once it is there."""
+        """The rank of this slot that connected first, once one is there."""
         with self._changed:
             self._changed.wait_for(lambda: slot in self._ready, timeout)
-            return self._ready.pop(slot, None)
+            ready = self._ready.pop(slot, [])
+            if ready[1:]:
+                self._ready[slot] = ready[1:]
+            return ready[0] if ready else None
+
+    def drop(self, slot: int) -> None:
+        """Forget the rank processes of this slot that have connected."""
+        with self._changed:
+            self._ready.pop(slot, None)
 
     def leftover(self) -> list[RankProcess]:
         """Remove and return the rank processes that have connected and that nobody took."""
         with self._changed:
-            ranks, self._ready = [*self._ready.values()], {}
+            ranks, self._ready = [*itertools.chain(*self._ready.values())], {}
         return ranks
 
 
@@ -263,6 +272,8 @@ class ProcessExecutor(Executor):
             return  # all ranks are there, and no process has ended
         told = len(news)
         self._settle()
+        if self.lost:  # a rank that did not settle: nobody would come in its place
+            raise JobLost(self.lost)
         for ended in self.ends():
             rank = None if ended.slot is None else self._ranks.get(ended.slot)
             now = rank is not None and ended.pid in (rank.pid, None) and not ended.past
@@ -275,7 +286,7 @@ class ProcessExecutor(Executor):
                 )
             elif ended.slot in self._starting:  # before any run needed it
                 self._starting.discard(ended.slot)
-                self._pending.take(ended.slot, 0.0)
+                self._pending.drop(ended.slot)
         if news[told:] and self._pool.final:
             self.lost = (
                 "the job has lost its ranks, and its launcher starts no others: run it again"

@@ -301,12 +301,14 @@ class Run:
             with contextlib.suppress(OSError):
                 rank.line.send_bytes(str(self._number).encode())
         deadline = time.monotonic() + (_CANCEL if self._pool.restarts_together else 0.0)
-        while self._running and time.monotonic() < deadline:
-            self._hear(TICK)
-            if self._checks:
-                self._read_lines()  # unblocks a rank in a write, which cannot see that it is to end
-        self.broken += self._running.values()
-        self._running = {}
+        try:
+            while self._running and time.monotonic() < deadline:
+                self._hear(TICK)
+                if self._checks:
+                    self._read_lines()  # unblocks a rank in a write, which cannot see that it is to end
+        finally:  # a second Ctrl-C: launchers send one to each process, and so does a terminal
+            self.broken += self._running.values()
+            self._running = {}
 
     def _replace_the_unfinished(self) -> None:
         """Count ranks with an unfinished call as broken, so that they are replaced.

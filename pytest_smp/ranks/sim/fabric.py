@@ -21,14 +21,14 @@ from smp_core.errors import BackendError, CollectiveMismatchError, NotInitialize
 from smp_core.transport import messages, torch_parts
 from smp_core.transport.diagnosis import ranks_text
 from smp_core.transport.memory import OverlapTable
-from smp_core.transport.protocols import Group
+from smp_core.transport.protocols import Fabric, Group
 from smp_core.transport.stack_frames import Place, caller_place
 
 _DEFAULT = "WORLD"
 _MOST_IN_FLIGHT = 4  # operations that a note lists
 
 
-class SimFabric:
+class SimFabric(Fabric):
     """One rank's side of the fabric."""
 
     def __init__(self, world: SimWorldFabric, context: RankContext) -> None:

@@ -8,7 +8,8 @@ Writing. A file gets its name when all of it is on the disk; until then it is ca
 save of the same name removes those whose lock nobody holds, which a save beside it does hold.
 
 Reading. ``weights_only=True``, unless the script trusts its files (trust.py): a pickle that names
-anything but tensors and plain containers is refused, and nothing of it is called. Before that every
+anything but tensors, plain containers and data objects (data_objects.py) is refused, and nothing of
+it is called. Before that every
 entry's checksum is verified, which torch itself does not do, so that a damaged number is no silent
 change of a weight.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import os
 import pickle
 import re
@@ -30,6 +32,7 @@ from typing import IO, Any, cast
 
 import torch
 
+from smp_core.torch.checkpoint import data_objects
 from smp_core.torch.checkpoint.trust import trusted
 from smp_core.torch.exceptions import CheckpointError
 
@@ -99,7 +102,10 @@ def load(
         try:
             with warnings.catch_warnings():  # of other protocols of pickle, which it then refuses
                 warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
-                return torch.load(file, map_location, weights_only=safe, **options)
+                read = functools.partial(
+                    torch.load, file, map_location, weights_only=safe, **options
+                )
+                return data_objects.load(file, read) if safe else read()
         except OSError as error:
             raise _unreadable(path, what, error) from error
         except Exception as error:

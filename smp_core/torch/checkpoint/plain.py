@@ -1,4 +1,5 @@
-"""The content that a file may hold: tensors and plain containers, which are read again without running code.
+"""The content that a file may hold: tensors, plain containers and data objects (data_objects.py), which are read again
+without running code.
 
 An object is checked when it is saved, while the training that made it is still there, and not when it is
 needed back. Scalars and arrays of numpy are made plain: numbers and tensors of the same dtype.
@@ -7,6 +8,7 @@ needed back. Scalars and arrays of numpy are made plain: numbers and tensors of 
 from __future__ import annotations
 
 import collections
+import functools
 import io
 import sys
 from collections.abc import Iterable, Iterator
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 
+from smp_core.torch.checkpoint import data_objects
 from smp_core.torch.checkpoint.files import why_not
 from smp_core.torch.checkpoint.trust import trusted
 from smp_core.torch.exceptions import CheckpointError
@@ -27,15 +30,11 @@ _SEQUENCES = (list, tuple, set)
 
 #: Types that users try to save, with the value to save in place of each.
 _INSTEAD = {
-    "argparse.Namespace": "vars(it), a dict",
-    "types.SimpleNamespace": "vars(it), a dict",
     "collections.defaultdict": "dict(it)",
     "collections.deque": "list(it)",
     "builtins.frozenset": "set(it)",
     "builtins.range": "its start, stop and step",
     "numpy.ndarray": "a list, or an array of numbers",
-    "pathlib.PosixPath": "str(it)",
-    "pathlib.PurePosixPath": "str(it)",
 }
 
 
@@ -68,6 +67,8 @@ def _check(obj: object, call: str, name: str) -> bool:
         if kind in _MAPPINGS or kind in _SEQUENCES:
             if id(value) not in seen:
                 seen.add(id(value))
+                if isinstance(value, dict | set):
+                    _check_keys(where, value, call)
                 todo.extend(reversed(list(_items(where, value))))
         elif _number_of(value) is not None:
             numpy = True
@@ -85,7 +86,20 @@ def _check(obj: object, call: str, name: str) -> bool:
                 f"Nothing was written. Save {instead} instead; or, if nobody else can write to the folder, "
                 "let files run code: with smp.trust_checkpoints()"
             )
+        elif data_objects.has_attributes(value) and id(value) not in seen:
+            seen.add(id(value))
+            todo.extend((f"{where}.{each}", item) for each, item in vars(value).items())
     return numpy
+
+
+def _check_keys(where: str, value: Iterable[object], call: str) -> None:
+    """Raise CheckpointError for a data object among keys or elements: it has its hash only after the file is read."""
+    for key in value:
+        if type(key) not in _LEAVES and data_objects.has_attributes(key):
+            raise CheckpointError(
+                f"{call}: {where} has a {type(key).__name__} as a key or an element of a set, which cannot be loaded "
+                "without running code (its hash). Nothing was written. Save a list of pairs instead"
+            )
 
 
 def _number_of(value: object) -> object:
@@ -151,7 +165,9 @@ def _refusal(value: object) -> str | None:
     try:
         torch.save(value, file, pickle_protocol=2)
         file.seek(0)
-        torch.load(file, weights_only=True)
+        loaded = data_objects.load(file, functools.partial(torch.load, file, weights_only=True))
+        if isinstance(value, type) and loaded is not value:  # a file names a class for its objects
+            return "a class does not come back as itself"
     except Exception as error:
         return why_not(error)
     return None

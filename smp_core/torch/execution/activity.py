@@ -8,10 +8,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from smp_core.schedule import Phase
 from smp_core.torch.execution.remote.messages import Request
 from smp_core.torch.execution.remote.packets import OutgoingPayload, ReceivedPayload
 from smp_core.torch.execution.running import RunningStep
-from smp_core.torch.execution.schedule import Phase
 from smp_core.torch.execution.workers import Unwound, Worker
 
 

@@ -267,11 +267,12 @@ def install(
     ``eager`` runs the eager calls.
     """
     remote = {path: owner(path) not in (None, rank) for path, _ in module.named_modules()}
+    # By module, not by the beginning of a path: a module in two places has the path of the first.
+    away = {child for path, child in module.named_modules() if remote[path]}
     sites = {}
     for path, child in module.named_modules():
         site = sites[path] = kind(child, path, remote[path], eager)
-        below = [other for other in remote if other.startswith(f"{path}." if path else "")]
-        if any(remote[other] for other in below):
+        if not away.isdisjoint(child.modules()):
             site.has_remote_child()
         if not _has_member(child, _ORIGINAL):
             child.__dict__[_ORIGINAL] = site.plain

@@ -11,10 +11,10 @@ from torch import nn
 
 from smp_core.errors import SmpError, VerdictError
 from smp_core.runtime import Runtime
+from smp_core.schedule import Phase
 from smp_core.topology import GroupKind
 from smp_core.torch.exceptions import StepAbortedError
 from smp_core.torch.execution.remote.messages import RemoteFailure
-from smp_core.torch.execution.schedule import Phase
 from smp_core.torch.execution.timeline import Timed
 from smp_core.torch.session import TrainingSession
 

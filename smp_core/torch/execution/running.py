@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import NoReturn, Protocol
 
+from smp_core import schedule
 from smp_core.topology import GroupKind
-from smp_core.torch.execution import modes, schedule
+from smp_core.torch.execution import modes
 from smp_core.torch.execution.accumulation import GradientListener, Ledger
 from smp_core.torch.execution.failures import failure_of, remote_failure
 from smp_core.torch.execution.remote.messages import RemoteFailure

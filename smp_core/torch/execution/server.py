@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from smp_core import schedule
+from smp_core.schedule import Kind, Phase, Progress, Ready
 from smp_core.torch.execution import activity as activities
-from smp_core.torch.execution import modes, saving, schedule, streams, uses
+from smp_core.torch.execution import modes, saving, streams, uses
 from smp_core.torch.execution.activity import Activity
 from smp_core.torch.execution.remote import boundary
 from smp_core.torch.execution.remote.messages import (
@@ -31,7 +33,6 @@ from smp_core.torch.execution.remote.packets import (
     freeze,
 )
 from smp_core.torch.execution.running import RunningStep
-from smp_core.torch.execution.schedule import Kind, Phase, Progress, Ready
 from smp_core.torch.execution.workers import Unwound, Worker
 
 Function = Callable[[Activity], object]

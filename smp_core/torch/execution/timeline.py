@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from smp_core.torch.execution.schedule import POLICIES, Phase
+from smp_core.schedule import POLICIES, Phase
 
 
 class Timed(Protocol):

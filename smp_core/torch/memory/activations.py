@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from smp_core.errors import ArgumentError, ArgumentTypeError
+from smp_core.schedule import Phase
 from smp_core.torch import session as sessions
 from smp_core.torch.exceptions import (
     OutsideStepError,
@@ -40,7 +41,6 @@ from smp_core.torch.execution import activity as activities
 from smp_core.torch.execution import uses
 from smp_core.torch.execution.activity import Activity
 from smp_core.torch.execution.calls import Site
-from smp_core.torch.execution.schedule import Phase
 from smp_core.torch.memory import recompute
 
 MARK = "_smp_activation_checkpointing"  #: attribute in which a policy is left on a module

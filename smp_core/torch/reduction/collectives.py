@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Generator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.distributed import distributed_c10d
@@ -27,15 +27,22 @@ from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.torch.execution import counted
 from smp_core.torch.reduction import gather_plan
+from smp_core.torch.reduction.gather_backend import GatherBackend
 from smp_core.torch.reduction.layout import Layout
 from smp_core.torch.reduction.traffic import Sent, Traffic
 from smp_core.transport.protocols import Group
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Tensor = torch.Tensor
 _c10d: Any = distributed_c10d  # its stubs lack some options
 
 #: The dtypes that may be folded: narrower floats would be rounded after every addition.
 _FOLDED = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
+
+#: The backend whose own sums have the bits of a fold here.
+SMDDP = "smddp"
 
 #: The dtypes that narrower floats are folded in.
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -57,29 +64,42 @@ class Pending(Protocol):
 class _Members:
     """The ranks of one exchange, as this one sees them."""
 
-    def __init__(self, runtime: Runtime, name: str, ranks: tuple[int, ...], nodes: Sequence[int]):
+    def __init__(
+        self,
+        runtime: Runtime,
+        name: str,
+        ranks: tuple[int, ...],
+        nodes: Sequence[int],
+        process_group: ProcessGroup | None = None,
+    ) -> None:
         self.size, self.rank = len(ranks), ranks.index(runtime.rank)
-        self.process_group: Any = None
-        if self.size > 1:
+        self.process_group: Any = process_group
+        if self.size > 1 and process_group is None:
             self.process_group = runtime.fabric.process_group(Group(f"smp {name}", ranks))
         here, all_ = nodes[runtime.rank], {nodes[rank] for rank in ranks}
         #: True if the backend's own gather is used. Gloo's gather goes around a ring, one hop after the other: on
         #: one machine, sending every shard by itself takes half the time (benchmarks/sharding.py). Where some members
         #: share a node, and some do not, a ring crosses between nodes less often.
-        self.ring = not _is_gloo(self.process_group) or 1 < len(all_) < self.size
+        self.backend = _backend_of(self.process_group)
+        self.ring = self.backend != "gloo" or 1 < len(all_) < self.size
+        #: True if the backend's own reductions are folds in the published order.
+        self.folds = self.backend == SMDDP
         #: How many of the others are on other nodes.
         self.elsewhere = sum(nodes[rank] != here for rank in ranks)
-        #: True if the next member on the ring is on another node.
-        self.next_elsewhere = nodes[ranks[(self.rank + 1) % self.size]] != here
+        #: How often a part leaves this rank's node in a gather. Around a ring as often as the next member is on another
+        #: node. Alone as on a ring: shards go alone where all members are on one node, or each on its own.
+        next_elsewhere = nodes[ranks[(self.rank + 1) % self.size]] != here
+        self.crossings = self.size - 1 if next_elsewhere else 0
+        if self.backend == SMDDP:  # once to each other node
+            self.crossings = len(all_) - 1
 
 
-def _is_gloo(process_group: Any) -> bool:
-    """Return whether a group's tensors on the CPU go through torch's Gloo."""
+def _backend_of(process_group: Any) -> str:
+    """The name of the backend that a group's tensors on the CPU go through."""
     try:
-        name = process_group._get_backend(torch.device("cpu")).name()
+        return str(process_group._get_backend(torch.device("cpu")).name())
     except (AttributeError, RuntimeError):  # no group, or one that is no collection of backends
-        return False
-    return bool(name == "gloo")
+        return ""
 
 
 class Collectives:
@@ -127,6 +147,11 @@ class Collectives:
                 for hop in planned.hops
             )
             self._order = torch.tensor(planned.order, device="cpu")
+        self._gather_backend = GatherBackend(runtime, group)
+        self._smddp: Sequence[tuple[str, _Members]] = ()
+        if self._gather_backend.group is not None:
+            members = _Members(runtime, group.value, ranks, nodes, self._gather_backend.group)
+            self._smddp = (("all_gather", members),)
         self.size, self.rank, self.replicas = len(ranks), self._shard_group.rank, len(others)
         self._queue: deque[_Operation] = deque()
         self._reductions: deque[_Operation] = deque()
@@ -140,7 +165,10 @@ class Collectives:
         ``shard`` is ``(n,)``, contiguous, of any dtype and the same size on all, 0 included; the result
         is ``(size * n,)``.
         """
-        exchanges = self._gather(shard.detach(), self._hops, self._order)
+        against = self._gather_backend.reason_against(shard.numel() * shard.element_size())
+        if not against:
+            return self._begin(self._gather(shard.detach(), self._smddp, None))
+        exchanges = self._gather(shard.detach(), self._hops, self._order, against)
         return self._begin(exchanges, self._queue if len(self._hops) > 1 else None)
 
     def reduce_scatter(self, rows: Tensor) -> Pending:
@@ -174,7 +202,8 @@ class Collectives:
     def all_gather_values(self, values: Sequence[float]) -> list[list[float]]:
         """The values of each member, as many of all, in the order of the group; exactly."""
         local = torch.tensor(list(values), dtype=torch.float64, device="cpu")
-        gathered = self._begin(self._gather(local, self._flat, None)).result()
+        exchanges = self._gather(local, self._flat, None, "these are no parameters")
+        gathered = self._begin(exchanges).result()
         return (
             gathered.view(self.size, -1).tolist() if len(local) else [[] for _ in range(self.size)]
         )
@@ -194,11 +223,15 @@ class Collectives:
         return _Operation(exchanges, queue, self._open, together)
 
     def _gather(
-        self, shard: Tensor, hops: Sequence[tuple[str, _Members]], order: Tensor | None
+        self,
+        shard: Tensor,
+        hops: Sequence[tuple[str, _Members]],
+        order: Tensor | None,
+        reason: str = "",
     ) -> _Exchanges:
-        shards = shard
+        shards, kind = shard, self._shard_kind
         for operation, members in hops:
-            shards = yield from self._gather_from(shards, members, operation, self._shard_kind)
+            shards = yield from self._gather_from(shards, members, operation, kind, reason)
         if order is None or not shard.numel():
             return shard.clone() if shards is shard else shards
         # After several hops the shards lie in the order of the last hop, not in that of the group.
@@ -212,6 +245,14 @@ class Collectives:
         return received
 
     def _reduce(self, rows: Tensor) -> _Exchanges:
+        members = self._sums
+        if members.folds and rows.numel():
+            self._count("reduce_scatter", self._shard_kind, members, rows.numel(), rows.dtype)
+            total = rows.new_empty(rows.shape[1:])
+            counted.holds(counted.EXCHANGED, rows)
+            options = _c10d.ReduceScatterOptions()
+            yield members.process_group.reduce_scatter_single(total, rows.view(-1), options)
+            return total
         received = yield from self._exchange_rows(
             rows, self._sums, "reduce_scatter", self._shard_kind
         )
@@ -219,6 +260,8 @@ class Collectives:
 
     def _reduce_all(self, flat: Tensor, divisor: int) -> _Exchanges:
         members, kind = self._replicate_group, self._replicate_kind
+        if members.folds and flat.dtype not in _WIDE and flat.numel():
+            return (yield from self._reduce_all_at_once(flat, members, kind, divisor))
         layout = Layout(flat.numel(), members.size)
         even = layout.padded_numel == layout.numel
         rows = flat.view(members.size, layout.shard_numel) if even else layout.shards(flat)
@@ -227,17 +270,31 @@ class Collectives:
         whole = yield from self._gather_from(total, members, "all_reduce, handed out", kind)
         return whole[: flat.numel()]
 
+    def _reduce_all_at_once(
+        self, flat: Tensor, members: _Members, kind: GroupKind, divisor: int
+    ) -> _Exchanges:
+        """See all_reduce: by the backend's own sum."""
+        padded = Layout(flat.numel(), members.size).padded_numel
+        for operation in ("all_reduce", "all_reduce, handed out"):
+            self._count(operation, kind, members, padded, flat.dtype)
+        total = flat.clone()
+        counted.holds(counted.EXCHANGED, total)
+        yield members.process_group.allreduce([total], _c10d.AllreduceOptions())
+        return divided(total, divisor)
+
     def _gather_from(
-        self, shard: Tensor, members: _Members, operation: str, kind: GroupKind
+        self,
+        shard: Tensor,
+        members: _Members,
+        operation: str,
+        kind: GroupKind,
+        reason: str = "",
     ) -> Generator[object, None, Tensor]:
         size, each = members.size, shard.numel() * shard.element_size()
         ring = members.ring
-        # Alone as on a ring: shards go alone where all members are on one node, or each on its own.
-        crossing = size - 1 if members.next_elsewhere else 0
-        sent = each * (size - 1)
-        self.traffic.add(
-            Sent(operation, kind, shard.numel() * size, shard.dtype, sent, each * crossing)
-        )
+        counts = each * (size - 1), each * members.crossings
+        where = members.backend, reason
+        self.traffic.add(Sent(operation, kind, shard.numel() * size, shard.dtype, *counts, *where))
         if size == 1 or not shard.numel():
             return shard
         whole = shard.new_empty(shard.numel() * size)
@@ -260,17 +317,7 @@ class Collectives:
     def _exchange_rows(
         self, rows: Tensor, members: _Members, operation: str, kind: GroupKind
     ) -> Generator[object, None, Tensor]:
-        row = rows[0].numel() * rows.element_size()
-        self.traffic.add(
-            Sent(
-                operation,
-                kind,
-                rows.numel(),
-                rows.dtype,
-                row * (members.size - 1),
-                row * members.elsewhere,
-            )
-        )
+        self._count(operation, kind, members, rows.numel(), rows.dtype)
         if members.size == 1 or not rows.numel():
             return rows.clone()
         received = torch.empty_like(rows)
@@ -280,6 +327,14 @@ class Collectives:
         options = _c10d.AllToAllOptions()
         yield members.process_group.alltoall_base(to, from_, [], [], options)
         return received
+
+    def _count(
+        self, operation: str, kind: GroupKind, members: _Members, elements: int, dtype: torch.dtype
+    ) -> None:
+        """Count an exchange in which each other member is sent a part of so many elements."""
+        part = elements // members.size * dtype.itemsize
+        others = part * (members.size - 1), part * members.elsewhere
+        self.traffic.add(Sent(operation, kind, elements, dtype, *others))
 
 
 class OperationState(enum.Enum):

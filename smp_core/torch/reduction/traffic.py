@@ -26,6 +26,8 @@ class Sent(NamedTuple):
     dtype: torch.dtype
     bytes: int  #: that left this rank
     between_nodes: int  #: those of them that left its node
+    backend: str = ""  #: of a gather of shards: the backend that it went through
+    reason: str = ""  #: the reason why that is not smddp (docs/sharding.md)
 
 
 class TrafficKind(NamedTuple):

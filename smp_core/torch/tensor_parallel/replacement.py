@@ -1,7 +1,8 @@
 """Distributed modules take the places of the modules that a script wished to be distributed (API 1.7, 1.9).
 
 The tree is changed in place, in the constructor of ``smp.DistributedModel``. A distributed module has new random
-weights: scripts load weights, and make the optimizer, afterwards.
+weights: scripts load weights, and make the optimizer, afterwards. At degree 1 it takes the weights over, unless their
+values are delayed, or entries differ in name or shape.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ class Replacement:
         replaced: the paths of the modules that were replaced.
         translations: those of the states of replaced modules, by path.
         kept: the paths of the modules that stay although a script wished them to be distributed, with the reason.
+        renewed: the paths of modules replaced at degree 1 whose distributed modules have new weights all the same.
         lost: the paths of modules below replaced ones whose marks have no module to go to.
     """
 
     def __init__(self, root: nn.Module, kept_marks: tuple[Mark[int], ...] = ()) -> None:
         self.replaced: list[str] = []
         self.kept: dict[str, str] = {}
+        self.renewed: list[str] = []
         self.lost: list[str] = []
         self.translations: dict[str, Translation] = {}
         self._marks = kept_marks
@@ -123,6 +126,8 @@ class Replacement:
             if unknown is not None:
                 self.kept[path] = f"its frozen parameter {unknown!r} has no counterpart"
                 return None
+            if not takeover.carry_weights(made, module, translation):
+                self.renewed.append(path)
             self._adopt(made, module, registration)
             lost = takeover.carry_marks(made, module, translation, self._marks)
             self.lost += [f"{path}.{each}" if path and each else path or each for each in lost]
@@ -155,6 +160,12 @@ class Replacement:
             vars(made)["forward"] = functools.update_wrapper(hooked, made.forward)
 
     def _tell(self) -> None:
+        if self.renewed:
+            log.warning(
+                "tensor parallelism: the distributed modules of these have new weights, because their entries "
+                "differ in name or shape: %s",
+                ", ".join(path or "the model itself" for path in self.renewed),
+            )
         if self.lost:
             log.warning(
                 "tensor parallelism: partitions and activation checkpointing of these modules have no effect, because "

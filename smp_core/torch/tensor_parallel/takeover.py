@@ -1,5 +1,5 @@
-"""Freezing, partitions and activation checkpointing of a replaced module, which its distributed module takes over
-(API 1.7).
+"""Freezing, partitions, activation checkpointing and, at degree 1, weights of a replaced module, which its distributed
+module takes over (API 1.7).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from smp_core.torch.memory import activations
+from smp_core.torch.parameters.creation import is_on_tape
 from smp_core.torch.parameters.marking import Mark
 from smp_core.torch.tensor_parallel.translation import Translation
 
@@ -31,6 +32,23 @@ def freeze(made: nn.Module, module: nn.Module, translation: Translation | None) 
                 return name
             ours[counterpart].requires_grad_(False)
     return None
+
+
+def carry_weights(made: nn.Module, module: nn.Module, translation: Translation | None) -> bool:
+    """Give a distributed module of degree 1 the weights of the original, unless these are delayed. Return whether the
+    original has a value of the same shape for each of its entries; without that nothing is given.
+    """
+    if getattr(made, "tp_size", None) != 1 or any(map(is_on_tape, module.parameters())):
+        return True
+    state = module.state_dict()
+    if translation is not None:
+        state = translation.to_ours(state)
+    ours = made.state_dict()
+    shapes = {name: getattr(each, "shape", None) for name, each in state.items()}  # or extra state
+    if any(shapes.get(name, ...) != getattr(each, "shape", None) for name, each in ours.items()):
+        return False
+    made.load_state_dict({name: state[name] for name in ours})
+    return True
 
 
 def carry_marks(

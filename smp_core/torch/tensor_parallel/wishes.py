@@ -1,7 +1,7 @@
 """A script's wishes for tensor parallelism: ``smp.tensor_parallelism`` and ``smp.set_tensor_parallelism`` (API 1.9).
 
 A wish is left as a mark on modules. ``smp.DistributedModel`` carries the wishes out (replacement.py). With
-``tensor_parallel_degree`` 1 they have no effect.
+``tensor_parallel_degree`` 1 a distributed module holds whole parameters and computes alone.
 """
 
 from __future__ import annotations
@@ -59,9 +59,6 @@ def tensor_parallelism(enabled: bool = True, **options: object) -> Iterator[None
     Raises ArgumentError for an unknown option, NotInitializedError before ``smp.init``.
     """
     wish = _wish("smp.tensor_parallelism", enabled, options)
-    if wish is None:
-        yield
-        return
     with WISH.inside(wish):
         yield
 
@@ -85,18 +82,14 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **options: o
             f"{call}: the model that holds this {type(module).__name__} is wrapped already, and modules are "
             "distributed by smp.DistributedModel. Call it before"
         )
-    if wish is not None:
-        for child in module.modules():
-            WISH.set(child, wish)
+    for child in module.modules():
+        WISH.set(child, wish)
 
 
-def _wish(call: str, enabled: object, options: Mapping[str, object]) -> Wish | None:
-    """The wish; None at ``tensor_parallel_degree`` 1, where it says nothing."""
-    degree = sessions.current(call).runtime.config.tensor_parallel_degree
+def _wish(call: str, enabled: object, options: Mapping[str, object]) -> Wish:
+    sessions.current(call)
     if not isinstance(enabled, bool):
         raise ArgumentTypeError(f"{call}: enabled must be a bool, not {enabled!r}")
-    if degree == 1:
-        return None
     known = OPTIONS | registry.options()
     unknown = sorted(set(options) - known)
     if unknown:

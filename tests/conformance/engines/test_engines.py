@@ -74,8 +74,8 @@ def test_a_third_partys_engine_is_tested_and_a_wrong_promise_fails(
     )
     assert (
         "conformance: engine theirs claims all but pipeline, the SMP API, tensor parallelism, own batches, "
-        "sharding, sharding blocks, clipping, bf16, fp16, counted exchanges, replayed order"
-        in right
+        "sharding, sharding blocks, clipping, bf16, fp16, counted exchanges, SMDDP gathers, "
+        "replayed order" in right
     )
     assert "=== exit 0" in right
     found = verdicts(tmp_path / "right.json")
@@ -99,6 +99,8 @@ def test_a_third_partys_engine_is_tested_and_a_wrong_promise_fails(
             "bf16",
             "fp16",
             "counted exchanges",
+            "SMDDP gathers",
+            "TensorFlow",
             "replayed order",
         ],
     }
@@ -115,8 +117,8 @@ def test_what_is_no_engine_ends_the_session_before_it_runs(
 ) -> None:
     (tmp_path / "mine.py").write_text(ENGINES)
     wrong = {
-        "nobody": "there is smp, ddp, fsdp2, hsdp, tp; or give module:attribute",
-        "mine:": "there is smp, ddp, fsdp2, hsdp, tp; or give module:attribute",
+        "nobody": "there is smp, ddp, fsdp2, hsdp, tp, tensorflow; or give module:attribute",
+        "mine:": "there is smp, ddp, fsdp2, hsdp, tp, tensorflow; or give module:attribute",
         "not.there:ENGINE": "cannot import not.there: ModuleNotFoundError: No module named 'not'",
         "mine:NOTHING": "module mine has no attribute 'NOTHING'",
         "mine:HALF": " has no capabilities, api, uses, replica, build",
@@ -139,9 +141,11 @@ def test_a_module_that_breaks_is_named() -> None:
 
 
 def test_those_of_this_project() -> None:
-    names = ["smp", "ddp", "fsdp2", "hsdp", "tp"]
+    names = ["smp", "ddp", "fsdp2", "hsdp", "tp", "tensorflow"]
     assert {name: find_engine(name).name for name in BUILT_IN} == {name: name for name in names}
-    assert find_engine("smp").capabilities == frozenset(EngineCapability)
+    of_tensorflow = frozenset({EngineCapability.TENSORFLOW})
+    assert find_engine("smp").capabilities == frozenset(EngineCapability) - of_tensorflow
+    assert find_engine("tensorflow").capabilities == of_tensorflow
     claims = {name: find_engine(name).capabilities for name in names}
     assert EngineCapability.SHARDING not in claims["ddp"]
     assert claims["hsdp"] - claims["fsdp2"] == {EngineCapability.BLOCKS}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import threading
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -209,6 +211,17 @@ def test_statements_are_watched_on_any_thread() -> None:
     )
     assert not beyond.is_reached_by(frozenset(reached))
     assert not hasattr(reduction, generated._TELL)
+
+
+def test_a_table_is_reached_by_what_reads_it() -> None:
+    module = "smp_core.transport.payload"
+    site = next(each for each in sites(module) if each.function == "_CARRIERS")
+    source = Path(importlib.import_module(module).__file__ or "").read_text(encoding="utf-8")
+    (reader,) = (
+        number for number, line in enumerate(source.splitlines(), start=1) if "_CARRIERS[" in line
+    )
+    assert site.is_reached_by(frozenset({(module, reader)}))
+    assert not site.is_reached_by(frozenset({(module, reader - 1), ("smp_core.comm", reader)}))
 
 
 def test_every_exclusion_fits_a_site() -> None:

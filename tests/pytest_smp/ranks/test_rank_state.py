@@ -30,7 +30,6 @@ import smp_core.torch as smp
 from pytest_smp.ranks import rank_state, working_folders
 from pytest_smp.ranks.backends import open_backend
 from pytest_smp.ranks.protocols import ExecutorOptions, Job, VerdictKind
-from pytest_smp.ranks.rank_state import STATES
 from smp_core.torch.cuda_stand_in import answers
 
 
@@ -237,7 +236,11 @@ def test_a_rank_changes_its_own(smp_world, name):
         assert str(show()) == outside
 
 
-def test_every_entry_of_the_list_is_changed_by_a_probe(smp_world):
+def test_every_entry_of_the_list_is_changed_by_a_probe(smp_world, monkeypatch):
+    # That of TensorFlow is changed in tests/smp_core/tensorflow/test_bad_input.py.
+    STATES = tuple(each for each in rank_state.STATES if not each.module.startswith("tensorflow"))
+    monkeypatch.setattr(rank_state, "STATES", STATES)
+
     def body():
         loaded = rank_state._look()
         assert len(loaded.writes) == len(STATES)  # this torch has all of it
@@ -258,6 +261,23 @@ SAME = {f"PRINT_OPTS.{name}" for name in ("threshold", "edgeitems", "linewidth",
     "_cache",
     "_is_in_any_mode_without_ignore_compile_internals",
 }
+
+
+def test_a_module_that_a_rank_loads_is_reset(smp_world, monkeypatch, tmp_path):
+    (tmp_path / "loaded_late.py").write_text("switch = False")
+    monkeypatch.syspath_prepend(tmp_path)
+    late = rank_state.Attribute("loaded_late", "switch", initial=False)
+    monkeypatch.setattr(rank_state, "STATES", (*rank_state.STATES, late))
+
+    def body():
+        import loaded_late
+
+        loaded_late.switch = True
+        return loaded_late.switch
+
+    for _ in range(2):  # with the module loaded in the run, and before it
+        assert smp_world.run(body, ranks=2) == [True, True]
+        assert sys.modules["loaded_late"].switch is False
 
 
 def test_what_is_set_around_the_run_holds_in_it(smp_world, monkeypatch):

@@ -24,12 +24,12 @@ def test_options_are_of_open_mpi(
 ) -> None:
     started: list[list[str]] = []
 
-    def follow(self: object, starter: list[str], environment: dict[str, str]) -> int:
+    def follow(self: object, starter: list[str], environment: dict[str, str]) -> None:
         started.append(starter)
-        return 0
 
     monkeypatch.setattr(processes, "private_folder", lambda: str(tmp_path))
     monkeypatch.setattr(processes._Run, "follow", follow)
+    monkeypatch.setattr(processes._Run, "conclude", lambda _: 0)
     program = tmp_path / "mpiexec"
     program.write_text(f"#!{sys.executable}\nprint({version!r})\n")
     program.chmod(0o755)

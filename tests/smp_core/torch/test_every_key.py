@@ -156,14 +156,3 @@ def test_what_has_an_effect_is_not_warned_of(config: dict[str, Any], smp_world: 
 def test_the_warning_says_key_value_and_why(smp_world: Any) -> None:
     with pytest.warns(IgnoredKeyWarning, match=r"ddp_port=1234 has no effect: .*MASTER_PORT"):
         smp_world.run(train, ranks=1, config=SET["ddp_port"])
-
-
-def creates_a_distributed_model() -> None:
-    with smp.model_creation(tensor_parallelism=True):
-        nn.Linear(1, 1)
-
-
-def test_tensor_parallelism_of_one_rank_is_warned_of(smp_world: Any) -> None:
-    with pytest.warns(IgnoredKeyWarning, match="tensor_parallel_degree is 1") as caught:
-        smp_world.run(creates_a_distributed_model, ranks=1)
-    assert caught[0].filename == __file__

@@ -126,8 +126,21 @@ def test_a_process_group_of_the_script_is_used(script):
         port = str(sock.getsockname()[1])
     code, text = script(
         mpiexec(2),
-        HEAD
+        """
+import atexit
+
+@atexit.register  # before ours is, so that it runs behind it
+def left():
+    assert not dist.is_initialized()
+    os.write(1, b"left\\n")
+"""
+        + HEAD
         + """
+@atexit.register
+def save():
+    dist.barrier()
+    os.write(1, b"saved\\n")
+
 rank = (int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]) + 1) % 2
 dist.init_process_group("gloo", rank=rank, world_size=2)
 made = dist.group.WORLD
@@ -142,7 +155,8 @@ os.write(1, b"done\\n")
         MASTER_PORT=port,
         GLOO_SOCKET_IFNAME="lo",
     )
-    assert (code, text.count("done")) == (0, 2), text
+    assert code == 0, text
+    assert [text.count(each) for each in ("done", "saved", "left")] == [2, 2, 2], text
 
 
 ENDS = (

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
+from smp_core.schedule import Phase
 from smp_core.torch.execution.modes import Modes
-from smp_core.torch.execution.schedule import Phase
 from smp_core.torch.execution.uses import CallKey
 
 

@@ -1,20 +1,12 @@
-"""Two machines: network namespaces with hostnames, processes and temporary folders of their own, and
-a link between them that can be cut.
-"""
+"""Sessions and scripts on two machines."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-import itertools
 import json
-import os
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +16,7 @@ import torch
 
 from smp_core.errors import BackendError
 from smp_core.launch.mpiexec import find_mpiexec
+from tests.namespaces import Machines, two_machines
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -31,98 +24,11 @@ EACH = 2  # ranks on each machine
 PYTEST = ["pytest", "-p", "no:cacheprovider", "--color=no"]
 EXAMPLE = Path(__file__).parents[4] / "examples" / "scripts" / "digits.py"
 
-#: Becomes a command on one machine. Nothing but the network reaches the other: /tmp is shared in
-#: truth, so that TMPDIR is a file system of its own.
-ENTER = """#!/bin/sh
-host=$1; shift
-exec ip netns exec {name}-$host unshare --mount --uts --ipc --pid --fork --kill-child \\
-    --mount-proc sh -c '
-        set -e
-        hostname {name}-$0
-        mount -t tmpfs none {folder}/tmp
-        mount --bind {folder}/hosts /etc/hosts
-        export TMPDIR={folder}/tmp
-        exec "$@"
-    ' $host "$@"
-"""
-#: A script that mpiexec takes for ssh.
-RSH = """#!/bin/sh
-while [ "${{1#-}}" != "$1" ]; do shift; done
-host=${{1#{name}-}}; shift
-exec {folder}/enter $host sh -c "$*"
-"""
-
-
-class Machines:
-    """Two machines, ``a`` and ``b``."""
-
-    _numbers = itertools.count()
-
-    def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="hosts-", dir="/tmp"))  # short, for sockets
-        number = os.getpid() % 100_000  # a device's name has 15 characters
-        self.name = f"smp{number}{next(self._numbers)}"
-        self.hosts = [f"{self.name}-a", f"{self.name}-b"]
-        self.address = "10.213.77.1"
-
-    def make(self) -> None:
-        a, b = self.hosts
-        for host in self.hosts:
-            _ip("netns", "add", host)
-            # An address of IPv6 is tentative for a second or two otherwise, and an MPI that starts meanwhile fails.
-            at_once = "echo 0 > /proc/sys/net/ipv6/conf/default/accept_dad"
-            _ip("netns", "exec", host, "sh", "-c", at_once)
-        _ip("link", "add", a, "netns", a, "type", "veth", "peer", "name", b, "netns", b)
-        lines = ["127.0.0.1 localhost"]
-        for number, host in enumerate(self.hosts, start=1):
-            address = f"10.213.77.{number}"
-            lines.append(f"{address} {host}")
-            _ip("-n", host, "address", "add", f"{address}/24", "dev", host)
-            _ip("-n", host, "link", "set", host, "up")
-            _ip("-n", host, "link", "set", "lo", "up")
-        (self.folder / "hosts").write_text("\n".join(lines) + "\n")
-        (self.folder / "tmp").mkdir()
-        for name, text in (("enter", ENTER), ("rsh", RSH)):
-            path = self.folder / name
-            path.write_text(text.format(name=self.name, folder=self.folder))
-            path.chmod(0o755)
-        subprocess.run(self.on("a", "true"), check=True, capture_output=True, timeout=600)
-
-    def on(self, host: str, *words: str) -> list[str]:
-        """A command, as one on that machine."""
-        return [str(self.folder / "enter"), host, *words]
-
-    def cut(self) -> None:
-        """No packet passes any more, and nobody is told: the link is down at the far end."""
-        _ip("-n", self.hosts[1], "link", "set", self.hosts[1], "down")
-
-    def remove(self) -> None:
-        for host in self.hosts:
-            with contextlib.suppress(subprocess.SubprocessError):
-                _ip("netns", "delete", host)
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=600)
-
 
 @pytest.fixture
 def machines() -> Iterator[Machines]:
-    for program in ("ip", "unshare", "mount", "hostname"):
-        if shutil.which(program) is None:
-            pytest.skip(f"two machines are made by {program}, which is not here")
-    made = Machines()
-    try:
-        try:
-            made.make()
-        except subprocess.CalledProcessError as error:
-            pytest.skip(
-                f"network namespaces are not permitted here: {error.stderr or error}".strip()
-            )
+    with two_machines() as made:
         yield made
-    finally:
-        made.remove()
 
 
 def torchrun(machines: Machines, command: Callable[..., Any], *module: str) -> tuple[Any, Any]:

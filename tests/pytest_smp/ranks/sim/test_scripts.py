@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -313,13 +315,21 @@ last.start()
     assert not shown.err
 
 
-def test_the_script_waits_for_a_task_without_threads_of_its_own(run, tmp_path):
+def test_the_script_waits_for_a_task_without_threads_of_its_own(run, tmp_path, monkeypatch):
+    waiting, wait = threading.Event(), concurrent.futures.wait
+
+    def noted(*arguments):
+        waiting.set()
+        return wait(*arguments)
+
+    monkeypatch.setattr(concurrent.futures, "wait", noted)
+    monkeypatch.setitem(sys.modules, "events_of_the_test", waiting)
     shown = run(
         """
-import time
 from concurrent.futures import ThreadPoolExecutor
+waiting = sys.modules["events_of_the_test"]
 def work():
-    time.sleep(0.5)  # longer than the end of a run takes
+    assert waiting.wait(60)  # the script has ended, and its run has not
     open(os.path.join(sys.argv[1], "done"), "w").close()
 if smp.rank() == 2:
     ThreadPoolExecutor(1).submit(work)

@@ -465,13 +465,13 @@ class _Configuration:
 @pytest.mark.parametrize(
     ("obj", "where", "instead"),
     [
-        ({"a": [1, {"b": argparse.Namespace(x=1)}]}, "obj['a'][1]['b']", "vars(it)"),
+        ({"a": [1, {"b": collections.deque([1])}]}, "obj['a'][1]['b']", "list(it)"),
         ([[_Own()]], "obj[0][0]", "tensors"),
         ((collections.defaultdict(list),), "obj[0]", "dict(it)"),
         ({"f": print}, "obj['f']", "tensors"),
         ({"p": _Pair(1, 2)}, "obj['p']", "tensors"),
         ({_Own: 1}, "key <class", "tensors"),
-        ({"path": Path("x")}, "obj['path']", "str(it)"),
+        ({"n": argparse.Namespace(f=print)}, "obj['n'] is a argparse.Namespace", "tensors"),
         (torch.nn.Linear(1, 1), "obj is a torch.nn", "tensors"),
         (
             {"n": np.array([None, print])},

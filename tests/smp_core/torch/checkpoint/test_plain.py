@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
+import collections
 import contextlib
 import dataclasses
 import threading
-from pathlib import Path
 
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
@@ -96,7 +95,7 @@ def test_the_state_of_numpy_s_generator_is_restored_from_what_comes_back(tmp_pat
     assert generator.random_sample(5).tolist() == expected
 
 
-TRUSTED = [Path("x"), argparse.Namespace(x=1), _Configuration(3), {"c": [_Configuration(4)]}]
+TRUSTED = [collections.deque([1]), _Configuration(3), {"c": [_Configuration(4)]}]
 
 
 @pytest.mark.parametrize("obj", TRUSTED)

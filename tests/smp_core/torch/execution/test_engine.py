@@ -80,6 +80,19 @@ class Reused(nn.Module):
         return self.a(z) + self.c(x) + self.a.forward(y) + x
 
 
+class InTwoPlaces(nn.Module):
+    """A module below two others: it is on the partition of the first, and the second one's tree on another."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = linear(0)
+        with partition(1):
+            self.second = nn.Sequential(nn.Sequential(linear(1), self.first))
+
+    def forward(self, x):
+        return torch.tanh(self.first(x)) + self.second(x)
+
+
 class Pair(NamedTuple):
     left: torch.Tensor
     right: torch.Tensor
@@ -259,6 +272,7 @@ MODELS = [
     (Chain, (4,), 4),
     (Nested, (), 2),
     (Reused, (), 2),
+    (InTwoPlaces, (), 2),
     (Nests, (), 2),
     (Strides, (), 2),
     (InPlace, (), 2),

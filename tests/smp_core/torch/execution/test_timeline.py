@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from smp_core.schedule import Phase
 from smp_core.torch.execution import timeline
-from smp_core.torch.execution.schedule import Phase
 from smp_core.torch.execution.timeline import Event, Timeline
 
 

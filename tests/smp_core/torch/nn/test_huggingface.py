@@ -143,17 +143,17 @@ def body(family: str) -> None:
         distributed = MODELS[family](config_of(family))
     model = api.DistributedModel(distributed)
     model.load_state_dict(state)
-    if api.tp_size() > 1:
-        assert any(model.is_distributed_parameter(each) for each in model.parameters())
-        ours = model.state_dict()
-        assert ours.keys() != state.keys()
-        ((there, back),) = api.state.module_manager.translate_functions
-        assert there(ours).keys() == state.keys()
-        for name, value in there(ours).items():
-            assert torch.equal(value, state[name]), name
-        again = back(there(ours))
-        assert again.keys() == ours.keys()
-        assert all(torch.equal(again[name], value) for name, value in ours.items())
+    distributed = any(model.is_distributed_parameter(each) for each in model.parameters())
+    assert distributed == (api.tp_size() > 1)
+    ours = model.state_dict()
+    assert ours.keys() != state.keys()
+    ((there, back),) = api.state.module_manager.translate_functions
+    assert there(ours).keys() == state.keys()
+    for name, value in there(ours).items():
+        assert torch.equal(value, state[name]), name
+    again = back(there(ours))
+    assert again.keys() == ours.keys()
+    assert all(torch.equal(again[name], value) for name, value in ours.items())
     output, expected = plain_gradients(family, truth, share, shares)
     rough, bounds = plain_gradients(family, coarse, share, shares)
     loss, logits = train_step(model, family, *batch(share))
@@ -164,9 +164,7 @@ def body(family: str) -> None:
     with torch.no_grad():
         for parameter in model.local_parameters():
             parameter.copy_(parameter.grad)
-    gradients = model.state_dict()
-    if api.tp_size() > 1:
-        gradients = there(gradients)
+    gradients = there(model.state_dict())
     for name, value in expected.items():
         if value.is_floating_point():
             near(name, gradients[name], bounds[name], value)

@@ -46,7 +46,7 @@ def body(bias: bool, prescaled: bool) -> None:
     with api.tensor_parallelism():
         layer = nn.Linear(8, 3, bias)
     model = api.DistributedModel(layer)
-    assert isinstance(model.module, api.nn.DistributedLinear if api.tp_size() > 1 else nn.Linear)
+    assert isinstance(model.module, api.nn.DistributedLinear)
     model.load_state_dict(reference.state_dict())
     share = api.rdp_rank() if prescaled else api.dp_rank()
     shares = api.rdp_size() if prescaled else api.dp_size()

@@ -103,13 +103,47 @@ def test_hooks_translate_arguments_and_values_of_the_outermost_module(smp_world)
     assert smp_world.run(body, ranks=2, config=CONFIG) == [expected] * 2
 
 
-def test_at_degree_one_nothing_is_replaced(smp_world):
+def test_at_degree_one_a_wished_layer_keeps_its_weights(smp_world):
+    def body():
+        torch.manual_seed(api.rank())
+        with api.tensor_parallelism():
+            layer = nn.Linear(3, 2)
+        weight = layer.weight.detach().clone()
+        model = api.DistributedModel(layer)
+        if api.rank() == 0:  # the others get its weights
+            assert torch.equal(model.module.weight, weight)
+        return type(model.module).__name__
+
+    assert smp_world.run(body, ranks=2, config={"ddp": True}) == ["DistributedLinear"] * 2
+
+
+def test_at_degree_one_a_registered_class_keeps_weights_of_the_same_names(smp_world, caplog):
+    def body():
+        api.tp_register_with_module(
+            Scaled, DistributedScaled, init_hook=lambda size: ((size,), {"factor": 1.0})
+        )
+        api.tp_register_with_module(Pair, DistributedPair)
+        with api.tensor_parallelism():
+            module = nn.ModuleDict({"mine": Scaled(4), "pair": Pair(4)})
+        weight = module["mine"].inner.weight.detach().clone()
+        model = api.DistributedModel(module)
+        assert torch.equal(model.module["mine"].inner.weight, weight)
+        return [type(each).__name__ for each in model.module.values()]
+
+    found = smp_world.run(body, ranks=1, config={"ddp": True})
+    assert found == [["DistributedScaled", "DistributedPair"]]
+    assert "have new weights, because their entries differ in name or shape: pair" in caplog.text
+
+
+def test_at_degree_one_an_entry_that_the_distributed_class_lacks_is_left_out(smp_world):
     def body():
         with api.tensor_parallelism():
             layer = nn.Linear(3, 2)
-        return type(api.DistributedModel(layer).module).__name__
+        layer.register_buffer("calls", torch.zeros(1))
+        weight = layer.weight.detach().clone()
+        return torch.equal(api.DistributedModel(layer).module.weight, weight)
 
-    assert smp_world.run(body, ranks=2, config={}) == ["Linear"] * 2
+    assert smp_world.run(body, ranks=1, config={"ddp": True}) == [True]
 
 
 def test_initial_weights_are_the_same_at_every_degree(smp_world):

@@ -165,6 +165,17 @@ def test_a_rank_may_ask_for_a_result_before_another_has_begun_the_next(
         assert one.result().unique().tolist() == [float(number * times)]
 
 
+@pytest.mark.smp(ranks=3)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sum_is_divided_once(smp: Any, dtype: str) -> None:
+    """16-bit values are folded and divided in float32, and rounded at the end."""
+    here, kind = runtime.current("test"), getattr(torch, dtype)
+    both = Collectives(here, GroupKind.SHARDING, GroupKind.RDP)
+    given = [real_values(rank, 5, dtype=kind) for rank in range(3)]
+    wanted = (tree([each.float() for each in given]) / 3).to(kind)
+    assert torch.equal(both.all_reduce(given[here.rank], 3).result(), wanted)
+
+
 @pytest.mark.smp(ranks=2)
 def test_reductions_that_have_begun_go_on_together(smp: Any) -> None:
     both = Collectives(runtime.current("test"), GroupKind.SHARDING, GroupKind.RDP)

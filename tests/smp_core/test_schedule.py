@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from smp_core.torch.execution.schedule import POLICIES, Kind, Phase, Progress, Ready, choose
+from smp_core.schedule import POLICIES, Kind, Phase, Progress, Ready, choose
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 SIMPLE, INTERLEAVED = POLICIES["simple"], POLICIES["interleaved"]

@@ -1,0 +1,264 @@
+"""The cut of one traced microbatch, as data: operations in segments, and the tensors that pass between segments.
+
+An *operation* has a place: a partition, ``EVERYWHERE`` (every rank runs it), or ``COPIED`` (constants, arguments and
+captured tensors, which are copied to where they are used). A *segment* is the set of all operations of one level and
+one place. The level of an operation is the largest level among its inputs, plus one for an input of another place or,
+in a backward pass, of the forward pass. So no two segments need each other, and the segments in the order of their
+levels are an order of the whole graph.
+
+Nothing here imports TensorFlow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+EVERYWHERE = -1
+COPIED = -2
+
+
+class Value(NamedTuple):
+    """One output of an operation; a tensor of the traced graph."""
+
+    operation: int
+    output: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GraphOperation:
+    """One operation of a traced graph, in the order of creation.
+
+    Attributes:
+        name: its name in the graph.
+        type: the name of its kernel.
+        inputs: the tensors that it takes.
+        controls: the operations that must run before it.
+        outputs: the dtypes of its outputs, by name.
+        place: a partition, EVERYWHERE or COPIED.
+        backward: whether it computes gradients.
+        fixed: whether it depends on variables and constants alone, so that it may run later than it could.
+    """
+
+    name: str
+    type: str
+    inputs: tuple[Value, ...]
+    controls: tuple[int, ...] = ()
+    outputs: tuple[str, ...] = ()
+    place: int = EVERYWHERE
+    backward: bool = False
+    fixed: bool = False
+
+
+class Spot(NamedTuple):
+    """The name of a segment: its level and its place."""
+
+    level: int
+    place: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Segment:
+    """Operations that one rank, or every rank, runs as one function.
+
+    Attributes:
+        spot: its level and its place.
+        operations: their indices, in the order of creation.
+        arguments: the tensors of COPIED operations that it takes.
+        inputs: the tensors of other segments that it takes.
+        outputs: its tensors that other segments take, or that the step returns.
+    """
+
+    spot: Spot
+    operations: tuple[int, ...]
+    arguments: tuple[Value, ...]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+
+class SegmentMessage(NamedTuple):
+    """The tensors that one segment sends to the rank of one partition.
+
+    ``number`` is the same on every rank, whatever the operations are called there.
+    """
+
+    number: int
+    source: Spot
+    destination: int
+    values: tuple[Value, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cut:
+    """A traced microbatch in segments.
+
+    Attributes:
+        segments: in an order in which one process could run them.
+        messages: in the order of their sources.
+        partitions: the number of partitions.
+        turn: the first level that has nothing left to do but the backward pass.
+    """
+
+    segments: tuple[Segment, ...]
+    messages: tuple[SegmentMessage, ...]
+    partitions: int
+    turn: int
+
+    def local(self, partition: int) -> tuple[Segment, ...]:
+        """The segments that the rank of a partition runs."""
+        return tuple(each for each in self.segments if each.spot.place in (partition, EVERYWHERE))
+
+
+def live(operations: Sequence[GraphOperation], needed: Collection[int]) -> frozenset[int]:
+    """The operations that ``needed`` ones depend on, these included."""
+    found: set[int] = set()
+    waiting = list(needed)
+    while waiting:
+        index = waiting.pop()
+        if index not in found:
+            found.add(index)
+            operation = operations[index]
+            waiting += [each.operation for each in operation.inputs]
+            # A copied operation is copied without the order that it had.
+            waiting += operation.controls if operation.place != COPIED else ()
+    return frozenset(found)
+
+
+def levels(operations: Sequence[GraphOperation], alive: Collection[int]) -> dict[int, int]:
+    """The level of each live operation that is not COPIED."""
+    found: dict[int, int] = {}
+    users: defaultdict[int, list[int]] = defaultdict(list)
+    late: dict[int, None] = {}
+    for index in sorted(alive):
+        operation = operations[index]
+        if operation.place == COPIED:
+            continue
+        before = {each.operation for each in operation.inputs} | set(operation.controls)
+        before = {each for each in before if operations[each].place != COPIED}
+        for each in before:
+            users[each].append(index)
+        found[index] = max(
+            (found[each] + _apart(operations[each], operation) for each in before),
+            default=0,
+        )
+        if operation.fixed and before <= late.keys():
+            late[index] = None
+    for index in reversed(late):
+        found[index] = min(
+            (found[user] - _apart(operations[index], operations[user]) for user in users[index]),
+            default=found[index],
+        )
+    return found
+
+
+def _apart(source: GraphOperation, taker: GraphOperation) -> bool:
+    """Return whether an operation must be in a later segment than one whose result it takes.
+
+    In a partition the backward pass is never in a segment of the forward pass, so that a schedule can put it off.
+    """
+    turns = taker.place >= 0 and taker.backward and not source.backward
+    return source.place != taker.place or turns
+
+
+def cut(
+    operations: Sequence[GraphOperation],
+    partitions: int,
+    results: Collection[Value],
+    owned: Collection[Value] = (),
+    effects: Collection[int] = (),
+    homes: Mapping[Value, int] | None = None,
+) -> Cut:
+    """Cut a graph.
+
+    Args:
+        operations: all operations, in the order of creation, each after its inputs.
+        partitions: the number of partitions.
+        results: the tensors that every rank must have in the end.
+        owned: the tensors that only the rank of their partition must have, or that of their home.
+        effects: the operations that run for what they change.
+        homes: for some of ``owned``, the partition whose rank must have it.
+    """
+    alive = live(operations, {each.operation for each in (*results, *owned)} | set(effects))
+    level = levels(operations, alive)
+    spots = {index: Spot(each, operations[index].place) for index, each in level.items()}
+    members: defaultdict[Spot, list[int]] = defaultdict(list)
+    for index in sorted(spots):
+        members[spots[index]].append(index)
+
+    takers: defaultdict[Value, set[int]] = defaultdict(set)  # the places that take a tensor
+    leaving: defaultdict[Spot, set[Value]] = defaultdict(set)
+    taken: dict[Spot, tuple[tuple[Value, ...], tuple[Value, ...]]] = {}
+    for spot, indices in members.items():
+        arguments: dict[Value, None] = {}
+        inputs: dict[Value, None] = {}
+        for index in indices:
+            for value in operations[index].inputs:
+                source = spots.get(value.operation)
+                if source is None:
+                    arguments[value] = None
+                elif source != spot:
+                    inputs[value] = None
+                    takers[value].add(spot.place)
+                    leaving[source].add(value)
+        taken[spot] = tuple(arguments), tuple(inputs)
+    for value in (*results, *owned):
+        if value.operation in spots:
+            leaving[spots[value.operation]].add(value)
+    for value in results:
+        takers[value].add(EVERYWHERE)
+    for value, home in (homes or {}).items():
+        takers[value].add(home)
+
+    segments: list[Segment] = []
+    messages: list[SegmentMessage] = []
+    for spot in sorted(members):
+        outputs = tuple(sorted(leaving[spot]))
+        segments.append(
+            Segment(
+                spot,
+                tuple(members[spot]),
+                *taken[spot],
+                outputs,
+            )
+        )
+        if spot.place == EVERYWHERE:
+            continue
+        for destination in range(partitions):
+            sent = tuple(
+                value
+                for value in outputs
+                if destination != spot.place and {destination, EVERYWHERE} & takers[value]
+            )
+            if sent:
+                messages.append(SegmentMessage(len(messages), spot, destination, sent))
+    forward = (
+        level[index]
+        for index, spot in spots.items()
+        if spot.place != EVERYWHERE
+        and not operations[index].backward
+        and not operations[index].fixed
+    )
+    return Cut(tuple(segments), tuple(messages), partitions, max(forward, default=-1) + 1)
+
+
+def described(
+    operations: Sequence[GraphOperation], alive: Collection[int], detail: Callable[[int], str]
+) -> list[str]:
+    """One line for each live operation, without names: ranks that traced the same graph have the same lines.
+
+    ``detail`` gives what a line says of an operation besides: its shapes, and the value of a constant.
+    """
+    return [
+        f"{operations[index].type}{list(operations[index].inputs)} -> {list(operations[index].outputs)} "
+        f"at {operations[index].place}: {detail(index)}"
+        for index in sorted(alive)
+    ]
+
+
+def fingerprint(lines: Sequence[str]) -> int:
+    """A positive 63-bit number, the same for the same lines."""
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

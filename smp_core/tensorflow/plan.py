@@ -1,0 +1,300 @@
+"""The plan of one traced step: its cut, this rank's functions, and the tensors that the step returns here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from smp_core.tensorflow import auto, segments
+from smp_core.tensorflow import tensorflow_parts as parts
+from smp_core.tensorflow.cut import (
+    COPIED,
+    EVERYWHERE,
+    Cut,
+    GraphOperation,
+    SegmentMessage,
+    Value,
+    cut,
+    described,
+    fingerprint,
+    live,
+)
+from smp_core.tensorflow.framework import StepTensor
+from smp_core.tensorflow.placement import OperationPlaces, Traced, place
+from smp_core.tensorflow.segments import Graph
+from smp_core.tensorflow.session import TensorFlowSession
+from smp_core.tensorflow.tensorflow_parts import tf
+from smp_core.tensorflow.transport import Spec
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Plan:
+    """One traced step on one rank.
+
+    Attributes:
+        graph: the traced microbatch.
+        cut: its segments and messages.
+        functions: the functions of this rank's segments, by the index of the segment.
+        feeds: the tensors that each of these functions takes.
+        sends: the messages that leave with each of these segments.
+        comes: the message that brings each tensor of another rank.
+        specs: dtype and shape of each tensor of a message.
+        serial: pairs of segments: the first of a microbatch waits for the second of the one before.
+        handles: the variables that these functions use.
+        returned: the structure that the step returns on this rank, with Value as leaves.
+        leaves: these leaves, each once.
+        uses: how often this rank takes each tensor: for a segment, for a message, for what it returns.
+        owned: the returned tensors that only this rank has: its gradients.
+        lines: the description by which ranks compare what they traced.
+        number: the fingerprint of that description.
+    """
+
+    graph: Graph
+    cut: Cut
+    functions: dict[int, Any]
+    feeds: dict[int, list[Value]]
+    sends: dict[int, list[SegmentMessage]]
+    comes: dict[Value, SegmentMessage]
+    specs: dict[Value, Spec]
+    serial: list[tuple[int, int]]
+    handles: list[Any]
+    returned: Any
+    leaves: list[Value]
+    uses: Counter[Value]
+    owned: frozenset[Value]
+    lines: list[str]
+    number: int
+
+    def result(self, values: Mapping[Value, Any], averaged: Callable[[Any], Any] | None) -> Any:
+        """The structure that one microbatch returns on this rank."""
+
+        def filled(part: Any) -> Any:
+            if isinstance(part, Value):
+                return StepTensor(values[part], averaged if part in self.owned else None)
+            return _mapped(part, filled)
+
+        return filled(self.returned)
+
+
+def make(session: TensorFlowSession, concrete: Any, trainable: Sequence[Any]) -> Plan:
+    """Place and cut what was traced, and build this rank's functions.
+
+    ``trainable`` are all trainable variables of the model. Raises PartitionError for a graph that cannot be cut.
+    """
+    graph = segments.read(concrete)
+    handles = {
+        inner.operation: outer for outer, inner in graph.captures if outer.dtype == tf.resource
+    }
+    names = {parts.handle_key(parts.handle_of(each)[0]): each for each in _variables(session)}
+    titles = {
+        at: getattr(names.get(parts.handle_key(outer)), "path", None) or graph.traced[at].name
+        for at, outer in handles.items()
+    }
+    known = {
+        at: session.owners[parts.handle_key(outer)]
+        for at, outer in handles.items()
+        if parts.handle_key(outer) in session.owners
+    }
+    default = session.runtime.config.default_partition
+    homes = {at: default for at, outer in handles.items() if parts.handle_key(outer) in names}
+    placeholder = {parts.handle_key(outer): at for at, outer in handles.items()}
+    keys = [parts.handle_key(parts.handle_of(each)[0]) for each in trainable]
+    order = [placeholder.get(key) for key in keys]
+    traced = (
+        auto.resolved(session, graph, handles)
+        if session.runtime.config.auto_partition
+        else graph.traced
+    )
+    structure = concrete.graph.structured_outputs
+    placed = place(
+        traced,
+        titles,
+        known=known,
+        wishes=dict(_wishes(graph, traced, structure, order)),
+        homes=homes,
+    )
+    for at, owner in placed.owners.items():
+        if owner != EVERYWHERE:
+            session.owners.setdefault(parts.handle_key(handles[at]), owner)
+
+    # As model.trainable_variables has them after the first step.
+    owners = [session.owners.get(key, default) for key in keys]
+    returned, owned, others, moved = _returned(
+        graph, structure, placed.operations, owners, session.partition
+    )
+    leaves = set(graph.outputs)
+    results = sorted(each for each in leaves if each not in owned | others)
+    made = cut(
+        placed.operations,
+        session.partitions,
+        results,
+        sorted(owned | others),
+        graph.effects,
+        moved,
+    )
+    alive = live(placed.operations, {each.operation for each in leaves} | set(graph.effects))
+    lines = described(placed.operations, alive, graph.detail)
+    here = {
+        at: each
+        for at, each in enumerate(made.segments)
+        if each.spot.place in (session.partition, EVERYWHERE)
+    }
+    index = {each.spot: at for at, each in enumerate(made.segments)}
+    sends: dict[int, list[SegmentMessage]] = {}
+    comes: dict[Value, SegmentMessage] = {}
+    specs: dict[Value, Spec] = {}
+    for message in made.messages:
+        if message.source.place == session.partition:
+            sends.setdefault(index[message.source], []).append(message)
+        elif message.destination == session.partition:
+            comes |= dict.fromkeys(message.values, message)
+        for value in message.values:
+            tensor = graph.tensor(value)
+            shape = None if tensor.shape.rank is None else tuple(tensor.shape.as_list())
+            specs[value] = Spec(tensor.dtype.as_numpy_dtype, shape)
+    feeds = {at: [*each.inputs, *segments.fed_arguments(graph, each)] for at, each in here.items()}
+    returned_here = list(dict.fromkeys(_leaves(returned)))
+    sent = [value for each in sends.values() for message in each for value in message.values]
+    taken = [value for each in feeds.values() for value in each]
+    used = {value for each in here.values() for value in each.arguments}
+    return Plan(
+        graph,
+        made,
+        {at: segments.build(graph, placed.operations, each) for at, each in here.items()},
+        feeds,
+        sends,
+        comes,
+        specs,
+        _serial(placed, made),
+        [outer for value, outer in graph.handles.items() if value in used],
+        returned,
+        returned_here,
+        Counter([*taken, *sent, *returned_here]),
+        frozenset(owned),
+        lines,
+        fingerprint(lines),
+    )
+
+
+def _variables(session: TensorFlowSession) -> list[Any]:
+    return [] if session.model is None else session.model.all_variables()
+
+
+def _serial(placed: OperationPlaces, made: Cut) -> list[tuple[int, int]]:
+    """The first and the last segment that use each variable that the step changes."""
+    spots = {
+        operation: at for at, each in enumerate(made.segments) for operation in each.operations
+    }
+    users: dict[int, list[int]] = {handle: [] for handle in placed.changed()}
+    for index, each in enumerate(placed.operations):
+        for value in each.inputs:
+            if value.operation in users and index in spots:
+                users[value.operation].append(spots[index])
+    return sorted({(min(each), max(each)) for each in users.values() if each})
+
+
+def _wishes(
+    graph: Graph, traced: Sequence[Traced], structure: Any, order: Sequence[int | None]
+) -> Iterator[tuple[int, int]]:
+    """The operations that sum and shape the gradients of one variable, if the step returns all gradients in a list."""
+    for part in _lists(structure):
+        if len(part) != len(order):
+            continue
+        for leaf, handle in zip(part, order, strict=True):
+            if handle is None or not tf.is_tensor(leaf):
+                continue
+            waiting = [graph.value(leaf).operation]
+            while waiting:
+                at = waiting.pop()
+                if traced[at].tag is None and traced[at].origin is None:
+                    yield at, handle
+                    waiting += [value.operation for value in traced[at].inputs]
+
+
+def _lists(part: Any) -> Iterator[Any]:
+    if isinstance(part, list):
+        yield part
+    children = part.values() if isinstance(part, Mapping) else part
+    if isinstance(part, list | tuple | Mapping):
+        for each in children:
+            yield from _lists(each)
+
+
+def _returned(
+    graph: Graph,
+    structure: Any,
+    operations: Sequence[GraphOperation],
+    owners: Sequence[int],
+    here: int,
+) -> tuple[Any, set[Value], set[Value], dict[Value, int]]:
+    """The structure that the step returns on this rank, its own gradients, those of other ranks, and the owners of
+    gradients that another rank computes.
+
+    A list of gradients becomes the list of this rank's. A gradient of another rank at any other place becomes None.
+    """
+    owned: set[Value] = set()
+    others: set[Value] = set()
+    moved: dict[Value, int] = {}
+
+    def is_gradient(leaf: Any) -> bool:
+        if not tf.is_tensor(leaf):
+            return False
+        operation = operations[graph.value(leaf).operation]
+        return operation.backward and operation.place >= 0
+
+    def of_variable(leaf: Any, owner: int) -> Any:
+        if not tf.is_tensor(leaf):
+            return visit(leaf)
+        value = graph.value(leaf)
+        (owned if owner == here else others).add(value)
+        if operations[value.operation].place not in (owner, EVERYWHERE, COPIED):
+            moved[value] = owner
+        return value
+
+    def visit(part: Any) -> Any:
+        if tf.is_tensor(part):
+            value = graph.value(part)
+            if not is_gradient(part):
+                return value
+            at = operations[value.operation].place
+            (owned if at == here else others).add(value)
+            return value if at == here else None
+        if isinstance(part, list) and any(map(is_gradient, part)):
+            if len(part) == len(owners):
+                # As model.trainable_variables has them, so that variables without gradient keep their places.
+                found = [
+                    (of_variable(leaf, owner), owner)
+                    for leaf, owner in zip(part, owners, strict=True)
+                ]
+                return [leaf for leaf, owner in found if owner == here]
+            if all(map(is_gradient, part)):
+                return [each for each in map(visit, part) if each is not None]
+        return _mapped(part, visit)
+
+    return visit(structure), owned, others, moved
+
+
+def _leaves(part: Any) -> Iterator[Value]:
+    if isinstance(part, Value):
+        yield part
+    elif isinstance(part, Mapping | list | tuple):
+        for each in part.values() if isinstance(part, Mapping) else part:
+            yield from _leaves(each)
+
+
+def _mapped(part: Any, change: Callable[[Any], Any]) -> Any:
+    """The same container with other parts; any other value as it is."""
+    if isinstance(part, Value):
+        return part
+    if isinstance(part, Mapping):
+        changed = {key: change(each) for key, each in part.items()}
+        kind: Any = type(part)
+        return changed if kind is dict else kind(changed)
+    if isinstance(part, tuple) and hasattr(part, "_fields"):
+        return type(part)(*map(change, part))
+    if isinstance(part, list | tuple):
+        kind = tuple if isinstance(part, tuple) else list
+        return kind(change(each) for each in part)
+    return part

@@ -1,0 +1,272 @@
+"""One step on one rank: the tasks of its order, the messages between them, and the results of all microbatches.
+
+A step runs eagerly. Inside an outer ``tf.function`` it is one operation of that graph, which runs the step whenever the
+graph runs: an error of a segment is caught there, and told to the other ranks, before it ends the graph.
+
+A rank whose segment has failed computes nothing more, but sends and receives every message of the step, and marks
+those that it sends as given up. A rank that receives such a message does the same. So no message outlives the step, and
+at its end all ranks agree that it failed, and who did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from smp_core.errors import (
+    PartitionError,
+    StepAbortedError,
+    UnsupportedTrainingError,
+    VerdictError,
+)
+from smp_core.tensorflow import tensorflow_parts as parts
+from smp_core.tensorflow.agreement import told
+from smp_core.tensorflow.cut import Value
+from smp_core.tensorflow.plan import Plan
+from smp_core.tensorflow.session import TensorFlowSession
+from smp_core.tensorflow.tasks import SegmentTask, orders
+from smp_core.tensorflow.tensorflow_parts import tf
+from smp_core.tensorflow.transport import Members, SegmentTransport
+
+#: The words of a rank when it agrees on a step: it has made its plan now, it runs one, it is done with it, it failed.
+PLANNED, RUNS, DONE, FAILED = 0, 1, 2, 3
+BEFORE = "before it ran"
+
+
+def run(
+    session: TensorFlowSession,
+    plans: Sequence[Plan],
+    flats: Sequence[Sequence[Any]],
+    averaged: Callable[[Any], Any] | None,
+) -> list[Any]:
+    """Run a step, and return what each microbatch returned on this rank.
+
+    ``plans`` and ``flats`` are the plans and the arguments of the microbatches.
+    """
+    given = [
+        [*flat, *(outer for outer, _ in plan.graph.fed_captures)]
+        for plan, flat in zip(plans, flats, strict=True)
+    ]
+    execute = _executed if tf.executing_eagerly() else _traced
+    results = execute(session, plans, given)
+    return [plan.result(each, averaged) for plan, each in zip(plans, results, strict=True)]
+
+
+def _executed(
+    session: TensorFlowSession, plans: Sequence[Plan], given: Sequence[Sequence[Any]]
+) -> list[dict[Value, Any]]:
+    """The tensors that each microbatch returns on this rank."""
+    config = session.runtime.config
+    order = orders(
+        [plan.cut for plan in plans],
+        config.pipeline,
+        config.active_microbatches,
+        [plan.serial for plan in plans],
+    )[session.partition]
+    with told_to_replicas(session):
+        agreed(session.transport, RUNS, [plan.number for plan in plans])
+    return _Step(session.transport, plans, given).run(order)
+
+
+def _traced(
+    session: TensorFlowSession, plans: Sequence[Plan], given: Sequence[Sequence[Any]]
+) -> list[dict[Value, Any]]:
+    """The same, as results of an operation of the graph that is being traced.
+
+    Raises UnsupportedTrainingError if TensorFlow has no thread for anything but this operation.
+    """
+    if parts.inter_op_threads() < 2:
+        raise UnsupportedTrainingError(
+            "smp.step in a tf.function: TensorFlow has one inter-op thread, on which the step would wait for ever for "
+            "its own operations. Set TF_NUM_INTEROP_THREADS=2, or call "
+            "tf.config.threading.set_inter_op_parallelism_threads(2) before anything else"
+        )
+    # The variables are inputs, so that the operation takes its turn among those that assign to them.
+    handles = {id(handle): handle for plan in plans for handle in plan.handles}
+    counts = [len(each) for each in given]
+
+    def call(*tensors: Any) -> list[Any]:
+        rest = iter(tensors)
+        found = _executed(session, plans, [[next(rest) for _ in range(each)] for each in counts])
+        return [
+            each[value] for plan, each in zip(plans, found, strict=True) for value in plan.leaves
+        ]
+
+    types = [plan.graph.tensor(value).dtype for plan in plans for value in plan.leaves]
+    inputs = [*(tensor for each in given for tensor in each), *handles.values()]
+    made = tf.py_function(call, inputs, types)
+    found = iter(made if types else ())
+    results = []
+    for plan in plans:
+        results.append({value: next(found) for value in plan.leaves})
+        for value, tensor in results[-1].items():
+            tensor.set_shape(plan.graph.tensor(value).shape)
+    return results
+
+
+class _Step:
+    """The tensors of all microbatches of one step, as far as this rank has them and still needs them."""
+
+    def __init__(
+        self,
+        transport: SegmentTransport,
+        plans: Sequence[Plan],
+        given: Sequence[Sequence[Any]],
+    ) -> None:
+        self._transport, self._plans = transport, plans
+        self._known: list[dict[Value, Any]] = [
+            dict(zip(plan.graph.given, tensors, strict=True))
+            for plan, tensors in zip(plans, given, strict=True)
+        ]
+        self._left = [Counter(plan.uses) for plan in plans]
+        self._offsets = [0]
+        for plan in plans:
+            self._offsets.append(self._offsets[-1] + len(plan.cut.messages))
+        self._received: set[int] = set()
+        self._given_up = False
+        self._failure: Exception | None = None
+        self._when = ""
+
+    def run(self, order: Sequence[SegmentTask]) -> list[dict[Value, Any]]:
+        """Run the tasks in order, and return the results of each microbatch; raise if a rank has failed."""
+        for task in order:
+            self._run(task)
+        results = [
+            {value: self._take(microbatch, value) for value in plan.leaves}
+            for microbatch, plan in enumerate(self._plans)
+        ]
+        self._transport.settle()
+        ended(self._transport, self._transport.bound, self._failure, self._when)
+        return results
+
+    def _run(self, task: SegmentTask) -> None:
+        """Run one segment, and send what leaves with it."""
+        plan, known = self._plans[task.microbatch], self._known[task.microbatch]
+        segment = plan.cut.segments[task.segment]
+        inputs = [self._take(task.microbatch, value) for value in plan.feeds[task.segment]]
+        if not self._given_up:
+            try:
+                outputs = plan.functions[task.segment](*inputs)
+            except Exception as error:
+                phase = "backward" if segment.spot.level >= plan.cut.turn else "forward"
+                self._when = f"in the {phase} pass of microbatch {task.microbatch}"
+                self._failure, self._given_up = error, True
+            else:
+                known.update(zip(segment.outputs, outputs or (), strict=True))
+        for message in plan.sends.get(task.segment, ()):
+            tensors = [self._take(task.microbatch, value) for value in message.values]
+            number = self._offsets[task.microbatch] + message.number
+            specs = [plan.specs[value] for value in message.values]
+            if self._given_up:
+                self._transport.give_up(message.destination, number, specs)
+            else:
+                arrays = [each.numpy() for each in tensors]
+                self._transport.send(message.destination, number, specs, arrays)
+
+    def _take(self, microbatch: int, value: Value) -> Any:
+        """A tensor for one of its uses here: received if it is another rank's, copied if it is a constant.
+
+        None once the step is given up. After its last use the tensor is not kept.
+        """
+        plan, known = self._plans[microbatch], self._known[microbatch]
+        message = plan.comes.get(value)
+        if message is not None and (number := self._offsets[microbatch] + message.number) not in (
+            self._received
+        ):
+            self._received.add(number)
+            specs = [plan.specs[each] for each in message.values]
+            arrays = self._transport.receive(message.source.place, number, specs)
+            if arrays is None:
+                self._given_up = True
+            else:
+                known.update(zip(message.values, map(tf.constant, arrays), strict=True))
+        if self._given_up:
+            return None
+        if value not in known:
+            known[value] = tf.constant(tf.get_static_value(plan.graph.tensor(value)))
+        self._left[microbatch][value] -= 1
+        return known[value] if self._left[microbatch][value] else known.pop(value)
+
+
+def agreed(
+    transport: SegmentTransport,
+    kind: int,
+    numbers: Sequence[int],
+    failure: Exception | None = None,
+) -> None:
+    """Compare what the ranks of the pipeline are about to run, so that none waits for what never comes.
+
+    ``failure`` is the error of a rank that cannot run: it returns, and the others raise StepAbortedError.
+
+    Raises PartitionError, on every rank, if the ranks are about to run different steps.
+    """
+    digest = hash(tuple(numbers)) & (2**62 - 1)
+    rows = transport.pipeline.agree(kind, digest)
+    _tell(transport, transport.pipeline, rows, failure, BEFORE)
+    if failure is not None or len({tuple(row) for row in rows}) == 1:
+        return
+    if {row[0] for row in rows} == {PLANNED}:
+        return  # the caller compares line by line
+    kinds = ", ".join(
+        f"rank {rank} {'traces a new step' if row[0] == PLANNED else 'runs a step traced before'}"
+        for rank, row in enumerate(rows)
+    )
+    raise PartitionError(
+        f"smp.step: the ranks of the pipeline run different steps ({kinds}). Every rank must call the same step "
+        "with tensors of the same shapes and dtypes and with equal Python values"
+    )
+
+
+def ended(
+    transport: SegmentTransport, members: Members, failure: Exception | None, when: str = BEFORE
+) -> None:
+    """Agree that a step, or the way to it, has ended well on every rank of ``members``.
+
+    A rank that failed raises its own error, the others StepAbortedError, which names the rank, its error and ``when``.
+    """
+    rows = members.agree(DONE if failure is None else FAILED)
+    _tell(transport, members, rows, failure, when)
+    if failure is not None:
+        raise failure
+
+
+def _tell(
+    transport: SegmentTransport,
+    members: Members,
+    rows: Sequence[Sequence[int]],
+    failure: Exception | None,
+    when: str,
+) -> None:
+    """If a member has failed, give its error to the others, which raise StepAbortedError."""
+    failed = [at for at, row in enumerate(rows) if row[0] == FAILED]
+    if not failed:
+        return
+    sentence = ""
+    if failure is not None:
+        where = f"pp rank {transport.position} (world rank {transport.rank})"
+        sentence = f"smp.step was given up {when}, because {where} raised {told(failure)}"
+    texts = members.texts(sentence)
+    if failure is None:
+        raise StepAbortedError(texts[failed[0]])
+
+
+@contextlib.contextmanager
+def told_to_replicas(session: TensorFlowSession) -> Iterator[None]:
+    """Tell the ranks of other pipelines of an error inside, which all ranks of this one raise.
+
+    Before the first step all ranks wait for each other once; then those that are bound to each other, after each step.
+    """
+    try:
+        yield
+    except VerdictError:
+        raise
+    except Exception as error:
+        transport = session.transport
+        members = transport.bound if session.partitioned else transport.world
+        if members is not transport.pipeline:
+            with tf.init_scope():
+                # Of a rank that was told itself nobody learns: the one that failed tells all.
+                ended(transport, members, None if isinstance(error, StepAbortedError) else error)
+        raise

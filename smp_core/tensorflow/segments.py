@@ -1,0 +1,241 @@
+"""From a traced graph to operations as data, and from a segment to a function that runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from smp_core.tensorflow import tensorflow_parts as parts
+from smp_core.tensorflow.cut import COPIED, GraphOperation, Segment, Value
+from smp_core.tensorflow.placement import Traced
+from smp_core.tensorflow.tensorflow_parts import tf
+
+_TAPE = "gradient_tape/"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Graph:
+    """A traced function as data, with what leads back to TensorFlow.
+
+    Attributes:
+        concrete: the traced function.
+        nodes: its operations.
+        traced: the same, as data.
+        index: the index of each operation, by name.
+        arguments: for each argument, its tensor.
+        captures: for each captured tensor, the one outside and its placeholder.
+        outputs: the tensors that it returns.
+        effects: the operations that run for what they change.
+    """
+
+    concrete: Any
+    nodes: tuple[Any, ...]
+    traced: tuple[Traced, ...]
+    index: Mapping[str, int]
+    arguments: tuple[Value, ...]
+    captures: tuple[tuple[Any, Value], ...]
+    outputs: tuple[Value, ...]
+    effects: tuple[int, ...]
+
+    @property
+    def handles(self) -> dict[Value, Any]:
+        """The variables that functions of segments capture: those that are no tensors of an outer graph."""
+        return {
+            inner: outer
+            for outer, inner in self.captures
+            if outer.dtype == tf.resource and not tf.is_symbolic_tensor(outer)
+        }
+
+    @property
+    def fed_captures(self) -> list[tuple[Any, Value]]:
+        """The other captures: their tensors are passed to the functions, as those of arguments are."""
+        handles = self.handles
+        return [(outer, inner) for outer, inner in self.captures if inner not in handles]
+
+    @property
+    def given(self) -> list[Value]:
+        """The tensors that a run of the graph is given: its arguments, then those of ``fed_captures``."""
+        return [*self.arguments, *(inner for _, inner in self.fed_captures)]
+
+    def value(self, tensor: Any) -> Value:
+        """The tensor as data."""
+        return Value(self.index[tensor.op.name], tensor.value_index)
+
+    def tensor(self, value: Value) -> Any:
+        """The tensor in the graph."""
+        return self.nodes[value.operation].outputs[value.output]
+
+    def detail(self, operation: int) -> str:
+        """The shapes of what an operation gives, and the value of a constant.
+
+        Without strings: constants of assertions hold names, which need not be the same on every rank.
+        """
+        node = self.nodes[operation]
+        found = ", ".join(str(each.shape) for each in node.outputs)
+        if node.type != "Const" or node.outputs[0].dtype == tf.string:
+            return found
+        value = tf.get_static_value(node.outputs[0])
+        known = value.tolist() if value.size <= 4 else hashlib.sha256(value.tobytes()).hexdigest()
+        return f"{found} = {known}"
+
+
+def read(concrete: Any) -> Graph:
+    """Read a traced function."""
+    graph = concrete.graph
+    nodes = _ordered(graph.get_operations())
+    index = {each.name: at for at, each in enumerate(nodes)}
+    scopes = _scopes(nodes)
+
+    def origin(node: Any) -> int | None:
+        found = parts.origin_of(node)
+        if found is not None and found.graph is graph:
+            return index[found.name]
+        at = node.name.rfind(_TAPE)
+        if at < 0:
+            return None
+        # The tape names an operation by the forward operation, or by its scope.
+        forward = node.name[at + len(_TAPE) :].rpartition("/")[0]
+        own = index.get(forward)
+        return (
+            own if own is not None and parts.tag_of(nodes[own]) is not None else scopes.get(forward)
+        )
+
+    traced = []
+    for node in nodes:
+        forward = origin(node)
+        traced.append(
+            Traced(
+                node.name,
+                node.type,
+                tuple(Value(index[each.op.name], each.value_index) for each in node.inputs),
+                tuple(index[each.name] for each in node.control_inputs),
+                tuple(each.dtype.name for each in node.outputs),
+                parts.tag_of(node),
+                forward,
+                forward is not None,
+            )
+        )
+
+    def value(tensor: Any) -> Value:
+        return Value(index[tensor.op.name], tensor.value_index)
+
+    captures = tuple((outer, value(inner)) for outer, inner in graph.captures)
+    count = len(graph.inputs) - len(captures)
+    return Graph(
+        concrete,
+        nodes,
+        tuple(traced),
+        index,
+        tuple(value(each) for each in graph.inputs[:count]),
+        captures,
+        tuple(value(each) for each in graph.outputs),
+        tuple(sorted(_effects(graph.control_outputs, index))),
+    )
+
+
+def _effects(nodes: Sequence[Any], index: Mapping[str, int]) -> set[int]:
+    """The operations to run; one that only waits for others stands for those."""
+    found: set[int] = set()
+    for node in nodes:
+        found |= _effects(node.control_inputs, index) if node.type == "NoOp" else {index[node.name]}
+    return found
+
+
+def _ordered(nodes: Sequence[Any]) -> tuple[Any, ...]:
+    """The operations in the order of creation, but each after those that must run before it."""
+    place = {node.name: at for at, node in enumerate(nodes)}
+    before = [
+        {place[each.op.name] for each in node.inputs}
+        | {place[each.name] for each in node.control_inputs}
+        for node in nodes
+    ]
+    after: list[list[int]] = [[] for _ in nodes]
+    for at, each in enumerate(before):
+        for source in each:
+            after[source].append(at)
+    left = [len(each) for each in before]
+    ready = [at for at, count in enumerate(left) if not count]
+    found = []
+    while ready:
+        at = heapq.heappop(ready)
+        found.append(nodes[at])
+        for user in after[at]:
+            left[user] -= 1
+            if not left[user]:
+                heapq.heappush(ready, user)
+    return tuple(found)
+
+
+def _scopes(nodes: Sequence[Any]) -> dict[str, int]:
+    """A tagged operation for each name scope whose operations have one tag."""
+    found: dict[str, int | None] = {}
+    tags: dict[str, int] = {}
+    for at, node in enumerate(nodes):
+        tag = parts.tag_of(node)
+        if tag is None:
+            continue
+        scope = node.name.rpartition("/")[0]
+        if tags.setdefault(scope, tag) != tag:
+            found[scope] = None
+        else:
+            found.setdefault(scope, at)
+    return {scope: at for scope, at in found.items() if at is not None}
+
+
+def build(graph: Graph, operations: Sequence[GraphOperation], segment: Segment) -> Any:
+    """A function of the segment's inputs, then its arguments that are no handles, that returns its outputs."""
+    inside = set(segment.operations)
+    handles = graph.handles
+    captured = {value for _, value in graph.captures}
+    fed = [*segment.inputs, *fed_arguments(graph, segment)]
+    copies: set[int] = {
+        value.operation
+        for value in segment.arguments
+        if value not in captured and graph.nodes[value.operation].type != "Placeholder"
+    }
+    definition = tf.compat.v1.GraphDef()
+    definition.versions.CopyFrom(graph.concrete.graph.as_graph_def().versions)
+    definition.library.CopyFrom(graph.concrete.graph.as_graph_def().library)
+    names = {operations[at].name for at in inside | copies}
+    for at in sorted(inside | copies):
+        node = definition.node.add()
+        node.CopyFrom(graph.nodes[at].node_def)
+        node.attr.pop("_class", None)  # names operations of other segments
+        kept = [
+            each
+            for each in node.input
+            if not each.startswith("^") or (each[1:] in names and operations[at].place != COPIED)
+        ]
+        del node.input[:]
+        node.input.extend(kept)
+
+    specs = [tf.TensorSpec(graph.tensor(each).shape, graph.tensor(each).dtype) for each in fed]
+    wanted = [graph.tensor(each).name for each in segment.outputs]
+    used = set(segment.arguments)
+
+    @tf.function(autograph=False, input_signature=specs)  # type: ignore[untyped-decorator]
+    def run(*tensors: Any) -> list[Any]:
+        here = tf.compat.v1.get_default_graph()
+        given = {graph.tensor(each).name: tensor for each, tensor in zip(fed, tensors, strict=True)}
+        for each, outer in handles.items():
+            if each in used:
+                given[graph.tensor(each).name] = here.capture(outer)
+        found: list[Any] = tf.graph_util.import_graph_def(
+            definition, input_map=given, return_elements=wanted, name=""
+        )
+        return found or []
+
+    return run.get_concrete_function()
+
+
+def fed_arguments(graph: Graph, segment: Segment) -> list[Value]:
+    """The arguments of a segment that its caller passes: placeholders of tensors, no constants and no handles."""
+    handles = graph.handles
+    return [
+        value
+        for value in segment.arguments
+        if graph.nodes[value.operation].type == "Placeholder" and value not in handles
+    ]

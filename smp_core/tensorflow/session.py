@@ -1,0 +1,102 @@
+"""The state of training with TensorFlow on one rank: its model, the owners of its variables, the step in progress."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from smp_core import runtime
+from smp_core.errors import ConfigError, SecondModelError
+from smp_core.runtime import Runtime
+from smp_core.tensorflow.tensorflow_parts import tf
+from smp_core.tensorflow.transport import SegmentTransport
+from smp_core.topology import GroupKind
+from smp_core.transport import current_rank
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class TensorFlowSession:
+    """One rank's training.
+
+    Attributes:
+        runtime: the rank's place in the world.
+        transport: its messages.
+        model: the DistributedModel; None until there is one.
+        owners: the partition of each variable, by the id of its handle.
+        partitioned: whether the first step has cut the model.
+        hooks: what runs after that.
+        waiting: what runs before that: restores of checkpoints.
+        tracing: whether the body of a step is being traced.
+        step_graph: the graph in which the body of a step is being traced.
+        call_graph: the graph in which the model is being called; None outside of its ``call``.
+        whole: whether the model is to show all of its variables, as while it is saved.
+        functions: the ``tf.function`` and the plans of each step function.
+        layers: the partition of each layer, by its scope, under ``auto_partition``.
+        autograph: whether the caller of the step wants AutoGraph, as TensorFlow says it.
+    """
+
+    runtime: Runtime
+    transport: SegmentTransport
+    model: Any = None
+    owners: dict[int, int] = dataclasses.field(default_factory=dict)
+    partitioned: bool = False
+    hooks: list[Callable[[], object]] = dataclasses.field(default_factory=list)
+    waiting: list[Callable[[], object]] = dataclasses.field(default_factory=list)
+    tracing: bool = False
+    step_graph: Any = None
+    call_graph: Any = None
+    whole: bool = False
+    functions: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    layers: dict[str, int] = dataclasses.field(default_factory=dict)
+    autograph: Any = None
+
+    @property
+    def partition(self) -> int:
+        """The partition of this rank."""
+        return self.runtime.position(GroupKind.PP)
+
+    @property
+    def partitions(self) -> int:
+        """The number of partitions."""
+        return self.runtime.config.pipeline_parallel_degree
+
+
+def current(call: str) -> TensorFlowSession:
+    """This rank's session, made on the first call. Raises NotInitializedError, naming ``call``."""
+    owner = runtime.current(call)
+    if owner.training is None:
+        _check(owner)
+        context = current_rank.current()
+        if (
+            context is not None
+            and getattr(context, "fabric", None) is not None
+            and _is_thread(context)
+        ):
+            # Callbacks of a running graph come on threads of TensorFlow's own, which are no ranks.
+            tf.config.run_functions_eagerly(True)
+        owner.training = TensorFlowSession(owner, SegmentTransport(owner))
+    session = owner.training
+    if not isinstance(session, TensorFlowSession):
+        raise SecondModelError(
+            f"{call}: this rank trains with smp_core.torch already; a rank trains with one framework"
+        )
+    return session
+
+
+def _check(owner: Runtime) -> None:
+    config = owner.config
+    if config.tensor_parallel_degree > 1:
+        raise ConfigError(
+            f"tensor_parallel_degree={config.tensor_parallel_degree}: there is no tensor parallelism for TensorFlow. "
+            "See docs/spec/api.md#2"
+        )
+    if config.placement_strategy not in ("cluster", "spread"):
+        raise ConfigError(
+            f"placement_strategy={config.placement_strategy!r}: for TensorFlow it is 'cluster' or 'spread'. "
+            "See docs/spec/api.md#2"
+        )
+
+
+def _is_thread(context: Any) -> bool:
+    return not hasattr(context, "retire")

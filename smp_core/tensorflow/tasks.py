@@ -1,0 +1,120 @@
+"""The order in which each rank runs its segments, for all microbatches of a step, as data.
+
+The order is made by a simulation in which every rank runs one segment at each tick. Among the segments that a rank can
+run, the rule of the pipeline schedule chooses (smp_core/schedule.py). All ranks do the same simulation. A rank that
+follows its order waits only for what runs at an earlier tick, so ranks never wait for each other in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from smp_core.schedule import POLICIES, Kind, Phase, Progress, Ready, choose
+from smp_core.tensorflow.cut import EVERYWHERE, Cut
+
+
+class SegmentTask(NamedTuple):
+    """One segment of one microbatch; ``segment`` is its index in the cut."""
+
+    microbatch: int
+    segment: int
+
+
+#: Pairs of segments, of one cut: the second of a microbatch runs before the first of the next one.
+Serial = Sequence[tuple[int, int]]
+
+
+def orders(
+    cuts: Sequence[Cut], schedule: str, cap: int, serial: Sequence[Serial] = ()
+) -> list[list[SegmentTask]]:
+    """For each partition, the tasks of its rank in order.
+
+    Args:
+        cuts: the cut of each microbatch.
+        schedule: the name of the pipeline schedule.
+        cap: the most microbatches in progress, where the schedule has such a limit.
+        serial: for each microbatch, the segments that must wait for the microbatch before it.
+    """
+    policy = POLICIES[schedule]
+    ranks = range(cuts[0].partitions)
+    queues = [[_chain(cut, rank) for cut in cuts] for rank in ranks]
+    done: list[set[SegmentTask]] = [set() for _ in ranks]
+    order: list[list[SegmentTask]] = [[] for _ in ranks]
+    begun: set[int] = set()
+    needs = [_needs(cut) for cut in cuts]
+
+    def ready(rank: int, task: SegmentTask) -> bool:
+        cut = cuts[task.microbatch]
+        for source in needs[task.microbatch][task.segment]:
+            place = cut.segments[source].spot.place
+            if (
+                SegmentTask(task.microbatch, source)
+                not in done[rank if place == EVERYWHERE else place]
+            ):
+                return False
+        before = task.microbatch - 1
+        if before < 0:
+            return True
+        if cuts[before] is cut and SegmentTask(before, task.segment) not in done[rank]:
+            return False
+        return all(
+            SegmentTask(before, last) in done[rank]
+            for first, last in (serial[before] if serial else ())
+            if cuts[before] is cut and first == task.segment and last in queues[rank][before].all
+        )
+
+    while any(queue.left for each in queues for queue in each):
+        chosen: list[tuple[int, SegmentTask]] = []
+        for rank in ranks:
+            active = sum(
+                any(queues[each][microbatch].left for each in ranks) for microbatch in begun
+            )
+            forward = sum(
+                any(queues[each][at].forward_left(cut) for each in ranks)
+                for at, cut in enumerate(cuts)
+            )
+            options: list[tuple[Ready, SegmentTask]] = []
+            for microbatch, queue in enumerate(queues[rank]):
+                if not queue.left:
+                    continue
+                task = SegmentTask(microbatch, queue.left[0])
+                if not ready(rank, task):
+                    continue
+                turns = cuts[microbatch].segments[task.segment].spot.level >= cuts[microbatch].turn
+                kind = Kind.START if microbatch not in begun else Kind.TURN if turns else Kind.GO_ON
+                phase = Phase.BACKWARD if turns else Phase.FORWARD
+                options.append((Ready(phase, microbatch, kind, task.segment), task))
+            at = choose(policy, [each for each, _ in options], Progress(forward, active, cap))
+            if at is not None:
+                task = options[at][1]
+                begun.add(task.microbatch)
+                chosen.append((rank, task))
+        assert chosen, "no rank can go on"
+        for rank, task in chosen:
+            done[rank].add(task)
+            order[rank].append(task)
+            queues[rank][task.microbatch].left.pop(0)
+    return order
+
+
+class _Queue:
+    """The segments of one microbatch that one rank has not run yet, in order."""
+
+    def __init__(self, segments: Sequence[int]) -> None:
+        self.left, self.all = list(segments), frozenset(segments)
+
+    def forward_left(self, cut: Cut) -> bool:
+        return bool(self.left) and cut.segments[self.left[0]].spot.level < cut.turn
+
+
+def _chain(cut: Cut, rank: int) -> _Queue:
+    return _Queue(
+        [at for at, each in enumerate(cut.segments) if each.spot.place in (rank, EVERYWHERE)]
+    )
+
+
+def _needs(cut: Cut) -> list[set[int]]:
+    """For each segment, the segments whose tensors it takes."""
+    made = {value: at for at, each in enumerate(cut.segments) for value in each.outputs}
+    return [{made[value] for value in each.inputs} for each in cut.segments]

@@ -1,0 +1,195 @@
+"""Every private or version-dependent part of TensorFlow that this front end uses, and the versions that were tried.
+
+Keras is imported as ``tf.keras`` only: Keras 3, or with TF_USE_LEGACY_KERAS=1 Keras 2 (tf-keras).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from smp_core.errors import BackendError, MissingTensorFlowError, UnknownTensorFlowWarning
+
+try:
+    import tensorflow as tf  # every module takes it from here
+except ModuleNotFoundError as error:
+    raise MissingTensorFlowError(
+        "smp_core.tensorflow needs TensorFlow, which is not installed: python -m pip install 'pytest-smp[tensorflow]'"
+    ) from error
+
+__all__ = [
+    "check_version",
+    "count_in",
+    "empty",
+    "flat_inputs",
+    "handle_key",
+    "handle_of",
+    "inner",
+    "inter_op_threads",
+    "is_scratch",
+    "origin_of",
+    "places_in",
+    "refill",
+    "slot_lists",
+    "tag_of",
+    "tagged",
+    "tf",
+]
+
+#: The releases of TensorFlow with which everything was run.
+TRIED = ("2.21",)
+_TAG = "_smp_partition"
+
+
+def check_version(version: str) -> None:
+    """Warn once of a release of TensorFlow that was not tried, and refuse one that lacks a part."""
+    missing = [
+        name
+        for name, found in (
+            ("Graph._attr_scope", hasattr(tf.Graph, "_attr_scope")),
+            ("Operation._original_op", hasattr(tf.Graph, "_original_op")),
+            ("FuncGraph", hasattr(tf.__internal__, "FuncGraph")),
+            ("CheckpointManager._sweep", hasattr(tf.train.CheckpointManager, "_sweep")),
+        )
+        if not found
+    ]
+    if missing:
+        raise BackendError(
+            f"smp_core.tensorflow: TensorFlow {version} has no {', '.join(missing)}. Install one of "
+            f"{', '.join(TRIED)}: python -m pip install 'tensorflow-cpu~={TRIED[-1]}.0'"
+        )
+    if ".".join(version.split(".")[:2]) not in TRIED:
+        warnings.warn(
+            f"smp_core.tensorflow: TensorFlow {version} was not tried; {', '.join(TRIED)} was",
+            UnknownTensorFlowWarning,
+            stacklevel=2,
+        )
+
+
+def _leave_unconverted() -> None:
+    """Have AutoGraph, which an outer ``tf.function`` applies to all that it calls, leave this package as it is."""
+    from tensorflow.python.autograph.core import config
+
+    config.CONVERSION_RULES = (config.DoNotConvert("smp_core"), *config.CONVERSION_RULES)
+
+
+def inter_op_threads() -> int:
+    """The number of threads on which TensorFlow starts operations."""
+    chosen: int = tf.config.threading.get_inter_op_parallelism_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return chosen or int(os.environ.get("TF_NUM_INTEROP_THREADS") or 0) or cores or 1
+
+
+def _two_threads() -> None:
+    """Have two threads on one core, where launchers may bind a rank: one on which a step waits, one for operations."""
+    if inter_op_threads() < 2 and not os.environ.get("TF_NUM_INTEROP_THREADS"):
+        with contextlib.suppress(
+            RuntimeError
+        ):  # TensorFlow runs already; a step says what it lacks
+            tf.config.threading.set_inter_op_parallelism_threads(2)
+
+
+check_version(tf.__version__)
+_leave_unconverted()
+_two_threads()
+
+
+@contextlib.contextmanager
+def tagged(place: int) -> Iterator[None]:
+    """Operations made inside, in the graph of the moment, carry a place."""
+    graph = tf.compat.v1.get_default_graph()
+    value = tf.compat.v1.AttrValue(i=place)
+    with graph._attr_scope({_TAG: value}):
+        yield
+
+
+def tag_of(operation: Any) -> int | None:
+    """The place that an operation carries."""
+    try:
+        return int(operation.get_attr(_TAG))
+    except ValueError:
+        return None
+
+
+def origin_of(operation: Any) -> Any:
+    """The forward operation whose gradient ``tf.gradients`` made an operation for; None if there is none."""
+    return operation._original_op
+
+
+def is_scratch(graph: Any) -> bool:
+    """Return whether a graph is the one in which Keras 3 only asks a layer for its shapes."""
+    return str(getattr(graph, "name", "")).startswith("scratch_graph")
+
+
+def flat_inputs(
+    function: Any, concrete: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Any]:
+    """The tensors that a call of a ``tf.function`` passes to one of its concrete functions, in its order."""
+    bound = concrete.function_type.bind_with_defaults(
+        tuple(args), dict(kwargs), function._default_values
+    )
+    return list(concrete.function_type.unpack_inputs(bound))
+
+
+def empty(variable: Any) -> None:
+    """Free the memory of a variable; its handle stays, and a later assignment brings it back."""
+    handle, dtype = handle_of(variable)
+    tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros((0,), dtype), validate_shape=False)
+
+
+def refill(variable: Any, value: Any) -> None:
+    """Assign a value of the full shape to a variable that may have been freed."""
+    handle, dtype = handle_of(variable)
+    tf.raw_ops.AssignVariableOp(resource=handle, value=tf.cast(value, dtype), validate_shape=False)
+
+
+def inner(variable: Any) -> Any:
+    """The variable of TensorFlow in a variable of Keras 3; any other variable itself."""
+    found = getattr(variable, "value", variable)
+    return variable if callable(found) else found
+
+
+def handle_of(variable: Any) -> tuple[Any, Any]:
+    """The handle and the dtype of a variable of Keras or of TensorFlow."""
+    found = inner(variable)
+    return found.handle, found.dtype
+
+
+def handle_key(handle: Any) -> int:
+    """A number that tells the handle of one variable from all others for as long as the variable lives."""
+    return id(handle)
+
+
+def _places(optimizer: Any) -> Mapping[Any, int]:
+    """The places of the variables that an optimizer was built for, by its key of each; empty if it is not built."""
+    for name in ("_trainable_variables_indices", "_index_dict"):  # Keras 3, Keras 2
+        found: Mapping[Any, int] = getattr(optimizer, name, {})
+        if found:
+            return found
+    return {}
+
+
+def count_in(optimizer: Any) -> int:
+    """The number of variables that an optimizer was built for."""
+    return len(_places(optimizer))
+
+
+def places_in(optimizer: Any, variables: Sequence[Any]) -> list[int | None]:
+    """The place of each variable among those that the optimizer was built for; None for one that is not among them."""
+    found = _places(optimizer)
+    return [found.get(optimizer._var_key(each)) if found else None for each in variables]
+
+
+def slot_lists(optimizer: Any, count: int) -> dict[str, list[Any]]:
+    """The lists in which an optimizer keeps its slots, one for each of its ``count`` variables, by attribute."""
+    return {
+        name: list(value)
+        for name, value in vars(optimizer).items()
+        if name not in ("_variables", "_trainable_variables")
+        and isinstance(value, list)
+        and len(value) == count > 0
+        and all(each is None or hasattr(each, "assign") for each in value)
+    }

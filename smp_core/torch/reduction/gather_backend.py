@@ -1,0 +1,95 @@
+"""The backend of a gather of sharded parameters: SMDDP's, or the one that everything else goes through.
+
+AWS Sharded Data Parallelism (Supported configurations) takes SMDDP's gather where ``ddp_dist_backend`` is ``auto``, the
+sharded degree is above 1 and the instances are of the right type, and another backend for a gather that one of two
+buffers is too small for. On CPU ranks the right type is a machine on which `smddp` runs (``Fabric.smddp_group``). The
+buffers take no memory here: their sizes decide, as they do there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from smp_core.errors import ConfigError
+from smp_core.runtime import Runtime
+from smp_core.topology import GroupKind
+from smp_core.transport.protocols import Group
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_UNIT = 8192  # bytes: sizes of buffers are multiples
+
+
+class GatherBuffers(NamedTuple):
+    """The sizes of SMDDP's buffers, in bytes."""
+
+    scratch: int  #: holds what a rank brings
+    sort: int  #: holds an eighth of what all bring
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> GatherBuffers:
+        """The sizes of an environment. Raises ConfigError for one that is no positive multiple of 8192."""
+        return cls(
+            _size(environment, "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES", 16 * 2**20),
+            _size(environment, "SMDDP_AG_SORT_BUFFER_SIZE_BYTES", 128 * 2**20),
+        )
+
+    def refusal(self, count: int, degree: int) -> str:
+        """The reason why a gather of ``count`` bytes of each of ``degree`` ranks does not fit; empty if it does."""
+        if count > self.scratch:
+            return f"{count} bytes are more than the scratch buffer's {self.scratch}"
+        if degree * count > 8 * self.sort:
+            return (
+                f"an eighth of {degree} x {count} bytes is more than the sort buffer's {self.sort}"
+            )
+        return ""
+
+
+def _size(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, "")
+    if not text:
+        return default
+    if not text.isdecimal() or int(text) == 0 or int(text) % _UNIT:
+        raise ConfigError(f"{name}={text!r} is no positive multiple of {_UNIT} (bytes)")
+    return int(text)
+
+
+class GatherBackend:
+    """The choice for the gathers of one group.
+
+    Attributes:
+        group: the process group of `smddp`, if there is one.
+    """
+
+    def __init__(self, runtime: Runtime, kind: GroupKind) -> None:
+        self.group: ProcessGroup | None = None
+        self._why, self._buffers = "", GatherBuffers.of(os.environ)
+        ranks = runtime.group(kind).ranks
+        self._degree = len(ranks)
+        if kind is not GroupKind.SHARDING or self._degree == 1:
+            self._why = "the sharded degree is 1"
+        elif runtime.config.ddp_dist_backend != "auto":
+            self._why = f"ddp_dist_backend is {runtime.config.ddp_dist_backend!r}"
+        else:
+            self._join(runtime, Group(f"smp {kind.value} smddp", ranks))
+
+    def _join(self, runtime: Runtime, group: Group) -> None:
+        found = runtime.fabric.smddp_group(group)
+        if isinstance(found, str):
+            self._why = found
+            return
+        told = runtime.fabric.objects.allgather(tuple(self._buffers), group)
+        for rank, sizes in zip(group.ranks, told, strict=True):
+            if sizes != told[0]:  # one would gather by smddp, and the other elsewhere
+                raise ConfigError(
+                    f"SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES and SMDDP_AG_SORT_BUFFER_SIZE_BYTES are {told[0]} on rank "
+                    f"{group.ranks[0]}, and {sizes} on rank {rank}: set them alike on all"
+                )
+        self.group = found
+
+    def reason_against(self, count: int) -> str:
+        """The reason why a gather of ``count`` bytes of each rank does not go by `smddp`; empty if it does."""
+        return self._why or self._buffers.refusal(count, self._degree)

@@ -1,0 +1,95 @@
+"""Tensors as bytes: the memory that an operation reads, and the memory that it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+Tensor = torch.Tensor
+Bytes = Any  # a flat array of uint8
+
+
+def _plain(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+class _Memory:
+    """The memory of a contiguous tensor, as numpy asks for it. ``Tensor.numpy`` would forbid for good to resize the
+    storage, which FSDP does.
+    """
+
+    __slots__ = ("__array_interface__", "_tensor")
+
+    def __init__(self, tensor: Tensor, count: int) -> None:
+        self._tensor = tensor
+        place = tensor.data_ptr(), False
+        self.__array_interface__ = {
+            "shape": (count,),
+            "typestr": "|u1",
+            "data": place,
+            "version": 3,
+        }
+
+
+def _bytes(tensor: Tensor) -> Bytes:
+    count = tensor.numel() * tensor.itemsize
+    return np.asarray(_Memory(tensor, count)) if count else np.empty(0, np.uint8)
+
+
+def address(array: Bytes) -> int:
+    """The place of an array's first byte."""
+    return int(array.__array_interface__["data"][0])
+
+
+def read(tensors: Sequence[Tensor]) -> Bytes:
+    """The bytes of tensors, one behind the other; their own memory, if that is one."""
+    if len(tensors) == 1:
+        tensor = tensors[0].detach()
+        if not _plain(tensor):
+            tensor = tensor.resolve_conj().resolve_neg().contiguous()
+        return _bytes(tensor)
+    if not tensors:
+        return np.empty(0, np.uint8)
+    return np.concatenate([read([tensor]) for tensor in tensors])
+
+
+class Target:
+    """The memory that an operation writes the elements of some tensors to, one behind the other.
+
+    ``bytes`` are the tensors' own, if those are one; ``finish`` copies otherwise.
+    """
+
+    __slots__ = ("_tensors", "bytes")
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors: Sequence[Tensor] = ()
+        if len(tensors) == 1 and _plain(tensors[0]):
+            self.bytes: Bytes = _bytes(tensors[0].detach())
+        else:
+            self._tensors = tensors
+            self.bytes = np.empty(sum(each.numel() * each.itemsize for each in tensors), np.uint8)
+
+    @property
+    def copies(self) -> bool:
+        """True if ``finish`` has anything to copy."""
+        return bool(self._tensors)
+
+    def finish(self) -> None:
+        """Write the tensors: autograd does not see it, the version counter neither."""
+        at = 0
+        for tensor in self._tensors:
+            end = at + tensor.numel() * tensor.itemsize
+            value = torch.from_numpy(self.bytes[at:end]).view(tensor.dtype)
+            tensor.data.copy_(value.view(tensor.shape))
+            at = end
+
+
+def apart(source: Bytes, targets: Sequence[Bytes], same: Callable[[Bytes], bool]) -> Bytes:
+    """The source, copied if it shares memory with a target that is not the ``same`` place."""
+    for target in targets:
+        if np.may_share_memory(source, target) and not same(target):
+            return source.copy()
+    return source

@@ -1,0 +1,191 @@
+"""One process that runs all segments of a graph in order has the results of the whole graph, bit for bit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+
+from conformance.cases.keras import KerasCase as Case
+from conformance.cases.keras import keras_cases as cases
+from conformance.cases.keras_script import (
+    SAMPLES,
+    build,
+    data,
+    loss_and_gradients,
+    make_optimizer,
+)
+from smp_core.tensorflow import segments
+from smp_core.tensorflow import tensorflow_parts as parts
+from smp_core.tensorflow.cut import COPIED, EVERYWHERE, GraphOperation, Value, cut, levels, live
+from smp_core.tensorflow.placement import place
+from smp_core.tensorflow.tasks import SegmentTask, orders
+
+#: TensorFlow traces a model in about a second, so a plain run draws few; SMP_TF_EXAMPLES=500 draws many.
+EXAMPLES = int(os.environ.get("SMP_TF_EXAMPLES", "12"))
+
+
+class Whole(tf.keras.Model):
+    """A model whose call is placed as that of a DistributedModel is."""
+
+    case: Case
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with parts.tagged(self.case.default):
+            outputs = super().__call__(*args, **kwargs)
+        with parts.tagged(EVERYWHERE):
+            return tf.identity(outputs)
+
+
+# Without shrinking, which would take minutes: a case is small as it is.
+@settings(
+    max_examples=EXAMPLES, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
+@given(case=cases())
+@example(Case((("layer norm", 1),), 0, 0, False, 0, 3, tape=True))
+def test_the_segments_are_the_graph(case: Case) -> None:
+    model = build(case, Whole, parts.tagged)
+    model.case = case
+    optimizer = make_optimizer(case)
+    function = tf.function(lambda x, y: loss_and_gradients(case, model, optimizer, x, y))
+    x, y = (tf.constant(each[:SAMPLES]) for each in data(case, 0))
+    concrete = function.get_concrete_function(x, y)
+    graph = segments.read(concrete)
+    handles = {inner.operation: "a variable" for _, inner in graph.captures}
+    placed = place(graph.traced, handles)
+    owned = [each for each in graph.outputs if placed.operations[each.operation].place >= 0]
+    results = [each for each in graph.outputs if each not in owned]
+    made = cut(placed.operations, case.partitions, results, owned, graph.effects)
+    for traced, operation in zip(graph.traced, placed.operations, strict=True):
+        if traced.tag is not None and operation.place != COPIED:
+            assert operation.place == traced.tag or _takes_a_handle(traced.inputs, handles)
+    functions = [segments.build(graph, placed.operations, each) for each in made.segments]
+
+    for step in range(5):
+        x, y = (tf.constant(each[:SAMPLES]) for each in data(case, step))
+        before = [each.numpy() for each in model.variables]
+        wanted = [each.numpy() for each in tf.nest.flatten(concrete(x, y))]
+        after = [each.numpy() for each in model.variables]
+        for variable, value in zip(model.variables, before, strict=True):
+            variable.assign(value)
+        known = dict(
+            zip(graph.arguments, parts.flat_inputs(function, concrete, (x, y), {}), strict=True)
+        )
+        for segment, run in zip(made.segments, functions, strict=True):
+            feeds = [*segment.inputs, *segments.fed_arguments(graph, segment)]
+            known.update(
+                zip(segment.outputs, run(*[known[each] for each in feeds]) or (), strict=True)
+            )
+        for at, (value, want) in enumerate(zip(graph.outputs, wanted, strict=True)):
+            np.testing.assert_array_equal(known[value].numpy(), want, f"output {at} of step {step}")
+        for variable, want in zip(model.variables, after, strict=True):
+            np.testing.assert_array_equal(
+                variable.numpy(), want, f"{variable.name} after step {step}"
+            )
+        gradients = [known[each] for each in graph.outputs[-len(model.trainable_variables) :]]
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+
+def _takes_a_handle(inputs: Sequence[Value], handles: Any) -> bool:
+    return any(each.operation in handles for each in inputs)
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> tuple[list[GraphOperation], int]:
+    """Operations with drawn inputs, controls and places."""
+    partitions = draw(st.integers(1, 4))
+    operations: list[GraphOperation] = []
+    for at in range(draw(st.integers(1, 25))):
+        before = st.integers(0, at - 1) if at else st.nothing()
+        inputs = draw(st.lists(before, max_size=3)) if at else []
+        controls = draw(st.lists(before, max_size=1)) if at else []
+        where = (
+            draw(st.integers(EVERYWHERE, partitions - 1))
+            if inputs
+            else draw(st.integers(COPIED, partitions - 1))
+        )
+        operations.append(
+            GraphOperation(
+                f"o{at}",
+                "Any",
+                tuple(Value(each, 0) for each in inputs),
+                () if where == COPIED else tuple(controls),
+                ("float32",),
+                where,
+                draw(st.booleans()),
+                not inputs and not controls and where != COPIED and draw(st.booleans()),
+            )
+        )
+    return operations, partitions
+
+
+@given(
+    drawn=graphs(),
+    microbatches=st.integers(1, 4),
+    schedule=st.sampled_from(["simple", "interleaved"]),
+    data=st.data(),
+)
+def test_a_cut_can_run_and_no_rank_waits_in_a_circle(
+    drawn: tuple[list[GraphOperation], int], microbatches: int, schedule: str, data: st.DataObject
+) -> None:
+    operations, partitions = drawn
+    results = [
+        Value(at, 0) for at in data.draw(st.sets(st.integers(0, len(operations) - 1), min_size=1))
+    ]
+    made = cut(operations, partitions, results)
+    alive = live(operations, {each.operation for each in results})
+    level = levels(operations, alive)
+
+    # Each live operation is in one segment, after all that it needs.
+    where = {at: number for number, each in enumerate(made.segments) for at in each.operations}
+    assert where.keys() == {at for at in alive if operations[at].place != COPIED}
+    for at in where:
+        for each in (
+            *(value.operation for value in operations[at].inputs),
+            *operations[at].controls,
+        ):
+            if each in where:
+                same = operations[each].place == operations[at].place
+                assert level[each] <= level[at] - (not same)
+                assert same or where[each] < where[at]
+
+    cap = data.draw(st.integers(1, 4))
+    order = orders([made] * microbatches, schedule, cap)
+    _run(made, order, microbatches, results, operations)
+
+
+def _run(
+    made: Any,
+    order: list[list[SegmentTask]],
+    microbatches: int,
+    results: list[Value],
+    operations: Any,
+) -> None:
+    """Run the orders with messages, and find that each rank has what it needs."""
+    has: list[set[tuple[int, Value]]] = [set() for _ in order]
+    left = [list(each) for each in order]
+    while any(left):
+        moved = False
+        for rank, tasks in enumerate(left):
+            if not tasks:
+                continue
+            task = tasks[0]
+            segment = made.segments[task.segment]
+            if all((task.microbatch, each) in has[rank] for each in segment.inputs):
+                tasks.pop(0)
+                moved = True
+                has[rank] |= {(task.microbatch, each) for each in segment.outputs}
+                for message in made.messages:
+                    if message.source == segment.spot and segment.spot.place == rank:
+                        has[message.destination] |= {
+                            (task.microbatch, each) for each in message.values
+                        }
+        assert moved, f"ranks wait for each other: {left}"
+    for each in results:
+        if operations[each.operation].place != COPIED:
+            assert all((at, each) in known for known in has for at in range(microbatches))

@@ -1,0 +1,91 @@
+"""Rank processes for tests of the `smddp` process group alone: forked, without an executor or a board."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from smp_core.transport.smddp import segment
+
+LIMIT = datetime.timedelta(seconds=60)
+#: What the parent gets from a rank that was killed.
+KILLED = "killed"
+
+
+def on_machines(names: str) -> Callable[[int], None]:
+    """Have each rank pretend to be on a machine: a letter of ``names``. For ``before`` of ``on_ranks``."""
+
+    def pretend(rank: int) -> None:
+        segment._machine = lambda: names[rank]
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+
+    return pretend
+
+
+def _rank(
+    body: Callable[[int], Any],
+    rank: int,
+    size: int,
+    store: str,
+    pipe: Any,
+    before: Callable[[int], None],
+) -> None:
+    importlib.import_module("smp_core.transport.smddp")
+    torch.set_num_threads(1)
+    try:
+        before(rank)
+        dist.init_process_group(
+            "smddp",
+            store=dist.FileStore(store, size),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=size,
+            timeout=LIMIT,
+        )
+        pipe.send((True, body(rank)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+
+
+def on_ranks(
+    folder: Path,
+    size: int,
+    body: Callable[[int], Any],
+    before: Callable[[int], None] = lambda rank: None,
+) -> list[Any]:
+    """The values that a body returns on each rank, or KILLED. ``before`` is called before the group is made.
+
+    Raises AssertionError, with the traces of the ranks that fail.
+    """
+    context = multiprocessing.get_context("fork")
+    started = []
+    for rank in range(size):
+        ours, theirs = context.Pipe(duplex=False)
+        arguments = (body, rank, size, str(folder / "store"), theirs, before)
+        process = context.Process(target=_rank, args=arguments)
+        process.start()
+        theirs.close()
+        started.append((process, ours))
+    values, failures, end = [], [], time.monotonic() + LIMIT.total_seconds()
+    for process, ours in started:
+        try:
+            answered = ours.poll(max(end - time.monotonic(), 0))
+            ok, value = ours.recv() if answered else (False, "no answer")
+        except EOFError:
+            ok, value = True, KILLED
+        if not ok:
+            process.kill()
+            failures.append(value)
+        process.join()
+        values.append(value)
+    assert not failures, "\n".join(failures)
+    return values

@@ -1,0 +1,422 @@
+"""The helper thread of `smddp`: operations go on while their ranks do something else than wait for them."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from smp_core.transport.smddp import flat, futex, mail, progress
+from smp_core.transport.smddp.mail import INLINE
+from smp_core.transport.smddp.segment import LARGEST
+from tests.smp_core.transport.smddp import rank_processes
+from tests.smp_core.transport.smddp.rank_processes import KILLED, on_ranks
+
+RANKS = 3
+MANY = 40 * LARGEST // 4  # numbers of float32 that take many rounds
+WIDE = 60  # a layer has more than a bucket
+NAME = "smddp helper"
+
+
+def limit() -> float:
+    """Seconds after which what goes on by itself has not done so."""
+    return rank_processes.LIMIT.total_seconds() / 3
+
+
+def helpers() -> int:
+    return sum(each.name == NAME for each in threading.enumerate())
+
+
+def test_an_operation_is_done_though_nobody_waits_for_it(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        tensors = [torch.full((MANY,), float(rank + number)) for number in range(3)]
+        done = [threading.Event() for _ in tensors]
+        for tensor, event in zip(tensors, done, strict=True):
+            future = dist.all_reduce(tensor, async_op=True).get_future()
+            future.add_done_callback(lambda _, event=event: event.set())
+        for number, (tensor, event) in enumerate(zip(tensors, done, strict=True)):
+            assert event.wait(limit())
+            assert torch.equal(tensor, torch.full((MANY,), 3.0 + 3 * number))
+
+    on_ranks(tmp_path, RANKS, body)
+
+
+def test_a_message_arrives_though_its_ranks_wait_elsewhere(tmp_path: Path) -> None:
+    """They wait in a barrier of Gloo before they wait for the message."""
+
+    def body(rank: int) -> None:
+        elsewhere = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=limit()))
+        for count in (1, INLINE, MANY):
+            tensor = torch.full((count,), float(rank))
+            if rank == 0:
+                dist.send(tensor, 1)  # done when rank 1 has taken it
+            work = dist.irecv(tensor, 0) if rank == 1 else None
+            dist.barrier(elsewhere)
+            if work is not None:
+                work.wait()
+                assert torch.equal(tensor, torch.zeros(count))
+
+    on_ranks(tmp_path, 2, body)
+
+
+def test_the_first_bucket_of_a_gradient_is_reduced_before_the_last_is_computed(
+    tmp_path: Path,
+) -> None:
+    """The backward of the first layer, which comes last, waits for the reduction of the last layer's gradient. Rank 0
+    begins that when the others have issued it and gone on.
+    """
+
+    def body(rank: int) -> None:
+        first, last = (torch.nn.Linear(WIDE, WIDE, bias=False) for _ in range(2))
+        reduced = threading.Event()
+        store = dist.FileStore(str(tmp_path / "elsewhere"), RANKS)  # type: ignore[attr-defined]
+        store.set_timeout(datetime.timedelta(seconds=limit()))
+
+        class Waits(torch.autograd.Function):
+            @staticmethod
+            def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(context: Any, gradient: torch.Tensor) -> Any:
+                assert reduced.wait(limit())
+                return gradient
+
+        class Model(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.last = first, last
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return last(Waits.apply(first(x)))
+
+        def hook(_: object, bucket: Any) -> Any:
+            if rank == 0 and not bucket.is_last():
+                store.wait([f"gone on {each}" for each in range(1, RANKS)])
+            future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+
+            def value(each: Any) -> torch.Tensor:
+                reduced.set()
+                return each.value()[0] / RANKS
+
+            if not bucket.is_last():
+                store.set(f"gone on {rank}", "")
+            return future.then(value)
+
+        hook.__annotations__.clear()  # torch compares them with types, and these are texts
+        for layer in (first, last):
+            torch.nn.init.constant_(layer.weight, 0.5)
+        model = DistributedDataParallel(Model(), bucket_cap_mb=0.01)
+        model.register_comm_hook(None, hook)
+        x = torch.full((1, WIDE), float(rank + 1))
+        reduced.set()
+        model(x).sum().backward()  # in the first step DDP has one bucket
+        model.zero_grad()
+        reduced.clear()
+        model(x).sum().backward()
+        # The mean of the inputs 1, 2, 3 is 2; all numbers are exact.
+        assert torch.equal(first.weight.grad, torch.full((WIDE, WIDE), 2 * 0.5 * WIDE))
+        assert torch.equal(last.weight.grad, torch.full((WIDE, WIDE), 2 * 0.5 * WIDE))
+
+    on_ranks(tmp_path, RANKS, body)
+
+
+def test_a_callback_issues_an_operation(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        tensor, other, done = torch.ones(MANY), torch.ones(MANY), threading.Event()
+
+        def again(_: object) -> None:
+            future = dist.all_reduce(other, async_op=True).get_future()
+            future.add_done_callback(lambda _: done.set())
+
+        dist.all_reduce(tensor, async_op=True).get_future().add_done_callback(again)
+        assert done.wait(limit())
+        assert torch.equal(other, torch.full((MANY,), float(RANKS)))
+
+    on_ranks(tmp_path, RANKS, body)
+
+
+def test_a_future_of_an_operation_that_fails_has_its_error(tmp_path: Path) -> None:
+    def body(rank: int) -> str:
+        future = dist.all_reduce(torch.ones(rank + 1), async_op=True).get_future()
+        with pytest.raises(Exception, match="differs in shape") as caught:
+            future.wait()
+        dist.barrier()
+        return str(caught.value).partition("\n\nAt:")[
+            0
+        ]  # the lines behind it are of the rank's own stack
+
+    said = on_ranks(tmp_path, 2, body)
+    assert said == [said[0]] * 2
+
+
+def test_a_future_learns_of_the_end_of_a_rank(tmp_path: Path) -> None:
+    def body(rank: int) -> str:
+        if rank == 1:
+            os._exit(1)
+        future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+        with pytest.raises(Exception, match="cannot end") as caught:
+            future.wait()
+        return str(caught.value)
+
+    said = on_ranks(tmp_path, 2, body)
+    assert "rank 1: its process" in said[0]
+    assert said[1] == KILLED
+
+
+def test_a_rank_that_ends_in_a_backward_pass_of_ddp_is_an_error(tmp_path: Path) -> None:
+    """DDP waits in C++, where a future whose result is an exception ended the process."""
+
+    def body(rank: int) -> str:
+        model, ends = torch.nn.Linear(WIDE, WIDE), False
+
+        def end(gradient: torch.Tensor) -> None:
+            if ends:
+                os._exit(1)
+
+        wrapped = DistributedDataParallel(model)
+        x = torch.ones(1, WIDE, requires_grad=True)
+        wrapped(x).sum().backward()
+        if rank == 1:
+            ends = True
+            model.weight.register_hook(end)
+        with pytest.raises(RuntimeError, match="cannot end") as caught:
+            wrapped(x).sum().backward()
+        return str(caught.value)
+
+    said = on_ranks(tmp_path, 2, body)
+    assert "rank 1: its process" in said[0]
+    assert said[1] == KILLED
+
+
+def test_a_future_has_the_limit_of_its_group(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        group = dist.new_group(timeout=datetime.timedelta(seconds=0.2))
+        if rank == 0:
+            future = dist.all_reduce(torch.ones(1), group=group, async_op=True).get_future()
+            with pytest.raises(Exception, match=r"not done after 0\.2 s: rank 1 did not come"):
+                future.wait()
+        dist.barrier()
+
+    on_ranks(tmp_path, 2, body)
+
+
+def test_there_is_one_helper_from_the_first_group_to_the_last(tmp_path: Path) -> None:
+    def body(rank: int) -> list[int]:
+        seen = [helpers()]
+        group = dist.new_group([0, 1])
+        seen.append(helpers())
+        dist.destroy_process_group(group)
+        seen.append(helpers())
+        dist.destroy_process_group()
+        return [*seen, helpers()]
+
+    assert on_ranks(tmp_path, 2, body) == [[1, 1, 1, 0]] * 2
+
+
+def test_an_operation_goes_on_beside_a_thread_that_waits_for_another(tmp_path: Path) -> None:
+    """The thread that waits knows nothing of the operation's group, and does not look by itself."""
+
+    def body(rank: int) -> None:
+        groups = [dist.new_group() for _ in range(3)]
+        for group in groups:
+            dist.barrier(group)
+        progress._TICK = 3600.0
+        message, slept = torch.zeros(1), threading.Event()
+        sleep = futex.sleep
+
+        def noted(words: Any, seconds: float) -> bool:
+            if threading.current_thread() is waiter:
+                slept.set()
+            return sleep(words, seconds)
+
+        futex.sleep = noted
+        waiter = threading.Thread(target=dist.recv, args=(message, 1 - rank))
+        waiter.start()
+        assert slept.wait(limit())
+        for group in groups:
+            done, tensor = threading.Event(), torch.ones(MANY)
+            future = dist.all_reduce(tensor, group=group, async_op=True).get_future()
+            future.add_done_callback(lambda _, done=done: done.set())
+            assert done.wait(limit())
+            assert torch.equal(tensor, torch.full((MANY,), 2.0))
+        dist.send(torch.ones(1), 1 - rank)
+        waiter.join()
+        assert message.item() == 1
+
+    on_ranks(tmp_path, 2, body)
+
+
+def test_an_answer_of_a_member_that_was_given_up_does_not_end_the_helper(tmp_path: Path) -> None:
+    """Rank 1 leaves a group with a receive in flight, and takes the message when its sender has got an error."""
+    given_up = multiprocessing.get_context("fork").Event()
+
+    def body(rank: int) -> None:
+        group = dist.new_group()
+        dist.barrier(group)
+        if rank == 1:
+            take = mail.Mail._take
+
+            def late(self: Any, *args: Any) -> None:
+                assert given_up.wait(60)
+                take(self, *args)
+
+            mail.Mail._take = late  # type: ignore[method-assign]
+            received = torch.zeros(1)
+            work = dist.irecv(received, 0, group=group)
+            dist.destroy_process_group(group)
+            assert given_up.wait(60)
+            assert work is not None
+            work.wait()
+            assert received.item() == 1
+        else:
+            for _ in range(2):  # the second one reads the answer to the first
+                with pytest.raises(dist.DistBackendError, match="it has destroyed the group"):
+                    dist.send(torch.ones(1), 1, group=group)
+                given_up.set()
+                dist.barrier()
+        if rank == 1:
+            dist.barrier()
+            dist.barrier()
+        assert helpers() == 1
+
+    on_ranks(tmp_path, 2, body)
+
+
+def test_what_fails_in_a_receive_is_its_error_alone(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        for count in (1, INLINE):
+            if rank == 0:
+                dist.send(torch.ones(count, 2), 1)
+            else:
+                finish = flat.Target.finish
+
+                def full(self: Any) -> None:
+                    raise MemoryError("no room")
+
+                flat.Target.finish = full  # type: ignore[method-assign]
+                work = dist.irecv(torch.ones(2, count).t(), 0)
+                assert work is not None
+                with pytest.raises(RuntimeError, match="MemoryError: no room"):
+                    work.get_future().wait()
+                flat.Target.finish = finish  # type: ignore[method-assign]
+            dist.barrier()
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor, async_op=True).get_future().wait()
+        assert tensor.tolist() == [2.0] * 3
+        assert helpers() == 1
+
+    on_ranks(tmp_path, 2, body)
+
+
+#: A rank that ends in the middle of its operations.
+SCRIPT = """
+import datetime, sys
+import torch
+import smp_core.transport.smddp
+from torch import distributed as dist
+
+_, store, rank = sys.argv
+limit = datetime.timedelta(seconds=60)
+dist.init_process_group("smddp", store=dist.FileStore(store, 2), rank=int(rank), world_size=2, timeout=limit)
+works = [dist.all_reduce(torch.ones(10_000_000), async_op=True) for _ in range(3)]
+"""
+
+
+def ended(tmp_path: Path, text: str) -> list[tuple[str, int]]:
+    """The output and the exit code of a script, of each of two ranks."""
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    started = [
+        subprocess.Popen(
+            [sys.executable, script, tmp_path / "store", str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    return [(each.communicate(timeout=120)[0], each.returncode) for each in started]
+
+
+def test_a_process_ends_in_the_middle_of_its_operations(tmp_path: Path) -> None:
+    assert ended(tmp_path, SCRIPT) == [("", 0)] * 2
+
+
+#: Rank 0 ends by an error while the callback of a future waits for rank 1, which waits for the end of rank 0.
+WAITING = """
+import datetime, sys, threading
+import torch
+import smp_core.transport.smddp
+from torch import distributed as dist
+
+_, store, rank = sys.argv
+limit = datetime.timedelta(seconds=60)
+dist.init_process_group("smddp", store=dist.FileStore(store, 2), rank=int(rank), world_size=2, timeout=limit)
+other, called = dist.new_group(), threading.Event()
+elsewhere = dist.FileStore(store + " elsewhere", 2)
+dist.barrier()
+
+def callback(_):
+    called.set()
+    dist.barrier(other)
+
+work = dist.all_reduce(torch.ones(1), async_op=True) if rank == "0" else None
+if work:
+    work.get_future().then(callback)
+    elsewhere.set("go", "")
+    called.wait()
+    sys.exit(3)
+elsewhere.wait(["go"])
+dist.all_reduce(torch.ones(1))
+try:
+    dist.barrier()
+except dist.DistBackendError as error:
+    print(error)
+"""
+
+
+def test_a_process_ends_though_a_callback_waits_for_another_rank(tmp_path: Path) -> None:
+    (_, code), (text, other) = ended(tmp_path, WAITING)
+    assert (code, other) == (3, 0)
+    assert "call 3 on group WORLD cannot end: rank 0: its process" in text
+
+
+def test_a_waiting_thread_moves_what_the_helper_leaves(tmp_path: Path) -> None:
+    """Sixteen operations in flight from four threads, each waited for by its own: all are done, with their values."""
+
+    def body(rank: int) -> None:
+        groups = [dist.new_group() for _ in range(4)]
+        wrong: list[Any] = []
+
+        def use(group: Any, number: int) -> None:
+            works = []
+            for each in range(4):
+                tensor = torch.full((MANY // 8,), float(number + each + rank))
+                works.append((dist.all_reduce(tensor, group=group, async_op=True), tensor, each))
+            for work, tensor, each in reversed(works):
+                work.wait()
+                if not torch.equal(tensor, torch.full_like(tensor, 3.0 * (number + each) + 3)):
+                    wrong.append((number, each))
+
+        threads = [
+            threading.Thread(target=use, args=(group, number))
+            for number, group in enumerate(groups)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+
+    on_ranks(tmp_path, RANKS, body)

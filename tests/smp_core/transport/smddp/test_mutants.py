@@ -1,0 +1,854 @@
+"""Bugs planted in the `smddp` process group: each must be caught by the test of the group that it names.
+
+A bug is planted before the ranks are forked, so that each rank has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import hmac
+import types
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from smp_core.errors import UnsupportedError
+from smp_core.transport.checked_group import CheckedGroup
+from smp_core.transport.smddp import (
+    collectives,
+    courier,
+    flat,
+    folding,
+    futex,
+    mail,
+    process_group,
+    progress,
+    rounds,
+    segment,
+    streams,
+    work,
+)
+from tests.smp_core.transport.smddp import rank_processes
+from tests.smp_core.transport.smddp import test_folding as fold_tests
+from tests.smp_core.transport.smddp import test_helper_thread as helper_tests
+from tests.smp_core.transport.smddp import test_machines as machine_tests
+from tests.smp_core.transport.smddp import test_process_group as tests
+from tests.smp_core.transport.smddp import test_streams as stream_tests
+
+Patch = pytest.MonkeyPatch
+Caught = Callable[[Path], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bug:
+    plant: Callable[[Patch], None]
+    by: Caught
+
+
+class _NoLock(contextlib.nullcontext[None]):
+    def acquire(self, blocking: bool = True) -> bool:
+        return True
+
+    def release(self) -> None:
+        pass
+
+
+BUGS: list[Any] = []
+
+
+def caught_by(test: Callable[..., None], *args: Any) -> Callable[[Callable[[Patch], None]], None]:
+    """Enter a bug that a test must catch; its arguments after the folder are ``args``."""
+
+    def enter(plant: Callable[[Patch], None]) -> None:
+        bug = _Bug(plant, lambda folder: test(folder, *args))
+        BUGS.append(pytest.param(bug, id=plant.__name__))
+
+    return enter
+
+
+def values(check: Callable[[int], None]) -> tuple[Any, ...]:
+    return tests.test_values, check
+
+
+# Sums.
+
+
+def _all_bits(op: str, dtype: str) -> Callable[[Path], None]:
+    return lambda _: fold_tests.test_the_bits_are_those_of_the_published_order(op, dtype)
+
+
+@caught_by(_all_bits("SUM", "float32"))
+def sums_go_from_the_first_rank_to_the_last(patch: Patch) -> None:
+    def fold(rows: Any, combine: Any, result: Any) -> None:
+        result[:] = rows[0]
+        for row in rows[1:]:
+            combine(result, row, out=result)
+
+    patch.setattr(folding, "_fold", fold)
+
+
+@caught_by(_all_bits("SUM", "bfloat16"))
+def halves_are_added_as_halves(patch: Patch) -> None:
+    patch.setattr(folding, "_HALVES", ())
+    reduced = folding.reduce_tensors
+
+    def in_halves(tensors: Any, op: str) -> Any:
+        first, *rest = tensors
+        for each in rest:
+            first = first + each
+        return first if first.dtype is torch.bfloat16 else reduced(tensors, op)
+
+    patch.setattr(folding, "reduce_tensors", in_halves)
+
+
+@caught_by(_all_bits("AVG", "float32"))
+def a_mean_is_a_sum(patch: Patch) -> None:
+    fold = folding.fold_rows
+    patch.setattr(
+        fold_tests,
+        "fold_rows",
+        lambda rows, dtype, op, target: fold(rows, dtype, "SUM" if op == "AVG" else op, target),
+    )
+
+
+@caught_by(_all_bits("BOR", "int32"))
+def a_bitwise_or_is_exclusive(patch: Patch) -> None:
+    patch.setitem(folding._COMBINE, "BOR", np.bitwise_xor)
+
+
+# Rounds, and the bytes in them.
+
+
+@caught_by(*values(tests.check_reductions))
+def the_last_part_of_a_reduction_is_cut(patch: Patch) -> None:
+    two_hops = collectives._two_hops
+
+    def cut(group: Any, mine: Any, target: Any, dtype: Any, op: str) -> Any:
+        return two_hops(group, mine[:-64], target[:-64], dtype, op)
+
+    patch.setattr(collectives, "_two_hops", cut)
+
+
+@caught_by(*values(tests.check_reductions))
+def parts_end_inside_of_an_element(patch: Patch) -> None:
+    patch.setattr(collectives, "_LINE", 1)
+
+
+@caught_by(*values(tests.check_moves))
+def what_is_written_in_place_is_sent(patch: Patch) -> None:
+    patch.setattr(collectives, "apart", lambda source, targets, same: source)
+
+
+@caught_by(*values(tests.check_moves))
+def a_row_is_the_next_member_s(patch: Patch) -> None:
+    hand_out = collectives._hand_out
+
+    def shifted(group: Any, rows: Any, target: Any) -> Any:
+        return hand_out(group, None if rows is None else np.roll(rows, 1, axis=0), target)
+
+    patch.setattr(collectives, "_hand_out", shifted)
+
+
+@caught_by(*values(tests.check_moves))
+def every_member_writes_a_broadcast(patch: Patch) -> None:
+    spread = collectives._spread
+
+    def written(group: Any, mine: Any, length: int, target: Any) -> Any:
+        nothing = np.zeros(length, np.uint8)
+        return spread(group, nothing if mine is None else mine, length, target)
+
+    patch.setattr(collectives, "_spread", written)
+
+
+@caught_by(*values(tests.check_moves))
+def a_long_operation_has_a_round_too_few(patch: Patch) -> None:
+    patch.setattr(collectives, "_rounds_of", lambda length, piece: max(length // piece, 1))
+
+
+@caught_by(*values(tests.check_uneven))
+def the_longest_part_is_this_member_s(patch: Patch) -> None:
+    def own(group: Any, call: Any, sizes: Any, gathers: bool) -> int:
+        return max(each.numel() for each in call.brings)
+
+    patch.setattr(collectives, "_check_pairs", own)
+
+
+@caught_by(*values(tests.check_uneven))
+def the_first_round_of_an_uneven_operation_is_its_last(patch: Patch) -> None:
+    patch.setattr(collectives, "_pairwise", lambda group, transfer, check, piece: transfer)
+
+
+@caught_by(*values(tests.check_many_at_once))
+def every_slot_is_the_first(patch: Patch) -> None:
+    come = rounds.Rounds._come
+
+    def first(self: Any, operation: Any) -> None:
+        self._slots = [self._slots[0]] * len(self._slots)
+        come(self, operation)
+
+    patch.setattr(rounds.Rounds, "_come", first)
+
+
+@caught_by(*values(tests.check_many_at_once))
+def a_work_is_done_when_it_is_issued(patch: Patch) -> None:
+    patch.setattr(work.SmddpWork, "wait", lambda self, timeout=None: True)
+
+
+@caught_by(*values(tests.check_nothing_is_written_to_tensors_without_elements))
+def a_tensor_without_elements_has_one(patch: Patch) -> None:
+    def as_bytes(tensor: Any) -> Any:
+        view = tensor.view(-1)
+        if view.stride(0) != 1:
+            view = view.as_strided((1,), (1,))
+        return view.view(torch.uint8).numpy()
+
+    patch.setattr(flat, "_bytes", as_bytes)
+
+
+@caught_by(*values(tests.check_any_source))
+def a_transposed_output_is_not_written(patch: Patch) -> None:
+    patch.setattr(flat.Target, "finish", lambda self: None)
+
+
+@caught_by(*values(tests.check_views))
+def a_negative_view_is_read_as_it_lies(patch: Patch) -> None:
+    patch.setattr(flat, "_plain", lambda tensor: tensor.is_contiguous())
+
+
+@caught_by(*values(tests.check_mixed_dtypes))
+def all_outputs_of_a_call_have_the_dtype_of_the_first(patch: Patch) -> None:
+    def as_the_first(group: Any, rows: Any, target: Any, call: Any) -> Any:
+        take = collectives._folded(target.bytes, call.gets[0].dtype, call.op)
+        return collectives._then(collectives._deal(group, rows, target.bytes.size, take), target)
+
+    patch.setattr(collectives, "_deal_mixed", as_the_first)
+
+
+@caught_by(*values(tests.check_storages_can_be_resized))
+def the_storage_of_a_tensor_is_numpy_s(patch: Patch) -> None:
+    patch.setattr(flat, "_bytes", lambda tensor: tensor.view(-1).view(torch.uint8).numpy())
+
+
+@caught_by(*values(tests.check_sizes_that_are_long_to_tell))
+def equal_sizes_are_read_where_they_are_cut(patch: Patch) -> None:
+    told = rounds.Rounds.told
+
+    def read(self: Any) -> Any:
+        self.alike = False
+        return told(self)
+
+    patch.setattr(rounds.Rounds, "told", read)
+
+
+@caught_by(*values(tests.check_memory_of_large_tensors))
+def tensors_are_copied_before_they_are_sent(patch: Patch) -> None:
+    patch.setattr(collectives, "read", lambda tensors: flat.read(tensors).copy())
+
+
+@caught_by(tests.test_a_step_of_fsdp_is_that_of_the_whole_model)
+def a_part_of_a_scattered_sum_is_the_next_member_s(patch: Patch) -> None:
+    deal = collectives._deal
+
+    def shifted(group: Any, rows: Any, *rest: Any) -> Any:
+        return deal(group, None if rows is None else np.roll(rows, 1, axis=0), *rest)
+
+    patch.setattr(collectives, "_deal", shifted)
+
+
+# Calls that differ.
+
+
+@caught_by(tests.test_every_rank_learns_of_calls_that_differ)
+def calls_are_not_compared(patch: Patch) -> None:
+    def nothing(self: Any, operation: Any) -> None:
+        self._calls += 1
+        self.alike = False
+
+    patch.setattr(rounds.Rounds, "_check_alike", nothing)
+
+
+@caught_by(tests.test_every_rank_learns_of_calls_that_differ)
+def a_size_that_differs_is_no_error(patch: Patch) -> None:
+    patch.setattr(collectives, "_fits", lambda sent, expected: True)
+
+
+@caught_by(tests.test_calls_of_different_lengths_differ_and_the_group_serves_on)
+def the_second_round_is_written_before_the_first_was_compared(patch: Patch) -> None:
+    def early(self: Any) -> Any:
+        last = self._flight[-1] if self._flight else None
+        if (
+            last
+            and last.written < last.transfer.rounds
+            and self._posted - self._read < rounds.AHEAD
+        ):
+            return last
+        return after(self)
+
+    after = rounds.Rounds._next
+    patch.setattr(rounds.Rounds, "_next", early)
+
+
+@caught_by(tests.test_lists_of_different_lengths_differ)
+def the_number_of_tensors_is_not_compared(patch: Patch) -> None:
+    def without(name: str, fields: Any, *rest: Any) -> Any:
+        kept = tuple(each for each in fields if each[0] != "number of tensors")
+        return rounds.RoundsOperation(name, kept, *rest)
+
+    patch.setattr(process_group, "RoundsOperation", without)
+
+
+@caught_by(tests.test_different_sizes_that_are_too_long_to_tell_are_an_error_of_every_rank)
+def sizes_that_are_too_long_are_an_error_of_one_rank(patch: Patch) -> None:
+    described = rounds._described
+
+    def refused(*call: Any) -> Any:
+        digest, head = described(*call)
+        if len(head) > segment.HEAD:
+            raise UnsupportedError("too long")
+        return digest, head
+
+    patch.setattr(rounds, "_described", refused)
+
+
+@caught_by(lambda _: tests.test_the_sizes_of_a_thousand_members_are_not_too_long_to_tell())
+def all_groups_have_the_same_room_for_sizes(patch: Patch) -> None:
+    patch.setattr(segment, "HEAD_OF_EACH", 0)
+
+
+# Messages.
+
+
+@caught_by(*values(tests.check_messages))
+def a_receive_takes_any_tag(patch: Patch) -> None:
+    def fits(self: Any, packet: Any) -> bool:
+        return self.peer in (mail.ANY, packet.source)
+
+    patch.setattr(mail.InboundMessage, "fits", fits)
+
+
+@caught_by(*values(tests.check_receives_are_matched_in_order))
+def receives_are_matched_from_the_last(patch: Patch) -> None:
+    receive = mail.Mail.receive
+
+    def at_the_front(self: Any, inbound: Any) -> None:
+        before = list(self._posted)
+        receive(self, inbound)
+        if len(self._posted) > len(before):
+            self._posted[:] = [inbound, *before]
+
+    patch.setattr(mail.Mail, "receive", at_the_front)
+
+
+@caught_by(*values(tests.check_more_messages_than_the_ring_has))
+def a_full_ring_is_written_again(patch: Patch) -> None:
+    patch.setattr(mail, "CELLS", mail.CELLS * 2)
+    road = mail._Road.__init__
+
+    def doubled(self: Any, *args: Any) -> None:
+        patch.setattr(mail, "CELLS", mail.CELLS // 2)
+        road(self, *args)
+        patch.setattr(mail, "CELLS", mail.CELLS * 2)
+        self.cells = self.cells * 2
+
+    patch.setattr(mail._Road, "__init__", doubled)
+
+
+@caught_by(*values(tests.check_messages))
+def a_long_message_is_its_first_piece(patch: Patch) -> None:
+    init = mail.OutboundMessage.__init__
+
+    def short(self: Any, *args: Any) -> None:
+        init(self, *args)
+        self.payload = self.payload.copy()
+        self.payload[mail.BULK :] = 0
+
+    patch.setattr(mail.OutboundMessage, "__init__", short)
+
+
+@caught_by(tests.test_a_message_that_differs_is_an_error_on_both_sides)
+def the_sender_does_not_learn_what_was_received(patch: Patch) -> None:
+    def taken(self: Any, member: int, send: Any, note: str) -> None:
+        send.done = True
+
+    patch.setattr(mail.Mail, "_taken", taken)
+
+
+# Ends.
+
+
+@caught_by(tests.test_the_end_of_a_rank_ends_the_waits_for_it, "all_reduce")
+def a_killed_rank_may_still_come(patch: Patch) -> None:
+    patch.setattr(segment.SharedSegment, "gone", lambda self, member: "")
+
+
+@caught_by(tests.test_the_end_of_a_rank_ends_the_waits_for_it, "recv")
+def a_killed_sender_may_still_send(patch: Patch) -> None:
+    patch.setattr(mail.Mail, "check", lambda self: None)
+
+
+@caught_by(tests.test_a_rank_that_leaves_the_group_ends_the_waits_for_it)
+def a_rank_leaves_without_a_word(patch: Patch) -> None:
+    patch.setattr(segment.SharedSegment, "leave", segment.SharedSegment.release)
+
+
+@caught_by(tests.test_a_rank_that_dies_before_it_arrives_has_not_come)
+def a_rank_says_that_it_has_come_before_it_has(patch: Patch) -> None:
+    come = rounds.Rounds._come
+
+    def early(self: Any, operation: Any) -> None:
+        self.segment.rounds[self.me].value += 1
+        come(self, operation)
+
+    patch.setattr(rounds.Rounds, "_come", early)
+
+
+@caught_by(tests.test_what_fails_inside_of_an_operation_on_one_rank_ends_it_on_all)
+def a_failed_rank_does_not_tell(patch: Patch) -> None:
+    patch.setattr(rounds.Rounds, "_fail", rounds.Rounds._break)
+
+
+@caught_by(tests.test_a_wait_has_a_limit_and_names_who_is_late)
+def nobody_is_named(patch: Patch) -> None:
+    patch.setattr(process_group.SmddpProcessGroup, "missing", lambda self, operation: "")
+
+
+@caught_by(tests.test_a_fork_of_a_rank_is_refused)
+def a_fork_passes_for_its_parent(patch: Patch) -> None:
+    patch.setattr(process_group.SmddpProcessGroup, "check_process", lambda self, call: None)
+
+
+@caught_by(tests.test_a_hundred_groups_leave_nothing_behind)
+def a_group_s_descriptor_stays_open(patch: Patch) -> None:
+    patch.setattr(segment.SharedSegment, "release", lambda self: None)
+
+
+@caught_by(tests.test_a_hundred_groups_leave_nothing_behind)
+def a_group_s_memory_stays_mapped(patch: Patch) -> None:
+    patch.setattr(segment, "_munmap", lambda address, size: None)
+
+
+@caught_by(tests.test_no_room_for_shared_memory_is_an_error_of_every_rank)
+def the_others_are_not_told_that_there_is_no_memory(patch: Patch) -> None:
+    patch.setattr(segment.SharedSegment, "refuse", lambda self, error: None)
+
+
+@caught_by(tests.test_the_end_of_a_sender_that_was_not_answered_ends_the_receive)
+def an_answer_begins_again_what_has_ended(patch: Patch) -> None:
+    def answered(receive: Any) -> None:
+        receive.done = not receive.long
+
+    patch.setattr(mail.Mail, "_answered", staticmethod(answered))
+
+
+@caught_by(tests.test_the_end_of_a_rank_that_has_not_used_a_group_ends_the_waits_for_it)
+def a_member_is_known_once_it_has_mapped_the_memory(patch: Patch) -> None:
+    def process(self: Any, member: int) -> tuple[int, int]:
+        row = self._row(member)
+        return self.count(row).value, self.count(row + 8).value
+
+    patch.setattr(segment.SharedSegment, "_process", process)
+
+
+@caught_by(tests.test_a_member_that_is_joining_has_not_ended)
+def half_of_a_row_is_a_row(patch: Patch) -> None:
+    def gone(self: Any, member: int) -> str:
+        row = self._row(member)
+        pid, start = self.count(row).value, self.count(row + 8).value
+        return "has ended" if pid and segment._started(pid) != start else ""
+
+    patch.setattr(segment.SharedSegment, "gone", gone)
+
+
+@caught_by(tests.test_a_wait_that_is_woken_for_other_things_finds_who_has_ended)
+def the_others_are_looked_at_when_a_sleep_was_long(patch: Patch) -> None:
+    def wait(self: Any, done: Callable[[], bool], seconds: float, token: object) -> bool:
+        while not done():
+            if not futex.sleep(self.move(), progress._TICK):
+                self._look()
+        return True
+
+    patch.setattr(progress.ProgressLoop, "_wait", wait)
+
+
+@caught_by(tests.test_a_start_that_fails_leaves_no_descriptor)
+def a_descriptor_is_closed_when_all_have_come(patch: Patch) -> None:
+    def wait(self: Any, timeout: datetime.timedelta) -> None:
+        self._wait_for_all(timeout)
+        self.release()
+
+    patch.setattr(segment.SharedSegment, "wait_for_all", wait)
+
+
+@caught_by(tests.test_threads_that_use_a_group_first_at_once_open_it_once)
+def two_threads_open_a_group(patch: Patch) -> None:
+    patch.setattr(process_group, "threading", types.SimpleNamespace(Lock=_NoLock))
+
+
+@caught_by(tests.test_a_monitored_barrier_has_a_limit_of_its_own)
+def a_monitored_barrier_waits_as_long_as_any_other(patch: Patch) -> None:
+    barrier = CheckedGroup.monitored_barrier
+    patch.setattr(process_group.SmddpProcessGroup, "monitored_barrier", barrier)
+
+
+def _refused_futex(_: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        tests.test_a_futex_call_that_fails_is_an_error(patch)
+
+
+@caught_by(_refused_futex)
+def the_kernel_s_answer_is_not_read(patch: Patch) -> None:
+    patch.setattr(futex, "_check", lambda result: None)
+
+
+@caught_by(tests.test_a_rank_that_cannot_say_that_it_has_come_ends_the_operation_on_all)
+def a_rank_that_cannot_come_does_not_tell(patch: Patch) -> None:
+    patch.setattr(rounds.Rounds, "_fail", rounds.Rounds._break)
+
+
+# The helper thread.
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+@caught_by(helper_tests.test_an_operation_is_done_though_nobody_waits_for_it)
+def the_helper_is_not_called(patch: Patch) -> None:
+    patch.setattr(progress._Helper, "call", _nothing)
+
+
+@caught_by(helper_tests.test_an_operation_goes_on_beside_a_thread_that_waits_for_another)
+def a_thread_that_waits_knows_all_channels(patch: Patch) -> None:
+    patch.setattr(progress.ProgressLoop, "_is_waited", lambda self: bool(self._waiting))
+
+
+@caught_by(helper_tests.test_an_answer_of_a_member_that_was_given_up_does_not_end_the_helper)
+def every_answer_is_to_a_send_in_flight(patch: Patch) -> None:
+    class Sends(dict[int, Any]):
+        def pop(self, number: int, *_: Any) -> Any:
+            return super().pop(number)
+
+    made = mail.Mail.__init__
+
+    def make(self: Any, *args: Any) -> None:
+        made(self, *args)
+        self._sends = Sends()
+
+    patch.setattr(mail.Mail, "__init__", make)
+    check = mail.Mail.check
+
+    def checked(self: Any) -> None:
+        check(self)
+        self._sends = Sends(self._sends)
+
+    patch.setattr(mail.Mail, "check", checked)
+
+
+@caught_by(tests.test_what_is_interrupted_inside_of_an_operation_ends_the_group)
+def an_interruption_is_told_to_nobody(patch: Patch) -> None:
+    fail = rounds.Rounds._fail
+
+    def failed(self: Any, error: BaseException) -> None:
+        if isinstance(error, Exception):
+            fail(self, error)
+
+    patch.setattr(rounds.Rounds, "_fail", failed)
+
+
+@caught_by(helper_tests.test_a_message_arrives_though_its_ranks_wait_elsewhere)
+def the_helper_moves_no_messages(patch: Patch) -> None:
+    begin = progress.ProgressLoop.begin
+
+    def begun(self: Any, channel: Any, waits: bool = False) -> None:
+        if not isinstance(channel, mail.Mail):
+            begin(self, channel, waits)
+        elif channel.move():
+            self._busy[channel] = None
+
+    patch.setattr(progress.ProgressLoop, "begin", begun)
+
+
+@caught_by(helper_tests.test_the_first_bucket_of_a_gradient_is_reduced_before_the_last_is_computed)
+def a_future_is_waited_for_as_it_is_asked_for(patch: Patch) -> None:
+    future = work.SmddpWork.get_future
+
+    def waited(self: Any) -> Any:
+        self.wait()
+        return future(self)
+
+    patch.setattr(work.SmddpWork, "get_future", waited)
+
+
+@caught_by(helper_tests.test_a_callback_issues_an_operation)
+def callbacks_are_called_inside_of_a_step(patch: Patch) -> None:
+    fail = rounds.RoundsOperation.fail
+
+    def failed(self: Any, error: Exception | None) -> None:
+        fail(self, error)
+        progress.PROGRESS._settle()
+
+    patch.setattr(rounds.RoundsOperation, "fail", failed)
+
+
+@caught_by(helper_tests.test_a_future_of_an_operation_that_fails_has_its_error)
+def a_future_has_the_outputs_of_what_failed(patch: Patch) -> None:
+    patch.setattr(work._FutureResult, "_value", lambda self, _: self._work._outputs)
+
+
+@caught_by(helper_tests.test_a_rank_that_ends_in_a_backward_pass_of_ddp_is_an_error)
+def a_future_has_an_exception_as_its_result(patch: Patch) -> None:
+    patch.setattr(work._FutureResult, "_value", lambda self, _: self._error or self._work.result())
+
+
+@caught_by(helper_tests.test_a_future_learns_of_the_end_of_a_rank)
+def the_helper_does_not_look_at_the_others(patch: Patch) -> None:
+    patch.setattr(progress.ProgressLoop, "look", _nothing)
+
+
+@caught_by(helper_tests.test_a_future_has_the_limit_of_its_group)
+def a_future_never_expires(patch: Patch) -> None:
+    patch.setattr(work._FutureResult, "expire", _nothing)
+
+
+@caught_by(helper_tests.test_there_is_one_helper_from_the_first_group_to_the_last)
+def the_helper_stays_when_the_last_group_is_gone(patch: Patch) -> None:
+    patch.setattr(progress.ProgressLoop, "end", _nothing)
+
+
+# Between machines.
+
+
+def between(check: Callable[[int], None]) -> tuple[Any, ...]:
+    return machine_tests.test_values, check, "aba"
+
+
+def streams_of(test: Callable[..., None], *args: Any) -> Callable[[Path], None]:
+    def run(_: Path) -> None:
+        with stream_tests.two_processes() as made:
+            test(made, *args)
+
+    return run
+
+
+def _shipped(patch: Patch, change: Callable[..., tuple[Any, ...]]) -> None:
+    """Have the courier called with other arguments than those of a round."""
+    ship = courier.Courier.ship_round
+
+    def changed(self: Any, *args: Any) -> None:
+        ship(self, *change(self, *args))
+
+    patch.setattr(courier.Courier, "ship_round", changed)
+
+
+@caught_by(*between(tests.check_moves))
+def the_row_that_is_sent_is_the_next_member_s(patch: Patch) -> None:
+    def next_row(self: Any, number: int, described: int, parts: Any) -> tuple[Any, ...]:
+        most = segment.LARGEST * self.segment.size
+
+        def shifted(members: Any) -> Any:
+            at = segment.LARGEST
+            return [(b + at, e + at) for b, e in parts(members) if e + at <= most]
+
+        return number, described, shifted
+
+    _shipped(patch, next_row)
+
+
+@caught_by(*between(tests.check_moves))
+def the_parts_that_are_sent_are_those_of_this_machine(patch: Patch) -> None:
+    def others(self: Any, number: int, described: int, parts: Any) -> tuple[Any, ...]:
+        members = range(self.segment.size)
+        return number, described, lambda there: parts([m for m in members if m not in there])
+
+    _shipped(patch, others)
+
+
+@caught_by(machine_tests.test_bytes_go_once_to_each_machine_whose_members_read_them, "all_to_all")
+def the_parts_of_all_members_are_sent(patch: Patch) -> None:
+    def everything(self: Any, number: int, described: int, parts: Any) -> tuple[Any, ...]:
+        return number, described, lambda there: parts(range(self.segment.size))
+
+    _shipped(patch, everything)
+
+
+@caught_by(*between(tests.check_many_at_once))
+def a_row_is_sent_from_the_slot_of_another_round(patch: Patch) -> None:
+    patch.setattr(courier, "SLOTS", segment.SLOTS // 2)
+
+
+@caught_by(*between(tests.check_uneven))
+def the_sizes_of_a_call_are_not_sent(patch: Patch) -> None:
+    _shipped(patch, lambda self, number, described, parts: (number, 0, parts))
+
+
+@caught_by(machine_tests.test_a_rank_sends_at_most_the_rounds_of_all_slots_before_they_are_received)
+def rounds_are_sent_before_there_is_room_for_them(patch: Patch) -> None:
+    patch.setattr(rounds, "AHEAD", 2 * rounds.AHEAD)
+    transfer = rounds.Transfer.__init__
+
+    def further(self: Any, *args: Any, **options: Any) -> None:
+        transfer(self, *args, **options)
+        self.ahead = rounds.AHEAD
+
+    patch.setattr(rounds.Transfer, "__init__", further)
+
+
+@caught_by(*between(tests.check_more_messages_than_the_ring_has))
+def the_sender_does_not_learn_that_messages_were_taken(patch: Patch) -> None:
+    ship = courier.Courier.ship_mail
+
+    def without(self: Any, member: int, written: Any, counts: Any) -> None:
+        ship(self, member, written, [*counts[:2], 0, 0])
+
+    patch.setattr(courier.Courier, "ship_mail", without)
+
+
+@caught_by(*between(tests.check_messages))
+def a_piece_of_a_message_is_not_sent(patch: Patch) -> None:
+    ship = courier.Courier.ship_mail
+
+    def without(self: Any, member: int, written: Any, counts: Any) -> None:
+        ship(self, member, [each for each in written if each[1] - each[0] < mail.BULK], counts)
+
+    patch.setattr(courier.Courier, "ship_mail", without)
+
+
+@caught_by(streams_of(stream_tests.test_bytes_come_in_order_and_before_the_end))
+def bytes_that_wait_are_sent_from_the_last(patch: Patch) -> None:
+    class Stack(deque[memoryview]):
+        def extend(self, pieces: Any) -> None:
+            self.extendleft(pieces)
+
+    patch.setattr(streams, "deque", Stack)
+
+
+@caught_by(lambda _: stream_tests.test_what_waits_is_sent_before_the_streams_close())
+def a_process_ends_before_its_bytes_are_sent(patch: Patch) -> None:
+    patch.setattr(streams.Streams, "_over", lambda self: bool(self.closing))
+
+
+@caught_by(machine_tests.test_the_end_of_a_rank_ends_the_waits_for_it, "all_reduce", "abc")
+def the_end_of_a_connection_is_not_told(patch: Patch) -> None:
+    patch.setattr(courier.Courier, "on_end", lambda self, identity: None)
+
+
+@caught_by(machine_tests.test_the_end_of_a_rank_ends_the_waits_for_it, "recv", "aba")
+def a_receiver_of_another_machine_waits_for_ever(patch: Patch) -> None:
+    patch.setattr(courier.Courier, "gone", lambda self, member: "")
+
+
+@caught_by(
+    machine_tests.test_the_end_of_a_rank_inside_of_an_operation_is_an_error_on_all_machines,
+    "all_gather",
+)
+def rows_that_went_to_a_killed_rank_may_still_come(patch: Patch) -> None:
+    def lost(self: Any, number: int) -> dict[int, str]:
+        return {member: why for member, why in self.absent(number).items() if why}
+
+    patch.setattr(segment.SharedSegment, "lost", lost)
+
+
+def _left(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test = tests.test_a_rank_that_leaves_the_group_ends_the_waits_for_it
+        machine_tests.test_between_machines(folder, patch, test)
+
+
+@caught_by(_left)
+def a_rank_leaves_without_a_word_to_other_machines(patch: Patch) -> None:
+    patch.setattr(courier.Courier, "tell", lambda self, why: None)
+
+
+@caught_by(machine_tests.test_the_end_of_a_rank_that_has_forked_is_noticed)
+def a_child_keeps_the_connections_of_its_parent(patch: Patch) -> None:
+    patch.setattr(streams.Streams, "abandon", lambda self: None)
+
+
+@caught_by(machine_tests.test_twenty_groups_leave_nothing_behind)
+def the_streams_stay_when_the_last_group_goes(patch: Patch) -> None:
+    patch.setattr(courier.Courier, "leave", lambda self: None)
+
+
+@caught_by(machine_tests.test_a_group_below_two_machines_uses_no_stream)
+def every_group_has_a_courier(patch: Patch) -> None:
+    find = process_group.SmddpProcessGroup._find_machines
+
+    def several(self: Any) -> list[str]:
+        return [f"{number} {each}" for number, each in enumerate(find(self))]
+
+    patch.setattr(process_group.SmddpProcessGroup, "_find_machines", several)
+
+
+# Strangers.
+
+
+@caught_by(streams_of(stream_tests.test_a_stranger_is_dropped_with_no_effect, "no proof"))
+def a_connection_needs_no_proof(patch: Patch) -> None:
+    patch.setattr(
+        streams, "hmac", types.SimpleNamespace(digest=hmac.digest, compare_digest=lambda *_: True)
+    )
+
+
+@caught_by(streams_of(stream_tests.test_another_listener_is_refused))
+def a_listener_needs_no_proof(patch: Patch) -> None:
+    patch.setattr(
+        streams, "hmac", types.SimpleNamespace(digest=hmac.digest, compare_digest=lambda *_: True)
+    )
+
+
+@caught_by(streams_of(stream_tests.test_a_stranger_is_dropped_with_no_effect, "an echo"))
+def both_sides_prove_the_same(patch: Patch) -> None:
+    def prove(secret: bytes, side: bytes, hello: bytes, nonce: bytes) -> bytes:
+        return hmac.digest(secret, hello + nonce, "sha256")
+
+    patch.setattr(streams, "_prove", prove)
+
+
+def _silence(_: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        streams_of(lambda made: stream_tests.test_silence_is_dropped(patch, made))(_)
+
+
+@caught_by(_silence)
+def silence_is_waited_for(patch: Patch) -> None:
+    patch.setattr(streams.Streams, "_expire", lambda self, now: None)
+
+
+@caught_by(streams_of(stream_tests.test_many_strangers_do_not_keep_a_member_out))
+def strangers_are_kept(patch: Patch) -> None:
+    patch.setattr(streams, "_UNPROVEN", 10**6)
+
+
+@caught_by(
+    machine_tests.test_a_member_that_writes_where_it_may_not_is_cut_off, "the end of another"
+)
+def a_process_may_speak_for_any_member(patch: Patch) -> None:
+    receive = courier.Courier.receive
+
+    def any_member(self: Any, identity: str, frame: Any) -> Any:
+        return receive(self, self._peers[frame[2]].identity, frame)
+
+    patch.setattr(courier.Courier, "receive", any_member)
+
+
+@caught_by(
+    machine_tests.test_a_member_that_writes_where_it_may_not_is_cut_off, "the table of members"
+)
+def a_member_may_write_anywhere(patch: Patch) -> None:
+    patch.setattr(courier.Courier, "_room", lambda self, kind, member: (0, self.segment.layout.end))
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_caught(bug: _Bug, monkeypatch: Patch, tmp_path: Path) -> None:
+    monkeypatch.setattr(rank_processes, "LIMIT", datetime.timedelta(seconds=15))
+    monkeypatch.setattr(stream_tests, "LIMIT", 3)
+    bug.plant(monkeypatch)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        bug.by(tmp_path)
