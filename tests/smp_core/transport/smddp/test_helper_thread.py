@@ -259,7 +259,8 @@ def test_an_operation_goes_on_beside_a_thread_that_waits_for_another(tmp_path: P
 
 def test_an_answer_of_a_member_that_was_given_up_does_not_end_the_helper(tmp_path: Path) -> None:
     """Rank 1 leaves a group with a receive in flight, and takes the message when its sender has got an error."""
-    given_up = multiprocessing.get_context("fork").Event()
+    fork = multiprocessing.get_context("fork")
+    left, given_up = fork.Event(), fork.Event()
 
     def body(rank: int) -> None:
         group = dist.new_group()
@@ -275,11 +276,14 @@ def test_an_answer_of_a_member_that_was_given_up_does_not_end_the_helper(tmp_pat
             received = torch.zeros(1)
             work = dist.irecv(received, 0, group=group)
             dist.destroy_process_group(group)
+            left.set()
             assert given_up.wait(60)
             assert work is not None
             work.wait()
             assert received.item() == 1
         else:
+            # The call that posts the receive would take an earlier message, and wait in it before the group is left.
+            assert left.wait(60)
             for _ in range(2):  # the second one reads the answer to the first
                 with pytest.raises(dist.DistBackendError, match="it has destroyed the group"):
                     dist.send(torch.ones(1), 1, group=group)
