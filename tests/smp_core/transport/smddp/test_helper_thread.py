@@ -257,6 +257,38 @@ def test_an_operation_goes_on_beside_a_thread_that_waits_for_another(tmp_path: P
     on_ranks(tmp_path, 2, body)
 
 
+def test_a_rank_that_waits_for_a_call_moves_what_else_is_in_flight(tmp_path: Path) -> None:
+    """Rank 0 begins its part of an operation when rank 1 sleeps in a call of another group."""
+    slept = multiprocessing.get_context("fork").Event()
+
+    def body(rank: int) -> None:
+        groups = [dist.new_group() for _ in range(2)]
+        for group in groups:
+            dist.barrier(group)
+        progress._TICK = 3600.0
+        tensor = torch.ones(MANY)
+        if rank == 0:
+            assert slept.wait(limit())
+            dist.all_reduce(tensor, group=groups[0])
+            dist.barrier(groups[1])
+        else:
+            sleep, main = futex.sleep, threading.current_thread()
+
+            def noted(words: Any, seconds: float) -> bool:
+                if threading.current_thread() is main:
+                    slept.set()
+                return sleep(words, seconds)
+
+            futex.sleep = noted
+            work = dist.all_reduce(tensor, group=groups[0], async_op=True)
+            dist.barrier(groups[1])
+            assert work is not None
+            work.wait()
+        assert torch.equal(tensor, torch.full((MANY,), 2.0))
+
+    on_ranks(tmp_path, 2, body)
+
+
 def test_an_answer_of_a_member_that_was_given_up_does_not_end_the_helper(tmp_path: Path) -> None:
     """Rank 1 leaves a group with a receive in flight, and takes the message when its sender has got an error."""
     fork = multiprocessing.get_context("fork")

@@ -468,7 +468,7 @@ def half_of_a_row_is_a_row(patch: Patch) -> None:
 
 @caught_by(tests.test_a_wait_that_is_woken_for_other_things_finds_who_has_ended)
 def the_others_are_looked_at_when_a_sleep_was_long(patch: Patch) -> None:
-    def wait(self: Any, done: Callable[[], bool], seconds: float, token: object) -> bool:
+    def wait(self: Any, done: Callable[[], bool], *_: object) -> bool:
         while not done():
             if not futex.sleep(self.move(), progress._TICK):
                 self._look()
@@ -527,6 +527,30 @@ def the_helper_is_not_called(patch: Patch) -> None:
 @caught_by(helper_tests.test_an_operation_goes_on_beside_a_thread_that_waits_for_another)
 def a_thread_that_waits_knows_all_channels(patch: Patch) -> None:
     patch.setattr(progress.ProgressLoop, "_is_waited", lambda self: bool(self._waiting))
+
+
+@caught_by(helper_tests.test_a_rank_that_waits_for_a_call_moves_what_else_is_in_flight)
+def a_call_that_is_waited_for_knows_its_own_group_alone(patch: Patch) -> None:
+    begin = progress.ProgressLoop.begin
+
+    def begun(self: Any, channel: Any, waits: bool = False) -> Any:
+        stops = begin(self, channel, waits)
+        words = channel.move() if waits and stops is None else None
+        return progress.Stops(words, self._begun) if words else stops
+
+    patch.setattr(progress.ProgressLoop, "begin", begun)
+
+
+@caught_by(*values(tests.check_moves))
+def a_call_is_described_once_in_a_slot(patch: Patch) -> None:
+    describe = rounds.Rounds._describe
+
+    def described(self: Any, operation: Any) -> None:
+        slot = self._posted % segment.SLOTS
+        if not self._described[slot]:
+            describe(self, operation)
+
+    patch.setattr(rounds.Rounds, "_describe", described)
 
 
 @caught_by(helper_tests.test_an_answer_of_a_member_that_was_given_up_does_not_end_the_helper)
