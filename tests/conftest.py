@@ -186,6 +186,12 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
             False,
             torch.use_deterministic_algorithms,
         ),
+        (
+            "choice of deterministic operations of cuDNN",
+            torch.backends.cudnn.deterministic,
+            False,
+            torch._C._set_cudnn_deterministic,
+        ),
     ):
         if now != default:
             restore(default)
