@@ -164,6 +164,7 @@ class SmddpProcessGroup(CheckedGroup):
                 self._segment.leave()
                 PROGRESS.leave(self._segment)
                 if self._courier is not None:
+                    self._courier.settle()
                     self._courier.tell(LEFT)
                     self._courier.leave()
 

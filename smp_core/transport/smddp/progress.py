@@ -77,7 +77,7 @@ class _Turns:
     def __init__(self) -> None:
         # Hooks of autograd call from other threads, and a future's callbacks may issue operations.
         self._lock = threading.RLock()
-        self._wanted = threading.Lock()
+        self._wanted = threading.RLock()  # a signal's handler may come while its thread waits
 
     def __enter__(self) -> None:
         # A thread that holds the lock gets it again here, so nobody waits below who holds it.
@@ -252,9 +252,12 @@ class ProgressLoop:
         with self.lock:
             self._move(ALL)  # a channel without operations is not held any longer
             self._groups.discard(group)
-            last = not self._groups
-        if last:
-            self.end()
+            helper = None if self._groups else self._helper
+            if helper is not None:
+                self._helper = None  # a group that begins now has another one
+        self._settle()
+        if helper is not None:
+            helper.end()
 
     def _hand_over(self) -> None:
         """Have the helper thread move what is in flight, if nobody else does."""
@@ -316,8 +319,10 @@ class _Helper(threading.Thread):
 
     def run(self) -> None:
         looked = time.monotonic()
-        while not self.ended:
-            seen = self._calls.value
+        while True:
+            seen = self._calls.value  # first: a call after the look at `ended` ends the sleep
+            if self.ended:
+                return
             words = self._loop.help()
             if words:
                 now = time.monotonic()
