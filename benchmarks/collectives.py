@@ -1,8 +1,9 @@
 """Tensor collectives of 8 rank processes on one machine: the `smddp` backend, Gloo, an MPI by buffers, and a bare copy.
 
-The time of a call is that of a run of calls, from a barrier to the last rank's end, divided by their number. Gloo,
-`smddp` and the copy run in the same processes, in turns; the MPI is a job of its own in each turn.
-The bare copy is what a rank has to copy at least, and to add if the call reduces, from its own memory.
+The time of a call is that of a run of calls, from the first rank's begin to the last rank's end, divided by their
+number. Gloo, `smddp` and the copy run in the same processes, in turns; the MPI is a job of its own in each turn.
+The bare copy is what a rank has to copy at least, and to add if the call reduces, from its own memory. The buffers of
+all have one allocator.
 """
 
 from __future__ import annotations
@@ -30,26 +31,30 @@ from benchmarks.figures import Figure, median
 RANKS = 8
 SIZES = (8, 1024, 64 * 1024, 1024**2, 8 * 1024**2, 64 * 1024**2)  # bytes of the whole tensor
 TURNS = 3
+# Calls before the clock starts: a call of one round uses the next of four slots each time, and all are touched once.
+WARM = 4
 _GLOO, _SMDDP, _COPY = "gloo", "smddp", "copy"
 _MIB = 1024**2
 _KIB64 = 64 * 1024
 
 Call = Callable[[], Any]
 Times = dict[str, dict[str, list[float]]]  # by operation and size, by what: seconds of a call
+Span = tuple[float, float]  # when a rank began a run of calls, and when it had ended it
 
 
-def _part(whole: int) -> Any:
-    """The part of a rank of a whole of so many bytes: of float32, or of bytes where that is too coarse."""
-    if whole < 4 * RANKS:
-        return np.ones(whole // RANKS, np.uint8)
-    return np.ones(whole // 4 // RANKS, np.float32)
+def _buffers(whole: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The part of a rank of a whole of so many bytes, the whole, and another whole: of float32, or of bytes where that
+    is too coarse. Numpy's own arrays would have huge pages, and torch's tensors have none.
+    """
+    dtype = torch.uint8 if whole < 4 * RANKS else torch.float32
+    part = torch.ones(whole // RANKS // dtype.itemsize, dtype=dtype)
+    full = part.repeat(RANKS)
+    return part, full, torch.empty_like(full)
 
 
 def _torch_calls(whole: int, group: Any) -> dict[str, Call]:
     """Each collective, on a whole tensor of so many bytes."""
-    part = torch.from_numpy(_part(whole))
-    full = part.repeat(RANKS)
-    other = torch.empty_like(full)
+    part, full, other = _buffers(whole)
     return {
         "all_gather": lambda: dist.all_gather_single(other, part, group),
         "reduce_scatter": lambda: dist.reduce_scatter_single(part, full, group=group),
@@ -61,8 +66,9 @@ def _torch_calls(whole: int, group: Any) -> dict[str, Call]:
 
 def _copies(whole: int) -> dict[str, Call]:
     """What a rank copies and adds in each collective: from memory of its own, so without any exchange."""
-    rows = np.stack([_part(whole)] * RANKS)
-    other, part = np.empty_like(rows), np.empty_like(rows[0])
+    part, rows, other = (each.numpy() for each in _buffers(whole))
+    rows = rows.reshape(RANKS, -1)
+    other = other.reshape(RANKS, -1)
 
     def copy() -> None:
         other[:] = rows
@@ -88,9 +94,7 @@ def _copies(whole: int) -> dict[str, Call]:
 def _mpi_calls(whole: int, world: Any) -> dict[str, Call]:
     from mpi4py import MPI
 
-    part = _part(whole)
-    full = np.tile(part, RANKS)
-    other = np.empty_like(full)
+    part, full, other = (each.numpy() for each in _buffers(whole))
     return {
         "all_gather": lambda: world.Allgather(part, other),
         "reduce_scatter": lambda: world.Reduce_scatter_block(full, part),
@@ -100,25 +104,39 @@ def _mpi_calls(whole: int, world: Any) -> dict[str, Call]:
     }
 
 
-def _seconds(call: Call, barrier: Call, repetitions: int) -> float:
-    call()
+def _span(call: Call, barrier: Call, repetitions: int) -> Span:
+    for _ in range(WARM):
+        call()
     barrier()
     start = time.perf_counter()
     for _ in range(repetitions):
         call()
-    barrier()
-    return (time.perf_counter() - start) / repetitions
+    end = time.perf_counter()
+    barrier()  # nobody makes the next buffers before all have ended
+    return start, end
 
 
 def _repetitions(whole: int) -> int:
-    return max(2, min(100, 16 * _MIB // whole))
+    return max(4, min(100, 64 * _MIB // whole))
 
 
-def _measured(calls: Callable[[int], dict[str, Call]], barrier: Call) -> dict[str, float]:
-    return {
-        f"{name} of {_text(whole)}": _seconds(call, barrier, _repetitions(whole))
+def _measured(calls: Callable[[int], dict[str, Call]], barrier: Call) -> list[Span]:
+    """A rank's span of each row, by size and operation."""
+    return [
+        _span(call, barrier, _repetitions(whole))
         for whole in SIZES
-        for name, call in calls(whole).items()
+        for call in calls(whole).values()
+    ]
+
+
+def _seconds(spans: list[list[Span]]) -> dict[str, float]:
+    """Seconds of a call in each row, from the spans of all ranks: their clock is one."""
+    rows = [(name, whole) for whole in SIZES for name in _copies(8)]
+    return {
+        f"{name} of {_text(whole)}": (max(ends) - min(starts)) / _repetitions(whole)
+        for (name, whole), (starts, ends) in zip(
+            rows, (zip(*row, strict=True) for row in zip(*spans, strict=True)), strict=True
+        )
     }
 
 
@@ -143,8 +161,7 @@ def _rank(rank: int, folder: str, results: Any) -> None:
         for name, group in groups.items()
     }
     measured[_COPY] = _measured(_copies, lambda: dist.barrier(ours))
-    if rank == 0:
-        results.put(measured)
+    results.put(measured)
     dist.destroy_process_group()
 
 
@@ -157,10 +174,10 @@ def _torch_turn() -> dict[str, dict[str, float]]:
         ]
         for process in ranks:
             process.start()
-        measured: dict[str, dict[str, float]] = results.get(timeout=3600)
+        measured: list[dict[str, list[Span]]] = [results.get(timeout=3600) for _ in ranks]
         for process in ranks:
             process.join()
-    return measured
+    return {what: _seconds([each[what] for each in measured]) for what in measured[0]}
 
 
 def _mpi_rank() -> None:
@@ -168,10 +185,11 @@ def _mpi_rank() -> None:
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    measured = _measured(lambda whole: _mpi_calls(whole, world), world.Barrier)
+    spans = world.gather(_measured(lambda whole: _mpi_calls(whole, world), world.Barrier))
     if world.rank == 0:
+        assert spans is not None
         name = " ".join(MPI.Get_library_version().replace(",", " ").split()[:2])
-        print(json.dumps({name.removesuffix("Version:").strip(): measured}))
+        print(json.dumps({name.removesuffix("Version:").strip(): _seconds(spans)}))
 
 
 def _mpi_turn(mpiexec: Path) -> dict[str, dict[str, float]]:

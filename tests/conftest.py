@@ -9,8 +9,10 @@ import dataclasses
 import gc
 import importlib.util
 import os
+import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -184,6 +186,12 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
             False,
             torch.use_deterministic_algorithms,
         ),
+        (
+            "choice of deterministic operations of cuDNN",
+            torch.backends.cudnn.deterministic,
+            False,
+            torch._C._set_cudnn_deterministic,
+        ),
     ):
         if now != default:
             restore(default)
@@ -206,11 +214,22 @@ def _no_ci() -> Iterator[None]:
         yield
 
 
+def free_port() -> int:
+    """A port of the loopback interface that is free, and below those that the kernel gives to listeners of others."""
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(10_000, low)
+        with contextlib.suppress(OSError), socket.socket() as sock:
+            sock.bind(("127.0.0.1", port))
+            return port
+
+
 # Commands that tests start.
 
 
 _MARK = "SMP_TEST_JOB"
-_GONE = 40.0  # seconds for what is left to end by itself: a controller gets 20 to say why
+# Limits of what ends by itself. A machine at work takes a minute for the imports of a launcher and its ranks alone.
+_GONE = 120.0  # seconds for what is left to end: a controller gets 20 to say why
 
 
 @dataclasses.dataclass
@@ -227,11 +246,11 @@ class Started:
         """The output that the command has written so far."""
         return self.output.read_text(errors="replace")
 
-    def shows(self, words: str, timeout: float = 60.0) -> None:
+    def shows(self, words: str, timeout: float = 300.0) -> None:
         """Wait until it has written this."""
         self._until(lambda: words in self.text, timeout)
 
-    def makes(self, path: Path, timeout: float = 60.0) -> None:
+    def makes(self, path: Path, timeout: float = 300.0) -> None:
         """Wait until it has made this file."""
         self._until(path.exists, timeout)
 
@@ -242,7 +261,7 @@ class Started:
             assert time.monotonic() < deadline, self.text
             time.sleep(0.02)
 
-    def end(self, timeout: float = 100.0) -> tuple[int, str]:
+    def end(self, timeout: float = 600.0) -> tuple[int, str]:
         """Its exit code, and all that it wrote, once nothing of it is left."""
         try:
             code = self.process.wait(timeout)

@@ -49,7 +49,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository with all recipes in it."""
     copy = tmp_path_factory.mktemp("clone")
     # With the compiled files, which know their sources by time and size; the copies have the same.
-    unwanted = shutil.ignore_patterns(".*", "build", "dist")
+    unwanted = shutil.ignore_patterns(".*", "build", "dist", "*.pyc.*")
     shutil.copytree(ROOT, copy, ignore=unwanted, dirs_exist_ok=True)
     for title, recipe in RECIPES.items():
         for name, before, after in read_changes(recipe):

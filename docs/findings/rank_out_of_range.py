@@ -21,7 +21,7 @@ import torch.multiprocessing
 # What each rank sees.
 PROMISED = ["refused", "refused"]
 OBSERVED = ["exit code -11", "exit code -11"]
-SECONDS = 25  # for all of it
+SECONDS = 60  # for all of it
 
 
 def on_rank(rank: int) -> object:

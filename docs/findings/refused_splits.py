@@ -21,7 +21,7 @@ import torch.multiprocessing
 # What each rank sees.
 PROMISED = [["refused", 2], ["nothing to refuse", 2]]
 OBSERVED = [["refused", "does not end"], ["nothing to refuse", "does not end"]]
-SECONDS = 25  # for all of it
+SECONDS = 60  # for all of it
 
 
 def on_rank(rank: int) -> object:

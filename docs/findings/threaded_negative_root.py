@@ -17,7 +17,7 @@ from torch.testing._internal.distributed import multi_threaded_pg
 # What each rank sees.
 PROMISED = ["refused", "refused"]
 OBSERVED = [11.0, 11.0]  # the value of rank 1
-SECONDS = 5  # for all of it: who has not come back by then hangs
+SECONDS = 25  # for all of it: who has not come back by then hangs
 
 
 def on_rank(rank: int) -> object:

@@ -101,7 +101,13 @@ def _keep(controller: int, folder: str, command: list[str]) -> int:
             os.execvp(command[0], command)
         finally:
             os._exit(127)
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(job, signal.SIGTERM))
+
+    def hand_on(*_: object) -> None:
+        if memory.descriptor >= 0:
+            memory.look()  # while the job's processes still show that they use a file
+        os.kill(job, signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, hand_on)
     orphaned = _outlives(controller, job, memory)
     if orphaned:
         os.kill(job, signal.SIGKILL)

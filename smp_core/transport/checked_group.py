@@ -7,6 +7,7 @@ wait. A subclass decides how a correct call is issued.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -28,12 +29,20 @@ Fields = tuple[tuple[str, Any], ...]
 
 def shape_text(tensors: Sequence[Tensor]) -> str:
     """Shapes in words: ``[2, 3]`` for one tensor, ``[2, 3] [4]`` for two."""
-    return " ".join(str(list(tensor.shape)) for tensor in tensors)
+    return " ".join(_shape(tensor.shape) for tensor in tensors)
 
 
 def dtype_text(tensors: Sequence[Tensor]) -> str:
     """Dtypes in words, each once."""
-    return " ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors))
+    return " ".join(dict.fromkeys(_dtype(tensor.dtype) for tensor in tensors))
+
+
+def _shape(shape: torch.Size) -> str:
+    return str(list(shape))
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def check_tensors(call: str, tensors: Sequence[Tensor]) -> None:
@@ -81,13 +90,26 @@ def _check_list(call: str, what: str, tensors: Sequence[Tensor], size: int) -> N
 def fields_of(
     tensors: Sequence[Tensor], *, op: str | None = None, root: int | None = None
 ) -> Fields:
+    if len(tensors) == 1:
+        (tensor,) = tensors
+        return _fields_of_one(op, root, tensor.dtype, tensor.shape)
+    return _fields(op, root, dtype_text(tensors), shape_text(tensors))
+
+
+@functools.lru_cache(maxsize=4096)  # texts take longer than a short call waits
+def _fields_of_one(
+    op: str | None, root: int | None, dtype: torch.dtype, shape: torch.Size
+) -> Fields:
+    return _fields(op, root, _dtype(dtype), _shape(shape))
+
+
+def _fields(op: str | None, root: int | None, dtype: str, shape: str) -> Fields:
     fields: list[tuple[str, Any]] = []
     if op is not None:
         fields.append(("reduce op", op))
     if root is not None:
         fields.append(("root", root))
-    fields += [("dtype", dtype_text(tensors)), ("shape", shape_text(tensors))]
-    return tuple(fields)
+    return (*fields, ("dtype", dtype), ("shape", shape))
 
 
 class Collective(NamedTuple):

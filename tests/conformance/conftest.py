@@ -86,7 +86,7 @@ session.SuiteSession.open_backend = lambda *arguments: None  # which imports tor
 SUITE = """
 import os, pathlib, signal
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from conformance.session.verdicts import not_supported
 from smp_core.errors import RunTimeout
 
@@ -99,6 +99,7 @@ def test_start():
 
 @pytest.mark.requirement("COMM-ORDER")
 @given(number=st.integers(0, 10**9))
+@settings(deadline=None)
 def test_order(number):
     with open(os.environ.get("NUMBERS", "numbers.txt"), "a") as file:
         print(number, file=file)

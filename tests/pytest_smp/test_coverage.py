@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tests.pytest_smp.conftest import Session
 
 pytest.importorskip("pytest_cov", reason="the figures are pytest-cov's")
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
 
 #: Only some ranks come to some lines, a line is in one example alone, and one is never reached.
 MODULE = """

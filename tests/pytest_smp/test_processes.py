@@ -19,6 +19,8 @@ HELPER = """
 
 CONFTEST = """
     import pytest
+    from pytest_smp.ranks.processes import run
+    run._GRACE = 60.0  # nobody here goes on after a failure, and a busy machine may be slow to end
     from helper import Colour
 
     @pytest.fixture

@@ -540,8 +540,8 @@ def test_breakpoint_on_a_rank_stops_the_clock(session: Session, capture: str) ->
         """,
         capture,
         "-rP",
-        "--smp-timeout=1",
-        stdin=b"p 'mine', mine\nimport threading; threading.Event().wait(1.2)\np 7, smp.rank()\nc\nq\n",
+        "--smp-timeout=4",
+        stdin=b"p 'mine', mine\nimport threading; threading.Event().wait(4.5)\np 7, smp.rank()\nc\nq\n",
     )
     assert ended.counts == {"passed": 2}
     ended.shows(

@@ -25,8 +25,7 @@ _SLOW = """
 
     ahead = 0.0
     late = []  # what happened in examples
-    clock = time.perf_counter
-    time.perf_counter = lambda: clock() + ahead
+    time.perf_counter = lambda: ahead  # a machine at work is slow, too, and nobody's fault
 
     def takes_long(what):
         global ahead

@@ -48,11 +48,11 @@ from smp_core.errors import BackendError, JobLost
 
 log = logging.getLogger("pytest_smp.ranks")
 
-_START = 60.0  # seconds for rank processes to start and connect
-_FORM = 60.0  # seconds for a world to form
+_START = 300.0  # seconds for rank processes to start and connect: on a machine at work they import for a minute
+_FORM = 300.0  # seconds for a world to form
 _ATTEMPTS = 3  # to have a world, if its processes are lost meanwhile
 _ENDED = "its process has ended"
-_SETTLE = 2.0  # seconds that a rank which has sent its result gets to wait for the next task
+_SETTLE = 20.0  # seconds that a rank which has sent its result gets to wait for the next task
 
 
 class _ProcessLost(BackendError):

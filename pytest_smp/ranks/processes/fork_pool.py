@@ -40,7 +40,7 @@ PRELOAD = (
     "pytest_smp.ranks.isolation",
     "pytest_smp.ranks.serialization",
 )
-_PATIENCE = 60.0  # seconds for a fork server to import and prepare
+_PATIENCE = 300.0  # seconds for a fork server to import and prepare
 _ANSWER = 5.0  # seconds for one that has nothing else to do
 
 

@@ -36,6 +36,7 @@ _CHUNK = 1 << 16  # bytes read at a time
 _CHUNKS = 4  # at most, at a look: a rank may write faster than we read
 _LATE = 1.0  # seconds that a record may take that was sent before a rank came back
 TICK = 0.02  # seconds between two looks at the board
+_LEAVING = 10.0  # seconds that a rank gets whose body is over, for its result or its error to come
 _GRACE = 0.5  # seconds that the others get after a rank has failed, to end by themselves
 _TOLD = 1.0  # seconds for the end to be told of a rank whose connection closed
 _TOLD_OF_ENDS = 20.0  # of one whose process ends for certain: a large one takes its time
@@ -123,7 +124,7 @@ class Run:
                     found_at = min(found_at, now) if finding is not None else math.inf
                     # A body that is over may have raised, which would be the cause.
                     leaving = any(self._board.body_is_over(slot) for slot in self._running)
-                    if not leaving or now - found_at > _GRACE:
+                    if not leaving or now - found_at > _LEAVING:
                         self._finding = finding
             if self._failed() or now - start > limit:
                 self._notice_deaths()

@@ -18,7 +18,7 @@ STACKS = signal.SIGUSR2  # asks a rank for its stacks, whatever it is doing
 _FRAME = re.compile(r'\s+File "(.*)", line (\d+) in (.*)')
 _SERVER, _LISTENER = "rank.py", "_listen"  # what runs bodies, and the thread beside it
 _ENOUGH = "in serve"
-_PATIENCE = 1.0  # seconds for the handler to have run
+_PATIENCE = 5.0  # seconds for the handler to have run
 _QUIET = 0.05  # seconds without a new line: it is done
 
 

@@ -73,6 +73,7 @@ def remove() -> None:
         _users -= 1
         if not _users:
             _undo.close()
+            answers.current_index = 0
 
 
 @contextlib.contextmanager

@@ -191,7 +191,9 @@ def _broadcast(rounds: Rounds, call: Collective) -> Transfer:
 
 
 def _all_reduce(rounds: Rounds, call: Collective) -> Transfer:
-    mine, target, dtype = read(call.brings), Target(call.gets), call.brings[0].dtype
+    target, dtype = Target(call.gets), call.brings[0].dtype
+    in_place = call.brings is call.gets and not target.copies
+    mine = target.bytes if in_place else read(call.brings)
     if mine.size <= SMALL or rounds.size == 1:
         transfer = _share(rounds, mine, mine.size, _folded(target.bytes, dtype, call.op))
     else:

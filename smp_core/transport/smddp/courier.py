@@ -83,7 +83,8 @@ class Courier:
         self._peers: list[Peer] = []
         self._streams: dict[int, Outbound] = {}  # by member
         self._routes: list[tuple[Outbound, list[int]]] = []  # to each machine, with its members
-        self._gone: set[int] = set()  # have said on their own stream that they come to no more
+        # Why members come to no more that have said so on their own stream.
+        self._gone: dict[int, int] = {}
         self.key = b""
         traffic = None
         try:
@@ -159,6 +160,13 @@ class Courier:
         view = self.segment.view
         stream.send([memoryview(head), *(view[begin:end] for begin, end in ranges)])
 
+    def settle(self) -> None:
+        """Return when all that was sent has a connection: an answer that is on a young one goes before the news, on an
+        older one, that this member has left.
+        """
+        for stream in list(self._streams.values()):
+            stream.settled.wait()
+
     def tell(self, why: int) -> None:
         """Tell the other machines that this member comes to no more."""
         for stream in list(self._streams.values()):
@@ -206,7 +214,7 @@ class Courier:
                 segment.count(at).value = value
             futex.add_and_wake(segment.address + layout.bells + self._me * 64)
         elif kind == _LEFT:
-            self._gone.add(member)
+            self._gone[member] = first
             if member in self._charges:
                 segment.mark(member, first)
 
@@ -223,7 +231,7 @@ class Courier:
         streams, identity = self._traffic.streams, self._peers[member].identity
         marked = self.segment.gone(member)
         if streams.coming[identity]:
-            return marked if member in self._gone else ""
+            return self.segment.why(member, self._gone[member]) if member in self._gone else ""
         if marked:
             return marked
         if identity in streams.ended or self._stream(member).reason:

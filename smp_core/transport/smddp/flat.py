@@ -16,6 +16,11 @@ def _plain(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
+def _bare(tensor: Tensor) -> Tensor:
+    """The tensor without the methods that a subclass overrides, such as those of a parameter."""
+    return tensor if type(tensor) is Tensor else tensor.detach()
+
+
 class _Memory:
     """The memory of a contiguous tensor, as numpy asks for it. ``Tensor.numpy`` would forbid for good to resize the
     storage, which FSDP does.
@@ -47,7 +52,7 @@ def address(array: Bytes) -> int:
 def read(tensors: Sequence[Tensor]) -> Bytes:
     """The bytes of tensors, one behind the other; their own memory, if that is one."""
     if len(tensors) == 1:
-        tensor = tensors[0].detach()
+        tensor = _bare(tensors[0])
         if not _plain(tensor):
             tensor = tensor.resolve_conj().resolve_neg().contiguous()
         return _bytes(tensor)
@@ -67,7 +72,7 @@ class Target:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors: Sequence[Tensor] = ()
         if len(tensors) == 1 and _plain(tensors[0]):
-            self.bytes: Bytes = _bytes(tensors[0].detach())
+            self.bytes: Bytes = _bytes(_bare(tensors[0]))
         else:
             self._tensors = tensors
             self.bytes = np.empty(sum(each.numel() * each.itemsize for each in tensors), np.uint8)

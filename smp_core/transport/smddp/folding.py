@@ -36,6 +36,11 @@ _COMBINE: dict[str, Any] = {
 }
 
 
+_STRIP = (
+    32 * 1024
+)  # bytes of each row that are folded at a time: the sums of a level stay in a core's cache
+
+
 def fold_rows(rows: Any, dtype: torch.dtype, op: str, target: Bytes) -> None:
     """Write the reduction of two-dimensional bytes, whose rows are the members', to the target."""
     combine = _COMBINE.get(op)
@@ -58,10 +63,21 @@ def fold_rows(rows: Any, dtype: torch.dtype, op: str, target: Bytes) -> None:
 
 
 def _fold(rows: Any, combine: Any, result: Any) -> None:
-    """The tree of smp_core/reduction.py, depth first: the left part is of the largest power of two rows."""
+    """The tree of smp_core/reduction.py, whose left part is of the largest power of two rows.
+
+    A power of two rows is folded level by level, a strip at a time.
+    """
     count = len(rows)
     if count == 1:
         result[:] = rows[0]
+        return
+    if count & (count - 1) == 0:
+        step = _STRIP // rows.itemsize
+        for at in range(0, result.size, step):
+            level = rows[:, at : at + step]
+            while len(level) > 2:
+                level = combine(level[0::2], level[1::2])
+            combine(level[0], level[1], out=result[at : at + step])
         return
     half = 1 << (count - 1).bit_length() - 1
     left, right = rows[0], rows[half]

@@ -23,7 +23,7 @@ _NEVER = 2 << 24 | 0x800  # comparison LT with -2048
 _ALL = 2**31 - 1
 _WORD_OF_32_BITS = 2
 _MOST = 128  # words of one futex_waitv
-_BLIND = 0.001  # seconds between two looks, where the kernel can wait for one word alone
+_BLIND = 0.001  # seconds between two looks, where the kernel does not wait for all words
 
 Word = tuple[int, int]  # its address, and the value that was seen there
 
@@ -107,6 +107,8 @@ def sleep(words: Sequence[Word], seconds: float) -> bool:
         waiters = (_Waiter * min(len(words), _MOST))()
         for waiter, (address, value) in zip(waiters, words, strict=False):
             waiter.value, waiter.address, waiter.flags = value, address, _WORD_OF_32_BITS
+        if len(words) > _MOST:
+            seconds = min(seconds, _BLIND)
         limit = _timespec(time.monotonic() + seconds)  # an end, where _WAIT takes a duration
         if _waitv(_WAITV, waiters, len(waiters), 0, ctypes.byref(limit), time.CLOCK_MONOTONIC) >= 0:
             return True
@@ -128,7 +130,8 @@ def _timespec(seconds: float) -> _Timespec:
 
 
 def _woken(problem: int) -> bool:
-    if problem in (errno.EAGAIN, errno.EINTR):
+    # EFAULT: the memory of a group that another thread has destroyed. The words are read anew.
+    if problem in (errno.EAGAIN, errno.EINTR, errno.EFAULT):
         return True
     if problem == errno.ETIMEDOUT:
         return False

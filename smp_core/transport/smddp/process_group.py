@@ -20,7 +20,7 @@ from smp_core.transport.smddp import futex
 from smp_core.transport.smddp.collectives import told_sizes, transfer_of
 from smp_core.transport.smddp.courier import Courier
 from smp_core.transport.smddp.mail import InboundMessage, Mail, OutboundMessage
-from smp_core.transport.smddp.progress import PROGRESS
+from smp_core.transport.smddp.progress import PROGRESS, Stops
 from smp_core.transport.smddp.rounds import Rounds, RoundsOperation
 from smp_core.transport.smddp.segment import LEFT, SharedSegment
 from smp_core.transport.smddp.work import PendingOperation, SmddpWork
@@ -88,6 +88,8 @@ class SmddpProcessGroup(CheckedGroup):
         self.check_process(call)
         if self._destroyed:
             raise NotInitializedError(f"{call}: process group {self._name} has been destroyed")
+        if self._channels is not None:
+            return self._channels
         with self._opening:
             if self._channels is None:
                 self._segment.open(self.timeout)
@@ -108,8 +110,8 @@ class SmddpProcessGroup(CheckedGroup):
         operation = RoundsOperation(call.operation, call.fields, transfer, sizes)
         with PROGRESS.lock:
             rounds.begin(operation)
-            PROGRESS.begin(rounds, waits=not getattr(opts, "asyncOp", True))
-        return self._issued(operation, call.outputs, call.operation)
+            stops = PROGRESS.begin(rounds, waits=not getattr(opts, "asyncOp", True))
+        return self._issued(operation, call.outputs, call.operation, stops)
 
     def _post(self, verb: str, tensors: list[Tensor], peer: Source, tag: int) -> SmddpWork:
         """See CheckedGroup."""
@@ -130,8 +132,10 @@ class SmddpProcessGroup(CheckedGroup):
             PROGRESS.begin(mail)
         return self._issued(operation, tensors, verb)
 
-    def _issued(self, operation: PendingOperation, outputs: Any, name: str) -> SmddpWork:
-        work = SmddpWork(self, operation, outputs, name)
+    def _issued(
+        self, operation: PendingOperation, outputs: Any, name: str, stops: Stops | None = None
+    ) -> SmddpWork:
+        work = SmddpWork(self, operation, outputs, name, stops)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -160,6 +164,7 @@ class SmddpProcessGroup(CheckedGroup):
                 self._segment.leave()
                 PROGRESS.leave(self._segment)
                 if self._courier is not None:
+                    self._courier.settle()
                     self._courier.tell(LEFT)
                     self._courier.leave()
 

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import distributed as dist
 
@@ -28,11 +28,18 @@ from smp_core.transport.smddp import futex
 
 _TICK = 0.1  # seconds between two looks whether the others are alive
 _LONG = 3600.0  # seconds that a helper with nothing to do sleeps
-_ISSUED = (
-    2  # steps of a channel when an operation is issued: a short one is done if all others have come
-)
+# Steps of a channel when an operation is issued that nobody waits for yet: a short one is done if all others have come.
+_ISSUED = 2
 
 ALL = sys.maxsize  # steps, of which there are never so many
+
+
+class Stops(NamedTuple):
+    """The words that stand in the way of all that is in flight, as they were seen."""
+
+    words: Sequence[futex.Word]
+    begun: int
+    """The number of the channel that had become busy last."""
 
 
 class ProgressChannel(Protocol):
@@ -70,7 +77,7 @@ class _Turns:
     def __init__(self) -> None:
         # Hooks of autograd call from other threads, and a future's callbacks may issue operations.
         self._lock = threading.RLock()
-        self._wanted = threading.Lock()
+        self._wanted = threading.RLock()  # a signal's handler may come while its thread waits
 
     def __enter__(self) -> None:
         # A thread that holds the lock gets it again here, so nobody waits below who holds it.
@@ -106,18 +113,22 @@ class ProgressLoop:
         self._waiting: dict[object, int] = {}
         self._helper_knows = 0
 
-    def begin(self, channel: ProgressChannel, waits: bool = False) -> None:
+    def begin(self, channel: ProgressChannel, waits: bool = False) -> Stops | None:
         """An operation was added to a channel: move it. Call with the lock held.
 
-        ``waits``: the caller waits for it at once, so the helper thread is not called.
+        ``waits``: the caller waits for it at once, so the helper thread is not called. Returns the argument of
+        ``wait`` then, if it is known.
         """
-        words = channel.move(_ISSUED)
+        words = channel.move(ALL if waits else _ISSUED)
         if words is None or words:
             if words is None or channel not in self._busy:
                 self._begun += 1
                 self._busy[channel] = None
             if not waits:
                 self._hand_over()
+            elif words and len(self._busy) == 1:
+                return Stops(words, self._begun)
+        return None
 
     def move(self, steps: int = ALL) -> list[futex.Word] | None:
         """Move all operations; return what ProgressChannel.move returns, for all channels."""
@@ -137,20 +148,31 @@ class ProgressLoop:
         self._hand_over()
         self._settle()
 
-    def wait(self, done: Callable[[], bool], seconds: float) -> bool:
-        """Move everything until ``done`` says so. False if that took longer than ``seconds``."""
+    def wait(self, done: Callable[[], bool], seconds: float, stops: Stops | None = None) -> bool:
+        """Move everything until ``done`` says so. False if that took longer than ``seconds``.
+
+        ``stops``: what ``begin`` returned, so that the first move, which would find the same, is saved. The kernel
+        compares the words with the memory before it lets a thread sleep.
+        """
         token = object()
-        self._waiting[token] = self._begun
+        self._waiting[token] = self._begun if stops is None else stops.begun
         try:
-            return self._wait(done, seconds, token)
+            return self._wait(done, seconds, token, stops and stops.words)
         finally:
             del self._waiting[token]
             self._hand_over()
 
-    def _wait(self, done: Callable[[], bool], seconds: float, token: object) -> bool:
+    def _wait(
+        self,
+        done: Callable[[], bool],
+        seconds: float,
+        token: object,
+        words: Sequence[futex.Word] | None,
+    ) -> bool:
         end = looked = 0.0
         while not done():
-            words = self._move_and_note(ALL, token)
+            if words is None:
+                words = self._move_and_note(ALL, token)
             if done():
                 break
             if not words:
@@ -169,9 +191,10 @@ class ProgressLoop:
                         "group"
                     )
                 self._look()
-                looked = now
+                looked, words = now, None
                 continue
             futex.sleep(words, min(_TICK, max(end - now, 0.0)))
+            words = None
         return True
 
     def _move(self, steps: int) -> list[futex.Word] | None:
@@ -229,9 +252,12 @@ class ProgressLoop:
         with self.lock:
             self._move(ALL)  # a channel without operations is not held any longer
             self._groups.discard(group)
-            last = not self._groups
-        if last:
-            self.end()
+            helper = None if self._groups else self._helper
+            if helper is not None:
+                self._helper = None  # a group that begins now has another one
+        self._settle()
+        if helper is not None:
+            helper.end()
 
     def _hand_over(self) -> None:
         """Have the helper thread move what is in flight, if nobody else does."""
@@ -293,8 +319,10 @@ class _Helper(threading.Thread):
 
     def run(self) -> None:
         looked = time.monotonic()
-        while not self.ended:
-            seen = self._calls.value
+        while True:
+            seen = self._calls.value  # first: a call after the look at `ended` ends the sleep
+            if self.ended:
+                return
             words = self._loop.help()
             if words:
                 now = time.monotonic()

@@ -357,8 +357,9 @@ class SharedSegment:
         """Why a member comes to nothing any more; empty if it may."""
         if member not in self.far:
             pid, start = self._process(member)
-            if pid and start and _started(pid) != start:
-                return f"its process {pid} has ended"
+            with contextlib.suppress(OSError):  # the next look may see it
+                if pid and start and _started(pid) != start:
+                    return f"its process {pid} has ended"
         return self.why(member, self.count(self._row(member) + _LEFT).value)
 
     def why(self, member: int, mark: int) -> str:
@@ -428,10 +429,12 @@ def _mapped(descriptor: int, size: int) -> Any:
 
 def _started(pid: int) -> int | None:
     """When a process began, in the kernel's ticks: with its id it names one process. None if it ends or has ended."""
-    with contextlib.suppress(OSError):
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    # Any other error, such as that of too many open files, says nothing of the process.
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        # As bytes: the name of a program may end inside of a character.
+        state, *rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         began, memory = rest[18:20]
-        if state not in "ZX" and memory != "0":  # an ending process first gives up its memory
+        if state not in b"ZX" and memory != b"0":  # an ending process first gives up its memory
             return int(began)
     return None
 

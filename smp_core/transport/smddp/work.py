@@ -11,7 +11,7 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
-from smp_core.transport.smddp.progress import PROGRESS
+from smp_core.transport.smddp.progress import PROGRESS, Stops
 from smp_core.transport.unseen import hide
 
 
@@ -25,8 +25,16 @@ class PendingOperation(Protocol):
 class SmddpWork(Work):
     """One operation of this rank. Waiting moves every operation that is in flight."""
 
-    def __init__(self, group: Any, operation: PendingOperation, outputs: Any, name: str) -> None:
+    def __init__(
+        self,
+        group: Any,
+        operation: PendingOperation,
+        outputs: Any,
+        name: str,
+        stops: Stops | None = None,
+    ) -> None:
         super().__init__()
+        self._stops = stops
         self._group, self._operation = group, operation
         self._outputs, self.name = outputs, name
         self._future: Future[Any] | None = None
@@ -45,7 +53,8 @@ class SmddpWork(Work):
         if not operation.done:
             self._group.check_process(self.name)
             seconds = (timeout or self._group.timeout).total_seconds()
-            if not PROGRESS.wait(self.done, seconds):
+            stops, self._stops = self._stops, None
+            if not PROGRESS.wait(self.done, seconds, stops):
                 raise self.late(seconds)
         if operation.error is not None:
             raise operation.error

@@ -39,7 +39,7 @@ from conformance.mutants import trials
 from conformance.mutants.protocol import Bugs
 from smp_core.errors import RunTimeout
 
-trials.TIMES, trials.MORE, trials.GRACE = 2.0, 2.0, 2.0
+trials.TIMES, trials.MORE, trials.GRACE = 2.0, 8.0, 2.0
 BUGS = Bugs("theirs")
 
 def bug(name, sentence, *by):
@@ -139,7 +139,7 @@ def test_planted_bugs_are_killed(sessions: Any) -> None:
 
 
 def test_what_became_of_other_peoples_mutants(sessions: Any) -> None:
-    arguments = [*BARRIERS, "--smp-mutants=planted:BUGS", "--smp-timeout=0.5"]
+    arguments = [*BARRIERS, "--smp-mutants=planted:BUGS", "--smp-timeout=3"]
     (output,) = sessions([*arguments, "--smp-mutant=their-*"], plugin=THEIRS)
     lines = {line.split(":")[0]: line for line in output.splitlines() if ": " in line}
     assert "  theirs " in output

@@ -30,7 +30,7 @@ from pytest_smp.ranks.backends import open_backend
 from pytest_smp.ranks.protocols import ExecutorOptions, Job
 from smp_core.errors import SmpError
 from smp_core.torch import cuda_stand_in
-from smp_core.torch.cuda_stand_in import names, requests
+from smp_core.torch.cuda_stand_in import answers, names, requests
 from smp_core.torch.exceptions import StandInError
 
 DEVICES = 3
@@ -648,6 +648,12 @@ def test_two_numbers_of_devices_are_refused_and_the_first_stays() -> None:
         cuda_stand_in.remove()
 
 
+def test_the_current_device_is_the_first_again_when_nothing_is_installed() -> None:
+    with cuda_stand_in.installed(2):
+        torch.cuda.set_device(1)
+    assert answers.current_index == 0
+
+
 # Scripts
 
 GPU_SCRIPT = """
@@ -710,8 +716,12 @@ CPU_SCRIPT = """
 
 def losses(script: str) -> list[float]:
     names: dict[str, Any] = {"__name__": "__main__"}
-    with torch.random.fork_rng():
-        exec(compile(textwrap.dedent(script), "train.py", "exec"), names)
+    deterministic = torch.backends.cudnn.deterministic
+    try:
+        with torch.random.fork_rng():
+            exec(compile(textwrap.dedent(script), "train.py", "exec"), names)
+    finally:
+        torch.backends.cudnn.deterministic = deterministic
     return names["losses"]  # type: ignore[no-any-return]
 
 

@@ -6,6 +6,7 @@ import re
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -277,16 +278,23 @@ def test_a_verdict_is_raised_at_the_line_of_its_rank(
     assert last.filename == __file__
 
 
-def drops_a_request() -> None:
+def drops_a_request(note: Path) -> None:
     if dist.get_rank() == 0:
         dist.isend(torch.ones(2), 1)  # dropped
+        note.touch()
     time.sleep(3600)
 
 
-def test_a_time_out_names_what_was_not_waited_for() -> None:
+def test_a_time_out_names_what_was_not_waited_for(tmp_path: Path) -> None:
+    note = tmp_path / "note"
     executor = open_backend("gloo", ExecutorOptions(ranks=2))
     try:
-        job = Job(body=drops_a_request, arguments=lambda rank: ((), {}), timeout=1)
+        job = Job(
+            body=drops_a_request,
+            arguments=lambda rank: ((note,), {}),
+            timeout=1,
+            patience=lambda: not note.exists(),
+        )
         report = executor.open(2).run(job)
     finally:
         executor.close()

@@ -5,7 +5,6 @@ as its ranks do. Every test starts a job, which takes seconds, so each looks at 
 from __future__ import annotations
 
 import re
-import socket
 import sys
 from types import SimpleNamespace
 
@@ -13,6 +12,7 @@ import pytest
 
 from smp_core.errors import BackendError
 from smp_core.launch.mpiexec import find_mpiexec
+from tests.conftest import free_port
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -121,9 +121,7 @@ sys.exit(0 if smp.size() == 2 else "wrong")
 
 
 def test_a_process_group_of_the_script_is_used(script):
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = str(sock.getsockname()[1])
+    port = str(free_port())
     code, text = script(
         mpiexec(2),
         """

@@ -208,7 +208,11 @@ def test_calls_of_new_groups_are_struck(run):
 
 
 def test_a_stalled_rank_is_the_one_to_blame(run, executor, simulated):
-    report = run(_program, Stall(rank=1, at="allgather", nth=2), timeout=None if simulated else 1.5)
+    def unstruck():
+        return "smp_faults: stall" not in executor._pool.written(executor._ranks[1])[1]
+
+    limit = {"timeout": None} if simulated else {"timeout": 1.5, "patience": unstruck}
+    report = run(_program, Stall(rank=1, at="allgather", nth=2), **limit)
     assert report.outcomes[1].kind is OutcomeKind.STUCK
     if simulated:
         assert (report.verdict, report.root) == (VerdictKind.DEADLOCK, 1)

@@ -73,16 +73,22 @@ STUCK = {
 
 
 @pytest.mark.parametrize("how", sorted(STUCK))
-def test_the_rank_that_keeps_the_others_is_named_first(executor, how):
+def test_the_rank_that_keeps_the_others_is_named_first(executor, how, tmp_path):
     def body():
         if smp.rank() == 1:
             STUCK[how]()
+        else:
+            (tmp_path / str(smp.rank())).touch()
         dist.barrier()
         smp.barrier()
 
-    # One way takes effect once rank 1 is inside of the barrier: on a busy machine that takes seconds.
-    seconds = 10.0 if how == "stopped in a call" else 3.0
-    job = Job(body=body, arguments=lambda rank: ((), {}), timeout=seconds)
+    def busy():
+        """The others are on their way, or rank 1 is: time begins anew."""
+        there = all((tmp_path / name).exists() for name in "02")
+        stopped = executor._pool.state(executor._ranks[1]).stopped
+        return not there or stopped is not how.startswith("stopped")
+
+    job = Job(body=body, arguments=lambda rank: ((), {}), timeout=3.0, patience=busy)
     report = executor.open(RANKS).run(job)
     assert report.verdict is VerdictKind.TIMED_OUT, report.error
     blamed = str(report.error).splitlines()[1]

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 import smp_core.torch as smp
 from pytest_smp.ranks.backends import open_backend
+from pytest_smp.ranks.processes import run as run_module
 from pytest_smp.ranks.processes import wire
 from pytest_smp.ranks.protocols import ExecutorOptions, Job, OutcomeKind, Report, VerdictKind
 from smp_core.errors import BackendError, CrashError, DeadlockError, LeakError, RunTimeout
@@ -344,12 +345,12 @@ def _loop():
 
 
 def test_a_loop_is_stuck_with_its_stack(run):
-    report = run(_loop, timeout=2.0)
+    report = run(_loop, timeout=5.0)
     assert report.verdict is VerdictKind.TIMED_OUT
     assert isinstance(report.error, RunTimeout)
     assert [each.kind for each in report.outcomes] == [OutcomeKind.STUCK] * RANKS
     text = str(report.error)
-    assert "while smp.rank() == 1:" in text
+    assert re.search(r"^ +(while smp\.rank\(\) == 1:|pass)$", text, re.MULTILINE), text
     first, second = text.index("rank 1 "), text.index("rank 0 in smp.barrier()")
     assert first < second
 
@@ -403,8 +404,9 @@ def test_a_rank_that_is_not_clean_is_replaced(run, what):
         assert after[1] != left[1]
 
 
-def test_a_rank_whose_call_goes_on_without_it_is_replaced(run):
+def test_a_rank_whose_call_goes_on_without_it_is_replaced(run, monkeypatch):
     """Its process group waits for a partner for ever, and would keep whoever destroys it."""
+    monkeypatch.setattr(run_module, "_GRACE", 60.0)  # the others are slow to end on a busy machine
 
     def body():
         if smp.rank() == 0:
@@ -628,16 +630,17 @@ def test_the_next_body_has_whole_streams(run, spoils):
 
 
 def _sets_timers():
-    signal.setitimer(signal.ITIMER_VIRTUAL, 0.01)
-    signal.setitimer(signal.ITIMER_PROF, 0.01)
-    faulthandler.dump_traceback_later(0.2, exit=True)
+    # Longer than the body takes to end, of a core's time and of a busy machine's.
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0.3)
+    signal.setitimer(signal.ITIMER_PROF, 0.3)
+    faulthandler.dump_traceback_later(2.0, exit=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR2})
     gc.disable()
 
 
 def _works_a_while():
-    until = time.process_time() + 0.4
-    while time.process_time() < until:
+    until, later = time.process_time() + 0.6, time.monotonic() + 2.5
+    while time.process_time() < until or time.monotonic() < later:
         pass
     return gc.isenabled(), signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
@@ -715,7 +718,9 @@ def test_a_descriptor_left_in_the_place_of_another(run, executor):
     assert executor.replaced == before + RANKS
 
 
-def test_a_rank_that_retires_is_replaced_after_the_run_however_it_ended(run):
+def test_a_rank_that_retires_is_replaced_after_the_run_however_it_ended(run, monkeypatch):
+    monkeypatch.setattr(run_module, "_GRACE", 60.0)  # the others are slow to end on a busy machine
+
     def body(retires, fails):
         if dist.get_rank() in retires:
             current_rank.retire("it has trained")

@@ -20,7 +20,7 @@ from . import checks_collectives, checks_objects, checks_runs, checks_traffic
 HERE = Path(__file__).parent
 MODULES = (checks_collectives, checks_objects, checks_runs, checks_traffic)
 NAMES = [name for module in MODULES for name in vars(module) if name.startswith("check_")]
-RANKS, LIMIT = 8, 240  # seconds
+RANKS, LIMIT = 8, 800  # seconds
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
             status = process.wait(LIMIT)
         finally:
             process.terminate()  # mpiexec passes it on to the ranks
-            process.wait(30)
+            process.wait(60)
             output.seek(0)
             print(output.read())  # pytest shows it where this fails
     results: list[Any] = [

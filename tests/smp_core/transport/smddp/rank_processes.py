@@ -6,6 +6,7 @@ import datetime
 import importlib
 import multiprocessing
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch import distributed as dist
 
 from smp_core.transport.smddp import segment
 
-LIMIT = datetime.timedelta(seconds=60)
+LIMIT = datetime.timedelta(seconds=240)
 #: What the parent gets from a rank that was killed.
 KILLED = "killed"
 
@@ -30,6 +31,15 @@ def on_machines(names: str) -> Callable[[int], None]:
         os.environ["MASTER_ADDR"] = "127.0.0.1"
 
     return pretend
+
+
+def until_gone(member: int) -> None:
+    """Return when this rank knows that a member of the default group has ended."""
+    group: Any = dist.group.WORLD
+    end = time.monotonic() + LIMIT.total_seconds()
+    while not group._segment.gone(member):
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 def _rank(
@@ -86,6 +96,8 @@ def on_ranks(
             process.kill()
             failures.append(value)
         process.join()
+        if value == KILLED and process.exitcode not in (0, 1, -signal.SIGKILL):
+            failures.append(f"a rank has crashed: exit code {process.exitcode}")
         values.append(value)
     assert not failures, "\n".join(failures)
     return values

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -253,6 +254,97 @@ def test_an_operation_goes_on_beside_a_thread_that_waits_for_another(tmp_path: P
         dist.send(torch.ones(1), 1 - rank)
         waiter.join()
         assert message.item() == 1
+
+    on_ranks(tmp_path, 2, body)
+
+
+def test_a_signal_s_handler_takes_the_turn_that_its_thread_waits_for(tmp_path: Path) -> None:
+    def body(rank: int) -> list[str]:
+        turns, main, done = progress._Turns(), threading.get_ident(), []
+        taken, struck = threading.Event(), threading.Event()
+
+        def handler(*_: Any) -> None:
+            struck.set()
+            with turns:
+                done.append("handler")
+
+        def other() -> None:
+            with turns:
+                taken.set()
+                while turns._wanted.acquire(blocking=False):  # until the main thread waits
+                    turns._wanted.release()
+                signal.pthread_kill(main, signal.SIGUSR1)
+                assert struck.wait(limit())
+
+        signal.signal(signal.SIGUSR1, handler)
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert taken.wait(limit())
+        with turns:
+            done.append("main")
+        thread.join()
+        return done
+
+    assert on_ranks(tmp_path, 1, body) == [["handler", "main"]]
+
+
+def test_a_group_that_goes_settles_what_its_last_step_has_done() -> None:
+    class Channel:
+        def move(self, steps: int = progress.ALL) -> list[Any]:
+            promise.done = True
+            return []
+
+        def check(self) -> None:
+            pass
+
+    class Promised:
+        end, done, settled = float("inf"), False, False
+
+        def ready(self) -> bool:
+            return self.done
+
+        def settle(self) -> None:
+            self.settled = True
+
+        def expire(self) -> None:
+            pass
+
+    loop, promise = progress.ProgressLoop(), Promised()
+    loop._groups = {"a", "b"}
+    loop._busy[Channel()] = None
+    loop._promises[promise] = None
+    loop.leave("a")
+    assert promise.settled
+
+
+def test_a_rank_that_waits_for_a_call_moves_what_else_is_in_flight(tmp_path: Path) -> None:
+    """Rank 0 begins its part of an operation when rank 1 sleeps in a call of another group."""
+    slept = multiprocessing.get_context("fork").Event()
+
+    def body(rank: int) -> None:
+        groups = [dist.new_group() for _ in range(2)]
+        for group in groups:
+            dist.barrier(group)
+        progress._TICK = 3600.0
+        tensor = torch.ones(MANY)
+        if rank == 0:
+            assert slept.wait(limit())
+            dist.all_reduce(tensor, group=groups[0])
+            dist.barrier(groups[1])
+        else:
+            sleep, main = futex.sleep, threading.current_thread()
+
+            def noted(words: Any, seconds: float) -> bool:
+                if threading.current_thread() is main:
+                    slept.set()
+                return sleep(words, seconds)
+
+            futex.sleep = noted
+            work = dist.all_reduce(tensor, group=groups[0], async_op=True)
+            dist.barrier(groups[1])
+            assert work is not None
+            work.wait()
+        assert torch.equal(tensor, torch.full((MANY,), 2.0))
 
     on_ranks(tmp_path, 2, body)
 

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import datetime
 import hmac
+import threading
 import types
 from collections import deque
 from collections.abc import Callable
@@ -196,7 +197,7 @@ def every_slot_is_the_first(patch: Patch) -> None:
     patch.setattr(rounds.Rounds, "_come", first)
 
 
-@caught_by(*values(tests.check_many_at_once))
+@caught_by(tests.test_a_wait_has_a_limit_and_names_who_is_late)
 def a_work_is_done_when_it_is_issued(patch: Patch) -> None:
     patch.setattr(work.SmddpWork, "wait", lambda self, timeout=None: True)
 
@@ -468,7 +469,7 @@ def half_of_a_row_is_a_row(patch: Patch) -> None:
 
 @caught_by(tests.test_a_wait_that_is_woken_for_other_things_finds_who_has_ended)
 def the_others_are_looked_at_when_a_sleep_was_long(patch: Patch) -> None:
-    def wait(self: Any, done: Callable[[], bool], seconds: float, token: object) -> bool:
+    def wait(self: Any, done: Callable[[], bool], *_: object) -> bool:
         while not done():
             if not futex.sleep(self.move(), progress._TICK):
                 self._look()
@@ -527,6 +528,52 @@ def the_helper_is_not_called(patch: Patch) -> None:
 @caught_by(helper_tests.test_an_operation_goes_on_beside_a_thread_that_waits_for_another)
 def a_thread_that_waits_knows_all_channels(patch: Patch) -> None:
     patch.setattr(progress.ProgressLoop, "_is_waited", lambda self: bool(self._waiting))
+
+
+@caught_by(helper_tests.test_a_signal_s_handler_takes_the_turn_that_its_thread_waits_for)
+def a_handler_waits_for_its_own_thread(patch: Patch) -> None:
+    init = progress._Turns.__init__
+
+    def plain(self: Any) -> None:
+        init(self)
+        self._wanted = threading.Lock()
+
+    patch.setattr(progress._Turns, "__init__", plain)
+
+
+@caught_by(machine_tests.test_a_sender_that_leaves_is_known_though_nobody_carries_the_news)
+def the_news_of_a_member_itself_is_not_taken(patch: Patch) -> None:
+    def gone(self: Any, member: int) -> str:
+        if self._traffic.streams.coming[self._peers[member].identity]:
+            return self.segment.gone(member) if member in self._gone else ""
+        return find(self, member)
+
+    find = courier.Courier.gone
+    patch.setattr(courier.Courier, "gone", gone)
+
+
+@caught_by(helper_tests.test_a_rank_that_waits_for_a_call_moves_what_else_is_in_flight)
+def a_call_that_is_waited_for_knows_its_own_group_alone(patch: Patch) -> None:
+    begin = progress.ProgressLoop.begin
+
+    def begun(self: Any, channel: Any, waits: bool = False) -> Any:
+        stops = begin(self, channel, waits)
+        words = channel.move() if waits and stops is None else None
+        return progress.Stops(words, self._begun) if words else stops
+
+    patch.setattr(progress.ProgressLoop, "begin", begun)
+
+
+@caught_by(*values(tests.check_moves))
+def a_call_is_described_once_in_a_slot(patch: Patch) -> None:
+    describe = rounds.Rounds._describe
+
+    def described(self: Any, operation: Any) -> None:
+        slot = self._posted % segment.SLOTS
+        if not self._described[slot]:
+            describe(self, operation)
+
+    patch.setattr(rounds.Rounds, "_describe", described)
 
 
 @caught_by(helper_tests.test_an_answer_of_a_member_that_was_given_up_does_not_end_the_helper)
@@ -619,7 +666,7 @@ def a_future_never_expires(patch: Patch) -> None:
 
 @caught_by(helper_tests.test_there_is_one_helper_from_the_first_group_to_the_last)
 def the_helper_stays_when_the_last_group_is_gone(patch: Patch) -> None:
-    patch.setattr(progress.ProgressLoop, "end", _nothing)
+    patch.setattr(progress._Helper, "end", _nothing)
 
 
 # Between machines.

@@ -33,7 +33,7 @@ from smp_core.reduction import reduce_tensors
 from smp_core.transport.smddp import collectives, futex, process_group, segment
 from smp_core.transport.smddp.collectives import SMALL, cell_of
 from smp_core.transport.smddp.segment import BULK, CELL, CELLS, LARGEST
-from tests.smp_core.transport.smddp.rank_processes import KILLED, on_ranks
+from tests.smp_core.transport.smddp.rank_processes import KILLED, on_ranks, until_gone
 
 RANKS = 3  # an odd one in the tree of a fold
 #: Numbers of float32 at which an operation takes one more round, or goes another way.
@@ -137,11 +137,17 @@ def check_messages(rank: int) -> None:
 
 def check_more_messages_than_the_ring_has(rank: int) -> None:
     """The last receive of a rank is done only when its sender needs no more of it: nobody waits here for long."""
+    group = dist.new_group([0, 1])
     if rank < 2:
         number = 10 * CELLS
-        sends = [
-            dist.isend(torch.full((2,), float(each)), 1 - rank) for each in range(rank, number, 2)
-        ]
+        sends = []
+        for sender in range(2):  # one after the other: a rank that sends takes what has come
+            if rank == sender:
+                sends = [
+                    dist.isend(torch.full((2,), float(each)), 1 - rank)
+                    for each in range(rank, number, 2)
+                ]
+            dist.barrier(group)
         tensors = [torch.empty(2) for _ in sends]
         for work in reversed([*sends, *(dist.irecv(tensor, 1 - rank) for tensor in tensors)]):
             work.wait()
@@ -493,13 +499,12 @@ def test_the_end_of_a_rank_inside_of_an_operation_is_an_error_of_the_others(
     tmp_path: Path, name: str
 ) -> None:
     """The rank has come to the first round, and holds back the second."""
-    offered = multiprocessing.get_context("fork").Event()
 
     def body(rank: int) -> str:
-        assert rank == 1 or offered.wait(60)
+        if rank != 1:
+            until_gone(1)
         work = BEGINNING[name](rank)
         if rank == 1:
-            offered.set()
             os.kill(os.getpid(), signal.SIGKILL)
         said = text_of(dist.DistBackendError, work.wait)
         assert "rank 1" in text_of(dist.DistBackendError, dist.barrier)  # the group is broken
@@ -513,10 +518,14 @@ def test_the_end_of_a_rank_inside_of_an_operation_is_an_error_of_the_others(
 
 
 def test_a_rank_that_dies_as_it_arrives_has_come(tmp_path: Path) -> None:
-    """It has counted itself in the word of the round, and nothing else."""
+    """It has counted itself in the word of the round, and nothing else. The others have come before: one that comes
+    later could be missed by a look of the other one.
+    """
+    come = multiprocessing.get_context("fork").Semaphore(0)
 
     def body(rank: int) -> float:
         if rank == 1:
+            assert all(come.acquire(timeout=60) for _ in range(RANKS - 1))
             add = futex.add_one
 
             def last(address: int, idle: int) -> None:
@@ -525,7 +534,10 @@ def test_a_rank_that_dies_as_it_arrives_has_come(tmp_path: Path) -> None:
 
             futex.add_one = last
         tensor = torch.ones(1)
-        dist.all_reduce(tensor)
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        come.release()
+        work.wait()
         assert "rank 1: its process" in text_of(dist.DistBackendError, dist.barrier)
         return tensor.item()
 
@@ -547,7 +559,7 @@ def test_a_rank_that_dies_before_it_arrives_has_not_come(tmp_path: Path) -> None
 
 
 def test_what_fails_inside_of_an_operation_on_one_rank_ends_it_on_all(tmp_path: Path) -> None:
-    others = multiprocessing.get_context("fork").Semaphore(0)
+    over = multiprocessing.get_context("fork").Barrier(RANKS)  # the end of one would be news
 
     def body(rank: int) -> str:
         if rank == 1:
@@ -557,18 +569,15 @@ def test_what_fails_inside_of_an_operation_on_one_rank_ends_it_on_all(tmp_path: 
 
             collectives.fold_rows = full
             said = text_of(MemoryError, lambda: dist.all_reduce(torch.ones(SMALL)))
-            assert all(others.acquire(timeout=60) for _ in range(RANKS - 1))  # its end tells nobody
-            return said
-        said = text_of(dist.DistBackendError, lambda: dist.all_reduce(torch.ones(SMALL)))
-        others.release()
+        else:
+            said = text_of(dist.DistBackendError, lambda: dist.all_reduce(torch.ones(SMALL)))
+        over.wait(60)
         return said
 
     one, raised, other = on_ranks(tmp_path, RANKS, body)
     assert raised == "no room"
     for text in (one, other):
-        assert (
-            "call 1 on group WORLD cannot end: rank 1: " in text
-        )  # which may have ended meanwhile
+        assert "call 1 on group WORLD cannot end: rank 1: an operation of it" in text
 
 
 def test_no_room_for_shared_memory_is_an_error_of_every_rank(tmp_path: Path) -> None:
@@ -608,6 +617,7 @@ def test_a_start_that_fails_leaves_no_descriptor(tmp_path: Path) -> None:
             segment._mapped = refuse
             return segment.SharedSegment(dist.HashStore(), 0, 2, "of a test")  # type: ignore[attr-defined]
 
+        gc.collect()  # of the parent's: it may hold descriptors
         before = len(os.listdir("/proc/self/fd"))
         assert "1 of 2 ranks came" in text_of(dist.DistBackendError, late)
         after_one = len(os.listdir("/proc/self/fd"))
@@ -622,6 +632,7 @@ def test_a_group_whose_members_do_not_come_leaves_no_descriptor(tmp_path: Path) 
 
     def body(rank: int) -> int:
         store = dist.HashStore()  # type: ignore[attr-defined]
+        gc.collect()  # of the parent's: it may hold descriptors
         before = len(os.listdir("/proc/self/fd"))
         limit = datetime.timedelta(milliseconds=1)
         said = text_of(
@@ -636,11 +647,13 @@ def test_a_group_whose_members_do_not_come_leaves_no_descriptor(tmp_path: Path) 
 
 def test_what_is_interrupted_inside_of_an_operation_ends_the_group(tmp_path: Path) -> None:
     """Ctrl-C strikes when rank 1 has been counted, and before it knows. Messages of the group end as well."""
-    others = multiprocessing.get_context("fork").Semaphore(0)
+    fork = multiprocessing.get_context("fork")
+    come, others = fork.Semaphore(0), fork.Semaphore(0)
 
     def body(rank: int) -> str:
         dist.barrier()
         if rank == 1:
+            assert all(come.acquire(timeout=60) for _ in range(RANKS - 1))
             add = futex.add_one
 
             def struck(*args: Any) -> None:
@@ -656,7 +669,10 @@ def test_what_is_interrupted_inside_of_an_operation_ends_the_group(tmp_path: Pat
             assert said == [said[0]] * 3
             assert all(others.acquire(timeout=60) for _ in range(RANKS - 1))  # its end tells nobody
             return said[0]
-        dist.all_reduce(torch.ones(1))
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        assert work is not None
+        come.release()  # one that comes after rank 1 could be missed by a look of the other one
+        work.wait()
         said = [text_of(dist.DistBackendError, dist.barrier)]
         said.append(text_of(dist.DistBackendError, lambda: dist.recv(torch.ones(1), 1)))
         others.release()
@@ -763,14 +779,12 @@ def test_the_end_of_a_rank_ends_the_waits_for_it(tmp_path: Path, name: str) -> N
 
 def test_the_end_of_a_sender_that_was_not_answered_ends_the_receive(tmp_path: Path) -> None:
     """Its message is long, and the answer waits behind messages that it has not taken."""
-    offered = multiprocessing.get_context("fork").Event()
 
     def body(rank: int) -> str:
         if rank:
             dist.isend(torch.ones(BULK), 0)
-            offered.set()
             os.kill(os.getpid(), signal.SIGKILL)
-        assert offered.wait(60)
+        until_gone(1)
         for _ in range(CELLS + 1):
             dist.isend(torch.ones(1), 1, tag=1)
         return text_of(dist.DistBackendError, lambda: dist.recv(torch.empty(BULK), 1))
@@ -782,7 +796,8 @@ def test_the_end_of_a_sender_that_was_not_answered_ends_the_receive(tmp_path: Pa
 
 def test_the_end_of_a_rank_that_has_not_used_a_group_ends_the_waits_for_it(tmp_path: Path) -> None:
     """It has made its handle on the group, and has not mapped the memory."""
-    made = multiprocessing.get_context("fork").Event()
+    fork = multiprocessing.get_context("fork")
+    made, over = fork.Event(), fork.Barrier(RANKS - 1)
 
     def body(rank: int) -> str:
         group = dist.new_group([0, 1, 2])
@@ -790,7 +805,9 @@ def test_the_end_of_a_rank_that_has_not_used_a_group_ends_the_waits_for_it(tmp_p
             made.set()
             os.kill(os.getpid(), signal.SIGKILL)
         assert made.wait(60)
-        return text_of(dist.DistBackendError, lambda: dist.barrier(group))
+        said = text_of(dist.DistBackendError, lambda: dist.barrier(group))
+        over.wait(60)  # rank 0 has the memory that the other one opens
+        return said
 
     one, killed, other = on_ranks(tmp_path, RANKS, body)
     assert killed == KILLED
@@ -814,6 +831,38 @@ def test_a_member_that_is_joining_has_not_ended(tmp_path: Path) -> None:
         return said
 
     assert on_ranks(tmp_path, 1, body) == [["", ""]]
+
+
+def test_a_process_is_known_by_any_name(tmp_path: Path) -> None:
+    """A program's name has 15 bytes, so its last character may be cut."""
+
+    def body(rank: int) -> bool:
+        Path("/proc/self/comm").write_bytes("fourteen bytes\N{SNOWMAN}".encode())
+        return segment._started(os.getpid()) is not None
+
+    assert on_ranks(tmp_path, 1, body) == [True]
+
+
+def test_a_member_has_not_ended_where_nobody_can_look(tmp_path: Path) -> None:
+    """The process has as many descriptors as it may have."""
+
+    def body(rank: int) -> str:
+        there = segment.SharedSegment(dist.HashStore(), 0, 2, "of a test")  # type: ignore[attr-defined]
+        row, pid = there._row(1), os.getpid()
+        there.count(row).value, there.count(row + 8).value = pid, segment._started(pid)
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, most))
+        said = there.gone(1)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        there.leave()
+        return said
+
+    assert on_ranks(tmp_path, 1, body) == [""]
+
+
+def test_a_sleep_on_memory_that_is_gone_ends() -> None:
+    assert futex.sleep([(4096, 0)], 60)
+    assert futex.sleep([(4096, 0), (8192, 0)], 60)
 
 
 def test_a_wait_that_is_woken_for_other_things_finds_who_has_ended(tmp_path: Path) -> None:

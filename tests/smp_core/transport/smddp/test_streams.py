@@ -75,11 +75,16 @@ def send(stream: Outbound, text: bytes) -> None:
 
 def test_bytes_come_in_order_and_before_the_end(processes: list[Process]) -> None:
     one, other = processes
+    held = threading.Event()
+    one.streams.ask(
+        lambda: held.wait(LIMIT)
+    )  # it connects when all was sent, so that the bytes wait
     stream = one.streams.to(other.streams.peer())
     assert one.streams.to(other.streams.peer()) is stream
     text = secrets.token_bytes(1000)
     for at in range(0, len(text), 100):
         send(stream, text[at : at + 100])
+    held.set()
     one.streams.close()
     assert other.has(one, text)
     assert other.ends(one)
