@@ -1,11 +1,12 @@
 """The ordered collectives of data parallelism: shards gathered, gradients summed in a published order.
 
 Two groups. The training state is split over the *shard group*; the *replicate group* has the ranks that hold the same
-shard. No sum is left to the backend: values are exchanged, and folded along the tree of ``smp_core.reduction`` over the
-order of the group, so that the bits are the same on every backend. An all-reduce may divide its sum, once and before it
-is handed out. Everything travels as bytes, because not every backend moves every dtype. A shard goes to each other
-member on its own: that is one hop, where a ring has as many as there are members. A ring is left to gathers that would
-otherwise send a shard between the same two nodes more than once.
+shard. Values are exchanged, and folded along the tree of ``smp_core.reduction`` over the order of the group, so that
+the bits are the same on every backend. Sums are left to the backend `smddp` alone, whose own sums are folds in that
+order (docs/decisions/9-sums-in-shared-memory.md). An all-reduce may divide its sum, once and before it is handed out.
+Everything travels as bytes, because not every backend moves every dtype. A shard goes to each other member on its own:
+that is one hop, where a ring has as many as there are members. A ring is left to gathers that would otherwise send a
+shard between the same two nodes more than once.
 
 All members of a group begin the same operations in the same order, and so all of :meth:`all_reduce`
 and their results. Arguments must not change until the result is there. Only the rank's own thread
