@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from smp_core.launch import backends, command
-from smp_core.launch.job import PARAMETERS, ScriptJob
+from smp_core.launch.job import ScriptJob
 from smp_core.launch.output import RankOutput
 from smp_core.launch.script import prepare
 from smp_core.torch import cuda_stand_in
+from smp_core.variables import PARAMETERS
 
 Seen = list[tuple[ScriptJob, RankOutput]]
 Run = Callable[..., int]
