@@ -274,7 +274,10 @@ class Collectives:
     def _reduce_all_at_once(
         self, flat: Tensor, members: _Members, kind: GroupKind, divisor: int
     ) -> _Exchanges:
-        """See all_reduce: by the backend's own sum."""
+        """The sum over the replicate group by the backend's own all-reduce, divided once.
+
+        The traffic counts the bytes of the exchanges of other backends (traffic.py): the backend's hops are its own.
+        """
         padded = Layout(flat.numel(), members.size).padded_numel
         for operation in ("all_reduce", "all_reduce, handed out"):
             self._count(operation, kind, members, padded, flat.dtype)
