@@ -236,7 +236,7 @@ def _kill_orphans() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """See the module."""
+    """Run a job, or a rank of an MPI job, by the words of the command line that the module lists."""
     if arguments[0] == "--job":
         if not _can_watch():  # the controller ends the job, or on Linux the kernel
             die_with(int(arguments[1]))

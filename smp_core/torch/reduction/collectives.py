@@ -113,6 +113,8 @@ class Collectives:
         group: the kind of group that state is split over.
         replicate: the kind of group whose members hold the same shard; None: there are no others.
         plan: the name of the gather plan (``gather_plan.PLANNERS``); None for the configuration's.
+
+    Raises ConfigError for sizes of SMDDP's buffers in the environment that do not serve (GatherBackend).
     """
 
     def __init__(
