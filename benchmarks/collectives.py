@@ -60,7 +60,7 @@ def _torch_calls(whole: int, group: Any) -> dict[str, Call]:
 
 
 def _copies(whole: int) -> dict[str, Call]:
-    """What a rank copies and adds in each collective: from memory of its own, so without any exchange."""
+    """The copies and additions of a rank in each collective: from memory of its own, so without any exchange."""
     rows = np.stack([_part(whole)] * RANKS)
     other, part = np.empty_like(rows), np.empty_like(rows[0])
 
