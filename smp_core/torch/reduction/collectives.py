@@ -31,7 +31,7 @@ from smp_core.torch.reduction import gather_plan
 from smp_core.torch.reduction.gather_backend import GatherBackend
 from smp_core.torch.reduction.layout import Layout
 from smp_core.torch.reduction.traffic import Sent, Traffic
-from smp_core.transport.protocols import Group
+from smp_core.transport.protocols import SMDDP, Group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,9 +41,6 @@ _c10d: Any = distributed_c10d  # its stubs lack some options
 
 #: The dtypes that may be folded: narrower floats would be rounded after every addition.
 _FOLDED = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
-
-#: The backend whose own sums have the bits of a fold here.
-SMDDP = "smddp"
 
 #: The dtypes that narrower floats are folded in.
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
