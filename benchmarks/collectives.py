@@ -65,7 +65,7 @@ def _torch_calls(whole: int, group: Any) -> dict[str, Call]:
 
 
 def _copies(whole: int) -> dict[str, Call]:
-    """What a rank copies and adds in each collective: from memory of its own, so without any exchange."""
+    """The copies and additions of a rank in each collective: from memory of its own, so without any exchange."""
     part, rows, other = (each.numpy() for each in _buffers(whole))
     rows = rows.reshape(RANKS, -1)
     other = other.reshape(RANKS, -1)

@@ -28,11 +28,10 @@ from smp_core.topology import GroupKind, Topology
 from smp_core.transport import current_rank as rank_threads
 from smp_core.transport import ending as ending  # its exit handler is there before the script's
 from smp_core.transport.protocols import Fabric, Group
+from smp_core.variables import PARAMETERS
 
 # pytest leaves these frames out below an error that we raise on purpose; a bug of ours shows them.
 __tracebackhide__ = operator.methodcaller("errisinstance", SmpError)
-
-_LAUNCHER_PARAMETERS = "SM_HP_MP_PARAMETERS"
 
 
 class Runtime:
@@ -197,7 +196,7 @@ def of_rank(config: Mapping[str, Any] | None, fabric: Fabric) -> Runtime:
 
 
 def _launcher_parameters() -> str:
-    return os.environ.get(_LAUNCHER_PARAMETERS, "")
+    return os.environ.get(PARAMETERS, "")
 
 
 def _parse(config: Mapping[str, Any] | None, launcher: str) -> Config:
@@ -227,12 +226,10 @@ def _load(launcher: str) -> Mapping[str, Any] | None:
     try:
         parameters = json.loads(launcher)
     except ValueError as error:
-        raise ConfigError(
-            f"environment variable {_LAUNCHER_PARAMETERS} is not JSON: {error}"
-        ) from None
+        raise ConfigError(f"environment variable {PARAMETERS} is not JSON: {error}") from None
     if not isinstance(parameters, dict):
         raise ConfigError(
-            f"environment variable {_LAUNCHER_PARAMETERS} must hold a JSON object, not {launcher!r}"
+            f"environment variable {PARAMETERS} must hold a JSON object, not {launcher!r}"
         )
     return parameters
 

@@ -39,7 +39,7 @@ IMPORTS = (
     "pytest_smp.summary",
 )
 
-#: What `python` does with its arguments.
+#: The program by which `python` runs its arguments.
 AS_PYTHON = """
 import os, runpy, sys
 first, *rest = {arguments!r}

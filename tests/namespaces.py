@@ -76,8 +76,8 @@ class Machines:
         subprocess.run(self.on("a", "true"), check=True, capture_output=True, timeout=600)
 
     def up(self, host: str) -> bool:
-        """Whether its end of the link is up: the kernel takes up to a second to tell, and an MPI that starts in that
-        second takes the loopback device instead.
+        """Return whether the machine's end of the link is up: the kernel takes up to a second to tell, and an MPI that
+        starts in that second takes the loopback device instead.
         """
         (device,) = json.loads(_ip("-n", host, "-json", "address", "show", "dev", host))
         tentative = any(address.get("tentative") for address in device["addr_info"])

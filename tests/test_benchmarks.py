@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -210,3 +211,22 @@ def test_what_a_rank_holds_is_drawn_to_scale() -> None:
     scale = (memory.BOTTOM - memory.TOP) / 6  # pixels for a MiB
     heights = [round((memory.BOTTOM - top) / scale, 2) for top in tops]
     assert heights == [1, 3, 4, 6, 0.5, 1.5, 2, 3]  # of the stack up to this kind, at its highest
+
+
+@pytest.mark.parametrize("optimize", ["speed", "memory"])
+def test_the_bytes_of_a_tensor_parallel_layer_are_those_of_the_formula(
+    smp_world: Any, monkeypatch: pytest.MonkeyPatch, optimize: str
+) -> None:
+    from benchmarks import tensor
+
+    for name, value in {"WIDTH": 32, "HEADS": 4, "INNER": 64, "LENGTH": 3}.items():
+        monkeypatch.setattr(tensor, name, value)
+
+    def body() -> float:
+        torch.manual_seed(0)
+        plain, x = tensor.Plain(), torch.randn(tensor.LINES, tensor.LENGTH, tensor.WIDTH)
+        return tensor.ours(plain, x).sent()
+
+    config = {"ddp": True, "tensor_parallel_degree": 4, "prescaled_batch": True}
+    sent = smp_world.run(body, ranks=4, config={**config, "optimize": optimize})
+    assert sent == [tensor.formula(optimize)] * 4

@@ -1,4 +1,5 @@
-"""Modules import each other in one direction: no loop anywhere, and inside smp_core/torch in the order of layers.
+"""Modules import each other in one direction: no loop anywhere, and inside smp_core and smp_core/torch in the order of
+layers.
 
 An arrow is any import: at the top, under ``if TYPE_CHECKING``, and inside of functions.
 """
@@ -22,39 +23,89 @@ TORCH = "smp_core.torch"
 #: Folders that a clone has and a wheel has not.
 CLONE = {"benchmarks", "examples", "tests", "tools"}
 
-#: From the lowest to the highest. A module imports its own layer and those of the rows above, none beside it.
-ORDER = (
-    ("ground",),
-    ("execution",),
-    ("memory",),
-    ("precision",),
-    ("reduction",),
-    ("sharding", "pipeline", "tensor"),
-    ("nn",),
-    ("optimizer",),
-    ("api",),
+
+class Layering(NamedTuple):
+    """The layers of one package.
+
+    Attributes:
+        package: its name.
+        order: the layers from the lowest to the highest. A module imports its own layer and those of the rows above,
+            none beside it.
+        layers: the layer of modules and folders: the longest name counts, "" is all the rest.
+    """
+
+    package: str
+    order: tuple[tuple[str, ...], ...]
+    layers: Mapping[str, str]
+
+    def holds(self, module: str) -> bool:
+        """Return whether a module is the package or part of it."""
+        return f"{module}.".startswith(f"{self.package}.")
+
+    def entry(self, module: str) -> str:
+        """The entry of ``layers`` that a module of the package belongs to."""
+        below = module.removeprefix(self.package).removeprefix(".")
+        fits = [each for each in self.layers if not each or f"{below}.".startswith(f"{each}.")]
+        return max(fits, key=len)
+
+    def upwards(self, found: list[Arrow]) -> Iterator[str]:
+        """The arrows inside the package that lead to a higher layer, or to one beside."""
+        height = {layer: number for number, row in enumerate(self.order) for layer in row}
+        for arrow in found:
+            if all(map(self.holds, arrow[:2])):
+                source, target = (self.layers[self.entry(each)] for each in arrow[:2])
+                if source != target and height[source] <= height[target]:
+                    yield f"{arrow} ({source} imports {target})"
+
+
+IN_CORE = Layering(
+    "smp_core",
+    (("ground",), ("transport",), ("runtime",), ("torch", "tensorflow"), ("launch",)),
+    {
+        "": "ground",
+        "transport": "transport",
+        "runtime": "runtime",
+        "comm": "runtime",
+        "torch": "torch",
+        "tensorflow": "tensorflow",
+        "launch": "launch",
+    },
 )
-#: Modules and folders of smp_core/torch by their layer: the longest name counts, "" is all the rest.
-LAYERS = {
-    "exceptions": "ground",
-    "tensor_tree": "ground",
-    "session": "ground",
-    "state_keys": "ground",
-    "fused": "ground",
-    "optimizers": "ground",
-    "parameters": "ground",
-    "execution": "execution",
-    "memory": "memory",
-    "patches": "memory",
-    "precision": "precision",
-    "reduction": "reduction",
-    "sharding": "sharding",
-    "pipeline": "pipeline",
-    "tensor_parallel": "tensor",
-    "nn": "nn",
-    "optimizer": "optimizer",
-    "": "api",
-}
+IN_TORCH = Layering(
+    TORCH,
+    (
+        ("ground",),
+        ("execution",),
+        ("memory",),
+        ("precision",),
+        ("reduction",),
+        ("sharding", "pipeline", "tensor"),
+        ("nn",),
+        ("optimizer",),
+        ("api",),
+    ),
+    {
+        "exceptions": "ground",
+        "tensor_tree": "ground",
+        "session": "ground",
+        "state_keys": "ground",
+        "fused": "ground",
+        "optimizers": "ground",
+        "parameters": "ground",
+        "execution": "execution",
+        "memory": "memory",
+        "patches": "memory",
+        "precision": "precision",
+        "reduction": "reduction",
+        "sharding": "sharding",
+        "pipeline": "pipeline",
+        "tensor_parallel": "tensor",
+        "nn": "nn",
+        "optimizer": "optimizer",
+        "": "api",
+    },
+)
+LAYERINGS = [pytest.param(each, id=each.package) for each in (IN_CORE, IN_TORCH)]
 
 
 class Arrow(NamedTuple):
@@ -116,23 +167,6 @@ def loop(found: list[Arrow]) -> list[Arrow]:
     return []
 
 
-def longest(names: Mapping[str, str], module: str) -> str:
-    """The entry of the table that a module of smp_core/torch belongs to."""
-    below = module.removeprefix(TORCH).removeprefix(".")
-    fits = [each for each in names if not each or f"{below}.".startswith(f"{each}.")]
-    return max(fits, key=len)
-
-
-def upwards(found: list[Arrow]) -> Iterator[str]:
-    """The arrows inside smp_core/torch that lead to a higher layer, or to one beside."""
-    height = {layer: number for number, row in enumerate(ORDER) for layer in row}
-    for arrow in found:
-        if all(f"{each}.".startswith(f"{TORCH}.") for each in arrow[:2]):
-            source, target = (LAYERS[longest(LAYERS, each)] for each in arrow[:2])
-            if source != target and height[source] <= height[target]:
-                yield f"{arrow} ({source} imports {target})"
-
-
 @functools.cache
 def all_arrows() -> list[Arrow]:
     return arrows(ROOT)
@@ -143,17 +177,17 @@ def test_there_is_no_import_loop() -> None:
     assert not found, "\n".join(map(str, found))
 
 
-def test_the_layers_of_torch_import_downwards() -> None:
-    found = list(upwards(all_arrows()))
+@pytest.mark.parametrize("layering", LAYERINGS)
+def test_layers_import_downwards(layering: Layering) -> None:
+    found = list(layering.upwards(all_arrows()))
     assert not found, "\n".join(found)
 
 
-def test_the_table_of_layers_names_what_there_is() -> None:
-    present = {
-        longest(LAYERS, each) for each in modules(ROOT) if f"{each}.".startswith(f"{TORCH}.")
-    }
-    assert set(LAYERS) == present
-    assert set(LAYERS.values()) == {layer for row in ORDER for layer in row}
+@pytest.mark.parametrize("layering", LAYERINGS)
+def test_the_table_of_layers_names_what_there_is(layering: Layering) -> None:
+    present = {layering.entry(each) for each in modules(ROOT) if layering.holds(each)}
+    assert set(layering.layers) == present
+    assert set(layering.layers.values()) == {layer for row in layering.order for layer in row}
 
 
 @pytest.mark.parametrize(
@@ -264,9 +298,16 @@ def test_an_arrow_to_a_higher_layer_is_told(tmp_path: Path) -> None:
     root = write(
         tmp_path, smp_core__torch__execution__engine=source, smp_core__torch__sharding__state=""
     )
-    (told,) = upwards(arrows(root))
+    (told,) = IN_TORCH.upwards(arrows(root))
     assert told.startswith("smp_core/torch/execution/engine.py:2: ")
     assert told.endswith("(execution imports sharding)")
+
+
+def test_an_arrow_from_the_transport_to_the_runtime_is_told(tmp_path: Path) -> None:
+    source = "from smp_core.runtime import current"
+    root = write(tmp_path, smp_core__transport__solo=source, smp_core__runtime="")
+    (told,) = IN_CORE.upwards(arrows(root))
+    assert told.endswith("(transport imports runtime)")
 
 
 def test_a_class_name_that_is_defined_twice_is_told(tmp_path: Path) -> None:

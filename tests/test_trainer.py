@@ -150,7 +150,7 @@ assert sorted(smp.allgather(smp.rank(), smp.WORLD)) == [0, 1]
 def test_accelerate_makes_no_second_world(
     run: Callable[..., None], tmp_path: Path, launcher: str, when: str
 ) -> None:
-    """It would of the variables RANK, WORLD_SIZE and LOCAL_RANK."""
+    """Accelerate makes one of the variables RANK, WORLD_SIZE and LOCAL_RANK, where they are set."""
     script = tmp_path / "script.py"
     script.write_text(PARTIAL_STATE)
     if launcher == "smp-run":

@@ -18,6 +18,7 @@ from conformance.engines.protocol import Exchange
 from pytest_smp.strategies import training_oracle as oracle
 from pytest_smp.strategies.training import Training
 from pytest_smp.strategies.training_script import Batch
+from pytest_smp.strategies.training_sharding import ShardedTraining
 
 
 class Fsdp2Session:
@@ -34,7 +35,7 @@ class Fsdp2Session:
         with torch.no_grad():  # fully_shard expects the same weights on all ranks, and sends none
             for tensor in (*self.module.parameters(), *self.module.buffers()):
                 dist.broadcast(tensor.data, 0)
-        degree = getattr(case, "sharding", case.dp)
+        degree = case.sharding if isinstance(case, ShardedTraining) else case.dp
         self._dtype: torch.dtype = getattr(torch, case.dtype)
         policy = MixedPrecisionPolicy(output_dtype=torch.float32)
         inner = MixedPrecisionPolicy()

@@ -55,7 +55,7 @@ def layers() -> list[tf.keras.layers.Layer]:
 
 
 class Classifier(smp.DistributedModel):
-    """Images of (N, 8, 8, 1) to logits of (N, 10). What is in no context is in the default partition, 0."""
+    """Images of (N, 8, 8, 1) to logits of (N, 10). Layers in no context are in the default partition, 0."""
 
     def __init__(self, partitions: int) -> None:
         super().__init__()

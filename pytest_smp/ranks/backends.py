@@ -22,6 +22,7 @@ from pytest_smp.ranks.torch_backends import torch_named
 from pytest_smp.ranks.torch_claims import GLOO
 from smp_core.errors import BackendError
 from smp_core.transport import torch_parts
+from smp_core.transport.protocols import SMDDP
 
 ENTRY_POINTS = "smp.backends"
 EXTERNAL = "external"
@@ -36,7 +37,7 @@ def _open_sim() -> Executor:
 
 _GLOO = Factory("pytest_smp.ranks.processes.torch_fabric:open_gloo")
 _SMDDP = Factory(
-    "pytest_smp.ranks.processes.torch_fabric:open_torch", ("smddp", "smp_core.transport.smddp")
+    "pytest_smp.ranks.processes.torch_fabric:open_torch", (SMDDP, "smp_core.transport.smddp")
 )
 _MPI = Factory("smp_core.transport.mpi:open_fabric", loses_tensors=True)
 
@@ -112,7 +113,7 @@ BACKENDS = {
             GLOO,
             "conformance:expected/gloo.toml",
         ),
-        Backend("smddp", "local processes that stay warm, and shared memory", _open_smddp),
+        Backend(SMDDP, "local processes that stay warm, and shared memory", _open_smddp),
         Backend(EXTERNAL, "ranks that a launcher started: mpiexec, torchrun, srun", _open_external),
         Backend("mpi", "processes of an MPI job, and a process group over mpi4py", _open_mpi),
     )

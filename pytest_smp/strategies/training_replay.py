@@ -14,6 +14,7 @@ from pytest_smp.strategies import training_oracle as oracle
 from pytest_smp.strategies import training_tensor_replay
 from pytest_smp.strategies.training import Training
 from pytest_smp.strategies.training_oracle import Grads, Results
+from pytest_smp.strategies.training_sharding import ShardedTraining
 from pytest_smp.strategies.training_tensor import TensorTraining
 from pytest_smp.strategies.training_tensor_replay import register
 from smp_core.torch.execution import streams
@@ -23,10 +24,11 @@ def replayed(case: Training) -> Results:
     """Train in one process; gradients in the published order."""
     if isinstance(case, TensorTraining) and case.tensor > 1:
         return training_tensor_replay.replayed(case)
-    sharding = getattr(case, "sharding", 1)
+    sharded = case if isinstance(case, ShardedTraining) else None
+    sharding = 1 if sharded is None else sharded.sharding
     reference = oracle.Reference(case)
     module, found = reference.module, reference.found
-    if getattr(case, "registered", False):
+    if sharded is not None and sharded.registered:
         register(module)
     seeds = []
     for replica in range(case.dp):

@@ -1,7 +1,7 @@
 """The ways to run a script on ranks, by name: rank processes, an MPI job, and those that packages bring.
 
-A package brings one by an entry point of the group ``smp_core.launch``: a function that takes a ``ScriptJob`` and a
-``RankOutput``, runs the script, and returns an exit code. pytest_smp brings ``sim``.
+A package brings one by an entry point of the group ``smp_core.launch``, which names a ``ScriptRunner`` (runner.py).
+pytest_smp brings ``sim``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from smp_core.launch.job import ScriptJob
 from smp_core.launch.mpiexec import find_mpiexec
 from smp_core.launch.output import RankOutput
 from smp_core.launch.processes import run_mpi, run_processes
+from smp_core.launch.runner import RUNNER_VERSION
 
 Runner = Callable[[ScriptJob, RankOutput], int]
 
@@ -28,14 +29,29 @@ def names() -> list[str]:
 
 
 def runner(name: str) -> Runner:
-    """The function that runs a script on a backend. Raises ArgumentError for an unknown name."""
+    """The function that runs a script on a backend.
+
+    Raises ArgumentError for an unknown name, BackendError for a backend of another version of its protocol.
+    """
     if name in _OURS:
         return _OURS[name]
     for each in importlib.metadata.entry_points(group=GROUP):
         if each.name == name:
-            found: Runner = each.load()
-            return found
+            return _checked(each)
     raise ArgumentError(f"smp-run: backend {name!r}: the backends are {', '.join(names())}")
+
+
+def _checked(point: importlib.metadata.EntryPoint) -> Runner:
+    """The runner of a package. Raises BackendError for one of another version of the protocol."""
+    found: Runner = point.load()
+    version = getattr(found, "protocol", None)
+    if version != RUNNER_VERSION:
+        says = "names no version" if version is None else f"was written for version {version}"
+        raise BackendError(
+            f"smp-run: backend {point.name!r}: {point.value} {says} of its protocol; this one has {RUNNER_VERSION}: "
+            "see smp_core.launch.runner.ScriptRunner (docs/extension_points.md)"
+        )
+    return found
 
 
 def default(mpiexec: str) -> str:

@@ -16,9 +16,10 @@ from smp_core.config import Config
 from smp_core.errors import ArgumentError, ConfigError, SmpError
 from smp_core.launch import backends, rank
 from smp_core.launch.distribution import Distribution
-from smp_core.launch.job import PARAMETERS, ScriptJob, cores
+from smp_core.launch.job import ScriptJob, cores
 from smp_core.launch.output import OutputStyle, RankOutput
 from smp_core.transport.launchers import Launch, launch_of
+from smp_core.variables import PARAMETERS
 
 _USAGE = 2  # the exit code for a command that was given wrongly
 _EPILOG = """\

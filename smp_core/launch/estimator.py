@@ -166,7 +166,7 @@ class LocalEstimator:
                 f"fit: the job's name {name!r} names a folder: leave out the separators"
             )
         environment = {
-            **self._told(name, channels).variables(),
+            **self._environment_of(name, channels).variables(),
             **self._distribution.environment,
             **self._environment,
         }
@@ -219,7 +219,9 @@ class LocalEstimator:
             folder=self._folder,
         )
 
-    def _told(self, name: str, channels: Mapping[str, str]) -> toolkit.TrainingEnvironment:
+    def _environment_of(
+        self, name: str, channels: Mapping[str, str]
+    ) -> toolkit.TrainingEnvironment:
         """The values that the script reads; makes the folders of its results."""
         given = self._results
         results = given / name if given else Path(tempfile.mkdtemp(prefix=f"{name}-"))

@@ -13,12 +13,10 @@ from typing import Any
 
 from smp_core.config import ALIASES, Config
 from smp_core.errors import ArgumentError
+from smp_core.variables import PARAMETERS, TRUST_CHECKPOINTS
 
-#: The environment variable by which a launcher gives parameters to ``smp.init`` (API 1.2).
-PARAMETERS = "SM_HP_MP_PARAMETERS"
-#: The environment variable that lets checkpoints run code when they are loaded.
-TRUST_CHECKPOINTS = "SMP_TRUST_CHECKPOINTS"
-#: The same for ``torch.load`` where it is called without ``weights_only``, as libraries from before torch 2.6 do.
+#: The environment variable that does the same as TRUST_CHECKPOINTS for ``torch.load`` where it is called without
+#: ``weights_only``, as libraries from before torch 2.6 do.
 _TORCHS_TRUST = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 #: The environment variable that tells Hugging Face's libraries that a launcher of MPI jobs is at work (API 1.2).
 _FRAMEWORK_PARAMETERS = "SM_FRAMEWORK_PARAMS"

@@ -71,7 +71,7 @@ class RankFailure:
 def run_processes(job: ScriptJob, output: RankOutput) -> int:
     """Run a job on rank processes that meet by Gloo; return the exit code of the first rank that failed, or 0."""
     with _requests_to_end() as requests, _Run(job, output, requests) as run:
-        words = [str(job.ranks), str(run.told), str(run.folder)]
+        words = [str(job.ranks), str(run.ends), str(run.folder)]
         run.follow([*_python("smp_core.launch.starter"), *words], {})
     return run.conclude()
 
@@ -87,7 +87,7 @@ def run_mpi(job: ScriptJob, output: RankOutput) -> int:
         output.say(f"smp-run: {command[0]} is not Open MPI's: left out {shlex.join(options)}")
         options = ()
     with _requests_to_end() as requests, _Run(job, output, requests) as run:
-        above = [sys.executable, "-I", "-S", supervisor.__file__, str(run.told)]
+        above = [sys.executable, "-I", "-S", supervisor.__file__, str(run.ends)]
         starter = [*command, *options, "-n", str(job.ranks), *above]
         words = [*_python("smp_core.launch.rank"), str(run.folder)]
         run.follow([*starter, *words], environment)
@@ -187,7 +187,7 @@ class _Run:
 
     def __enter__(self) -> _Run:
         self.folder = Path(private_folder())
-        self.told = self.folder / "ended"
+        self.ends = self.folder / "ended"
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -195,7 +195,7 @@ class _Run:
 
     def follow(self, starter: list[str], environment: dict[str, str]) -> None:
         """Start the ranks by a command, and follow them until all have ended."""
-        self.told.mkdir(0o700)
+        self.ends.mkdir(0o700)
         self._job.write(self.folder / JOB)
         with (
             socket.socket(socket.AF_UNIX) as listener,
@@ -300,11 +300,11 @@ class _Run:
 
     def _look_for_ends(self) -> None:
         """Read which ranks have ended, as their supervisors tell."""
-        for name in set(os.listdir(self.told)):
+        for name in set(os.listdir(self.ends)):
             if not name.isdecimal() or int(name) in self._ended:
                 continue
             rank = int(name)
-            code = self._ended[rank] = json.loads((self.told / name).read_text())["code"]
+            code = self._ended[rank] = json.loads((self.ends / name).read_text())["code"]
             if code and rank not in self._stopped:
                 # The rank's own word stays: its MPI may have killed it on the way out.
                 self._failures.setdefault(rank, RankFailure(rank, time.monotonic(), code))

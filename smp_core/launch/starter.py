@@ -9,11 +9,11 @@ from smp_core.launch import supervisor
 
 
 def main() -> None:
-    """``starter RANKS TOLD FOLDER``: fork the ranks, which run the job of a folder; their ends are written to another.
+    """``starter RANKS ENDS FOLDER``: fork the ranks, which run the job of a folder; their ends are written to another.
 
     Never returns in this process; in a rank it ends as the script does.
     """
-    ranks, told = int(sys.argv[1]), sys.argv[2]
+    ranks, ends = int(sys.argv[1]), sys.argv[2]
     sys.argv[:] = [sys.argv[0], sys.argv[3]]
     gc.disable()  # looking for garbage among what is imported takes a quarter of the time
     import numpy.random
@@ -24,7 +24,7 @@ def main() -> None:
 
     gc.enable()
     gc.freeze()  # what is there now is shared by all ranks as long as nobody writes to it
-    supervisor.fork_ranks(ranks, told)
+    supervisor.fork_ranks(ranks, ends)
     # These would be the same on all ranks; Python's own generator seeds itself after a fork.
     numpy.random.seed()
     torch.seed()

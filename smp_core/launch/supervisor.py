@@ -2,7 +2,7 @@
 
     supervisor.py --job PID FOLDER COMMAND...   runs a job; when the process PID, its controller, is gone,
                                             ends all of the job and removes FOLDER
-    supervisor.py TOLD COMMAND...               runs a rank of an MPI job; writes how it ended to the folder TOLD
+    supervisor.py ENDS COMMAND...               runs a rank of an MPI job; writes how it ended to the folder ENDS
 
 This file runs by itself, without this project or anything else imported: it must cost next to nothing.
 """
@@ -42,7 +42,7 @@ def rank_of_launcher() -> str:
     sys.exit(f"supervisor: none of {', '.join(RANK_VARIABLES)} says which rank this is")
 
 
-def fork_ranks(size: int, told: str) -> None:
+def fork_ranks(size: int, ends: str) -> None:
     """Fork ``size`` ranks of this process, each below a supervisor of its own. Returns in the ranks alone; this process
     ends with the exit code of the first that failed, or 0.
     """
@@ -51,7 +51,7 @@ def fork_ranks(size: int, told: str) -> None:
         if os.fork() == 0:
             die_with(starter)
             os.environ.update({OWN_RANK: str(rank), OWN_SIZE: str(size)})
-            _fork_below(str(rank), told)
+            _fork_below(str(rank), ends)
             return
     for _ in range(size):
         _, status = os.wait()
@@ -59,7 +59,7 @@ def fork_ranks(size: int, told: str) -> None:
     os._exit(failed)
 
 
-def _fork_below(slot: str, told: str) -> None:
+def _fork_below(slot: str, ends: str) -> None:
     """Fork a rank of this process, which becomes its supervisor. Returns in the rank alone."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -67,21 +67,21 @@ def _fork_below(slot: str, told: str) -> None:
         _adopt_orphans()
         pid = os.fork()
         if pid:
-            os._exit(_follow(pid, slot, told))
+            os._exit(_follow(pid, slot, ends))
     except BaseException:
         os._exit(127)
     die_with(supervisor)
     os.setsid()  # a group of its own, with what the bodies start
 
 
-def _follow(pid: int, slot: str, told: str) -> int:
+def _follow(pid: int, slot: str, ends: str) -> int:
     """Wait for the end of a rank, end what it leaves behind, and write how it ended; return its exit code."""
     _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     _kill_orphans()
-    path = os.path.join(told, slot)
+    path = os.path.join(ends, slot)
     with contextlib.suppress(FileNotFoundError):  # the controller is gone, and its folder
         with open(path + ".new", "w") as file:
             json.dump({"pid": pid, "code": code}, file)
@@ -242,14 +242,14 @@ def _kill_orphans() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """See the module."""
+    """Run a job, or a rank of an MPI job, by the words of the command line that the module lists."""
     if arguments[0] == "--job":
         if not _can_watch():  # the controller ends the job, or on Linux the kernel
             die_with(int(arguments[1]))
             os.execvp(arguments[3], arguments[3:])
         sys.exit(_keep(int(arguments[1]), arguments[2], arguments[3:]))
-    told, *command = arguments
-    _fork_below(rank_of_launcher(), told)
+    ends, *command = arguments
+    _fork_below(rank_of_launcher(), ends)
     try:
         os.execv(command[0], command)
     finally:

@@ -395,12 +395,14 @@ def _merged_parts(
         _check_part(model, state)
     except CheckpointError as error:
         refusal = str(error)
-    told = runtime.fabric.objects.allgather((refusal, _packed(plain)), runtime.group(GroupKind.PP))
-    for refused, _ in told:
+    gathered = runtime.fabric.objects.allgather(
+        (refusal, _packed(plain)), runtime.group(GroupKind.PP)
+    )
+    for refused, _ in gathered:
         if refused is not None:
             raise CheckpointError(refused)
     merged: dict[str, object] = {}
-    for _, (keys, values) in told:
+    for _, (keys, values) in gathered:
         merged.update({key: values[index] for key, index in keys.items()})
     return {**merged, **plain}
 

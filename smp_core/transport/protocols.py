@@ -56,6 +56,9 @@ class ObjectTransport(Protocol):
         """Return after every member has called."""
 
 
+#: The backend over shared memory, by its name in torch. Its own sums have the bits of a fold in the published order.
+SMDDP = "smddp"
+
 #: How the names of the API's own process groups begin.
 PRIVATE = "smp "
 

@@ -52,7 +52,7 @@ def ours() -> set[str]:
 
 
 def run(code: str, *path: Path) -> str:
-    """What a new process prints."""
+    """The output of a new process."""
     lines = [f"import sys; sys.path[:0] = {[str(each) for each in path]!r}", code]
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", "\n".join(lines)],

@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
         found = profile(given.cases, given.seed, given.backend)
     else:
         found = divided(given.cases, given.seed, given.backend, given.jobs)
-    return found.told(time.monotonic() - begun)
+    return found.report(time.monotonic() - begun)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     begun = time.monotonic()
     found = profile(given.cases, given.ranks, given.seed, given.backend)
-    return found.told(time.monotonic() - begun)
+    return found.report(time.monotonic() - begun)
 
 
 if __name__ == "__main__":

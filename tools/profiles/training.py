@@ -111,7 +111,7 @@ class Profile:
         counts = {name: sum(self.rows[name, tier] for tier in _TIERS) for name in self.wanted}
         return [f"{name}: {count} of {least}" for name, count in counts.items() if count < least]
 
-    def told(self, seconds: float) -> int:
+    def report(self, seconds: float) -> int:
         """Print the table, what failed and what is missing; the exit status."""
         for line in self.lines():
             print(line)
@@ -177,7 +177,7 @@ def main(arguments: list[str] | None = None) -> int:
     given_ = parser.parse_args(arguments)
     begun = time.monotonic()
     found = profile(given_.cases, given_.ranks, given_.seed, given_.backend)
-    return found.told(time.monotonic() - begun)
+    return found.report(time.monotonic() - begun)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from smp_core.transport.protocols import RankFabric
 
 
 class _Effects:
-    """See striking.Effects."""
+    """The effects of faults on the rank's own process (see striking.Effects)."""
 
     def end(self, code: int, text: str) -> NoReturn:
         with contextlib.suppress(OSError):

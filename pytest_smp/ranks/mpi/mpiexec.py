@@ -30,7 +30,7 @@ _QUIT = 5.0  # seconds that a job gets to end by itself
 
 
 class MpiexecPool(WorkerPool):
-    """See processes.WorkerPool."""
+    """The rank processes of one MPI job, which `mpiexec` starts and replaces together (see processes.WorkerPool)."""
 
     restarts_together = True
     prepares = False

@@ -1,4 +1,4 @@
-"""The `external` host: ranks that somebody's launcher started (mpiexec, torchrun, srun), on one
+"""The executor of `external`: ranks that somebody's launcher started (mpiexec, torchrun, srun), on one
 machine or several.
 
 Every process of the job runs the same command. The one of rank 0 forks the controller, which goes on

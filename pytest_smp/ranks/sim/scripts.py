@@ -27,6 +27,7 @@ from pytest_smp.results import conclude
 from smp_core.launch import script
 from smp_core.launch.job import ScriptJob
 from smp_core.launch.output import OutputStyle, RankOutput
+from smp_core.launch.runner import RUNNER_VERSION, ScriptRunner
 from smp_core.transport import current_rank
 from smp_core.transport.launchers import remove_variables
 
@@ -49,11 +50,23 @@ class ScriptExit(Exception):
         return f"exit code {said}" if isinstance(said, int) else str(said)
 
 
-def run(job: ScriptJob, output: RankOutput) -> int:
-    """Run a script on simulated ranks; return the exit code of the first rank that failed, or 0.
+class SimulatedScripts(ScriptRunner):
+    """The backend ``sim`` of ``smp-run``.
 
     A deadlock, a mismatch, a leak and a race are failures, whose verdict is shown.
     """
+
+    protocol = RUNNER_VERSION
+
+    def __call__(self, job: ScriptJob, output: RankOutput) -> int:
+        """Run a script on simulated ranks; return the exit code of the first rank that failed, or 0."""
+        return _run_job(job, output)
+
+
+run = SimulatedScripts()
+
+
+def _run_job(job: ScriptJob, output: RankOutput) -> int:
     code = job.code()
     ranks = [script.namespace_of(job.script) for _ in range(job.ranks)]
     executor = open_backend("sim")

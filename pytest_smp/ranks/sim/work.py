@@ -18,6 +18,7 @@ from pytest_smp.ranks.sim.rank_context import RankContext
 from pytest_smp.ranks.sim.scheduler import Operation
 from smp_core.errors import RaceError
 from smp_core.transport.memory import InFlightBuffer
+from smp_core.transport.peers import ANY
 from smp_core.transport.stack_frames import Place
 from smp_core.transport.unseen import hide
 
@@ -149,9 +150,13 @@ class SimWork(Work):
         return outputs
 
     def source_rank(self) -> int:
-        """The group rank whose message a receive from any source has got."""
+        """The group rank whose message a receive from any source has got; -1 of a collective, which has none."""
         self._wait()
-        return int(getattr(self._operation, "source", -1))
+        if not isinstance(self._operation, Post):
+            return -1
+        source = self._operation.source
+        assert source is not ANY  # the wait has matched it
+        return source
 
     _source_rank = source_rank
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-from smp_core.launch.job import TRUST_CHECKPOINTS
+from smp_core.variables import TRUST_CHECKPOINTS
 
 _trusted: ContextVar[bool | None] = ContextVar("_trusted", default=None)
 

@@ -112,10 +112,10 @@ def _run(
         if step.rank == 0:
             results = _drive(step, server, body, split, detach_outputs)
         else:
-            end, parcel = server.serve()
+            end, answer = server.serve()
             if end.failure is None:
                 try:
-                    results = parcel.thaw()
+                    results = answer.thaw()
                 except Exception as error:  # a value's own __setstate__ may raise anything
                     step.fail(None, error)
                 for microbatch in range(step.microbatches):

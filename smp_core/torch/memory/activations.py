@@ -258,7 +258,7 @@ def _region(
                 f"module {path or '(the whole)'}: backward through a checkpointed module was called "
                 "outside of the step in which it ran. Call model.backward(loss) in the function that smp.step decorates"
             )
-        with buffers.restored(), _told(now, path), uses.repeating():
+        with buffers.restored(), _in_timeline(now, path), uses.repeating():
             before, _thread.repeating = _thread.repeating, True
             try:
                 yield
@@ -270,13 +270,13 @@ def _region(
     return recompute.run(name, once, args, kwargs, again, preserve)
 
 
-@contextlib.contextmanager
-def _told(activity: object, path: str) -> Iterator[None]:
-    """Let the timeline know."""
-    repeats = getattr(getattr(activity, "step", None), "timeline", None)
-    tell = getattr(repeats, "recomputes", None)
-    with contextlib.nullcontext() if tell is None else tell(activity, path):
-        yield
+def _in_timeline(
+    activity: activities.Activity | None, path: str
+) -> contextlib.AbstractContextManager[None]:
+    """A context in which a module repeats its forward pass: an event of the step's timeline, outside of steps none."""
+    if activity is None:
+        return contextlib.nullcontext()
+    return activity.step.timeline.recomputes(activity, path)
 
 
 def _owners(path: str) -> set[int]:

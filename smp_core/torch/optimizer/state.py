@@ -131,9 +131,9 @@ def state_dict(parameters: OptimizerParameters, keep: bool = True) -> StateDict:
         # Ranks that have no parameter in common agree on the order of the keys.
         part["state"] = {index: part["state"][index] for index in sorted(part["state"], key=_place)}
         if FP16 in part:
-            told = runtime.fabric.objects.allgather(unshared(part[FP16]["masters"]), group)
+            gathered = runtime.fabric.objects.allgather(unshared(part[FP16]["masters"]), group)
             part[FP16]["masters"] = {
-                name: value for each in told for name, value in each.items()
+                name: value for each in gathered for name, value in each.items()
             } | part[FP16]["masters"]
     return part
 
@@ -249,11 +249,11 @@ def take(parameters: OptimizerParameters, source: int) -> None:
     parameters.take_masters()
     own, objects = parameters.optimizer.state, runtime.fabric.objects
     if runtime.rank == group.ranks[source]:
-        told = [unshared(own[each]) if each in own else None for each in parameters.held()]
-        objects.broadcast(told, group)
+        states = [unshared(own[each]) if each in own else None for each in parameters.held()]
+        objects.broadcast(states, group)
         return
-    told = objects.recv_from(group.ranks[source])
-    for each, state in zip(parameters.held(), told, strict=True):
+    states = objects.recv_from(group.ranks[source])
+    for each, state in zip(parameters.held(), states, strict=True):
         own.pop(each, None)
         if state is not None:
             own[each] = state

@@ -131,17 +131,17 @@ def norm(
     powers = {place: _power(gradient, norm_type, scale) for place, gradient in gradients}
     combine: Callable[[float, float], float] = _largest if math.isinf(norm_type) else _sum
     if split is not None and len(runtime.group(split).ranks) > 1:
-        told = runtime.fabric.objects.allgather(powers, runtime.group(split))
-        places = sorted({place for each in told for place in each})
+        gathered = runtime.fabric.objects.allgather(powers, runtime.group(split))
+        places = sorted({place for each in gathered for place in each})
         powers = {
-            place: reduction.fold([each[place] for each in told if place in each], combine)
+            place: reduction.fold([each[place] for each in gathered if place in each], combine)
             for place in places
         }
     tensor = runtime.group(GroupKind.TP)
     if slices and len(tensor.ranks) > 1:
-        told = runtime.fabric.objects.allgather(powers, tensor)
+        gathered = runtime.fabric.objects.allgather(powers, tensor)
         for place in slices & powers.keys():
-            powers[place] = reduction.fold([each[place] for each in told], combine)
+            powers[place] = reduction.fold([each[place] for each in gathered], combine)
     group = runtime.group(GroupKind.PP)
     if len(group.ranks) > 1:
         powers = {

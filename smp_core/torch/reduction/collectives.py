@@ -1,11 +1,12 @@
 """The ordered collectives of data parallelism: shards gathered, gradients summed in a published order.
 
 Two groups. The training state is split over the *shard group*; the *replicate group* has the ranks that hold the same
-shard. No sum is left to the backend: values are exchanged, and folded along the tree of ``smp_core.reduction`` over the
-order of the group, so that the bits are the same on every backend. An all-reduce may divide its sum, once and before it
-is handed out. Everything travels as bytes, because not every backend moves every dtype. A shard goes to each other
-member on its own: that is one hop, where a ring has as many as there are members. A ring is left to gathers that would
-otherwise send a shard between the same two nodes more than once.
+shard. Values are exchanged, and folded along the tree of ``smp_core.reduction`` over the order of the group, so that
+the bits are the same on every backend. Sums are left to the backend `smddp` alone, whose own sums are folds in that
+order (docs/decisions/9-sums-in-shared-memory.md). An all-reduce may divide its sum, once and before it is handed out.
+Everything travels as bytes, because not every backend moves every dtype. A shard goes to each other member on its own:
+that is one hop, where a ring has as many as there are members. A ring is left to gathers that would otherwise send a
+shard between the same two nodes more than once.
 
 All members of a group begin the same operations in the same order, and so all of :meth:`all_reduce`
 and their results. Arguments must not change until the result is there. Only the rank's own thread
@@ -30,7 +31,7 @@ from smp_core.torch.reduction import gather_plan
 from smp_core.torch.reduction.gather_backend import GatherBackend
 from smp_core.torch.reduction.layout import Layout
 from smp_core.torch.reduction.traffic import Sent, Traffic
-from smp_core.transport.protocols import Group
+from smp_core.transport.protocols import SMDDP, Group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -40,9 +41,6 @@ _c10d: Any = distributed_c10d  # its stubs lack some options
 
 #: The dtypes that may be folded: narrower floats would be rounded after every addition.
 _FOLDED = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
-
-#: The backend whose own sums have the bits of a fold here.
-SMDDP = "smddp"
 
 #: The dtypes that narrower floats are folded in.
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -112,6 +110,8 @@ class Collectives:
         group: the kind of group that state is split over.
         replicate: the kind of group whose members hold the same shard; None: there are no others.
         plan: the name of the gather plan (``gather_plan.PLANNERS``); None for the configuration's.
+
+    Raises ConfigError for sizes of SMDDP's buffers in the environment that do not serve (GatherBackend).
     """
 
     def __init__(
@@ -273,7 +273,10 @@ class Collectives:
     def _reduce_all_at_once(
         self, flat: Tensor, members: _Members, kind: GroupKind, divisor: int
     ) -> _Exchanges:
-        """See all_reduce: by the backend's own sum."""
+        """The sum over the replicate group by the backend's own all-reduce, divided once.
+
+        The traffic counts the bytes of the exchanges of other backends (traffic.py): the backend's hops are its own.
+        """
         padded = Layout(flat.numel(), members.size).padded_numel
         for operation in ("all_reduce", "all_reduce, handed out"):
             self._count(operation, kind, members, padded, flat.dtype)

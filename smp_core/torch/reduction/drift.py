@@ -86,12 +86,14 @@ def found(
     """
     members = runtime.group(kind)
     answers = runtime.fabric.objects.allgather(dict(own), members)
-    told: dict[int, dict[str, int]] = dict(zip(members.ranks, answers, strict=True))
+    digests: dict[int, dict[str, int]] = dict(zip(members.ranks, answers, strict=True))
     different: list[tuple[str, list[int], list[int]]] = []
     for group in groups:
-        ranks = [rank for rank in group if rank in told]
-        for name in dict.fromkeys(name for rank in ranks for name in told[rank]):
-            values = {rank: told[rank].get(name) for rank in ranks if missing or name in told[rank]}
+        ranks = [rank for rank in group if rank in digests]
+        for name in dict.fromkeys(name for rank in ranks for name in digests[rank]):
+            values = {
+                rank: digests[rank].get(name) for rank in ranks if missing or name in digests[rank]
+            }
             if len(set(values.values())) > 1:
                 # The value of most ranks counts as right; without a majority the lowest rank's does.
                 usual, _ = Counter(values.values()).most_common(1)[0]
@@ -115,13 +117,13 @@ def frozen(
     """The error that names a parameter which some ranks train and others do not; None if there is none. ``trained``
     has a byte for each of ``names``, by rank, in one order on all ranks; a rank without any does not count.
     """
-    told = {rank: flags for rank, flags in trained.items() if flags}
-    columns = enumerate(zip(*told.values(), strict=False))
+    flagged = {rank: flags for rank, flags in trained.items() if flags}
+    columns = enumerate(zip(*flagged.values(), strict=False))
     place = next((n for n, flags in columns if len(set(flags)) > 1), None)
     if place is None:
         return None
-    on = [rank for rank, flags in told.items() if flags[place]]
-    off = [rank for rank in told if rank not in on]
+    on = [rank for rank, flags in flagged.items() if flags[place]]
+    off = [rank for rank in flagged if rank not in on]
     return ReplicaDriftError(
         f"step {runtime.training.steps}: replicas have drifted apart: parameter {names[place]!r} is trained on "
         f"{_ranks(on)} and frozen on {_ranks(off)}. No gradient was changed. Set requires_grad alike on all ranks"

@@ -58,7 +58,9 @@ def _size(environment: Mapping[str, str], name: str, default: int) -> int:
 
 
 class GatherBackend:
-    """The choice for the gathers of one group.
+    """The choice for the gathers of one group. All members make it at the same point: they compare their buffers.
+
+    Raises ConfigError for a size of a buffer that is no positive multiple of 8192, or that differs between the ranks.
 
     Attributes:
         group: the process group of `smddp`, if there is one.
@@ -81,11 +83,11 @@ class GatherBackend:
         if isinstance(found, str):
             self._why = found
             return
-        told = runtime.fabric.objects.allgather(tuple(self._buffers), group)
-        for rank, sizes in zip(group.ranks, told, strict=True):
-            if sizes != told[0]:  # one would gather by smddp, and the other elsewhere
+        gathered = runtime.fabric.objects.allgather(tuple(self._buffers), group)
+        for rank, sizes in zip(group.ranks, gathered, strict=True):
+            if sizes != gathered[0]:  # one would gather by smddp, and the other elsewhere
                 raise ConfigError(
-                    f"SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES and SMDDP_AG_SORT_BUFFER_SIZE_BYTES are {told[0]} on rank "
+                    f"SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES and SMDDP_AG_SORT_BUFFER_SIZE_BYTES are {gathered[0]} on rank "
                     f"{group.ranks[0]}, and {sizes} on rank {rank}: set them alike on all"
                 )
         self.group = found

@@ -1,8 +1,9 @@
 """Counters of the bytes that the collectives of sharded data parallelism sent, and on request a list of the calls.
 
 The bytes are those that leave this rank, counted from the exchanges themselves: each other rank is sent one part;
-around a ring, all parts but one go on to the next rank; of rows, each other rank is sent its own. Counting
-changes nothing, and takes memory only for as many counters as there are kinds of call.
+around a ring, all parts but one go on to the next rank; of rows, each other rank is sent its own. On `smddp` the sums
+are the backend's: their entries have the bytes that the exchanges of another backend would send, not those of the hops
+that `smddp` takes. Counting changes nothing, and takes memory only for as many counters as there are kinds of call.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from smp_core.torch import session as sessions
 from smp_core.torch.memory import activations
 from smp_core.torch.parameters.creation import is_on_tape
 from smp_core.torch.parameters.marking import Mark
@@ -35,10 +36,12 @@ def freeze(made: nn.Module, module: nn.Module, translation: Translation | None) 
 
 
 def carry_weights(made: nn.Module, module: nn.Module, translation: Translation | None) -> bool:
-    """Give a distributed module of degree 1 the weights of the original, unless these are delayed. Return whether the
-    original has a value of the same shape for each of its entries; without that nothing is given.
+    """Give a distributed module the weights of the original at ``tensor_parallel_degree`` 1, unless these are delayed.
+    Return whether the original has a value of the same shape for each of its entries; without that nothing is given.
     """
-    if getattr(made, "tp_size", None) != 1 or any(map(is_on_tape, module.parameters())):
+    # The configuration has the degree: a registered class may be any class of modules, without an attribute for it.
+    degree = sessions.current("smp.DistributedModel").runtime.config.tensor_parallel_degree
+    if degree != 1 or any(map(is_on_tape, module.parameters())):
         return True
     state = module.state_dict()
     if translation is not None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from smp_core.launch import backends, command
-from smp_core.launch.job import PARAMETERS, ScriptJob
+from smp_core.launch.job import ScriptJob
 from smp_core.launch.output import RankOutput
+from smp_core.launch.runner import RUNNER_VERSION
 from smp_core.launch.script import prepare
 from smp_core.torch import cuda_stand_in
+from smp_core.variables import PARAMETERS
 
 Seen = list[tuple[ScriptJob, RankOutput]]
 Run = Callable[..., int]
@@ -237,3 +242,59 @@ def test_the_stand_in_is_where_no_gpu_is(
     monkeypatch.setattr(cuda_stand_in, "remove", lambda: None)
     with prepare(ScriptJob(script=script, cpu=cpu), 3):
         assert installed == [3] * sees
+
+
+class _Runner:
+    """A package's backend of ``smp-run``, which notes the ranks of its jobs."""
+
+    def __init__(self, protocol: int) -> None:
+        self.protocol = protocol
+        self.ranks: list[int] = []
+
+    def __call__(self, job: ScriptJob, output: RankOutput) -> int:
+        self.ranks.append(job.ranks)
+        return 3
+
+
+def _unversioned(job: ScriptJob, output: RankOutput) -> int:
+    raise AssertionError("called")
+
+
+@pytest.fixture
+def theirs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module with backends, which entry points name."""
+    module = ModuleType("their_backends")
+    vars(module).update(
+        good=_Runner(RUNNER_VERSION), newer=_Runner(RUNNER_VERSION + 1), bare=_unversioned
+    )
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    points = [
+        importlib.metadata.EntryPoint(name, f"{module.__name__}:{name}", backends.GROUP)
+        for name in ("good", "newer", "bare")
+    ]
+    found = importlib.metadata.EntryPoints(points)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: found.select(group=group))
+    return module
+
+
+def test_a_package_brings_a_backend(script: str, theirs: ModuleType) -> None:
+    assert command.main(["-n", "2", "--backend", "good", script]) == 3
+    assert theirs.good.ranks == [2]
+
+
+@pytest.mark.parametrize(
+    ("backend", "says"),
+    [("newer", "was written for version 2 of its protocol"), ("bare", "names no version")],
+)
+def test_a_backend_of_another_version_is_refused(
+    seen: Seen,
+    script: str,
+    capsys: pytest.CaptureFixture[str],
+    theirs: ModuleType,
+    backend: str,
+    says: str,
+) -> None:
+    message = refused(capsys, seen, "-n", "2", "--backend", backend, script)
+    assert message.startswith(f"smp-run: backend '{backend}': their_backends:{backend} {says}")
+    assert "this one has 1" in message
+    assert not theirs.newer.ranks

@@ -22,8 +22,9 @@ from smp_core.errors import (
 )
 from smp_core.launch import LocalEstimator, backends, command
 from smp_core.launch.instances import GPUS
-from smp_core.launch.job import PARAMETERS, ScriptJob
+from smp_core.launch.job import ScriptJob
 from smp_core.launch.output import RankOutput
+from smp_core.variables import PARAMETERS
 
 from .listings import INPUTS, LISTINGS, OPEN
 

@@ -472,7 +472,7 @@ def test_torch_decides_by_the_truth() -> None:
 
 @pytest.mark.usefixtures("shown")
 def test_torch_enters_autocast_of_cuda_by_the_truth() -> None:
-    """What torch enters while it restores the state of all kinds of devices leaves the CPU's autocast as it is."""
+    """Torch restores the state of all kinds of devices by contexts that leave the CPU's autocast as it is."""
     off = inside("torch.utils.checkpoint", "torch.autocast('cuda', enabled=False)")
     with torch.autocast("cuda"), off:
         assert torch.is_autocast_enabled()

@@ -135,6 +135,37 @@ def test_at_degree_one_a_registered_class_keeps_weights_of_the_same_names(smp_wo
     assert "have new weights, because their entries differ in name or shape: pair" in caplog.text
 
 
+class PlainScaled(nn.Module):
+    """A distributed class that is no ``smp.nn.DistributedModule``: it has neither splits nor ``tp_size``."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.inner = nn.Linear(size, size, bias=False)
+
+
+class PlainPair(nn.Module):
+    """Another one, whose entries have other names than those of ``Pair``."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.both = nn.Linear(size, 2 * size)
+
+
+def test_at_degree_one_a_plain_registered_class_keeps_its_weights_or_is_named(smp_world, caplog):
+    def body():
+        api.tp_register_with_module(Scaled, PlainScaled)
+        api.tp_register_with_module(Pair, PlainPair)
+        with api.tensor_parallelism():
+            module = nn.ModuleDict({"mine": Scaled(4), "pair": Pair(4)})
+        weight = module["mine"].inner.weight.detach().clone()
+        model = api.DistributedModel(module)
+        assert torch.equal(model.module["mine"].inner.weight, weight)
+        return [type(each).__name__ for each in model.module.values()]
+
+    assert smp_world.run(body, ranks=1, config={"ddp": True}) == [["PlainScaled", "PlainPair"]]
+    assert "have new weights, because their entries differ in name or shape: pair" in caplog.text
+
+
 def test_at_degree_one_an_entry_that_the_distributed_class_lacks_is_left_out(smp_world):
     def body():
         with api.tensor_parallelism():

@@ -121,7 +121,7 @@ def close(what: str, ours: torch.Tensor, coarse: torch.Tensor, truth: torch.Tens
     assert (ours - truth).abs().max() <= bound, (what, ours - truth, bound)
 
 
-#: Whether a layer attends to other states, whether it normalises before its blocks, and its mask.
+#: By layer: if it attends to other states, if it normalises before its blocks, and its mask.
 CASES = [
     (False, False, "none"),
     (False, True, "causal"),

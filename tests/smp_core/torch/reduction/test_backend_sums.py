@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from smp_core.transport import smddp
+from smp_core.transport.protocols import SMDDP
+
 COLLECTIVES = Path(__file__).with_name("test_collectives.py")
 Run = Callable[..., pytest.RunResult]
+
+
+def test_the_backend_of_these_sums_is_the_one_over_shared_memory() -> None:
+    assert smddp.BACKEND == SMDDP
 
 
 def test_the_sums_of_smddp_are_those_of_the_published_order(apart_pytest: Run) -> None:
