@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from smp_core.config import ALIASES, Config
 from smp_core.errors import ArgumentError
+from smp_core.import_names import check_import_path
 
 #: The environment variable by which a launcher gives parameters to ``smp.init`` (API 1.2).
 PARAMETERS = "SM_HP_MP_PARAMETERS"
@@ -29,6 +31,11 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def import_path() -> list[str]:
+    """The folders that this process imports from, without that of its own program or command."""
+    return [each for each in (sys.path if sys.flags.safe_path else sys.path[1:]) if each]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +67,9 @@ class ScriptJob:
     folder: str = ""
 
     def check(self) -> None:
-        """Raise ArgumentError if there is no such script or it is not valid Python, and ConfigError for parameters that
-        are bad, or that do not fit the number of ranks.
+        """Raise ArgumentError if there is no such script or it is not valid Python, ConfigError for parameters that are
+        bad, or that do not fit the number of ranks, and RealInstallationError if the script would find a
+        ``smdistributed`` that is not ours.
         """
         path = Path(self.script)
         if not path.is_file():
@@ -77,6 +85,11 @@ class ScriptJob:
                 f"smp-run: script {self.script} is not valid Python:\n{told}"
             ) from None
         Config.parse(self.parameters).check_world(self.ranks)
+        check_import_path("smp-run", [*self.folders(), *import_path()])
+
+    def folders(self) -> list[str]:
+        """The script's own folders, from which it imports first."""
+        return [str(Path(self.script).resolve().parent), *([self.folder] if self.folder else [])]
 
     def code(self) -> CodeType:
         """The script's code. Raises SyntaxError or ValueError if it is not valid Python, OSError for other trouble."""

@@ -25,7 +25,7 @@ from typing import Any
 import smp_core
 from smp_core.errors import BackendError
 from smp_core.launch import supervisor
-from smp_core.launch.job import ScriptJob
+from smp_core.launch.job import ScriptJob, import_path
 from smp_core.launch.mpiexec import find_mpiexec, is_open_mpi, outside_jobs
 from smp_core.launch.output import RankOutput
 from smp_core.launch.rank import JOB, SOCKET
@@ -100,7 +100,7 @@ def _python(module: str) -> list[str]:
     The present folder, or that of this process's own script, is no place to import from. PYTHONPATH stays as it is:
     other programs that the script starts read it, too.
     """
-    path = [each for each in (sys.path if sys.flags.safe_path else sys.path[1:]) if each]
+    path = import_path()
     root = str(Path(smp_core.__file__).resolve().parents[1])
     if root not in path:
         path.append(root)

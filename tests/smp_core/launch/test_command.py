@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from smp_core.errors import RealInstallationError
 from smp_core.launch import backends, command
 from smp_core.launch.job import PARAMETERS, ScriptJob
 from smp_core.launch.output import RankOutput
@@ -162,6 +164,41 @@ def test_the_script_is_missing(
     assert f"script {path}: there is no such file" in refused(capsys, seen, "-n", "2", path)
     folder = str(tmp_path)
     assert f"script {folder}: is a folder" in refused(capsys, seen, "-n", "2", folder)
+
+
+@pytest.mark.parametrize("place", ["beside the script", "installed"])
+@pytest.mark.parametrize("file", ["smdistributed/__init__.py", "smdistributed/torch.py"])
+def test_another_smdistributed_is_named_before_a_rank_starts(
+    seen: Seen,
+    script: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    file: str,
+) -> None:
+    """The script would import one of the two, and its author may mean the other."""
+    path = tmp_path / file if place == "beside the script" else tmp_path / "site" / file
+    path.parent.mkdir(parents=True)
+    path.touch()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "site")])
+    message = refused(capsys, seen, "-n", "2", script)
+    assert "there is another smdistributed already: " in message
+    assert str(path.parent) in message
+
+
+def test_another_smdistributed_of_the_script_stays(tmp_path: Path) -> None:
+    """Also where nothing is checked before."""
+    for name in ("source", "scripts"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "source" / "smdistributed").mkdir()
+    job = ScriptJob(
+        script=str(tmp_path / "scripts" / "train.py"), folder=str(tmp_path / "source"), cpu=False
+    )
+    before = list(sys.path)
+    with pytest.raises(RealInstallationError, match=r"source/smdistributed"):
+        prepare(job, 1)
+    assert sys.path == before
 
 
 @pytest.mark.parametrize("text", ["def", "a = '\0'"])
