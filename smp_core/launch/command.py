@@ -144,6 +144,11 @@ def run(job: ScriptJob, backend: str | None, style: OutputStyle) -> int:
         output.say(
             f"smp-run: the script sees a stand-in for torch.cuda (--cpu){where}; it computes on the CPU"
         )
+    if job.hides_smp:
+        output.say(
+            "smp-run: Hugging Face's libraries do not find SMP by these parameters: for scripts of Trainer add "
+            "-p partitions=1, or the number that there is"
+        )
     return start(job, output)
 
 

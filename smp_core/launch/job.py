@@ -24,6 +24,8 @@ TRUST_CHECKPOINTS = "SMP_TRUST_CHECKPOINTS"
 _TORCHS_TRUST = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 #: The environment variable that tells Hugging Face's libraries that a launcher of MPI jobs is at work (API 1.2).
 _FRAMEWORK_PARAMETERS = "SM_FRAMEWORK_PARAMS"
+#: The parameter that these libraries look for; without it they do not take the ranks for those of SMP (API 1.2).
+_PARTITIONS = "partitions"
 
 
 def cores() -> int:
@@ -103,17 +105,30 @@ class ScriptJob:
         """
         found = dict(self.environment)
         if self.parameters:
-            parameters = dict(self.parameters)
-            for alias, name in ALIASES.items():  # Hugging Face's libraries look for this one
-                if name in parameters:
-                    parameters.setdefault(alias, parameters[name])
-            found[PARAMETERS] = json.dumps(parameters)
+            found[PARAMETERS] = json.dumps(self._shown_parameters())
             found.setdefault(_FRAMEWORK_PARAMETERS, json.dumps({"sagemaker_mpi_enabled": True}))
         if self.trusts_checkpoints:
             found[TRUST_CHECKPOINTS] = found[_TORCHS_TRUST] = "1"
         threads = max(1, cores() // (local or self.ranks))
         found.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", str(threads)))
         return found
+
+    def _shown_parameters(self) -> dict[str, Any]:
+        """The parameters as the ranks read them: with ``partitions``, by which Hugging Face's libraries find SMP, where
+        the parameters say how many there are.
+        """
+        parameters = dict(self.parameters)
+        for alias, name in ALIASES.items():
+            if name in parameters:
+                parameters.setdefault(alias, parameters[name])
+        if Config.parse(parameters).sharded_data_parallel_degree > 1:
+            parameters.setdefault(_PARTITIONS, 1)  # a rule allows no other number
+        return parameters
+
+    @property
+    def hides_smp(self) -> bool:
+        """True if there are parameters, and Hugging Face's libraries do not find SMP by them."""
+        return bool(self.parameters) and _PARTITIONS not in self._shown_parameters()
 
     def write(self, path: Path) -> None:
         """Write the job for its ranks."""

@@ -109,11 +109,37 @@ def test_degrees_say_how_many_ranks(
 
 
 def test_hugging_face_finds_a_launcher_and_partitions(seen: Seen, script: str) -> None:
-    """Its two conditions (API 1.2)."""
-    assert command.main(["-p", "pipeline_parallel_degree=2", script]) == 0
-    variables = seen[0][0].variables()
-    assert json.loads(variables[PARAMETERS])["partitions"] == 2
-    assert json.loads(variables["SM_FRAMEWORK_PARAMS"])["sagemaker_mpi_enabled"] is True
+    """Its two conditions (API 1.2). The rules leave sharded data parallelism one partition."""
+    for parameters, partitions in (
+        (["pipeline_parallel_degree=2"], 2),
+        (["ddp=True", "sharded_data_parallel_degree=2"], 1),
+    ):
+        assert command.main([*(w for each in parameters for w in ("-p", each)), script]) == 0
+        variables = seen[-1][0].variables()
+        assert json.loads(variables[PARAMETERS])["partitions"] == partitions
+        assert json.loads(variables["SM_FRAMEWORK_PARAMS"])["sagemaker_mpi_enabled"] is True
+
+
+@pytest.mark.parametrize(
+    ("parameters", "told"),
+    [
+        (["ddp=True"], True),
+        (["ddp=True", "partitions=1"], False),
+        (["ddp=True", "pipeline_parallel_degree=1"], False),
+        (["ddp=True", "sharded_data_parallel_degree=2"], False),
+        ([], False),
+    ],
+)
+def test_parameters_by_which_hugging_face_does_not_find_smp_are_told(
+    seen: Seen,
+    script: str,
+    capsys: pytest.CaptureFixture[str],
+    parameters: list[str],
+    told: bool,
+) -> None:
+    words = [word for each in parameters for word in ("-p", each)]
+    assert command.main(["-n", "2", "--backend", "gloo", *words, script]) == 0
+    assert ("add -p partitions=1" in capsys.readouterr().err) == told
 
 
 @pytest.mark.parametrize(("local", "threads"), [(None, "1"), (2, "4"), (16, "1")])
