@@ -34,12 +34,14 @@ class Internals:
 
     @property
     def fp16_groups(self) -> list[list[nn.Parameter]]:
-        """This rank's 16-bit parameters that have masters, by group."""
+        """This rank's 16-bit parameters that have masters, by group. With sharded data parallelism all parameters, of
+        any dtype, in the order in which ``fp32_partitioned_groups_flat`` has their parts.
+        """
         return [[parameter for parameter, _ in pairs] for pairs in _pairs(self._parameters)]
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[nn.Parameter]]:
-        """The masters of ``fp16_groups``, by group, in the same order."""
+        """The masters of ``fp16_groups``, by group, in the same order; a parameter without one is its own."""
         return [[master for _, master in pairs] for pairs in _pairs(self._parameters)]
 
     @property
@@ -170,10 +172,13 @@ class Internals:
 def _pairs(parameters: OptimizerParameters) -> list[list[tuple[nn.Parameter, nn.Parameter]]]:
     """The pairs of a parameter and its master, by group."""
     masters, groups = parameters.masters, parameters.optimizer.param_groups
-    if masters is None or masters.dtype is None:
-        return [[] for _ in groups]
     parameters.take_masters()
-    of = {master: parameter for parameter, master in masters.pairs()}
+    of: dict[nn.Parameter, nn.Parameter] = {}
+    if masters is not None and masters.dtype is not None:
+        of = {master: parameter for parameter, master in masters.pairs()}
+    if parameters.sharding.place is not None:
+        # Files of shards hold parts of all parameters, and their readers count by these lists.
+        return [[(of.get(each, each), each) for each in group["params"]] for group in groups]
     return [[(of[each], each) for each in group["params"] if each in of] for group in groups]
 
 
