@@ -164,6 +164,8 @@ def test_what_there_is_not_says_what_to_use(smp, member, instead):
     _, optimizer = made(smp)
     with pytest.raises(UnsupportedTrainingError, match=rf"optimizer\.{member}: .*{instead}"):
         getattr(optimizer, member)
+    assert not hasattr(optimizer, member)
+    assert getattr(optimizer, member, None) is None
 
 
 @pytest.mark.smp(ranks=1)
