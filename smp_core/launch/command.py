@@ -17,6 +17,7 @@ from smp_core.errors import ArgumentError, ConfigError, SmpError
 from smp_core.launch import backends, rank
 from smp_core.launch.distribution import Distribution
 from smp_core.launch.job import PARAMETERS, ScriptJob, cores
+from smp_core.launch.local_paths import local_folder
 from smp_core.launch.output import OutputStyle, RankOutput
 from smp_core.transport.launchers import Launch, launch_of
 
@@ -58,6 +59,14 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         help="a parameter of smp.init; wins over --config and over the script; may be repeated",
+    )
+    found.add_argument(
+        "--channel",
+        dest="channels",
+        metavar="NAME=DIR",
+        action="append",
+        default=[],
+        help="a folder that the script finds as SM_CHANNEL_NAME; may be repeated",
     )
     found.add_argument(
         "--trust-checkpoints",
@@ -113,7 +122,10 @@ def _run(options: argparse.Namespace) -> int:
         arguments=tuple(options.arguments),
         ranks=_ranks(ranks, parameters, inside),
         parameters=parameters,
-        environment={} if distribution is None else distribution.environment,
+        environment={
+            **({} if distribution is None else distribution.environment),
+            **_channels(options.channels),
+        },
         mpi_options=() if distribution is None else distribution.mpi_options,
         cpu=options.cpu,
         trusts_checkpoints=options.trust_checkpoints,
@@ -204,6 +216,20 @@ def _parameters(file: Mapping[str, Any], given: Sequence[str]) -> dict[str, Any]
             raise ArgumentError(f"smp-run: -p {each}: write KEY=VALUE")
         found[key] = _value(value)
     return found
+
+
+def _channels(given: Sequence[str]) -> dict[str, str]:
+    """The environment variables that tell a script of its channels."""
+    folders = {}
+    for each in given:
+        name, equals, folder = each.partition("=")
+        if not equals or not name:
+            raise ArgumentError(f"smp-run: --channel {each}: write NAME=DIR")
+        folders[name] = local_folder(folder, f"--channel {name}")
+    if not folders:
+        return {}
+    found = {f"SM_CHANNEL_{name.upper()}": folder for name, folder in folders.items()}
+    return {**found, "SM_CHANNELS": json.dumps(sorted(folders))}
 
 
 def _object(text: str, where: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 from smp_core.config import ALIASES, Config
 from smp_core.errors import ArgumentError
 from smp_core.import_names import check_import_path
+from smp_core.launch import gpus
 
 #: The environment variable by which a launcher gives parameters to ``smp.init`` (API 1.2).
 PARAMETERS = "SM_HP_MP_PARAMETERS"
@@ -111,7 +112,23 @@ class ScriptJob:
             found[TRUST_CHECKPOINTS] = found[_TORCHS_TRUST] = "1"
         threads = max(1, cores() // (local or self.ranks))
         found.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", str(threads)))
+        for name, value in self._toolkit_defaults(local or self.ranks).items():
+            if name not in os.environ:
+                found.setdefault(name, value)
         return found
+
+    def _toolkit_defaults(self, local: int) -> dict[str, str]:
+        """The variables of SageMaker's training toolkit that scripts take for the defaults of their arguments."""
+        here, devices = self.folder or os.getcwd(), gpus.count()
+        if self.cpu or (self.cpu is None and not devices):
+            devices = local
+        return {
+            "SM_MODEL_DIR": here,
+            "SM_OUTPUT_DATA_DIR": here,
+            "SM_NUM_GPUS": str(devices),
+            "SM_HOSTS": '["algo-1"]',
+            "SM_CURRENT_HOST": "algo-1",
+        }
 
     def _shown_parameters(self) -> dict[str, Any]:
         """The parameters as the ranks read them: with ``partitions``, by which Hugging Face's libraries find SMP, where

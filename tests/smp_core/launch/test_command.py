@@ -153,6 +153,43 @@ def test_ranks_of_a_machine_share_its_cores(
     assert ScriptJob(script="train.py", ranks=8).variables(local)["OMP_NUM_THREADS"] == "3"
 
 
+@pytest.mark.parametrize(("cpu", "gpus"), [(True, "2"), (False, "0")])
+def test_a_script_finds_the_variables_that_arguments_have_as_defaults(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cpu: bool, gpus: str
+) -> None:
+    """As in ``parser.add_argument("--model-dir", default=os.environ["SM_MODEL_DIR"])``. The user's own values stay."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("smp_core.launch.job.gpus.count", lambda: 0)
+    job = ScriptJob(script="train.py", ranks=8, cpu=cpu, environment={"SM_CURRENT_HOST": "here"})
+    found = job.variables(2)
+    assert {name: found[name] for name in found if name.startswith("SM_")} == {
+        "SM_MODEL_DIR": str(tmp_path),
+        "SM_OUTPUT_DATA_DIR": str(tmp_path),
+        "SM_NUM_GPUS": gpus,
+        "SM_HOSTS": '["algo-1"]',
+        "SM_CURRENT_HOST": "here",
+    }
+    monkeypatch.setenv("SM_MODEL_DIR", "/elsewhere")
+    assert "SM_MODEL_DIR" not in job.variables(2)  # that of this process
+
+
+def test_channels(
+    seen: Seen, script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"--channel=train={tmp_path}", f"--channel=eval-set={tmp_path.parent}"]
+    assert command.main(["-n", "1", *words, script]) == 0
+    found = seen.pop()[0].variables()
+    assert found["SM_CHANNEL_TRAIN"] == str(tmp_path)
+    assert found["SM_CHANNEL_EVAL-SET"] == str(tmp_path.parent)
+    assert json.loads(found["SM_CHANNELS"]) == ["eval-set", "train"]
+    for bad, said in (
+        (str(tmp_path), f"--channel {tmp_path}: write NAME=DIR"),
+        ("train=s3://bucket", "--channel train is s3://bucket: nothing is fetched"),
+        (f"train={script}", "is no folder"),
+    ):
+        assert said in refused(capsys, seen, "-n", "1", "--channel", bad, script)
+
+
 def test_without_parameters_the_script_decides(seen: Seen, script: str) -> None:
     assert command.main(["-n", "2", script]) == 0
     assert PARAMETERS not in seen[0][0].variables()
