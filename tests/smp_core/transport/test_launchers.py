@@ -123,6 +123,24 @@ def test_garbage_names_the_launcher_and_the_variables(rank, size):
 
 
 @pytest.mark.parametrize(
+    ("mpi", "says"),
+    [
+        (MPICH, "mpiexec (MPICH) rank 5 of 8"),
+        (OPEN_MPI, "mpiexec (Open MPI) rank 5 of 8"),
+    ],
+)
+def test_an_mpi_job_in_a_pod_that_has_torchs_variables(mpi, says):
+    """Every process of the job would take itself for rank 0 of 1."""
+    pod = {"RANK": "0", "WORLD_SIZE": "1", **RENDEZVOUS}
+    with pytest.raises(BackendError) as caught:
+        launch_of(pod | mpi)
+    assert "RANK and WORLD_SIZE say rank 0 of 1" in str(caught.value)
+    assert says in str(caught.value)
+    for below in ({"TORCHELASTIC_RUN_ID": "7"}, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}):
+        assert found(pod, mpi, below).size == 1  # torchrun below mpiexec
+
+
+@pytest.mark.parametrize(
     ("environment", "fabric", "words"),
     [
         (TORCHRUN, "gloo", None),
