@@ -126,6 +126,11 @@ class Launch:
         return self.local_size == self.size
 
     @property
+    def starts_one_rank(self) -> bool:
+        """True if this process is the only rank, and no shell: srun starts shells with the variables of a rank."""
+        return self.size == 1 and self.launcher.rank not in _ALONE
+
+    @property
     def fabric(self) -> str:
         """The default fabric."""
         return self.launcher.with_rendezvous if self.rendezvous else self.launcher.without

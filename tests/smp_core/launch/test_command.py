@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -293,6 +294,53 @@ def test_inside_of_another_launcher(
         monkeypatch.setenv(name, value)
     message = refused(capsys, seen, "-n", "2", script)
     assert "this process is rank 1 of 4 of mpiexec (MPICH) already. Leave out -n" in message
+
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+SHELL = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}  # srun --pty bash
+
+
+@pytest.mark.parametrize(
+    ("environment", "words", "ranks"),
+    [
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, [], None),
+        (TORCHRUN, ["-p", "ddp=True"], None),
+        (TORCHRUN, ["-n", "2"], 2),
+        (TORCHRUN, ["-p", "partitions=2"], 2),
+        (SHELL, ["-n", "2"], 2),
+    ],
+)
+def test_a_launcher_of_one_process(
+    seen: Seen,
+    script: str,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    words: list[str],
+    ranks: int | None,
+) -> None:
+    """It is one rank, unless the command asks for several. srun starts shells as well."""
+    here: list[ScriptJob] = []
+
+    def run_here(job: ScriptJob, *_: object) -> NoReturn:
+        here.append(job)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(command.rank, "run_here", run_here)
+    monkeypatch.setattr(os, "environ", {**os.environ, **environment})
+    if ranks is None:
+        with pytest.raises(SystemExit):
+            command.main([*words, script])
+        assert (here[0].ranks, seen) == (1, [])
+    else:
+        assert command.main([*words, script]) == 0
+        assert (seen[0][0].ranks, here) == (ranks, [])
+
+
+def test_a_shell_of_srun_is_no_rank(
+    seen: Seen, script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, **SHELL})
+    assert "give the number of ranks by -n" in refused(capsys, seen, script)
 
 
 def test_two_launchers_that_contradict_each_other(
