@@ -145,10 +145,12 @@ def run(job: ScriptJob, backend: str | None, style: OutputStyle) -> int:
 
     Raises ArgumentError for an unknown backend, and BackendError if it cannot run here.
     """
-    name = backend or backends.default(job.mpiexec)
+    name, trouble = (backend, "") if backend else backends.default(job.mpiexec)
     start, output = backends.runner(name), RankOutput(style, job.ranks)
     many = "1 rank" if job.ranks == 1 else f"{job.ranks} ranks"
     output.say(f"smp-run: {Path(job.script).name} on {many} ({name}): starting")
+    if trouble:
+        output.say(f"smp-run: the ranks are no MPI job: {trouble}")
     if name != "sim" and job.ranks > cores():
         output.say(
             f"smp-run: {job.ranks} ranks share {cores()} cores: steps take longer than on a core for each rank"
