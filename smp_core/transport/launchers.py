@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping, MutableMapping
 
 from smp_core.errors import BackendError
@@ -87,7 +88,7 @@ LAUNCHERS = (
         "SLURM_PROCID",
         "SLURM_STEP_NUM_TASKS",
         "SLURM_LOCALID",
-        "SLURM_STEP_TASKS_PER_NODE",  # "4" on one machine, "4(x2)" or "4,3" on several
+        "SLURM_STEP_TASKS_PER_NODE",  # "4" on one machine, "4(x2)" or "4,3" on several; see _local_size
         "gloo",
         "mpi",
         "srun -n ",
@@ -174,7 +175,7 @@ def launch_of(environment: Mapping[str, str]) -> Launch | None:
             rank,
             size,
             _number(environment, launcher.local_rank),
-            _number(environment, launcher.local_size),
+            _local_size(environment.get(launcher.local_size, "")),
             _meeting(launcher, environment),
             any(name in environment for name in MPI_JOB),
         )
@@ -262,10 +263,19 @@ def half_set(environment: Mapping[str, str]) -> str:
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:
-    text = environment.get(name, "")
+    return _number_in(environment.get(name, ""))
+
+
+def _number_in(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdecimal() else None
 
 
+def _local_size(text: str) -> int | None:
+    """The number of ranks of this machine, where every machine has as many: Slurm writes ``4(x2)`` for two of them."""
+    return _number_in(_UNIFORM.sub("", text))
+
+
+_UNIFORM = re.compile(r"(?<=[0-9])\(x[0-9]+\)\Z")
 _PORT = 29500  # torchrun's own
 
 

@@ -57,8 +57,8 @@ def found(*environments: dict[str, str]) -> Launch:
         (TORCHRUN, "torchrun", "gloo", 4),
         (OPEN_MPI, "mpiexec (Open MPI)", "mpi", 4),
         (MPICH, "mpiexec (MPICH)", "mpi", 4),
-        (SRUN, "srun", "mpi", None),
-        (SRUN | RENDEZVOUS, "srun", "gloo", None),
+        (SRUN, "srun", "mpi", 4),
+        (SRUN | RENDEZVOUS, "srun", "gloo", 4),
         (SRUN | MPICH, "mpiexec (MPICH)", "mpi", 4),  # srun --mpi=pmi2
         (SRUN | TORCHRUN, "torchrun", "gloo", 4),  # torchrun below srun
         (MPICH | RENDEZVOUS, "mpiexec (MPICH)", "mpi", 4),
@@ -85,7 +85,7 @@ def test_one_machine(environment):
     assert found(environment).one_machine
 
 
-@pytest.mark.parametrize("counts", ["4(x2)", "4,4", "", "²"])
+@pytest.mark.parametrize("counts", ["4,3", "4(x2),3", "4(x", "(x2)", "4(x2) ", "", "²", "²(x2)"])
 def test_what_does_not_say_how_many_are_here_is_not_guessed_from(counts):
     launch = found(SRUN, {"SLURM_STEP_TASKS_PER_NODE": counts})
     assert launch.local_size is None
