@@ -25,6 +25,7 @@ TRUST_CHECKPOINTS = "SMP_TRUST_CHECKPOINTS"
 _TORCHS_TRUST = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 #: The environment variable that tells Hugging Face's libraries that a launcher of MPI jobs is at work (API 1.2).
 _FRAMEWORK_PARAMETERS = "SM_FRAMEWORK_PARAMS"
+_MPI_ENABLED = "sagemaker_mpi_enabled"
 #: The parameter that these libraries look for; without it they do not take the ranks for those of SMP (API 1.2).
 _PARTITIONS = "partitions"
 
@@ -39,6 +40,15 @@ def cores() -> int:
 def import_path() -> list[str]:
     """The folders that this process imports from, without that of its own program or command."""
     return [each for each in (sys.path if sys.flags.safe_path else sys.path[1:]) if each]
+
+
+def _object(text: str) -> dict[str, Any]:
+    """The object that a text holds as JSON; an empty one for any other text, which libraries ignore as well."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +117,8 @@ class ScriptJob:
         found = dict(self.environment)
         if self.parameters:
             found[PARAMETERS] = json.dumps(self._shown_parameters())
-            found.setdefault(_FRAMEWORK_PARAMETERS, json.dumps({"sagemaker_mpi_enabled": True}))
+            given = found.get(_FRAMEWORK_PARAMETERS, os.environ.get(_FRAMEWORK_PARAMETERS, ""))
+            found[_FRAMEWORK_PARAMETERS] = json.dumps({_MPI_ENABLED: True, **_object(given)})
         if self.trusts_checkpoints:
             found[TRUST_CHECKPOINTS] = found[_TORCHS_TRUST] = "1"
         threads = max(1, cores() // (local or self.ranks))

@@ -121,6 +121,21 @@ def test_hugging_face_finds_a_launcher_and_partitions(seen: Seen, script: str) -
         assert json.loads(variables["SM_FRAMEWORK_PARAMS"])["sagemaker_mpi_enabled"] is True
 
 
+@pytest.mark.parametrize("where", ["exported", "of an estimator"])
+def test_what_hugging_face_reads_is_added_to_the_users_own(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    name, own = "SM_FRAMEWORK_PARAMS", {"sagemaker_instance_type": "ml.p3.8xlarge"}
+    if where == "exported":
+        monkeypatch.setenv(name, json.dumps(own))
+    environment = {} if where == "exported" else {name: json.dumps(own)}
+    job = ScriptJob(script="train.py", parameters={"ddp": True}, environment=environment)
+    assert json.loads(job.variables()[name]) == {**own, "sagemaker_mpi_enabled": True}
+    for text, wanted in (("[1", True), ("", True), ('{"sagemaker_mpi_enabled": false}', False)):
+        job = ScriptJob(script="train.py", parameters={"ddp": True}, environment={name: text})
+        assert json.loads(job.variables()[name]) == {"sagemaker_mpi_enabled": wanted}
+
+
 @pytest.mark.parametrize(
     ("parameters", "told"),
     [
