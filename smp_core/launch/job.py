@@ -130,7 +130,7 @@ class ScriptJob:
 
     def _toolkit_defaults(self, local: int) -> dict[str, str]:
         """The variables of SageMaker's training toolkit that scripts take for the defaults of their arguments."""
-        here, devices = self.folder or os.getcwd(), gpus.count()
+        here, devices = self.folder or os.getcwd(), gpus.count(self.environment)
         if self.cpu or (self.cpu is None and not devices):
             devices = local
         return {

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from smp_core.errors import RealInstallationError
-from smp_core.launch import backends, command
+from smp_core.launch import backends, command, gpus
 from smp_core.launch.job import PARAMETERS, ScriptJob
 from smp_core.launch.output import RankOutput
 from smp_core.launch.script import prepare
@@ -175,7 +175,7 @@ def test_a_script_finds_the_variables_that_arguments_have_as_defaults(
 ) -> None:
     """As in ``parser.add_argument("--model-dir", default=os.environ["SM_MODEL_DIR"])``. The user's own values stay."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("smp_core.launch.job.gpus.count", lambda: 0)
+    monkeypatch.setattr("smp_core.launch.job.gpus.count", lambda _: 0)
     job = ScriptJob(script="train.py", ranks=8, cpu=cpu, environment={"SM_CURRENT_HOST": "here"})
     found = job.variables(2)
     assert {name: found[name] for name in found if name.startswith("SM_")} == {
@@ -377,6 +377,79 @@ def test_more_ranks_than_cores(
     for ranks, warned in ((3, False), (4, True)):
         assert command.main(["-n", str(ranks), "--backend", "gloo", script]) == 0
         assert ("4 ranks share 3 cores" in capsys.readouterr().err) == warned
+
+
+@pytest.mark.parametrize(
+    ("cpu", "files", "torch_finds", "refused_", "told"),
+    [
+        (["--cpu"], 2, True, True, False),
+        (["--cpu"], 2, False, False, False),  # a torch for the CPU
+        (["--cpu"], 0, True, False, False),
+        ([], 2, True, False, True),
+        ([], 0, True, False, False),
+    ],
+)
+def test_gpus_that_are_not_hidden(
+    seen: Seen,
+    script: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    cpu: list[str],
+    files: int,
+    torch_finds: bool,
+    refused_: bool,
+    told: bool,
+) -> None:
+    """Models train on the CPU. Torch is asked by another process, and only where there are devices."""
+    monkeypatch.setattr(gpus, "count", lambda _: files)
+    monkeypatch.setattr(gpus, "torch_finds_some", lambda _: torch_finds)
+    assert command.main(["-n", "1", "--backend", "gloo", *cpu, script]) == (2 if refused_ else 0)
+    shown = capsys.readouterr().err
+    assert bool(seen) != refused_
+    assert ("--cpu: this machine has 2 GPUs" in shown) == refused_
+    assert ("this machine has 2 GPUs, and models train on the CPU" in shown) == told
+    assert ("CUDA_VISIBLE_DEVICES= smp-run --cpu" in shown) == (refused_ or told)
+
+
+@pytest.mark.parametrize(("shown", "number"), [(None, 3), ("", 0), ("-1", 0), ("0,2", 2)])
+def test_gpus_are_counted_by_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: str | None, number: int
+) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia12", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(gpus, "_DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if shown is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    assert gpus.count({}) == number
+    assert gpus.count({"CUDA_VISIBLE_DEVICES": ""}) == 0
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_torch_is_asked_for_gpus_with_the_jobs_own_variables(tmp_path: Path, hidden: bool) -> None:
+    """By a torch that has a GPU."""
+    text = "import os\n\nclass cuda:\n    is_available = lambda: os.environ['CUDA_VISIBLE_DEVICES']"
+    (tmp_path / "torch.py").write_text(text)
+    variables = {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "" if hidden else "0"}
+    assert gpus.torch_finds_some(variables) is not hidden
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_of_another_launcher_tells_what_smp_run_tells(
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    def run_here(*_: object) -> NoReturn:
+        raise SystemExit(0)
+
+    monkeypatch.setattr(command.rank, "run_here", run_here)
+    monkeypatch.setattr(command, "cores", lambda: 3)
+    there = {"MPI_LOCALNRANKS": "4", "PMI_RANK": str(rank), "PMI_SIZE": "8"}
+    monkeypatch.setattr(os, "environ", {**os.environ, **there})
+    with pytest.raises(SystemExit):
+        command.main(["--cpu", script])
+    shown = capsys.readouterr().err
+    assert ("4 ranks share 3 cores" in shown) == (rank == 0)
+    assert ("the script sees a stand-in for torch.cuda" in shown) == (rank == 0)
 
 
 def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:

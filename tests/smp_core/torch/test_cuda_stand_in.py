@@ -627,7 +627,7 @@ def test_the_stand_in_is_refused_where_there_are_gpus(monkeypatch: pytest.Monkey
     before = namespaces()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    with pytest.raises(StandInError, match=r"this machine has 8 GPUs.*without --cpu"):
+    with pytest.raises(StandInError, match=r"this machine has 8 GPUs.*hide the GPUs"):
         cuda_stand_in.install(2)
     monkeypatch.undo()
     assert_same(before, namespaces())
