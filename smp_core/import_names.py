@@ -13,7 +13,7 @@ import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 from smp_core.errors import ImportNameError, RealInstallationError
@@ -101,13 +101,15 @@ def install_import_names() -> None:
     """
     if any(isinstance(finder, _Names) for finder in sys.meta_path):
         return
-    place = _another()
-    if place is not None:
-        raise RealInstallationError(
-            f"smp_core.install_import_names: there is another {_ROOT} already: {place}. Remove it, or take an "
-            "environment without it; or import smp_core.torch as smp in the script"
-        )
+    _refuse("smp_core.install_import_names", _another())
     sys.meta_path.insert(0, _Names())
+
+
+def check_import_path(call: str, path: Sequence[str]) -> None:
+    """Raise RealInstallationError if imports from the folders of ``path`` would find another ``smdistributed``; the
+    message names ``call``.
+    """
+    _refuse(call, _place(PathFinder.find_spec(_ROOT, path)))
 
 
 def remove_import_names() -> None:
@@ -135,6 +137,15 @@ def _only_asks() -> bool:
     return asking is not None and asking.f_globals.get("__name__") == importlib.util.__name__
 
 
+def _refuse(call: str, place: str | None) -> None:
+    """Raise RealInstallationError for another ``smdistributed`` at this place, if there is one."""
+    if place is not None:
+        raise RealInstallationError(
+            f"{call}: there is another {_ROOT} already: {place}. Remove it, or take an "
+            "environment without it; or import smp_core.torch as smp in the script"
+        )
+
+
 def _is_ours(module: ModuleType | None) -> bool:
     return isinstance(getattr(module, "__loader__", None), _Names)
 
@@ -146,7 +157,10 @@ def _another() -> str | None:
         return None  # the finder alone was taken out of sys.meta_path
     if module is not None:
         return f"{module!r} has been imported"
-    spec = importlib.util.find_spec(_ROOT)
+    return _place(importlib.util.find_spec(_ROOT))
+
+
+def _place(spec: ModuleSpec | None) -> str | None:
     if spec is None:
         return None
     return spec.origin or ", ".join(spec.submodule_search_locations or ()) or repr(spec)

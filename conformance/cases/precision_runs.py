@@ -64,9 +64,12 @@ def train(run: PrecisionRun, parts: tuple[str, ...]) -> list[Told]:
 
 
 def masters(model: Any, optimizer: Any) -> dict[str, Tensor]:
-    """The masters of the parameters that a rank holds, by the unwrapped model's names."""
+    """The masters of the parameters that a rank holds, by the unwrapped model's names. A parameter that is its own
+    master has none.
+    """
     groups = zip(optimizer.fp16_groups, optimizer.fp32_from_fp16_groups, strict=True)
-    of = {id(own): master for pair in groups for own, master in zip(*pair, strict=True)}
+    pairs = (pair for group in groups for pair in zip(*group, strict=True))
+    of = {id(own): master for own, master in pairs if master is not own}
     return {
         name.removeprefix("module."): of[id(each)].detach().clone()
         for name, each in model.local_named_parameters()

@@ -7,12 +7,11 @@ pytest_smp brings ``sim``.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 from collections.abc import Callable
 
 from smp_core.errors import ArgumentError, BackendError
+from smp_core.launch import mpiexec
 from smp_core.launch.job import ScriptJob
-from smp_core.launch.mpiexec import find_mpiexec
 from smp_core.launch.output import RankOutput
 from smp_core.launch.processes import run_mpi, run_processes
 from smp_core.launch.runner import RUNNER_VERSION
@@ -54,12 +53,16 @@ def _checked(point: importlib.metadata.EntryPoint) -> Runner:
     return found
 
 
-def default(mpiexec: str) -> str:
-    """The backend for a job that names none: an MPI job where there is an MPI, else rank processes."""
-    if importlib.util.find_spec("mpi4py") is None:
-        return "gloo"
+def default(given: str) -> tuple[str, str]:
+    """The backend for a job that names none, and the reason to tell, if there is an MPI that cannot be used.
+
+    An MPI job where there is an MPI, else rank processes. ``given`` is the user's mpiexec, which is not doubted.
+    """
+    if not mpiexec.has_mpi4py():
+        return "gloo", ""
     try:
-        find_mpiexec(mpiexec)
+        words, _ = mpiexec.find_mpiexec(given)
     except BackendError:
-        return "gloo"
-    return "mpi"
+        return "gloo", ""
+    trouble = "" if given else mpiexec.misfit(words[0])
+    return ("gloo" if trouble else "mpi"), trouble

@@ -8,15 +8,16 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from smp_core.config import Config
 from smp_core.errors import ArgumentError, ConfigError, SmpError
-from smp_core.launch import backends, rank
+from smp_core.launch import backends, gpus, rank
 from smp_core.launch.distribution import Distribution
 from smp_core.launch.job import ScriptJob, cores
+from smp_core.launch.local_paths import local_folder
 from smp_core.launch.output import OutputStyle, RankOutput
 from smp_core.transport.launchers import Launch, launch_of
 from smp_core.variables import PARAMETERS
@@ -59,6 +60,14 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         help="a parameter of smp.init; wins over --config and over the script; may be repeated",
+    )
+    found.add_argument(
+        "--channel",
+        dest="channels",
+        metavar="NAME=DIR",
+        action="append",
+        default=[],
+        help="a folder that the script finds as SM_CHANNEL_NAME; may be repeated",
     )
     found.add_argument(
         "--trust-checkpoints",
@@ -109,12 +118,17 @@ def _run(options: argparse.Namespace) -> int:
     ranks = options.ranks
     if ranks is None and inside is None and distribution is not None:
         ranks = distribution.processes_per_host
+    if ranks is None and launch is not None and launch.starts_one_rank:
+        inside = launch if not parameters or _ranks(None, parameters, None) == 1 else None
     job = ScriptJob(
         script=options.script,
         arguments=tuple(options.arguments),
         ranks=_ranks(ranks, parameters, inside),
         parameters=parameters,
-        environment={} if distribution is None else distribution.environment,
+        environment={
+            **({} if distribution is None else distribution.environment),
+            **_channels(options.channels),
+        },
         mpi_options=() if distribution is None else distribution.mpi_options,
         cpu=options.cpu,
         trusts_checkpoints=options.trust_checkpoints,
@@ -122,6 +136,10 @@ def _run(options: argparse.Namespace) -> int:
     )
     job.check()
     if inside is not None:
+        _check_gpus(job)
+        if inside.rank == 0:
+            for note in _notes(job, inside.local_size or inside.size):
+                print(note, file=sys.stderr, flush=True)
         os.environ.update(job.variables(inside.local_size))
         rank.run_here(job, inside, None)
     return run(job, options.backend, OutputStyle(options.output))
@@ -130,22 +148,45 @@ def _run(options: argparse.Namespace) -> int:
 def run(job: ScriptJob, backend: str | None, style: OutputStyle) -> int:
     """Run a job that was checked on a backend, or on the default one; return the exit code.
 
-    Raises ArgumentError for an unknown backend, and BackendError if it cannot run here.
+    Raises ArgumentError for an unknown backend, or a stand-in for torch.cuda where there are GPUs, and BackendError if
+    the backend cannot run here.
     """
-    name = backend or backends.default(job.mpiexec)
+    _check_gpus(job)
+    name, trouble = (backend, "") if backend else backends.default(job.mpiexec)
     start, output = backends.runner(name), RankOutput(style, job.ranks)
     many = "1 rank" if job.ranks == 1 else f"{job.ranks} ranks"
     output.say(f"smp-run: {Path(job.script).name} on {many} ({name}): starting")
-    if name != "sim" and job.ranks > cores():
-        output.say(
-            f"smp-run: {job.ranks} ranks share {cores()} cores: steps take longer than on a core for each rank"
+    if trouble:
+        output.say(f"smp-run: the ranks are no MPI job: {trouble}")
+    for note in _notes(job, 1 if name == "sim" else job.ranks):
+        output.say(note)
+    return start(job, output)
+
+
+def _check_gpus(job: ScriptJob) -> None:
+    """Raise ArgumentError if the ranks would be refused the stand-in for torch.cuda, because they have GPUs."""
+    found = gpus.count(job.environment) if job.cpu else 0
+    if found and gpus.torch_finds_some(job.environment):
+        raise ArgumentError(
+            f"smp-run: --cpu: this machine has {found} GPUs, so nothing stands in for torch.cuda; {gpus.REMEDY}"
         )
+
+
+def _notes(job: ScriptJob, processes: int) -> Iterator[str]:
+    """Lines about a job of which so many processes are on this machine, for the user to know before it starts."""
+    if processes > cores():
+        yield f"smp-run: {processes} ranks share {cores()} cores: steps take longer than on a core for each rank"
+    found = gpus.count(job.environment)
+    if found and not job.cpu:
+        yield f"smp-run: this machine has {found} GPUs, and models train on the CPU; {gpus.REMEDY}"
     if job.cpu is not False:
         where = "" if job.cpu else " if there is no GPU"
-        output.say(
-            f"smp-run: the script sees a stand-in for torch.cuda (--cpu){where}; it computes on the CPU"
+        yield f"smp-run: the script sees a stand-in for torch.cuda (--cpu){where}; it computes on the CPU"
+    if job.hides_smp:
+        yield (
+            "smp-run: Hugging Face's libraries do not find SMP by these parameters: for scripts of Trainer add "
+            "-p partitions=1, or the number that there is"
         )
-    return start(job, output)
 
 
 def _ranks(given: int | None, parameters: dict[str, Any], launch: Launch | None) -> int:
@@ -200,6 +241,20 @@ def _parameters(file: Mapping[str, Any], given: Sequence[str]) -> dict[str, Any]
             raise ArgumentError(f"smp-run: -p {each}: write KEY=VALUE")
         found[key] = _value(value)
     return found
+
+
+def _channels(given: Sequence[str]) -> dict[str, str]:
+    """The environment variables that tell a script of its channels."""
+    folders = {}
+    for each in given:
+        name, equals, folder = each.partition("=")
+        if not equals or not name:
+            raise ArgumentError(f"smp-run: --channel {each}: write NAME=DIR")
+        folders[name] = local_folder(folder, f"--channel {name}")
+    if not folders:
+        return {}
+    found = {f"SM_CHANNEL_{name.upper()}": folder for name, folder in folders.items()}
+    return {**found, "SM_CHANNELS": json.dumps(sorted(folders))}
 
 
 def _object(text: str, where: str) -> dict[str, Any]:

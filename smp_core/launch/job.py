@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 
 from smp_core.config import ALIASES, Config
 from smp_core.errors import ArgumentError
+from smp_core.import_names import check_import_path
+from smp_core.launch import gpus
 from smp_core.variables import PARAMETERS, TRUST_CHECKPOINTS
 
 #: The environment variable that does the same as TRUST_CHECKPOINTS for ``torch.load`` where it is called without
@@ -20,6 +23,9 @@ from smp_core.variables import PARAMETERS, TRUST_CHECKPOINTS
 _TORCHS_TRUST = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 #: The environment variable that tells Hugging Face's libraries that a launcher of MPI jobs is at work (API 1.2).
 _FRAMEWORK_PARAMETERS = "SM_FRAMEWORK_PARAMS"
+_MPI_ENABLED = "sagemaker_mpi_enabled"
+#: The parameter that these libraries look for; without it they do not take the ranks for those of SMP (API 1.2).
+_PARTITIONS = "partitions"
 
 
 def cores() -> int:
@@ -27,6 +33,20 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def import_path() -> list[str]:
+    """The folders that this process imports from, without that of its own program or command."""
+    return [each for each in (sys.path if sys.flags.safe_path else sys.path[1:]) if each]
+
+
+def _object(text: str) -> dict[str, Any]:
+    """The object that a text holds as JSON; an empty one for any other text, which libraries ignore as well."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +78,9 @@ class ScriptJob:
     folder: str = ""
 
     def check(self) -> None:
-        """Raise ArgumentError if there is no such script or it is not valid Python, and ConfigError for parameters that
-        are bad, or that do not fit the number of ranks.
+        """Raise ArgumentError if there is no such script or it is not valid Python, ConfigError for parameters that are
+        bad, or that do not fit the number of ranks, and RealInstallationError if the script would find a
+        ``smdistributed`` that is not ours.
         """
         path = Path(self.script)
         if not path.is_file():
@@ -75,6 +96,11 @@ class ScriptJob:
                 f"smp-run: script {self.script} is not valid Python:\n{told}"
             ) from None
         Config.parse(self.parameters).check_world(self.ranks)
+        check_import_path("smp-run", [*self.folders(), *import_path()])
+
+    def folders(self) -> list[str]:
+        """The script's own folders, from which it imports first."""
+        return [str(Path(self.script).resolve().parent), *([self.folder] if self.folder else [])]
 
     def code(self) -> CodeType:
         """The script's code. Raises SyntaxError or ValueError if it is not valid Python, OSError for other trouble."""
@@ -88,17 +114,47 @@ class ScriptJob:
         """
         found = dict(self.environment)
         if self.parameters:
-            parameters = dict(self.parameters)
-            for alias, name in ALIASES.items():  # Hugging Face's libraries look for this one
-                if name in parameters:
-                    parameters.setdefault(alias, parameters[name])
-            found[PARAMETERS] = json.dumps(parameters)
-            found.setdefault(_FRAMEWORK_PARAMETERS, json.dumps({"sagemaker_mpi_enabled": True}))
+            found[PARAMETERS] = json.dumps(self._shown_parameters())
+            given = found.get(_FRAMEWORK_PARAMETERS, os.environ.get(_FRAMEWORK_PARAMETERS, ""))
+            found[_FRAMEWORK_PARAMETERS] = json.dumps({_MPI_ENABLED: True, **_object(given)})
         if self.trusts_checkpoints:
             found[TRUST_CHECKPOINTS] = found[_TORCHS_TRUST] = "1"
         threads = max(1, cores() // (local or self.ranks))
         found.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", str(threads)))
+        for name, value in self._toolkit_defaults(local or self.ranks).items():
+            if name not in os.environ:
+                found.setdefault(name, value)
         return found
+
+    def _toolkit_defaults(self, local: int) -> dict[str, str]:
+        """The variables of SageMaker's training toolkit that scripts take for the defaults of their arguments."""
+        here, devices = self.folder or os.getcwd(), gpus.count(self.environment)
+        if self.cpu or (self.cpu is None and not devices):
+            devices = local
+        return {
+            "SM_MODEL_DIR": here,
+            "SM_OUTPUT_DATA_DIR": here,
+            "SM_NUM_GPUS": str(devices),
+            "SM_HOSTS": '["algo-1"]',
+            "SM_CURRENT_HOST": "algo-1",
+        }
+
+    def _shown_parameters(self) -> dict[str, Any]:
+        """The parameters as the ranks read them: with ``partitions``, by which Hugging Face's libraries find SMP, where
+        the parameters say how many there are.
+        """
+        parameters = dict(self.parameters)
+        for alias, name in ALIASES.items():
+            if name in parameters:
+                parameters.setdefault(alias, parameters[name])
+        if Config.parse(parameters).sharded_data_parallel_degree > 1:
+            parameters.setdefault(_PARTITIONS, 1)  # a rule allows no other number
+        return parameters
+
+    @property
+    def hides_smp(self) -> bool:
+        """True if there are parameters, and Hugging Face's libraries do not find SMP by them."""
+        return bool(self.parameters) and _PARTITIONS not in self._shown_parameters()
 
     def write(self, path: Path) -> None:
         """Write the job for its ranks."""

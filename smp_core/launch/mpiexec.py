@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import shlex
 import shutil
 import subprocess
@@ -38,7 +40,7 @@ def find_mpiexec(given: str, option: str = "--mpiexec") -> tuple[list[str], dict
     words = shlex.split(given)
     if len(words) > 1:
         return words, {}  # a user who gives any arguments gives all of them
-    beside = Path(sys.executable).parent / "mpiexec"
+    beside = _beside_python()
     found = words[0] if words else (str(beside) if beside.exists() else shutil.which("mpiexec"))
     if found is None:
         raise BackendError(f"there is no mpiexec in this environment or on the path: {hint}")
@@ -58,6 +60,50 @@ def is_open_mpi(program: str) -> bool:
         return _MPIS[0][0] in _version(program)
     except (OSError, subprocess.TimeoutExpired):
         return False
+
+
+def has_mpi4py() -> bool:
+    """Return whether mpi4py is installed."""
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+@functools.cache
+def library() -> str:
+    """The version of the MPI that mpi4py loads, which begins with the MPI's name; empty if it finds none.
+
+    Another process asks: MPI is not loaded twice, and not before a rank is one of its job.
+    """
+    code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-P", "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return asked.stdout.strip() if asked.returncode == 0 else ""
+
+
+def misfit(program: str) -> str:
+    """The reason why ranks of mpi4py cannot be those of this program's job; empty if nothing says so.
+
+    Each rank would be the only one of a job of its own.
+    """
+    loaded, version = library(), _version(program)
+    if not loaded:
+        return "mpi4py finds no MPI"
+    known = any(name in version for name, _, _ in _MPIS)
+    if known and (_MPIS[0][0] in version) != (_MPIS[0][0] in loaded):
+        line = " ".join(loaded.splitlines()[0].split(",")[0].split())
+        return f"{program} is of another MPI than mpi4py has: mpi4py has {line}"
+    return ""
+
+
+def _beside_python() -> Path:
+    return Path(sys.executable).parent / "mpiexec"
 
 
 def _version(program: str) -> str:

@@ -24,9 +24,9 @@ from typing import Any
 
 import smp_core
 from smp_core.errors import BackendError
-from smp_core.launch import supervisor
-from smp_core.launch.job import ScriptJob
-from smp_core.launch.mpiexec import find_mpiexec, is_open_mpi, outside_jobs
+from smp_core.launch import mpiexec, supervisor
+from smp_core.launch.job import ScriptJob, import_path
+from smp_core.launch.mpiexec import outside_jobs
 from smp_core.launch.output import RankOutput
 from smp_core.launch.rank import JOB, SOCKET
 from smp_core.transport.diagnosis import ranks_text
@@ -79,11 +79,16 @@ def run_processes(job: ScriptJob, output: RankOutput) -> int:
 def run_mpi(job: ScriptJob, output: RankOutput) -> int:
     """Run a job as an MPI job; return the exit code of the first rank that failed, or 0.
 
-    Raises BackendError if there is no MPI.
+    Raises BackendError if there is no MPI, or no mpi4py.
     """
-    command, environment = find_mpiexec(job.mpiexec)
+    command, environment = mpiexec.find_mpiexec(job.mpiexec)
+    if not mpiexec.has_mpi4py():
+        raise BackendError(
+            "mpi4py is not installed, by which ranks take part in an MPI job: pip install mpi4py, or take "
+            "--backend gloo"
+        )
     options = job.mpi_options
-    if options and not is_open_mpi(command[0]):
+    if options and not mpiexec.is_open_mpi(command[0]):
         output.say(f"smp-run: {command[0]} is not Open MPI's: left out {shlex.join(options)}")
         options = ()
     with _requests_to_end() as requests, _Run(job, output, requests) as run:
@@ -100,7 +105,7 @@ def _python(module: str) -> list[str]:
     The present folder, or that of this process's own script, is no place to import from. PYTHONPATH stays as it is:
     other programs that the script starts read it, too.
     """
-    path = [each for each in (sys.path if sys.flags.safe_path else sys.path[1:]) if each]
+    path = import_path()
     root = str(Path(smp_core.__file__).resolve().parents[1])
     if root not in path:
         path.append(root)

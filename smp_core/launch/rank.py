@@ -79,7 +79,8 @@ def run_here(job: ScriptJob, launch: Launch, launcher: LauncherConnection | None
     ending.watch()
     hook = sys.excepthook
     try:
-        if launch.fabric == "mpi":  # MPI reads the launcher's variables, which are gone afterwards
+        # MPI reads the launcher's variables, which are gone afterwards. A rank alone needs no MPI, and no mpi4py.
+        if launch.fabric == "mpi" and (launch.size > 1 or launcher is not None):
             from smp_core.transport.mpi.job import join
 
             join(launch)

@@ -6,7 +6,6 @@ import builtins
 import contextlib
 import os
 import sys
-from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any
 
@@ -24,24 +23,23 @@ def prepare(job: ScriptJob, devices: int) -> contextlib.ExitStack:
     """
     from smp_core.import_names import install_import_names, remove_import_names
 
-    stack = contextlib.ExitStack()
-    install_import_names()
-    stack.callback(remove_import_names)
-    shown = devices if job.cpu or (job.cpu is None and not _has_gpus()) else None
-    stack.callback(children.prepare_children(shown))
-    if shown is not None:
-        from smp_core.torch import cuda_stand_in
+    with contextlib.ExitStack() as stack:
+        # Before the names, which are refused where the script's folders have another smdistributed.
+        stack.callback(_set_path, sys.argv, list(sys.path))
+        if job.folder:
+            stack.callback(os.chdir, os.getcwd())
+            os.chdir(job.folder)
+        _set_path([job.script, *job.arguments], [*job.folders(), *sys.path])
+        install_import_names()
+        stack.callback(remove_import_names)
+        shown = devices if job.cpu or (job.cpu is None and not _has_gpus()) else None
+        stack.callback(children.prepare_children(shown))
+        if shown is not None:
+            from smp_core.torch import cuda_stand_in
 
-        cuda_stand_in.install(shown)
-        stack.callback(cuda_stand_in.remove)
-    stack.callback(_set_path, sys.argv, list(sys.path))
-    folders = [str(Path(job.script).resolve().parent)]
-    if job.folder:
-        stack.callback(os.chdir, os.getcwd())
-        os.chdir(job.folder)
-        folders.append(job.folder)
-    _set_path([job.script, *job.arguments], [*folders, *sys.path])
-    return stack
+            cuda_stand_in.install(shown)
+            stack.callback(cuda_stand_in.remove)
+        return stack.pop_all()
 
 
 def _has_gpus() -> bool:

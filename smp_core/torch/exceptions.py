@@ -17,6 +17,10 @@ from smp_core.errors import TrainingError as TrainingError
 from smp_core.errors import UnsupportedTrainingError as UnsupportedTrainingError
 
 
+class UnsupportedMemberError(UnsupportedTrainingError, AttributeError):
+    """Raised when an attribute is read that SMP has, and this run or this package lacks. ``hasattr`` is then false."""
+
+
 class DetachedLossError(TrainingError, RuntimeError):
     """Raised when ``model.backward`` gets a tensor that does not depend on the model's parameters."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping, MutableMapping
 
 from smp_core.errors import BackendError
@@ -35,6 +36,8 @@ class Launcher:
         return (self.with_rendezvous, self.without) == ("mpi", "mpi")
 
 
+_TORCHRUN = "torchrun"
+
 #: The first entry whose rank and size are in the environment counts: torchrun may run below srun.
 LAUNCHERS = (
     Launcher(
@@ -49,7 +52,7 @@ LAUNCHERS = (
         folder=JOB_FOLDER,
     ),
     Launcher(
-        "torchrun",
+        _TORCHRUN,
         "RANK",
         "WORLD_SIZE",
         "LOCAL_RANK",
@@ -85,7 +88,7 @@ LAUNCHERS = (
         "SLURM_PROCID",
         "SLURM_STEP_NUM_TASKS",
         "SLURM_LOCALID",
-        "SLURM_STEP_TASKS_PER_NODE",  # "4" on one machine, "4(x2)" or "4,3" on several
+        "SLURM_STEP_TASKS_PER_NODE",  # "4" on one machine, "4(x2)" or "4,3" on several; see _local_size
         "gloo",
         "mpi",
         "srun -n ",
@@ -95,6 +98,8 @@ LAUNCHERS = (
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 #: One of these is there in every process that a launcher of MPI jobs started.
 MPI_JOB = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "PMI_FD", "SLURM_PROCID")
+#: torchrun itself sets these beside rank and size; others, such as an operator of pods, need not.
+_OF_TORCHRUN = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID")
 #: Set outside of any job as well.
 _ALONE = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
@@ -120,6 +125,11 @@ class Launch:
     def one_machine(self) -> bool:
         """True if all ranks are known to be on this machine."""
         return self.local_size == self.size
+
+    @property
+    def starts_one_rank(self) -> bool:
+        """True if this process is the only rank, and no shell: srun starts shells with the variables of a rank."""
+        return self.size == 1 and self.launcher.rank not in _ALONE
 
     @property
     def fabric(self) -> str:
@@ -148,7 +158,7 @@ def launch_of(environment: Mapping[str, str]) -> Launch | None:
     """The launch of this process, or None if it was started by hand.
 
     Raises BackendError if a launcher's rank is not below its size, or is no number, and if two MPIs contradict each
-    other.
+    other, or an MPI the variables of torch that not torchrun has set.
     """
     for launcher in LAUNCHERS:
         if launcher.rank not in environment or launcher.size not in environment:
@@ -165,7 +175,7 @@ def launch_of(environment: Mapping[str, str]) -> Launch | None:
             rank,
             size,
             _number(environment, launcher.local_rank),
-            _number(environment, launcher.local_size),
+            _local_size(environment.get(launcher.local_size, "")),
             _meeting(launcher, environment),
             any(name in environment for name in MPI_JOB),
         )
@@ -173,21 +183,30 @@ def launch_of(environment: Mapping[str, str]) -> Launch | None:
 
 
 def _check_one_mpi(first: Launcher, environment: Mapping[str, str]) -> None:
-    """Raise BackendError if another MPI's variables say another rank: a launcher was started inside of another one.
+    """Raise BackendError if another MPI's variables say another rank: a launcher was started inside of another one, or
+    an MPI job in a pod whose operator has set torch's variables.
 
     torchrun below srun or mpiexec is none of these: each machine's task of the outer one starts the ranks.
     """
+    pod = first.name == _TORCHRUN and not any(name in environment for name in _OF_TORCHRUN)
     said = [environment[name] for name in (first.rank, first.size)]
     for other in LAUNCHERS:
-        if other is first or not (first.starts_mpi and other.starts_mpi):
+        if other is first or not other.starts_mpi or not (first.starts_mpi or pod):
             continue
         theirs = [environment.get(name) for name in (other.rank, other.size)]
-        if None not in theirs and theirs != said:
+        if None in theirs or theirs == said:
+            continue
+        if pod:
             raise BackendError(
-                f"{first.name} says rank {said[0]} of {said[1]}, and {other.name} rank {theirs[0]} of {theirs[1]}: one "
-                "of them was started by the other. Unset the variables of the outer one "
-                f"({other.rank}, {other.size}, or {first.rank}, {first.size})"
+                f"{first.rank} and {first.size} say rank {said[0]} of {said[1]}, and {other.name} rank {theirs[0]} of "
+                f"{theirs[1]}. Unset {first.rank} and {first.size}, which torchrun has not set, or {other.rank} and "
+                f"{other.size}"
             )
+        raise BackendError(
+            f"{first.name} says rank {said[0]} of {said[1]}, and {other.name} rank {theirs[0]} of {theirs[1]}: one "
+            "of them was started by the other. Unset the variables of the outer one "
+            f"({other.rank}, {other.size}, or {first.rank}, {first.size})"
+        )
 
 
 class _Process:
@@ -244,10 +263,19 @@ def half_set(environment: Mapping[str, str]) -> str:
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:
-    text = environment.get(name, "")
+    return _number_in(environment.get(name, ""))
+
+
+def _number_in(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdecimal() else None
 
 
+def _local_size(text: str) -> int | None:
+    """The number of ranks of this machine, where every machine has as many: Slurm writes ``4(x2)`` for two of them."""
+    return _number_in(_UNIFORM.sub("", text))
+
+
+_UNIFORM = re.compile(r"(?<=[0-9])\(x[0-9]+\)\Z")
 _PORT = 29500  # torchrun's own
 
 

@@ -350,7 +350,8 @@ def resume_from_checkpoint(
     and there is an optimizer: SMP loaded none then (API 1.11), so that training did not go on where it stopped.
 
     Args:
-        tag: None for the one that the file ``newest`` names.
+        tag: None for the one that the file ``newest`` names. Of a partial checkpoint it may be the name of the folder,
+            which is the content of ``newest``.
         strict: as of `torch.nn.Module.load_state_dict`.
         load_optimizer: False leaves the optimizer as it is.
         load_sharded_optimizer_state: False, with sharded data parallelism, loads no more of the optimizer's
@@ -369,8 +370,9 @@ def resume_from_checkpoint(
         _outside_step(session, _RESUME)
         folder = naming.checked_path(_RESUME, "path", path)
         if tag is not None:
-            naming.check_tag(_RESUME, tag)
-            return tag, bool(partial)
+            given = tag.removesuffix(folders.SUFFIX) if partial and isinstance(tag, str) else tag
+            naming.check_tag(_RESUME, given)
+            return given, bool(partial)
         said = files.load_text(folder / naming.NEWEST, "the tag of the newest checkpoint").strip()
         said = said.removesuffix(folders.SUFFIX)
         try:

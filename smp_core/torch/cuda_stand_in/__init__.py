@@ -49,7 +49,7 @@ def install(devices: int) -> None:
         if torch.cuda.is_available():
             raise StandInError(
                 f"cuda_stand_in.install: this machine has {torch.cuda.device_count()} GPUs, so nothing stands in for "
-                "torch.cuda. Start the script without --cpu, or hide the GPUs: CUDA_VISIBLE_DEVICES="
+                "torch.cuda. Models train on the CPU, so hide the GPUs: CUDA_VISIBLE_DEVICES= smp-run --cpu"
             )
         if _users and answers.count != devices:
             raise StandInError(

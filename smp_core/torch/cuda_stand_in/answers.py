@@ -252,8 +252,10 @@ def set_rng_state(new_state: torch.Tensor, device: object = "cuda") -> None:
 
 
 def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
-    """Set the current device's state: one generator cannot have the states of several devices."""
-    set_rng_state(list(new_states)[current_index])
+    """Set the current device's state, or the last one of fewer devices: one generator cannot have several states."""
+    states = list(new_states)
+    if states:
+        set_rng_state(states[min(current_index, len(states) - 1)])
 
 
 # Streams and events

@@ -7,6 +7,7 @@ import contextlib
 import torch
 
 from smp_core.errors import ArgumentError
+from smp_core.torch.fused import warn_options
 from smp_core.torch.nn.attention_scores import alibi_slopes, attend, rotated, rotation
 from smp_core.torch.nn.block import (
     Caller,
@@ -100,6 +101,7 @@ class DistributedAttentionLayer(TransformerBlock):
             optimize=optimize,
         )
         name = type(self).__name__
+        warn_options({"fused_dropout": fused_dropout})  # fused_softmax is True by default
         check_probability(name, "attention_dropout_prob", attention_dropout_prob)
         check_sizes(
             name,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABCMeta
+
 import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx, once_differentiable
@@ -12,9 +14,9 @@ from smp_core.torch.nn.module import DistributedModule
 from smp_core.torch.tensor_parallel.exchange import TensorGroup
 
 
-class FusedLayerNorm(nn.LayerNorm):
+class FusedLayerNorm(nn.LayerNorm, metaclass=ABCMeta):
     """``torch.nn.LayerNorm`` under the name that scripts import. Nothing is fused on the CPU (API 1.9), which the first
-    one in a process says by a PlainEquivalentWarning.
+    one in a process says by a PlainEquivalentWarning. Each layer normalisation of a distributed module is an instance.
 
     Args:
         normalized_shape, eps, elementwise_affine: as torch's.
@@ -47,6 +49,7 @@ class WholeLayerNorm(FusedLayerNorm):
     _asked_for = False
 
 
+@FusedLayerNorm.register  # scripts find layer normalisations by this class, for groups without weight decay
 class SlicedLayerNorm(DistributedModule):
     """A layer normalisation of ``hidden_size`` channels, of which each tp rank holds a slice.
 

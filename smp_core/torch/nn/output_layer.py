@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from smp_core.errors import ArgumentError
+from smp_core.torch.fused import warn_options
 from smp_core.torch.nn.block import (
     Caller,
     TransformerBlock,
@@ -73,6 +74,7 @@ class DistributedTransformerOutputLayer(TransformerBlock):
             optimize=optimize,
         )
         name = type(self).__name__
+        warn_options({"fused_bias_gelu": fused_bias_gelu})
         check_sizes(name, intermediate_size=intermediate_size)
         if activation not in ACTIVATIONS:
             raise ArgumentError(

@@ -112,6 +112,11 @@ class DistributedOptimizer(Internals, Optimizer):
         """Look an attribute that is not defined here up on the wrapped optimizer: its groups, hooks and methods."""
         if name == "optimizer":  # not there yet, while it is unpickled
             raise AttributeError(name)
+        member = getattr(type(self), name, None)
+        if isinstance(member, property) and member.fget is not None:
+            return member.fget(
+                self
+            )  # it has raised an AttributeError: raise it again, with its advice
         return getattr(self.optimizer, name)
 
     @property

@@ -1,7 +1,7 @@
 """Members of SMP's optimizer that helpers of scripts read, beyond the documented ones (API 1.8, source EX).
 
 These are attributes seen in public scripts; of most only the name and a use are known. Where the meaning is
-unambiguous, the attribute is implemented. Otherwise access raises UnsupportedTrainingError, which names the
+unambiguous, the attribute is implemented. Otherwise access raises UnsupportedMemberError, which names the
 alternative, so that the wrapped optimizer does not raise an AttributeError without advice.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from smp_core.topology import GroupKind
-from smp_core.torch.exceptions import UnsupportedTrainingError
+from smp_core.torch.exceptions import UnsupportedMemberError, UnsupportedTrainingError
 from smp_core.torch.optimizer.parameters import OptimizerParameters
 from smp_core.torch.parameters.split import split_of
 from smp_core.torch.reduction.layout import Layout
@@ -34,12 +34,14 @@ class Internals:
 
     @property
     def fp16_groups(self) -> list[list[nn.Parameter]]:
-        """This rank's 16-bit parameters that have masters, by group."""
+        """This rank's 16-bit parameters that have masters, by group. With sharded data parallelism all parameters, of
+        any dtype, in the order in which ``fp32_partitioned_groups_flat`` has their parts.
+        """
         return [[parameter for parameter, _ in pairs] for pairs in _pairs(self._parameters)]
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[nn.Parameter]]:
-        """The masters of ``fp16_groups``, by group, in the same order."""
+        """The masters of ``fp16_groups``, by group, in the same order; a parameter without one is its own."""
         return [[master for _, master in pairs] for pairs in _pairs(self._parameters)]
 
     @property
@@ -80,7 +82,7 @@ class Internals:
         order (API 1.11). Parameters that are whole on every rank have a part here as well, so that over the
         shard group each element counts once. Copies, without gradients.
 
-        Raises UnsupportedTrainingError without sharded data parallelism, and before the model is wrapped.
+        Raises UnsupportedMemberError without sharded data parallelism, and before the model is wrapped.
         """
         parameters = self._parameters
         sharding, masters = parameters.sharding, parameters.masters
@@ -109,7 +111,7 @@ class Internals:
     @property
     def ds_param_shard_group(self) -> ProcessGroup:
         """The ``torch.distributed`` process group of the shard group, all ranks of which ask for it. Raises
-        UnsupportedTrainingError without sharded data parallelism.
+        UnsupportedMemberError without sharded data parallelism.
         """
         runtime = self._session.runtime
         if runtime.topology.sharding == 1:
@@ -122,8 +124,8 @@ class Internals:
 
     @property
     def redefined_params(self) -> object:
-        """Raises UnsupportedTrainingError, since the content of this member is not known."""
-        raise UnsupportedTrainingError(
+        """Raises UnsupportedMemberError, since the content of this member is not known."""
+        raise UnsupportedMemberError(
             "optimizer.redefined_params: an undocumented member of SMP's. What the optimizer works on is in "
             "optimizer.param_groups, and by name in model.virtual_named_parameters(); use one of those"
         )
@@ -170,15 +172,18 @@ class Internals:
 def _pairs(parameters: OptimizerParameters) -> list[list[tuple[nn.Parameter, nn.Parameter]]]:
     """The pairs of a parameter and its master, by group."""
     masters, groups = parameters.masters, parameters.optimizer.param_groups
-    if masters is None or masters.dtype is None:
-        return [[] for _ in groups]
     parameters.take_masters()
-    of = {master: parameter for parameter, master in masters.pairs()}
+    of: dict[nn.Parameter, nn.Parameter] = {}
+    if masters is not None and masters.dtype is not None:
+        of = {master: parameter for parameter, master in masters.pairs()}
+    if parameters.sharding.place is not None:
+        # Files of shards hold parts of all parameters, and their readers count by these lists.
+        return [[(of.get(each, each), each) for each in group["params"]] for group in groups]
     return [[(of[each], each) for each in group["params"] if each in of] for group in groups]
 
 
-def _not_sharded(member: str, instead: str) -> UnsupportedTrainingError:
-    return UnsupportedTrainingError(
+def _not_sharded(member: str, instead: str) -> UnsupportedMemberError:
+    return UnsupportedMemberError(
         f"optimizer.{member}: belongs to sharded data parallelism (sharded_data_parallel_degree above 1), and "
         f"{instead}"
     )

@@ -37,7 +37,7 @@ class PlainOptimizer(Optimizer):
             raise UnsupportedTrainingError(f"{name}: {self.algorithm} has no amsgrad. Leave it out")
         self.set_grad_none = set_grad_none
         super().__init__(params, defaults)
-        warn_plain(f"smp.optimizers.{name}", f"{self.algorithm} in operations of torch", above=1)
+        warn_plain(f"smp.optimizers.{name}", f"{self.algorithm} in operations of torch")
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop or zero gradients; ``set_to_none`` is ``set_grad_none`` by default."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from smp_core.errors import ArgumentError, ArgumentTypeError
 from smp_core.torch import session as sessions
+from smp_core.torch.fused import warn_options
 from smp_core.torch.parameters.marking import Mark, new_mark
 from smp_core.torch.tensor_parallel import registry
 
@@ -97,4 +98,6 @@ def _wish(call: str, enabled: object, options: Mapping[str, object]) -> Wish:
             f"{call}: unknown option {unknown[0]!r}: no registered distributed module takes it. There is "
             f"{', '.join(sorted(known))}"
         )
+    if enabled:
+        warn_options(options)
     return Wish(enabled, dict(options))

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
-from smp_core.launch import backends, command
+from smp_core.errors import RealInstallationError
+from smp_core.launch import backends, command, gpus
 from smp_core.launch.job import ScriptJob
 from smp_core.launch.output import RankOutput
 from smp_core.launch.runner import RUNNER_VERSION
@@ -112,11 +114,52 @@ def test_degrees_say_how_many_ranks(
 
 
 def test_hugging_face_finds_a_launcher_and_partitions(seen: Seen, script: str) -> None:
-    """Its two conditions (API 1.2)."""
-    assert command.main(["-p", "pipeline_parallel_degree=2", script]) == 0
-    variables = seen[0][0].variables()
-    assert json.loads(variables[PARAMETERS])["partitions"] == 2
-    assert json.loads(variables["SM_FRAMEWORK_PARAMS"])["sagemaker_mpi_enabled"] is True
+    """Its two conditions (API 1.2). The rules leave sharded data parallelism one partition."""
+    for parameters, partitions in (
+        (["pipeline_parallel_degree=2"], 2),
+        (["ddp=True", "sharded_data_parallel_degree=2"], 1),
+    ):
+        assert command.main([*(w for each in parameters for w in ("-p", each)), script]) == 0
+        variables = seen[-1][0].variables()
+        assert json.loads(variables[PARAMETERS])["partitions"] == partitions
+        assert json.loads(variables["SM_FRAMEWORK_PARAMS"])["sagemaker_mpi_enabled"] is True
+
+
+@pytest.mark.parametrize("where", ["exported", "of an estimator"])
+def test_what_hugging_face_reads_is_added_to_the_users_own(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    name, own = "SM_FRAMEWORK_PARAMS", {"sagemaker_instance_type": "ml.p3.8xlarge"}
+    if where == "exported":
+        monkeypatch.setenv(name, json.dumps(own))
+    environment = {} if where == "exported" else {name: json.dumps(own)}
+    job = ScriptJob(script="train.py", parameters={"ddp": True}, environment=environment)
+    assert json.loads(job.variables()[name]) == {**own, "sagemaker_mpi_enabled": True}
+    for text, wanted in (("[1", True), ("", True), ('{"sagemaker_mpi_enabled": false}', False)):
+        job = ScriptJob(script="train.py", parameters={"ddp": True}, environment={name: text})
+        assert json.loads(job.variables()[name]) == {"sagemaker_mpi_enabled": wanted}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "told"),
+    [
+        (["ddp=True"], True),
+        (["ddp=True", "partitions=1"], False),
+        (["ddp=True", "pipeline_parallel_degree=1"], False),
+        (["ddp=True", "sharded_data_parallel_degree=2"], False),
+        ([], False),
+    ],
+)
+def test_parameters_by_which_hugging_face_does_not_find_smp_are_told(
+    seen: Seen,
+    script: str,
+    capsys: pytest.CaptureFixture[str],
+    parameters: list[str],
+    told: bool,
+) -> None:
+    words = [word for each in parameters for word in ("-p", each)]
+    assert command.main(["-n", "2", "--backend", "gloo", *words, script]) == 0
+    assert ("add -p partitions=1" in capsys.readouterr().err) == told
 
 
 @pytest.mark.parametrize(("local", "threads"), [(None, "1"), (2, "4"), (16, "1")])
@@ -128,6 +171,43 @@ def test_ranks_of_a_machine_share_its_cores(
     assert ScriptJob(script="train.py", ranks=8).variables(local)["OMP_NUM_THREADS"] == threads
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert ScriptJob(script="train.py", ranks=8).variables(local)["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize(("cpu", "gpus"), [(True, "2"), (False, "0")])
+def test_a_script_finds_the_variables_that_arguments_have_as_defaults(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cpu: bool, gpus: str
+) -> None:
+    """As in ``parser.add_argument("--model-dir", default=os.environ["SM_MODEL_DIR"])``. The user's own values stay."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("smp_core.launch.job.gpus.count", lambda _: 0)
+    job = ScriptJob(script="train.py", ranks=8, cpu=cpu, environment={"SM_CURRENT_HOST": "here"})
+    found = job.variables(2)
+    assert {name: found[name] for name in found if name.startswith("SM_")} == {
+        "SM_MODEL_DIR": str(tmp_path),
+        "SM_OUTPUT_DATA_DIR": str(tmp_path),
+        "SM_NUM_GPUS": gpus,
+        "SM_HOSTS": '["algo-1"]',
+        "SM_CURRENT_HOST": "here",
+    }
+    monkeypatch.setenv("SM_MODEL_DIR", "/elsewhere")
+    assert "SM_MODEL_DIR" not in job.variables(2)  # that of this process
+
+
+def test_channels(
+    seen: Seen, script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"--channel=train={tmp_path}", f"--channel=eval-set={tmp_path.parent}"]
+    assert command.main(["-n", "1", *words, script]) == 0
+    found = seen.pop()[0].variables()
+    assert found["SM_CHANNEL_TRAIN"] == str(tmp_path)
+    assert found["SM_CHANNEL_EVAL-SET"] == str(tmp_path.parent)
+    assert json.loads(found["SM_CHANNELS"]) == ["eval-set", "train"]
+    for bad, said in (
+        (str(tmp_path), f"--channel {tmp_path}: write NAME=DIR"),
+        ("train=s3://bucket", "--channel train is s3://bucket: nothing is fetched"),
+        (f"train={script}", "is no folder"),
+    ):
+        assert said in refused(capsys, seen, "-n", "1", "--channel", bad, script)
 
 
 def test_without_parameters_the_script_decides(seen: Seen, script: str) -> None:
@@ -169,6 +249,41 @@ def test_the_script_is_missing(
     assert f"script {folder}: is a folder" in refused(capsys, seen, "-n", "2", folder)
 
 
+@pytest.mark.parametrize("place", ["beside the script", "installed"])
+@pytest.mark.parametrize("file", ["smdistributed/__init__.py", "smdistributed/torch.py"])
+def test_another_smdistributed_is_named_before_a_rank_starts(
+    seen: Seen,
+    script: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    file: str,
+) -> None:
+    """The script would import one of the two, and its author may mean the other."""
+    path = tmp_path / file if place == "beside the script" else tmp_path / "site" / file
+    path.parent.mkdir(parents=True)
+    path.touch()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "site")])
+    message = refused(capsys, seen, "-n", "2", script)
+    assert "there is another smdistributed already: " in message
+    assert str(path.parent) in message
+
+
+def test_another_smdistributed_of_the_script_stays(tmp_path: Path) -> None:
+    """Also where nothing is checked before."""
+    for name in ("source", "scripts"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "source" / "smdistributed").mkdir()
+    job = ScriptJob(
+        script=str(tmp_path / "scripts" / "train.py"), folder=str(tmp_path / "source"), cpu=False
+    )
+    before = list(sys.path)
+    with pytest.raises(RealInstallationError, match=r"source/smdistributed"):
+        prepare(job, 1)
+    assert sys.path == before
+
+
 @pytest.mark.parametrize("text", ["def", "a = '\0'"])
 def test_the_script_is_no_python(
     seen: Seen, script: str, capsys: pytest.CaptureFixture[str], text: str
@@ -200,6 +315,53 @@ def test_inside_of_another_launcher(
     assert "this process is rank 1 of 4 of mpiexec (MPICH) already. Leave out -n" in message
 
 
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+SHELL = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}  # srun --pty bash
+
+
+@pytest.mark.parametrize(
+    ("environment", "words", "ranks"),
+    [
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, [], None),
+        (TORCHRUN, ["-p", "ddp=True"], None),
+        (TORCHRUN, ["-n", "2"], 2),
+        (TORCHRUN, ["-p", "partitions=2"], 2),
+        (SHELL, ["-n", "2"], 2),
+    ],
+)
+def test_a_launcher_of_one_process(
+    seen: Seen,
+    script: str,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    words: list[str],
+    ranks: int | None,
+) -> None:
+    """It is one rank, unless the command asks for several. srun starts shells as well."""
+    here: list[ScriptJob] = []
+
+    def run_here(job: ScriptJob, *_: object) -> NoReturn:
+        here.append(job)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(command.rank, "run_here", run_here)
+    monkeypatch.setattr(os, "environ", {**os.environ, **environment})
+    if ranks is None:
+        with pytest.raises(SystemExit):
+            command.main([*words, script])
+        assert (here[0].ranks, seen) == (1, [])
+    else:
+        assert command.main([*words, script]) == 0
+        assert (seen[0][0].ranks, here) == (ranks, [])
+
+
+def test_a_shell_of_srun_is_no_rank(
+    seen: Seen, script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, **SHELL})
+    assert "give the number of ranks by -n" in refused(capsys, seen, script)
+
+
 def test_two_launchers_that_contradict_each_other(
     seen: Seen, script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +381,79 @@ def test_more_ranks_than_cores(
     for ranks, warned in ((3, False), (4, True)):
         assert command.main(["-n", str(ranks), "--backend", "gloo", script]) == 0
         assert ("4 ranks share 3 cores" in capsys.readouterr().err) == warned
+
+
+@pytest.mark.parametrize(
+    ("cpu", "files", "torch_finds", "refused_", "told"),
+    [
+        (["--cpu"], 2, True, True, False),
+        (["--cpu"], 2, False, False, False),  # a torch for the CPU
+        (["--cpu"], 0, True, False, False),
+        ([], 2, True, False, True),
+        ([], 0, True, False, False),
+    ],
+)
+def test_gpus_that_are_not_hidden(
+    seen: Seen,
+    script: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    cpu: list[str],
+    files: int,
+    torch_finds: bool,
+    refused_: bool,
+    told: bool,
+) -> None:
+    """Models train on the CPU. Torch is asked by another process, and only where there are devices."""
+    monkeypatch.setattr(gpus, "count", lambda _: files)
+    monkeypatch.setattr(gpus, "torch_finds_some", lambda _: torch_finds)
+    assert command.main(["-n", "1", "--backend", "gloo", *cpu, script]) == (2 if refused_ else 0)
+    shown = capsys.readouterr().err
+    assert bool(seen) != refused_
+    assert ("--cpu: this machine has 2 GPUs" in shown) == refused_
+    assert ("this machine has 2 GPUs, and models train on the CPU" in shown) == told
+    assert ("CUDA_VISIBLE_DEVICES= smp-run --cpu" in shown) == (refused_ or told)
+
+
+@pytest.mark.parametrize(("shown", "number"), [(None, 3), ("", 0), ("-1", 0), ("0,2", 2)])
+def test_gpus_are_counted_by_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: str | None, number: int
+) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia12", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(gpus, "_DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if shown is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    assert gpus.count({}) == number
+    assert gpus.count({"CUDA_VISIBLE_DEVICES": ""}) == 0
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_torch_is_asked_for_gpus_with_the_jobs_own_variables(tmp_path: Path, hidden: bool) -> None:
+    """By a torch that has a GPU."""
+    text = "import os\n\nclass cuda:\n    is_available = lambda: os.environ['CUDA_VISIBLE_DEVICES']"
+    (tmp_path / "torch.py").write_text(text)
+    variables = {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "" if hidden else "0"}
+    assert gpus.torch_finds_some(variables) is not hidden
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_of_another_launcher_tells_what_smp_run_tells(
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    def run_here(*_: object) -> NoReturn:
+        raise SystemExit(0)
+
+    monkeypatch.setattr(command.rank, "run_here", run_here)
+    monkeypatch.setattr(command, "cores", lambda: 3)
+    there = {"MPI_LOCALNRANKS": "4", "PMI_RANK": str(rank), "PMI_SIZE": "8"}
+    monkeypatch.setattr(os, "environ", {**os.environ, **there})
+    with pytest.raises(SystemExit):
+        command.main(["--cpu", script])
+    shown = capsys.readouterr().err
+    assert ("4 ranks share 3 cores" in shown) == (rank == 0)
+    assert ("the script sees a stand-in for torch.cuda" in shown) == (rank == 0)
 
 
 def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -269,6 +269,17 @@ def test_a_device_that_does_not_exist_is_an_error_that_gives_the_number(call: st
 
 
 @pytest.mark.usefixtures("shown")
+def test_states_of_fewer_devices_than_there_are() -> None:
+    """As of a checkpoint that was written with other devices."""
+    torch.cuda.set_device(2)
+    states = [torch.Generator().manual_seed(seed).get_state() for seed in (1, 2)]
+    torch.cuda.set_rng_state_all(states)
+    assert torch.get_rng_state().equal(states[-1])
+    torch.cuda.set_rng_state_all([])
+    assert torch.get_rng_state().equal(states[-1])
+
+
+@pytest.mark.usefixtures("shown")
 def test_seeds_and_states_are_those_of_the_numbers_that_are_drawn() -> None:
     torch.cuda.manual_seed_all(7)
     assert torch.get_rng_state().equal(SEED_STATE)
@@ -627,7 +638,7 @@ def test_the_stand_in_is_refused_where_there_are_gpus(monkeypatch: pytest.Monkey
     before = namespaces()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    with pytest.raises(StandInError, match=r"this machine has 8 GPUs.*without --cpu"):
+    with pytest.raises(StandInError, match=r"this machine has 8 GPUs.*hide the GPUs"):
         cuda_stand_in.install(2)
     monkeypatch.undo()
     assert_same(before, namespaces())

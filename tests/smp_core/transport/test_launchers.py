@@ -57,8 +57,8 @@ def found(*environments: dict[str, str]) -> Launch:
         (TORCHRUN, "torchrun", "gloo", 4),
         (OPEN_MPI, "mpiexec (Open MPI)", "mpi", 4),
         (MPICH, "mpiexec (MPICH)", "mpi", 4),
-        (SRUN, "srun", "mpi", None),
-        (SRUN | RENDEZVOUS, "srun", "gloo", None),
+        (SRUN, "srun", "mpi", 4),
+        (SRUN | RENDEZVOUS, "srun", "gloo", 4),
         (SRUN | MPICH, "mpiexec (MPICH)", "mpi", 4),  # srun --mpi=pmi2
         (SRUN | TORCHRUN, "torchrun", "gloo", 4),  # torchrun below srun
         (MPICH | RENDEZVOUS, "mpiexec (MPICH)", "mpi", 4),
@@ -85,7 +85,7 @@ def test_one_machine(environment):
     assert found(environment).one_machine
 
 
-@pytest.mark.parametrize("counts", ["4(x2)", "4,4", "", "²"])
+@pytest.mark.parametrize("counts", ["4,3", "4(x2),3", "4(x", "(x2)", "4(x2) ", "", "²", "²(x2)"])
 def test_what_does_not_say_how_many_are_here_is_not_guessed_from(counts):
     launch = found(SRUN, {"SLURM_STEP_TASKS_PER_NODE": counts})
     assert launch.local_size is None
@@ -120,6 +120,24 @@ def test_garbage_names_the_launcher_and_the_variables(rank, size):
     assert str(caught.value).startswith(
         f"mpiexec (MPICH): PMI_RANK={rank} and PMI_SIZE={size} do not"
     )
+
+
+@pytest.mark.parametrize(
+    ("mpi", "says"),
+    [
+        (MPICH, "mpiexec (MPICH) rank 5 of 8"),
+        (OPEN_MPI, "mpiexec (Open MPI) rank 5 of 8"),
+    ],
+)
+def test_an_mpi_job_in_a_pod_that_has_torchs_variables(mpi, says):
+    """Every process of the job would take itself for rank 0 of 1."""
+    pod = {"RANK": "0", "WORLD_SIZE": "1", **RENDEZVOUS}
+    with pytest.raises(BackendError) as caught:
+        launch_of(pod | mpi)
+    assert "RANK and WORLD_SIZE say rank 0 of 1" in str(caught.value)
+    assert says in str(caught.value)
+    for below in ({"TORCHELASTIC_RUN_ID": "7"}, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}):
+        assert found(pod, mpi, below).size == 1  # torchrun below mpiexec
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from pytest_smp.ranks.sim import scripts
+from smp_core.launch import command
 from smp_core.launch.job import ScriptJob
 from smp_core.launch.output import OutputStyle, RankOutput
 
@@ -123,6 +124,43 @@ def test_a_deadlock_is_a_verdict(run):
     assert "ranks 1-2 wait in smp.barrier()" in shown.err
     assert "rank 0 has returned" in shown.err
     assert "train.py:7" in shown.err
+
+
+def smp_run(path: Path, text: str, *options: str) -> int:
+    """The exit code of ``smp-run`` for a script on two simulated ranks."""
+    path.write_text(HEAD + INIT + text)
+    return command.main(["-n", "2", "--backend", "sim", *options, str(path)])
+
+
+def test_a_mismatch_is_a_verdict_of_smp_run(tmp_path, capsys):
+    text = "torch.distributed.all_reduce(torch.ones(2 + smp.rank()))"
+    assert smp_run(tmp_path / "train.py", text) == 1
+    shown = capsys.readouterr().err
+    assert "smp-run: mismatch\n" in shown
+    assert "train.py:6" in shown
+
+
+@pytest.mark.filterwarnings("ignore:Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+@pytest.mark.parametrize("trusts", [True, False])
+def test_a_checkpoint_runs_code_if_the_command_trusts_it(tmp_path, capsys, trusts):
+    """A file that another program has written: reading it makes the folder ``ran``."""
+    ran, file = tmp_path / "ran", tmp_path / "state.pt"
+    torch.save({"a": Runs(str(ran))}, file)
+    text = f"smp.load({str(file)!r}, partial=False) if smp.rank() == 0 else None"
+    options = ["--trust-checkpoints"] if trusts else []
+    assert smp_run(tmp_path / "train.py", text, *options) == (0 if trusts else 1)
+    assert ran.exists() == trusts
+    assert trusts or f"CheckpointError: {file}" in capsys.readouterr().err
+
+
+class Runs:
+    """An object whose reading makes a folder."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
 
 
 @pytest.mark.parametrize("package", [False, True])

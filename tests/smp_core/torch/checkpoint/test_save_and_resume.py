@@ -380,6 +380,27 @@ def test_resuming_without_what_the_checkpoint_holds(smp_world, path):
     _refused(smp_world, CheckpointError, "newest: .* no such file", _resuming, path.parent)
 
 
+def test_the_content_of_newest_is_a_tag_to_resume_from(smp_world, path):
+    """Scripts read the file, and give its text as the tag."""
+
+    def body():
+        smp.save_checkpoint(path, "a", user_content=1)
+        partial = smp.resume_from_checkpoint(path, (path / "newest").read_text())
+        smp.save_checkpoint(path, "b", partial=False, user_content=2)
+        return partial, smp.resume_from_checkpoint(
+            path, (path / "newest").read_text(), partial=False
+        )
+
+    assert smp_world.run(body, ranks=2, config=PIPELINE) == [(1, 2)] * 2
+    pattern = "tag='a_partial' would be taken for a file of another checkpoint"
+    _refused(
+        smp_world,
+        ArgumentError,
+        pattern,
+        lambda: smp.resume_from_checkpoint(path, "a_partial", partial=False),
+    )
+
+
 def test_user_content_alone(smp_world, path):
     def body():
         smp.save_checkpoint(path, "a", user_content=CONTENT)

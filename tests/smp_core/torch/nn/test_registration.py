@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
+import pytest
 import torch
 from torch import nn
 
 import smp_core.torch as api
+from smp_core.torch import fused
 
 CONFIG = {"tensor_parallel_degree": 2, "ddp": True}
 
@@ -229,6 +232,7 @@ def test_a_copy_of_a_distributed_module_is_one(smp_world):
     smp_world.run(body, ranks=2, config=CONFIG)
 
 
+@pytest.mark.filterwarnings("ignore::smp_core.torch.fused.PlainEquivalentWarning")
 def test_options_reach_the_modules_that_take_them(smp_world):
     def body():
         api.tp_register_with_module(
@@ -242,6 +246,26 @@ def test_options_reach_the_modules_that_take_them(smp_world):
         return model.module[0].factor
 
     assert smp_world.run(body, ranks=2, config=CONFIG) == [5.0] * 2
+
+
+def test_an_option_for_a_kernel_of_cuda_warns_once(smp_world, monkeypatch):
+    monkeypatch.setattr(fused, "_told", set())
+
+    def body():
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                with api.model_creation(
+                    tensor_parallelism=True, fused_softmax=True, fused_dropout=False
+                ):
+                    pass
+                api.set_tensor_parallelism(nn.Linear(4, 4), flash_attention=True)
+                api.set_tensor_parallelism(nn.Linear(4, 4), False, fused_dropout=True)
+                api.nn.DistributedTransformerOutputLayer(8, 16, fused_bias_gelu=True)
+        return [(str(each.message).partition(":")[0], each.filename) for each in found]
+
+    names = ["fused_softmax=True", "flash_attention=True", "fused_bias_gelu=True"]
+    assert smp_world.run(body, ranks=1) == [[(name, __file__) for name in names]]
 
 
 class Pair(nn.Module):

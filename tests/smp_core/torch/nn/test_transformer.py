@@ -250,3 +250,20 @@ def wide(dtype: torch.dtype, autocast: bool) -> None:
 def test_a_layer_computes_in_16_bits(smp_world, dtype, autocast, optimize):
     config = {"tensor_parallel_degree": 2, "ddp": True, "optimize": optimize}
     smp_world.run(wide, dtype, autocast, ranks=2, config=config)
+
+
+@pytest.mark.parametrize("optimize", ["memory", "speed"])
+def test_layer_norms_are_of_the_class_by_which_scripts_find_them(smp_world, optimize):
+    """Scripts give no weight decay to the parameters of such modules, and to biases."""
+
+    def body():
+        layer = api.nn.DistributedTransformerLayer(**SHAPE)
+        return {
+            name.rpartition(".")[2]
+            for name, module in layer.named_modules()
+            if isinstance(module, api.nn.FusedLayerNorm)
+        }
+
+    config = {"tensor_parallel_degree": 2, "ddp": True, "optimize": optimize}
+    for found in smp_world.run(body, ranks=2, config=config):
+        assert found == {"layernorm"}

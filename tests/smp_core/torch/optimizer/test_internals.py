@@ -75,6 +75,25 @@ def test_the_flat_parts_of_a_group_hold_each_element_once(smp):
     assert optimizer.fp32_partitioned_groups_flat[0].tolist() == [[2, 2], [2, 0]][smp.rank()]
 
 
+@pytest.mark.parametrize(
+    (),
+    [
+        pytest.param(marks=pytest.mark.smp(ranks=2, **SHARDED, **more), id=name)
+        for name, more in (("fp32", {}), ("bf16", {"bf16": True}))
+    ],
+)
+def test_the_groups_list_the_parameters_of_the_flat_parts(smp):
+    """From their order public readers of shards know which elements are whose, those of a frozen parameter too."""
+    module = Net()
+    module.first.bias.requires_grad_(False)
+    _, optimizer = made(smp, module)
+    wanted = [[module.second.weight], [module.first.weight, module.first.bias]]
+    found = [[id(each) for each in group] for group in optimizer.fp16_groups]
+    assert found == [[id(each) for each in group] for group in wanted]
+    lengths = [[each.numel() for each in group] for group in optimizer.fp32_from_fp16_groups]
+    assert lengths == [[[2], [2, 2]], [[1], [1, 2]]][smp.rank()]
+
+
 @pytest.mark.smp(ranks=4, ddp=True, sharded_data_parallel_degree=2)
 def test_the_shard_group_is_the_sharding_group(smp):
     _, optimizer = made(smp)
@@ -145,6 +164,8 @@ def test_what_there_is_not_says_what_to_use(smp, member, instead):
     _, optimizer = made(smp)
     with pytest.raises(UnsupportedTrainingError, match=rf"optimizer\.{member}: .*{instead}"):
         getattr(optimizer, member)
+    assert not hasattr(optimizer, member)
+    assert getattr(optimizer, member, None) is None
 
 
 @pytest.mark.smp(ranks=1)
