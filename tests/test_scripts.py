@@ -106,9 +106,10 @@ def test_gpt2_goes_on_from_a_checkpoint(sim, twin, tmp_path):
     assert whole.keys() == twin.GPT2(torch.float32).model.state_dict().keys()
 
 
-def in_order(twin: ModuleType, degree: int) -> list[float]:
+@functools.cache
+def in_order(twin: ModuleType, degree: int, ranks: int) -> list[float]:
     """The losses of a loop on one process in bfloat16 that adds up and clips in the order that is published for this
-    degree (docs/sharding.md).
+    degree and number of ranks (docs/sharding.md).
     """
     task = twin.GPT2(torch.bfloat16)
     masters = copy.deepcopy(task.model).float()
@@ -120,9 +121,9 @@ def in_order(twin: ModuleType, degree: int) -> list[float]:
         loss.backward()
         return loss.detach()
 
-    for batch, _ in zip(twin.batches(task, RANKS), range(STEPS), strict=False):
+    for batch, _ in zip(twin.batches(task, ranks), range(STEPS), strict=False):
         found = [replay.gradients(task.model, body, [each], wide=True) for each in batch]
-        gradients = replay.reduce_sharded([[each.gradients] for each in found], degree, RANKS)
+        gradients = replay.reduce_sharded([[each.gradients] for each in found], degree, ranks)
         coefficient = min(1.0, CLIP / (replay.norm(gradients, degree) + 1e-6))
         assert coefficient < 1
         for name, master in masters.named_parameters():
@@ -134,13 +135,13 @@ def in_order(twin: ModuleType, degree: int) -> list[float]:
                 task.model.parameters(), masters.parameters(), strict=True
             ):
                 parameter.copy_(master)
-        losses.append(twin.pairwise([each.results[0] for each in found]).item() / RANKS)
+        losses.append(twin.pairwise([each.results[0] for each in found]).item() / ranks)
     return losses
 
 
 def test_sharded_gpt2_in_bfloat16_has_the_losses_of_its_published_order(sim, twin):
     losses = sim(*SHARDED)
-    assert losses == in_order(twin, degree=2)
+    assert losses == in_order(twin, degree=2, ranks=RANKS)
     assert within_ratio(twin, losses, torch.bfloat16, replicas=RANKS, clip=CLIP)
 
 
@@ -212,3 +213,18 @@ def test_scripts_have_the_same_losses_whoever_starts_them(
         else expected(twin, "Digits", replicas=ranks // 2, microbatches=4)
     )
     assert json.loads(file.read_text()) == wanted
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_sharded_gpt2_has_the_losses_of_its_published_order_on_processes(
+    twin: ModuleType, command: Callable[..., Started], backend: str, tmp_path: Path
+) -> None:
+    """On as few ranks as can be: those of MPI import torch for seconds."""
+    if backend == "mpi":
+        started_by("mpiexec", 2)  # skips the test without an MPI
+    file, (name, *words) = tmp_path / "losses.json", SHARDED
+    run = [sys.executable, "-m", "smp_core.launch", "-n", "2", f"--backend={backend}", "--cpu"]
+    path = os.pathsep.join([str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")])
+    started = command([*run, str(FOLDER / name), *words, f"--losses={file}"], PYTHONPATH=path)
+    assert started.process.wait() == 0, started.text
+    assert json.loads(file.read_text()) == in_order(twin, degree=2, ranks=2)

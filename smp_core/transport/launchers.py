@@ -157,8 +157,8 @@ class Launch:
 def launch_of(environment: Mapping[str, str]) -> Launch | None:
     """The launch of this process, or None if it was started by hand.
 
-    Raises BackendError if a launcher's rank is not below its size, or is no number, and if two MPIs contradict each
-    other, or an MPI the variables of torch that not torchrun has set.
+    Raises BackendError if a launcher's rank is not below its size, or is no number, if two MPIs contradict each
+    other, and if an MPI contradicts torch's variables where torchrun has not set them.
     """
     for launcher in LAUNCHERS:
         if launcher.rank not in environment or launcher.size not in environment:
