@@ -58,16 +58,24 @@ def _executed(
     session: TensorFlowSession, plans: Sequence[Plan], given: Sequence[Sequence[Any]]
 ) -> list[dict[Value, Any]]:
     """The tensors that each microbatch returns on this rank."""
-    config = session.runtime.config
-    order = orders(
-        [plan.cut for plan in plans],
-        config.pipeline,
-        config.active_microbatches,
-        [plan.serial for plan in plans],
-    )[session.partition]
+    order = _order(session, tuple(plans))
     with told_to_replicas(session):
         agreed(session.transport, RUNS, [plan.number for plan in plans])
     return _Step(session.transport, plans, given).run(order)
+
+
+def _order(session: TensorFlowSession, plans: tuple[Plan, ...]) -> Sequence[SegmentTask]:
+    """The tasks of this rank, made once for the plans of a step: the simulation of all ranks takes milliseconds."""
+    found = session.orders.get(plans)
+    if found is None:
+        config = session.runtime.config
+        found = session.orders[plans] = orders(
+            [plan.cut for plan in plans],
+            config.pipeline,
+            config.active_microbatches,
+            [plan.serial for plan in plans],
+        )[session.partition]
+    return found
 
 
 def _traced(
