@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from smp_core.tensorflow import tensorflow_parts as parts
@@ -29,6 +29,8 @@ class Graph:
         captures: for each captured tensor, the one outside and its placeholder.
         outputs: the tensors that it returns.
         effects: the operations that run for what they change.
+        versions: those of the serialised graph.
+        functions: its functions, serialised, by name: of branches, loop bodies and nested functions.
     """
 
     concrete: Any
@@ -39,6 +41,8 @@ class Graph:
     captures: tuple[tuple[Any, Value], ...]
     outputs: tuple[Value, ...]
     effects: tuple[int, ...]
+    versions: Any
+    functions: Mapping[str, Any]
 
     @property
     def handles(self) -> dict[Value, Any]:
@@ -122,6 +126,7 @@ def read(concrete: Any) -> Graph:
     def value(tensor: Any) -> Value:
         return Value(index[tensor.op.name], tensor.value_index)
 
+    definition = graph.as_graph_def()
     captures = tuple((outer, value(inner)) for outer, inner in graph.captures)
     count = len(graph.inputs) - len(captures)
     return Graph(
@@ -133,6 +138,8 @@ def read(concrete: Any) -> Graph:
         captures,
         tuple(value(each) for each in graph.outputs),
         tuple(sorted(_effects(graph.control_outputs, index))),
+        definition.versions,
+        {each.signature.name: each for each in definition.library.function},
     )
 
 
@@ -197,8 +204,6 @@ def build(graph: Graph, operations: Sequence[GraphOperation], segment: Segment) 
         if value not in captured and graph.nodes[value.operation].type != "Placeholder"
     }
     definition = tf.compat.v1.GraphDef()
-    definition.versions.CopyFrom(graph.concrete.graph.as_graph_def().versions)
-    definition.library.CopyFrom(graph.concrete.graph.as_graph_def().library)
     names = {operations[at].name for at in inside | copies}
     for at in sorted(inside | copies):
         node = definition.node.add()
@@ -211,6 +216,8 @@ def build(graph: Graph, operations: Sequence[GraphOperation], segment: Segment) 
         ]
         del node.input[:]
         node.input.extend(kept)
+    definition.versions.CopyFrom(graph.versions)
+    definition.library.function.extend(reached(definition.node, graph.functions))
 
     specs = [tf.TensorSpec(graph.tensor(each).shape, graph.tensor(each).dtype) for each in fed]
     wanted = [graph.tensor(each).name for each in segment.outputs]
@@ -229,6 +236,22 @@ def build(graph: Graph, operations: Sequence[GraphOperation], segment: Segment) 
         return found or []
 
     return run.get_concrete_function()
+
+
+def reached(nodes: Iterable[Any], functions: Mapping[str, Any]) -> list[Any]:
+    """The functions that serialised operations call, by themselves or through others."""
+    found: dict[str, Any] = {}
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        names = {node.op}
+        for attribute in node.attr.values():
+            names |= {attribute.func.name, attribute.s.decode(errors="replace")}
+            names |= {each.name for each in attribute.list.func}
+        for name in sorted(names & functions.keys() - found.keys()):
+            found[name] = functions[name]
+            waiting += functions[name].node_def
+    return [found[name] for name in sorted(found)]
 
 
 def fed_arguments(graph: Graph, segment: Segment) -> list[Value]:

@@ -91,6 +91,45 @@ def test_the_segments_are_the_graph(case: Case) -> None:
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
 
+def test_a_segment_has_the_functions_that_it_calls_and_no_others() -> None:
+    def loop(x: Any, by: float) -> Any:
+        return tf.while_loop(
+            lambda i, _: i < 2,
+            lambda i, y: (i + 1, tf.cond(i > 0, lambda: y * by, lambda: y)),
+            [tf.constant(0), x],
+        )[1]
+
+    def body(x: Any) -> Any:
+        with parts.tagged(0):
+            x = loop(x, 2.0)
+        with parts.tagged(1):
+            return loop(x, 3.0)
+
+    graph = segments.read(tf.function(body).get_concrete_function(tf.TensorSpec([2])))
+    placed = place(graph.traced, {})
+    made = cut(placed.operations, 2, [], graph.outputs)
+    names = [
+        {
+            each.signature.name
+            for each in segments.reached(
+                [graph.nodes[at].node_def for at in segment.operations], graph.functions
+            )
+        }
+        for segment in made.segments
+    ]
+    # Each loop has a condition and a body, in which a branch has two functions.
+    assert [len(each) for each in names] == [4, 4, 0]
+    assert not names[0] & names[1]
+    functions = [segments.build(graph, placed.operations, each) for each in made.segments]
+    values = [tf.constant([1.0, 2.0])]
+    for run in functions:
+        values = run(*values)
+    np.testing.assert_array_equal(values[0], [6.0, 12.0])
+    for run, own in zip(functions, names, strict=True):
+        library = {each.signature.name for each in run.graph.as_graph_def().library.function}
+        assert library == own
+
+
 def _takes_a_handle(inputs: Sequence[Value], handles: Any) -> bool:
     return any(each.operation in handles for each in inputs)
 
