@@ -111,8 +111,8 @@ def test_a_segment_has_the_functions_that_it_calls_and_no_others() -> None:
     names = [
         {
             each.signature.name
-            for each in segments.reached(
-                [graph.nodes[at].node_def for at in segment.operations], graph.functions
+            for each in graph.functions.reached(
+                graph.nodes[at].node_def for at in segment.operations
             )
         }
         for segment in made.segments
@@ -128,6 +128,27 @@ def test_a_segment_has_the_functions_that_it_calls_and_no_others() -> None:
     for run, own in zip(functions, names, strict=True):
         library = {each.signature.name for each in run.graph.as_graph_def().library.function}
         assert library == own
+
+
+def test_what_functions_and_operations_are_called_does_not_count() -> None:
+    def described(name: str, by: float) -> list[str]:
+        def body(x: Any) -> Any:
+            with tf.name_scope(name):
+                inner = tf.function(lambda y: tf.random.uniform([2]) + y * by)
+                return tf.cond(
+                    x[0] > 0,
+                    lambda: inner(x) + 1.0,
+                    lambda: tf.while_loop(
+                        lambda i, _: i < 2, lambda i, y: (i + 1, inner(y)), [tf.constant(0), x]
+                    )[1],
+                )
+
+        graph = segments.read(tf.function(body).get_concrete_function(tf.TensorSpec([2])))
+        return [graph.detail(at) for at in range(len(graph.nodes))]
+
+    one, again, other = described("one", 2.0), described("again", 2.0), described("one", 3.0)
+    assert one == again
+    assert one != other
 
 
 def _takes_a_handle(inputs: Sequence[Value], handles: Any) -> bool:
