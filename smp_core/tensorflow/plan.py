@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from smp_core.errors import PartitionError
 from smp_core.tensorflow import auto, segments
 from smp_core.tensorflow import tensorflow_parts as parts
 from smp_core.tensorflow.cut import (
@@ -26,7 +27,7 @@ from smp_core.tensorflow.placement import OperationPlaces, Traced, place
 from smp_core.tensorflow.segments import Graph
 from smp_core.tensorflow.session import TensorFlowSession
 from smp_core.tensorflow.tensorflow_parts import tf
-from smp_core.tensorflow.transport import Spec
+from smp_core.tensorflow.transport import MOST_DIMENSIONS, Spec, is_too_deep
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -136,6 +137,7 @@ def make(session: TensorFlowSession, concrete: Any, trainable: Sequence[Any]) ->
     )
     alive = live(placed.operations, {each.operation for each in leaves} | set(graph.effects))
     lines = described(placed.operations, alive, graph.detail)
+    lines += [f"message {each}" for each in made.messages]  # whose numbers all ranks must agree on
     here = {
         at: each
         for at, each in enumerate(made.segments)
@@ -153,7 +155,13 @@ def make(session: TensorFlowSession, concrete: Any, trainable: Sequence[Any]) ->
         for value in message.values:
             tensor = graph.tensor(value)
             shape = None if tensor.shape.rank is None else tuple(tensor.shape.as_list())
-            specs[value] = Spec(tensor.dtype.as_numpy_dtype, shape)
+            specs[value] = spec = Spec(tensor.dtype.as_numpy_dtype, shape)
+            if is_too_deep(spec):
+                raise PartitionError(
+                    f"smp.partition: {tensor.op.name} ({tensor.op.type}) leaves partition {message.source.place} with "
+                    f"{tensor.shape.rank} dimensions, one of them of unknown size: a message has at most "
+                    f"{MOST_DIMENSIONS} then. Use tf.ensure_shape, or reshape it"
+                )
     feeds = {at: [*each.inputs, *segments.fed_arguments(graph, each)] for at, each in here.items()}
     returned_here = list(dict.fromkeys(_leaves(returned)))
     sent = [value for each in sends.values() for message in each for value in message.values]

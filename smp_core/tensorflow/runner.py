@@ -158,20 +158,33 @@ class _Step:
             try:
                 outputs = plan.functions[task.segment](*inputs)
             except Exception as error:
-                phase = "backward" if segment.spot.level >= plan.cut.turn else "forward"
-                self._when = f"in the {phase} pass of microbatch {task.microbatch}"
-                self._failure, self._given_up = error, True
+                self._failed(self._pass(task), error)
             else:
                 known.update(zip(segment.outputs, outputs or (), strict=True))
         for message in plan.sends.get(task.segment, ()):
             tensors = [self._take(task.microbatch, value) for value in message.values]
             number = self._offsets[task.microbatch] + message.number
             specs = [plan.specs[value] for value in message.values]
+            if not self._given_up:
+                try:
+                    arrays = [each.numpy() for each in tensors]
+                    self._transport.send(message.destination, number, specs, arrays)
+                except Exception as error:
+                    self._failed(self._pass(task), error)
             if self._given_up:
                 self._transport.give_up(message.destination, number, specs)
-            else:
-                arrays = [each.numpy() for each in tensors]
-                self._transport.send(message.destination, number, specs, arrays)
+
+    def _failed(self, when: str, error: Exception) -> None:
+        """Give the step up because of an error on this rank, unless the world has ended, so that nobody waits."""
+        if isinstance(error, VerdictError):
+            raise error
+        if not self._given_up:
+            self._when, self._failure, self._given_up = when, error, True
+
+    def _pass(self, task: SegmentTask) -> str:
+        plan = self._plans[task.microbatch]
+        turned = plan.cut.segments[task.segment].spot.level >= plan.cut.turn
+        return f"in the {'backward' if turned else 'forward'} pass of microbatch {task.microbatch}"
 
     def _take(self, microbatch: int, value: Value) -> Any:
         """A tensor for one of its uses here: received if it is another rank's, copied if it is a constant.
@@ -185,11 +198,14 @@ class _Step:
         ):
             self._received.add(number)
             specs = [plan.specs[each] for each in message.values]
-            arrays = self._transport.receive(message.source.place, number, specs)
-            if arrays is None:
-                self._given_up = True
-            else:
-                known.update(zip(message.values, map(tf.constant, arrays), strict=True))
+            try:
+                arrays = self._transport.receive(message.source.place, number, specs)
+                if arrays is None:
+                    self._given_up = True
+                elif not self._given_up:
+                    known.update(zip(message.values, map(tf.constant, arrays), strict=True))
+            except Exception as error:
+                self._failed(f"with a message of microbatch {microbatch}", error)
         if self._given_up:
             return None
         if value not in known:

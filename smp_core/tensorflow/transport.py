@@ -20,7 +20,7 @@ from smp_core.topology import GroupKind
 from smp_core.transport.protocols import Group
 
 Array = np.ndarray[Any, np.dtype[Any]]
-_MOST_DIMENSIONS = 8
+MOST_DIMENSIONS = 8
 _THERE, _GIVEN_UP = 0, 255
 
 
@@ -104,15 +104,18 @@ class SegmentTransport:
                 _ = each.group
 
     def send(self, to: int, number: int, specs: Sequence[Spec], arrays: Sequence[Array]) -> None:
-        """Send tensors to one rank; returns at once. ``number`` is that of the message in this step."""
+        """Send tensors to one rank; returns at once. ``number`` is that of the message in this step.
+
+        An error in the making of a message leaves nothing of it sent.
+        """
+        parts = [np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in arrays]
+        whole = np.concatenate([*parts, np.array([_THERE], np.uint8)])
         if not _known(specs):
-            sizes = np.zeros((len(arrays), 1 + _MOST_DIMENSIONS), np.int64)
+            sizes = np.zeros((len(arrays), 1 + MOST_DIMENSIONS), np.int64)
             for row, array in zip(sizes, arrays, strict=True):
                 row[0] = array.ndim
                 row[1 : 1 + array.ndim] = array.shape
             self._post(to, 2 * number, torch.from_numpy(sizes.reshape(-1).view(np.uint8)))
-        parts = [np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in arrays]
-        whole = np.concatenate([*parts, np.array([_THERE], np.uint8)])
         self._post(to, 2 * number + 1, torch.from_numpy(whole))
 
     def give_up(self, to: int, number: int, specs: Sequence[Spec]) -> None:
@@ -161,6 +164,11 @@ class SegmentTransport:
             work.wait()
 
 
+def is_too_deep(spec: Spec) -> bool:
+    """Return whether a tensor has more dimensions than a message of its sizes can hold."""
+    return not _known([spec]) and len(spec.shape or ()) > MOST_DIMENSIONS
+
+
 def _known(specs: Sequence[Spec]) -> bool:
     """Return whether every size of every tensor is known."""
     return all(each.shape is not None and None not in each.shape for each in specs)
@@ -180,4 +188,4 @@ def _sizes(specs: Sequence[Spec], shapes: Sequence[tuple[int, ...]]) -> list[int
 
 def _size_of_sizes(specs: Sequence[Spec]) -> int:
     """The bytes of the message of sizes. The last of a size is no ``_GIVEN_UP``: no tensor is that large."""
-    return len(specs) * (1 + _MOST_DIMENSIONS) * 8
+    return len(specs) * (1 + MOST_DIMENSIONS) * 8

@@ -8,7 +8,10 @@ import pytest
 import tensorflow as tf
 
 import smp_core.tensorflow as smp
+from smp_core.errors import DeadlockError
 from smp_core.tensorflow import runner
+from smp_core.tensorflow import session as sessions
+from smp_core.tensorflow.tasks import SegmentTask
 
 CONFIG = {
     "pipeline_parallel_degree": 2,
@@ -27,7 +30,7 @@ class Net(smp.DistributedModel):
 
     def call(self, x: Any) -> Any:
         x = self.one(x)
-        with smp.partition(1):
+        with smp.partition(smp.pp_size() - 1):
             return self.two(x)
 
 
@@ -35,6 +38,80 @@ def steps(sizes: list[int]) -> list[float]:
     model = Net()
     step = smp.step(lambda x: tf.reduce_sum(model(x)))
     return [float(step(tf.ones((size, 2))).reduce_sum()) for size in sizes]
+
+
+def broken(what: str) -> list[str]:
+    """The loss of each of three steps, or its error; rank 0 cannot send in the second, or rank 1 use what it got."""
+    model = Net()
+    step = smp.step(lambda x: tf.reduce_sum(model(x)))
+    transport = sessions.current("test").transport
+    send, receive = transport.send, transport.receive
+    bad = False
+
+    def sending(*args: Any) -> None:
+        if bad and what == "send" and smp.rank() == 0:
+            raise MemoryError("on purpose")
+        send(*args)
+
+    def receiving(*args: Any) -> Any:
+        arrays = receive(*args)
+        return [object()] if bad and what == "receive" and smp.rank() == 1 else arrays
+
+    transport.send, transport.receive = sending, receiving
+    found = []
+    for number in range(3):
+        bad = number == 1
+        try:
+            found.append(str(float(step(tf.ones((4, 2))).reduce_sum())))
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("what", "failed", "kind", "when"),
+    [
+        ("send", 0, "MemoryError", "in the forward pass"),
+        ("receive", 1, "ValueError", "with a message"),
+    ],
+)
+def test_a_message_that_cannot_be_made_or_read_ends_the_step_on_every_rank(
+    smp_world: Any, what: str, failed: int, kind: str, when: str
+) -> None:
+    found = smp_world.run(broken, what, ranks=2, config=CONFIG)
+    for rank, (first, second, third) in enumerate(found):
+        assert first == third == "32.0"
+        if rank == failed:
+            assert second.startswith(f"{kind}: ")
+        else:
+            own = found[failed][1]
+            where = f"pp rank {failed} (world rank {failed})"
+            assert second == (
+                f"StepAbortedError: smp.step was given up {when} of microbatch 0, because {where} raised {own}"
+            )
+
+
+def ended_world() -> None:
+    model = Net()
+    step = smp.step(lambda x: tf.reduce_sum(model(x)))
+    step(tf.ones((4, 2)))
+    session = sessions.current("test")
+    (state,) = session.functions.values()
+    (plan,) = state._plans.values()
+
+    def ends(*args: Any) -> None:
+        raise DeadlockError("the world has ended")
+
+    first = min(plan.functions)
+    plan.functions[first] = ends
+    one = runner._Step(session.transport, [plan], [[tf.ones((2, 2))]])
+    with pytest.raises(DeadlockError, match="the world has ended"):
+        one._run(SegmentTask(0, first))
+
+
+def test_after_a_verdict_nobody_is_told(smp_world: Any) -> None:
+    config = {**CONFIG, "pipeline_parallel_degree": 1}
+    smp_world.run(ended_world, ranks=1, config=config)
 
 
 def test_the_order_of_a_step_is_made_once_for_each_of_its_plans(
