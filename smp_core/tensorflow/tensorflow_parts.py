@@ -83,18 +83,24 @@ def inter_op_threads() -> int:
     return chosen or int(os.environ.get("TF_NUM_INTEROP_THREADS") or 0) or cores or 1
 
 
-def _two_threads() -> None:
-    """Have two threads on one core, where launchers may bind a rank: one on which a step waits, one for operations."""
-    if inter_op_threads() < 2 and not os.environ.get("TF_NUM_INTEROP_THREADS"):
+#: A step in a ``tf.function`` waits on one thread, its operations need a second, and a function that such an operation
+#: calls, as one of ``tf.py_function`` may, needs a third. One is to spare.
+_THREADS = 4
+
+
+def _enough_threads() -> None:
+    """Have so many threads on few cores, such as the one that a launcher may bind a rank to."""
+    chosen = tf.config.threading.get_inter_op_parallelism_threads()
+    if inter_op_threads() < _THREADS and not (chosen or os.environ.get("TF_NUM_INTEROP_THREADS")):
         with contextlib.suppress(
             RuntimeError
         ):  # TensorFlow runs already; a step says what it lacks
-            tf.config.threading.set_inter_op_parallelism_threads(2)
+            tf.config.threading.set_inter_op_parallelism_threads(_THREADS)
 
 
 check_version(tf.__version__)
 _leave_unconverted()
-_two_threads()
+_enough_threads()
 
 
 @contextlib.contextmanager
