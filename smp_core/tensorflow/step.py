@@ -122,7 +122,7 @@ class StepFunction:
                 result = called(*args, **kwargs)
             finally:
                 session.tracing, session.step_graph = False, None
-            return tf.nest.map_structure(_dense, result)
+            return tf.nest.map_structure(functools.partial(_dense, self._rules.function), result)
 
         return tf.function(body, autograph=False, **options)
 
@@ -162,7 +162,12 @@ class StepFunction:
         return f"<smp.step of {self._function!r}>"
 
 
-def _dense(leaf: Any) -> Any:
+def _dense(name: str, leaf: Any) -> Any:
+    if isinstance(leaf, tf.SparseTensor | tf.RaggedTensor):
+        raise ArgumentError(
+            f"smp.step: {name} returned a {type(leaf).__name__}: microbatches are joined as dense tensors. Return its "
+            "parts, such as its values, or make it dense"
+        )
     return tf.convert_to_tensor(leaf) if isinstance(leaf, tf.IndexedSlices) else leaf
 
 
@@ -178,7 +183,7 @@ class _State:
         # Asked here: a function that is traced without AutoGraph, as ours is, hides the choice of the caller.
         session.autograph = tf.__internal__.autograph.control_status_ctx()
         try:
-            concrete = self.function.get_concrete_function(*call.args, **call.kwargs)
+            concrete = self._concrete(call)
         except VerdictError:
             raise
         except Exception as error:
@@ -193,6 +198,15 @@ class _State:
                 plan  # which keeps the function, so that the id stays its own
             )
         return plan, parts.flat_inputs(self.function, concrete, call.args, call.kwargs)
+
+    def _concrete(self, call: CallArguments) -> Any:
+        # On simulated ranks functions run eagerly, so that one in the body would be inlined instead of traced.
+        eager = tf.config.functions_run_eagerly()
+        tf.config.run_functions_eagerly(False)
+        try:
+            return self.function.get_concrete_function(*call.args, **call.kwargs)
+        finally:
+            tf.config.run_functions_eagerly(eager)
 
     def _made(self, session: TensorFlowSession, concrete: Any) -> Plan:
         model = session.model
@@ -212,6 +226,8 @@ class _State:
             failure = error
         with tf.init_scope():
             _compare(session, plan, failure)
+            if session.partitioned:
+                _freed(session)  # of layers that this step was the first to build
         assert plan is not None
         return plan
 
@@ -263,23 +279,21 @@ def _partitioned(session: TensorFlowSession) -> None:
     """Do what is due once, between the partition and the first forward pass."""
     if session.transport.world is not session.transport.pipeline:
         runner.ended(session.transport, session.transport.world, None)  # see told_to_replicas
-    model = session.model
-    variables = [] if model is None else model.all_variables()
-    default = session.runtime.config.default_partition
-    for each in variables:
-        session.owners.setdefault(parts.handle_key(parts.handle_of(each)[0]), default)
-    session.partitioned = True
-    _broadcast(session)
-    waiting, session.waiting = session.waiting, []
+    _owned(session)
+    session.partitioned = True  # a load asks the model for the variables that this rank owns
+    try:
+        _broadcast(session)
 
-    def load() -> None:
-        for each in waiting:
-            each()
+        def load() -> None:
+            for each in session.waiting:
+                each()
 
-    collective_try(session.runtime, "smp.CheckpointManager.restore", load, StepAbortedError)
-    for each in variables:
-        if session.owners[parts.handle_key(parts.handle_of(each)[0])] != session.partition:
-            parts.empty(each)
+        collective_try(session.runtime, "smp.CheckpointManager.restore", load, StepAbortedError)
+    except BaseException:
+        session.partitioned = False  # the next step begins with the same loads
+        raise
+    session.waiting.clear()
+    _freed(session)
     hooks, session.hooks = session.hooks, []
 
     def call() -> None:
@@ -289,6 +303,22 @@ def _partitioned(session: TensorFlowSession) -> None:
     collective_try(
         session.runtime, "smp.register_post_partition_hook: a hook", call, StepAbortedError
     )
+
+
+def _owned(session: TensorFlowSession) -> list[tuple[Any, int]]:
+    """Every variable of the model with its owner: the default partition where no step has used it."""
+    default = session.runtime.config.default_partition
+    return [
+        (each, session.owners.setdefault(parts.handle_key(parts.handle_of(each)[0]), default))
+        for each in ([] if session.model is None else session.model.all_variables())
+    ]
+
+
+def _freed(session: TensorFlowSession) -> None:
+    """Free the variables that other ranks own."""
+    for each, owner in _owned(session):
+        if owner != session.partition:
+            parts.empty(each)
 
 
 def _broadcast(session: TensorFlowSession) -> None:

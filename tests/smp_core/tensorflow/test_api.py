@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -154,6 +155,50 @@ def test_variables_of_other_ranks_are_freed(smp_world: Any) -> None:
         [(3, 3), (3,), (0,), (0,)],
         [(0,), (0,), (3, 2), (2,)],
     ]
+
+
+class Growing(smp.DistributedModel):
+    """A layer on each of two partitions, and another two from the second step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers_made = [
+            tf.keras.layers.Dense(2, kernel_initializer="ones", name=f"layer_{at}")
+            for at in range(4)
+        ]
+
+    def call(self, x: Any, more: bool = False) -> Any:
+        x = self.layers_made[0](x)
+        with smp.partition(1):
+            x = self.layers_made[1](x)
+        if more:
+            x = self.layers_made[2](x)
+            with smp.partition(1):
+                x = self.layers_made[3](x)
+        return x
+
+
+def freed_later(outer: bool) -> Any:
+    model = Growing()
+    few, many = (smp.step(functools.partial(model, more=more)) for more in (False, True))
+    seen = []
+    for step in (few, many, many):
+        outputs = (tf.function(step) if outer else step)(tf.constant(X))
+        seen.append(
+            [float(tf.reduce_sum(each)) for each in outputs.outputs]
+            + [each.numpy().size for each in model.all_variables()]
+        )
+    return seen
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_variables_of_layers_that_are_built_later_are_freed_too(
+    smp_world: Any, outer: bool
+) -> None:
+    first, second = smp_world.run(freed_later, outer, ranks=2, config=MANUAL)
+    few, many = ([by * float(each.sum()) for each in (X[:2], X[2:])] for by in (4.0, 16.0))
+    assert first == [[*few, 6, 2, 0, 0], *[[*many, 6, 2, 0, 0, 4, 2, 0, 0]] * 2]
+    assert second == [[*few, 0, 0, 4, 2], *[[*many, 0, 0, 4, 2, 0, 0, 4, 2]] * 2]
 
 
 def traces() -> int:
