@@ -21,7 +21,10 @@ except ModuleNotFoundError as error:
     ) from error
 
 __all__ = [
+    "LateSweepManager",
+    "autograph_of_caller",
     "check_version",
+    "converted",
     "count_in",
     "empty",
     "flat_inputs",
@@ -52,7 +55,11 @@ def check_version(version: str) -> None:
             ("Graph._attr_scope", hasattr(tf.Graph, "_attr_scope")),
             ("Operation._original_op", hasattr(tf.Graph, "_original_op")),
             ("FuncGraph", hasattr(tf.__internal__, "FuncGraph")),
-            ("CheckpointManager._sweep", hasattr(tf.train.CheckpointManager, "_sweep")),
+            *(
+                (f"CheckpointManager.{each}", hasattr(tf.train.CheckpointManager, each))
+                for each in ("_sweep", "_record_state")
+            ),
+            ("autograph.tf_convert", hasattr(tf.__internal__.autograph, "tf_convert")),
         )
         if not found
     ]
@@ -123,6 +130,32 @@ def tag_of(operation: Any) -> int | None:
 def origin_of(operation: Any) -> Any:
     """The forward operation whose gradient ``tf.gradients`` made an operation for; None if there is none."""
     return operation._original_op
+
+
+def autograph_of_caller() -> Any:
+    """The caller's choice of AutoGraph, for ``converted``."""
+    return tf.__internal__.autograph.control_status_ctx()
+
+
+def converted(function: Any, context: Any) -> Any:
+    """A function as AutoGraph converts it for a caller of whom ``autograph_of_caller`` gave the context."""
+    return tf.__internal__.autograph.tf_convert(function, context, user_requested=True)
+
+
+class LateSweepManager(tf.train.CheckpointManager):  # type: ignore[misc]
+    """A manager whose old checkpoints stay until ``sweep`` is called, and whose checkpoint may be another each time."""
+
+    def use(self, checkpoint: Any) -> None:
+        """Save and restore this ``tf.train.Checkpoint`` from now on."""
+        self._checkpoint = checkpoint
+
+    def sweep(self) -> None:
+        """Delete the checkpoints that are not to be kept."""
+        super()._sweep()
+        self._record_state()
+
+    def _sweep(self) -> None:
+        """Keep them."""
 
 
 def is_scratch(graph: Any) -> bool:
