@@ -104,7 +104,7 @@ def make(session: TensorFlowSession, concrete: Any, trainable: Sequence[Any]) ->
     keys = [parts.handle_key(parts.handle_of(each)[0]) for each in trainable]
     order = [placeholder.get(key) for key in keys]
     traced = (
-        auto.resolved(session, graph, handles)
+        auto.resolved(graph, session.layers, session.runtime.config.default_partition)
         if session.runtime.config.auto_partition
         else graph.traced
     )
@@ -184,6 +184,19 @@ def make(session: TensorFlowSession, concrete: Any, trainable: Sequence[Any]) ->
         lines,
         fingerprint(lines),
     )
+
+
+def layers_of(graph: Graph, variables: Sequence[Any]) -> dict[int, str]:
+    """The names of the layers of variables, by the placeholders of those that the graph uses."""
+    names = {
+        parts.handle_key(parts.handle_of(each)[0]): str(getattr(each, "path", each.name))
+        for each in variables
+    }
+    return {
+        inner.operation: names[parts.handle_key(outer)].rpartition("/")[0]
+        for outer, inner in graph.captures
+        if parts.handle_key(outer) in names
+    }
 
 
 def _variables(session: TensorFlowSession) -> list[Any]:

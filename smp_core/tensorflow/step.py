@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -22,8 +23,8 @@ from smp_core.errors import (
     VerdictError,
 )
 from smp_core.microbatch import CallArguments
+from smp_core.tensorflow import auto, runner, segments
 from smp_core.tensorflow import plan as plans
-from smp_core.tensorflow import runner
 from smp_core.tensorflow import session as sessions
 from smp_core.tensorflow import tensorflow_parts as parts
 from smp_core.tensorflow.agreement import collective_try
@@ -34,6 +35,9 @@ from smp_core.tensorflow.session import TensorFlowSession
 from smp_core.tensorflow.tensorflow_parts import tf
 from smp_core.topology import GroupKind
 from smp_core.transport.protocols import Group
+
+#: Instead of the number of a plan, when the ranks agree that all can decide the automatic partition.
+_DECIDES = -2
 
 
 class StepFunction:
@@ -115,8 +119,7 @@ class StepFunction:
         def body(*args: Any, **kwargs: Any) -> Any:
             called = function
             if autograph:
-                convert = tf.__internal__.autograph.tf_convert
-                called = convert(function, session.autograph, user_requested=True)
+                called = parts.converted(function, session.autograph)
             session.tracing, session.step_graph = True, tf.compat.v1.get_default_graph()
             try:
                 result = called(*args, **kwargs)
@@ -181,7 +184,7 @@ class _State:
     def plan(self, session: TensorFlowSession, call: CallArguments) -> tuple[Plan, list[Any]]:
         """The plan of a call for one microbatch, and the tensors that it passes."""
         # Asked here: a function that is traced without AutoGraph, as ours is, hides the choice of the caller.
-        session.autograph = tf.__internal__.autograph.control_status_ctx()
+        session.autograph = parts.autograph_of_caller()
         try:
             concrete = self._concrete(call)
         except VerdictError:
@@ -217,6 +220,8 @@ class _State:
                 trainable = list(model.trainable_variables)
             finally:
                 session.whole = before
+        if session.runtime.config.auto_partition and not session.layers:
+            _decide(session, concrete, trainable)
         # On a rank that cannot make its plan the others would wait: they are told.
         failure: Exception | None = None
         plan: Plan | None = None
@@ -230,6 +235,24 @@ class _State:
                 _freed(session)  # of layers that this step was the first to build
         assert plan is not None
         return plan
+
+
+def _decide(session: TensorFlowSession, concrete: Any, trainable: Sequence[Any]) -> None:
+    """Have the automatic partition that the first rank of the pipeline decides."""
+    failure: Exception | None = None
+    mine: dict[str, int] = {}
+    try:
+        graph = segments.read(concrete)
+        mine = auto.decided(graph, plans.layers_of(graph, trainable), session.partitions)
+    except Exception as error:
+        failure = error
+    with tf.init_scope():
+        runner.agreed(
+            session.transport, PLANNED if failure is None else FAILED, [_DECIDES], failure
+        )
+        if failure is not None:
+            raise failure
+        session.layers.update(json.loads(session.transport.pipeline.texts(json.dumps(mine))[0]))
 
 
 def _ours(error: Exception) -> Exception:
