@@ -461,6 +461,53 @@ def test_a_folder_that_is_not_there_is_told(smp_world: Any, tmp_path: Path) -> N
         smp_world.run(no_folder, str(tmp_path / "none"), ranks=2, config=MANUAL)
 
 
+class Doubled:
+    """An argument that says itself what each microbatch gets."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def smp_slice(self, num_mb: int, mb: int, axis: int) -> Any:
+        assert axis == 0
+        return tf.constant(np.split(self.rows, num_mb)[mb] * 2)
+
+
+def sliced() -> Any:
+    model = Net()
+    step = smp.step(lambda x: model(x))
+    return step(Doubled(X)).concat().numpy()
+
+
+def test_an_object_gives_the_part_of_each_microbatch(smp_world: Any) -> None:
+    wanted = np.repeat(X.sum(1, keepdims=True) * 3 * 2, 2, axis=1)
+    for found in smp_world.run(sliced, ranks=2, config=MANUAL):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def traced_for_any_batch() -> list[Any]:
+    model, traces = Net(), list[int]()
+
+    @smp.step(reduce_retracing=True)
+    def step(x: Any) -> Any:
+        traces.append(1)
+        return model(x)
+
+    found = []
+    for rows in (4, 6, 8, 10):
+        outputs = step(tf.ones((rows, 3)))
+        found.append((len(traces), [each.shape[0] for each in outputs.outputs]))
+    return found
+
+
+def test_arguments_of_tf_function_reach_it(smp_world: Any) -> None:
+    # The second batch shows that the size varies; from then on one trace is of any size, which crosses the cut, too.
+    for found in smp_world.run(traced_for_any_batch, ranks=2, config=MANUAL):
+        counts = [count for count, _ in found]
+        assert counts[1] > counts[0]
+        assert counts[1:] == [counts[1]] * 3
+        assert [sizes for _, sizes in found] == [[rows // 2] * 2 for rows in (4, 6, 8, 10)]
+
+
 def other_names() -> list[Any]:
     model = Net()
     model.profile(tf.constant(X))

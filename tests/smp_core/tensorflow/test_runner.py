@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
 import smp_core.tensorflow as smp
-from smp_core.errors import DeadlockError
+from smp_core.errors import DeadlockError, LeakError
 from smp_core.tensorflow import runner
 from smp_core.tensorflow import session as sessions
 from smp_core.tensorflow.tasks import SegmentTask
+from smp_core.tensorflow.transport import Spec
 
 CONFIG = {
     "pipeline_parallel_degree": 2,
@@ -123,3 +125,62 @@ def test_the_order_of_a_step_is_made_once_for_each_of_its_plans(
     found = smp_world.run(steps, [4, 4, 6, 4, 6], ranks=2, config=CONFIG)
     assert found == [[8.0 * size for size in (4, 4, 6, 4, 6)]] * 2
     assert len(made) == 2 * 2  # two ranks, two sizes
+
+
+def one_step_less() -> None:
+    model = Net()
+    step = smp.step(lambda x: tf.reduce_sum(model(x)))
+    for _ in range(2 - smp.rank()):
+        step(tf.ones((4, 2)))
+
+
+def test_a_rank_that_skips_a_step_is_a_deadlock(smp_world: Any) -> None:
+    words = r"(?s)rank 0 waits in all_gather_single.*for rank 1.* in one_step_less: .*rank 1 has returned"
+    with pytest.raises(DeadlockError, match=words):
+        smp_world.run(one_step_less, ranks=2, config=CONFIG)
+
+
+def message_too_many() -> None:
+    model = Net()
+    smp.step(lambda x: tf.reduce_sum(model(x)))(tf.ones((4, 2)))
+    if smp.rank() == 0:
+        array = np.ones(3, np.float32)
+        transport = sessions.current("test").transport
+        transport.send(1, 99, [Spec(np.float32, (3,))], [array])
+
+
+def test_a_message_that_nobody_receives_is_a_leak(smp_world: Any) -> None:
+    with pytest.raises(LeakError, match=r"(?s)rank 0.*13.*in message_too_many"):
+        smp_world.run(message_too_many, ranks=2, config=CONFIG)
+
+
+def sent_bytes(training: bool) -> list[tuple[int, int]]:
+    """The destination and the bytes of each message of a step."""
+    model, optimizer = Net(), tf.keras.optimizers.SGD(0.5)
+
+    @smp.step
+    def step(x: Any) -> Any:
+        loss = tf.reduce_sum(model(x))
+        return loss, optimizer.get_gradients(loss, model.trainable_variables) if training else None
+
+    transport, sent = sessions.current("test").transport, []
+    post = transport._post
+
+    def posted(to: int, tag: int, buffer: Any) -> None:
+        sent.append((to, len(buffer)))
+        post(to, tag, buffer)
+
+    transport._post = posted
+    step(tf.ones((6, 2)))
+    return sent
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_tensor_crosses_once_for_each_microbatch(smp_world: Any, training: bool) -> None:
+    # Of three rows of two floats: there the layer's output, back the model's and the gradient of the layer's output. The
+    # loss and its gradient are computed on every rank. Each message ends with a byte.
+    size = 3 * 2 * 4
+    first, second = smp_world.run(sent_bytes, training, ranks=2, config=CONFIG)
+    assert first == [(1, size + 1)] * 2
+    assert {to for to, _ in second} == {0}
+    assert sum(count - 1 for _, count in second) == 2 * (size * 2 if training else size)
