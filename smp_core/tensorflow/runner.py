@@ -23,7 +23,7 @@ from smp_core.errors import (
 )
 from smp_core.tensorflow import tensorflow_parts as parts
 from smp_core.tensorflow.agreement import told
-from smp_core.tensorflow.cut import Value
+from smp_core.tensorflow.cut import SegmentMessage, Value
 from smp_core.tensorflow.plan import Plan
 from smp_core.tensorflow.session import TensorFlowSession
 from smp_core.tensorflow.tasks import SegmentTask, orders
@@ -33,6 +33,10 @@ from smp_core.tensorflow.transport import Members, SegmentTransport
 #: The words of a rank when it agrees on a step: it has made its plan now, it runs one, it is done with it, it failed.
 PLANNED, RUNS, DONE, FAILED = 0, 1, 2, 3
 BEFORE = "before it ran"
+#: A message of another rank, with its microbatch.
+Incoming = tuple[int, SegmentMessage]
+#: The messages for which a rank has room beside the one that it waits for.
+_AHEAD = 2
 
 
 def run(
@@ -58,24 +62,48 @@ def _executed(
     session: TensorFlowSession, plans: Sequence[Plan], given: Sequence[Sequence[Any]]
 ) -> list[dict[Value, Any]]:
     """The tensors that each microbatch returns on this rank."""
-    order = _order(session, tuple(plans))
+    order, incoming = _order(session, tuple(plans))
     with told_to_replicas(session):
         agreed(session.transport, RUNS, [plan.number for plan in plans])
-    return _Step(session.transport, plans, given).run(order)
+    return _Step(session.transport, plans, given, incoming).run(order)
 
 
-def _order(session: TensorFlowSession, plans: tuple[Plan, ...]) -> Sequence[SegmentTask]:
-    """The tasks of this rank, made once for the plans of a step: the simulation of all ranks takes milliseconds."""
+def _order(
+    session: TensorFlowSession, plans: tuple[Plan, ...]
+) -> tuple[Sequence[SegmentTask], Sequence[Incoming]]:
+    """The tasks of this rank and the messages that it takes, in order.
+
+    Both are made once for the plans of a step: the simulation of all ranks takes milliseconds.
+    """
     found = session.orders.get(plans)
     if found is None:
         config = session.runtime.config
-        found = session.orders[plans] = orders(
+        order = orders(
             [plan.cut for plan in plans],
             config.pipeline,
             config.active_microbatches,
             [plan.serial for plan in plans],
         )[session.partition]
+        found = session.orders[plans] = order, _incoming(plans, order)
     return found
+
+
+def _incoming(plans: Sequence[Plan], order: Sequence[SegmentTask]) -> list[Incoming]:
+    """The messages of other ranks, each where its first tensor is taken."""
+    taken = [
+        *((task.microbatch, value) for task in order for value in _takes(plans, task)),
+        *((microbatch, value) for microbatch, plan in enumerate(plans) for value in plan.leaves),
+    ]
+    messages = ((at, plans[at].comes[value]) for at, value in taken if value in plans[at].comes)
+    return list(dict.fromkeys(messages))
+
+
+def _takes(plans: Sequence[Plan], task: SegmentTask) -> Iterator[Value]:
+    """The tensors that a task takes: for its function, and for what it sends."""
+    plan = plans[task.microbatch]
+    yield from plan.feeds[task.segment]
+    for message in plan.sends.get(task.segment, ()):
+        yield from message.values
 
 
 def _traced(
@@ -122,8 +150,10 @@ class _Step:
         transport: SegmentTransport,
         plans: Sequence[Plan],
         given: Sequence[Sequence[Any]],
+        incoming: Sequence[Incoming],
     ) -> None:
         self._transport, self._plans = transport, plans
+        self._incoming = iter(incoming)
         self._known: list[dict[Value, Any]] = [
             dict(zip(plan.graph.given, tensors, strict=True))
             for plan, tensors in zip(plans, given, strict=True)
@@ -139,6 +169,8 @@ class _Step:
 
     def run(self, order: Sequence[SegmentTask]) -> list[dict[Value, Any]]:
         """Run the tasks in order, and return the results of each microbatch; raise if a rank has failed."""
+        for _ in range(_AHEAD):
+            self._expect()
         for task in order:
             self._run(task)
         results = [
@@ -156,7 +188,7 @@ class _Step:
         inputs = [self._take(task.microbatch, value) for value in plan.feeds[task.segment]]
         if not self._given_up:
             try:
-                outputs = plan.functions[task.segment](*inputs)
+                outputs = parts.called(plan.functions[task.segment], inputs)
             except Exception as error:
                 self._failed(self._pass(task), error)
             else:
@@ -167,12 +199,21 @@ class _Step:
             specs = [plan.specs[value] for value in message.values]
             if not self._given_up:
                 try:
-                    arrays = [each.numpy() for each in tensors]
+                    arrays = [parts.array_of(each) for each in tensors]
                     self._transport.send(message.destination, number, specs, arrays)
                 except Exception as error:
                     self._failed(self._pass(task), error)
             if self._given_up:
                 self._transport.give_up(message.destination, number, specs)
+
+    def _expect(self) -> None:
+        """Ask for the next message, which is sent in any case: a rank that has given the step up sends it, too."""
+        found = next(self._incoming, None)
+        if found is not None:
+            microbatch, message = found
+            specs = [self._plans[microbatch].specs[each] for each in message.values]
+            number = self._offsets[microbatch] + message.number
+            self._transport.expect(message.source.place, number, specs)
 
     def _failed(self, when: str, error: Exception) -> None:
         """Give the step up because of an error on this rank, unless the world has ended, so that nobody waits."""
@@ -197,13 +238,14 @@ class _Step:
             self._received
         ):
             self._received.add(number)
+            self._expect()
             specs = [plan.specs[each] for each in message.values]
             try:
                 arrays = self._transport.receive(message.source.place, number, specs)
                 if arrays is None:
                     self._given_up = True
                 elif not self._given_up:
-                    known.update(zip(message.values, map(tf.constant, arrays), strict=True))
+                    known.update(zip(message.values, map(parts.tensor_of, arrays), strict=True))
             except Exception as error:
                 self._failed(f"with a message of microbatch {microbatch}", error)
         if self._given_up:

@@ -11,6 +11,9 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
+
 from smp_core.errors import BackendError, MissingTensorFlowError, UnknownTensorFlowWarning
 
 try:
@@ -22,7 +25,9 @@ except ModuleNotFoundError as error:
 
 __all__ = [
     "LateSweepManager",
+    "array_of",
     "autograph_of_caller",
+    "called",
     "check_version",
     "converted",
     "count_in",
@@ -39,12 +44,20 @@ __all__ = [
     "slot_lists",
     "tag_of",
     "tagged",
+    "tensor_of",
     "tf",
 ]
 
 #: The releases of TensorFlow with which everything was run.
 TRIED = ("2.21",)
 _TAG = "_smp_partition"
+#: The bytes at whose multiples TensorFlow wants a tensor to begin.
+_ALIGNMENT = 64
+#: The dtypes of arrays that TensorFlow takes from torch as they are.
+_SHARED = {
+    np.dtype(each): each
+    for each in ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8")
+}
 
 
 def check_version(version: str) -> None:
@@ -171,6 +184,34 @@ def flat_inputs(
         tuple(args), dict(kwargs), function._default_values
     )
     return list(concrete.function_type.unpack_inputs(bound))
+
+
+def called(function: Any, inputs: Sequence[Any]) -> Sequence[Any]:
+    """The outputs of a concrete function that returns a list of tensors.
+
+    A call of the function itself checks its arguments and packs its results, which takes as long as a small function.
+    """
+    atomic = getattr(function, "_inference_function", None)
+    if atomic is None:  # stands for one, in a test
+        return function(*inputs) or ()
+    found: Sequence[Any] = atomic.call_flat(*inputs, *function.captured_inputs)
+    return found
+
+
+def array_of(tensor: Any) -> Any:
+    """A tensor of the eager mode as an array, without a copy where it can be."""
+    try:
+        return np.asarray(memoryview(tensor))
+    except (TypeError, ValueError, RuntimeError):  # a dtype that numpy does not know
+        return tensor.numpy()
+
+
+def tensor_of(array: Any) -> Any:
+    """An array that nobody else uses as a tensor, without a copy where it can be."""
+    dtype = _SHARED.get(getattr(array, "dtype", None))
+    if dtype is None or not array.size or array.ctypes.data % _ALIGNMENT:
+        return tf.constant(array)
+    return tf.experimental.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(torch.from_numpy(array)))
 
 
 def empty(variable: Any) -> None:

@@ -106,7 +106,7 @@ def ended_world() -> None:
 
     first = min(plan.functions)
     plan.functions[first] = ends
-    one = runner._Step(session.transport, [plan], [[tf.ones((2, 2))]])
+    one = runner._Step(session.transport, [plan], [[tf.ones((2, 2))]], [])
     with pytest.raises(DeadlockError, match="the world has ended"):
         one._run(SegmentTask(0, first))
 
@@ -177,8 +177,8 @@ def sent_bytes(training: bool) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_a_tensor_crosses_once_for_each_microbatch(smp_world: Any, training: bool) -> None:
-    # Of three rows of two floats: there the layer's output, back the model's and the gradient of the layer's output. The
-    # loss and its gradient are computed on every rank. Each message ends with a byte.
+    # Of three rows of two floats: there the layer's output, back the model's and the gradient of the layer's output.
+    # The loss and its gradient are computed on every rank. Each message ends with a byte.
     size = 3 * 2 * 4
     first, second = smp_world.run(sent_bytes, training, ranks=2, config=CONFIG)
     assert first == [(1, size + 1)] * 2
