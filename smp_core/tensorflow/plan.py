@@ -22,7 +22,7 @@ from smp_core.tensorflow.cut import (
     fingerprint,
     live,
 )
-from smp_core.tensorflow.framework import StepTensor
+from smp_core.tensorflow.framework import StepSum, StepTensor
 from smp_core.tensorflow.placement import OperationPlaces, Traced, place
 from smp_core.tensorflow.segments import Graph
 from smp_core.tensorflow.session import TensorFlowSession
@@ -68,12 +68,18 @@ class Plan:
     lines: list[str]
     number: int
 
-    def result(self, values: Mapping[Value, Any], averaged: Callable[[Any], Any] | None) -> Any:
+    def result(
+        self,
+        values: Mapping[Value, Any],
+        averaged: Callable[[Any], Any] | None,
+        sums: Mapping[Value, StepSum],
+    ) -> Any:
         """The structure that one microbatch returns on this rank."""
 
         def filled(part: Any) -> Any:
             if isinstance(part, Value):
-                return StepTensor(values[part], averaged if part in self.owned else None)
+                average = averaged if part in self.owned else None
+                return StepTensor(values[part], average, sums.get(part))
             return _mapped(part, filled)
 
         return filled(self.returned)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from smp_core.errors import (
@@ -24,6 +25,7 @@ from smp_core.errors import (
 from smp_core.tensorflow import tensorflow_parts as parts
 from smp_core.tensorflow.agreement import told
 from smp_core.tensorflow.cut import SegmentMessage, Value
+from smp_core.tensorflow.framework import StepSum, sum_dtype
 from smp_core.tensorflow.plan import Plan
 from smp_core.tensorflow.session import TensorFlowSession
 from smp_core.tensorflow.tasks import SegmentTask, orders
@@ -37,6 +39,10 @@ BEFORE = "before it ran"
 Incoming = tuple[int, SegmentMessage]
 #: The messages for which a rank has room beside the one that it waits for.
 _AHEAD = 2
+#: The microbatches whose gradients a rank holds before it adds them to the sums. The last ones wait for the end of the
+#: step, where a rank waits for others anyhow.
+_UNSUMMED = 2
+_NO_SUMS: Mapping[Value, StepSum] = MappingProxyType({})
 
 
 def run(
@@ -53,19 +59,25 @@ def run(
         [*flat, *(outer for outer, _ in plan.graph.fed_captures)]
         for plan, flat in zip(plans, flats, strict=True)
     ]
-    execute = _executed if tf.executing_eagerly() else _traced
-    results = execute(session, plans, given)
-    return [plan.result(each, averaged) for plan, each in zip(plans, results, strict=True)]
+    sums: dict[Value, StepSum] = {}
+    if tf.executing_eagerly():
+        results, _ = _executed(session, plans, given)
+    else:
+        results, sums = _traced(session, plans, given)
+    return [plan.result(each, averaged, sums) for plan, each in zip(plans, results, strict=True)]
 
 
 def _executed(
-    session: TensorFlowSession, plans: Sequence[Plan], given: Sequence[Sequence[Any]]
-) -> list[dict[Value, Any]]:
-    """The tensors that each microbatch returns on this rank."""
+    session: TensorFlowSession,
+    plans: Sequence[Plan],
+    given: Sequence[Sequence[Any]],
+    sums: Mapping[Value, StepSum] = _NO_SUMS,
+) -> tuple[list[dict[Value, Any]], dict[Value, Any]]:
+    """The tensors that each microbatch returns on this rank, and those that are wanted of ``sums``."""
     order, incoming = _order(session, tuple(plans))
     with told_to_replicas(session):
         agreed(session.transport, RUNS, [plan.number for plan in plans])
-    return _Step(session.transport, plans, given, incoming).run(order)
+    return _Step(session.transport, plans, given, incoming, sums).run(order)
 
 
 def _order(
@@ -108,8 +120,8 @@ def _takes(plans: Sequence[Plan], task: SegmentTask) -> Iterator[Value]:
 
 def _traced(
     session: TensorFlowSession, plans: Sequence[Plan], given: Sequence[Sequence[Any]]
-) -> list[dict[Value, Any]]:
-    """The same, as results of an operation of the graph that is being traced.
+) -> tuple[list[dict[Value, Any]], dict[Value, StepSum]]:
+    """The same, as results of an operation of the graph that is being traced, with the sums of the rank's gradients.
 
     Raises UnsupportedTrainingError if TensorFlow has no thread for anything but this operation.
     """
@@ -123,14 +135,32 @@ def _traced(
     handles = {id(handle): handle for plan in plans for handle in plan.handles}
     counts = [len(each) for each in given]
 
+    sums = {value: StepSum() for value in _summable(plans)}
+    leaves = [(plan.graph.tensor(value).dtype, value) for plan in plans for value in plan.leaves]
+    wide = [sum_dtype(plans[0].graph.tensor(value).dtype) for value in sums]
+
     def call(*tensors: Any) -> list[Any]:
         rest = iter(tensors)
-        found = _executed(session, plans, [[next(rest) for _ in range(each)] for each in counts])
+        parted = [[next(rest) for _ in range(each)] for each in counts]
+        found, totals = _executed(session, plans, parted, sums)
+        values = (
+            each.get(value)
+            for plan, each in zip(plans, found, strict=True)
+            for value in plan.leaves
+        )
+        # Nothing takes the tensors that stand for those that are not wanted.
         return [
-            each[value] for plan, each in zip(plans, found, strict=True) for value in plan.leaves
+            *(
+                tf.zeros((0,), dtype) if each is None else each
+                for (dtype, _), each in zip(leaves, values, strict=True)
+            ),
+            *(
+                totals.get(value, tf.zeros((0,), dtype))
+                for value, dtype in zip(sums, wide, strict=True)
+            ),
         ]
 
-    types = [plan.graph.tensor(value).dtype for plan in plans for value in plan.leaves]
+    types = [*(dtype for dtype, _ in leaves), *wide]
     inputs = [*(tensor for each in given for tensor in each), *handles.values()]
     made = tf.py_function(call, inputs, types)
     found = iter(made if types else ())
@@ -139,7 +169,21 @@ def _traced(
         results.append({value: next(found) for value in plan.leaves})
         for value, tensor in results[-1].items():
             tensor.set_shape(plan.graph.tensor(value).shape)
-    return results
+    for value, each in sums.items():
+        each.tensor = next(found)
+        each.tensor.set_shape(plans[0].graph.tensor(value).shape)
+    return results, sums
+
+
+def _summable(plans: Sequence[Plan]) -> list[Value]:
+    """The gradients that this rank has computed itself, if all microbatches have the same ones."""
+    if len(plans) == 1 or any(each is not plans[0] for each in plans):
+        return []
+    return [
+        value
+        for value in plans[0].leaves
+        if value in plans[0].owned and value not in plans[0].comes
+    ]
 
 
 class _Step:
@@ -151,6 +195,7 @@ class _Step:
         plans: Sequence[Plan],
         given: Sequence[Sequence[Any]],
         incoming: Sequence[Incoming],
+        sums: Mapping[Value, StepSum] = _NO_SUMS,
     ) -> None:
         self._transport, self._plans = transport, plans
         self._incoming = iter(incoming)
@@ -163,23 +208,60 @@ class _Step:
         for plan in plans:
             self._offsets.append(self._offsets[-1] + len(plan.cut.messages))
         self._received: set[int] = set()
+        self._sums = [value for value, each in sums.items() if each.wanted]
+        self._unwanted = {value for value, each in sums.items() if not each.parts_wanted}
+        for value in self._sums:
+            for left in self._left:
+                left[value] += value not in self._unwanted
+        self._totals: dict[Value, Any] = {}
+        self._unsummed = list(range(len(plans)))
         self._given_up = False
         self._failure: Exception | None = None
         self._when = ""
 
-    def run(self, order: Sequence[SegmentTask]) -> list[dict[Value, Any]]:
-        """Run the tasks in order, and return the results of each microbatch; raise if a rank has failed."""
+    def run(self, order: Sequence[SegmentTask]) -> tuple[list[dict[Value, Any]], dict[Value, Any]]:
+        """Run the tasks in order, and return the results of each microbatch, and their sums that are wanted.
+
+        Raises an error if a rank has failed.
+        """
         for _ in range(_AHEAD):
             self._expect()
+        left = Counter(task.microbatch for task in order)
         for task in order:
             self._run(task)
+            left[task.microbatch] -= 1
+            ended_ones = next(
+                (at for at, each in enumerate(self._unsummed) if left[each]), len(self._unsummed)
+            )
+            if ended_ones >= _UNSUMMED:
+                self._add(ended_ones)
+        self._add(len(self._unsummed))
         results = [
-            {value: self._take(microbatch, value) for value in plan.leaves}
+            {
+                value: self._take(microbatch, value)
+                for value in plan.leaves
+                if value not in self._unwanted
+            }
             for microbatch, plan in enumerate(self._plans)
         ]
         self._transport.settle()
         ended(self._transport, self._transport.bound, self._failure, self._when)
-        return results
+        return results, self._totals
+
+    def _add(self, count: int) -> None:
+        """Add the gradients of the next so many microbatches to the sums, in the order of the microbatches."""
+        added, self._unsummed = self._unsummed[:count], self._unsummed[count:]
+        for microbatch in added:
+            for value in self._sums:
+                part = self._take(microbatch, value)
+                if self._given_up:
+                    return
+                part = tf.cast(part, sum_dtype(part.dtype))
+                total = self._totals.get(value)
+                try:
+                    self._totals[value] = part if total is None else tf.add(total, part)
+                except Exception as error:
+                    self._failed(f"with the sums of microbatch {microbatch}", error)
 
     def _run(self, task: SegmentTask) -> None:
         """Run one segment, and send what leaves with it."""

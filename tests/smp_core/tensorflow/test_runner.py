@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,69 @@ def test_the_order_of_a_step_is_made_once_for_each_of_its_plans(
     found = smp_world.run(steps, [4, 4, 6, 4, 6], ranks=2, config=CONFIG)
     assert found == [[8.0 * size for size in (4, 4, 6, 4, 6)]] * 2
     assert len(made) == 2 * 2  # two ranks, two sizes
+
+
+class Wide(smp.DistributedModel):
+    """A layer whose variables have their own dtype."""
+
+    def __init__(self, dtype: str) -> None:
+        super().__init__()
+        self.one = tf.keras.layers.Dense(2, kernel_initializer="ones", dtype=dtype)
+
+    def call(self, x: Any) -> Any:
+        return tf.cast(self.one(x), tf.float32)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """This process is the only rank, so that a function around a step is traced."""
+    smp.init({**CONFIG, "pipeline_parallel_degree": 1, "microbatches": 4})
+    yield
+    smp.shutdown()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    ("kernel", "bias"),
+    [("sum", "sum"), ("outputs", "sum"), ("sum", "nothing"), ("both", "outputs")],
+)
+def test_a_step_in_a_function_returns_what_the_function_asks_for(
+    dtype: str, kernel: str, bias: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = Wide(dtype), tf.keras.optimizers.SGD(0.5)
+    x = tf.constant(np.random.default_rng(0).standard_normal((12, 3)), tf.float32)
+    returned: list[list[int]] = []
+    execute = runner._executed
+
+    def noted(*args: Any) -> Any:
+        results, totals = execute(*args)
+        returned.append([len(each) for each in results] + [len(totals)])
+        return results, totals
+
+    @smp.step
+    def step(x: Any) -> Any:
+        return optimizer.get_gradients(tf.reduce_mean(model(x) ** 2), model.trainable_variables)
+
+    def asked(output: Any, what: str) -> list[Any]:
+        wanted = [output.accumulate(), output.reduce_sum()] if what in ("sum", "both") else []
+        return wanted + (output.outputs if what in ("outputs", "both") else [])
+
+    def train(x: Any) -> Any:
+        gradients = step(x)
+        return [asked(each, what) for each, what in zip(gradients, (kernel, bias), strict=True)]
+
+    wanted = train(x)  # eagerly: each microbatch's gradients, then their sums
+    monkeypatch.setattr(runner, "_executed", noted)
+    found = tf.function(train)(x)
+    for one, other in zip(tf.nest.flatten(found), tf.nest.flatten(wanted), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+    parts, sums = (
+        sum(what in words for what in (kernel, bias))
+        for words in (("outputs", "both"), ("sum", "both"))
+    )
+    assert returned == [[parts] * 4 + [sums]]
 
 
 def one_step_less() -> None:
