@@ -55,7 +55,7 @@ _TAG = "_smp_partition"
 _ALIGNMENT = 64
 #: The dtypes of arrays that TensorFlow takes from torch as they are.
 _SHARED = {
-    np.dtype(each): each
+    np.dtype(each)
     for each in ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8")
 }
 
@@ -208,10 +208,10 @@ def array_of(tensor: Any) -> Any:
 
 def tensor_of(array: Any) -> Any:
     """An array that nobody else uses as a tensor, without a copy where it can be."""
-    dtype = _SHARED.get(getattr(array, "dtype", None))
-    if dtype is None or not array.size or array.ctypes.data % _ALIGNMENT:
+    known = isinstance(array, np.ndarray) and array.dtype in _SHARED
+    if not known or not array.size or array.ctypes.data % _ALIGNMENT:
         return tf.constant(array)
-    return tf.experimental.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(torch.from_numpy(array)))
+    return tf.experimental.dlpack.from_dlpack(torch.from_numpy(array).__dlpack__())
 
 
 def empty(variable: Any) -> None:
