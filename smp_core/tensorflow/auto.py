@@ -1,6 +1,6 @@
 """Automatic partition: every layer goes to a partition by its cost, in the order in which ``call`` reaches it.
 
-A *unit* is a scope of names of operations: a layer of the model, or a layer in one that is too expensive for a
+A *scope* is the layer of an operation in its name: a layer of the model, or a layer in one that is too expensive for a
 partition, as in a Sequential that holds the whole network.
 """
 
@@ -17,22 +17,22 @@ OPEN = -3
 
 
 def resolved(graph: Graph, layers: dict[str, int], default: int) -> tuple[Traced, ...]:
-    """The operations, with the partition of their unit instead of the open tag.
+    """The operations, with the partition of their scope instead of the open tag.
 
-    A unit that is not among ``layers``, as of a layer that is built later, joins the one before it.
+    A scope that is not among ``layers``, as of a layer that is built later, joins the one before it.
     """
     last, found = default, []
     for each in graph.traced:
         if each.tag != OPEN:
             found.append(each)
             continue
-        last = layers.setdefault(_unit(each.name, layers), last)
+        last = layers.setdefault(_known(each.name, layers), last)
         found.append(dataclasses.replace(each, tag=last))
     return tuple(found)
 
 
 def decided(graph: Graph, layers: Mapping[int, str], count: int) -> dict[str, int]:
-    """The partition of each unit.
+    """The partition of each scope.
 
     ``layers`` are the names of the layers of the trainable variables, by the placeholders of their handles.
     """
@@ -40,26 +40,26 @@ def decided(graph: Graph, layers: Mapping[int, str], count: int) -> dict[str, in
     open_ = [at for at, each in enumerate(graph.traced) if each.tag == OPEN]
     costs = _costs(graph, handles, open_)
     most = sum(costs.values()) / count
-    units = {at: _scope(graph.traced[at].name, 2) for at in open_}
+    scopes = {at: _scope(graph.traced[at].name, 2) for at in open_}
     depth = 2
     while True:
         inside: dict[str, set[str]] = {}
         total: dict[str, int] = {}
         for at in open_:
             read = {value.operation for value in graph.traced[at].inputs}
-            own = inside.setdefault(units[at], set())
+            own = inside.setdefault(scopes[at], set())
             own |= {layers[each] for each in read & layers.keys()}
-            total[units[at]] = total.get(units[at], 0) + costs[at]
+            total[scopes[at]] = total.get(scopes[at], 0) + costs[at]
         large = {each for each, cost in total.items() if cost > most and len(inside[each]) > 1}
         depth += 1
         divided = {
-            at: _scope(graph.traced[at].name, depth) if units[at] in large else units[at]
+            at: _scope(graph.traced[at].name, depth) if scopes[at] in large else scopes[at]
             for at in open_
         }
-        if divided == units:
+        if divided == scopes:
             break
-        units = divided
-    order = list(dict.fromkeys(units.values()))
+        scopes = divided
+    order = list(dict.fromkeys(scopes.values()))
     bounds = split([total[each] for each in order], count, [bool(inside[each]) for each in order])
     return {
         each: partition
@@ -74,11 +74,11 @@ def _scope(name: str, depth: int) -> str:
     return "/".join(parts[: min(depth, max(1, len(parts) - 1))])
 
 
-def _unit(name: str, layers: Mapping[str, int]) -> str:
-    """The smallest unit that is among ``layers``; else the layer of the model."""
+def _known(name: str, layers: Mapping[str, int]) -> str:
+    """The smallest scope that is among ``layers``; else the layer of the model."""
     for depth in range(name.count("/"), 2, -1):
-        if (unit := _scope(name, depth)) in layers:
-            return unit
+        if (scope := _scope(name, depth)) in layers:
+            return scope
     return _scope(name, 2)
 
 
