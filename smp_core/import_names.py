@@ -39,6 +39,10 @@ MODULES: Mapping[str, str] = {
     f"{_SMP}.backend.exceptions": "smp_core.errors",
     f"{_SMP}.torch": "smp_core.torch",
     f"{_SMP}.tensorflow": "smp_core.tensorflow",
+    **{
+        f"{_SMP}.tensorflow.{name}": f"smp_core.tensorflow.{name}"
+        for name in ("checkpoint", "core", "model", "step", "utils")
+    },
     f"{_SMDDP}.torch.torch_smddp": "smp_core.transport.smddp",
     f"{_SMDDP}.torch.distributed": "smp_core.transport.smddp.distributed",
     f"{_SMDDP}.torch.parallel": "smp_core.transport.smddp.parallel",

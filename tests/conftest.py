@@ -111,6 +111,11 @@ LONGEST = (
     "pytest_smp/test_reports.py",
     "smp_core/torch/test_public_scripts.py",
     "test_packaging.py",
+    "smp_core/tensorflow/test_failed_steps.py",
+    "smp_core/tensorflow/test_public_scripts.py",
+    "smp_core/tensorflow/test_segments.py",
+    "smp_core/tensorflow/test_files.py",
+    "smp_core/tensorflow/test_example.py",
 )
 _HERE = Path(__file__).parent
 _SLOW = {_HERE / name for name in SLOW}

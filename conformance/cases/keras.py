@@ -36,6 +36,17 @@ class KerasCase:
     optimizer: str = "Adam"
     tape: bool = False
 
+    def on(self, partitions: int) -> KerasCase:
+        """The same model on fewer partitions: each place is counted from the first again."""
+        return dataclasses.replace(
+            self,
+            blocks=tuple((kind, place % partitions) for kind, place in self.blocks),
+            embedding=self.embedding % partitions,
+            head=self.head % partitions,
+            default=self.default % partitions,
+            partitions=partitions,
+        )
+
     def config(self, **more: Any) -> dict[str, Any]:
         """The configuration of its ranks."""
         return {
@@ -115,6 +126,11 @@ def manual(partitions: int = 2, microbatches: int = 2, **more: Any) -> dict[str,
     }
 
 
+def two(smp_world: SmpWorld) -> int:
+    """Two partitions, or one where there is one rank."""
+    return min(2, smp_world.ranks)
+
+
 def script(smp_world: SmpWorld, ranks: int = 1) -> Any:
     """The module that builds and trains cases, where TensorFlow is installed and there are so many ranks.
 
@@ -123,7 +139,7 @@ def script(smp_world: SmpWorld, ranks: int = 1) -> Any:
     return _imported(smp_world, ranks, "keras_script")
 
 
-def bodies(smp_world: SmpWorld, ranks: int = 2) -> Any:
+def bodies(smp_world: SmpWorld, ranks: int = 1) -> Any:
     """The module of small models, as ``script`` gives that of drawn ones."""
     return _imported(smp_world, ranks, "keras_bodies")
 

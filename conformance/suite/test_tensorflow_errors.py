@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import example, given
 
-from conformance.cases.keras import bodies, manual
+from conformance.cases.keras import bodies, manual, two
 from conformance.cases.training import trials
 from conformance.requirements.catalogue import requirement
 from pytest_smp.proxies import SmpWorld
@@ -15,7 +15,7 @@ from pytest_smp.proxies import SmpWorld
 def test_ranks_that_trace_different_graphs_get_an_error_each(
     smp_world: SmpWorld, smp_engine: str
 ) -> None:
-    keras = bodies(smp_world)
+    keras = bodies(smp_world, 2)
     for other in range(2):
         assert all(smp_world.run(keras.divergent, smp_engine, other, ranks=2, config=manual()))
 
@@ -32,10 +32,14 @@ def test_ranks_that_trace_different_graphs_get_an_error_each(
 def test_an_operation_that_fails_ends_the_step_on_every_rank(
     smp_world: SmpWorld, smp_engine: str, partition: int, microbatch: int, phase: str, outer: bool
 ) -> None:
-    keras = bodies(smp_world)
-    bad = (partition, microbatch, phase)
+    keras, count = bodies(smp_world), two(smp_world)
+    bad = (
+        partition,
+        microbatch,
+        phase,
+    )  # of one partition the second layer, where there is no other
     for first, loss, second, changed in smp_world.run(
-        keras.failing, smp_engine, bad, outer, ranks=2, config=manual()
+        keras.failing, smp_engine, bad, outer, ranks=count, config=manual(count)
     ):
         assert first
         assert second
@@ -46,14 +50,14 @@ def test_an_operation_that_fails_ends_the_step_on_every_rank(
 
 @requirement("TF-NO-TP")
 def test_tensor_parallelism_is_refused(smp_world: SmpWorld, smp_engine: str) -> None:
-    keras = bodies(smp_world)
+    keras = bodies(smp_world, 2)
     config = {"tensor_parallel_degree": 2, "ddp": True}
     assert all(smp_world.run(keras.configured, smp_engine, config, ranks=2, init=False))
 
 
 @requirement("TF-PLACEMENT")
 def test_permutations_are_refused(smp_world: SmpWorld, smp_engine: str) -> None:
-    keras = bodies(smp_world)
+    keras = bodies(smp_world, 2)
     for strategy in ("DPT", "PDT", "TPD"):
         config = manual(placement_strategy=strategy)
         assert all(smp_world.run(keras.configured, smp_engine, config, ranks=2, init=False))

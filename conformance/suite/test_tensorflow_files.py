@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.cases.keras import KerasCase, bodies, script
+from conformance.cases.keras import KerasCase, bodies, script, two
 from conformance.requirements.catalogue import requirement
 from pytest_smp.proxies import SmpWorld
 
 CASE = KerasCase((("dense", 0), ("batch norm", 1), ("layer norm", 1)), 0, 1, False, 0, 2)
-CONFIG = CASE.config()
 
 
 def stopped(smp_world: SmpWorld, engine: str, folder: Path, keep: int | None = None) -> Any:
-    """Train five steps on two ranks, with three checkpoints."""
-    body = bodies(smp_world).stopped
-    return smp_world.run(body, engine, CASE, str(folder), keep, ranks=2, config=CONFIG)
+    """Train five steps on two ranks, or on one, with three checkpoints."""
+    body, case = bodies(smp_world).stopped, CASE.on(two(smp_world))
+    arguments = (case, str(folder), keep)
+    return smp_world.run(body, engine, *arguments, ranks=case.partitions, config=case.config())
 
 
 def same(found: Any, wanted: Any, start: int) -> None:
@@ -46,7 +46,7 @@ def kept(folder: Path, rank: int) -> list[str]:
 def test_each_rank_has_a_folder(smp_world: SmpWorld, smp_engine: str, tmp_path: Path) -> None:
     stopped(smp_world, smp_engine, tmp_path)
     folders = sorted(each.name for each in tmp_path.iterdir() if each.is_dir())
-    assert folders == ["mp_rank_0", "mp_rank_1"]
+    assert folders == [f"mp_rank_{rank}" for rank in range(two(smp_world))]
     assert all((tmp_path / each / "checkpoint").is_file() for each in folders)
 
 
@@ -56,7 +56,7 @@ def test_the_latest_are_kept(
     smp_world: SmpWorld, smp_engine: str, tmp_path: Path, keep: int | None
 ) -> None:
     stopped(smp_world, smp_engine, tmp_path, keep)
-    for rank in range(2):
+    for rank in range(two(smp_world)):
         assert kept(tmp_path, rank) == ["ckpt-1", "ckpt-2", "ckpt-3"][-(keep or 3) :]
 
 
@@ -66,10 +66,9 @@ def test_the_named_checkpoint_is_restored(
     smp_world: SmpWorld, smp_engine: str, tmp_path: Path, prefix: str | None
 ) -> None:
     wanted = stopped(smp_world, smp_engine, tmp_path)
-    body = bodies(smp_world).gone_on
-    found = smp_world.run(
-        body, smp_engine, CASE, str(tmp_path), prefix, False, ranks=2, config=CONFIG
-    )
+    body, case = bodies(smp_world).gone_on, CASE.on(two(smp_world))
+    arguments = (case, str(tmp_path), prefix, False)
+    found = smp_world.run(body, smp_engine, *arguments, ranks=case.partitions, config=case.config())
     same(found, wanted, 3 if prefix is None else int(prefix[-1]))
 
 
@@ -79,10 +78,9 @@ def test_restored_training_goes_on_as_if_it_had_not_stopped(
     smp_world: SmpWorld, smp_engine: str, tmp_path: Path, before: bool
 ) -> None:
     wanted = stopped(smp_world, smp_engine, tmp_path)
-    body = bodies(smp_world).gone_on
-    found = smp_world.run(
-        body, smp_engine, CASE, str(tmp_path), None, before, ranks=2, config=CONFIG
-    )
+    body, case = bodies(smp_world).gone_on, CASE.on(two(smp_world))
+    arguments = (case, str(tmp_path), None, before)
+    found = smp_world.run(body, smp_engine, *arguments, ranks=case.partitions, config=case.config())
     same(found, wanted, 3)
 
 
@@ -99,9 +97,9 @@ assert not [name for name in sys.modules if name.startswith("smp")]
 
 @requirement("TF-SAVE-WHOLE")
 def test_a_saved_model_is_whole(smp_world: SmpWorld, smp_engine: str, tmp_path: Path) -> None:
-    keras = script(smp_world, 2)
-    body = bodies(smp_world).saved
-    smp_world.run(body, smp_engine, CASE, str(tmp_path), ranks=2, config=CONFIG)
+    keras, case = script(smp_world), CASE.on(two(smp_world))
+    body, count = bodies(smp_world).saved, case.partitions
+    smp_world.run(body, smp_engine, case, str(tmp_path), ranks=count, config=case.config())
     x, _ = keras.data(CASE, 9)
     np.save(tmp_path / "x.npy", x)
     outside = {name: each for name, each in os.environ.items() if name != "PYTHONPATH"}

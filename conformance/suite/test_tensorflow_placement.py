@@ -28,9 +28,9 @@ def ran(
 
 
 @st.composite
-def placed(draw: st.DrawFn, least: int = 0) -> tuple[int, list[Path]]:
-    """Draw two partitions or three, and where each of two to four layers is, in at least so many contexts."""
-    count = draw(st.integers(2, 3))
+def placed(draw: st.DrawFn, ranks: int, least: int = 0) -> tuple[int, list[Path]]:
+    """Draw up to three partitions, and where each of two to four layers is, in at least so many contexts."""
+    count = draw(st.integers(min(2, ranks), min(3, ranks)))
     path = paths(count).filter(lambda each: len(each) >= least)
     return count, draw(st.lists(path, min_size=2, max_size=4))
 
@@ -49,12 +49,12 @@ def test_an_operation_and_its_gradient_run_on_one_rank(
 
 
 @requirement("TF-OPS-ONE-RANK")
-@given(case=placed(), microbatches=st.integers(1, 3))
+@given(data=st.data(), microbatches=st.integers(1, 3))
 @trials(5)
 def test_no_operation_runs_twice(
-    smp_world: SmpWorld, smp_engine: str, case: tuple[int, list[Path]], microbatches: int
+    smp_world: SmpWorld, smp_engine: str, data: st.DataObject, microbatches: int
 ) -> None:
-    count, layers = case
+    count, layers = data.draw(placed(smp_world.ranks), "case")
     seen = ran(smp_world, smp_engine, layers, manual(count, microbatches))
     for number in range(len(layers)):
         found = [(each["forward", number], each["backward", number]) for each in seen]
@@ -63,24 +63,24 @@ def test_no_operation_runs_twice(
 
 
 @requirement("TF-OPS-OUTSIDE-ALL")
-@given(case=placed(), microbatches=st.integers(1, 3))
+@given(data=st.data(), microbatches=st.integers(1, 3))
 @trials(5)
 def test_operations_outside_run_on_every_rank(
-    smp_world: SmpWorld, smp_engine: str, case: tuple[int, list[Path]], microbatches: int
+    smp_world: SmpWorld, smp_engine: str, data: st.DataObject, microbatches: int
 ) -> None:
-    count, layers = case
+    count, layers = data.draw(placed(smp_world.ranks), "case")
     for each in ran(smp_world, smp_engine, layers, manual(count, microbatches)):
         assert each["outside", 0] == STEPS * microbatches
 
 
 @requirement("TF-PART-INNERMOST")
-@given(case=placed(least=1))
+@given(data=st.data())
 @trials(5)
 def test_the_innermost_context_counts(
-    smp_world: SmpWorld, smp_engine: str, case: tuple[int, list[Path]]
+    smp_world: SmpWorld, smp_engine: str, data: st.DataObject
 ) -> None:
-    count, layers = case
-    layers = [*layers, (0, 1), (1, 0)]
+    count, layers = data.draw(placed(smp_world.ranks, least=1), "case")
+    layers = [*layers, (0, count - 1), (count - 1, 0)]
     seen = ran(smp_world, smp_engine, layers, manual(count))
     owners = [
         {rank for rank, each in enumerate(seen) if each["forward", number]}
@@ -119,7 +119,7 @@ def test_automatic_partition_ignores_contexts(smp_world: SmpWorld, smp_engine: s
 def test_a_partition_that_does_not_exist_is_refused(
     smp_world: SmpWorld, smp_engine: str, index: int
 ) -> None:
-    body = bodies(smp_world).bad_index
+    body = bodies(smp_world, 2).bad_index
     for error, seen in smp_world.run(body, smp_engine, index, ranks=2, config=manual()):
         assert error
         assert seen == []

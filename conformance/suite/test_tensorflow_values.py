@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from conformance.cases.keras import KerasCase, Path, bodies, keras_cases, manual, paths, script
+from conformance.cases.keras import KerasCase, bodies, keras_cases, manual, paths, script, two
 from conformance.cases.training import trials
 from conformance.requirements.catalogue import requirement
 from pytest_smp.proxies import SmpWorld
@@ -16,11 +16,12 @@ from pytest_smp.proxies import SmpWorld
 
 @requirement("TF-PART-VALUE")
 def test_a_model_of_every_kind_of_block(smp_world: SmpWorld, smp_engine: str) -> None:
-    keras = script(smp_world, 2)
+    keras, count = script(smp_world), two(smp_world)
     kinds = ("dense", "batch norm", "dropout", "nested", "cond", "while", "layer norm", "skip")
     blocks = tuple((kind, number % 2) for number, kind in enumerate(kinds))
     case = KerasCase(blocks, embedding=0, head=1, tied=True, default=0, partitions=2)
-    found = smp_world.run(keras.train, smp_engine, case, 3, ranks=2, config=case.config())
+    case = case.on(count)
+    found = smp_world.run(keras.train, smp_engine, case, 3, ranks=count, config=case.config())
     keras.check(case, found, 3)
 
 
@@ -30,8 +31,8 @@ def test_a_model_of_every_kind_of_block(smp_world: SmpWorld, smp_engine: str) ->
 def test_a_partition_changes_no_bit(
     smp_world: SmpWorld, smp_engine: str, data: st.DataObject
 ) -> None:
-    keras = script(smp_world, 2)
-    case = data.draw(keras_cases(data.draw(st.integers(2, min(4, smp_world.ranks)))), "case")
+    keras = script(smp_world)
+    case = data.draw(keras_cases(data.draw(st.integers(1, min(4, smp_world.ranks)))), "case")
     found = smp_world.run(
         keras.train, smp_engine, case, 3, ranks=case.partitions, config=case.config()
     )
@@ -40,22 +41,22 @@ def test_a_partition_changes_no_bit(
 
 @requirement("TF-PART-VALUE")
 def test_names_of_layers_may_differ_by_rank(smp_world: SmpWorld, smp_engine: str) -> None:
-    keras = bodies(smp_world)
+    keras, count = bodies(smp_world), two(smp_world)
     wanted = keras.X.sum(1, keepdims=True) * (1.0 - 3.0) * np.ones(3, np.float32)
-    for found in smp_world.run(keras.names_differ, smp_engine, ranks=2, config=manual()):
+    for found in smp_world.run(keras.names_differ, smp_engine, ranks=count, config=manual(count)):
         np.testing.assert_array_equal(found, wanted)
 
 
 @requirement("TF-OUT-ALL-RANKS")
-@given(places=st.lists(paths(3), min_size=1, max_size=4))
+@given(data=st.data())
 @trials(4)
 def test_outputs_are_on_every_rank(
-    smp_world: SmpWorld, smp_engine: str, places: list[Path]
+    smp_world: SmpWorld, smp_engine: str, data: st.DataObject
 ) -> None:
-    keras = bodies(smp_world, 3)
-    for found in smp_world.run(
-        keras.stages, smp_engine, [*places, (1,), (2,)], ranks=3, config=manual(3)
-    ):
+    keras, count = bodies(smp_world), min(3, smp_world.ranks)
+    places = data.draw(st.lists(paths(count), min_size=1, max_size=4), "places")
+    every = [*places, *((at,) for at in range(1, count))]
+    for found in smp_world.run(keras.stages, smp_engine, every, ranks=count, config=manual(count)):
         for number, each in enumerate(found):
             np.testing.assert_array_equal(each, keras.X * 2.0 ** (number + 1))
 
@@ -71,10 +72,10 @@ CHAIN = KerasCase(
 def test_gradients_are_those_of_the_variables_of_the_rank(
     smp_world: SmpWorld, smp_engine: str, default: int, head: int, tied: bool
 ) -> None:
-    keras = script(smp_world, 2)
-    case = dataclasses.replace(CHAIN, default=default, head=head, tied=tied)
+    keras, count = script(smp_world), two(smp_world)
+    case = dataclasses.replace(CHAIN, default=default, head=head, tied=tied).on(count)
     body = bodies(smp_world).aligned
-    found = smp_world.run(body, smp_engine, case, ranks=2, config=case.config())
+    found = smp_world.run(body, smp_engine, case, ranks=count, config=case.config())
     assert all(variable == gradient for rank in found for _, variable, gradient in rank)
     assert sorted(name for rank in found for name, *_ in rank) == keras.trainable(case)
 
@@ -85,11 +86,11 @@ def test_gradients_are_those_of_the_variables_of_the_rank(
 def test_no_schedule_changes_a_bit(
     smp_world: SmpWorld, smp_engine: str, pipeline: str, active: int
 ) -> None:
-    keras = script(smp_world, 2)
+    keras, count = script(smp_world), two(smp_world)
     for schedule in (pipeline, "simple"):
-        case = dataclasses.replace(CHAIN, microbatches=3, pipeline=schedule)
+        case = dataclasses.replace(CHAIN, microbatches=3, pipeline=schedule).on(count)
         config = case.config(active_microbatches=active)
-        found = smp_world.run(keras.train, smp_engine, case, 2, ranks=2, config=config)
+        found = smp_world.run(keras.train, smp_engine, case, 2, ranks=count, config=config)
         keras.check(case, found, 2)
 
 
@@ -99,10 +100,10 @@ def test_no_schedule_changes_a_bit(
 def test_no_more_microbatches_are_in_progress(
     smp_world: SmpWorld, smp_engine: str, microbatches: int, active: int
 ) -> None:
-    body = bodies(smp_world).order_of_passes
+    body, count = bodies(smp_world).order_of_passes, two(smp_world)
     for cap in {active, 1}:
-        config = manual(2, microbatches, pipeline="interleaved", active_microbatches=cap)
-        for seen in smp_world.run(body, smp_engine, microbatches, ranks=2, config=config):
+        config = manual(count, microbatches, pipeline="interleaved", active_microbatches=cap)
+        for seen in smp_world.run(body, smp_engine, microbatches, ranks=count, config=config):
             assert sorted(seen) == sorted(
                 (phase, at) for phase in "BF" for at in range(microbatches)
             )
@@ -115,7 +116,7 @@ def test_no_more_microbatches_are_in_progress(
 
 @requirement("TF-SCHED-ACTIVE")
 def test_forwards_come_before_backwards(smp_world: SmpWorld, smp_engine: str) -> None:
-    body = bodies(smp_world).order_of_passes
-    config = manual(2, 3, pipeline="simple")
-    for seen in smp_world.run(body, smp_engine, 3, ranks=2, config=config):
+    body, count = bodies(smp_world).order_of_passes, two(smp_world)
+    config = manual(count, 3, pipeline="simple")
+    for seen in smp_world.run(body, smp_engine, 3, ranks=count, config=config):
         assert [phase for phase, _ in seen] == ["F"] * 3 + ["B"] * 3

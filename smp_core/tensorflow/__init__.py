@@ -38,7 +38,7 @@ from smp_core.comm import (
     tp_size,
 )
 from smp_core.runtime import init, is_initialized, shutdown
-from smp_core.tensorflow import optimizer
+from smp_core.tensorflow import core, optimizer, utils
 from smp_core.tensorflow.checkpoint import CheckpointManager
 from smp_core.tensorflow.framework import StepOutput
 from smp_core.tensorflow.model import DistributedModel, partition, register_post_partition_hook
@@ -66,6 +66,7 @@ __all__ = [
     "allgather",
     "barrier",
     "broadcast",
+    "core",
     "dp_barrier",
     "dp_rank",
     "dp_size",
@@ -101,6 +102,7 @@ __all__ = [
     "step",
     "tp_rank",
     "tp_size",
+    "utils",
 ]
 
 optimizer.install()

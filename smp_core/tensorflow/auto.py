@@ -1,90 +1,143 @@
-"""Automatic partition: every layer goes to a partition by its cost, in the order in which ``call`` reaches it."""
+"""Automatic partition: every layer goes to a partition by its cost, in the order in which ``call`` reaches it.
+
+A *scope* is the layer of an operation in its name: a layer of the model, or a layer in one that is too expensive for a
+partition, as in a Sequential that holds the whole network.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from smp_core.tensorflow.placement import Traced
 from smp_core.tensorflow.segments import Graph
-from smp_core.tensorflow.session import TensorFlowSession
 
 #: The tag of operations that wait for a partition.
 OPEN = -3
 
 
-def resolved(
-    session: TensorFlowSession, graph: Graph, handles: Mapping[int, Any]
-) -> tuple[Traced, ...]:
-    """The operations, with the partition of their layer instead of the open tag."""
-    units = [unit_of(each.name) if each.tag == OPEN else None for each in graph.traced]
-    order = [each for each in dict.fromkeys(units) if each is not None]
-    missing = [each for each in order if each not in session.layers]
-    if missing and not session.layers:
-        costs = _costs(graph, handles, units)
-        bounds = split([costs[each] for each in order], session.partitions)
-        for partition, (start, end) in enumerate(bounds):
-            session.layers.update(dict.fromkeys(order[start:end], partition))
-    last = session.runtime.config.default_partition
-    found = []
-    for each, unit in zip(graph.traced, units, strict=True):
-        if unit is None:
+def resolved(graph: Graph, layers: dict[str, int], default: int) -> tuple[Traced, ...]:
+    """The operations, with the partition of their scope instead of the open tag.
+
+    A scope that is not among ``layers``, as of a layer that is built later, joins the one before it.
+    """
+    last, found = default, []
+    for each in graph.traced:
+        if each.tag != OPEN:
             found.append(each)
             continue
-        last = session.layers.setdefault(unit, last)
+        last = layers.setdefault(_known(each.name, layers), last)
         found.append(dataclasses.replace(each, tag=last))
     return tuple(found)
 
 
-def unit_of(name: str) -> str:
-    """The layer of an operation, by the first two parts of its scope; the model alone for one of no layer."""
+def decided(graph: Graph, layers: Mapping[int, str], count: int) -> dict[str, int]:
+    """The partition of each scope.
+
+    ``layers`` are the names of the layers of the trainable variables, by the placeholders of their handles.
+    """
+    handles = {inner.operation for outer, inner in graph.captures}
+    open_ = [at for at, each in enumerate(graph.traced) if each.tag == OPEN]
+    costs = _costs(graph, handles, open_)
+    most = sum(costs.values()) / count
+    scopes = {at: _scope(graph.traced[at].name, 2) for at in open_}
+    depth = 2
+    while True:
+        inside: dict[str, set[str]] = {}
+        total: dict[str, int] = {}
+        for at in open_:
+            read = {value.operation for value in graph.traced[at].inputs}
+            own = inside.setdefault(scopes[at], set())
+            own |= {layers[each] for each in read & layers.keys()}
+            total[scopes[at]] = total.get(scopes[at], 0) + costs[at]
+        large = {each for each, cost in total.items() if cost > most and len(inside[each]) > 1}
+        depth += 1
+        divided = {
+            at: _scope(graph.traced[at].name, depth) if scopes[at] in large else scopes[at]
+            for at in open_
+        }
+        if divided == scopes:
+            break
+        scopes = divided
+    order = list(dict.fromkeys(scopes.values()))
+    bounds = split([total[each] for each in order], count, [bool(inside[each]) for each in order])
+    return {
+        each: partition
+        for partition, (start, end) in enumerate(bounds)
+        for each in order[start:end]
+    }
+
+
+def _scope(name: str, depth: int) -> str:
+    """The first so many parts of an operation's scope; the model alone for one of no layer."""
     parts = name.split("/")
-    return "/".join(parts[:2] if len(parts) > 2 else parts[:1])
+    return "/".join(parts[: min(depth, max(1, len(parts) - 1))])
 
 
-def _costs(graph: Graph, handles: Mapping[int, Any], units: list[str | None]) -> dict[str, int]:
-    """The bytes of the tensors that each layer makes and of the variables that it reads first."""
-    costs: dict[str, int] = {}
+def _known(name: str, layers: Mapping[str, int]) -> str:
+    """The smallest scope that is among ``layers``; else the layer of the model."""
+    for depth in range(name.count("/"), 2, -1):
+        if (scope := _scope(name, depth)) in layers:
+            return scope
+    return _scope(name, 2)
+
+
+def _costs(graph: Graph, handles: set[int], operations: Sequence[int]) -> dict[int, int]:
+    """The bytes of the tensors that each operation makes, and of the variables that it is the first to read."""
+    costs: dict[int, int] = {}
     seen: set[int] = set()
-    for at, unit in enumerate(units):
-        if unit is None:
-            continue
+    for at in operations:
         cost = 0
         node = graph.nodes[at]
-        fresh = {value.operation for value in graph.traced[at].inputs} & handles.keys() - seen
+        fresh = {value.operation for value in graph.traced[at].inputs} & handles - seen
         seen |= fresh
         if node.type != "ReadVariableOp" or fresh:
             for tensor in node.outputs:
                 count = tensor.shape.num_elements() if tensor.shape.rank is not None else 1
                 cost += (count or 1) * (tensor.dtype.size or 1)
-        costs[unit] = costs.get(unit, 0) + cost
+        costs[at] = cost
     return costs
 
 
-def split(costs: list[int], count: int) -> list[tuple[int, int]]:
-    """Cut a sequence into ``count`` runs, some of which may be empty, so that the most expensive one is cheapest.
+def split(
+    costs: Sequence[int], count: int, trains: Sequence[bool] | None = None
+) -> list[tuple[int, int]]:
+    """Cut a sequence into ``count`` runs, some of which may be empty.
 
-    Among equal cuts the one whose early runs are longest.
+    Of all cuts the one with the fewest runs that train nothing, then the one whose most expensive run is cheapest, then
+    the one whose early runs are longest.
+
+    Args:
+        costs: the cost of each element.
+        count: the number of runs.
+        trains: whether each element has trainable variables; all have if not given.
     """
-    totals = [0]
-    for each in costs:
+    totals, trained = [0], [0]
+    for each, has in zip(costs, trains or [True] * len(costs), strict=True):
         totals.append(totals[-1] + each)
-    # best[k][i]: the cheapest most expensive run of the first i elements in k runs, and where the last of them starts
-    best: list[list[tuple[int, int]]] = [[(0 if not i else 2**62, 0) for i in range(len(totals))]]
+        trained.append(trained[-1] + has)
+    # best[k][i]: of the first i elements in k runs, how many train nothing, the cost of the most expensive, and where
+    # the last of them starts
+    never = 2**62
+    best = [[(0, 0 if not i else never, 0) for i in range(len(totals))]]
     for _ in range(count):
         row = []
         for end in range(len(totals)):
             row.append(
                 min(
-                    (max(best[-1][start][0], totals[end] - totals[start]), -start)
+                    (
+                        best[-1][start][0] + (trained[end] == trained[start]),
+                        max(best[-1][start][1], totals[end] - totals[start]),
+                        -start,
+                    )
                     for start in range(end + 1)
+                    if best[-1][start][1] < never
                 )
             )
-        best.append([(cost, -start) for cost, start in row])
+        best.append([(idle, cost, -start) for idle, cost, start in row])
     bounds, end = [], len(costs)
     for row in reversed(best[1:]):
-        start = row[end][1]
+        start = row[end][2]
         bounds.append((start, end))
         end = start
     return bounds[::-1]

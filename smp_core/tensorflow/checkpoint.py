@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from smp_core.errors import ArgumentTypeError, CheckpointError
 from smp_core.tensorflow import session as sessions
 from smp_core.tensorflow import slots
+from smp_core.tensorflow import tensorflow_parts as parts
 from smp_core.tensorflow.agreement import collective_try
 from smp_core.tensorflow.tensorflow_parts import tf
 from smp_core.topology import GroupKind
@@ -48,7 +49,7 @@ class _Description:
     built: Mapping[str, Sequence[int]]
 
 
-class CheckpointManager(tf.train.CheckpointManager):  # type: ignore[misc]
+class CheckpointManager(parts.LateSweepManager):
     """A ``tf.train.CheckpointManager`` whose checkpoints are in ``directory/mp_rank_N``.
 
     Args:
@@ -105,18 +106,14 @@ class CheckpointManager(tf.train.CheckpointManager):  # type: ignore[misc]
         def write() -> str | None:
             if not writes:
                 return None
-            self._checkpoint = self._local(name)
+            self.use(self._local(name))
             path: str | None = super(CheckpointManager, self).save(*args, **kwargs)
             return path
 
         path = self._together("save", write)[session.runtime.rank]
         if writes:
-            super()._sweep()
-            self._record_state()
+            self.sweep()  # all ranks have the new one
         return path
-
-    def _sweep(self) -> None:
-        """Keep the old checkpoints until all ranks have the new one."""
 
     def restore(self, restore_prefix: str | None = None) -> str | None:
         """Restore a checkpoint: the one of this name, such as ``"ckpt-2"``, or the latest that all ranks have.
@@ -223,7 +220,8 @@ class CheckpointManager(tf.train.CheckpointManager):  # type: ignore[misc]
         for name, each in _children(self._given).items():
             if slots.is_numbered(each):
                 slots.build(name, each, self._variables(), found.built.get(name, ()))
-        self._checkpoint = local = self._local()
+        local = self._local()
+        self.use(local)
         late = {name: each for name, each in _children(local).items() if name not in restored}
         given = tf.train.Checkpoint(**late) if restored else local
         given.restore(path).assert_existing_objects_matched()

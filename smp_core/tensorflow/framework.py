@@ -14,6 +14,31 @@ from smp_core.tensorflow.tensorflow_parts import tf
 _METHODS = ("variable", "add_n", "accumulate_n")
 
 
+class StepSum:
+    """The sum of one tensor over the microbatches, which a step in a ``tf.function`` adds up while it runs.
+
+    The step returns what the rest of the function asks for, which is known when that is traced: before the step runs.
+
+    Attributes:
+        tensor: the sum in the graph of the function.
+        wanted: whether it is asked for.
+        parts_wanted: whether the tensors of the microbatches are.
+    """
+
+    __slots__ = ("parts_wanted", "tensor", "wanted")
+
+    def __init__(self) -> None:
+        self.tensor: Any = None
+        self.wanted = self.parts_wanted = False
+
+
+def sum_dtype(dtype: Any) -> Any:
+    """The dtype in which tensors of a dtype are added."""
+    if dtype.is_bool:
+        return tf.int64
+    return tf.float32 if dtype.is_floating and dtype.size < 4 else dtype
+
+
 class StepOutput:
     """The tensors that the microbatches of a step returned at one place (API 1.4, 2).
 
@@ -21,12 +46,15 @@ class StepOutput:
     averaged over the replicas where the configuration asks for data parallelism (``horovod`` or ``ddp``).
     """
 
-    __slots__ = ("_averaged", "_outputs")
+    __slots__ = ("_averaged", "_outputs", "_summed")
 
     def __init__(
-        self, outputs: Sequence[Any], averaged: Callable[[Any], Any] | None = None
+        self,
+        outputs: Sequence[Any],
+        averaged: Callable[[Any], Any] | None = None,
+        summed: StepSum | None = None,
     ) -> None:
-        self._outputs, self._averaged = tuple(outputs), averaged
+        self._outputs, self._averaged, self._summed = tuple(outputs), averaged, summed
 
     def __repr__(self) -> str:
         return f"StepOutput({list(self._outputs)!r})"
@@ -34,6 +62,8 @@ class StepOutput:
     @property
     def outputs(self) -> list[Any]:
         """The tensors, in the order of the microbatches; a new list at each call."""
+        if self._summed is not None:
+            self._summed.parts_wanted = True
         return list(self._outputs)
 
     def reduce_mean(self) -> Any:
@@ -51,14 +81,14 @@ class StepOutput:
                 "StepOutput.concat: tensors without dimensions have no batch to concatenate along; use stack(), "
                 "reduce_mean() or outputs"
             )
-        return tf.concat(self._outputs, axis=0)
+        return tf.concat(self.outputs, axis=0)
 
     merge = concat
 
     def stack(self) -> Any:
         """``tf.stack``: a new first axis, the microbatches'."""
         self._check_shapes("stack")
-        return tf.stack(self._outputs)
+        return tf.stack(self.outputs)
 
     def accumulate(self, method: str = "variable", var: Any = None) -> Any:
         """The mean over the microbatches, with less memory in the original library.
@@ -94,9 +124,10 @@ class StepOutput:
 
     def _sum(self, method: str) -> Any:
         self._check_shapes(method)
-        dtype = self._outputs[0].dtype
-        narrow = dtype.is_floating and dtype.size < 4
-        wide = tf.int64 if dtype.is_bool else tf.float32 if narrow else dtype
+        if self._summed is not None:
+            self._summed.wanted = True
+            return self._summed.tensor
+        wide = sum_dtype(self._outputs[0].dtype)
         return functools.reduce(tf.add, (tf.cast(each, wide) for each in self._outputs))
 
     def _check_shapes(self, method: str) -> None:
@@ -141,13 +172,19 @@ class _TensorFlow:
 class StepTensor:
     """One microbatch's tensor in the result of a step, until the microbatches are joined.
 
-    ``averaged`` averages over the replicas; None where nothing is to be averaged.
+    ``averaged`` averages over the replicas; None where nothing is to be averaged. ``summed`` is the sum over the
+    microbatches; None where the step does not add it up.
     """
 
-    __slots__ = ("averaged", "tensor")
+    __slots__ = ("averaged", "summed", "tensor")
 
-    def __init__(self, tensor: Any, averaged: Callable[[Any], Any] | None = None) -> None:
-        self.tensor, self.averaged = tensor, averaged
+    def __init__(
+        self,
+        tensor: Any,
+        averaged: Callable[[Any], Any] | None = None,
+        summed: StepSum | None = None,
+    ) -> None:
+        self.tensor, self.averaged, self.summed = tensor, averaged, summed
 
 
 class _Joining(_TensorFlow):
@@ -159,7 +196,8 @@ class _Joining(_TensorFlow):
 
     def join(self, outputs: list[StepTensor]) -> StepOutput:
         """The output of all microbatches."""
-        return StepOutput([each.tensor for each in outputs], outputs[0].averaged)
+        first = outputs[0]
+        return StepOutput([each.tensor for each in outputs], first.averaged, first.summed)
 
 
 FRAMEWORK = _TensorFlow()

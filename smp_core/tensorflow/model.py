@@ -20,6 +20,7 @@ from smp_core.tensorflow import session as sessions
 from smp_core.tensorflow import tensorflow_parts as parts
 from smp_core.tensorflow.auto import OPEN
 from smp_core.tensorflow.cut import EVERYWHERE
+from smp_core.tensorflow.framework import FRAMEWORK
 from smp_core.tensorflow.session import TensorFlowSession
 from smp_core.tensorflow.tensorflow_parts import tf
 
@@ -145,6 +146,19 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
         if at < len(args):
             return (*args[:at], False, *args[at + 1 :]), served
         return args, {**served, "training": False}
+
+    def profile(self, inputs: Any) -> None:
+        """Accept inputs of the model, from which the original library measured costs for its automatic partition.
+
+        Here the first step gives the costs, so the model is not called.
+
+        Raises ArgumentTypeError if there is no tensor in ``inputs``.
+        """
+        sessions.current("smp.DistributedModel.profile")
+        if not any(map(FRAMEWORK.is_tensor, tf.nest.flatten(inputs))):
+            raise ArgumentTypeError(
+                f"smp.DistributedModel.profile: inputs must be tensors, not {inputs!r}"
+            )
 
     def save_model(self, save_path: str = "/opt/ml/model") -> None:
         """Save the whole model with its latest weights as a SavedModel, which plain TensorFlow loads.

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from smp_core.errors import PartitionError
 from smp_core.tensorflow import auto, segments
 from smp_core.tensorflow import tensorflow_parts as parts
 from smp_core.tensorflow.cut import (
@@ -21,12 +22,12 @@ from smp_core.tensorflow.cut import (
     fingerprint,
     live,
 )
-from smp_core.tensorflow.framework import StepTensor
+from smp_core.tensorflow.framework import StepSum, StepTensor
 from smp_core.tensorflow.placement import OperationPlaces, Traced, place
 from smp_core.tensorflow.segments import Graph
 from smp_core.tensorflow.session import TensorFlowSession
 from smp_core.tensorflow.tensorflow_parts import tf
-from smp_core.tensorflow.transport import Spec
+from smp_core.tensorflow.transport import MOST_DIMENSIONS, Spec, is_too_deep
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -67,12 +68,18 @@ class Plan:
     lines: list[str]
     number: int
 
-    def result(self, values: Mapping[Value, Any], averaged: Callable[[Any], Any] | None) -> Any:
+    def result(
+        self,
+        values: Mapping[Value, Any],
+        averaged: Callable[[Any], Any] | None,
+        sums: Mapping[Value, StepSum],
+    ) -> Any:
         """The structure that one microbatch returns on this rank."""
 
         def filled(part: Any) -> Any:
             if isinstance(part, Value):
-                return StepTensor(values[part], averaged if part in self.owned else None)
+                average = averaged if part in self.owned else None
+                return StepTensor(values[part], average, sums.get(part))
             return _mapped(part, filled)
 
         return filled(self.returned)
@@ -103,7 +110,7 @@ def make(session: TensorFlowSession, concrete: Any, trainable: Sequence[Any]) ->
     keys = [parts.handle_key(parts.handle_of(each)[0]) for each in trainable]
     order = [placeholder.get(key) for key in keys]
     traced = (
-        auto.resolved(session, graph, handles)
+        auto.resolved(graph, session.layers, session.runtime.config.default_partition)
         if session.runtime.config.auto_partition
         else graph.traced
     )
@@ -136,6 +143,7 @@ def make(session: TensorFlowSession, concrete: Any, trainable: Sequence[Any]) ->
     )
     alive = live(placed.operations, {each.operation for each in leaves} | set(graph.effects))
     lines = described(placed.operations, alive, graph.detail)
+    lines += [f"message {each}" for each in made.messages]  # whose numbers all ranks must agree on
     here = {
         at: each
         for at, each in enumerate(made.segments)
@@ -153,7 +161,13 @@ def make(session: TensorFlowSession, concrete: Any, trainable: Sequence[Any]) ->
         for value in message.values:
             tensor = graph.tensor(value)
             shape = None if tensor.shape.rank is None else tuple(tensor.shape.as_list())
-            specs[value] = Spec(tensor.dtype.as_numpy_dtype, shape)
+            specs[value] = spec = Spec(tensor.dtype.as_numpy_dtype, shape)
+            if is_too_deep(spec):
+                raise PartitionError(
+                    f"smp.partition: {tensor.op.name} ({tensor.op.type}) leaves partition {message.source.place} with "
+                    f"{tensor.shape.rank} dimensions, one of them of unknown size: a message has at most "
+                    f"{MOST_DIMENSIONS} then. Use tf.ensure_shape, or reshape it"
+                )
     feeds = {at: [*each.inputs, *segments.fed_arguments(graph, each)] for at, each in here.items()}
     returned_here = list(dict.fromkeys(_leaves(returned)))
     sent = [value for each in sends.values() for message in each for value in message.values]
@@ -176,6 +190,19 @@ def make(session: TensorFlowSession, concrete: Any, trainable: Sequence[Any]) ->
         lines,
         fingerprint(lines),
     )
+
+
+def layers_of(graph: Graph, variables: Sequence[Any]) -> dict[int, str]:
+    """The names of the layers of variables, by the placeholders of those that the graph uses."""
+    names = {
+        parts.handle_key(parts.handle_of(each)[0]): str(getattr(each, "path", each.name))
+        for each in variables
+    }
+    return {
+        inner.operation: names[parts.handle_key(outer)].rpartition("/")[0]
+        for outer, inner in graph.captures
+        if parts.handle_key(outer) in names
+    }
 
 
 def _variables(session: TensorFlowSession) -> list[Any]:

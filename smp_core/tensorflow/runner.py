@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from smp_core.errors import (
@@ -23,7 +24,8 @@ from smp_core.errors import (
 )
 from smp_core.tensorflow import tensorflow_parts as parts
 from smp_core.tensorflow.agreement import told
-from smp_core.tensorflow.cut import Value
+from smp_core.tensorflow.cut import SegmentMessage, Value
+from smp_core.tensorflow.framework import StepSum, sum_dtype
 from smp_core.tensorflow.plan import Plan
 from smp_core.tensorflow.session import TensorFlowSession
 from smp_core.tensorflow.tasks import SegmentTask, orders
@@ -33,6 +35,14 @@ from smp_core.tensorflow.transport import Members, SegmentTransport
 #: The words of a rank when it agrees on a step: it has made its plan now, it runs one, it is done with it, it failed.
 PLANNED, RUNS, DONE, FAILED = 0, 1, 2, 3
 BEFORE = "before it ran"
+#: A message of another rank, with its microbatch.
+Incoming = tuple[int, SegmentMessage]
+#: The messages for which a rank has room beside the one that it waits for.
+_AHEAD = 2
+#: The microbatches whose gradients a rank holds before it adds them to the sums. The last ones wait for the end of the
+#: step, where a rank waits for others anyhow.
+_UNSUMMED = 2
+_NO_SUMS: Mapping[Value, StepSum] = MappingProxyType({})
 
 
 def run(
@@ -49,31 +59,69 @@ def run(
         [*flat, *(outer for outer, _ in plan.graph.fed_captures)]
         for plan, flat in zip(plans, flats, strict=True)
     ]
-    execute = _executed if tf.executing_eagerly() else _traced
-    results = execute(session, plans, given)
-    return [plan.result(each, averaged) for plan, each in zip(plans, results, strict=True)]
+    sums: dict[Value, StepSum] = {}
+    if tf.executing_eagerly():
+        results, _ = _executed(session, plans, given)
+    else:
+        results, sums = _traced(session, plans, given)
+    return [plan.result(each, averaged, sums) for plan, each in zip(plans, results, strict=True)]
 
 
 def _executed(
-    session: TensorFlowSession, plans: Sequence[Plan], given: Sequence[Sequence[Any]]
-) -> list[dict[Value, Any]]:
-    """The tensors that each microbatch returns on this rank."""
-    config = session.runtime.config
-    order = orders(
-        [plan.cut for plan in plans],
-        config.pipeline,
-        config.active_microbatches,
-        [plan.serial for plan in plans],
-    )[session.partition]
+    session: TensorFlowSession,
+    plans: Sequence[Plan],
+    given: Sequence[Sequence[Any]],
+    sums: Mapping[Value, StepSum] = _NO_SUMS,
+) -> tuple[list[dict[Value, Any]], dict[Value, Any]]:
+    """The tensors that each microbatch returns on this rank, and those that are wanted of ``sums``."""
+    order, incoming = _order(session, tuple(plans))
     with told_to_replicas(session):
         agreed(session.transport, RUNS, [plan.number for plan in plans])
-    return _Step(session.transport, plans, given).run(order)
+    return _Step(session.transport, plans, given, incoming, sums).run(order)
+
+
+def _order(
+    session: TensorFlowSession, plans: tuple[Plan, ...]
+) -> tuple[Sequence[SegmentTask], Sequence[Incoming]]:
+    """The tasks of this rank and the messages that it takes, in order.
+
+    Both are made once for the plans of a step: the simulation of all ranks takes milliseconds.
+    """
+    found = session.orders.get(plans)
+    if found is None:
+        config = session.runtime.config
+        order = orders(
+            [plan.cut for plan in plans],
+            config.pipeline,
+            config.active_microbatches,
+            [plan.serial for plan in plans],
+        )[session.partition]
+        found = session.orders[plans] = order, _incoming(plans, order)
+    return found
+
+
+def _incoming(plans: Sequence[Plan], order: Sequence[SegmentTask]) -> list[Incoming]:
+    """The messages of other ranks, each where its first tensor is taken."""
+    taken = [
+        *((task.microbatch, value) for task in order for value in _takes(plans, task)),
+        *((microbatch, value) for microbatch, plan in enumerate(plans) for value in plan.leaves),
+    ]
+    messages = ((at, plans[at].comes[value]) for at, value in taken if value in plans[at].comes)
+    return list(dict.fromkeys(messages))
+
+
+def _takes(plans: Sequence[Plan], task: SegmentTask) -> Iterator[Value]:
+    """The tensors that a task takes: for its function, and for what it sends."""
+    plan = plans[task.microbatch]
+    yield from plan.feeds[task.segment]
+    for message in plan.sends.get(task.segment, ()):
+        yield from message.values
 
 
 def _traced(
     session: TensorFlowSession, plans: Sequence[Plan], given: Sequence[Sequence[Any]]
-) -> list[dict[Value, Any]]:
-    """The same, as results of an operation of the graph that is being traced.
+) -> tuple[list[dict[Value, Any]], dict[Value, StepSum]]:
+    """The same, as results of an operation of the graph that is being traced, with the sums of the rank's gradients.
 
     Raises UnsupportedTrainingError if TensorFlow has no thread for anything but this operation.
     """
@@ -87,14 +135,32 @@ def _traced(
     handles = {id(handle): handle for plan in plans for handle in plan.handles}
     counts = [len(each) for each in given]
 
+    sums = {value: StepSum() for value in _summable(plans)}
+    leaves = [(plan.graph.tensor(value).dtype, value) for plan in plans for value in plan.leaves]
+    wide = [sum_dtype(plans[0].graph.tensor(value).dtype) for value in sums]
+
     def call(*tensors: Any) -> list[Any]:
         rest = iter(tensors)
-        found = _executed(session, plans, [[next(rest) for _ in range(each)] for each in counts])
+        parted = [[next(rest) for _ in range(each)] for each in counts]
+        found, totals = _executed(session, plans, parted, sums)
+        values = (
+            each.get(value)
+            for plan, each in zip(plans, found, strict=True)
+            for value in plan.leaves
+        )
+        # Nothing takes the tensors that stand for those that are not wanted.
         return [
-            each[value] for plan, each in zip(plans, found, strict=True) for value in plan.leaves
+            *(
+                tf.zeros((0,), dtype) if each is None else each
+                for (dtype, _), each in zip(leaves, values, strict=True)
+            ),
+            *(
+                totals.get(value, tf.zeros((0,), dtype))
+                for value, dtype in zip(sums, wide, strict=True)
+            ),
         ]
 
-    types = [plan.graph.tensor(value).dtype for plan in plans for value in plan.leaves]
+    types = [*(dtype for dtype, _ in leaves), *wide]
     inputs = [*(tensor for each in given for tensor in each), *handles.values()]
     made = tf.py_function(call, inputs, types)
     found = iter(made if types else ())
@@ -103,7 +169,21 @@ def _traced(
         results.append({value: next(found) for value in plan.leaves})
         for value, tensor in results[-1].items():
             tensor.set_shape(plan.graph.tensor(value).shape)
-    return results
+    for value, each in sums.items():
+        each.tensor = next(found)
+        each.tensor.set_shape(plans[0].graph.tensor(value).shape)
+    return results, sums
+
+
+def _summable(plans: Sequence[Plan]) -> list[Value]:
+    """The gradients that this rank has computed itself, if all microbatches have the same ones."""
+    if len(plans) == 1 or any(each is not plans[0] for each in plans):
+        return []
+    return [
+        value
+        for value in plans[0].leaves
+        if value in plans[0].owned and value not in plans[0].comes
+    ]
 
 
 class _Step:
@@ -114,8 +194,11 @@ class _Step:
         transport: SegmentTransport,
         plans: Sequence[Plan],
         given: Sequence[Sequence[Any]],
+        incoming: Sequence[Incoming],
+        sums: Mapping[Value, StepSum] = _NO_SUMS,
     ) -> None:
         self._transport, self._plans = transport, plans
+        self._incoming = iter(incoming)
         self._known: list[dict[Value, Any]] = [
             dict(zip(plan.graph.given, tensors, strict=True))
             for plan, tensors in zip(plans, given, strict=True)
@@ -125,21 +208,60 @@ class _Step:
         for plan in plans:
             self._offsets.append(self._offsets[-1] + len(plan.cut.messages))
         self._received: set[int] = set()
+        self._sums = [value for value, each in sums.items() if each.wanted]
+        self._unwanted = {value for value, each in sums.items() if not each.parts_wanted}
+        for value in self._sums:
+            for left in self._left:
+                left[value] += value not in self._unwanted
+        self._totals: dict[Value, Any] = {}
+        self._unsummed = list(range(len(plans)))
         self._given_up = False
         self._failure: Exception | None = None
         self._when = ""
 
-    def run(self, order: Sequence[SegmentTask]) -> list[dict[Value, Any]]:
-        """Run the tasks in order, and return the results of each microbatch; raise if a rank has failed."""
+    def run(self, order: Sequence[SegmentTask]) -> tuple[list[dict[Value, Any]], dict[Value, Any]]:
+        """Run the tasks in order, and return the results of each microbatch, and their sums that are wanted.
+
+        Raises an error if a rank has failed.
+        """
+        for _ in range(_AHEAD):
+            self._expect()
+        left = Counter(task.microbatch for task in order)
         for task in order:
             self._run(task)
+            left[task.microbatch] -= 1
+            ended_ones = next(
+                (at for at, each in enumerate(self._unsummed) if left[each]), len(self._unsummed)
+            )
+            if ended_ones >= _UNSUMMED:
+                self._add(ended_ones)
+        self._add(len(self._unsummed))
         results = [
-            {value: self._take(microbatch, value) for value in plan.leaves}
+            {
+                value: self._take(microbatch, value)
+                for value in plan.leaves
+                if value not in self._unwanted
+            }
             for microbatch, plan in enumerate(self._plans)
         ]
         self._transport.settle()
         ended(self._transport, self._transport.bound, self._failure, self._when)
-        return results
+        return results, self._totals
+
+    def _add(self, count: int) -> None:
+        """Add the gradients of the next so many microbatches to the sums, in the order of the microbatches."""
+        added, self._unsummed = self._unsummed[:count], self._unsummed[count:]
+        for microbatch in added:
+            for value in self._sums:
+                part = self._take(microbatch, value)
+                if self._given_up:
+                    return
+                part = tf.cast(part, sum_dtype(part.dtype))
+                total = self._totals.get(value)
+                try:
+                    self._totals[value] = part if total is None else tf.add(total, part)
+                except Exception as error:
+                    self._failed(f"with the sums of microbatch {microbatch}", error)
 
     def _run(self, task: SegmentTask) -> None:
         """Run one segment, and send what leaves with it."""
@@ -148,22 +270,44 @@ class _Step:
         inputs = [self._take(task.microbatch, value) for value in plan.feeds[task.segment]]
         if not self._given_up:
             try:
-                outputs = plan.functions[task.segment](*inputs)
+                outputs = parts.called(plan.functions[task.segment], inputs)
             except Exception as error:
-                phase = "backward" if segment.spot.level >= plan.cut.turn else "forward"
-                self._when = f"in the {phase} pass of microbatch {task.microbatch}"
-                self._failure, self._given_up = error, True
+                self._failed(self._pass(task), error)
             else:
                 known.update(zip(segment.outputs, outputs or (), strict=True))
         for message in plan.sends.get(task.segment, ()):
             tensors = [self._take(task.microbatch, value) for value in message.values]
             number = self._offsets[task.microbatch] + message.number
             specs = [plan.specs[value] for value in message.values]
+            if not self._given_up:
+                try:
+                    arrays = [parts.array_of(each) for each in tensors]
+                    self._transport.send(message.destination, number, specs, arrays)
+                except Exception as error:
+                    self._failed(self._pass(task), error)
             if self._given_up:
                 self._transport.give_up(message.destination, number, specs)
-            else:
-                arrays = [each.numpy() for each in tensors]
-                self._transport.send(message.destination, number, specs, arrays)
+
+    def _expect(self) -> None:
+        """Ask for the next message, which is sent in any case: a rank that has given the step up sends it, too."""
+        found = next(self._incoming, None)
+        if found is not None:
+            microbatch, message = found
+            specs = [self._plans[microbatch].specs[each] for each in message.values]
+            number = self._offsets[microbatch] + message.number
+            self._transport.expect(message.source.place, number, specs)
+
+    def _failed(self, when: str, error: Exception) -> None:
+        """Give the step up because of an error on this rank, unless the world has ended, so that nobody waits."""
+        if isinstance(error, VerdictError):
+            raise error
+        if not self._given_up:
+            self._when, self._failure, self._given_up = when, error, True
+
+    def _pass(self, task: SegmentTask) -> str:
+        plan = self._plans[task.microbatch]
+        turned = plan.cut.segments[task.segment].spot.level >= plan.cut.turn
+        return f"in the {'backward' if turned else 'forward'} pass of microbatch {task.microbatch}"
 
     def _take(self, microbatch: int, value: Value) -> Any:
         """A tensor for one of its uses here: received if it is another rank's, copied if it is a constant.
@@ -176,12 +320,16 @@ class _Step:
             self._received
         ):
             self._received.add(number)
+            self._expect()
             specs = [plan.specs[each] for each in message.values]
-            arrays = self._transport.receive(message.source.place, number, specs)
-            if arrays is None:
-                self._given_up = True
-            else:
-                known.update(zip(message.values, map(tf.constant, arrays), strict=True))
+            try:
+                arrays = self._transport.receive(message.source.place, number, specs)
+                if arrays is None:
+                    self._given_up = True
+                elif not self._given_up:
+                    known.update(zip(message.values, map(parts.tensor_of, arrays), strict=True))
+            except Exception as error:
+                self._failed(f"with a message of microbatch {microbatch}", error)
         if self._given_up:
             return None
         if value not in known:

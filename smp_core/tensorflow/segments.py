@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from smp_core.tensorflow import tensorflow_parts as parts
@@ -14,6 +14,102 @@ from smp_core.tensorflow.placement import Traced
 from smp_core.tensorflow.tensorflow_parts import tf
 
 _TAPE = "gradient_tape/"
+
+
+#: Attributes that are names or numbers of one process, or that no result depends on.
+_LOCAL_ATTRIBUTES = frozenset(
+    {
+        "config_proto",
+        "container",
+        "debug_name",
+        "executor_type",
+        "message",
+        "seed",
+        "seed2",
+        "shared_name",
+        "token",
+    }
+)
+
+
+class Functions:
+    """The functions of a graph, serialised, by name."""
+
+    def __init__(self, functions: Mapping[str, Any]) -> None:
+        self._functions = functions
+        self._digests: dict[str, str] = {}
+
+    def reached(self, nodes: Iterable[Any]) -> list[Any]:
+        """The functions that serialised operations call, by themselves or through others."""
+        found: dict[str, Any] = {}
+        waiting = list(nodes)
+        while waiting:
+            node = waiting.pop()
+            names = {node.op}
+            for attribute in node.attr.values():
+                names |= {attribute.func.name, attribute.s.decode(errors="replace")}
+                names |= {each.name for each in attribute.list.func}
+            for name in sorted(names & self._functions.keys() - found.keys()):
+                found[name] = self._functions[name]
+                waiting += self._functions[name].node_def
+        return [found[name] for name in sorted(found)]
+
+    def attributes(self, node: Any) -> Iterator[str]:
+        """The attributes of a serialised operation that are the same on ranks that traced the same graph, in words."""
+        for name in sorted(node.attr):
+            if name.startswith("_") or name in _LOCAL_ATTRIBUTES:
+                continue
+            value = node.attr[name]
+            kind = value.WhichOneof("value")
+            if kind == "func":
+                yield f"{name}={self._digest(value.func.name)}"
+            elif kind == "list" and value.list.func:
+                yield f"{name}={[self._digest(each.name) for each in value.list.func]}"
+            elif kind in ("i", "f", "b", "s"):
+                yield f"{name}={getattr(value, kind)!r}"
+            elif kind != "tensor":  # of a constant, which is described by its value
+                yield f"{name}={_digest(value)}"
+
+    def _digest(self, name: str) -> str:
+        """A number of what a function computes, whatever it and its operations are called."""
+        if name not in self._functions:
+            return name
+        if name not in self._digests:
+            function = self._functions[name]
+            places = {each.name: f"a{at}" for at, each in enumerate(function.signature.input_arg)}
+            places |= {each.name: f"o{at}" for at, each in enumerate(function.node_def)}
+            lines = [
+                " ".join(
+                    [
+                        node.op,
+                        *(_renamed(each, places) for each in node.input),
+                        *self.attributes(node),
+                        *_constants(node),
+                    ]
+                )
+                for node in function.node_def
+            ]
+            lines += [
+                _renamed(function.ret[each.name], places) for each in function.signature.output_arg
+            ]
+            self._digests[name] = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+        return self._digests[name]
+
+
+def _renamed(name: str, places: Mapping[str, str]) -> str:
+    """The name of a tensor in a function, such as ``add:z:0``, by the place of its operation."""
+    control, bare = ("^", name[1:]) if name.startswith("^") else ("", name)
+    operation, colon, output = bare.partition(":")
+    return f"{control}{places.get(operation, operation)}{colon}{output}"
+
+
+def _constants(node: Any) -> Iterator[str]:
+    if node.op == "Const" and node.attr["dtype"].type != tf.string.as_datatype_enum:
+        yield _digest(node.attr["value"])
+
+
+def _digest(message: Any) -> str:
+    return hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()[:16]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,6 +125,8 @@ class Graph:
         captures: for each captured tensor, the one outside and its placeholder.
         outputs: the tensors that it returns.
         effects: the operations that run for what they change.
+        versions: those of the serialised graph.
+        functions: its functions: branches, loop bodies and nested functions.
     """
 
     concrete: Any
@@ -39,6 +137,8 @@ class Graph:
     captures: tuple[tuple[Any, Value], ...]
     outputs: tuple[Value, ...]
     effects: tuple[int, ...]
+    versions: Any
+    functions: Functions
 
     @property
     def handles(self) -> dict[Value, Any]:
@@ -69,12 +169,13 @@ class Graph:
         return self.nodes[value.operation].outputs[value.output]
 
     def detail(self, operation: int) -> str:
-        """The shapes of what an operation gives, and the value of a constant.
+        """The shapes of what an operation gives, its attributes, and the value of a constant.
 
-        Without strings: constants of assertions hold names, which need not be the same on every rank.
+        Without names, and without strings, which may hold them: those need not be the same on every rank.
         """
         node = self.nodes[operation]
-        found = ", ".join(str(each.shape) for each in node.outputs)
+        shapes = ", ".join(str(each.shape) for each in node.outputs)
+        found = " ".join([shapes, *self.functions.attributes(node.node_def)])
         if node.type != "Const" or node.outputs[0].dtype == tf.string:
             return found
         value = tf.get_static_value(node.outputs[0])
@@ -122,6 +223,7 @@ def read(concrete: Any) -> Graph:
     def value(tensor: Any) -> Value:
         return Value(index[tensor.op.name], tensor.value_index)
 
+    definition = graph.as_graph_def()
     captures = tuple((outer, value(inner)) for outer, inner in graph.captures)
     count = len(graph.inputs) - len(captures)
     return Graph(
@@ -133,6 +235,8 @@ def read(concrete: Any) -> Graph:
         captures,
         tuple(value(each) for each in graph.outputs),
         tuple(sorted(_effects(graph.control_outputs, index))),
+        definition.versions,
+        Functions({each.signature.name: each for each in definition.library.function}),
     )
 
 
@@ -197,8 +301,6 @@ def build(graph: Graph, operations: Sequence[GraphOperation], segment: Segment) 
         if value not in captured and graph.nodes[value.operation].type != "Placeholder"
     }
     definition = tf.compat.v1.GraphDef()
-    definition.versions.CopyFrom(graph.concrete.graph.as_graph_def().versions)
-    definition.library.CopyFrom(graph.concrete.graph.as_graph_def().library)
     names = {operations[at].name for at in inside | copies}
     for at in sorted(inside | copies):
         node = definition.node.add()
@@ -211,6 +313,8 @@ def build(graph: Graph, operations: Sequence[GraphOperation], segment: Segment) 
         ]
         del node.input[:]
         node.input.extend(kept)
+    definition.versions.CopyFrom(graph.versions)
+    definition.library.function.extend(graph.functions.reached(definition.node))
 
     specs = [tf.TensorSpec(graph.tensor(each).shape, graph.tensor(each).dtype) for each in fed]
     wanted = [graph.tensor(each).name for each in segment.outputs]

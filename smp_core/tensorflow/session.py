@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from smp_core import runtime
 from smp_core.errors import ConfigError, SecondModelError
 from smp_core.runtime import Runtime
+from smp_core.tensorflow.cut import SegmentMessage
+from smp_core.tensorflow.tasks import SegmentTask
 from smp_core.tensorflow.tensorflow_parts import tf
 from smp_core.tensorflow.transport import SegmentTransport
 from smp_core.topology import GroupKind
 from smp_core.transport import current_rank
+
+#: The tasks of a step on one rank, and the messages that it takes, with their microbatches.
+StepOrder = tuple[Sequence[SegmentTask], Sequence[tuple[int, SegmentMessage]]]
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -32,6 +37,7 @@ class TensorFlowSession:
         call_graph: the graph in which the model is being called; None outside of its ``call``.
         whole: whether the model is to show all of its variables, as while it is saved.
         functions: the ``tf.function`` and the plans of each step function.
+        orders: for the plans of a step's microbatches, the tasks of this rank and the messages that it takes.
         layers: the partition of each layer, by its scope, under ``auto_partition``.
         autograph: whether the caller of the step wants AutoGraph, as TensorFlow says it.
     """
@@ -48,6 +54,9 @@ class TensorFlowSession:
     call_graph: Any = None
     whole: bool = False
     functions: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    orders: dict[Any, tuple[Sequence[SegmentTask], Sequence[tuple[int, SegmentMessage]]]] = (
+        dataclasses.field(default_factory=dict)
+    )
     layers: dict[str, int] = dataclasses.field(default_factory=dict)
     autograph: Any = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -22,8 +23,8 @@ from smp_core.errors import (
     VerdictError,
 )
 from smp_core.microbatch import CallArguments
+from smp_core.tensorflow import auto, runner, segments
 from smp_core.tensorflow import plan as plans
-from smp_core.tensorflow import runner
 from smp_core.tensorflow import session as sessions
 from smp_core.tensorflow import tensorflow_parts as parts
 from smp_core.tensorflow.agreement import collective_try
@@ -34,6 +35,9 @@ from smp_core.tensorflow.session import TensorFlowSession
 from smp_core.tensorflow.tensorflow_parts import tf
 from smp_core.topology import GroupKind
 from smp_core.transport.protocols import Group
+
+#: Instead of the number of a plan, when the ranks agree that all can decide the automatic partition.
+_DECIDES = -2
 
 
 class StepFunction:
@@ -115,14 +119,13 @@ class StepFunction:
         def body(*args: Any, **kwargs: Any) -> Any:
             called = function
             if autograph:
-                convert = tf.__internal__.autograph.tf_convert
-                called = convert(function, session.autograph, user_requested=True)
+                called = parts.converted(function, session.autograph)
             session.tracing, session.step_graph = True, tf.compat.v1.get_default_graph()
             try:
                 result = called(*args, **kwargs)
             finally:
                 session.tracing, session.step_graph = False, None
-            return tf.nest.map_structure(_dense, result)
+            return tf.nest.map_structure(functools.partial(_dense, self._rules.function), result)
 
         return tf.function(body, autograph=False, **options)
 
@@ -162,7 +165,12 @@ class StepFunction:
         return f"<smp.step of {self._function!r}>"
 
 
-def _dense(leaf: Any) -> Any:
+def _dense(name: str, leaf: Any) -> Any:
+    if isinstance(leaf, tf.SparseTensor | tf.RaggedTensor):
+        raise ArgumentError(
+            f"smp.step: {name} returned a {type(leaf).__name__}: microbatches are joined as dense tensors. Return its "
+            "parts, such as its values, or make it dense"
+        )
     return tf.convert_to_tensor(leaf) if isinstance(leaf, tf.IndexedSlices) else leaf
 
 
@@ -176,9 +184,9 @@ class _State:
     def plan(self, session: TensorFlowSession, call: CallArguments) -> tuple[Plan, list[Any]]:
         """The plan of a call for one microbatch, and the tensors that it passes."""
         # Asked here: a function that is traced without AutoGraph, as ours is, hides the choice of the caller.
-        session.autograph = tf.__internal__.autograph.control_status_ctx()
+        session.autograph = parts.autograph_of_caller()
         try:
-            concrete = self.function.get_concrete_function(*call.args, **call.kwargs)
+            concrete = self._concrete(call)
         except VerdictError:
             raise
         except Exception as error:
@@ -194,6 +202,15 @@ class _State:
             )
         return plan, parts.flat_inputs(self.function, concrete, call.args, call.kwargs)
 
+    def _concrete(self, call: CallArguments) -> Any:
+        # On simulated ranks functions run eagerly, so that one in the body would be inlined instead of traced.
+        eager = tf.config.functions_run_eagerly()
+        tf.config.run_functions_eagerly(False)
+        try:
+            return self.function.get_concrete_function(*call.args, **call.kwargs)
+        finally:
+            tf.config.run_functions_eagerly(eager)
+
     def _made(self, session: TensorFlowSession, concrete: Any) -> Plan:
         model = session.model
         trainable: Sequence[Any] = ()
@@ -203,6 +220,8 @@ class _State:
                 trainable = list(model.trainable_variables)
             finally:
                 session.whole = before
+        if session.runtime.config.auto_partition and not session.layers:
+            _decide(session, concrete, trainable)
         # On a rank that cannot make its plan the others would wait: they are told.
         failure: Exception | None = None
         plan: Plan | None = None
@@ -212,8 +231,28 @@ class _State:
             failure = error
         with tf.init_scope():
             _compare(session, plan, failure)
+            if session.partitioned:
+                _freed(session)  # of layers that this step was the first to build
         assert plan is not None
         return plan
+
+
+def _decide(session: TensorFlowSession, concrete: Any, trainable: Sequence[Any]) -> None:
+    """Have the automatic partition that the first rank of the pipeline decides."""
+    failure: Exception | None = None
+    mine: dict[str, int] = {}
+    try:
+        graph = segments.read(concrete)
+        mine = auto.decided(graph, plans.layers_of(graph, trainable), session.partitions)
+    except Exception as error:
+        failure = error
+    with tf.init_scope():
+        runner.agreed(
+            session.transport, PLANNED if failure is None else FAILED, [_DECIDES], failure
+        )
+        if failure is not None:
+            raise failure
+        session.layers.update(json.loads(session.transport.pipeline.texts(json.dumps(mine))[0]))
 
 
 def _ours(error: Exception) -> Exception:
@@ -263,23 +302,21 @@ def _partitioned(session: TensorFlowSession) -> None:
     """Do what is due once, between the partition and the first forward pass."""
     if session.transport.world is not session.transport.pipeline:
         runner.ended(session.transport, session.transport.world, None)  # see told_to_replicas
-    model = session.model
-    variables = [] if model is None else model.all_variables()
-    default = session.runtime.config.default_partition
-    for each in variables:
-        session.owners.setdefault(parts.handle_key(parts.handle_of(each)[0]), default)
-    session.partitioned = True
-    _broadcast(session)
-    waiting, session.waiting = session.waiting, []
+    _owned(session)
+    session.partitioned = True  # a load asks the model for the variables that this rank owns
+    try:
+        _broadcast(session)
 
-    def load() -> None:
-        for each in waiting:
-            each()
+        def load() -> None:
+            for each in session.waiting:
+                each()
 
-    collective_try(session.runtime, "smp.CheckpointManager.restore", load, StepAbortedError)
-    for each in variables:
-        if session.owners[parts.handle_key(parts.handle_of(each)[0])] != session.partition:
-            parts.empty(each)
+        collective_try(session.runtime, "smp.CheckpointManager.restore", load, StepAbortedError)
+    except BaseException:
+        session.partitioned = False  # the next step begins with the same loads
+        raise
+    session.waiting.clear()
+    _freed(session)
     hooks, session.hooks = session.hooks, []
 
     def call() -> None:
@@ -289,6 +326,22 @@ def _partitioned(session: TensorFlowSession) -> None:
     collective_try(
         session.runtime, "smp.register_post_partition_hook: a hook", call, StepAbortedError
     )
+
+
+def _owned(session: TensorFlowSession) -> list[tuple[Any, int]]:
+    """Every variable of the model with its owner: the default partition where no step has used it."""
+    default = session.runtime.config.default_partition
+    return [
+        (each, session.owners.setdefault(parts.handle_key(parts.handle_of(each)[0]), default))
+        for each in ([] if session.model is None else session.model.all_variables())
+    ]
+
+
+def _freed(session: TensorFlowSession) -> None:
+    """Free the variables that other ranks own."""
+    for each, owner in _owned(session):
+        if owner != session.partition:
+            parts.empty(each)
 
 
 def _broadcast(session: TensorFlowSession) -> None:

@@ -11,6 +11,9 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
+
 from smp_core.errors import BackendError, MissingTensorFlowError, UnknownTensorFlowWarning
 
 try:
@@ -21,7 +24,12 @@ except ModuleNotFoundError as error:
     ) from error
 
 __all__ = [
+    "LateSweepManager",
+    "array_of",
+    "autograph_of_caller",
+    "called",
     "check_version",
+    "converted",
     "count_in",
     "empty",
     "flat_inputs",
@@ -36,12 +44,20 @@ __all__ = [
     "slot_lists",
     "tag_of",
     "tagged",
+    "tensor_of",
     "tf",
 ]
 
 #: The releases of TensorFlow with which everything was run.
 TRIED = ("2.21",)
 _TAG = "_smp_partition"
+#: The bytes at whose multiples TensorFlow wants a tensor to begin.
+_ALIGNMENT = 64
+#: The dtypes of arrays that TensorFlow takes from torch as they are.
+_SHARED = {
+    np.dtype(each)
+    for each in ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8")
+}
 
 
 def check_version(version: str) -> None:
@@ -52,7 +68,11 @@ def check_version(version: str) -> None:
             ("Graph._attr_scope", hasattr(tf.Graph, "_attr_scope")),
             ("Operation._original_op", hasattr(tf.Graph, "_original_op")),
             ("FuncGraph", hasattr(tf.__internal__, "FuncGraph")),
-            ("CheckpointManager._sweep", hasattr(tf.train.CheckpointManager, "_sweep")),
+            *(
+                (f"CheckpointManager.{each}", hasattr(tf.train.CheckpointManager, each))
+                for each in ("_sweep", "_record_state")
+            ),
+            ("autograph.tf_convert", hasattr(tf.__internal__.autograph, "tf_convert")),
         )
         if not found
     ]
@@ -83,18 +103,24 @@ def inter_op_threads() -> int:
     return chosen or int(os.environ.get("TF_NUM_INTEROP_THREADS") or 0) or cores or 1
 
 
-def _two_threads() -> None:
-    """Have two threads on one core, where launchers may bind a rank: one on which a step waits, one for operations."""
-    if inter_op_threads() < 2 and not os.environ.get("TF_NUM_INTEROP_THREADS"):
+#: A step in a ``tf.function`` waits on one thread, its operations need a second, and a function that such an operation
+#: calls, as one of ``tf.py_function`` may, needs a third. One is to spare.
+_THREADS = 4
+
+
+def _enough_threads() -> None:
+    """Have so many threads on few cores, such as the one that a launcher may bind a rank to."""
+    chosen = tf.config.threading.get_inter_op_parallelism_threads()
+    if inter_op_threads() < _THREADS and not (chosen or os.environ.get("TF_NUM_INTEROP_THREADS")):
         with contextlib.suppress(
             RuntimeError
         ):  # TensorFlow runs already; a step says what it lacks
-            tf.config.threading.set_inter_op_parallelism_threads(2)
+            tf.config.threading.set_inter_op_parallelism_threads(_THREADS)
 
 
 check_version(tf.__version__)
 _leave_unconverted()
-_two_threads()
+_enough_threads()
 
 
 @contextlib.contextmanager
@@ -119,6 +145,32 @@ def origin_of(operation: Any) -> Any:
     return operation._original_op
 
 
+def autograph_of_caller() -> Any:
+    """The caller's choice of AutoGraph, for ``converted``."""
+    return tf.__internal__.autograph.control_status_ctx()
+
+
+def converted(function: Any, context: Any) -> Any:
+    """A function as AutoGraph converts it for a caller of whom ``autograph_of_caller`` gave the context."""
+    return tf.__internal__.autograph.tf_convert(function, context, user_requested=True)
+
+
+class LateSweepManager(tf.train.CheckpointManager):  # type: ignore[misc]
+    """A manager whose old checkpoints stay until ``sweep`` is called, and whose checkpoint may be another each time."""
+
+    def use(self, checkpoint: Any) -> None:
+        """Save and restore this ``tf.train.Checkpoint`` from now on."""
+        self._checkpoint = checkpoint
+
+    def sweep(self) -> None:
+        """Delete the checkpoints that are not to be kept."""
+        super()._sweep()
+        self._record_state()
+
+    def _sweep(self) -> None:
+        """Keep them."""
+
+
 def is_scratch(graph: Any) -> bool:
     """Return whether a graph is the one in which Keras 3 only asks a layer for its shapes."""
     return str(getattr(graph, "name", "")).startswith("scratch_graph")
@@ -132,6 +184,34 @@ def flat_inputs(
         tuple(args), dict(kwargs), function._default_values
     )
     return list(concrete.function_type.unpack_inputs(bound))
+
+
+def called(function: Any, inputs: Sequence[Any]) -> Sequence[Any]:
+    """The outputs of a concrete function that returns a list of tensors.
+
+    A call of the function itself checks its arguments and packs its results, which takes as long as a small function.
+    """
+    atomic = getattr(function, "_inference_function", None)
+    if atomic is None:  # stands for one, in a test
+        return function(*inputs) or ()
+    found: Sequence[Any] = atomic.call_flat(*inputs, *function.captured_inputs)
+    return found
+
+
+def array_of(tensor: Any) -> Any:
+    """A tensor of the eager mode as an array, without a copy where it can be."""
+    try:
+        return np.asarray(memoryview(tensor))
+    except (TypeError, ValueError, RuntimeError):  # a dtype that numpy does not know
+        return tensor.numpy()
+
+
+def tensor_of(array: Any) -> Any:
+    """An array that nobody else uses as a tensor, without a copy where it can be."""
+    known = isinstance(array, np.ndarray) and array.dtype in _SHARED
+    if not known or not array.size or array.ctypes.data % _ALIGNMENT:
+        return tf.constant(array)
+    return tf.experimental.dlpack.from_dlpack(torch.from_numpy(array).__dlpack__())
 
 
 def empty(variable: Any) -> None:

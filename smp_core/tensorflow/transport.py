@@ -20,7 +20,7 @@ from smp_core.topology import GroupKind
 from smp_core.transport.protocols import Group
 
 Array = np.ndarray[Any, np.dtype[Any]]
-_MOST_DIMENSIONS = 8
+MOST_DIMENSIONS = 8
 _THERE, _GIVEN_UP = 0, 255
 
 
@@ -96,6 +96,7 @@ class SegmentTransport:
             self.world = Members(runtime, "smp tensorflow world", everyone)
         self.bound = self.world if self.replicas.size > 1 else self.pipeline
         self._sent: list[tuple[Work, torch.Tensor]] = []
+        self._expected: dict[int, tuple[Work, torch.Tensor]] = {}
 
     def open(self) -> None:
         """Make the process groups. Every rank calls it before it uses one, so that all make them in the same order."""
@@ -104,16 +105,24 @@ class SegmentTransport:
                 _ = each.group
 
     def send(self, to: int, number: int, specs: Sequence[Spec], arrays: Sequence[Array]) -> None:
-        """Send tensors to one rank; returns at once. ``number`` is that of the message in this step."""
+        """Send tensors to one rank; returns at once. ``number`` is that of the message in this step.
+
+        An error in the making of a message leaves nothing of it sent.
+        """
+        whole = torch.empty(sum(each.nbytes for each in arrays) + 1, dtype=torch.uint8)
+        buffer, start = whole.numpy(), 0
+        for array in arrays:
+            end = start + array.nbytes
+            buffer[start:end] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            start = end
+        buffer[start] = _THERE
         if not _known(specs):
-            sizes = np.zeros((len(arrays), 1 + _MOST_DIMENSIONS), np.int64)
+            sizes = np.zeros((len(arrays), 1 + MOST_DIMENSIONS), np.int64)
             for row, array in zip(sizes, arrays, strict=True):
                 row[0] = array.ndim
                 row[1 : 1 + array.ndim] = array.shape
             self._post(to, 2 * number, torch.from_numpy(sizes.reshape(-1).view(np.uint8)))
-        parts = [np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in arrays]
-        whole = np.concatenate([*parts, np.array([_THERE], np.uint8)])
-        self._post(to, 2 * number + 1, torch.from_numpy(whole))
+        self._post(to, 2 * number + 1, whole)
 
     def give_up(self, to: int, number: int, specs: Sequence[Spec]) -> None:
         """Send the message of this number without its tensors: this rank has given the step up."""
@@ -124,6 +133,15 @@ class SegmentTransport:
 
     def _post(self, to: int, tag: int, buffer: torch.Tensor) -> None:
         self._sent.append((self.pipeline.group.send([buffer], to, tag), buffer))
+
+    def expect(self, source: int, number: int, specs: Sequence[Spec]) -> None:
+        """Have room for the message of this number before ``receive`` waits for it, if its size is known.
+
+        Gloo sends the data of a message only when its receiver has asked for it.
+        """
+        if _known(specs):
+            size = sum(_sizes(specs, _shapes(specs))) + 1
+            self._expected[number] = self._asked(source, 2 * number + 1, size)
 
     def receive(self, source: int, number: int, specs: Sequence[Spec]) -> list[Array] | None:
         """Wait for the message of this number; None if its sender has given the step up."""
@@ -136,7 +154,7 @@ class SegmentTransport:
             rows = buffer.view(np.int64).reshape(len(specs), -1)
             shapes = [tuple(int(size) for size in row[1 : 1 + row[0]]) for row in rows]
         sizes = _sizes(specs, shapes)
-        data = self._taken(source, 2 * number + 1, sum(sizes) + 1)
+        data = self._taken(source, 2 * number + 1, sum(sizes) + 1, self._expected.pop(number, None))
         if data[-1] == _GIVEN_UP:
             return None
         found, start = [], 0
@@ -149,9 +167,15 @@ class SegmentTransport:
             start += size
         return found
 
-    def _taken(self, source: int, tag: int, size: int) -> Array:
+    def _asked(self, source: int, tag: int, size: int) -> tuple[Work, torch.Tensor]:
         buffer = torch.empty(size, dtype=torch.uint8)
-        self.pipeline.group.recv([buffer], source, tag).wait()
+        return self.pipeline.group.recv([buffer], source, tag), buffer
+
+    def _taken(
+        self, source: int, tag: int, size: int, asked: tuple[Work, torch.Tensor] | None = None
+    ) -> Array:
+        work, buffer = asked or self._asked(source, tag, size)
+        work.wait()
         return buffer.numpy()
 
     def settle(self) -> None:
@@ -159,6 +183,11 @@ class SegmentTransport:
         sent, self._sent = self._sent, []
         for work, _ in sent:
             work.wait()
+
+
+def is_too_deep(spec: Spec) -> bool:
+    """Return whether a tensor has more dimensions than a message of its sizes can hold."""
+    return not _known([spec]) and len(spec.shape or ()) > MOST_DIMENSIONS
 
 
 def _known(specs: Sequence[Spec]) -> bool:
@@ -180,4 +209,4 @@ def _sizes(specs: Sequence[Spec], shapes: Sequence[tuple[int, ...]]) -> list[int
 
 def _size_of_sizes(specs: Sequence[Spec]) -> int:
     """The bytes of the message of sizes. The last of a size is no ``_GIVEN_UP``: no tensor is that large."""
-    return len(specs) * (1 + _MOST_DIMENSIONS) * 8
+    return len(specs) * (1 + MOST_DIMENSIONS) * 8

@@ -110,8 +110,7 @@ def in_function() -> None:
         with smp.partition(1):
             return x * 2.0
 
-    # Not by tf.function, which is not traced where ranks are threads.
-    run(lambda model, x: tf.compat.v1.wrap_function(nested, [tf.TensorSpec(x.shape)])(x))
+    run(lambda model, x: tf.function(nested)(x))
 
 
 def variable_of_two_loops() -> None:
@@ -158,8 +157,45 @@ def tensor_list() -> None:
     run(body)
 
 
+def nine_dimensions() -> None:
+    def body(model: Any, x: Any) -> Any:
+        x = tf.reshape(tf.boolean_mask(x, x[:, 0] > 0.0), [-1, *[1] * 8])
+        with smp.partition(1):
+            return x * 2.0
+
+    run(body)
+
+
+def composite(kind: Callable[[Any], Any]) -> Callable[[], None]:
+    def body() -> None:
+        model = Model(plain)
+        smp.step(lambda x: {"found": kind(model(x))})(tf.constant(X))
+
+    return body
+
+
 def other_graph() -> None:
     run(lambda model, x: model.dense(x) + 1.0 if smp.rank() else model.dense(x))
+
+
+def other_attribute() -> None:
+    def body(model: Any, x: Any) -> Any:
+        return tf.nn.leaky_relu(model.dense(x), alpha=0.25 if smp.rank() else 0.5)
+
+    run(body)
+
+
+def other_branch() -> None:
+    def body(model: Any, x: Any) -> Any:
+        inner = tf.cos if smp.rank() else tf.sin
+        x = model.dense(x)
+        return tf.cond(
+            tf.reduce_sum(x) > 0,
+            lambda: tf.cond(x[0, 0] > 0, lambda: inner(x), lambda: x),
+            lambda: x,
+        )
+
+    run(body)
 
 
 def other_step() -> None:
@@ -253,7 +289,12 @@ def method(**options: Any) -> Callable[[], None]:
         (variable_of_two_loops, PartitionError, "which partition 0 owns"),
         (strings, PartitionError, "dtype string .* cannot leave its rank"),
         (tensor_list, PartitionError, "dtype variant .* cannot leave its rank"),
+        (nine_dimensions, PartitionError, "9 dimensions, one of them of unknown size"),
+        (composite(tf.sparse.from_dense), ArgumentError, "returned a SparseTensor"),
+        (composite(tf.RaggedTensor.from_tensor), ArgumentError, "returned a RaggedTensor"),
         (other_graph, PartitionError, "traced different graphs: operation .* differs"),
+        (other_attribute, PartitionError, "traced different graphs: operation .* LeakyRelu"),
+        (other_branch, PartitionError, "traced different graphs: operation .* StatelessIf"),
         (other_value, PartitionError, "traced different graphs: operation .* Const"),
         (other_batch, PartitionError, "traced different graphs: operation .* differs"),
         (model_in_a_branch, PartitionError, "called inside of a branch"),
@@ -285,7 +326,17 @@ def test_a_mistake_is_told(
 
 
 @pytest.mark.parametrize(
-    "body", [other_graph, other_step, retraced_on_one_rank, strings], ids=lambda each: each.__name__
+    "body",
+    [
+        other_graph,
+        other_attribute,
+        other_branch,
+        other_step,
+        retraced_on_one_rank,
+        strings,
+        nine_dimensions,
+    ],
+    ids=lambda each: each.__name__,
 )
 def test_every_rank_has_the_error(smp_world: Any, body: Callable[[], None]) -> None:
     def caught() -> str:

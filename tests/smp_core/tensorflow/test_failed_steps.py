@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +23,9 @@ Case = tuple[int, int, str]  # microbatch, partition, phase
 
 @pytest.fixture(scope="module", params=["sim", "gloo", "mpi"])
 def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
-    executor = open_backend(str(request.param), ExecutorOptions(ranks=RANKS))
+    # So that the ranks are forked from a process that has it.
+    prelude = functools.partial(importlib.import_module, "smp_core.tensorflow")
+    executor = open_backend(str(request.param), ExecutorOptions(ranks=RANKS, prelude=prelude))
     yield executor
     executor.close()
 

@@ -23,7 +23,7 @@ from conformance.cases.keras_script import (
     make_optimizer,
     named,
 )
-from smp_core.errors import CheckpointError
+from smp_core.errors import CheckpointError, StepAbortedError
 from smp_core.tensorflow import tensorflow_parts as parts
 
 CASE = Case((("dense", 0), ("batch norm", 1), (DROPOUT, 1)), 0, 1, False, 0, 2)
@@ -223,6 +223,42 @@ def test_checkpoints_of_one_name_and_two_saves_are_none(smp_world: Any, tmp_path
     assert found == [(None, 0)] * 2
     with pytest.raises(CheckpointError, match="different saves"):
         smp_world.run(restored, str(tmp_path / "a"), "ckpt-3", ranks=2, config=config)
+
+
+def loaded_late(folder: str) -> Any:
+    """A load that fails on rank 1 in the first step, and works in the second."""
+    training = Training(folder)
+    load, failed = training.manager._load, list[bool]()
+
+    def torn(*args: Any) -> None:
+        if smp.rank() and not failed:
+            failed.append(True)
+            raise OSError("torn")
+        load(*args)
+
+    training.manager._load = torn
+    hooks: list[int] = []
+    smp.register_post_partition_hook(lambda: hooks.append(len(training.model.variables)))
+    training.manager.restore()
+    with pytest.raises((OSError, StepAbortedError), match="torn"):
+        training.step(3)
+    losses = [training.step(number) for number in range(3, 5)]
+    empty = sum(not each.numpy().size for each in training.model.all_variables())
+    return losses, named(training.model.variables), hooks, empty
+
+
+def test_the_step_after_a_load_that_failed_loads_again(smp_world: Any, tmp_path: Path) -> None:
+    config = CASE.config()
+    smp_world.run(stopped, str(tmp_path / "a"), ranks=2, config=config)
+    found = smp_world.run(loaded_late, str(tmp_path / "a"), ranks=2, config=config)
+    wanted = smp_world.run(uninterrupted, str(tmp_path / "b"), ranks=2, config=config)
+    counts = [len(variables) for _, variables in wanted]
+    for rank, (losses, variables, hooks, empty) in enumerate(found):
+        assert losses == wanted[rank][0][3:]
+        assert hooks == [counts[rank]]
+        assert empty == counts[1 - rank]
+        for name, value in wanted[rank][1].items():
+            np.testing.assert_array_equal(variables[name], value, name)
 
 
 class TwoLayers(smp.DistributedModel):

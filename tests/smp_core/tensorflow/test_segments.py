@@ -91,6 +91,66 @@ def test_the_segments_are_the_graph(case: Case) -> None:
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
 
+def test_a_segment_has_the_functions_that_it_calls_and_no_others() -> None:
+    def loop(x: Any, by: float) -> Any:
+        return tf.while_loop(
+            lambda i, _: i < 2,
+            lambda i, y: (i + 1, tf.cond(i > 0, lambda: y * by, lambda: y)),
+            [tf.constant(0), x],
+        )[1]
+
+    def body(x: Any) -> Any:
+        with parts.tagged(0):
+            x = loop(x, 2.0)
+        with parts.tagged(1):
+            return loop(x, 3.0)
+
+    graph = segments.read(tf.function(body).get_concrete_function(tf.TensorSpec([2])))
+    placed = place(graph.traced, {})
+    made = cut(placed.operations, 2, [], graph.outputs)
+    names = [
+        {
+            each.signature.name
+            for each in graph.functions.reached(
+                graph.nodes[at].node_def for at in segment.operations
+            )
+        }
+        for segment in made.segments
+    ]
+    # Each loop has a condition and a body, in which a branch has two functions.
+    assert [len(each) for each in names] == [4, 4, 0]
+    assert not names[0] & names[1]
+    functions = [segments.build(graph, placed.operations, each) for each in made.segments]
+    values = [tf.constant([1.0, 2.0])]
+    for run in functions:
+        values = run(*values)
+    np.testing.assert_array_equal(values[0], [6.0, 12.0])
+    for run, own in zip(functions, names, strict=True):
+        library = {each.signature.name for each in run.graph.as_graph_def().library.function}
+        assert library == own
+
+
+def test_what_functions_and_operations_are_called_does_not_count() -> None:
+    def described(name: str, by: float) -> list[str]:
+        def body(x: Any) -> Any:
+            with tf.name_scope(name):
+                inner = tf.function(lambda y: tf.random.uniform([2]) + y * by)
+                return tf.cond(
+                    x[0] > 0,
+                    lambda: inner(x) + 1.0,
+                    lambda: tf.while_loop(
+                        lambda i, _: i < 2, lambda i, y: (i + 1, inner(y)), [tf.constant(0), x]
+                    )[1],
+                )
+
+        graph = segments.read(tf.function(body).get_concrete_function(tf.TensorSpec([2])))
+        return [graph.detail(at) for at in range(len(graph.nodes))]
+
+    one, again, other = described("one", 2.0), described("again", 2.0), described("one", 3.0)
+    assert one == again
+    assert one != other
+
+
 def _takes_a_handle(inputs: Sequence[Value], handles: Any) -> bool:
     return any(each.operation in handles for each in inputs)
 

@@ -1,4 +1,6 @@
-"""A step inside of a function needs two threads of TensorFlow's: it has them on one core, and says when it has not."""
+"""A step inside of a function needs two threads of TensorFlow's, and a function that an operation of it calls needs
+more: it has them on one core, and says when it has not.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,20 @@ print(float(train(tf.ones((4, 3)))))
 """
 
 
-def ran(threads: str) -> subprocess.CompletedProcess[str]:
+#: An operation of the model calls a function, which needs a thread beside that of the operation and that of the step.
+CALLING = SCRIPT.replace(
+    "        return self.dense(x)",
+    "        return tf.ensure_shape(tf.py_function(doubled, [self.dense(x)], tf.float32), (None, 1))",
+).replace("model = Model()", "doubled = tf.function(lambda x: x * 2.0)\nmodel = Model()")
+
+
+def ran(threads: str, script: str = SCRIPT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", script],
         env={**os.environ, "TF_NUM_INTEROP_THREADS": threads},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=60,
     )
 
 
@@ -54,3 +63,9 @@ def test_one_thread_is_refused() -> None:
     assert found.returncode == 1
     assert "TensorFlow has one inter-op thread" in found.stderr
     assert "Set TF_NUM_INTEROP_THREADS=2" in found.stderr
+
+
+def test_an_operation_of_a_step_may_call_a_function() -> None:
+    found = ran("", CALLING)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout == "24.0\n"

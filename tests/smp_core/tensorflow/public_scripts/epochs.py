@@ -61,7 +61,7 @@ def train_step(images, labels):
 
 
 for epoch in range(6):
-    train_accuracy.reset_state()
+    train_accuracy.reset_states()
     for images, labels in train_ds:
         loss = train_step(images, labels)
     print("epoch", epoch, "loss", loss.numpy(), "accuracy", train_accuracy.result().numpy())
