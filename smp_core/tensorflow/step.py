@@ -252,7 +252,9 @@ def _decide(session: TensorFlowSession, concrete: Any, trainable: Sequence[Any])
         )
         if failure is not None:
             raise failure
-        session.layers.update(json.loads(session.transport.pipeline.texts(json.dumps(mine))[0]))
+        # By the order of the scopes: Keras counts layers in their names, which may differ by rank.
+        texts = session.transport.pipeline.texts(json.dumps(list(mine.values())))
+        session.layers.update(zip(mine, json.loads(texts[0]), strict=False))
 
 
 def _ours(error: Exception) -> Exception:

@@ -275,8 +275,13 @@ class Held(smp.DistributedModel):
         return self.all(x)
 
 
-def trained_automatically(kind: str) -> list[int]:
-    """The sizes of this rank's variables after two steps of a script that knows nothing of partitions."""
+def trained_automatically(kind: str, others: int = 0) -> list[int]:
+    """The sizes of this rank's variables after two steps of a script that knows nothing of partitions.
+
+    ``others`` are the layers that rank 1 has made before, by which Keras counts on in names.
+    """
+    for _ in range(others * smp.rank()):
+        tf.keras.Sequential([tf.keras.layers.Dense(1)])
     model = Held() if kind == "held" else OneLayer()
     optimizer = tf.keras.optimizers.SGD(0.5)
 
@@ -291,9 +296,10 @@ def trained_automatically(kind: str) -> list[int]:
     return [each.numpy().size for each in model.trainable_variables]
 
 
-def test_a_network_in_one_attribute_is_split(smp_world: Any) -> None:
+@pytest.mark.parametrize("others", [0, 9])
+def test_a_network_in_one_attribute_is_split(smp_world: Any, others: int) -> None:
     config = {"pipeline_parallel_degree": 2, "microbatches": 2}
-    found = smp_world.run(trained_automatically, "held", ranks=2, config=config)
+    found = smp_world.run(trained_automatically, "held", others, ranks=2, config=config)
     assert found == [[9, 3], [9, 3, 6, 2]]
 
 
