@@ -337,7 +337,7 @@ def test_a_launcher_of_one_process(
     words: list[str],
     ranks: int | None,
 ) -> None:
-    """It is one rank, unless the command asks for several. srun starts shells as well."""
+    """The process is one rank, unless the command asks for several. srun starts shells as well."""
     here: list[ScriptJob] = []
 
     def run_here(job: ScriptJob, *_: object) -> NoReturn:
