@@ -379,7 +379,15 @@ class Config(BaseModel):
         Source: API 1.2.
         """
         script = _mapping("parameters", parameters)
-        set_by_launcher = _mapping("launcher", launcher)
+        set_by_launcher = dict(_mapping("launcher", launcher))
+        if (
+            set_by_launcher.get("sharded_data_parallel_degree", 1) != 1
+            and set_by_launcher.get("partitions") == 1
+            and any(script.get(name, 1) != 1 for name in ("pipeline_parallel_degree", "partitions"))
+        ):
+            # A launcher adds this for libraries that look for the key: the rule that sharding needs one partition is
+            # the script's to meet, and would not be asked of its own number.
+            del set_by_launcher["partitions"]
         overruled = {ALIASES.get(name, name) for name in set_by_launcher}
         left = {
             name: value

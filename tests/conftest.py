@@ -222,11 +222,12 @@ def _no_ci() -> Iterator[None]:
 def free_port() -> int:
     """A port of the loopback interface that is free, and below those that the kernel gives to listeners of others."""
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = random.SystemRandom().randrange(10_000, low)
+    for _ in range(100):
+        port = random.SystemRandom().randrange(10_000, max(low, 30_000))
         with contextlib.suppress(OSError), socket.socket() as sock:
             sock.bind(("127.0.0.1", port))
             return port
+    pytest.fail("no port of the loopback interface is free")
 
 
 # Commands that tests start.

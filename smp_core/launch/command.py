@@ -118,7 +118,7 @@ def _run(options: argparse.Namespace) -> int:
     ranks = options.ranks
     if ranks is None and inside is None and distribution is not None:
         ranks = distribution.processes_per_host
-    if ranks is None and launch is not None and launch.starts_one_rank:
+    if ranks is None and not options.backend and launch is not None and launch.starts_one_rank:
         inside = launch if not parameters or _ranks(None, parameters, None) == 1 else None
     job = ScriptJob(
         script=options.script,

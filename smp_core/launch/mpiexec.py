@@ -110,7 +110,8 @@ def _version(program: str) -> str:
     shown = subprocess.run(
         [program, "--version"], capture_output=True, text=True, timeout=30, check=False
     )
-    return shown.stdout + shown.stderr
+    # Before version 5 only mpirun says Open MPI.
+    return (shown.stdout + shown.stderr).replace("(OpenRTE)", "(Open MPI)")
 
 
 def outside_jobs(environment: Mapping[str, str]) -> dict[str, str]:

@@ -128,8 +128,12 @@ class Launch:
 
     @property
     def starts_one_rank(self) -> bool:
-        """True if this process is the only rank, and no shell: srun starts shells with the variables of a rank."""
-        return self.size == 1 and self.launcher.rank not in _ALONE
+        """True if this process is the only rank, and no shell: srun starts shells with the variables of a rank.
+
+        A rank of an MPI job that has a rendezvous may be either's.
+        """
+        either = self.rendezvous and self.fabric == "mpi"
+        return self.size == 1 and self.launcher.rank not in _ALONE and not either
 
     @property
     def fabric(self) -> str:
@@ -196,17 +200,25 @@ def _check_one_mpi(first: Launcher, environment: Mapping[str, str]) -> None:
         theirs = [environment.get(name) for name in (other.rank, other.size)]
         if None in theirs or theirs == said:
             continue
-        if pod:
+        if pod and _is_smaller(
+            said[1], theirs[1]
+        ):  # a larger one may be of ranks that each process has started
             raise BackendError(
                 f"{first.rank} and {first.size} say rank {said[0]} of {said[1]}, and {other.name} rank {theirs[0]} of "
                 f"{theirs[1]}. Unset {first.rank} and {first.size}, which torchrun has not set, or {other.rank} and "
                 f"{other.size}"
             )
+        if pod:
+            continue
         raise BackendError(
             f"{first.name} says rank {said[0]} of {said[1]}, and {other.name} rank {theirs[0]} of {theirs[1]}: one "
             "of them was started by the other. Unset the variables of the outer one "
             f"({other.rank}, {other.size}, or {first.rank}, {first.size})"
         )
+
+
+def _is_smaller(size: str, other: str | None) -> bool:
+    return size.isdecimal() and other is not None and other.isdecimal() and int(size) < int(other)
 
 
 class _Process:

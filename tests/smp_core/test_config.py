@@ -566,6 +566,14 @@ def test_launcher_may_satisfy_a_rule() -> None:
     assert Config.parse({"tensor_parallel_degree": 2}, launcher={"ddp": True}) == Config(**TENSOR_2)
 
 
+@pytest.mark.parametrize("name", ["partitions", "pipeline_parallel_degree"])
+def test_a_partition_that_sharding_implies_does_not_hide_the_script_s_own(name: str) -> None:
+    """A launcher adds it for libraries that look for the key."""
+    launcher = {"ddp": True, "sharded_data_parallel_degree": 2, "partitions": 1}
+    assert "sharded_data_parallel_degree=2" in refusal({name: 2}, launcher=launcher)[0]
+    assert Config.parse({name: 1}, launcher=launcher).partitions == 1
+
+
 def test_arguments_are_left_alone() -> None:
     script, launcher = {"partitions": 2}, {"pipeline_parallel_degree": 4}
     Config.parse(script, launcher=launcher)

@@ -112,6 +112,7 @@ class Run:
         limit = math.inf if self._job.timeout is None else self._job.timeout
         start = looked = time.monotonic()
         failed_at = found_at = math.inf
+        held: Finding | None = None  # a finding that a late result may explain
         while self._running:
             self._hear(TICK)
             now = time.monotonic()
@@ -120,7 +121,7 @@ class Run:
                 looked = now
                 self._read_lines()
                 if self._finding is None:
-                    finding = self._board.look(self._running, now)
+                    held = finding = self._board.look(self._running, now)
                     found_at = min(found_at, now) if finding is not None else math.inf
                     # A body that is over may have raised, which would be the cause.
                     leaving = any(self._board.body_is_over(slot) for slot in self._running)
@@ -134,6 +135,12 @@ class Run:
                     self._stop(list(self._running.values()))
                     return False
             elif now - start > limit:
+                if held is not None:
+                    self._finding = (
+                        held  # of ranks that wait: a body that is over needs long for its result
+                    )
+                    self._stop(list(self._running.values()))
+                    return False
                 if not self._job.patience():
                     return True
                 start = now

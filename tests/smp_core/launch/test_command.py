@@ -326,6 +326,13 @@ SHELL = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
         (TORCHRUN, ["-p", "ddp=True"], None),
         (TORCHRUN, ["-n", "2"], 2),
         (TORCHRUN, ["-p", "partitions=2"], 2),
+        (TORCHRUN, ["-p", "ddp=True", "--backend", "gloo"], 1),
+        # Either torch's rank or the MPI's, which mpi4py would be needed for.
+        (
+            {"PMI_RANK": "0", "PMI_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1234"},
+            ["-p", "ddp=True"],
+            1,
+        ),
         (SHELL, ["-n", "2"], 2),
     ],
 )
@@ -447,6 +454,7 @@ def test_rank_0_of_another_launcher_tells_what_smp_run_tells(
 
     monkeypatch.setattr(command.rank, "run_here", run_here)
     monkeypatch.setattr(command, "cores", lambda: 3)
+    monkeypatch.setattr(gpus, "count", lambda _: 0)
     there = {"MPI_LOCALNRANKS": "4", "PMI_RANK": str(rank), "PMI_SIZE": "8"}
     monkeypatch.setattr(os, "environ", {**os.environ, **there})
     with pytest.raises(SystemExit):

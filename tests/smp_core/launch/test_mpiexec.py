@@ -49,7 +49,10 @@ def test_options_are_of_open_mpi(
     assert shown == ("" if given else line)
 
 
-HYDRA, OPEN_MPI = "HYDRA build details:", "mpirun (Open MPI) 4.1.6"
+HYDRA, OPEN_MPI = "HYDRA build details:", "mpiexec (Open MPI) 5.0.7"
+OPEN_RTE = (
+    "mpiexec (OpenRTE) 4.1.4"  # Open MPI's before version 5, where only mpirun has the other name
+)
 
 
 @pytest.fixture
@@ -78,6 +81,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str,
         (OPEN_MPI, "Open MPI v5.0.7, package: Open MPI", "mpi", ""),
         ("slurm 23.02", "Open MPI v5.0.7", "mpi", ""),  # nothing says that it does not fit
         (OPEN_MPI, "MPICH Version:      5.0.2", "gloo", "mpi4py has MPICH Version: 5.0.2"),
+        (OPEN_RTE, "MPICH Version:      5.0.2", "gloo", "mpi4py has MPICH Version: 5.0.2"),
         (HYDRA, "Open MPI v5.0.7, package: Open MPI", "gloo", "mpi4py has Open MPI v5.0.7"),
         (HYDRA, "", "gloo", "mpi4py finds no MPI"),
         (HYDRA, None, "gloo", ""),

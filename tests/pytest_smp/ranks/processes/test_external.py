@@ -277,7 +277,7 @@ def busy(command, pytester, launcher) -> Any:
 def test_interrupting_the_launcher_ends_everything(command, pytester, launcher):
     started, _ = busy(command, pytester, launcher)
     started.process.send_signal(signal.SIGINT)
-    code, text = started.end(55)  # and does not wait the minute that a rank gets to start
+    code, text = started.end(55)  # and does not wait the minutes that a rank gets to start
     assert code != 0, text
     assert "KeyboardInterrupt" in text, text
 
