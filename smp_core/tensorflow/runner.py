@@ -256,9 +256,9 @@ class _Step:
                 part = self._take(microbatch, value)
                 if self._given_up:
                     return
-                part = tf.cast(part, sum_dtype(part.dtype))
                 total = self._totals.get(value)
                 try:
+                    part = tf.cast(part, sum_dtype(part.dtype))
                     self._totals[value] = part if total is None else tf.add(total, part)
                 except Exception as error:
                     self._failed(f"with the sums of microbatch {microbatch}", error)

@@ -82,7 +82,7 @@ class Functions:
                 " ".join(
                     [
                         node.op,
-                        *(_renamed(each, places) for each in node.input),
+                        *_inputs(node, places),
                         *self.attributes(node),
                         *_constants(node),
                     ]
@@ -94,6 +94,15 @@ class Functions:
             ]
             self._digests[name] = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
         return self._digests[name]
+
+
+def _inputs(node: Any, places: Mapping[str, str]) -> list[str]:
+    """The inputs of an operation in a function. Control inputs are sorted by place: TensorFlow sorts them by name, and
+    names of layers differ between ranks.
+    """
+    renamed = [_renamed(each, places) for each in node.input]
+    control = sorted(each for each in renamed if each.startswith("^"))
+    return [each for each in renamed if not each.startswith("^")] + control
 
 
 def _renamed(name: str, places: Mapping[str, str]) -> str:

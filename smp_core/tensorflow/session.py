@@ -40,6 +40,7 @@ class TensorFlowSession:
         orders: for the plans of a step's microbatches, the tasks of this rank and the messages that it takes.
         layers: the partition of each layer, by its scope, under ``auto_partition``.
         autograph: whether the caller of the step wants AutoGraph, as TensorFlow says it.
+        eager: whether functions run eagerly as long as ranks are threads of this process.
     """
 
     runtime: Runtime
@@ -59,6 +60,7 @@ class TensorFlowSession:
     )
     layers: dict[str, int] = dataclasses.field(default_factory=dict)
     autograph: Any = None
+    eager: bool = False
 
     @property
     def partition(self) -> int:
@@ -77,14 +79,15 @@ def current(call: str) -> TensorFlowSession:
     if owner.training is None:
         _check(owner)
         context = current_rank.current()
-        if (
+        eager = (
             context is not None
             and getattr(context, "fabric", None) is not None
             and _is_thread(context)
-        ):
+        )
+        if eager:
             # Callbacks of a running graph come on threads of TensorFlow's own, which are no ranks.
             tf.config.run_functions_eagerly(True)
-        owner.training = TensorFlowSession(owner, SegmentTransport(owner))
+        owner.training = TensorFlowSession(owner, SegmentTransport(owner), eager=eager)
     session = owner.training
     if not isinstance(session, TensorFlowSession):
         raise SecondModelError(

@@ -186,7 +186,7 @@ class _State:
         # Asked here: a function that is traced without AutoGraph, as ours is, hides the choice of the caller.
         session.autograph = parts.autograph_of_caller()
         try:
-            concrete = self._concrete(call)
+            concrete = self._concrete(session, call)
         except VerdictError:
             raise
         except Exception as error:
@@ -202,9 +202,10 @@ class _State:
             )
         return plan, parts.flat_inputs(self.function, concrete, call.args, call.kwargs)
 
-    def _concrete(self, call: CallArguments) -> Any:
-        # On simulated ranks functions run eagerly, so that one in the body would be inlined instead of traced.
-        eager = tf.config.functions_run_eagerly()
+    def _concrete(self, session: TensorFlowSession, call: CallArguments) -> Any:
+        # On simulated ranks functions run eagerly, so that one in the body would be inlined instead of traced. There
+        # another rank may have set the value that stands here, if a body waits while it is traced.
+        eager = session.eager or tf.config.functions_run_eagerly()
         tf.config.run_functions_eagerly(False)
         try:
             return self.function.get_concrete_function(*call.args, **call.kwargs)

@@ -23,6 +23,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ _GROUP = 8  # bytes of a group's name on the wire
 _FRAME = struct.Struct(f"<{_GROUP}sBII4Q")
 _RANGE = struct.Struct("<QQ")  # its begin and its end
 _ROUND, _MAIL, _LEFT = range(3)
+_SETTLING = 10.0  # seconds in which the connections of a member that leaves must be there
 
 Range = tuple[int, int]
 
@@ -161,11 +163,13 @@ class Courier:
         stream.send([memoryview(head), *(view[begin:end] for begin, end in ranges)])
 
     def settle(self) -> None:
-        """Return when all that was sent has a connection: an answer that is on a young one goes before the news, on an
-        older one, that this member has left.
+        """Return when all bytes that wait have a connection, or after ten seconds: an answer on a young one goes before
+        the news, on an older one, that this member has left.
         """
+        end = time.monotonic() + _SETTLING
         for stream in list(self._streams.values()):
-            stream.settled.wait()
+            if not stream.idle:
+                stream.settled.wait(max(end - time.monotonic(), 0.0))
 
     def tell(self, why: int) -> None:
         """Tell the other machines that this member comes to no more."""

@@ -26,10 +26,11 @@ class _Memory:
     storage, which FSDP does.
     """
 
-    __slots__ = ("__array_interface__", "_tensor")
+    __slots__ = ("__array_interface__", "_storage")
 
     def __init__(self, tensor: Tensor, count: int) -> None:
-        self._tensor = tensor
+        # Not the tensor: its owner may give it another storage before the operation is done.
+        self._storage = tensor.untyped_storage()
         place = tensor.data_ptr(), False
         self.__array_interface__ = {
             "shape": (count,),

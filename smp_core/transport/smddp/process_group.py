@@ -164,9 +164,11 @@ class SmddpProcessGroup(CheckedGroup):
                 self._segment.leave()
                 PROGRESS.leave(self._segment)
                 if self._courier is not None:
-                    self._courier.settle()
-                    self._courier.tell(LEFT)
-                    self._courier.leave()
+                    try:
+                        self._courier.settle()
+                    finally:  # after Ctrl-C as well
+                        self._courier.tell(LEFT)
+                        self._courier.leave()
 
     abort = shutdown
 

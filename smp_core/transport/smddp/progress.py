@@ -126,7 +126,9 @@ class ProgressLoop:
                 self._busy[channel] = None
             if not waits:
                 self._hand_over()
-            elif words and len(self._busy) == 1:
+            elif (
+                words and len(self._busy) == 1 and not self._promises
+            ):  # else ``wait`` settles what is done
                 return Stops(words, self._begun)
         return None
 

@@ -110,7 +110,7 @@ class SharedSegment:
         self._processes: dict[int, tuple[int, int]] = {}  # of members that have not mapped it yet
         if me:  # it maps the memory later, and may end before
             pid = os.getpid()
-            store.set(f"{self._key} process {me}", f"{pid} {_started(pid) or 0}")
+            store.set(f"{self._key} process {me}", f"{pid} {_own_start()}")
         else:
             try:
                 self._make()
@@ -260,7 +260,7 @@ class SharedSegment:
         pid, row = os.getpid(), self._row(self.me)
         # Each in one write; others may look in between.
         self.count(row).value = pid
-        self.count(row + _START).value = _started(pid) or 0
+        self.count(row + _START).value = _own_start()
         futex.add_and_wake(self.address + self.layout.attached)
 
     def wait_for_all(self, timeout: datetime.timedelta) -> None:
@@ -437,6 +437,13 @@ def _started(pid: int) -> int | None:
         if state not in b"ZX" and memory != b"0":  # an ending process first gives up its memory
             return int(began)
     return None
+
+
+def _own_start() -> int:
+    """When this process began; 0, where it cannot look: the others do not notice its end then."""
+    with contextlib.suppress(OSError):
+        return _started(os.getpid()) or 0
+    return 0
 
 
 def _machine() -> str:

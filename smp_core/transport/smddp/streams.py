@@ -450,6 +450,8 @@ class Streams:
             with self._ringing:
                 os.close(self._bell)
                 self._bell = -1
+            for stream in list(self._outbound.values()):
+                stream.settled.set()  # nobody connects it any more
 
     def _over(self) -> bool:
         if not self.closing or self._asked:

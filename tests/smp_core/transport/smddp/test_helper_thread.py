@@ -317,6 +317,28 @@ def test_a_group_that_goes_settles_what_its_last_step_has_done() -> None:
     assert promise.settled
 
 
+def test_an_operation_keeps_the_memory_that_its_tensor_gives_up(tmp_path: Path) -> None:
+    """Pipelines free the output that they have sent in that way."""
+    given_up = multiprocessing.get_context("fork").Event()
+
+    def body(rank: int) -> None:
+        tensor = torch.full((MANY,), float(rank + 1))
+        if rank == 0:
+            assert given_up.wait(limit())
+            dist.all_reduce(tensor)
+            assert torch.equal(tensor, torch.full((MANY,), 3.0))
+            return
+        work = dist.all_reduce(tensor, async_op=True)
+        tensor.data = torch.empty(1)
+        others = [torch.full((MANY,), 7.0) for _ in range(4)]
+        given_up.set()
+        assert work is not None
+        work.wait()
+        assert all(torch.equal(each, torch.full((MANY,), 7.0)) for each in others)
+
+    on_ranks(tmp_path, 2, body)
+
+
 def test_a_rank_that_waits_for_a_call_moves_what_else_is_in_flight(tmp_path: Path) -> None:
     """Rank 0 begins its part of an operation when rank 1 sleeps in a call of another group."""
     slept = multiprocessing.get_context("fork").Event()

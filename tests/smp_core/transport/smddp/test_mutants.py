@@ -552,6 +552,16 @@ def the_news_of_a_member_itself_is_not_taken(patch: Patch) -> None:
     patch.setattr(courier.Courier, "gone", gone)
 
 
+@caught_by(helper_tests.test_an_operation_keeps_the_memory_that_its_tensor_gives_up)
+def an_operation_keeps_its_tensor_alone(patch: Patch) -> None:
+    class Kept(flat._Memory):
+        def __init__(self, tensor: torch.Tensor, count: int) -> None:
+            super().__init__(tensor, count)
+            self._storage: Any = tensor
+
+    patch.setattr(flat, "_Memory", Kept)
+
+
 @caught_by(helper_tests.test_a_rank_that_waits_for_a_call_moves_what_else_is_in_flight)
 def a_call_that_is_waited_for_knows_its_own_group_alone(patch: Patch) -> None:
     begin = progress.ProgressLoop.begin
