@@ -151,6 +151,27 @@ def test_what_functions_and_operations_are_called_does_not_count() -> None:
     assert one != other
 
 
+def test_the_order_of_control_inputs_does_not_count() -> None:
+    """TensorFlow sorts those of a function's operations by name, and ranks that made other layers before have others."""
+
+    def described(*names: str) -> list[str]:
+        variables = [tf.Variable(0.0) for _ in names]
+
+        def branch(x: Any) -> Any:
+            for name, each, by in zip(names, variables, (1.0, 2.0), strict=True):
+                with tf.name_scope(name):
+                    each.assign_add(x[0] * by)
+            return x + 1.0
+
+        def body(x: Any) -> Any:
+            return tf.cond(x[0] > 0, lambda: branch(x), lambda: x)
+
+        graph = segments.read(tf.function(body).get_concrete_function(tf.TensorSpec([2])))
+        return [graph.detail(at) for at in range(len(graph.nodes))]
+
+    assert described("layer", "layer_1") == described("layer_9", "layer_10")
+
+
 def _takes_a_handle(inputs: Sequence[Value], handles: Any) -> bool:
     return any(each.operation in handles for each in inputs)
 
