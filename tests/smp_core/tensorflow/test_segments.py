@@ -152,7 +152,7 @@ def test_what_functions_and_operations_are_called_does_not_count() -> None:
 
 
 def test_the_order_of_control_inputs_does_not_count() -> None:
-    """TensorFlow sorts those of a function's operations by name, and ranks that made other layers before have others."""
+    """TensorFlow sorts those of a function's operations by name, and ranks may have made other layers before."""
 
     def described(*names: str) -> list[str]:
         variables = [tf.Variable(0.0) for _ in names]

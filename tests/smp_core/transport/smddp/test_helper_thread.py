@@ -259,22 +259,43 @@ def test_an_operation_goes_on_beside_a_thread_that_waits_for_another(tmp_path: P
 
 
 def test_a_signal_s_handler_takes_the_turn_that_its_thread_waits_for(tmp_path: Path) -> None:
+    waits = threading.Semaphore(0)
+
+    class Lock:
+        """Tells of every wait for it."""
+
+        def __init__(self) -> None:
+            self._lock = threading.RLock()
+
+        def acquire(self, blocking: bool = True) -> bool:
+            if blocking:
+                waits.release()
+            return self._lock.acquire(blocking)
+
+        def release(self) -> None:
+            self._lock.release()
+
     def body(rank: int) -> list[str]:
-        turns, main, done = progress._Turns(), threading.get_ident(), []
+        turns: Any = progress._Turns()
+        turns._lock = Lock()
+        main, done = threading.get_ident(), []
         taken, struck = threading.Event(), threading.Event()
 
         def handler(*_: Any) -> None:
-            struck.set()
-            with turns:
-                done.append("handler")
+            if not struck.is_set():
+                struck.set()
+                with turns:
+                    done.append("handler")
 
         def other() -> None:
             with turns:
                 taken.set()
-                while turns._wanted.acquire(blocking=False):  # until the main thread waits
-                    turns._wanted.release()
-                signal.pthread_kill(main, signal.SIGUSR1)
-                assert struck.wait(limit())
+                assert waits.acquire(timeout=limit())  # the main thread's
+                while not struck.wait(
+                    0.01
+                ):  # one that comes just before the thread sleeps does not wake it
+                    signal.pthread_kill(main, signal.SIGUSR1)
+                assert waits.acquire(timeout=limit())  # the handler's
 
         signal.signal(signal.SIGUSR1, handler)
         thread = threading.Thread(target=other)
