@@ -4,6 +4,9 @@ Every property gets the fewest examples that any does, on any backend, and sees 
 just what its requirement needs; where that leaves it nothing to draw it runs once more for each
 further capability, which is claimed beside the needs. For each run the session writes which
 capabilities were used, and how many examples were drawn beside the simplest.
+
+An example of a requirement of LONG makes hundreds of calls. Its first run that passes has all of its
+examples, and those with another capability have the simplest and one more.
 """
 
 from __future__ import annotations
@@ -50,18 +53,24 @@ _OPERATIONS = {
 }
 
 
+#: Requirements whose examples take a hundred times as long as those of others.
+LONG = ("COLL-MANY", "COLL-LARGE")
+
+
 class Run:
     """One run of a property.
 
     Attributes:
         claims: what the backend claims meanwhile.
+        least: how many examples it must draw beside the simplest.
         used: what was used of it, or beside it.
         examples: how many examples reached the ranks, beside the simplest.
         simplest: the first one's choices.
     """
 
-    def __init__(self, claims: frozenset[Capability]) -> None:
+    def __init__(self, claims: frozenset[Capability], least: int) -> None:
         self.claims = claims
+        self.least = least
         self.used: set[Capability] = set()
         self.examples: set[Any] = set()
         self.simplest: Any = None
@@ -77,7 +86,7 @@ class Run:
                 self.examples.add(choices)
 
 
-_now: Run = Run(frozenset())
+_now: Run = Run(frozenset(), LEAST_DRAWS)
 
 
 def _before(owner: type, name: str, note: Callable[..., None]) -> None:
@@ -155,10 +164,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
     engine = find_engine(pyfuncitem.config.getoption("smp_engine") or "smp")
     names = pyfuncitem._fixtureinfo.argnames
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
+    least = LEAST_DRAWS
     for number, claims in enumerate(_claims(marker.args[0], engine)):
-        _now = Run(claims)
+        _now = Run(claims, least)
         try:
-            pyfuncitem.obj(**arguments)
+            with _examples(pyfuncitem.obj, 1 + least):
+                pyfuncitem.obj(**arguments)
         except NotSupported:
             _now.outcome = "not supported"
         except Exception as error:  # of any type: a finding
@@ -166,7 +177,20 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
         _write(pyfuncitem, marker.args[0], _now)
         if number == 0 and _now.outcome != "not supported":
             break
+        if _now.outcome == "passed" and marker.args[0] in LONG:
+            least = 1
     return True
+
+
+@contextlib.contextmanager
+def _examples(test: Any, most: int) -> Iterator[None]:
+    """Give a property at most so many examples; a plain test has one."""
+    with pytest.MonkeyPatch.context() as patch:
+        if hasattr(test, "hypothesis"):
+            own = test._hypothesis_internal_use_settings  # what @settings sets
+            chosen = settings(own, max_examples=min(most, own.max_examples))
+            patch.setattr(test, "_hypothesis_internal_use_settings", chosen)
+        yield
 
 
 def _write(item: pytest.Function, requirement: str, run: Run) -> None:
@@ -177,6 +201,7 @@ def _write(item: pytest.Function, requirement: str, run: Run) -> None:
         "used": sorted(run.used),
         "draws": hasattr(item.obj, "hypothesis"),
         "drawn": len(run.examples),
+        "least": run.least,
         "outcome": run.outcome,
     }
     with Path(os.environ["RECORDED"]).open("a") as file:
