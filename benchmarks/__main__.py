@@ -21,6 +21,7 @@ NAMES = (
     "real_ranks",
     "pipeline",
     "sharding",
+    "overlap",
     "tensor",
     "tensorflow",
     "memory",

@@ -87,6 +87,13 @@ class Machines:
         """A command, as one on that machine."""
         return [str(self.folder / "enter"), host, *words]
 
+    def limit(self, rate: int) -> None:
+        """From now on the link carries at most so many Mbit/s in each direction."""
+        for host in self.hosts:
+            words = ["tc", "-n", host, "qdisc", "replace", "dev", host, "root", "tbf"]
+            limits = ["rate", f"{rate}mbit", "burst", "256kb", "latency", "100ms"]
+            subprocess.run([*words, *limits], check=True, capture_output=True, timeout=600)
+
     def cut(self) -> None:
         """No packet passes any more, and nobody is told: the link is down at the far end."""
         _ip("-n", self.hosts[1], "link", "set", self.hosts[1], "down")

@@ -174,6 +174,53 @@ def test_the_chart_of_collectives_is_drawn_to_scale() -> None:
     }
 
 
+def test_a_step_is_compared_with_the_larger_of_its_parts() -> None:
+    from benchmarks import overlap
+
+    times = {
+        "computation": [1.0] * 5,
+        "communication on smddp": [2.0] * 5,
+        "communication on gloo": [0.5] * 5,
+        "ours": [2.2] * 5,
+        "torch DDP on Gloo": [1.5] * 5,
+    }
+    timeline = {"ours": [("forward", 0.0, 0.25), ("bucket", 0.5, 2.0)]}
+    figures = overlap.rows(1000, {"times": times, "timeline": timeline})
+    found = {each.name.removeprefix("1000 Mbit/s, "): each for each in figures}
+    assert found["ours: a step"].ratio == "1.10 (1.10 to 1.10) of the larger"
+    assert found["torch DDP on Gloo: a step"].ratio == "1.50 (1.50 to 1.50) of the larger"
+    assert found["ours: bucket in the last step"].spread == (500, 2000)
+
+
+def test_a_timeline_is_drawn_to_scale() -> None:
+    from benchmarks import overlap_chart as chart
+
+    def figure(rate: int, what: str, begin: float, end: float) -> dict[str, object]:
+        return {"name": f"{rate} Mbit/s, ours: {what} in the last step", "spread": (begin, end)}
+
+    figures = [
+        figure(1000, "forward", 0, 250),
+        figure(1000, "bucket", 250, 750),
+        figure(1000, "bucket", 500, 1000),
+        figure(500, "forward", 0, 9000),
+        {"name": "1000 Mbit/s, ours: a step", "spread": (0, 9000)},
+    ]
+    picture = ElementTree.fromstring(chart.svg(chart.timelines(figures, 1000), 1000))
+    drawn = [
+        (each.get("class"), each.get("x"), each.get("width"), float(each.get("y", 0)))
+        for each in picture.iterfind(".//{*}rect")
+        if each.get("height") == str(chart.LANE - 2)
+    ]
+    width, first = chart.WIDTH - chart.LEFT - chart.RIGHT, chart.TOP + 22
+    assert drawn == [
+        ("forward", f"{chart.LEFT:.1f}", f"{width / 4:.1f}", first),
+        ("bucket", f"{chart.LEFT + width / 4:.1f}", f"{width / 2:.1f}", first + chart.LANE),
+        ("bucket", f"{chart.LEFT + width / 2:.1f}", f"{width / 2:.1f}", first + 2 * chart.LANE),
+    ]
+    with pytest.raises(ValueError, match="no timeline of a link of 100 Mbit/s"):
+        chart.timelines(figures, 100)
+
+
 def test_what_a_rank_holds_is_drawn_to_scale() -> None:
     from benchmarks import memory
 
