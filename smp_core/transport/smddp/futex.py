@@ -23,7 +23,7 @@ _NEVER = 2 << 24 | 0x800  # comparison LT with -2048
 _ALL = 2**31 - 1
 _WORD_OF_32_BITS = 2
 _MOST = 128  # words of one futex_waitv
-_BLIND = 0.001  # seconds between two looks, where the kernel does not wait for all words
+_BLIND = 0.001  # seconds between two polls, where the kernel does not wait for all words
 
 Word = tuple[int, int]  # its address, and the value that was seen there
 
@@ -86,7 +86,7 @@ def require() -> None:
 
 
 def add_one(address: int, idle: int) -> None:
-    """Add one to a word, atomically. ``idle``: the address of a word on which nobody sleeps."""
+    """Add one to a word, atomically. ``idle``: the address of a word on which no thread sleeps."""
     _check(_futex_at_once(_FUTEX, idle, _WAKE_OP, 0, None, address, _ADD_ONE | _NEVER))
 
 

@@ -19,7 +19,7 @@ from torch import distributed as dist
 from smp_core.transport.smddp import segment
 
 LIMIT = datetime.timedelta(seconds=240)
-#: What the parent gets from a rank that was killed.
+#: The value of a rank that was killed.
 KILLED = "killed"
 
 
@@ -33,11 +33,11 @@ def on_machines(names: str) -> Callable[[int], None]:
     return pretend
 
 
-def until_gone(member: int) -> None:
-    """Return when this rank knows that a member of the default group has ended."""
+def wait_for_departure(member: int) -> None:
+    """Return when this rank has noticed that a member of the default group has ended."""
     group: Any = dist.group.WORLD
     end = time.monotonic() + LIMIT.total_seconds()
-    while not group._segment.gone(member):
+    while not group._segment.departure(member):
         assert time.monotonic() < end
         time.sleep(0.001)
 

@@ -1,4 +1,4 @@
-"""The helper thread of `smddp`: operations go on while their ranks do something else than wait for them."""
+"""The progress engine of `smddp`: operations go on while their ranks do something else than wait for them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ import torch
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from smp_core.transport.smddp import flat, futex, mail, progress
-from smp_core.transport.smddp.mail import INLINE
-from smp_core.transport.smddp.segment import LARGEST
+from smp_core.transport.smddp import flat, futex, point_to_point, progress
+from smp_core.transport.smddp.point_to_point import EAGER_BYTES
+from smp_core.transport.smddp.segment import ROW_BYTES
 from tests.smp_core.transport.smddp import rank_processes
 from tests.smp_core.transport.smddp.rank_processes import KILLED, on_ranks
 
 RANKS = 3
-MANY = 40 * LARGEST // 4  # numbers of float32 that take many rounds
+MANY = 40 * ROW_BYTES // 4  # numbers of float32 that take many rounds
 WIDE = 60  # a layer has more than a bucket
-NAME = "smddp helper"
+NAME = "smddp progress"
 
 
 def limit() -> float:
@@ -34,7 +34,7 @@ def limit() -> float:
     return rank_processes.LIMIT.total_seconds() / 3
 
 
-def helpers() -> int:
+def progress_threads() -> int:
     return sum(each.name == NAME for each in threading.enumerate())
 
 
@@ -57,7 +57,7 @@ def test_a_message_arrives_though_its_ranks_wait_elsewhere(tmp_path: Path) -> No
 
     def body(rank: int) -> None:
         elsewhere = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=limit()))
-        for count in (1, INLINE, MANY):
+        for count in (1, EAGER_BYTES, MANY):
             tensor = torch.full((count,), float(rank))
             if rank == 0:
                 dist.send(tensor, 1)  # done when rank 1 has taken it
@@ -157,8 +157,8 @@ def test_a_future_of_an_operation_that_fails_has_its_error(tmp_path: Path) -> No
             0
         ]  # the lines behind it are of the rank's own stack
 
-    said = on_ranks(tmp_path, 2, body)
-    assert said == [said[0]] * 2
+    reported = on_ranks(tmp_path, 2, body)
+    assert reported == [reported[0]] * 2
 
 
 def test_a_future_learns_of_the_end_of_a_rank(tmp_path: Path) -> None:
@@ -170,9 +170,9 @@ def test_a_future_learns_of_the_end_of_a_rank(tmp_path: Path) -> None:
             future.wait()
         return str(caught.value)
 
-    said = on_ranks(tmp_path, 2, body)
-    assert "rank 1: its process" in said[0]
-    assert said[1] == KILLED
+    reported = on_ranks(tmp_path, 2, body)
+    assert "rank 1: its process" in reported[0]
+    assert reported[1] == KILLED
 
 
 def test_a_rank_that_ends_in_a_backward_pass_of_ddp_is_an_error(tmp_path: Path) -> None:
@@ -195,9 +195,9 @@ def test_a_rank_that_ends_in_a_backward_pass_of_ddp_is_an_error(tmp_path: Path) 
             wrapped(x).sum().backward()
         return str(caught.value)
 
-    said = on_ranks(tmp_path, 2, body)
-    assert "rank 1: its process" in said[0]
-    assert said[1] == KILLED
+    reported = on_ranks(tmp_path, 2, body)
+    assert "rank 1: its process" in reported[0]
+    assert reported[1] == KILLED
 
 
 def test_a_future_has_the_limit_of_its_group(tmp_path: Path) -> None:
@@ -212,27 +212,27 @@ def test_a_future_has_the_limit_of_its_group(tmp_path: Path) -> None:
     on_ranks(tmp_path, 2, body)
 
 
-def test_there_is_one_helper_from_the_first_group_to_the_last(tmp_path: Path) -> None:
+def test_there_is_one_progress_thread_from_the_first_group_to_the_last(tmp_path: Path) -> None:
     def body(rank: int) -> list[int]:
-        seen = [helpers()]
+        seen = [progress_threads()]
         group = dist.new_group([0, 1])
-        seen.append(helpers())
+        seen.append(progress_threads())
         dist.destroy_process_group(group)
-        seen.append(helpers())
+        seen.append(progress_threads())
         dist.destroy_process_group()
-        return [*seen, helpers()]
+        return [*seen, progress_threads()]
 
     assert on_ranks(tmp_path, 2, body) == [[1, 1, 1, 0]] * 2
 
 
 def test_an_operation_goes_on_beside_a_thread_that_waits_for_another(tmp_path: Path) -> None:
-    """The thread that waits knows nothing of the operation's group, and does not look by itself."""
+    """The thread that waits knows nothing of the operation's group, and does not poll by itself."""
 
     def body(rank: int) -> None:
         groups = [dist.new_group() for _ in range(3)]
         for group in groups:
             dist.barrier(group)
-        progress._TICK = 3600.0
+        progress._POLL_INTERVAL = 3600.0
         message, slept = torch.zeros(1), threading.Event()
         sleep = futex.sleep
 
@@ -258,7 +258,7 @@ def test_an_operation_goes_on_beside_a_thread_that_waits_for_another(tmp_path: P
     on_ranks(tmp_path, 2, body)
 
 
-def test_a_signal_s_handler_takes_the_turn_that_its_thread_waits_for(tmp_path: Path) -> None:
+def test_a_signal_s_handler_takes_the_lock_that_its_thread_waits_for(tmp_path: Path) -> None:
     waits = threading.Semaphore(0)
 
     class Lock:
@@ -276,19 +276,19 @@ def test_a_signal_s_handler_takes_the_turn_that_its_thread_waits_for(tmp_path: P
             self._lock.release()
 
     def body(rank: int) -> list[str]:
-        turns: Any = progress._Turns()
-        turns._lock = Lock()
+        lock: Any = progress._PriorityLock()
+        lock._lock = Lock()
         main, done = threading.get_ident(), []
         taken, struck = threading.Event(), threading.Event()
 
         def handler(*_: Any) -> None:
             if not struck.is_set():
                 struck.set()
-                with turns:
+                with lock:
                     done.append("handler")
 
         def other() -> None:
-            with turns:
+            with lock:
                 taken.set()
                 assert waits.acquire(timeout=limit())  # the main thread's
                 while not struck.wait(
@@ -301,7 +301,7 @@ def test_a_signal_s_handler_takes_the_turn_that_its_thread_waits_for(tmp_path: P
         thread = threading.Thread(target=other)
         thread.start()
         assert taken.wait(limit())
-        with turns:
+        with lock:
             done.append("main")
         thread.join()
         return done
@@ -311,7 +311,7 @@ def test_a_signal_s_handler_takes_the_turn_that_its_thread_waits_for(tmp_path: P
 
 def test_a_group_that_goes_settles_what_its_last_step_has_done() -> None:
     class Channel:
-        def move(self, steps: int = progress.ALL) -> list[Any]:
+        def progress(self, steps: int = progress.ALL) -> list[Any]:
             promise.done = True
             return []
 
@@ -360,7 +360,7 @@ def test_an_operation_keeps_the_memory_that_its_tensor_gives_up(tmp_path: Path) 
     on_ranks(tmp_path, 2, body)
 
 
-def test_a_rank_that_waits_for_a_call_moves_what_else_is_in_flight(tmp_path: Path) -> None:
+def test_a_rank_that_waits_for_a_call_advances_all_that_is_in_flight(tmp_path: Path) -> None:
     """Rank 0 begins its part of an operation when rank 1 sleeps in a call of another group."""
     slept = multiprocessing.get_context("fork").Event()
 
@@ -368,7 +368,7 @@ def test_a_rank_that_waits_for_a_call_moves_what_else_is_in_flight(tmp_path: Pat
         groups = [dist.new_group() for _ in range(2)]
         for group in groups:
             dist.barrier(group)
-        progress._TICK = 3600.0
+        progress._POLL_INTERVAL = 3600.0
         tensor = torch.ones(MANY)
         if rank == 0:
             assert slept.wait(limit())
@@ -392,7 +392,9 @@ def test_a_rank_that_waits_for_a_call_moves_what_else_is_in_flight(tmp_path: Pat
     on_ranks(tmp_path, 2, body)
 
 
-def test_an_answer_of_a_member_that_was_given_up_does_not_end_the_helper(tmp_path: Path) -> None:
+def test_an_ack_of_a_member_that_was_given_up_does_not_end_the_progress_thread(
+    tmp_path: Path,
+) -> None:
     """Rank 1 leaves a group with a receive in flight, and takes the message when its sender has got an error."""
     fork = multiprocessing.get_context("fork")
     left, given_up = fork.Event(), fork.Event()
@@ -401,13 +403,13 @@ def test_an_answer_of_a_member_that_was_given_up_does_not_end_the_helper(tmp_pat
         group = dist.new_group()
         dist.barrier(group)
         if rank == 1:
-            take = mail.Mail._take
+            take = point_to_point.PointToPoint._read_packet
 
             def late(self: Any, *args: Any) -> None:
                 assert given_up.wait(60)
                 take(self, *args)
 
-            mail.Mail._take = late  # type: ignore[method-assign]
+            point_to_point.PointToPoint._read_packet = late  # type: ignore[method-assign]
             received = torch.zeros(1)
             work = dist.irecv(received, 0, group=group)
             dist.destroy_process_group(group)
@@ -427,14 +429,14 @@ def test_an_answer_of_a_member_that_was_given_up_does_not_end_the_helper(tmp_pat
         if rank == 1:
             dist.barrier()
             dist.barrier()
-        assert helpers() == 1
+        assert progress_threads() == 1
 
     on_ranks(tmp_path, 2, body)
 
 
 def test_what_fails_in_a_receive_is_its_error_alone(tmp_path: Path) -> None:
     def body(rank: int) -> None:
-        for count in (1, INLINE):
+        for count in (1, EAGER_BYTES):
             if rank == 0:
                 dist.send(torch.ones(count, 2), 1)
             else:
@@ -453,7 +455,7 @@ def test_what_fails_in_a_receive_is_its_error_alone(tmp_path: Path) -> None:
         tensor = torch.ones(3)
         dist.all_reduce(tensor, async_op=True).get_future().wait()
         assert tensor.tolist() == [2.0] * 3
-        assert helpers() == 1
+        assert progress_threads() == 1
 
     on_ranks(tmp_path, 2, body)
 
@@ -531,7 +533,7 @@ def test_a_process_ends_though_a_callback_waits_for_another_rank(tmp_path: Path)
     assert "call 3 on group WORLD cannot end: rank 0: its process" in text
 
 
-def test_a_waiting_thread_moves_what_the_helper_leaves(tmp_path: Path) -> None:
+def test_a_waiting_thread_advances_what_the_progress_thread_leaves(tmp_path: Path) -> None:
     """Sixteen operations in flight from four threads, each waited for by its own: all are done, with their values."""
 
     def body(rank: int) -> None:

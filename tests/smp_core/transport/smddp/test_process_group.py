@@ -1,4 +1,4 @@
-"""The `smddp` process group: values at the edges of its rounds, messages, and every kind of trouble."""
+"""The `smddp` process group: values at the edges of its rounds, messages, and failures of every kind."""
 
 from __future__ import annotations
 
@@ -31,16 +31,23 @@ from smp_core.errors import (
 )
 from smp_core.reduction import reduce_tensors
 from smp_core.transport.smddp import collectives, futex, process_group, segment
-from smp_core.transport.smddp.collectives import SMALL, cell_of
-from smp_core.transport.smddp.segment import BULK, CELL, CELLS, LARGEST
-from tests.smp_core.transport.smddp.rank_processes import KILLED, on_ranks, until_gone
+from smp_core.transport.smddp.collectives import ONE_HOP_BYTES, block_bytes
+from smp_core.transport.smddp.segment import PACKET_BYTES, PACKET_SLOTS, PIECE_BYTES, ROW_BYTES
+from tests.smp_core.transport.smddp.rank_processes import KILLED, on_ranks, wait_for_departure
 
 RANKS = 3  # an odd one in the tree of a fold
 #: Numbers of float32 at which an operation takes one more round, or goes another way.
 EDGES = sorted(
     {
         edge // 4 + more
-        for edge in (0, SMALL, cell_of(RANKS), LARGEST, LARGEST * RANKS, 2 * LARGEST * RANKS)
+        for edge in (
+            0,
+            ONE_HOP_BYTES,
+            block_bytes(RANKS),
+            ROW_BYTES,
+            ROW_BYTES * RANKS,
+            2 * ROW_BYTES * RANKS,
+        )
         for more in (0, 1)
     }
 )
@@ -100,7 +107,7 @@ def check_moves(rank: int) -> None:
 
 def check_uneven(rank: int) -> None:
     """Rank r sends r + s + 1 times as much to rank s, so that ranks are done after different rounds."""
-    for unit in (0, 1, cell_of(RANKS) // 4 // 2 + 1, LARGEST // 4 // 3 + 1):
+    for unit in (0, 1, block_bytes(RANKS) // 4 // 2 + 1, ROW_BYTES // 4 // 3 + 1):
         inputs = [value(rank, (rank + each + 1) * unit, each) for each in range(RANKS)]
         expected = [value(each, (rank + each + 1) * unit, rank) for each in range(RANKS)]
         outputs = [torch.empty_like(each) for each in expected]
@@ -123,7 +130,7 @@ def check_many_at_once(rank: int) -> None:
 
 
 def check_messages(rank: int) -> None:
-    counts = (0, 1, CELL // 4, BULK // 4 + 1, BULK)
+    counts = (0, 1, PACKET_BYTES // 4, PIECE_BYTES // 4 + 1, PIECE_BYTES)
     sent = {number: value(rank, count, number) for number, count in enumerate(counts)}
     after, before = (rank + 1) % RANKS, (rank - 1) % RANKS
     works = [dist.isend(tensor, after, tag=number) for number, tensor in sent.items()]
@@ -139,7 +146,7 @@ def check_more_messages_than_the_ring_has(rank: int) -> None:
     """The last receive of a rank is done only when its sender needs no more of it: nobody waits here for long."""
     group = dist.new_group([0, 1])
     if rank < 2:
-        number = 10 * CELLS
+        number = 10 * PACKET_SLOTS
         sends = []
         for sender in range(2):  # one after the other: a rank that sends takes what has come
             if rank == sender:
@@ -188,7 +195,7 @@ def check_views(rank: int) -> None:
 
 def check_nothing_is_written_to_tensors_without_elements(rank: int) -> None:
     """A stride that no element has, and memory behind it that belongs to another tensor."""
-    for _ in range(2 * segment.SLOTS):  # the memory of each round is not empty any more
+    for _ in range(2 * segment.ROUND_SLOTS):  # the memory of each round is not empty any more
         dist.all_reduce(torch.ones(4))
     memory = torch.zeros(4)
     outputs = [memory.as_strided((0,), (2,)) for _ in range(RANKS)]
@@ -200,7 +207,7 @@ def check_nothing_is_written_to_tensors_without_elements(rank: int) -> None:
 
 def check_mixed_dtypes(rank: int) -> None:
     """One coalesced call reduces tensors of different dtypes, each as what it is, in one round and in several."""
-    for count in (1, 5, cell_of(RANKS) // 4):
+    for count in (1, 5, block_bytes(RANKS) // 4):
         inputs = [
             value(rank, RANKS * count).to(dtype)
             for dtype in (torch.float32, torch.bfloat16, torch.float64)
@@ -225,9 +232,11 @@ def check_storages_can_be_resized(rank: int) -> None:
         assert not each.untyped_storage().nbytes()
 
 
-def check_sizes_that_are_long_to_tell(rank: int) -> None:
-    """The members tell the same sizes, which are longer in words than the room that a member has for them."""
-    counts = [number % 7 + number for number in range(2 * segment.HEAD // len("[[1], 1], "))]
+def check_equal_sizes_without_room(rank: int) -> None:
+    """The members have the same sizes, which are longer as text than the room that a member has for them."""
+    counts = [
+        number % 7 + number for number in range(2 * segment.DESCRIPTION_BYTES // len("[[1], 1], "))
+    ]
     outputs = [[torch.empty(count) for count in counts] for _ in range(RANKS)]
     inputs = [torch.full((count,), float(rank)) for count in counts]
     dist.group.WORLD.allgather_coalesced(outputs, inputs).wait()
@@ -269,7 +278,10 @@ def check_threads_of_a_rank(rank: int) -> None:
 
 def check_memory_of_large_tensors(rank: int) -> None:
     """No operation copies its tensors: beside them it takes the slots of the rounds, whatever the sizes are."""
-    most, count = 2 * segment.SLOTS * RANKS * LARGEST, 8 * segment.SLOTS * RANKS * LARGEST // 4
+    most, count = (
+        2 * segment.ROUND_SLOTS * RANKS * ROW_BYTES,
+        8 * segment.ROUND_SLOTS * RANKS * ROW_BYTES // 4,
+    )
 
     def operations(count: int) -> list[Callable[[], Any]]:
         source, target = torch.ones(count), torch.ones(count)
@@ -343,7 +355,7 @@ CHECKS: list[Callable[[int], None]] = [
     check_nothing_is_written_to_tensors_without_elements,
     check_mixed_dtypes,
     check_storages_can_be_resized,
-    check_sizes_that_are_long_to_tell,
+    check_equal_sizes_without_room,
     check_threads_of_a_rank,
     check_memory_of_large_tensors,
 ]
@@ -368,15 +380,15 @@ def text_of(kind: type[Exception], call: Callable[[], Any]) -> str:
 def test_every_rank_learns_of_calls_that_differ(tmp_path: Path) -> None:
     def body(rank: int) -> list[str]:
         tensor = torch.ones(3 if rank == 1 else 2)
-        said = [text_of(CollectiveMismatchError, lambda: dist.all_reduce(tensor))]
+        reported = [text_of(CollectiveMismatchError, lambda: dist.all_reduce(tensor))]
         outputs = [torch.empty(2 if rank == 2 else 1) for _ in range(RANKS)]
         inputs = [torch.ones(1) for _ in range(RANKS)]
-        said.append(text_of(CollectiveMismatchError, lambda: dist.all_to_all(outputs, inputs)))
+        reported.append(text_of(CollectiveMismatchError, lambda: dist.all_to_all(outputs, inputs)))
         dist.barrier()  # the group serves on
-        return said
+        return reported
 
     first, *others = on_ranks(tmp_path, RANKS, body)
-    assert all(said == first for said in others)
+    assert all(reported == first for reported in others)
     assert "call 1 on group WORLD differs in shape" in first[0]
     assert "odd one out: rank 1" in first[0]
     assert "rank 0 sends 1 elements to rank 2" in first[1]
@@ -386,16 +398,16 @@ def test_calls_of_different_lengths_differ_and_the_group_serves_on(tmp_path: Pat
     """One rank's call takes many rounds, and those of the others take one."""
 
     def body(rank: int) -> str:
-        tensor = torch.ones(10 * LARGEST if rank == 1 else 1)
-        said = text_of(CollectiveMismatchError, lambda: dist.all_reduce(tensor))
+        tensor = torch.ones(10 * ROW_BYTES if rank == 1 else 1)
+        reported = text_of(CollectiveMismatchError, lambda: dist.all_reduce(tensor))
         for number in range(10):
-            tensor = torch.full((LARGEST,), float(number))
+            tensor = torch.full((ROW_BYTES,), float(number))
             dist.all_reduce(tensor)
-            assert torch.equal(tensor, torch.full((LARGEST,), float(RANKS * number)))
-        return said
+            assert torch.equal(tensor, torch.full((ROW_BYTES,), float(RANKS * number)))
+        return reported
 
     first, *others = on_ranks(tmp_path, RANKS, body)
-    assert all(said == first for said in others)
+    assert all(reported == first for reported in others)
     assert "odd one out: rank 1" in first
 
 
@@ -405,7 +417,7 @@ def test_lists_of_different_lengths_differ(tmp_path: Path) -> None:
         outputs = [[torch.empty(1) for _ in range(count)] for _ in range(RANKS)]
         group: Any = dist.group.WORLD
         call = group.allgather_coalesced
-        said = text_of(
+        reported = text_of(
             CollectiveMismatchError, lambda: call(outputs, [torch.ones(1)] * count).wait()
         )
         with pytest.raises(ArgumentError, match=r"member 0 has 2 outputs, and there are 1 inputs"):
@@ -415,38 +427,40 @@ def test_lists_of_different_lengths_differ(tmp_path: Path) -> None:
         with pytest.raises(ArgumentError, match=r"3 lists of outputs and 0 inputs"):
             call([[]] * 3, [])
         dist.barrier()  # the group serves on
-        return said
+        return reported
 
     first, *others = on_ranks(tmp_path, RANKS, body)
-    assert all(said == first for said in others)
+    assert all(reported == first for reported in others)
     assert "differs in number of tensors" in first
     assert "odd one out: rank 1" in first
 
 
-def test_different_sizes_that_are_too_long_to_tell_are_an_error_of_every_rank(
+def test_different_sizes_without_room_are_an_error_of_every_rank(
     tmp_path: Path,
 ) -> None:
     def body(rank: int) -> str:
         group: Any = dist.group.WORLD
         inputs = [torch.ones(rank * each) for each in range(1000)]
         outputs = [[torch.empty(member * each) for each in range(1000)] for member in range(RANKS)]
-        said = text_of(UnsupportedError, lambda: group.allgather_coalesced(outputs, inputs).wait())
+        reported = text_of(
+            UnsupportedError, lambda: group.allgather_coalesced(outputs, inputs).wait()
+        )
         tensor = torch.ones(1)
         dist.all_reduce(tensor)  # the group serves on
         assert tensor.item() == RANKS
-        return said
+        return reported
 
     first, *others = on_ranks(tmp_path, RANKS, body)
-    assert all(said == first for said in others)
-    assert "all_gather_coalesced on group WORLD: the sizes that rank 0 tells are too long" in first
+    assert all(reported == first for reported in others)
+    assert "all_gather_coalesced on group WORLD: the sizes that rank 0 gives are too long" in first
     assert "Gather fewer tensors in one call" in first
 
 
-def test_the_sizes_of_a_thousand_members_are_not_too_long_to_tell() -> None:
-    """Those of an uneven all_to_all: a member tells two for each member, all different."""
+def test_the_sizes_of_a_thousand_members_have_room() -> None:
+    """Those of an uneven all_to_all: a member has two for each member, all different."""
     size = 1000
     runs = [[[2**40 + each, 2**20], 1] for each in range(size)]
-    room = segment.SegmentLayout(size).head
+    room = segment.SegmentLayout(size).description_bytes
     assert len(json.dumps([runs, runs])) + 1000 < room  # and the call
     assert room % 4096 == 0
 
@@ -463,8 +477,8 @@ def test_a_message_that_differs_is_an_error_on_both_sides(tmp_path: Path) -> Non
     assert "rank 1: recv of 3 elements of float32" in one
 
 
-LARGE = 3 * LARGEST  # numbers of float32: more than a round has room for, of every operation
-BEGINNING: dict[str, Callable[[int], Any]] = {
+LARGE = 3 * ROW_BYTES  # numbers of float32: more than a round has room for, of every operation
+LONG_OPERATIONS: dict[str, Callable[[int], Any]] = {
     "broadcast": lambda rank: dist.broadcast(torch.ones(LARGE), 1, async_op=True),
     "all_reduce": lambda rank: dist.all_reduce(torch.ones(LARGE), async_op=True),
     "reduce": lambda rank: dist.reduce(torch.ones(LARGE), 0, async_op=True),
@@ -494,7 +508,7 @@ BEGINNING: dict[str, Callable[[int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", BEGINNING)
+@pytest.mark.parametrize("name", LONG_OPERATIONS)
 def test_the_end_of_a_rank_inside_of_an_operation_is_an_error_of_the_others(
     tmp_path: Path, name: str
 ) -> None:
@@ -502,13 +516,13 @@ def test_the_end_of_a_rank_inside_of_an_operation_is_an_error_of_the_others(
 
     def body(rank: int) -> str:
         if rank != 1:
-            until_gone(1)
-        work = BEGINNING[name](rank)
+            wait_for_departure(1)
+        work = LONG_OPERATIONS[name](rank)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        said = text_of(dist.DistBackendError, work.wait)
+        reported = text_of(dist.DistBackendError, work.wait)
         assert "rank 1" in text_of(dist.DistBackendError, dist.barrier)  # the group is broken
-        return said
+        return reported
 
     one, killed, other = on_ranks(tmp_path, RANKS, body)
     assert killed == KILLED
@@ -519,7 +533,7 @@ def test_the_end_of_a_rank_inside_of_an_operation_is_an_error_of_the_others(
 
 def test_a_rank_that_dies_as_it_arrives_has_come(tmp_path: Path) -> None:
     """It has counted itself in the word of the round, and nothing else. The others have come before: one that comes
-    later could be missed by a look of the other one.
+    later could be missed by a poll of the other one.
     """
     come = multiprocessing.get_context("fork").Semaphore(0)
 
@@ -559,7 +573,9 @@ def test_a_rank_that_dies_before_it_arrives_has_not_come(tmp_path: Path) -> None
 
 
 def test_what_fails_inside_of_an_operation_on_one_rank_ends_it_on_all(tmp_path: Path) -> None:
-    over = multiprocessing.get_context("fork").Barrier(RANKS)  # the end of one would be news
+    over = multiprocessing.get_context("fork").Barrier(
+        RANKS
+    )  # the end of one would be another reason
 
     def body(rank: int) -> str:
         if rank == 1:
@@ -568,11 +584,13 @@ def test_what_fails_inside_of_an_operation_on_one_rank_ends_it_on_all(tmp_path: 
                 raise MemoryError("no room")
 
             collectives.fold_rows = full
-            said = text_of(MemoryError, lambda: dist.all_reduce(torch.ones(SMALL)))
+            reported = text_of(MemoryError, lambda: dist.all_reduce(torch.ones(ONE_HOP_BYTES)))
         else:
-            said = text_of(dist.DistBackendError, lambda: dist.all_reduce(torch.ones(SMALL)))
+            reported = text_of(
+                dist.DistBackendError, lambda: dist.all_reduce(torch.ones(ONE_HOP_BYTES))
+            )
         over.wait(60)
-        return said
+        return reported
 
     one, raised, other = on_ranks(tmp_path, RANKS, body)
     assert raised == "no room"
@@ -597,7 +615,7 @@ def test_a_rank_that_cannot_map_the_memory_ends_the_start_of_all(tmp_path: Path)
             def refuse(*_: Any) -> Any:
                 raise BackendError("cannot map")
 
-            segment._mapped = refuse
+            segment._map_file = refuse
 
     with pytest.raises(AssertionError, match="there is no shared memory: member 1: cannot map"):
         on_ranks(tmp_path, 2, lambda rank: dist.barrier(), fail)
@@ -614,7 +632,7 @@ def test_a_start_that_fails_leaves_no_descriptor(tmp_path: Path) -> None:
             def refuse(*_: Any) -> Any:
                 raise BackendError("cannot map")
 
-            segment._mapped = refuse
+            segment._map_file = refuse
             return segment.SharedSegment(dist.HashStore(), 0, 2, "of a test")  # type: ignore[attr-defined]
 
         gc.collect()  # of the parent's: it may hold descriptors
@@ -628,18 +646,18 @@ def test_a_start_that_fails_leaves_no_descriptor(tmp_path: Path) -> None:
 
 
 def test_a_group_whose_members_do_not_come_leaves_no_descriptor(tmp_path: Path) -> None:
-    """Below a default group of another backend the members tell each other their machines."""
+    """Below a default group of another backend the members exchange their machines."""
 
     def body(rank: int) -> int:
         store = dist.HashStore()  # type: ignore[attr-defined]
         gc.collect()  # of the parent's: it may hold descriptors
         before = len(os.listdir("/proc/self/fd"))
         limit = datetime.timedelta(milliseconds=1)
-        said = text_of(
+        reported = text_of(
             BackendError,
             lambda: process_group.SmddpProcessGroup(store, 0, 2, (0, 2), "of a test", limit),
         )
-        assert "1 of 2 ranks came" in said
+        assert "1 of 2 ranks came" in reported
         return len(os.listdir("/proc/self/fd")) - before
 
     assert on_ranks(tmp_path, 1, body) == [0]
@@ -664,19 +682,23 @@ def test_what_is_interrupted_inside_of_an_operation_ends_the_group(tmp_path: Pat
             futex.add_one = struck
             with pytest.raises(KeyboardInterrupt):
                 dist.all_reduce(torch.ones(1))
-            said = [text_of(dist.DistBackendError, dist.barrier) for _ in range(2)]
-            said.append(text_of(dist.DistBackendError, lambda: dist.send(torch.ones(1), 0)))
-            assert said == [said[0]] * 3
-            assert all(others.acquire(timeout=60) for _ in range(RANKS - 1))  # its end tells nobody
-            return said[0]
+            reported = [text_of(dist.DistBackendError, dist.barrier) for _ in range(2)]
+            reported.append(text_of(dist.DistBackendError, lambda: dist.send(torch.ones(1), 0)))
+            assert reported == [reported[0]] * 3
+            assert all(
+                others.acquire(timeout=60) for _ in range(RANKS - 1)
+            )  # its end would be another reason
+            return reported[0]
         work = dist.all_reduce(torch.ones(1), async_op=True)
         assert work is not None
-        come.release()  # one that comes after rank 1 could be missed by a look of the other one
+        come.release()  # one that comes after rank 1 could be missed by a poll of the other one
         work.wait()
-        said = [text_of(dist.DistBackendError, dist.barrier)]
-        said.append(text_of(dist.DistBackendError, lambda: dist.recv(torch.ones(1), 1)))
+        reported = [text_of(dist.DistBackendError, dist.barrier)]
+        reported.append(text_of(dist.DistBackendError, lambda: dist.recv(torch.ones(1), 1)))
         others.release()
-        assert all("rank 1: an operation of it on the group has failed" in each for each in said)
+        assert all(
+            "rank 1: an operation of it on the group has failed" in each for each in reported
+        )
         return ""
 
     found = on_ranks(tmp_path, RANKS, body)[1]
@@ -701,9 +723,10 @@ def test_each_call_on_a_broken_group_has_an_error_of_its_own(tmp_path: Path) -> 
 
 def test_a_first_member_that_does_not_come_is_named() -> None:
     late = segment.SharedSegment(dist.HashStore(), 1, 2, "of a test")  # type: ignore[attr-defined]
-    said = text_of(BackendError, lambda: late.open(datetime.timedelta(milliseconds=1)))
+    reported = text_of(BackendError, lambda: late.open(datetime.timedelta(milliseconds=1)))
     assert (
-        "group of a test: member 1 waited for the shared memory of member 0, which did not" in said
+        "group of a test: member 1 waited for the shared memory of member 0, which did not"
+        in reported
     )
 
 
@@ -747,14 +770,14 @@ def test_threads_that_use_a_group_first_at_once_open_it_once(tmp_path: Path) -> 
     assert on_ranks(tmp_path, 1, body) == [1]
 
 
-DYING: dict[str, Callable[[int], Any]] = {
-    "all_reduce": lambda rank: dist.all_reduce(torch.ones(LARGEST)),
+WAITS: dict[str, Callable[[int], Any]] = {
+    "all_reduce": lambda rank: dist.all_reduce(torch.ones(ROW_BYTES)),
     "recv": lambda rank: dist.recv(torch.ones(1), 1),
-    "send": lambda rank: dist.send(torch.ones(LARGEST), 1),
+    "send": lambda rank: dist.send(torch.ones(ROW_BYTES), 1),
 }
 
 
-@pytest.mark.parametrize("name", DYING)
+@pytest.mark.parametrize("name", WAITS)
 def test_the_end_of_a_rank_ends_the_waits_for_it(tmp_path: Path, name: str) -> None:
     def shared() -> set[str]:
         lines = Path("/proc/self/maps").read_text().splitlines()
@@ -765,7 +788,7 @@ def test_the_end_of_a_rank_ends_the_waits_for_it(tmp_path: Path, name: str) -> N
     def body(rank: int) -> str:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        text = text_of(dist.DistBackendError, lambda: DYING[name](rank))
+        text = text_of(dist.DistBackendError, lambda: WAITS[name](rank))
         new = shared() - before
         assert all("/memfd:smddp (deleted)" in line for line in new)  # without any name
         return text
@@ -782,12 +805,12 @@ def test_the_end_of_a_sender_that_was_not_answered_ends_the_receive(tmp_path: Pa
 
     def body(rank: int) -> str:
         if rank:
-            dist.isend(torch.ones(BULK), 0)
+            dist.isend(torch.ones(PIECE_BYTES), 0)
             os.kill(os.getpid(), signal.SIGKILL)
-        until_gone(1)
-        for _ in range(CELLS + 1):
+        wait_for_departure(1)
+        for _ in range(PACKET_SLOTS + 1):
             dist.isend(torch.ones(1), 1, tag=1)
-        return text_of(dist.DistBackendError, lambda: dist.recv(torch.empty(BULK), 1))
+        return text_of(dist.DistBackendError, lambda: dist.recv(torch.empty(PIECE_BYTES), 1))
 
     one, killed = on_ranks(tmp_path, 2, body)
     assert killed == KILLED
@@ -805,9 +828,9 @@ def test_the_end_of_a_rank_that_has_not_used_a_group_ends_the_waits_for_it(tmp_p
             made.set()
             os.kill(os.getpid(), signal.SIGKILL)
         assert made.wait(60)
-        said = text_of(dist.DistBackendError, lambda: dist.barrier(group))
+        reported = text_of(dist.DistBackendError, lambda: dist.barrier(group))
         over.wait(60)  # rank 0 has the memory that the other one opens
-        return said
+        return reported
 
     one, killed, other = on_ranks(tmp_path, RANKS, body)
     assert killed == KILLED
@@ -817,18 +840,21 @@ def test_the_end_of_a_rank_that_has_not_used_a_group_ends_the_waits_for_it(tmp_p
 
 
 def test_a_member_that_is_joining_has_not_ended(tmp_path: Path) -> None:
-    """Another member may look between any two words that it writes into the table."""
+    """Another member may read the table between any two numbers that it writes there."""
 
     def body(rank: int) -> list[str]:
         there = segment.SharedSegment(dist.HashStore(), 0, 2, "of a test")  # type: ignore[attr-defined]
-        row = there._row(1)
-        said = []
-        for at, number in ((row, os.getpid()), (row + 8, segment._started(os.getpid()))):
+        row = there.layout.member(1)
+        reported = []
+        for at, number in (
+            (row.process, os.getpid()),
+            (row.process_start, segment._start_time(os.getpid())),
+        ):
             there.count(at).value = number
-            said.append(there.gone(1))
+            reported.append(there.departure(1))
             there.count(at).value = 0
         there.leave()
-        return said
+        return reported
 
     assert on_ranks(tmp_path, 1, body) == [["", ""]]
 
@@ -838,24 +864,25 @@ def test_a_process_is_known_by_any_name(tmp_path: Path) -> None:
 
     def body(rank: int) -> bool:
         Path("/proc/self/comm").write_bytes("fourteen bytes\N{SNOWMAN}".encode())
-        return segment._started(os.getpid()) is not None
+        return segment._start_time(os.getpid()) is not None
 
     assert on_ranks(tmp_path, 1, body) == [True]
 
 
-def test_a_member_has_not_ended_where_nobody_can_look(tmp_path: Path) -> None:
+def test_a_member_has_not_ended_where_it_cannot_be_read(tmp_path: Path) -> None:
     """The process has as many descriptors as it may have."""
 
     def body(rank: int) -> str:
         there = segment.SharedSegment(dist.HashStore(), 0, 2, "of a test")  # type: ignore[attr-defined]
-        row, pid = there._row(1), os.getpid()
-        there.count(row).value, there.count(row + 8).value = pid, segment._started(pid)
+        row, pid = there.layout.member(1), os.getpid()
+        there.count(row.process).value = pid
+        there.count(row.process_start).value = segment._start_time(pid)
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, most))
-        said = there.gone(1)
+        reported = there.departure(1)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         there.leave()
-        return said
+        return reported
 
     assert on_ranks(tmp_path, 1, body) == [""]
 
@@ -884,30 +911,30 @@ def test_a_wait_that_is_woken_for_other_things_finds_who_has_ended(tmp_path: Pat
 
 
 def test_a_rank_that_leaves_the_group_ends_the_waits_for_it(tmp_path: Path) -> None:
-    told = multiprocessing.get_context("fork").Event()
+    noticed = multiprocessing.get_context("fork").Event()
 
     def body(rank: int) -> str:
         if rank == 1:
             dist.destroy_process_group()
-            assert told.wait(60)
+            assert noticed.wait(60)
             return "1 has left"
-        said = text_of(dist.DistBackendError, dist.barrier)
-        told.set()
-        return said
+        reported = text_of(dist.DistBackendError, dist.barrier)
+        noticed.set()
+        return reported
 
     assert "rank 1: it has destroyed the group" in on_ranks(tmp_path, 2, body)[0]
 
 
-def test_a_wait_has_a_limit_and_names_who_is_late(tmp_path: Path) -> None:
+def test_a_wait_has_a_limit_and_names_late_ranks(tmp_path: Path) -> None:
     def body(rank: int) -> str:
         if rank:
             dist.recv(torch.empty(1), 0)
             return "late"
         work = dist.barrier(async_op=True)
         limit = datetime.timedelta(milliseconds=50)
-        said = text_of(dist.DistBackendError, lambda: work.wait(limit))
+        reported = text_of(dist.DistBackendError, lambda: work.wait(limit))
         dist.send(torch.ones(1), 1)
-        return said
+        return reported
 
     assert (
         "barrier on group WORLD was not done after 0.05 s: rank 1 did"
@@ -923,10 +950,10 @@ def test_a_monitored_barrier_has_a_limit_of_its_own(tmp_path: Path) -> None:
             group.monitored_barrier()
             return "late"
         limit = datetime.timedelta(milliseconds=50)
-        said = text_of(dist.DistBackendError, lambda: group.monitored_barrier(limit))
+        reported = text_of(dist.DistBackendError, lambda: group.monitored_barrier(limit))
         for late in (1, 2):
             dist.send(torch.ones(1), late)
-        return said
+        return reported
 
     assert on_ranks(tmp_path, RANKS, body)[0] == (
         "monitored_barrier on group WORLD was not done after 0.05 s: ranks 1-2 did not come to it"
@@ -939,10 +966,10 @@ def test_a_tag_of_more_than_64_bits_is_refused(tmp_path: Path) -> None:
         tensor = torch.tensor([float(rank)])
         for tag in (2**63, -(2**63) - 1):
             for call in (group.send, group.recv):
-                said = text_of(
+                reported = text_of(
                     ArgumentError, lambda call=call, tag=tag: call([tensor], 1 - rank, tag)
                 )
-                assert f"tag {tag} is no integer of 64 bits" in said
+                assert f"tag {tag} is no integer of 64 bits" in reported
         for tag in (2**63 - 1, -(2**63)):
             if rank:
                 group.recv([tensor], 0, tag).wait()
@@ -958,8 +985,8 @@ def test_a_fork_of_a_rank_is_refused(tmp_path: Path) -> None:
         dist.barrier()
         child = os.fork()
         if not child:
-            said = text_of(BackendError, dist.barrier)
-            os._exit("is a fork of a rank" not in said)
+            reported = text_of(BackendError, dist.barrier)
+            os._exit("is a fork of a rank" not in reported)
         ended = os.waitpid(child, 0)[1]
         dist.barrier()
         return ended
@@ -1045,7 +1072,7 @@ def test_a_futex_call_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
         )
 
 
-def test_a_rank_that_cannot_say_that_it_has_come_ends_the_operation_on_all(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_arrive_ends_the_operation_on_all(tmp_path: Path) -> None:
     others = multiprocessing.get_context("fork").Semaphore(0)
 
     def body(rank: int) -> str:
@@ -1055,12 +1082,12 @@ def test_a_rank_that_cannot_say_that_it_has_come_ends_the_operation_on_all(tmp_p
                 raise BackendError("refused")
 
             futex.add_one = refused
-            said = text_of(BackendError, lambda: dist.all_reduce(torch.ones(1)))
+            reported = text_of(BackendError, lambda: dist.all_reduce(torch.ones(1)))
             assert all(others.acquire(timeout=60) for _ in range(RANKS - 1))
-            return said
-        said = text_of(dist.DistBackendError, lambda: dist.all_reduce(torch.ones(1)))
+            return reported
+        reported = text_of(dist.DistBackendError, lambda: dist.all_reduce(torch.ones(1)))
         others.release()
-        return said
+        return reported
 
     one, refused, other = on_ranks(tmp_path, RANKS, body)
     assert refused == "refused"
