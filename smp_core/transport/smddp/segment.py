@@ -37,11 +37,9 @@ ROW_BYTES = 256 * 1024
 # Bytes by which a member describes its call: the least, and those added for each member, whose sizes it gives, too.
 DESCRIPTION_BYTES, DESCRIPTION_BYTES_PER_MEMBER = 4096, 64
 DIGEST_BYTES = 16  # half of a call, half of its sizes
-PACKET_BYTES, PACKET_SLOTS = 2048, 16  # of a packet; of a link: packets on their way
-PIECE_BYTES, PIECE_SLOTS = (
-    128 * 1024,
-    2,
-)  # of a piece of a long message; of a link: pieces on their way
+# The packets of a link, and the pieces of its long messages: their sizes, and how many are on their way at once.
+PACKET_BYTES, PACKET_SLOTS = 2048, 16
+PIECE_BYTES, PIECE_SLOTS = 128 * 1024, 2
 LINK_BYTES = 4096 + PACKET_BYTES * PACKET_SLOTS + PIECE_BYTES * PIECE_SLOTS
 _MEMBER_BYTES = 32  # of a member's row in the table: four numbers of 64 bits
 _LINE = 64  # bytes of a cache line: words that different ranks write do not share one
@@ -65,7 +63,7 @@ class MemberLayout(NamedTuple):
     process: int
     process_start: int
     rounds: int
-    """How many rounds the member has arrived at."""
+    """The number of rounds that the member has arrived at."""
     departure: int
     """The reason why the member arrives at no further round; 0 if it may."""
 
@@ -132,9 +130,8 @@ class SegmentLayout:
     def link(self, source: int, dest: int) -> LinkLayout:
         """The link from one member to another."""
         begin = self.link_begin(source, dest)
-        written, consumed, bulk_written, bulk_consumed, packets = (
-            begin + n * _LINE for n in range(5)
-        )
+        lines = (begin + number * _LINE for number in range(5))
+        written, consumed, bulk_written, bulk_consumed, packets = lines
         pieces = packets + PACKET_SLOTS * PACKET_BYTES
         return LinkLayout(written, consumed, bulk_written, bulk_consumed, packets, pieces)
 

@@ -67,8 +67,8 @@ def _prepare(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    unheard = int(_ACKNOWLEDGE_TIMEOUT * 1000)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unheard)
+    timeout = int(_ACKNOWLEDGE_TIMEOUT * 1000)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout)
 
 
 class _Reader:
@@ -234,15 +234,15 @@ class Outbound:
         """Close the stream. One that the other process has closed before its proof is tried again."""
         dropped = isinstance(error, (EOFError, ConnectionResetError, BrokenPipeError))
         now = time.monotonic()
-        again = dropped and not self._ready and now < self._until
+        retry = dropped and not self._ready and now < self._until
         with self._lock:
             connection, self._connection, self._reader = self._connection, None, None
-            if not again:
+            if not retry:
                 self.reason = self.reason or getattr(error, "strerror", None) or str(error)
                 self._queue.clear()
         if connection is not None:
             self._streams.close_connection(connection)
-        if again:
+        if retry:
             self._streams.call_at(now + _RETRY_INTERVAL, self.connect)
         else:
             self._settle()

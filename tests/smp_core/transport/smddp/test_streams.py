@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from smp_core.transport.smddp import streams
-from smp_core.transport.smddp.inter_machine import own_address
 from smp_core.transport.smddp.streams import Buffers, Outbound, Peer, Streams
 
 LIMIT = 60  # seconds: a stream that hangs fails
@@ -123,7 +122,7 @@ def test_what_waits_is_sent_before_the_streams_close() -> None:
 
 
 def test_another_listener_is_refused(processes: list[Process]) -> None:
-    """One that does not know the secret which the store tells."""
+    """A listener that does not know the secret in the store."""
     one, other = processes
     wrong = other.streams.peer()._replace(secret=secrets.token_hex(32))
     stream = one.streams.stream_to(wrong)
@@ -154,6 +153,8 @@ def dropped(stranger: socket.socket) -> bool:
 
 
 HELLO = struct.pack("<8s16s32s", b"smddp\x00\x00\x01", bytes(16), bytes(32))
+
+
 STRANGERS: dict[str, list[bytes]] = {
     "garbage": [secrets.token_bytes(5000)],
     "another protocol": [b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(64)],
@@ -298,18 +299,3 @@ def test_a_process_that_has_ended_is_an_end(processes: list[Process]) -> None:
     assert stream.settled.wait(LIMIT)
     assert stream.reason == "Connection refused"
     assert stream.idle
-
-
-def test_the_listener_is_bound_to_the_address_of_the_way_to_the_store(
-    monkeypatch: pytest.MonkeyPatch, processes: list[Process]
-) -> None:
-    from torch import distributed as dist
-
-    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # TEST-NET-1: not this machine's
-    store: Any = dist.TCPStore("127.0.0.1", 0, 1, True)
-    below = dist.PrefixStore("below", store)  # type: ignore[attr-defined]
-    assert own_address(below) == "127.0.0.1"
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert own_address(dist.HashStore()) == "127.0.0.1"  # type: ignore[attr-defined]
-    assert isinstance(processes[0].streams.peer(), Peer)
-    assert processes[0].streams.peer().address == "127.0.0.1"

@@ -25,43 +25,62 @@ import torch
 from torch import distributed as dist
 
 from smp_core.errors import BackendError
-from smp_core.transport.smddp import distributed, inter_machine, process_group, streams
+from smp_core.transport.smddp import inter_machine, streams
+from smp_core.transport.smddp.inter_machine import own_address
 from smp_core.transport.smddp.segment import ROUND_SLOTS, ROW_BYTES
+from smp_core.transport.smddp.streams import Peer
 from tests.namespaces import Machines, two_machines
-from tests.smp_core.transport.smddp import test_process_group as tests
+from tests.smp_core.transport.smddp import (
+    test_collectives,
+    test_flat,
+    test_point_to_point,
+    test_process_group,
+    test_rounds,
+    test_segment,
+    test_streams,
+    test_work,
+)
 from tests.smp_core.transport.smddp.rank_processes import (
     KILLED,
+    RANKS,
+    check_values,
     on_machines,
     on_ranks,
+    text_of,
+    value,
     wait_for_departure,
 )
 
-RANKS = tests.RANKS
+CHECKS = [
+    *test_collectives.CHECKS,
+    *test_flat.CHECKS,
+    *test_point_to_point.CHECKS,
+    *test_process_group.CHECKS,
+    *test_rounds.CHECKS,
+]
 
 
 @pytest.mark.parametrize("machines", ["aba", "abc"])
-@pytest.mark.parametrize(
-    "check", tests.CHECKS, ids=lambda check: check.__name__.removeprefix("check_")
-)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 def test_values(tmp_path: Path, check: Callable[[int], None], machines: str) -> None:
-    assert on_ranks(tmp_path, RANKS, check, on_machines(machines)) == [None] * RANKS
+    check_values(tmp_path, check, machines)
 
 
 #: Tests of a group on one machine, which hold on several. A rank that has given an operation up and ends takes the rows
 #: along that come by it: with the monitored barrier each rank is on a machine of its own.
 SAME: list[Callable[[Path], None]] = [
-    tests.test_a_step_of_fsdp_is_that_of_the_whole_model,
-    tests.test_every_rank_learns_of_calls_that_differ,
-    tests.test_calls_of_different_lengths_differ_and_the_group_serves_on,
-    tests.test_lists_of_different_lengths_differ,
-    tests.test_different_sizes_without_room_are_an_error_of_every_rank,
-    tests.test_a_message_that_differs_is_an_error_on_both_sides,
-    tests.test_what_fails_inside_of_an_operation_on_one_rank_ends_it_on_all,
-    tests.test_a_rank_that_leaves_the_group_ends_the_waits_for_it,
-    tests.test_a_wait_has_a_limit_and_names_late_ranks,
-    tests.test_a_monitored_barrier_has_a_limit_of_its_own,
-    tests.test_a_tag_of_more_than_64_bits_is_refused,
-    tests.test_a_fork_of_a_rank_is_refused,
+    test_process_group.test_a_step_of_fsdp_is_that_of_the_whole_model,
+    test_rounds.test_every_rank_learns_of_calls_that_differ,
+    test_rounds.test_calls_of_different_lengths_differ_and_the_group_serves_on,
+    test_process_group.test_lists_of_different_lengths_differ,
+    test_rounds.test_different_sizes_without_room_are_an_error_of_every_rank,
+    test_point_to_point.test_a_message_that_differs_is_an_error_on_both_sides,
+    test_rounds.test_what_fails_inside_of_an_operation_on_one_rank_ends_it_on_all,
+    test_process_group.test_a_rank_that_leaves_the_group_ends_the_waits_for_it,
+    test_work.test_a_wait_has_a_limit_and_names_late_ranks,
+    test_process_group.test_a_monitored_barrier_has_a_limit_of_its_own,
+    test_process_group.test_a_tag_of_more_than_64_bits_is_refused,
+    test_process_group.test_a_fork_of_a_rank_is_refused,
 ]
 
 
@@ -69,9 +88,9 @@ SAME: list[Callable[[Path], None]] = [
 def test_between_machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, test: Callable[[Path], None]
 ) -> None:
-    apart = test is tests.test_a_monitored_barrier_has_a_limit_of_its_own
+    apart = test is test_process_group.test_a_monitored_barrier_has_a_limit_of_its_own
     between = functools.partial(on_ranks, before=on_machines("abc" if apart else "abab"))
-    monkeypatch.setattr(tests, "on_ranks", between)
+    monkeypatch.setattr(sys.modules[test.__module__], "on_ranks", between)
     test(tmp_path)
 
 
@@ -212,6 +231,8 @@ def test_a_group_below_two_machines_uses_no_stream(tmp_path: Path) -> None:
 
 N = 4 * ROW_BYTES  # bytes
 _X = torch.uint8
+
+
 #: Four ranks, two of each machine: an operation, and the bytes that each rank sends to the other machine.
 SENT: dict[str, tuple[Callable[[int], Any], tuple[float, ...]]] = {
     "all_gather": (
@@ -304,7 +325,7 @@ def test_a_rank_sends_at_most_the_rounds_of_all_slots_before_they_are_received(
         inter_machine.InterMachineTransport.send_round = count  # type: ignore[method-assign]
         wholes = [torch.empty(2 * ROW_BYTES // 4) for _ in range(calls)]
         works: list[Any] = [
-            dist.all_gather_single(whole, tests.value(rank, ROW_BYTES // 4, number), async_op=True)
+            dist.all_gather_single(whole, value(rank, ROW_BYTES // 4, number), async_op=True)
             for number, whole in enumerate(wholes)
         ]
         if rank:
@@ -320,21 +341,11 @@ def test_a_rank_sends_at_most_the_rounds_of_all_slots_before_they_are_received(
             stuck.set()
         for number, (work, whole) in enumerate(zip(works, wholes, strict=True)):
             work.wait()
-            parts = [tests.value(each, ROW_BYTES // 4, number) for each in range(2)]
+            parts = [value(each, ROW_BYTES // 4, number) for each in range(2)]
             assert torch.equal(whole, torch.cat(parts))
         return most
 
     assert on_ranks(tmp_path, 2, body, hold_back) == [ROUND_SLOTS, ROUND_SLOTS // 2]
-
-
-def test_the_local_rank_is_that_on_the_machine(tmp_path: Path) -> None:
-    def body(rank: int) -> tuple[int, int]:
-        return distributed.get_local_rank(), distributed.get_local_size()
-
-    assert on_ranks(tmp_path, 4, body, on_machines("abbb")) == [(0, 1), (0, 3), (1, 3), (2, 3)]
-
-
-# Ends.
 
 
 def test_a_sender_that_leaves_is_known_though_its_relay_has_left(tmp_path: Path) -> None:
@@ -351,7 +362,7 @@ def test_a_sender_that_leaves_is_known_though_its_relay_has_left(tmp_path: Path)
             dist.destroy_process_group(group)
         if rank == 1:
             dist.recv(torch.zeros(1), 2, group=group)
-            reported = tests.text_of(
+            reported = text_of(
                 dist.DistBackendError, lambda: dist.recv(torch.zeros(1), 2, group=group)
             )
             assert "rank 2: it has destroyed the group" in reported
@@ -360,7 +371,7 @@ def test_a_sender_that_leaves_is_known_though_its_relay_has_left(tmp_path: Path)
     on_ranks(tmp_path, RANKS, body, on_machines("aab"))
 
 
-@pytest.mark.parametrize("name", tests.LONG_OPERATIONS)
+@pytest.mark.parametrize("name", test_collectives.LONG_OPERATIONS)
 def test_the_end_of_a_rank_inside_of_an_operation_is_an_error_on_all_machines(
     tmp_path: Path, name: str
 ) -> None:
@@ -371,11 +382,11 @@ def test_the_end_of_a_rank_inside_of_an_operation_is_an_error_on_all_machines(
     def body(rank: int) -> str:
         if rank != 1:
             wait_for_departure(1)
-        work = tests.LONG_OPERATIONS[name](rank)
+        work = test_collectives.LONG_OPERATIONS[name](rank)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        reported = tests.text_of(dist.DistBackendError, work.wait)
-        assert "rank 1" in tests.text_of(dist.DistBackendError, dist.barrier)
+        reported = text_of(dist.DistBackendError, work.wait)
+        assert "rank 1" in text_of(dist.DistBackendError, dist.barrier)
         return reported
 
     far, killed, near = on_ranks(tmp_path, RANKS, body, on_machines("abb"))
@@ -386,12 +397,12 @@ def test_the_end_of_a_rank_inside_of_an_operation_is_an_error_on_all_machines(
 
 
 @pytest.mark.parametrize("machines", ["aba", "abc"])
-@pytest.mark.parametrize("name", tests.WAITS)
+@pytest.mark.parametrize("name", test_segment.WAITS)
 def test_the_end_of_a_rank_ends_the_waits_for_it(tmp_path: Path, name: str, machines: str) -> None:
     def body(rank: int) -> str:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return tests.text_of(dist.DistBackendError, lambda: tests.WAITS[name](rank))
+        return text_of(dist.DistBackendError, lambda: test_segment.WAITS[name](rank))
 
     one, killed, other = on_ranks(tmp_path, RANKS, body, on_machines(machines))
     assert killed == KILLED
@@ -412,7 +423,7 @@ def test_the_end_of_a_rank_that_has_forked_is_noticed(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.recv(torch.ones(1), 1)
         try:
-            return tests.text_of(dist.DistBackendError, dist.barrier)
+            return text_of(dist.DistBackendError, dist.barrier)
         finally:
             over.set()
 
@@ -525,7 +536,7 @@ def link_of_others(layout: Any) -> list[tuple[int, int]]:
     return [(at, at + 64)]
 
 
-#: Frames that rank 1 sends to rank 0: the kind, the member that it says it is, and where the bytes belong.
+#: Frames that rank 1 sends to rank 0: the kind, the member that it claims to be, and the places of the bytes.
 FORGED: dict[str, tuple[int, int, Callable[[Any], list[tuple[int, int]]]]] = {
     "the end of another": (inter_machine._DEPARTURE, 2, lambda layout: []),
     "the table of members": (inter_machine._ROUND, 1, lambda layout: [(64, 128)]),
@@ -558,7 +569,7 @@ def test_a_member_that_writes_where_it_may_not_is_cut_off(tmp_path: Path, name: 
             assert over.wait(60)
             return ""
         try:
-            return tests.text_of(dist.DistBackendError, dist.barrier)
+            return text_of(dist.DistBackendError, dist.barrier)
         finally:
             over.set()
 
@@ -567,32 +578,13 @@ def test_a_member_that_writes_where_it_may_not_is_cut_off(tmp_path: Path, name: 
     assert "destroyed" not in reported
 
 
-def test_the_machines_of_a_group_whose_world_is_another_backend_s(tmp_path: Path) -> None:
-    def body(rank: int) -> float:
-        dist.destroy_process_group()
-        store = dist.FileStore(str(tmp_path / "other"), RANKS)  # type: ignore[attr-defined]
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-        group: Any = dist.new_group([2, 0], backend="smddp", sort_ranks=False)
-        tensor = torch.tensor([2.0**rank])
-        if rank != 1:
-            assert isinstance(group, process_group.SmddpProcessGroup)
-            dist.all_reduce(tensor, group=group)
-            dist.destroy_process_group(group)
-        dist.barrier()
-        return tensor.item()
-
-    assert on_ranks(tmp_path, RANKS, body, on_machines("aab")) == [5, 2, 5]
-
-
-# Two network namespaces.
-
 #: The ranks of a machine, forked after the imports. Each writes the address at which it listens, and its error at
 #: the end of another rank or of the network link.
 SCRIPT = """
 import json, os, pathlib, signal, sys
 import torch
 from torch import distributed as dist
+from tests.smp_core.transport.smddp import test_streams
 from smp_core.transport.smddp import inter_machine, streams
 
 ranks = sys.argv[4:]
@@ -690,3 +682,19 @@ def test_two_machines(tmp_path: Path, machines: Machines, end: str) -> None:
             assert f"rank 3: its connection from machine {b} has ended" in text
         else:
             assert "rank 3: its process" in text
+
+
+def test_the_listener_is_bound_to_the_address_of_the_way_to_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch import distributed as dist
+
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # TEST-NET-1: not this machine's
+    store: Any = dist.TCPStore("127.0.0.1", 0, 1, True)
+    below = dist.PrefixStore("below", store)  # type: ignore[attr-defined]
+    assert own_address(below) == "127.0.0.1"
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert own_address(dist.HashStore()) == "127.0.0.1"  # type: ignore[attr-defined]
+    with test_streams.two_processes() as processes:
+        assert isinstance(processes[0].streams.peer(), Peer)
+        assert processes[0].streams.peer().address == "127.0.0.1"
