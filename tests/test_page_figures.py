@@ -18,33 +18,36 @@ WORDS = {1: "one", 2: "two", 3: "three", 4: "four", 5: "five", 8: "eight", 10: "
 
 def _memory() -> str:
     layout = segment.SegmentLayout(8)
-    rounds = (layout.roads - layout.data) / MIB
-    road = (layout.road(0, 1) - layout.road(0, 0)) / MIB
+    rounds = (layout.links - layout.data) / MIB
+    link = segment.LINK_BYTES / MIB
     return (
         f"grows to {rounds:g} MiB for the collectives of {WORDS[layout.size]} ranks, "
-        f"and by {road:.1f} MiB for each pair of ranks"
+        f"and by {link:.1f} MiB for each pair of ranks"
     )
 
 
 def _silence() -> float:
     """The seconds after which a stream to a machine that vanished has ended, whether bytes are on their way or not."""
     idle, interval, count = (
-        streams._ALIVE[option]
+        streams._KEEPALIVE[option]
         for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
     )
-    return max(idle + interval * count, streams._UNHEARD)
+    return max(idle + interval * count, streams._ACKNOWLEDGE_TIMEOUT)
 
 
 @pytest.mark.parametrize(
     ("page", "sentence"),
     [
         ("backends", _memory()),
-        ("backends", f"they look for ends every {progress._TICK:g} seconds"),
-        ("backends", f"{WORDS[segment.PIECES]} pieces of {segment.BULK / KIB:g} KiB ahead"),
-        ("backends", f"{WORDS[segment.SLOTS]} rounds of {segment.LARGEST / KIB:g} KiB"),
+        ("backends", f"they check for ends every {progress._POLL_INTERVAL:g} seconds"),
+        (
+            "backends",
+            f"{WORDS[segment.PIECE_SLOTS]} pieces of {segment.PIECE_BYTES / KIB:g} KiB ahead",
+        ),
+        ("backends", f"{WORDS[segment.ROUND_SLOTS]} rounds of {segment.ROW_BYTES / KIB:g} KiB"),
         ("backends", f"{_silence():g} seconds after its machine vanished"),
-        ("security", f"nothing after {WORDS[int(streams._PATIENCE)]} seconds is closed"),
-        ("security", f"when there are more than {streams._UNPROVEN}"),
+        ("security", f"nothing after {WORDS[int(streams._HANDSHAKE_TIMEOUT)]} seconds is closed"),
+        ("security", f"when there are more than {streams._MAX_UNAUTHENTICATED}"),
         ("launching", f"have {WORDS[int(processes._OTHERS)]} seconds to end by themselves"),
         ("launching", f"have {WORDS[int(processes._PATIENCE)]} seconds to save"),
         ("launching", f"go on for {WORDS[int(processes._LEFT)]} seconds after others have ended"),

@@ -1,4 +1,4 @@
-"""The torch backend `smddp`: ranks exchange tensors through shared memory, and through couriers between machines.
+"""The torch backend `smddp`: ranks exchange tensors through shared memory, and through TCP streams between machines.
 
 Importing this package registers it: ``init_process_group("smddp")``. Reductions have the bits of `sim`.
 """

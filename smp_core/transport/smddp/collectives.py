@@ -1,8 +1,8 @@
-"""The rounds of each collective: which bytes a member writes, and which it reads.
+"""The rounds of each collective: the bytes that a member writes, and those that it reads.
 
-In ``_share`` all members read one row of bytes, in ``_deal`` each reads a part of its own; both go through the
-rounds in pieces. Reductions fold the rows of all members in the order of smp_core/reduction.py, so that the bits are
-those of `sim`.
+In ``_gather_rows`` all members read whole rows, in ``_exchange_blocks`` each reads its own block of every row; both go
+through the rounds in pieces. Reductions fold the rows of all members in the order of smp_core/reduction.py, so that the
+bits are those of `sim`.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import torch
 
 from smp_core.transport import messages
 from smp_core.transport.checked_group import Collective
-from smp_core.transport.smddp.flat import Bytes, Target, address, apart, read
+from smp_core.transport.smddp.flat import Bytes, Target, address, copied_if_shared, read
 from smp_core.transport.smddp.folding import fold_rows
-from smp_core.transport.smddp.rounds import AHEAD, Parts, Rounds, Transfer
-from smp_core.transport.smddp.segment import LARGEST
+from smp_core.transport.smddp.rounds import AHEAD, Ranges, Rounds, Transfer
+from smp_core.transport.smddp.segment import ROW_BYTES
 
 # An all_reduce of more bytes goes in two hops: each member reduces a part, and all read the results. Below, each
 # member reduces everything.
-SMALL = 32 * 1024
+ONE_HOP_BYTES = 32 * 1024
 _LINE = 64  # bytes: parts begin at multiples, so that they are elements of every dtype
 
-# Takes the piece that begins at a byte, from the rows of all members.
-Take = Callable[[Any, int], None]
+# Consumes the piece that begins at a byte, from the rows of all members.
+Sink = Callable[[Any, int], None]
 # The sizes that a member sends and those that it expects: each a run of equal sizes, and its length.
-ToldSizes = tuple[tuple[tuple[Any, int], ...], tuple[tuple[Any, int], ...]]
+CallSizes = tuple[tuple[tuple[Any, int], ...], tuple[tuple[Any, int], ...]]
 
 
-def cell_of(size: int) -> int:
+def block_bytes(size: int) -> int:
     """The bytes that a member writes for each of ``size`` others in a round."""
-    return LARGEST // size // _LINE * _LINE
+    return ROW_BYTES // size // _LINE * _LINE
 
 
 def _rounds_of(length: int, piece: int) -> int:
@@ -45,124 +45,126 @@ def _nothing(*_: Any) -> None:
     pass
 
 
-def _no_parts(*_: Any) -> Iterable[tuple[int, int]]:
+def _no_ranges(*_: Any) -> Iterable[tuple[int, int]]:
     return ()
 
 
-def _cells(row: int, cell: int, length: int) -> Parts:
+def _block_ranges(row: int, block: int, length: int) -> Ranges:
     """The parts of a row that begins at a byte of the slot, and has cells for ``length`` bytes of each member."""
 
-    def parts(number: int, members: Sequence[int]) -> Iterable[tuple[int, int]]:
-        count = min(cell, max(length - number * cell, 0))
-        return [(row + member * cell, row + member * cell + count) for member in members]
+    def ranges(number: int, members: Sequence[int]) -> Iterable[tuple[int, int]]:
+        count = min(block, max(length - number * block, 0))
+        return [(row + member * block, row + member * block + count) for member in members]
 
-    return parts
+    return ranges
 
 
-def _share(
-    rounds: Rounds, mine: Bytes, length: int, take: Take, reader: int | None = None
+def _gather_rows(
+    rounds: Rounds, local: Bytes, length: int, sink: Sink, reader: int | None = None
 ) -> Transfer:
-    """All read what some write, or one ``reader`` does; ``mine`` has ``length`` bytes, or none."""
+    """All members read the rows of all, or one ``reader`` does; ``local`` has ``length`` bytes, or none."""
     me = rounds.me
 
-    def parts(number: int, members: Sequence[int]) -> Iterable[tuple[int, int]]:
-        count = min(LARGEST, max(mine.size - number * LARGEST, 0))
+    def ranges(number: int, members: Sequence[int]) -> Iterable[tuple[int, int]]:
+        count = min(ROW_BYTES, max(local.size - number * ROW_BYTES, 0))
         if reader is None or reader in members:
-            yield me * LARGEST, me * LARGEST + count
+            yield me * ROW_BYTES, me * ROW_BYTES + count
 
     def write(number: int, slot: Any) -> None:
-        piece = mine[number * LARGEST : (number + 1) * LARGEST]
+        piece = local[number * ROW_BYTES : (number + 1) * ROW_BYTES]
         slot[me, : piece.size] = piece
 
-    def come(number: int, slot: Any) -> None:
-        at = number * LARGEST
-        take(slot[:, : min(LARGEST, length - at)], at)
+    def read_rows(number: int, slot: Any) -> None:
+        at = number * ROW_BYTES
+        sink(slot[:, : min(ROW_BYTES, length - at)], at)
 
-    return Transfer(write, come, _rounds_of(length, LARGEST), parts=parts)
+    return Transfer(write, read_rows, _rounds_of(length, ROW_BYTES), ranges=ranges)
 
 
-def _spread(rounds: Rounds, mine: Bytes | None, length: int, target: Bytes | None) -> Transfer:
+def _broadcast_slot(
+    rounds: Rounds, local: Bytes | None, length: int, target: Bytes | None
+) -> Transfer:
     """One member writes all of the slot, and all others read it."""
-    most = LARGEST * rounds.size
+    most = ROW_BYTES * rounds.size
 
     def write(number: int, slot: Any) -> None:
-        if mine is not None:
-            piece = mine[number * most : (number + 1) * most]
+        if local is not None:
+            piece = local[number * most : (number + 1) * most]
             slot.reshape(-1)[: piece.size] = piece
 
-    def come(number: int, slot: Any) -> None:
+    def read_rows(number: int, slot: Any) -> None:
         if target is not None:
             place = target[number * most : (number + 1) * most]
             place[:] = slot.reshape(-1)[: place.size]
 
-    def parts(number: int, members: Sequence[int]) -> Iterable[tuple[int, int]]:
-        if mine is not None:
-            yield 0, min(most, max(mine.size - number * most, 0))
+    def ranges(number: int, members: Sequence[int]) -> Iterable[tuple[int, int]]:
+        if local is not None:
+            yield 0, min(most, max(local.size - number * most, 0))
 
-    return Transfer(write, come, _rounds_of(length, most), parts=parts)
+    return Transfer(write, read_rows, _rounds_of(length, most), ranges=ranges)
 
 
-def _hand_out(rounds: Rounds, rows: Any, target: Bytes) -> Transfer:
+def _scatter_rows(rounds: Rounds, rows: Any, target: Bytes) -> Transfer:
     """One member writes a row of the slot for each, which reads its own."""
     me = rounds.me
 
     def write(number: int, slot: Any) -> None:
         if rows is not None:
-            piece = rows[:, number * LARGEST : (number + 1) * LARGEST]
+            piece = rows[:, number * ROW_BYTES : (number + 1) * ROW_BYTES]
             slot[:, : piece.shape[1]] = piece
 
-    def come(number: int, slot: Any) -> None:
-        place = target[number * LARGEST : (number + 1) * LARGEST]
+    def read_rows(number: int, slot: Any) -> None:
+        place = target[number * ROW_BYTES : (number + 1) * ROW_BYTES]
         place[:] = slot[me, : place.size]
 
-    parts = _no_parts if rows is None else _cells(0, LARGEST, rows.shape[1])
-    return Transfer(write, come, _rounds_of(target.size, LARGEST), parts=parts)
+    ranges = _no_ranges if rows is None else _block_ranges(0, ROW_BYTES, rows.shape[1])
+    return Transfer(write, read_rows, _rounds_of(target.size, ROW_BYTES), ranges=ranges)
 
 
-def _deal(rounds: Rounds, parts: Any, length: int, take: Take) -> Transfer:
-    """Each reads what the others write for it. ``parts``: for each member ``length`` bytes; or None."""
-    size, me, cell = rounds.size, rounds.me, cell_of(rounds.size)
-    mine = me * cell
+def _exchange_blocks(rounds: Rounds, parts: Any, length: int, sink: Sink) -> Transfer:
+    """Each member reads the blocks for it. ``parts``: for each member ``length`` bytes; or None."""
+    size, me, block = rounds.size, rounds.me, block_bytes(rounds.size)
+    own = me * block
 
     def write(number: int, slot: Any) -> None:
         if parts is not None:
-            piece = parts[:, number * cell : (number + 1) * cell]
-            slot[me, : size * cell].reshape(size, cell)[:, : piece.shape[1]] = piece
+            piece = parts[:, number * block : (number + 1) * block]
+            slot[me, : size * block].reshape(size, block)[:, : piece.shape[1]] = piece
 
-    def come(number: int, slot: Any) -> None:
-        at = number * cell
-        take(slot[:, mine : mine + min(cell, length - at)], at)
+    def read_rows(number: int, slot: Any) -> None:
+        at = number * block
+        sink(slot[:, own : own + min(block, length - at)], at)
 
-    ships = _no_parts if parts is None else _cells(me * LARGEST, cell, parts.shape[1])
-    return Transfer(write, come, _rounds_of(length, cell), parts=ships)
+    ranges = _no_ranges if parts is None else _block_ranges(me * ROW_BYTES, block, parts.shape[1])
+    return Transfer(write, read_rows, _rounds_of(length, block), ranges=ranges)
 
 
-def _folded(target: Bytes, dtype: torch.dtype, op: str) -> Take:
-    def take(rows: Any, at: int) -> None:
+def _folded(target: Bytes, dtype: torch.dtype, op: str) -> Sink:
+    def sink(rows: Any, at: int) -> None:
         if rows.shape[1]:
             fold_rows(rows, dtype, op, target[at : at + rows.shape[1]])
 
-    return take
+    return sink
 
 
-def _rows(targets: Any) -> Take:
+def _rows(targets: Any) -> Sink:
     """``targets``: a row for each member."""
 
-    def take(rows: Any, at: int) -> None:
+    def sink(rows: Any, at: int) -> None:
         targets[:, at : at + rows.shape[1]] = rows
 
-    return take
+    return sink
 
 
-def _each(targets: Sequence[Bytes]) -> Take:
+def _each(targets: Sequence[Bytes]) -> Sink:
     """``targets``: for each member its bytes, whose numbers may differ."""
 
-    def take(rows: Any, at: int) -> None:
+    def sink(rows: Any, at: int) -> None:
         for target, row in zip(targets, rows, strict=True):
             place = target[at : at + rows.shape[1]]
             place[:] = row[: place.size]
 
-    return take
+    return sink
 
 
 def _then(transfer: Transfer, *targets: Target) -> Transfer:
@@ -179,109 +181,109 @@ def _then(transfer: Transfer, *targets: Target) -> Transfer:
 
 
 def _barrier(rounds: Rounds, call: Collective) -> Transfer:
-    return Transfer(_nothing, _nothing, parts=_no_parts)
+    return Transfer(_nothing, _nothing, ranges=_no_ranges)
 
 
 def _broadcast(rounds: Rounds, call: Collective) -> Transfer:
     if call.root == rounds.me:
-        mine = read(call.brings)
-        return _spread(rounds, mine, mine.size, None)
+        local = read(call.brings)
+        return _broadcast_slot(rounds, local, local.size, None)
     target = Target(call.gets)
-    return _then(_spread(rounds, None, target.bytes.size, target.bytes), target)
+    return _then(_broadcast_slot(rounds, None, target.bytes.size, target.bytes), target)
 
 
 def _all_reduce(rounds: Rounds, call: Collective) -> Transfer:
     target, dtype = Target(call.gets), call.brings[0].dtype
     in_place = call.brings is call.gets and not target.copies
-    mine = target.bytes if in_place else read(call.brings)
-    if mine.size <= SMALL or rounds.size == 1:
-        transfer = _share(rounds, mine, mine.size, _folded(target.bytes, dtype, call.op))
+    local = target.bytes if in_place else read(call.brings)
+    if local.size <= ONE_HOP_BYTES or rounds.size == 1:
+        transfer = _gather_rows(rounds, local, local.size, _folded(target.bytes, dtype, call.op))
     else:
-        transfer = _two_hops(rounds, mine, target.bytes, dtype, call.op)
+        transfer = _two_hops(rounds, local, target.bytes, dtype, call.op)
     return _then(transfer, target)
 
 
-def _two_hops(rounds: Rounds, mine: Bytes, target: Bytes, dtype: torch.dtype, op: str) -> Transfer:
+def _two_hops(rounds: Rounds, local: Bytes, target: Bytes, dtype: torch.dtype, op: str) -> Transfer:
     """A round carries a piece to be reduced, and the reductions of the piece some rounds before."""
     size, me = rounds.size, rounds.me
-    most = LARGEST // (size + 1) // _LINE * _LINE  # bytes that each member reduces in a round
+    most = ROW_BYTES // (size + 1) // _LINE * _LINE  # bytes that each member reduces in a round
     piece = most * size
-    results = LARGEST - most
-    pieces = _rounds_of(mine.size, piece)
+    results = ROW_BYTES - most
+    pieces = _rounds_of(local.size, piece)
     ahead = min(AHEAD, pieces)
     reduced = [np.empty(0, np.uint8)] * ahead
 
-    def cell(length: int) -> int:
+    def block_of(length: int) -> int:
         """The bytes of a piece that each member reduces, the last ones perhaps less."""
         return min(most, -(-length // (size * _LINE)) * _LINE)
 
     def write(number: int, slot: Any) -> None:
-        part = mine[number * piece : (number + 1) * piece]
+        part = local[number * piece : (number + 1) * piece]
         slot[me, : part.size] = part
         result = reduced[number % ahead]
         slot[me, results : results + result.size] = result
 
-    def come(number: int, slot: Any) -> None:
+    def read_rows(number: int, slot: Any) -> None:
         if number >= ahead:
             gather(target[(number - ahead) * piece : (number - ahead + 1) * piece], slot)
-        length = min(piece, mine.size - number * piece)
+        length = min(piece, local.size - number * piece)
         if length > 0:
-            each = cell(length)
+            each = block_of(length)
             part = slot[:, me * each : min((me + 1) * each, length)]
             result = reduced[number % ahead] = np.empty(part.shape[1], np.uint8)
             if result.size:
                 fold_rows(part, dtype, op, result)
 
     def gather(place: Bytes, slot: Any) -> None:
-        each = cell(place.size)
+        each = block_of(place.size)
         full = place.size // each
         rest = full * each
         place[:rest].reshape(full, each)[:] = slot[:full, results : results + each]
         if rest < place.size:
             place[rest:] = slot[full, results : results + place.size - rest]
 
-    def parts(number: int, members: Sequence[int]) -> Iterable[tuple[int, int]]:
-        row, length = me * LARGEST, min(piece, max(mine.size - number * piece, 0))
-        each = cell(length)
+    def ranges(number: int, members: Sequence[int]) -> Iterable[tuple[int, int]]:
+        row, length = me * ROW_BYTES, min(piece, max(local.size - number * piece, 0))
+        each = block_of(length)
         for member in members:
             yield row + min(member * each, length), row + min((member + 1) * each, length)
         yield row + results, row + results + reduced[number % ahead].size
 
-    transfer = Transfer(write, come, pieces + ahead, parts=parts)
+    transfer = Transfer(write, read_rows, pieces + ahead, ranges=ranges)
     transfer.ahead = ahead
     return transfer
 
 
 def _reduce(rounds: Rounds, call: Collective) -> Transfer:
-    mine, dtype = read(call.brings), call.brings[0].dtype
+    local, dtype = read(call.brings), call.brings[0].dtype
     if call.root != rounds.me:
-        return _share(rounds, mine, mine.size, _nothing, call.root)
+        return _gather_rows(rounds, local, local.size, _nothing, call.root)
     target = Target(call.gets)
-    take = _folded(target.bytes, dtype, call.op)
-    return _then(_share(rounds, mine, mine.size, take, call.root), target)
+    sink = _folded(target.bytes, dtype, call.op)
+    return _then(_gather_rows(rounds, local, local.size, sink, call.root), target)
 
 
 def _gather(rounds: Rounds, call: Collective) -> Transfer:
-    mine = read(call.brings)
+    local = read(call.brings)
     if call.root != rounds.me:
-        return _share(rounds, mine, mine.size, _nothing, call.root)
+        return _gather_rows(rounds, local, local.size, _nothing, call.root)
     targets = [Target([each]) for each in call.gets]
     places = [each.bytes for each in targets]
-    mine = apart(mine, places, lambda _: False)
-    return _then(_share(rounds, mine, mine.size, _each(places), call.root), *targets)
+    local = copied_if_shared(local, places, lambda _: False)
+    return _then(_gather_rows(rounds, local, local.size, _each(places), call.root), *targets)
 
 
 def _all_gather_single(rounds: Rounds, call: Collective) -> Transfer:
-    size, mine = rounds.size, read(call.brings)
+    size, local = rounds.size, read(call.brings)
     if len(call.gets) == 1:
         target = Target(call.gets)
-        rows = target.bytes.reshape(size, mine.size)
-        if mine.size > LARGEST:
+        rows = target.bytes.reshape(size, local.size)
+        if local.size > ROW_BYTES:
             place = address(rows[rounds.me])
-            mine = apart(mine, [target.bytes], lambda _: address(mine) == place)
-        return _then(_share(rounds, mine, mine.size, _rows(rows)), target)
-    flat = np.empty((size, mine.size), np.uint8)
-    transfer = _share(rounds, mine, mine.size, _rows(flat))
+            local = copied_if_shared(local, [target.bytes], lambda _: address(local) == place)
+        return _then(_gather_rows(rounds, local, local.size, _rows(rows)), target)
+    flat = np.empty((size, local.size), np.uint8)
+    transfer = _gather_rows(rounds, local, local.size, _rows(flat))
     transfer.finish = lambda: _split(flat, call.gets, call.brings)
     return transfer
 
@@ -300,19 +302,19 @@ def _reduce_scatter_single(rounds: Rounds, call: Collective) -> Transfer:
     parts = [read([each]).reshape(size, -1) if each.numel() else None for each in call.brings]
     there = [each for each in parts if each is not None]
     rows = there[0] if len(there) == 1 else np.concatenate(there, 1) if there else None
-    if rows is not None and target.bytes.size > cell_of(size):
+    if rows is not None and target.bytes.size > block_bytes(size):
         place = address(rows[rounds.me])  # which no other member reads
-        rows = apart(rows, [target.bytes], lambda each: address(each) == place)
+        rows = copied_if_shared(rows, [target.bytes], lambda each: address(each) == place)
     if len({each.dtype for each in call.gets}) > 1:
-        return _deal_mixed(rounds, rows, target, call)
-    take = _folded(target.bytes, call.gets[0].dtype, call.op)
-    return _then(_deal(rounds, rows, target.bytes.size, take), target)
+        return _exchange_mixed(rounds, rows, target, call)
+    sink = _folded(target.bytes, call.gets[0].dtype, call.op)
+    return _then(_exchange_blocks(rounds, rows, target.bytes.size, sink), target)
 
 
-def _deal_mixed(rounds: Rounds, rows: Any, target: Target, call: Collective) -> Transfer:
-    """Outputs of different dtypes: the rows are kept until each output can be folded as what it is."""
+def _exchange_mixed(rounds: Rounds, rows: Any, target: Target, call: Collective) -> Transfer:
+    """Outputs of different dtypes: the rows are kept until each output can be folded in its dtype."""
     kept = np.empty((rounds.size, target.bytes.size), np.uint8)
-    transfer = _deal(rounds, rows, target.bytes.size, _rows(kept))
+    transfer = _exchange_blocks(rounds, rows, target.bytes.size, _rows(kept))
 
     def finish() -> None:
         at = 0
@@ -337,7 +339,7 @@ def _reduce_scatter(rounds: Rounds, call: Collective) -> Transfer:
     for row, part in zip(rows, parts, strict=True):
         row[: part.size] = part
     padded = np.empty(length, np.uint8)
-    transfer = _deal(rounds, rows, length, _folded(padded, call.gets[0].dtype, call.op))
+    transfer = _exchange_blocks(rounds, rows, length, _folded(padded, call.gets[0].dtype, call.op))
 
     def finish() -> None:
         target.bytes[:] = padded[: target.bytes.size]
@@ -351,14 +353,14 @@ def _scatter(rounds: Rounds, call: Collective) -> Transfer:
     target, rows = Target(call.gets), None
     if call.root == rounds.me:
         rows = np.stack([read([each]) for each in call.brings])
-    return _then(_hand_out(rounds, rows, target.bytes), target)
+    return _then(_scatter_rows(rounds, rows, target.bytes), target)
 
 
-# Collectives whose sizes may differ between members tell them in the first round.
+# Collectives whose sizes may differ between members exchange them in the first round.
 
 
-def told_sizes(call: Collective) -> ToldSizes | None:
-    """The sizes that a member tells of such a call: those that it sends, and those that it expects, as runs."""
+def sizes_of_call(call: Collective) -> CallSizes | None:
+    """The sizes of such a call on this member: those that it sends, and those that it expects, as runs."""
     if call.sizes is None:
         return None
     return _runs([tuple(each.shape) for each in call.brings]), _runs(call.sizes)
@@ -378,19 +380,19 @@ def _fits(sent: messages.Size, expected: messages.Size) -> bool:
     return (messages.elements(sent) if isinstance(expected, int) else sent) == expected
 
 
-def _check_pairs(rounds: Rounds, call: Collective, mine: ToldSizes, gathers: bool) -> int:
+def _check_pairs(rounds: Rounds, call: Collective, local: CallSizes, gathers: bool) -> int:
     """The most elements that a member sends to another in the call.
 
     Raises CollectiveMismatchError where a pair of members disagrees in a size.
     """
     size, ranks = rounds.size, rounds.ranks
-    if rounds.alike and len(mine[0]) == len(mine[1]) == 1:
-        (sent, _), (expected, _) = mine[0][0], mine[1][0]
+    if rounds.sizes_equal and len(local[0]) == len(local[1]) == 1:
+        (sent, _), (expected, _) = local[0][0], local[1][0]
         if _fits(sent, expected):
             return messages.elements(sent)
-    told = rounds.told()
-    sends = [_sizes(sent) for sent, _ in told]
-    for receiver, (_, runs) in enumerate(told):
+    gathered = rounds.gathered_sizes()
+    sends = [_sizes(sent) for sent, _ in gathered]
+    for receiver, (_, runs) in enumerate(gathered):
         for index, expected in enumerate(_sizes(runs)):
             sender = index % size
             sent = sends[sender][index // size if gathers else receiver]
@@ -403,36 +405,38 @@ def _check_pairs(rounds: Rounds, call: Collective, mine: ToldSizes, gathers: boo
 
 def _pairwise(rounds: Rounds, transfer: Transfer, check: Callable[[], int], piece: int) -> Transfer:
     """A transfer whose first round shows the sizes. ``check`` gives the most bytes of a member for another."""
-    come = transfer.read
+    read_rows = transfer.read
 
-    def come_first(number: int, slot: Any) -> None:
+    def read_first(number: int, slot: Any) -> None:
         if number == 0:
             transfer.rounds, transfer.known = _rounds_of(check(), piece), True
-        come(number, slot)
+        read_rows(number, slot)
 
-    transfer.read, transfer.rounds, transfer.known = come_first, 1, False
+    transfer.read, transfer.rounds, transfer.known = read_first, 1, False
     return transfer
 
 
-def _all_gather(rounds: Rounds, call: Collective, sizes: ToldSizes) -> Transfer:
-    size, mine = rounds.size, read(call.brings)
+def _all_gather(rounds: Rounds, call: Collective, sizes: CallSizes) -> Transfer:
+    size, local = rounds.size, read(call.brings)
     targets = [Target(call.gets[member::size]) for member in range(size)]
     places = [each.bytes for each in targets]
     length = max(place.size for place in places)
-    if length > LARGEST:
+    if length > ROW_BYTES:
         own = address(places[rounds.me])
-        mine = apart(mine, places, lambda place: address(place) == address(mine) == own)
+        local = copied_if_shared(
+            local, places, lambda place: address(place) == address(local) == own
+        )
 
     def check() -> int:
         _check_pairs(rounds, call, sizes, gathers=True)
         return int(length)
 
-    transfer = _share(rounds, mine, length, _each(places))
-    return _then(_pairwise(rounds, transfer, check, LARGEST), *targets)
+    transfer = _gather_rows(rounds, local, length, _each(places))
+    return _then(_pairwise(rounds, transfer, check, ROW_BYTES), *targets)
 
 
-def _all_to_all(rounds: Rounds, call: Collective, sizes: ToldSizes) -> Transfer:
-    cell = cell_of(rounds.size)
+def _all_to_all(rounds: Rounds, call: Collective, sizes: CallSizes) -> Transfer:
+    block = block_bytes(rounds.size)
 
     def check() -> int:
         elements = _check_pairs(rounds, call, sizes, gathers=False)
@@ -440,61 +444,63 @@ def _all_to_all(rounds: Rounds, call: Collective, sizes: ToldSizes) -> Transfer:
 
     if call.whole is not None and all(len(runs) == 1 for runs in sizes):
         target = Target([call.whole[1]])
-        transfer = _all_to_all_alike(rounds, call.whole[0], target.bytes)
+        transfer = _all_to_all_even(rounds, call.whole[0], target.bytes)
         targets = [target]
     else:
         targets = [Target([each]) for each in call.gets]
         transfer = _all_to_all_uneven(rounds, call.brings, [each.bytes for each in targets])
-    return _then(_pairwise(rounds, transfer, check, cell), *targets)
+    return _then(_pairwise(rounds, transfer, check, block), *targets)
 
 
-def _all_to_all_alike(rounds: Rounds, whole: torch.Tensor, target: Bytes) -> Transfer:
+def _all_to_all_even(rounds: Rounds, whole: torch.Tensor, target: Bytes) -> Transfer:
     """This member's parts are equal, and rows of one tensor; those of others may be longer."""
-    size, me, cell = rounds.size, rounds.me, cell_of(rounds.size)
+    size, me, block = rounds.size, rounds.me, block_bytes(rounds.size)
     flat = read([whole])
-    if flat.size > cell * size:
-        flat = apart(flat, [target], lambda _: False)
+    if flat.size > block * size:
+        flat = copied_if_shared(flat, [target], lambda _: False)
     parts, places = (each.reshape(size, each.size // size) for each in (flat, target))
-    mine = me * cell
+    own = me * block
 
     def write(number: int, slot: Any) -> None:
-        piece = parts[:, number * cell : (number + 1) * cell]
-        slot[me, : size * cell].reshape(size, cell)[:, : piece.shape[1]] = piece
+        piece = parts[:, number * block : (number + 1) * block]
+        slot[me, : size * block].reshape(size, block)[:, : piece.shape[1]] = piece
 
-    def come(number: int, slot: Any) -> None:
-        place = places[:, number * cell : (number + 1) * cell]
-        place[:] = slot[:, mine : mine + place.shape[1]]
+    def read_rows(number: int, slot: Any) -> None:
+        place = places[:, number * block : (number + 1) * block]
+        place[:] = slot[:, own : own + place.shape[1]]
 
-    return Transfer(write, come, parts=_cells(me * LARGEST, cell, parts.shape[1]))
+    return Transfer(write, read_rows, ranges=_block_ranges(me * ROW_BYTES, block, parts.shape[1]))
 
 
 def _all_to_all_uneven(
     rounds: Rounds, brings: Sequence[torch.Tensor], places: Sequence[Bytes]
 ) -> Transfer:
-    me, cell = rounds.me, cell_of(rounds.size)
+    me, block = rounds.me, block_bytes(rounds.size)
     parts = [read([each]) for each in brings]
-    if max(each.size for each in [*parts, *places]) > cell:
-        parts = [apart(part, places, lambda _: False) for part in parts]
-    mine = me * cell
+    if max(each.size for each in [*parts, *places]) > block:
+        parts = [copied_if_shared(part, places, lambda _: False) for part in parts]
+    own = me * block
 
     def write(number: int, slot: Any) -> None:
-        own, at = slot[me], number * cell
+        own, at = slot[me], number * block
         for member, part in enumerate(parts):
-            piece = part[at : at + cell]
-            own[member * cell : member * cell + piece.size] = piece
+            piece = part[at : at + block]
+            own[member * block : member * block + piece.size] = piece
 
-    def come(number: int, slot: Any) -> None:
-        at = number * cell
+    def read_rows(number: int, slot: Any) -> None:
+        at = number * block
         for row, place in zip(slot, places, strict=True):
-            piece = place[at : at + cell]
-            piece[:] = row[mine : mine + piece.size]
+            piece = place[at : at + block]
+            piece[:] = row[own : own + piece.size]
 
-    def ships(number: int, members: Sequence[int]) -> Iterable[tuple[int, int]]:
+    def ranges(number: int, members: Sequence[int]) -> Iterable[tuple[int, int]]:
         for member in members:
-            ((begin, end),) = _cells(me * LARGEST, cell, parts[member].size)(number, [member])
+            ((begin, end),) = _block_ranges(me * ROW_BYTES, block, parts[member].size)(
+                number, [member]
+            )
             yield begin, end
 
-    return Transfer(write, come, parts=ships)
+    return Transfer(write, read_rows, ranges=ranges)
 
 
 _TRANSFERS: dict[str, Callable[[Rounds, Collective], Transfer]] = {
@@ -512,7 +518,7 @@ _TRANSFERS: dict[str, Callable[[Rounds, Collective], Transfer]] = {
     "scatter": _scatter,
     "gather": _gather,
 }
-_UNEVEN: dict[str, Callable[[Rounds, Collective, ToldSizes], Transfer]] = {
+_UNEVEN: dict[str, Callable[[Rounds, Collective, CallSizes], Transfer]] = {
     "all_gather": _all_gather,
     "all_gather_coalesced": _all_gather,
     "all_to_all": _all_to_all,
@@ -520,8 +526,8 @@ _UNEVEN: dict[str, Callable[[Rounds, Collective, ToldSizes], Transfer]] = {
 }
 
 
-def transfer_of(rounds: Rounds, call: Collective, sizes: ToldSizes | None) -> Transfer:
-    """The transfer of a call. ``sizes``: its ``told_sizes``."""
+def transfer_of(rounds: Rounds, call: Collective, sizes: CallSizes | None) -> Transfer:
+    """The transfer of a call. ``sizes``: its ``sizes_of_call``."""
     if sizes is not None:
         return _UNEVEN[call.operation](rounds, call, sizes)
     return _TRANSFERS[call.operation](rounds, call)

@@ -40,14 +40,14 @@ def init_process_group(
     """Make the default process group: of the ranks that the launcher has started, or of this process alone.
 
     All arguments are those of ``torch.distributed.init_process_group``. With ``store``, ``rank``, ``world_size`` or an
-    ``init_method`` other than "env://" the ranks meet as they say.
+    ``init_method`` other than "env://" the ranks meet as those say.
 
     Raises BackendError if the launcher gives the ranks no place to meet or is half set, if the ranks do not meet, and
     on simulated ranks, whose process group is there already.
     """
-    told = init_method not in (None, "env://") or (world_size, rank) != (-1, -1)
-    launch = None if told or store is not None else _launch()
-    if told or store is not None or dist.is_initialized():  # torch refuses a second one
+    explicit = init_method not in (None, "env://") or (world_size, rank) != (-1, -1)
+    launch = None if explicit or store is not None else _launch()
+    if explicit or store is not None or dist.is_initialized():  # torch refuses a second one
         dist.init_process_group(backend, init_method, timeout, world_size, rank, store, **options)
         return
     rank, size = (launch.rank, launch.size) if launch else (0, 1)
@@ -97,14 +97,14 @@ def _store(launch: Launch | None, timeout: datetime.timedelta | None) -> Any:
 
 
 def get_local_rank() -> int:
-    """The rank on this machine, as the launcher says it, or the process group."""
+    """The rank on this machine, by the launcher, or by the process group."""
     launch = launch_of_process()
     rank = None if launch is None else launch.local_rank
     return _here().index(dist.get_rank()) if rank is None else rank
 
 
 def get_local_size() -> int:
-    """The number of ranks on this machine, as the launcher says it, or the process group."""
+    """The number of ranks on this machine, by the launcher, or by the process group."""
     launch = launch_of_process()
     size = None if launch is None else launch.local_size
     return len(_here()) if size is None else size

@@ -93,7 +93,9 @@ class Target:
             at = end
 
 
-def apart(source: Bytes, targets: Sequence[Bytes], same: Callable[[Bytes], bool]) -> Bytes:
+def copied_if_shared(
+    source: Bytes, targets: Sequence[Bytes], same: Callable[[Bytes], bool]
+) -> Bytes:
     """The source, copied if it shares memory with a target that is not the ``same`` place."""
     for target in targets:
         if np.may_share_memory(source, target) and not same(target):

@@ -22,8 +22,8 @@ _ADD_ONE = 1 << 28 | 1 << 12  # operation ADD, operand 1
 _NEVER = 2 << 24 | 0x800  # comparison LT with -2048
 _ALL = 2**31 - 1
 _WORD_OF_32_BITS = 2
-_MOST = 128  # words of one futex_waitv
-_BLIND = 0.001  # seconds between two looks, where the kernel does not wait for all words
+_MAX_WORDS = 128  # words of one futex_waitv
+_RECHECK_INTERVAL = 0.001  # seconds between two checks, if the kernel waits for one word alone
 
 Word = tuple[int, int]  # its address, and the value that was seen there
 
@@ -86,7 +86,7 @@ def require() -> None:
 
 
 def add_one(address: int, idle: int) -> None:
-    """Add one to a word, atomically. ``idle``: the address of a word on which nobody sleeps."""
+    """Add one to a word, atomically. ``idle``: the address of a word on which no thread sleeps."""
     _check(_futex_at_once(_FUTEX, idle, _WAKE_OP, 0, None, address, _ADD_ONE | _NEVER))
 
 
@@ -104,11 +104,11 @@ def sleep(words: Sequence[Word], seconds: float) -> bool:
     """Sleep until one of the words was woken, or differs from the value that was seen. False after ``seconds``."""
     global _several
     if len(words) > 1 and _several:
-        waiters = (_Waiter * min(len(words), _MOST))()
+        waiters = (_Waiter * min(len(words), _MAX_WORDS))()
         for waiter, (address, value) in zip(waiters, words, strict=False):
             waiter.value, waiter.address, waiter.flags = value, address, _WORD_OF_32_BITS
-        if len(words) > _MOST:
-            seconds = min(seconds, _BLIND)
+        if len(words) > _MAX_WORDS:
+            seconds = min(seconds, _RECHECK_INTERVAL)
         limit = _timespec(time.monotonic() + seconds)  # an end, where _WAIT takes a duration
         if _waitv(_WAITV, waiters, len(waiters), 0, ctypes.byref(limit), time.CLOCK_MONOTONIC) >= 0:
             return True
@@ -118,7 +118,7 @@ def sleep(words: Sequence[Word], seconds: float) -> bool:
             return _woken(problem)
         _several = False
     address, value = words[0]
-    limit = _timespec(seconds if len(words) == 1 else min(seconds, _BLIND))
+    limit = _timespec(seconds if len(words) == 1 else min(seconds, _RECHECK_INTERVAL))
     if _futex(_FUTEX, address, _WAIT, value, ctypes.byref(limit), None, 0) == 0:
         return True
     return _woken(ctypes.get_errno())

@@ -17,10 +17,10 @@ from smp_core.transport.checked_group import CheckedGroup, Collective
 from smp_core.transport.memory import InFlightBuffer
 from smp_core.transport.peers import ANY, Source
 from smp_core.transport.smddp import futex
-from smp_core.transport.smddp.collectives import told_sizes, transfer_of
-from smp_core.transport.smddp.courier import Courier
-from smp_core.transport.smddp.mail import InboundMessage, Mail, OutboundMessage
-from smp_core.transport.smddp.progress import PROGRESS, Stops
+from smp_core.transport.smddp.collectives import sizes_of_call, transfer_of
+from smp_core.transport.smddp.inter_machine import InterMachineTransport
+from smp_core.transport.smddp.point_to_point import InboundMessage, OutboundMessage, PointToPoint
+from smp_core.transport.smddp.progress import PROGRESS, Blockers
 from smp_core.transport.smddp.rounds import Rounds, RoundsOperation
 from smp_core.transport.smddp.segment import LEFT, SharedSegment
 from smp_core.transport.smddp.work import PendingOperation, SmddpWork
@@ -45,36 +45,36 @@ class SmddpProcessGroup(CheckedGroup):
         super().__init__(position, size, name)
         self.timeout = timeout
         self._ranks = ranks or tuple(range(size))
-        self._whole = not ranks
+        self._is_default = not ranks
         self._pid = os.getpid()
         self._segment = SharedSegment(store, position, size, name)
-        self._courier: Courier | None = None
+        self._inter_machine: InterMachineTransport | None = None
         try:
             self.machines = self._find_machines()
             if len(set(self.machines)) > 1:
-                self._segment.open_beside(self.machines, timeout)
-                self._courier = Courier(self._segment, self.machines, timeout)
+                self._segment.open_on_machines(self.machines, timeout)
+                self._inter_machine = InterMachineTransport(self._segment, self.machines, timeout)
                 self._segment.release()
-            elif self._whole:
+            elif self._is_default:
                 self._segment.open(timeout)
                 self._segment.wait_for_all(timeout)
         except BaseException:
             self._segment.release()
             raise
-        self._channels: tuple[Rounds, Mail] | None = None
+        self._channels: tuple[Rounds, PointToPoint] | None = None
         self._opening = threading.Lock()
         PROGRESS.enter(self._segment)
 
     def _find_machines(self) -> list[str]:
         """The machines of the members: the default group knows them."""
-        world = None if self._whole else distributed_c10d._world.default_pg
+        world = None if self._is_default else distributed_c10d._world.default_pg
         if isinstance(world, SmddpProcessGroup) and max(self._ranks) < len(world.machines):
             return [world.machines[rank] for rank in self._ranks]
         return self._segment.machines(self.timeout)
 
     def text(self) -> str:
         """The group in messages."""
-        return messages.group_text("WORLD" if self._whole else self._name, self._ranks)
+        return messages.group_text("WORLD" if self._is_default else self._name, self._ranks)
 
     def check_process(self, call: str) -> None:
         """Refuse a child of fork: it has the parent's place in the group."""
@@ -84,7 +84,7 @@ class SmddpProcessGroup(CheckedGroup):
                 f"{self._pid}. Fork before init_process_group, or spawn"
             )
 
-    def _check(self, call: str) -> tuple[Rounds, Mail]:
+    def _check(self, call: str) -> tuple[Rounds, PointToPoint]:
         self.check_process(call)
         if self._destroyed:
             raise NotInitializedError(f"{call}: process group {self._name} has been destroyed")
@@ -93,8 +93,8 @@ class SmddpProcessGroup(CheckedGroup):
         with self._opening:
             if self._channels is None:
                 self._segment.open(self.timeout)
-                arguments = self._segment, self.text(), self._ranks, self._courier
-                self._channels = Rounds(*arguments), Mail(*arguments)
+                arguments = self._segment, self.text(), self._ranks, self._inter_machine
+                self._channels = Rounds(*arguments), PointToPoint(*arguments)
             return self._channels
 
     def _collective(self, call: Collective, opts: Any) -> SmddpWork:
@@ -105,17 +105,17 @@ class SmddpProcessGroup(CheckedGroup):
             raise ArgumentError(
                 f"{call.operation}: two outputs share memory: one value would overwrite the other"
             )
-        sizes = told_sizes(call)
+        sizes = sizes_of_call(call)
         transfer = transfer_of(rounds, call, sizes)
         operation = RoundsOperation(call.operation, call.fields, transfer, sizes)
         with PROGRESS.lock:
             rounds.begin(operation)
-            stops = PROGRESS.begin(rounds, waits=not getattr(opts, "asyncOp", True))
-        return self._issued(operation, call.outputs, call.operation, stops)
+            blockers = PROGRESS.begin(rounds, waits=not getattr(opts, "asyncOp", True))
+        return self._issued(operation, call.outputs, call.operation, blockers)
 
     def _post(self, verb: str, tensors: list[Tensor], peer: Source, tag: int) -> SmddpWork:
         """See CheckedGroup."""
-        _, mail = self._check(verb)
+        _, point_to_point = self._check(verb)
         (tensor,) = tensors
         peer = self._check_message(verb, tensors, peer)
         if not -(2**63) <= tag < 2**63:
@@ -125,17 +125,17 @@ class SmddpProcessGroup(CheckedGroup):
             if verb == "send":
                 assert peer is not ANY
                 operation = OutboundMessage(peer, tag, tensor)
-                mail.send(operation)
+                point_to_point.send(operation)
             else:
                 operation = InboundMessage(peer, tag, tensor)
-                mail.receive(operation)
-            PROGRESS.begin(mail)
+                point_to_point.receive(operation)
+            PROGRESS.begin(point_to_point)
         return self._issued(operation, tensors, verb)
 
     def _issued(
-        self, operation: PendingOperation, outputs: Any, name: str, stops: Stops | None = None
+        self, operation: PendingOperation, outputs: Any, name: str, blockers: Blockers | None = None
     ) -> SmddpWork:
-        work = SmddpWork(self, operation, outputs, name, stops)
+        work = SmddpWork(self, operation, outputs, name, blockers)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -144,7 +144,7 @@ class SmddpProcessGroup(CheckedGroup):
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         """A barrier that waits ``timeout``, that of the group if there is none. The error names all ranks that have not
-        come, whatever ``wait_all_ranks`` says.
+        come, with either value of ``wait_all_ranks``.
         """
         work = self._collective(Collective("monitored_barrier"), None)
         work.wait(timeout)
@@ -157,18 +157,18 @@ class SmddpProcessGroup(CheckedGroup):
         return f": {absent}" if absent else ""
 
     def shutdown(self) -> None:
-        """Refuse further calls, and tell the other members."""
+        """Refuse further calls, and announce to the other members that this one has left."""
         if not self._destroyed:
             self._destroyed = True
             if os.getpid() == self._pid:
                 self._segment.leave()
                 PROGRESS.leave(self._segment)
-                if self._courier is not None:
+                if self._inter_machine is not None:
                     try:
-                        self._courier.settle()
+                        self._inter_machine.wait_connected()
                     finally:  # after Ctrl-C as well
-                        self._courier.tell(LEFT)
-                        self._courier.leave()
+                        self._inter_machine.announce(LEFT)
+                        self._inter_machine.leave()
 
     abort = shutdown
 

@@ -4,8 +4,8 @@ Note [No name to leave behind]: the memory is an anonymous file (``memfd_create`
 process id, the file's descriptor and a secret into the group's store; the others open
 ``/proc/PID/fd/DESCRIPTOR``, which the kernel allows to processes of the same user alone. So no name exists that a
 killed rank could leave, and /dev/shm may be as small as it likes. The first member closes the
-descriptor when all have opened it. On the first member's machine it is the first member; on another one the member
-that comes first, and the rows of members elsewhere are copied there (courier.py).
+descriptor when all have opened it. The maker is the first member on the first member's machine, and on another machine
+the member that begins first. The rows of members elsewhere are copied there (inter_machine.py).
 
 Note [Sparse]: the file has room for all that a group can use, and takes the memory of the pages that were written to.
 """
@@ -19,12 +19,11 @@ import mmap
 import os
 import secrets
 import socket
-import struct
 import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import distributed as dist
@@ -32,24 +31,23 @@ from torch import distributed as dist
 from smp_core.errors import BackendError
 from smp_core.transport.smddp import futex
 
-SLOTS = 4  # rounds of a group whose data exist at once
-# Bytes that a member writes in one round: the slots of 8 stay in a cache of 8 MiB.
-LARGEST = 256 * 1024
-# Bytes by which a member describes its call: the least, and those added for each member, whose sizes are told, too.
-HEAD, HEAD_OF_EACH = 4096, 64
-DIGEST = 16  # bytes: half of a call, half of its sizes
-CELL, CELLS = 2048, 16  # bytes of a packet; packets on their way from one member to one other
-BULK, PIECES = 128 * 1024, 2  # bytes of a piece of a long message; pieces on their way
-_ROAD = 4096 + CELL * CELLS + BULK * PIECES
+ROUND_SLOTS = 4  # rounds of a group whose data exist at once
+# Bytes of a row, which a member writes in one round: the slots of 8 members stay in a cache of 8 MiB.
+ROW_BYTES = 256 * 1024
+# Bytes by which a member describes its call: the least, and those added for each member, whose sizes it gives, too.
+DESCRIPTION_BYTES, DESCRIPTION_BYTES_PER_MEMBER = 4096, 64
+DIGEST_BYTES = 16  # half of a call, half of its sizes
+# The packets of a link, and the pieces of its long messages: their sizes, and how many are on their way at once.
+PACKET_BYTES, PACKET_SLOTS = 2048, 16
+PIECE_BYTES, PIECE_SLOTS = 128 * 1024, 2
+LINK_BYTES = 4096 + PACKET_BYTES * PACKET_SLOTS + PIECE_BYTES * PIECE_SLOTS
+_MEMBER_BYTES = 32  # of a member's row in the table: four numbers of 64 bits
 _LINE = 64  # bytes of a cache line: words that different ranks write do not share one
 _SECRET = 16
 _REFUSED = "there is no shared memory:"
-_TICK = 0.1  # seconds between two looks whether another member has failed
-# Process id, its start, rounds that it came to, why it comes to no more.
-_MEMBER = struct.Struct("<QQQQ")
-_START, _ROUNDS, _LEFT = 8, 16, 24  # bytes from the row's begin
-_WHY = ("", "it has destroyed the group", "an operation of it on the group has failed")
-LEFT, FAILED, ENDED = 1, 2, 3  # the last: the connection from its machine
+_POLL_INTERVAL = 0.1  # seconds between two checks whether another member has failed
+LEFT, FAILED, DISCONNECTED = 1, 2, 3  # the last: the connection from its machine has ended
+_DEPARTURES = ("", "it has destroyed the group", "an operation of it on the group has failed")
 _WRAP = 2**32
 _EXCHANGES = ("machine", "group", "stream", "ready")
 _PAGE = mmap.PAGESIZE
@@ -59,26 +57,83 @@ def _up(count: int, step: int) -> int:
     return -(-count // step) * step
 
 
+class MemberLayout(NamedTuple):
+    """The offsets of a member's numbers, of 64 bits each, in the table of members."""
+
+    process: int
+    process_start: int
+    rounds: int
+    """The number of rounds that the member has arrived at."""
+    departure: int
+    """The reason why the member arrives at no further round; 0 if it may."""
+
+
+class LinkLayout(NamedTuple):
+    """The offsets in a link. Each counter has a cache line; two are the sender's, and two the receiver's."""
+
+    written: int
+    consumed: int
+    bulk_written: int
+    bulk_consumed: int
+    packets: int
+    pieces: int
+
+
 class SegmentLayout:
-    """Where everything is in the segment of a group of ``size`` members: offsets in bytes."""
+    """The offsets in the segment of a group of ``size`` members, in bytes."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.head = max(HEAD, _up(HEAD_OF_EACH * size, _PAGE))
+        self.description_bytes = max(
+            DESCRIPTION_BYTES, _up(DESCRIPTION_BYTES_PER_MEMBER * size, _PAGE)
+        )
         self.members = _LINE
-        self.attached = _up(self.members + size * _MEMBER.size, _LINE)
+        self.attached = _up(self.members + size * _MEMBER_BYTES, _LINE)
         self.idle = self.attached + _LINE
         self.arrived = self.idle + _LINE
-        self.bells = self.arrived + SLOTS * _LINE
-        self.digests = self.bells + size * _LINE
-        self.heads = _up(self.digests + SLOTS * size * DIGEST, _PAGE)
-        self.data = self.heads + SLOTS * size * self.head
-        self.roads = self.data + SLOTS * size * LARGEST
-        self.end = self.roads + size * size * _ROAD
+        self.doorbells = self.arrived + ROUND_SLOTS * _LINE
+        self.digests = self.doorbells + size * _LINE
+        self.descriptions = _up(self.digests + ROUND_SLOTS * size * DIGEST_BYTES, _PAGE)
+        self.data = self.descriptions + ROUND_SLOTS * size * self.description_bytes
+        self.links = self.data + ROUND_SLOTS * size * ROW_BYTES
+        self.end = self.links + size * size * LINK_BYTES
 
-    def road(self, source: int, dest: int) -> int:
-        """Where messages from one member to another are."""
-        return self.roads + (source * self.size + dest) * _ROAD
+    def member(self, member: int) -> MemberLayout:
+        """A member's row in the table of members."""
+        begin = self.members + member * _MEMBER_BYTES
+        return MemberLayout(*range(begin, begin + _MEMBER_BYTES, 8))
+
+    def arrival(self, slot: int) -> int:
+        """The word of a slot that counts the members which have arrived."""
+        return self.arrived + slot * _LINE
+
+    def doorbell(self, member: int) -> int:
+        """The word that a member sleeps on while it waits for messages."""
+        return self.doorbells + member * _LINE
+
+    def digest(self, slot: int, member: int) -> int:
+        """A member's digest of its call in a slot; those of the next members follow."""
+        return self.digests + (slot * self.size + member) * DIGEST_BYTES
+
+    def description(self, slot: int, member: int) -> int:
+        """A member's description of its call in a slot."""
+        return self.descriptions + (slot * self.size + member) * self.description_bytes
+
+    def slot(self, slot: int) -> int:
+        """A slot's first row; those of the next members follow."""
+        return self.data + slot * self.size * ROW_BYTES
+
+    def link_begin(self, source: int, dest: int) -> int:
+        """The first byte of the link from one member to another; the link to the next member follows."""
+        return self.links + (source * self.size + dest) * LINK_BYTES
+
+    def link(self, source: int, dest: int) -> LinkLayout:
+        """The link from one member to another."""
+        begin = self.link_begin(source, dest)
+        lines = (begin + number * _LINE for number in range(5))
+        written, consumed, bulk_written, bulk_consumed, packets = lines
+        pieces = packets + PACKET_SLOTS * PACKET_BYTES
+        return LinkLayout(written, consumed, bulk_written, bulk_consumed, packets, pieces)
 
 
 class SharedSegment:
@@ -89,11 +144,11 @@ class SharedSegment:
         memory: all of it, to read and write.
         bytes: the same as an array.
         address: of its first byte, in this process.
-        far: the members on other machines, each with its machine's name.
-        carriers: for each of these the member of this machine that gets its rows for all.
-        arrived: for each slot its word, which counts the members that have come, and the address of that.
-        rounds: for each member the number of rounds that it has come to, as an object with a ``value``.
-        broken: why this member makes no further call on the group, once an operation has failed here.
+        remote: the members on other machines, each with its machine's name.
+        relays: for each of these the member of this machine that receives its rows for all.
+        arrived: for each slot the address of its word, which counts the members that have arrived, and the word.
+        rounds: for each member the number of rounds that it has arrived at, as an object with a ``value``.
+        broken: the reason why this member makes no further call on the group, once an operation has failed here.
     """
 
     def __init__(self, store: Any, me: int, size: int, name: str) -> None:
@@ -101,16 +156,16 @@ class SharedSegment:
         self.layout = SegmentLayout(size)
         self.store, self._descriptor = store, -1
         self._memory: Any = None
-        self.far: dict[int, str] = {}
-        self.carriers: dict[int, int] = {}
+        self.remote: dict[int, str] = {}
+        self.relays: dict[int, int] = {}
         self.broken = ""
         # A group of this name may have been before, in the same store.
         self._key = f"smddp {store.add(f'smddp made by {me}', 1)}"
-        self._place = self._key  # where the store tells of this machine's memory
+        self._memory_key = self._key  # where the store has this machine's memory
         self._processes: dict[int, tuple[int, int]] = {}  # of members that have not mapped it yet
         if me:  # it maps the memory later, and may end before
             pid = os.getpid()
-            store.set(f"{self._key} process {me}", f"{pid} {_own_start()}")
+            store.set(f"{self._key} process {me}", f"{pid} {_own_start_time()}")
         else:
             try:
                 self._make()
@@ -134,26 +189,28 @@ class SharedSegment:
         self._map(self._descriptor)
         self.view[:_SECRET] = secret
         self._join()
-        self.store.set(self._place, f"{os.getpid()} {self._descriptor} {secret.hex()} {self.me}")
+        self.store.set(
+            self._memory_key, f"{os.getpid()} {self._descriptor} {secret.hex()} {self.me}"
+        )
 
     def refuse(self, error: BaseException) -> None:
-        """Tell the members that wait for this one."""
+        """Announce the failure of this member to those that wait for it."""
         keys = [self._key if self.me == 0 else f"{self._key} failed"]
-        keys += [self._told_at(what, self.me) for what in _EXCHANGES]
+        keys += [self._exchange_key(topic, self.me) for topic in _EXCHANGES]
         for key in keys:
             self.store.set(key, f"{_REFUSED} member {self.me}: {error}")
 
-    def _told_at(self, what: str, member: int) -> str:
-        return f"{self._key} {what} {member}"
+    def _exchange_key(self, topic: str, member: int) -> str:
+        return f"{self._key} {topic} {member}"
 
-    def exchange(self, what: str, value: str, timeout: datetime.timedelta) -> list[str]:
-        """The values of all members, once they have told them.
+    def exchange(self, topic: str, value: str, timeout: datetime.timedelta) -> list[str]:
+        """The values of all members, once they have set them.
 
-        Raises BackendError if one has failed, or has told none after ``timeout``.
+        Raises BackendError if one has failed, or has set none after ``timeout``.
         """
-        assert what in _EXCHANGES
-        self.store.set(self._told_at(what, self.me), value)
-        keys = [self._told_at(what, member) for member in range(self.size)]
+        assert topic in _EXCHANGES
+        self.store.set(self._exchange_key(topic, self.me), value)
+        keys = [self._exchange_key(topic, member) for member in range(self.size)]
         try:
             self.store.wait(keys, timeout)
         except RuntimeError as error:
@@ -163,14 +220,14 @@ class SharedSegment:
                 f"new_group within {timeout.total_seconds():g} s; member {self.me} waited for members {absent}: "
                 f"{str(error).partition(chr(10))[0]}"
             ) from None
-        return self.told(what)
+        return self.exchanged(topic)
 
-    def told(self, what: str) -> list[str]:
-        """The values that all members have told.
+    def exchanged(self, topic: str) -> list[str]:
+        """The values that all members have set.
 
         Raises BackendError if one has failed.
         """
-        keys = [self._told_at(what, member) for member in range(self.size)]
+        keys = [self._exchange_key(topic, member) for member in range(self.size)]
         values = [each.decode() for each in self.store.multi_get(keys)]
         for each in values:
             if each.startswith(_REFUSED):
@@ -181,16 +238,16 @@ class SharedSegment:
         """The machines of all members, each with its name behind a space."""
         return self.exchange("machine", f"{_machine()} {socket.gethostname()}", timeout)
 
-    def open_beside(self, machines: Sequence[str], timeout: datetime.timedelta) -> None:
+    def open_on_machines(self, machines: Sequence[str], timeout: datetime.timedelta) -> None:
         """Open the memory of this machine, one of several that the group is on."""
-        mine = machines[self.me]
-        self.far = {
-            member: each.partition(" ")[2] for member, each in enumerate(machines) if each != mine
+        own = machines[self.me]
+        self.remote = {
+            member: each.partition(" ")[2] for member, each in enumerate(machines) if each != own
         }
         try:
-            if mine != machines[0]:
-                self._place = f"{self._key} on {mine}"
-                if self.store.add(f"{self._place} made", 1) == 1:
+            if own != machines[0]:
+                self._memory_key = f"{self._key} on {own}"
+                if self.store.add(f"{self._memory_key} made", 1) == 1:
                     self._make()
             self.open(timeout)
         except Exception as error:
@@ -213,13 +270,13 @@ class SharedSegment:
 
     def _open(self, timeout: datetime.timedelta) -> None:
         try:
-            self.store.wait([self._place], timeout)
+            self.store.wait([self._memory_key], timeout)
         except RuntimeError as error:
             raise BackendError(
                 f"group {self.name}: member {self.me} waited for the shared memory of member 0, which did not come to "
                 f"init_process_group or new_group: {str(error).partition(chr(10))[0]}"
             ) from None
-        found = self.store.get(self._place).decode()
+        found = self.store.get(self._memory_key).decode()
         if found.startswith(_REFUSED):
             raise BackendError(found)
         pid, descriptor, secret, maker = found.split()
@@ -248,19 +305,20 @@ class SharedSegment:
         self._join()
 
     def _map(self, descriptor: int) -> None:
-        self._memory = _mapped(descriptor, self.layout.end)
+        self._memory = _map_file(descriptor, self.layout.end)
         self.bytes: Any = np.frombuffer(self._memory, np.uint8)
         self.view = memoryview(self._memory).cast("B")
         self.address = ctypes.addressof(self._memory)
-        slots = [self.layout.arrived + slot * _LINE for slot in range(SLOTS)]
+        slots = [self.layout.arrival(slot) for slot in range(ROUND_SLOTS)]
         self.arrived = [(self.address + at, self.word(at)) for at in slots]
-        self.rounds = [self.count(self._row(member) + _ROUNDS) for member in range(self.size)]
+        rows = [self.layout.member(member) for member in range(self.size)]
+        self.rounds = [self.count(row.rounds) for row in rows]
 
     def _join(self) -> None:
-        pid, row = os.getpid(), self._row(self.me)
-        # Each in one write; others may look in between.
-        self.count(row).value = pid
-        self.count(row + _START).value = _own_start()
+        row = self.layout.member(self.me)
+        # Each in one write; others may read in between.
+        self.count(row.process).value = os.getpid()
+        self.count(row.process_start).value = _own_start_time()
         futex.add_and_wake(self.address + self.layout.attached)
 
     def wait_for_all(self, timeout: datetime.timedelta) -> None:
@@ -279,7 +337,7 @@ class SharedSegment:
         failed = f"{self._key} failed"
         while (seen := self.word(at).value) < self.size:
             left = max(end - time.monotonic(), 0.0)
-            if futex.sleep([(self.address + at, seen)], min(_TICK, left)):
+            if futex.sleep([(self.address + at, seen)], min(_POLL_INTERVAL, left)):
                 continue
             if self.store.check([failed]):
                 raise BackendError(self.store.get(failed).decode())
@@ -310,68 +368,65 @@ class SharedSegment:
             self._descriptor = -1
 
     def leave(self) -> None:
-        """Tell the others that this member makes no further call."""
+        """Announce that this member makes no further call."""
         self.release()
         if self._memory is not None:
-            self.mark(self.me, LEFT)
+            self.mark_departed(self.me, LEFT)
 
     def fail(self, error: BaseException, group: str) -> Exception:
-        """Tell the others that this member comes to no further round, as an operation of it has failed.
+        """Announce that this member arrives at no further round, because an operation of it has failed.
 
         Returns the error of the operations that are in flight.
         """
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         self.broken = f"an operation on group {group} has failed on this rank: {text}"
-        self.mark(self.me, FAILED)
+        self.mark_departed(self.me, FAILED)
         if isinstance(error, Exception):
             return error
         return dist.DistBackendError(self.broken)  # Ctrl-C is the main thread's
 
-    def mark(self, member: int, why: int) -> None:
-        """Tell the others on this machine that a member comes to no further round."""
-        left = self.count(self._row(member) + _LEFT)
-        left.value = left.value or why
+    def mark_departed(self, member: int, reason: int) -> None:
+        """Announce on this machine that a member arrives at no further round. The first reason stays."""
+        departure = self.count(self.layout.member(member).departure)
+        departure.value = departure.value or reason
 
-    def come(self, member: int, number: int) -> None:
-        """Count a member in, whose row of a round is written, and wake the others if all have come."""
-        address, arrived = self.arrived[number % SLOTS]
+    def arrive(self, member: int, number: int) -> None:
+        """Count a member in, whose row of a round is written, and wake the others if all have arrived."""
+        address, arrived = self.arrived[number % ROUND_SLOTS]
         futex.add_one(address, self.address + self.layout.idle)
-        # After the word: who is counted here has come.
+        # After the word: a member that is counted here has arrived.
         self.rounds[member].value = number + 1
-        if arrived.value == self.target(number):
+        if arrived.value == self.full_count(number):
             futex.wake(address)
 
-    def target(self, number: int) -> int:
-        """The count of a round's word when all members have come."""
-        return self.size * (number // SLOTS + 1) % _WRAP
-
-    def _row(self, member: int) -> int:
-        """Where the table has a member."""
-        return self.layout.members + member * _MEMBER.size
+    def full_count(self, number: int) -> int:
+        """The count of a round's word when all members have arrived."""
+        return self.size * (number // ROUND_SLOTS + 1) % _WRAP
 
     def count(self, offset: int) -> Any:
         """A number of 64 bits that one member writes, as an object with a ``value``."""
         return ctypes.c_uint64.from_buffer(self.memory, offset)
 
-    def gone(self, member: int) -> str:
-        """Why a member comes to nothing any more; empty if it may."""
-        if member not in self.far:
+    def departure(self, member: int) -> str:
+        """The reason why a member arrives at nothing any more; empty if it may."""
+        if member not in self.remote:
             pid, start = self._process(member)
-            with contextlib.suppress(OSError):  # the next look may see it
-                if pid and start and _started(pid) != start:
+            with contextlib.suppress(OSError):  # the next poll may find it
+                if pid and start and _start_time(pid) != start:
                     return f"its process {pid} has ended"
-        return self.why(member, self.count(self._row(member) + _LEFT).value)
+        reason = self.count(self.layout.member(member).departure).value
+        return self.departure_text(member, reason)
 
-    def why(self, member: int, mark: int) -> str:
-        """A member's mark in words."""
-        if mark == ENDED:
-            return f"its connection from machine {self.far[member]} has ended"
-        return _WHY[mark]
+    def departure_text(self, member: int, reason: int) -> str:
+        """The reason of a member's departure in words."""
+        if reason == DISCONNECTED:
+            return f"its connection from machine {self.remote[member]} has ended"
+        return _DEPARTURES[reason]
 
     def _process(self, member: int) -> tuple[int, int]:
         """A member's process and its start; a zero among them if the member is not known yet."""
-        row = self._row(member)
-        known = self.count(row).value, self.count(row + _START).value
+        row = self.layout.member(member)
+        known = self.count(row.process).value, self.count(row.process_start).value
         if all(known):
             return known
         if member not in self._processes:
@@ -382,19 +437,19 @@ class SharedSegment:
                     self._processes[member] = int(pid), int(start)
         return self._processes.get(member, (0, 0))
 
-    def lost(self, rounds: int) -> dict[int, str]:
-        """Why some of those that have come to no more than so many rounds never will, by the member to blame."""
+    def blocking_departures(self, rounds: int) -> dict[int, str]:
+        """The departures that keep members from more than so many rounds, by the departed member."""
         absent = self.absent(rounds)
-        lost = {member: why for member, why in absent.items() if why}
-        for carrier in {self.carriers[member] for member in absent if member in self.carriers}:
-            if why := self.gone(carrier):
-                lost[carrier] = why
-        return dict(sorted(lost.items()))
+        blocking = {member: why for member, why in absent.items() if why}
+        for relay in {self.relays[member] for member in absent if member in self.relays}:
+            if why := self.departure(relay):
+                blocking[relay] = why
+        return dict(sorted(blocking.items()))
 
     def absent(self, rounds: int) -> dict[int, str]:
-        """The members that have come to no more than so many rounds: why they never will, or nothing."""
+        """The members that have arrived at no more than so many rounds, with their departures: texts, or nothing."""
         return {
-            member: self.gone(member)
+            member: self.departure(member)
             for member, count in enumerate(self.rounds)
             if count.value <= rounds
         }
@@ -415,7 +470,7 @@ _munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _FAILED = ctypes.c_void_p(-1).value
 
 
-def _mapped(descriptor: int, size: int) -> Any:
+def _map_file(descriptor: int, size: int) -> Any:
     """All of a file as memory, until its last user ends. Python's own mapping would keep a descriptor open."""
     address = _mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
     if address == _FAILED:
@@ -427,8 +482,8 @@ def _mapped(descriptor: int, size: int) -> Any:
     return memory
 
 
-def _started(pid: int) -> int | None:
-    """When a process began, in the kernel's ticks: with its id it names one process. None if it ends or has ended."""
+def _start_time(pid: int) -> int | None:
+    """The start of a process, in the kernel's ticks: with its id it names one process. None if it ends or has ended."""
     # Any other error, such as that of too many open files, says nothing of the process.
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         # As bytes: the name of a program may end inside of a character.
@@ -439,10 +494,10 @@ def _started(pid: int) -> int | None:
     return None
 
 
-def _own_start() -> int:
-    """When this process began; 0, where it cannot look: the others do not notice its end then."""
+def _own_start_time() -> int:
+    """The start of this process; 0 where it cannot be read: the others do not notice its end then."""
     with contextlib.suppress(OSError):
-        return _started(os.getpid()) or 0
+        return _start_time(os.getpid()) or 0
     return 0
 
 

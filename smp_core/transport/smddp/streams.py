@@ -4,8 +4,8 @@ Note [One direction]: the process that has connected sends, and the other one on
 sent is read before its end is seen: a kernel that closes a socket with unread bytes drops bytes on the way, and on
 the sender's side of a stream nothing is ever unread.
 
-Note [Strangers]: the listener's secret went through the store. Each side proves by HMAC that it knows it, before
-anything else is read. A connection without proof is closed after some seconds, and earlier if there are many.
+Note [Authentication]: the listener's secret went through the store. Each side proves by HMAC that it knows the secret,
+before anything else is read. A connection without proof is closed after some seconds, and earlier if there are many.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ from typing import NamedTuple
 _MAGIC = b"smddp\x00\x00\x01"  # the last byte is the version
 _HELLO = struct.Struct("<8s16s32s")  # the magic, the process that connects, its nonce
 _NONCE, _PROOF = 32, 32  # bytes
-_PATIENCE = 10.0  # seconds in which a connection must be proven
-_CONNECTING = 120.0  # seconds in which a stream must be there: the other process may be busy
-_FLUSH = 10.0  # seconds in which the bytes of a process that ends must be on their way
-_AGAIN = 0.05  # seconds until a connection that was closed before it was proven is tried again
-_UNPROVEN = 64  # connections at once
-_TURN = 1 << 20  # bytes that are read from one connection before the others have their turn
-_PIECES = 64  # of one system call
+_HANDSHAKE_TIMEOUT = 10.0  # seconds in which a connection must authenticate itself
+_CONNECT_TIMEOUT = 120.0  # seconds in which a stream must be there: the other process may be busy
+_FLUSH_TIMEOUT = 10.0  # seconds in which the bytes of a process that ends must be on their way
+_RETRY_INTERVAL = (
+    0.05  # seconds until a connection that was closed before it was authenticated is tried again
+)
+_MAX_UNAUTHENTICATED = 64  # connections at once
+_READ_QUANTUM = 1 << 20  # bytes that are read from one connection before the others have their turn
+_PIECES_PER_CALL = 64  # of one system call
 #: A machine that vanishes is noticed within half a minute: seconds of silence, between two questions, and questions.
-_ALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
-_UNHEARD = 30.0  # seconds in which sent bytes must be acknowledged
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
+_ACKNOWLEDGE_TIMEOUT = 30.0  # seconds in which sent bytes must be acknowledged
 
-Places = Generator[memoryview, None, None]  # where the next bytes of a stream belong
+Buffers = Generator[memoryview, None, None]  # the memory for the next bytes of a stream
 
 
 class Peer(NamedTuple):
-    """Another process, as the store tells of it."""
+    """Another process, as the store has it."""
 
     identity: str
     secret: str
@@ -55,7 +57,7 @@ class StreamError(Exception):
     """The bytes of a connection are not those of a member."""
 
 
-def _prove(secret: bytes, side: bytes, hello: bytes, nonce: bytes) -> bytes:
+def _proof_of(secret: bytes, side: bytes, hello: bytes, nonce: bytes) -> bytes:
     return hmac.digest(secret, side + hello + nonce, "sha256")
 
 
@@ -63,43 +65,43 @@ def _prepare(connection: socket.socket) -> None:
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _ALIVE.items():
+    for option, value in _KEEPALIVE.items():
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    unheard = int(_UNHEARD * 1000)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unheard)
+    timeout = int(_ACKNOWLEDGE_TIMEOUT * 1000)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout)
 
 
 class _Reader:
-    """Reads the bytes of a connection to the places that a generator names."""
+    """Reads the bytes of a connection to the buffers that a generator names."""
 
-    def __init__(self, connection: socket.socket, places: Places) -> None:
-        self._connection, self._places = connection, places
-        self._place = next(places)
+    def __init__(self, connection: socket.socket, buffers: Buffers) -> None:
+        self._connection, self._buffers = connection, buffers
+        self._buffer = next(buffers)
 
     def read(self) -> None:
-        """Read what is there.
+        """Read the bytes that have come.
 
         Raises EOFError at the end.
         """
-        left = _TURN
+        left = _READ_QUANTUM
         while left > 0:
             try:
-                count = self._connection.recv_into(self._place)
+                count = self._connection.recv_into(self._buffer)
             except BlockingIOError:
                 return
             if not count:
                 raise EOFError("has ended")
             left -= count
-            self._place = self._place[count:]
-            while not self._place.nbytes:
-                self._place = next(self._places)
+            self._buffer = self._buffer[count:]
+            while not self._buffer.nbytes:
+                self._buffer = next(self._buffers)
 
 
 class Outbound:
     """The stream to another process. Any thread may send; the rest is done by the thread of the streams.
 
     Attributes:
-        reason: why it has ended, once it has.
+        reason: the reason of its end, once it has ended.
         settled: set once the other process has proven itself, or the stream has ended.
     """
 
@@ -112,7 +114,7 @@ class Outbound:
         self._ready = self._watched = False
         self._connection: socket.socket | None = None
         self._reader: _Reader | None = None
-        self._until = time.monotonic() + _CONNECTING
+        self._until = time.monotonic() + _CONNECT_TIMEOUT
 
     def send(self, pieces: Iterable[memoryview]) -> None:
         """Send bytes, whose memory stays as it is until they were sent. Returns at once."""
@@ -127,7 +129,7 @@ class Outbound:
                 self._flush()
             if not self._queue:
                 return
-        self._streams.ask(self._watch)
+        self._streams.call_soon(self._watch)
 
     @property
     def idle(self) -> bool:
@@ -135,13 +137,13 @@ class Outbound:
         return bool(self.reason) or not self._queue
 
     def _flush(self) -> None:
-        """Send what can be sent. Call with the lock held."""
+        """Send bytes without blocking. Call with the lock held."""
         assert self._connection is not None
         queue = self._queue
         while queue:
             try:
                 # No signal: a script may have given SIGPIPE its default action, the end of the process.
-                pieces = list(islice(queue, _PIECES))
+                pieces = list(islice(queue, _PIECES_PER_CALL))
                 count = self._connection.sendmsg(pieces, (), socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 return
@@ -153,10 +155,10 @@ class Outbound:
     # In the thread of the streams.
 
     def connect(self) -> None:
-        """Begin."""
+        """Begin to connect."""
         if self.reason:  # it took too long meanwhile
             return
-        self._streams.unsettled.add(self)
+        self._streams.connecting.add(self)
         try:
             (found, *_) = socket.getaddrinfo(
                 self.peer.address, self.peer.port, type=socket.SOCK_STREAM
@@ -174,7 +176,7 @@ class Outbound:
     def _handle(self, events: int) -> None:
         try:
             if self._reader is None:
-                self._greet()
+                self._send_hello()
                 return
             if events & selectors.EVENT_READ:
                 self._reader.read()
@@ -183,8 +185,8 @@ class Outbound:
         except Exception as error:
             self.end(error)
 
-    def _greet(self) -> None:
-        """The connection is there, or was refused."""
+    def _send_hello(self) -> None:
+        """Send the first bytes of the handshake on a connection that is there, or was refused."""
         assert self._connection is not None
         problem = self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if problem:
@@ -193,18 +195,18 @@ class Outbound:
             _MAGIC, bytes.fromhex(self._streams.identity), secrets.token_bytes(_NONCE)
         )
         self._connection.send(hello, socket.MSG_NOSIGNAL)
-        self._reader = _Reader(self._connection, self._answered(self._connection, hello))
+        self._reader = _Reader(self._connection, self._handshake(self._connection, hello))
         self._streams.change(self._connection, selectors.EVENT_READ, self._handle)
 
-    def _answered(self, connection: socket.socket, hello: bytes) -> Places:
+    def _handshake(self, connection: socket.socket, hello: bytes) -> Buffers:
         answer = bytearray(_NONCE + _PROOF)
         yield memoryview(answer)
         nonce, secret = bytes(answer[:_NONCE]), bytes.fromhex(self.peer.secret)
         if not hmac.compare_digest(
-            bytes(answer[_NONCE:]), _prove(secret, b"listens", hello, nonce)
+            bytes(answer[_NONCE:]), _proof_of(secret, b"listens", hello, nonce)
         ):
             raise StreamError("is another process's")
-        connection.send(_prove(secret, b"connects", hello, nonce), socket.MSG_NOSIGNAL)
+        connection.send(_proof_of(secret, b"connects", hello, nonce), socket.MSG_NOSIGNAL)
         with self._lock:
             self._ready = True
         self._settle()
@@ -213,7 +215,7 @@ class Outbound:
         raise StreamError("was answered")
 
     def _watch(self) -> None:
-        """Send what waits, and be called again while anything does."""
+        """Send the bytes that wait, and ask to be called again while any do."""
         if self.reason or not self._ready or self._connection is None:
             return
         try:
@@ -232,57 +234,59 @@ class Outbound:
         """Close the stream. One that the other process has closed before its proof is tried again."""
         dropped = isinstance(error, (EOFError, ConnectionResetError, BrokenPipeError))
         now = time.monotonic()
-        again = dropped and not self._ready and now < self._until
+        retry = dropped and not self._ready and now < self._until
         with self._lock:
             connection, self._connection, self._reader = self._connection, None, None
-            if not again:
+            if not retry:
                 self.reason = self.reason or getattr(error, "strerror", None) or str(error)
                 self._queue.clear()
         if connection is not None:
-            self._streams.forget(connection)
-        if again:
-            self._streams.later(now + _AGAIN, self.connect)
+            self._streams.close_connection(connection)
+        if retry:
+            self._streams.call_at(now + _RETRY_INTERVAL, self.connect)
         else:
             self._settle()
 
     def _settle(self) -> None:
-        self._streams.unsettled.discard(self)
+        self._streams.connecting.discard(self)
         self.settled.set()
 
     def expire(self, now: float) -> None:
         """End a stream that is not there in time."""
         if now >= self._until:
-            self.end(TimeoutError(f"no answer within {_CONNECTING:g} s"))
+            self.end(TimeoutError(f"no answer within {_CONNECT_TIMEOUT:g} s"))
 
 
 class _Inbound:
-    """A connection to this process's listener: a stranger's until it is proven."""
+    """A connection to this process's listener, which authenticates itself first."""
 
     def __init__(self, streams: Streams, connection: socket.socket) -> None:
         self._streams, self._connection = streams, connection
-        self.until = time.monotonic() + _PATIENCE
+        self.until = time.monotonic() + _HANDSHAKE_TIMEOUT
         self._identity = ""
-        self._proven = self._over = False
-        self._reader = _Reader(connection, self._places())
+        self._authenticated = self._closed = False
+        self._reader = _Reader(connection, self._buffers())
         streams.register(connection, selectors.EVENT_READ, self._handle)
 
-    def _places(self) -> Places:
+    def _buffers(self) -> Buffers:
         hello = bytearray(_HELLO.size)
         yield memoryview(hello)
         magic, identity, _ = _HELLO.unpack(hello)
         if magic != _MAGIC:
             raise StreamError("begins with other bytes")
         self._identity = identity.hex()
-        self._streams.coming[self._identity] += 1
+        self._streams.connections[self._identity] += 1
         nonce, secret = secrets.token_bytes(_NONCE), self._streams.secret
-        answer = nonce + _prove(secret, b"listens", bytes(hello), nonce)
+        answer = nonce + _proof_of(secret, b"listens", bytes(hello), nonce)
         self._connection.send(answer, socket.MSG_NOSIGNAL)
         proof = bytearray(_PROOF)
         yield memoryview(proof)
-        if not hmac.compare_digest(bytes(proof), _prove(secret, b"connects", bytes(hello), nonce)):
+        if not hmac.compare_digest(
+            bytes(proof), _proof_of(secret, b"connects", bytes(hello), nonce)
+        ):
             raise StreamError("proves another secret")
-        self._proven = True
-        self._streams.unproven.pop(self, None)
+        self._authenticated = True
+        self._streams.unauthenticated.pop(self, None)
         yield from self._streams.receive(self._identity)
 
     def _handle(self, events: int) -> None:
@@ -293,56 +297,56 @@ class _Inbound:
 
     def end(self, reason: str) -> None:
         if (
-            self._over
+            self._closed
         ):  # closed for another connection, with an event of its own still to be handled
             return
-        self._over = True
-        self._streams.forget(self._connection)
-        self._streams.unproven.pop(self, None)
-        if self._proven:
+        self._closed = True
+        self._streams.close_connection(self._connection)
+        self._streams.unauthenticated.pop(self, None)
+        if self._authenticated:
             self._streams.ended.setdefault(self._identity, reason)
             self._streams.on_end(self._identity)
         if self._identity:
-            coming = self._streams.coming
-            coming[self._identity] -= 1
-            if not coming[self._identity]:  # a stranger may give any name
-                del coming[self._identity]
+            connections = self._streams.connections
+            connections[self._identity] -= 1
+            if not connections[self._identity]:  # without a proof it may be any name
+                del connections[self._identity]
 
 
 class Streams:
     """The streams of this process, and the thread that serves them.
 
     Attributes:
-        coming: for each process how many connections of it there are.
+        connections: for each process the number of its connections to this one.
         ended: for each process whose stream has ended the reason.
-        unproven: connections to the listener that have proven nothing, from the oldest.
-        unsettled: streams to others that are not there yet.
-        closing: until when the bytes that wait may be sent, once no more follow.
+        unauthenticated: connections to the listener without a proof yet, from the oldest.
+        connecting: streams to others that are not there yet.
+        closing: the time until which bytes that wait may be sent, once no more follow.
     """
 
     def __init__(
-        self, address: str, receive: Callable[[str], Places], on_end: Callable[[str], None]
+        self, address: str, receive: Callable[[str], Buffers], on_end: Callable[[str], None]
     ) -> None:
-        """``receive``: the places for the bytes of a process. ``on_end``: called when its stream has ended."""
+        """``receive``: the buffers for the bytes of a process. ``on_end``: called when its stream has ended."""
         self.identity, self.secret = secrets.token_hex(16), secrets.token_bytes(32)
         self.receive, self.on_end = receive, on_end
-        self.coming: Counter[str] = Counter()
+        self.connections: Counter[str] = Counter()
         self.ended: dict[str, str] = {}
-        self.unproven: dict[_Inbound, None] = {}
-        self.unsettled: set[Outbound] = set()
+        self.unauthenticated: dict[_Inbound, None] = {}
+        self.connecting: set[Outbound] = set()
         self._outbound: dict[str, Outbound] = {}
-        self._lock, self._ringing = threading.Lock(), threading.Lock()
-        self._asked: deque[Callable[[], None]] = deque()
+        self._lock, self._wakeup_lock = threading.Lock(), threading.Lock()
+        self._pending_calls: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, Callable[[], None]]] = []
-        self.closing = 0.0  # until when
+        self.closing = 0.0
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=128)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._sockets: set[socket.socket] = {self._listener}
         self._listen()
-        self._selector.register(self._bell, selectors.EVENT_READ, self._woken)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_wakeup)
         self._thread = threading.Thread(target=self._run, name="smddp streams", daemon=True)
         self._thread.start()
 
@@ -351,42 +355,42 @@ class Streams:
         address, port, *_ = self._listener.getsockname()
         return Peer(self.identity, self.secret.hex(), address, port)
 
-    def to(self, peer: Peer) -> Outbound:
-        """The stream to a process, which begins when it is asked for first."""
+    def stream_to(self, peer: Peer) -> Outbound:
+        """The stream to a process. The first call connects it."""
         with self._lock:
             stream = self._outbound.get(peer.identity)
             if stream is None:
                 stream = self._outbound[peer.identity] = Outbound(self, peer)
-                self.ask(stream.connect)
+                self.call_soon(stream.connect)
             return stream
 
     def close(self) -> None:
-        """Send what waits, then close everything and end the thread.
+        """Send the bytes that wait, then close everything and end the thread.
 
         Until then the listener and the streams of others stay open: to a process that finds them closed no
         byte of this one is on its way.
         """
-        self.closing = time.monotonic() + _FLUSH
-        self.ask(lambda: None)
+        self.closing = time.monotonic() + _FLUSH_TIMEOUT
+        self.call_soon(lambda: None)
         self._thread.join()
 
-    def abandon(self) -> None:
+    def close_after_fork(self) -> None:
         """In a child of fork: close the descriptors, which are the parent's."""
         self._selector.close()  # first: the parent's own waits for the sockets
-        os.close(self._bell)
+        os.close(self._wakeup)
         for each in self._sockets:
             each.close()
 
-    def ask(self, task: Callable[[], None]) -> None:
-        """Have the thread of the streams call a function."""
-        self._asked.append(task)
-        with self._ringing:
-            if self._bell >= 0:
-                os.eventfd_write(self._bell, 1)
+    def call_soon(self, task: Callable[[], None]) -> None:
+        """Call a function in the thread of the streams."""
+        self._pending_calls.append(task)
+        with self._wakeup_lock:
+            if self._wakeup >= 0:
+                os.eventfd_write(self._wakeup, 1)
 
     # In the thread.
 
-    def later(self, when: float, task: Callable[[], None]) -> None:
+    def call_at(self, when: float, task: Callable[[], None]) -> None:
         """Call a function at a time."""
         self._timers.append((when, task))
 
@@ -401,77 +405,77 @@ class Streams:
         """Register a connection for other events."""
         self._selector.modify(connection, events, handle)
 
-    def forget(self, connection: socket.socket) -> None:
+    def close_connection(self, connection: socket.socket) -> None:
         """Close a connection."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection)
         self._sockets.discard(connection)
         connection.close()
 
-    def _woken(self, events: int) -> None:
+    def _on_wakeup(self, events: int) -> None:
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
+            os.eventfd_read(self._wakeup)
 
     def _accept(self, events: int) -> None:
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        except OSError:  # no descriptor is left, perhaps because of strangers
-            for each in list(self.unproven):
+        except OSError:  # no descriptor is left, perhaps because of unauthenticated connections
+            for each in list(self.unauthenticated):
                 each.end("too many")
             # The listener stays ready, and this thread would spin until a descriptor is free.
             self._selector.unregister(self._listener)
-            self.later(time.monotonic() + _AGAIN, self._listen)
+            self.call_at(time.monotonic() + _RETRY_INTERVAL, self._listen)
             return
-        if len(self.unproven) >= _UNPROVEN:
-            next(iter(self.unproven)).end("too many")
+        if len(self.unauthenticated) >= _MAX_UNAUTHENTICATED:
+            next(iter(self.unauthenticated)).end("too many")
         try:
             _prepare(connection)
-            self.unproven[_Inbound(self, connection)] = None
+            self.unauthenticated[_Inbound(self, connection)] = None
         except OSError:
-            self.forget(connection)
+            self.close_connection(connection)
 
     def _listen(self) -> None:
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def _run(self) -> None:
         try:
-            while not self._over():
-                for key, events in self._selector.select(self._pause()):
+            while not self._is_drained():
+                for key, events in self._selector.select(self._select_timeout()):
                     key.data(events)
-                while self._asked:
-                    self._asked.popleft()()
+                while self._pending_calls:
+                    self._pending_calls.popleft()()
                 self._expire(time.monotonic())
         finally:
             self._selector.close()
             for each in list(self._sockets):
                 each.close()
-            with self._ringing:
-                os.close(self._bell)
-                self._bell = -1
+            with self._wakeup_lock:
+                os.close(self._wakeup)
+                self._wakeup = -1
             for stream in list(self._outbound.values()):
                 stream.settled.set()  # nobody connects it any more
 
-    def _over(self) -> bool:
-        if not self.closing or self._asked:
+    def _is_drained(self) -> bool:
+        if not self.closing or self._pending_calls:
             return False
         with self._lock:
             streams = list(self._outbound.values())
         return all(each.idle for each in streams) or time.monotonic() > self.closing
 
-    def _pause(self) -> float | None:
+    def _select_timeout(self) -> float | None:
         """Seconds to wait for events; none if only events matter."""
-        timed = self._timers or self.unproven or self.unsettled or self.closing
-        return _AGAIN if timed else None
+        timed = self._timers or self.unauthenticated or self.connecting or self.closing
+        return _RETRY_INTERVAL if timed else None
 
     def _expire(self, now: float) -> None:
         due = [task for when, task in self._timers if when <= now]
         self._timers = [each for each in self._timers if each[0] > now]
         for task in due:
             task()
-        for each in list(self.unproven):
+        for each in list(self.unauthenticated):
             if each.until <= now:
                 each.end("has proven nothing")
-        for stream in list(self.unsettled):
+        for stream in list(self.connecting):
             stream.expire(now)

@@ -11,7 +11,7 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
-from smp_core.transport.smddp.progress import PROGRESS, Stops
+from smp_core.transport.smddp.progress import PROGRESS, Blockers
 from smp_core.transport.unseen import hide
 
 
@@ -23,7 +23,7 @@ class PendingOperation(Protocol):
 
 
 class SmddpWork(Work):
-    """One operation of this rank. Waiting moves every operation that is in flight."""
+    """One operation of this rank. A wait advances every operation that is in flight."""
 
     def __init__(
         self,
@@ -31,36 +31,36 @@ class SmddpWork(Work):
         operation: PendingOperation,
         outputs: Any,
         name: str,
-        stops: Stops | None = None,
+        blockers: Blockers | None = None,
     ) -> None:
         super().__init__()
-        self._stops = stops
+        self._blockers = blockers
         self._group, self._operation = group, operation
         self._outputs, self.name = outputs, name
         self._future: Future[Any] | None = None
 
     def done(self) -> bool:
-        """Return whether the operation is done, and move nothing."""
+        """Return whether the operation is done, and advance nothing."""
         return self._operation.done
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the operation is done.
 
         Raises DistBackendError after ``timeout`` (the group's, if none or 0 is given) and when a member has ended
-        that has not come to the operation; CollectiveMismatchError if ranks made different calls.
+        that has not arrived at the operation; CollectiveMismatchError if ranks made different calls.
         """
         operation = self._operation
         if not operation.done:
             self._group.check_process(self.name)
             seconds = (timeout or self._group.timeout).total_seconds()
-            stops, self._stops = self._stops, None
-            if not PROGRESS.wait(self.done, seconds, stops):
-                raise self.late(seconds)
+            blockers, self._blockers = self._blockers, None
+            if not PROGRESS.wait(self.done, seconds, blockers):
+                raise self.timeout_error(seconds)
         if operation.error is not None:
             raise operation.error
         return True
 
-    def late(self, seconds: float) -> Exception:
+    def timeout_error(self, seconds: float) -> Exception:
         """The error of an operation that took so long."""
         return dist.DistBackendError(
             f"{self.name} on group {self._group.text()} was not done after {seconds:g} s"
@@ -75,7 +75,7 @@ class SmddpWork(Work):
         """The outputs, or a RuntimeError with the text of the error that ``wait`` raises, or of one after the group's
         time limit.
 
-        The helper thread completes it: DDP waits for futures in C++, where nothing would move.
+        The progress thread completes it: DDP waits for futures in C++, where nothing would advance it.
         """
         if self._future is None:
             promise = _FutureResult(self, self._group.timeout.total_seconds())
@@ -90,9 +90,9 @@ class SmddpWork(Work):
     getFuture = get_future
 
     def is_completed(self) -> bool:
-        """Move all that can be moved, then tell whether the operation is done."""
+        """Advance all operations, then return whether this one is done."""
         if not self._operation.done:
-            PROGRESS.move()
+            PROGRESS.progress()
         return self._operation.done
 
     def is_success(self) -> bool:
@@ -142,7 +142,7 @@ class _FutureResult:
         self._settled.set_result(None)
 
     def expire(self) -> None:
-        self._error = self._work.late(self._seconds)
+        self._error = self._work.timeout_error(self._seconds)
         self._settled.set_result(None)
 
 

@@ -7,20 +7,49 @@ import importlib
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed as dist
 
 from smp_core.transport.smddp import segment
+from smp_core.transport.smddp.segment import ROW_BYTES
 
 LIMIT = datetime.timedelta(seconds=240)
-#: What the parent gets from a rank that was killed.
+#: The value of a rank that was killed.
 KILLED = "killed"
+RANKS = 3  # an odd number in the tree of a fold
+MANY = 40 * ROW_BYTES // 4  # numbers of float32 that take many rounds
+WIDE = 60  # a layer of so many columns has more than a bucket
+
+
+def value(rank: int, count: int, part: int = 0) -> torch.Tensor:
+    """A rank's input, or a part of it."""
+    generator = torch.Generator().manual_seed(rank * 100 + part)
+    return torch.randn(count, generator=generator)
+
+
+def text_of(kind: type[Exception], call: Callable[[], Any]) -> str:
+    """The text of the error that a call raises."""
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+def limit() -> float:
+    """Seconds after which an operation that goes on by itself counts as hanging."""
+    return LIMIT.total_seconds() / 3
+
+
+def progress_threads() -> int:
+    """The number of progress threads of this process."""
+    return sum(each.name == "smddp progress" for each in threading.enumerate())
 
 
 def on_machines(names: str) -> Callable[[int], None]:
@@ -33,11 +62,11 @@ def on_machines(names: str) -> Callable[[int], None]:
     return pretend
 
 
-def until_gone(member: int) -> None:
-    """Return when this rank knows that a member of the default group has ended."""
+def wait_for_departure(member: int) -> None:
+    """Return when this rank has noticed that a member of the default group has ended."""
     group: Any = dist.group.WORLD
     end = time.monotonic() + LIMIT.total_seconds()
-    while not group._segment.gone(member):
+    while not group._segment.departure(member):
         assert time.monotonic() < end
         time.sleep(0.001)
 
@@ -101,3 +130,9 @@ def on_ranks(
         values.append(value)
     assert not failures, "\n".join(failures)
     return values
+
+
+def check_values(folder: Path, check: Callable[[int], None], machines: str = "") -> None:
+    """Run a check on each rank, on one machine or on those that ``on_machines`` gets."""
+    before = (on_machines(machines),) if machines else ()
+    assert on_ranks(folder, RANKS, check, *before) == [None] * RANKS

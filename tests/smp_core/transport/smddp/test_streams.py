@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from smp_core.transport.smddp import streams
-from smp_core.transport.smddp.courier import own_address
-from smp_core.transport.smddp.streams import Outbound, Peer, Places, Streams
+from smp_core.transport.smddp.streams import Buffers, Outbound, Peer, Streams
 
 LIMIT = 60  # seconds: a stream that hangs fails
 
@@ -30,7 +29,7 @@ class Process:
         self.over: list[str] = []
         self.streams = Streams("127.0.0.1", self._receive, self._on_end)
 
-    def _receive(self, identity: str) -> Places:
+    def _receive(self, identity: str) -> Buffers:
         while True:
             byte = bytearray(1)
             yield memoryview(byte)
@@ -76,11 +75,11 @@ def send(stream: Outbound, text: bytes) -> None:
 def test_bytes_come_in_order_and_before_the_end(processes: list[Process]) -> None:
     one, other = processes
     held = threading.Event()
-    one.streams.ask(
+    one.streams.call_soon(
         lambda: held.wait(LIMIT)
     )  # it connects when all was sent, so that the bytes wait
-    stream = one.streams.to(other.streams.peer())
-    assert one.streams.to(other.streams.peer()) is stream
+    stream = one.streams.stream_to(other.streams.peer())
+    assert one.streams.stream_to(other.streams.peer()) is stream
     text = secrets.token_bytes(1000)
     for at in range(0, len(text), 100):
         send(stream, text[at : at + 100])
@@ -96,7 +95,7 @@ def test_what_waits_is_sent_before_the_streams_close() -> None:
     read, sent = threading.Event(), secrets.token_bytes(1 << 16)
     came, all_came = bytearray(), threading.Event()
 
-    def receive(identity: str) -> Places:
+    def receive(identity: str) -> Buffers:
         assert read.wait(LIMIT)
         while True:
             piece = bytearray(len(sent))
@@ -107,7 +106,7 @@ def test_what_waits_is_sent_before_the_streams_close() -> None:
 
     other = Streams("127.0.0.1", receive, lambda identity: None)
     one = Process()
-    stream = one.streams.to(other.peer())
+    stream = one.streams.stream_to(other.peer())
     assert stream.settled.wait(LIMIT)
     stream.send(memoryview(sent) for _ in range(400))
     assert not stream.idle
@@ -123,10 +122,10 @@ def test_what_waits_is_sent_before_the_streams_close() -> None:
 
 
 def test_another_listener_is_refused(processes: list[Process]) -> None:
-    """One that does not know the secret which the store tells."""
+    """A listener that does not know the secret in the store."""
     one, other = processes
     wrong = other.streams.peer()._replace(secret=secrets.token_hex(32))
-    stream = one.streams.to(wrong)
+    stream = one.streams.stream_to(wrong)
     send(stream, b"secret")
     assert stream.settled.wait(LIMIT)
     assert stream.reason == "is another process's"
@@ -154,6 +153,8 @@ def dropped(stranger: socket.socket) -> bool:
 
 
 HELLO = struct.pack("<8s16s32s", b"smddp\x00\x00\x01", bytes(16), bytes(32))
+
+
 STRANGERS: dict[str, list[bytes]] = {
     "garbage": [secrets.token_bytes(5000)],
     "another protocol": [b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(64)],
@@ -174,14 +175,14 @@ def test_a_stranger_is_dropped_with_no_effect(processes: list[Process], name: st
             except OSError:
                 break
         assert dropped(stranger)
-    send(one.streams.to(other.streams.peer()), b"x")
+    send(one.streams.stream_to(other.streams.peer()), b"x")
     assert other.has(one, b"x")
     assert set(other.came) == {one.streams.identity}
     assert other.over == []
 
 
 def test_silence_is_dropped(monkeypatch: pytest.MonkeyPatch, processes: list[Process]) -> None:
-    monkeypatch.setattr(streams, "_PATIENCE", 0.1)
+    monkeypatch.setattr(streams, "_HANDSHAKE_TIMEOUT", 0.1)
     _, other = processes
     with connected(other) as stranger:
         assert dropped(stranger)
@@ -193,9 +194,9 @@ def test_many_strangers_do_not_keep_a_member_out(processes: list[Process]) -> No
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(connected(other)) for _ in range(300)]
         assert dropped(strangers[0])  # the oldest goes when there are more than 64
-        send(one.streams.to(other.streams.peer()), b"x")
+        send(one.streams.stream_to(other.streams.peer()), b"x")
         assert other.has(one, b"x")
-        assert len(other.streams.unproven) <= 64
+        assert len(other.streams.unauthenticated) <= 64
     other.streams.close()
     assert len(os.listdir("/proc/self/fd")) <= before
 
@@ -219,7 +220,7 @@ def test_no_descriptor_for_a_connection_is_no_end(
 
     listener = other.streams._listener
     monkeypatch.setattr(other.streams, "_listener", Listener())
-    send(one.streams.to(other.streams.peer()), b"x")
+    send(one.streams.stream_to(other.streams.peer()), b"x")
     assert failed.wait(LIMIT)
     assert other.has(one, b"x")
 
@@ -228,7 +229,7 @@ def test_without_a_descriptor_the_thread_waits(
     monkeypatch: pytest.MonkeyPatch, processes: list[Process]
 ) -> None:
     """The listener stays ready, and is not asked at each turn of the thread."""
-    monkeypatch.setattr(streams, "_AGAIN", 3600.0)
+    monkeypatch.setattr(streams, "_RETRY_INTERVAL", 3600.0)
     _, other = processes
     calls, failed = [], threading.Event()
 
@@ -247,7 +248,7 @@ def test_without_a_descriptor_the_thread_waits(
         assert failed.wait(LIMIT)
         for _ in range(10):
             turned = threading.Event()
-            other.streams.ask(turned.set)
+            other.streams.call_soon(turned.set)
             assert turned.wait(LIMIT)
         assert calls == [1]
 
@@ -257,8 +258,8 @@ def test_a_stranger_s_name_is_forgotten(processes: list[Process]) -> None:
     with connected(other) as stranger:
         stranger.sendall(HELLO)
         assert len(stranger.recv(64)) == 64
-        assert other.streams.coming == {"00" * 16: 1}
-        (connection,) = other.streams.unproven
+        assert other.streams.connections == {"00" * 16: 1}
+        (connection,) = other.streams.unauthenticated
         ended = threading.Event()
 
         def end() -> None:
@@ -266,16 +267,16 @@ def test_a_stranger_s_name_is_forgotten(processes: list[Process]) -> None:
             connection.end("it had an event, too")
             ended.set()
 
-        other.streams.ask(end)
+        other.streams.call_soon(end)
         assert ended.wait(LIMIT)
-    assert other.streams.coming == {}
+    assert other.streams.connections == {}
 
 
 def test_a_stream_that_has_ended_is_no_signal() -> None:
     """A script may have given SIGPIPE its default action."""
 
     class Nobody:
-        def ask(self, task: Any) -> None:
+        def call_soon(self, task: Any) -> None:
             pass
 
     child = os.fork()
@@ -294,22 +295,7 @@ def test_a_process_that_has_ended_is_an_end(processes: list[Process]) -> None:
     one, other = processes
     peer = other.streams.peer()
     other.streams.close()
-    stream = one.streams.to(peer)
+    stream = one.streams.stream_to(peer)
     assert stream.settled.wait(LIMIT)
     assert stream.reason == "Connection refused"
     assert stream.idle
-
-
-def test_the_listener_is_bound_to_the_address_of_the_way_to_the_store(
-    monkeypatch: pytest.MonkeyPatch, processes: list[Process]
-) -> None:
-    from torch import distributed as dist
-
-    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # TEST-NET-1: not this machine's
-    store: Any = dist.TCPStore("127.0.0.1", 0, 1, True)
-    below = dist.PrefixStore("below", store)  # type: ignore[attr-defined]
-    assert own_address(below) == "127.0.0.1"
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert own_address(dist.HashStore()) == "127.0.0.1"  # type: ignore[attr-defined]
-    assert isinstance(processes[0].streams.peer(), Peer)
-    assert processes[0].streams.peer().address == "127.0.0.1"

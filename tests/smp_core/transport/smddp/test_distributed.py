@@ -17,7 +17,15 @@ from pytest_smp.proxies import SmpWorld
 from smp_core.errors import BackendError
 from smp_core.transport.launchers import LAUNCHERS, RENDEZVOUS
 from smp_core.transport.smddp import distributed
-from tests.smp_core.transport.smddp.rank_processes import on_ranks
+from tests.smp_core.transport.smddp.rank_processes import on_machines, on_ranks
+
+
+def test_the_local_rank_is_that_on_the_machine(tmp_path: Path) -> None:
+    def body(rank: int) -> tuple[int, int]:
+        return distributed.get_local_rank(), distributed.get_local_size()
+
+    assert on_ranks(tmp_path, 4, body, on_machines("abbb")) == [(0, 1), (0, 3), (1, 3), (2, 3)]
+
 
 SCRIPT = """
 import sys
@@ -51,6 +59,8 @@ for backend in ("gloo", "gloo", "smddp"):
     assert total.item() == size
 sys.stdout.write(f"{rank} {size} {dist.get_backend()} {model.module.weight.tolist()}\\n")  # at once
 """
+
+
 #: The gradient of rank r is [1 + r, 4]; the step subtracts half of their mean.
 EXPECTED = {size: [[1.0 - (size + 1) / 4, 0.0]] for size in (1, 2)}
 

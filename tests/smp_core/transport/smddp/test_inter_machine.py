@@ -1,4 +1,4 @@
-"""Groups whose members are on several machines. Most of them are one, and each rank says which it pretends to be on."""
+"""Groups whose members are on several machines. In most tests these are one, and ranks pretend to be on several."""
 
 from __future__ import annotations
 
@@ -25,38 +25,62 @@ import torch
 from torch import distributed as dist
 
 from smp_core.errors import BackendError
-from smp_core.transport.smddp import courier, distributed, process_group, streams
-from smp_core.transport.smddp.segment import LARGEST, SLOTS
+from smp_core.transport.smddp import inter_machine, streams
+from smp_core.transport.smddp.inter_machine import own_address
+from smp_core.transport.smddp.segment import ROUND_SLOTS, ROW_BYTES
+from smp_core.transport.smddp.streams import Peer
 from tests.namespaces import Machines, two_machines
-from tests.smp_core.transport.smddp import test_process_group as tests
-from tests.smp_core.transport.smddp.rank_processes import KILLED, on_machines, on_ranks, until_gone
+from tests.smp_core.transport.smddp import (
+    test_collectives,
+    test_flat,
+    test_point_to_point,
+    test_process_group,
+    test_rounds,
+    test_segment,
+    test_streams,
+    test_work,
+)
+from tests.smp_core.transport.smddp.rank_processes import (
+    KILLED,
+    RANKS,
+    check_values,
+    on_machines,
+    on_ranks,
+    text_of,
+    value,
+    wait_for_departure,
+)
 
-RANKS = tests.RANKS
+CHECKS = [
+    *test_collectives.CHECKS,
+    *test_flat.CHECKS,
+    *test_point_to_point.CHECKS,
+    *test_process_group.CHECKS,
+    *test_rounds.CHECKS,
+]
 
 
 @pytest.mark.parametrize("machines", ["aba", "abc"])
-@pytest.mark.parametrize(
-    "check", tests.CHECKS, ids=lambda check: check.__name__.removeprefix("check_")
-)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 def test_values(tmp_path: Path, check: Callable[[int], None], machines: str) -> None:
-    assert on_ranks(tmp_path, RANKS, check, on_machines(machines)) == [None] * RANKS
+    check_values(tmp_path, check, machines)
 
 
 #: Tests of a group on one machine, which hold on several. A rank that has given an operation up and ends takes the rows
 #: along that come by it: with the monitored barrier each rank is on a machine of its own.
 SAME: list[Callable[[Path], None]] = [
-    tests.test_a_step_of_fsdp_is_that_of_the_whole_model,
-    tests.test_every_rank_learns_of_calls_that_differ,
-    tests.test_calls_of_different_lengths_differ_and_the_group_serves_on,
-    tests.test_lists_of_different_lengths_differ,
-    tests.test_different_sizes_that_are_too_long_to_tell_are_an_error_of_every_rank,
-    tests.test_a_message_that_differs_is_an_error_on_both_sides,
-    tests.test_what_fails_inside_of_an_operation_on_one_rank_ends_it_on_all,
-    tests.test_a_rank_that_leaves_the_group_ends_the_waits_for_it,
-    tests.test_a_wait_has_a_limit_and_names_who_is_late,
-    tests.test_a_monitored_barrier_has_a_limit_of_its_own,
-    tests.test_a_tag_of_more_than_64_bits_is_refused,
-    tests.test_a_fork_of_a_rank_is_refused,
+    test_process_group.test_a_step_of_fsdp_is_that_of_the_whole_model,
+    test_rounds.test_every_rank_learns_of_calls_that_differ,
+    test_rounds.test_calls_of_different_lengths_differ_and_the_group_serves_on,
+    test_process_group.test_lists_of_different_lengths_differ,
+    test_rounds.test_different_sizes_without_room_are_an_error_of_every_rank,
+    test_point_to_point.test_a_message_that_differs_is_an_error_on_both_sides,
+    test_rounds.test_what_fails_inside_of_an_operation_on_one_rank_ends_it_on_all,
+    test_process_group.test_a_rank_that_leaves_the_group_ends_the_waits_for_it,
+    test_work.test_a_wait_has_a_limit_and_names_late_ranks,
+    test_process_group.test_a_monitored_barrier_has_a_limit_of_its_own,
+    test_process_group.test_a_tag_of_more_than_64_bits_is_refused,
+    test_process_group.test_a_fork_of_a_rank_is_refused,
 ]
 
 
@@ -64,9 +88,9 @@ SAME: list[Callable[[Path], None]] = [
 def test_between_machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, test: Callable[[Path], None]
 ) -> None:
-    apart = test is tests.test_a_monitored_barrier_has_a_limit_of_its_own
+    apart = test is test_process_group.test_a_monitored_barrier_has_a_limit_of_its_own
     between = functools.partial(on_ranks, before=on_machines("abc" if apart else "abab"))
-    monkeypatch.setattr(tests, "on_ranks", between)
+    monkeypatch.setattr(sys.modules[test.__module__], "on_ranks", between)
     test(tmp_path)
 
 
@@ -187,7 +211,7 @@ def test_a_group_on_one_machine_has_no_stream(tmp_path: Path) -> None:
     def body(rank: int) -> bool:
         group = dist.new_group([0, 2])
         for each in (None, group) if rank != 1 else (None,):
-            dist.all_reduce(torch.ones(LARGEST), group=each)
+            dist.all_reduce(torch.ones(ROW_BYTES), group=each)
         return sockets() == before[0] and not held()[1]
 
     def alone(rank: int) -> None:
@@ -200,13 +224,15 @@ def test_a_group_on_one_machine_has_no_stream(tmp_path: Path) -> None:
 def test_a_group_below_two_machines_uses_no_stream(tmp_path: Path) -> None:
     def body(rank: int) -> Any:
         group: Any = dist.new_group([0, 2])
-        return None if rank == 1 else group._courier
+        return None if rank == 1 else group._inter_machine
 
     assert on_ranks(tmp_path, RANKS, body, on_machines("aba")) == [None] * RANKS
 
 
-N = 4 * LARGEST  # bytes
+N = 4 * ROW_BYTES  # bytes
 _X = torch.uint8
+
+
 #: Four ranks, two of each machine: an operation, and the bytes that each rank sends to the other machine.
 SENT: dict[str, tuple[Callable[[int], Any], tuple[float, ...]]] = {
     "all_gather": (
@@ -275,65 +301,55 @@ def test_a_rank_sends_at_most_the_rounds_of_all_slots_before_they_are_received(
     tmp_path: Path,
 ) -> None:
     """Rank 1 receives nothing until rank 0 can do no more."""
-    stuck, told = (multiprocessing.get_context("fork").Event() for _ in range(2))
-    calls, go = 4 * SLOTS, threading.Event()
+    stuck, issued = (multiprocessing.get_context("fork").Event() for _ in range(2))
+    calls, go = 4 * ROUND_SLOTS, threading.Event()
 
     def hold_back(rank: int) -> None:
         on_machines("ab")(rank)
-        receive = courier.Courier.receive
+        receive = inter_machine.InterMachineTransport.receive
 
         def held_back(self: Any, identity: str, frame: Any) -> Any:
             assert go.wait(60)
             yield from receive(self, identity, frame)
 
         if rank:
-            courier.Courier.receive = held_back  # type: ignore[method-assign]
+            inter_machine.InterMachineTransport.receive = held_back  # type: ignore[method-assign]
 
     def body(rank: int) -> int:
-        ship, sent = courier.Courier.ship_round, []
+        send, sent = inter_machine.InterMachineTransport.send_round, []
 
         def count(self: Any, number: int, *rest: Any) -> None:
             sent.append(number)
-            ship(self, number, *rest)
+            send(self, number, *rest)
 
-        courier.Courier.ship_round = count  # type: ignore[method-assign]
-        wholes = [torch.empty(2 * LARGEST // 4) for _ in range(calls)]
+        inter_machine.InterMachineTransport.send_round = count  # type: ignore[method-assign]
+        wholes = [torch.empty(2 * ROW_BYTES // 4) for _ in range(calls)]
         works: list[Any] = [
-            dist.all_gather_single(whole, tests.value(rank, LARGEST // 4, number), async_op=True)
+            dist.all_gather_single(whole, value(rank, ROW_BYTES // 4, number), async_op=True)
             for number, whole in enumerate(wholes)
         ]
         if rank:
-            told.set()
+            issued.set()
             assert stuck.wait(60)
             most = len(sent)
             go.set()
         else:
-            assert told.wait(60)
-            works[SLOTS // 2 - 1].wait()
+            assert issued.wait(60)
+            works[ROUND_SLOTS // 2 - 1].wait()
             works[-1].is_completed()
             most = len(sent)
             stuck.set()
         for number, (work, whole) in enumerate(zip(works, wholes, strict=True)):
             work.wait()
-            parts = [tests.value(each, LARGEST // 4, number) for each in range(2)]
+            parts = [value(each, ROW_BYTES // 4, number) for each in range(2)]
             assert torch.equal(whole, torch.cat(parts))
         return most
 
-    assert on_ranks(tmp_path, 2, body, hold_back) == [SLOTS, SLOTS // 2]
+    assert on_ranks(tmp_path, 2, body, hold_back) == [ROUND_SLOTS, ROUND_SLOTS // 2]
 
 
-def test_the_local_rank_is_that_on_the_machine(tmp_path: Path) -> None:
-    def body(rank: int) -> tuple[int, int]:
-        return distributed.get_local_rank(), distributed.get_local_size()
-
-    assert on_ranks(tmp_path, 4, body, on_machines("abbb")) == [(0, 1), (0, 3), (1, 3), (2, 3)]
-
-
-# Ends.
-
-
-def test_a_sender_that_leaves_is_known_though_nobody_carries_the_news(tmp_path: Path) -> None:
-    """Rank 0, which gets rank 2's rows for its machine, has left before."""
+def test_a_sender_that_leaves_is_known_though_its_relay_has_left(tmp_path: Path) -> None:
+    """Rank 0, the relay of rank 2's rows on its machine, has left before."""
 
     def body(rank: int) -> None:
         group = dist.new_group([0, 1, 2])
@@ -346,32 +362,32 @@ def test_a_sender_that_leaves_is_known_though_nobody_carries_the_news(tmp_path: 
             dist.destroy_process_group(group)
         if rank == 1:
             dist.recv(torch.zeros(1), 2, group=group)
-            said = tests.text_of(
+            reported = text_of(
                 dist.DistBackendError, lambda: dist.recv(torch.zeros(1), 2, group=group)
             )
-            assert "rank 2: it has destroyed the group" in said
+            assert "rank 2: it has destroyed the group" in reported
         dist.barrier()
 
     on_ranks(tmp_path, RANKS, body, on_machines("aab"))
 
 
-@pytest.mark.parametrize("name", tests.BEGINNING)
+@pytest.mark.parametrize("name", test_collectives.LONG_OPERATIONS)
 def test_the_end_of_a_rank_inside_of_an_operation_is_an_error_on_all_machines(
     tmp_path: Path, name: str
 ) -> None:
-    """The rank has come to the first round, and holds back the second. On its own machine it is the one that gets
-    the rows of the other machine.
+    """The rank has come to the first round, and holds back the second. On its own machine the rank is the relay
+    of the other machine's rows.
     """
 
     def body(rank: int) -> str:
         if rank != 1:
-            until_gone(1)
-        work = tests.BEGINNING[name](rank)
+            wait_for_departure(1)
+        work = test_collectives.LONG_OPERATIONS[name](rank)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        said = tests.text_of(dist.DistBackendError, work.wait)
-        assert "rank 1" in tests.text_of(dist.DistBackendError, dist.barrier)
-        return said
+        reported = text_of(dist.DistBackendError, work.wait)
+        assert "rank 1" in text_of(dist.DistBackendError, dist.barrier)
+        return reported
 
     far, killed, near = on_ranks(tmp_path, RANKS, body, on_machines("abb"))
     assert killed == KILLED
@@ -381,12 +397,12 @@ def test_the_end_of_a_rank_inside_of_an_operation_is_an_error_on_all_machines(
 
 
 @pytest.mark.parametrize("machines", ["aba", "abc"])
-@pytest.mark.parametrize("name", tests.DYING)
+@pytest.mark.parametrize("name", test_segment.WAITS)
 def test_the_end_of_a_rank_ends_the_waits_for_it(tmp_path: Path, name: str, machines: str) -> None:
     def body(rank: int) -> str:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return tests.text_of(dist.DistBackendError, lambda: tests.DYING[name](rank))
+        return text_of(dist.DistBackendError, lambda: test_segment.WAITS[name](rank))
 
     one, killed, other = on_ranks(tmp_path, RANKS, body, on_machines(machines))
     assert killed == KILLED
@@ -407,7 +423,7 @@ def test_the_end_of_a_rank_that_has_forked_is_noticed(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.recv(torch.ones(1), 1)
         try:
-            return tests.text_of(dist.DistBackendError, dist.barrier)
+            return text_of(dist.DistBackendError, dist.barrier)
         finally:
             over.set()
 
@@ -423,7 +439,7 @@ def test_a_rank_that_ends_has_sent_all(tmp_path: Path) -> None:
         folder.mkdir()
 
         def body(rank: int) -> None:
-            tensor = torch.full((3 * LARGEST,), 1.0)
+            tensor = torch.full((3 * ROW_BYTES,), 1.0)
             if rank == 1:
                 dist.recv(tensor, 0)
                 work = dist.isend(tensor, 2)
@@ -461,7 +477,7 @@ def test_a_member_without_an_address_is_named_on_all(tmp_path: Path) -> None:
             raise BackendError("there is no way to rank 0's machine")
 
         if rank:
-            courier.own_address = own_address
+            inter_machine.own_address = own_address
 
     with pytest.raises(AssertionError) as caught:
         on_ranks(tmp_path, 2, lambda rank: None, nowhere)
@@ -472,12 +488,16 @@ def test_a_process_of_multiprocessing_ends_when_all_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its parent has had a group between machines. The other machine receives nothing until the process ends."""
-    monkeypatch.setattr(courier._Traffic, "_ends_with_process", True)
+    monkeypatch.setattr(inter_machine._SharedStreams, "_ends_with_process", True)
     ending, ends = os.pipe()
 
     def hold_back(rank: int) -> None:
         on_machines("ab")(rank)
-        prepare, receive, close = streams._prepare, courier.Courier.receive, streams.Streams.close
+        prepare, receive, close = (
+            streams._prepare,
+            inter_machine.InterMachineTransport.receive,
+            streams.Streams.close,
+        )
 
         def little(connection: Any) -> None:
             prepare(connection)
@@ -495,12 +515,12 @@ def test_a_process_of_multiprocessing_ends_when_all_is_sent(
         streams._prepare = little
         if rank == 0:
             os.close(ends)
-            courier.Courier.receive = held_back  # type: ignore[method-assign]
+            inter_machine.InterMachineTransport.receive = held_back  # type: ignore[method-assign]
         else:
             streams.Streams.close = close_and_tell  # type: ignore[method-assign]
 
     def body(rank: int) -> None:
-        tensor = torch.full((2 * LARGEST,), rank, dtype=torch.uint8)
+        tensor = torch.full((2 * ROW_BYTES,), rank, dtype=torch.uint8)
         dist.broadcast(tensor, 1)
         assert (tensor == 1).all()
 
@@ -511,17 +531,21 @@ def test_a_process_of_multiprocessing_ends_when_all_is_sent(
         os.close(ends)
 
 
-def road_of_others(layout: Any) -> list[tuple[int, int]]:
-    at = layout.road(2, 0)
+def link_of_others(layout: Any) -> list[tuple[int, int]]:
+    at = layout.link(2, 0).written
     return [(at, at + 64)]
 
 
-#: Frames that rank 1 sends to rank 0: the kind, the member that it says it is, and where the bytes belong.
+#: Frames that rank 1 sends to rank 0: the kind, the member that it claims to be, and the places of the bytes.
 FORGED: dict[str, tuple[int, int, Callable[[Any], list[tuple[int, int]]]]] = {
-    "the end of another": (courier._LEFT, 2, lambda layout: []),
-    "the table of members": (courier._ROUND, 1, lambda layout: [(64, 128)]),
-    "behind the slots": (courier._ROUND, 1, lambda layout: [(layout.roads - 64, layout.roads + 8)]),
-    "messages of others": (courier._MAIL, 1, road_of_others),
+    "the end of another": (inter_machine._DEPARTURE, 2, lambda layout: []),
+    "the table of members": (inter_machine._ROUND, 1, lambda layout: [(64, 128)]),
+    "behind the slots": (
+        inter_machine._ROUND,
+        1,
+        lambda layout: [(layout.links - 64, layout.links + 8)],
+    ),
+    "messages of others": (inter_machine._LINK, 1, link_of_others),
 }
 
 
@@ -533,67 +557,52 @@ def test_a_member_that_writes_where_it_may_not_is_cut_off(tmp_path: Path, name: 
     def body(rank: int) -> str:
         group: Any = dist.group.WORLD
         if rank == 1:
-            places = ranges(group._courier.segment.layout)
-            head = courier._FRAME.pack(group._courier.key, kind, member, len(places), 1, 0, 0, 0)
-            text = head + b"".join(courier._RANGE.pack(*each) for each in places) + bytes(4096)
-            group._courier._routes[0][0].send([memoryview(text)])
-        if rank:  # nobody's end is another reason
+            places = ranges(group._inter_machine.segment.layout)
+            head = inter_machine._FRAME.pack(
+                group._inter_machine.key, kind, member, len(places), 1, 0, 0, 0
+            )
+            text = (
+                head + b"".join(inter_machine._RANGE.pack(*each) for each in places) + bytes(4096)
+            )
+            group._inter_machine._routes[0][0].send([memoryview(text)])
+        if rank:  # no other rank's end is the reason
             assert over.wait(60)
             return ""
         try:
-            return tests.text_of(dist.DistBackendError, dist.barrier)
+            return text_of(dist.DistBackendError, dist.barrier)
         finally:
             over.set()
 
-    said = on_ranks(tmp_path, RANKS, body, on_machines("abb"))[0]
-    assert "rank 1: its connection from machine" in said
-    assert "destroyed" not in said
+    reported = on_ranks(tmp_path, RANKS, body, on_machines("abb"))[0]
+    assert "rank 1: its connection from machine" in reported
+    assert "destroyed" not in reported
 
 
-def test_the_machines_of_a_group_whose_world_is_another_backend_s(tmp_path: Path) -> None:
-    def body(rank: int) -> float:
-        dist.destroy_process_group()
-        store = dist.FileStore(str(tmp_path / "other"), RANKS)  # type: ignore[attr-defined]
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-        group: Any = dist.new_group([2, 0], backend="smddp", sort_ranks=False)
-        tensor = torch.tensor([2.0**rank])
-        if rank != 1:
-            assert isinstance(group, process_group.SmddpProcessGroup)
-            dist.all_reduce(tensor, group=group)
-            dist.destroy_process_group(group)
-        dist.barrier()
-        return tensor.item()
-
-    assert on_ranks(tmp_path, RANKS, body, on_machines("aab")) == [5, 2, 5]
-
-
-# Two network namespaces.
-
-#: The ranks of a machine, forked after the imports. Each writes where it listens, and what it is told at the end of
-#: another one or of the link.
+#: The ranks of a machine, forked after the imports. Each writes the address at which it listens, and its error at
+#: the end of another rank or of the network link.
 SCRIPT = """
 import json, os, pathlib, signal, sys
 import torch
 from torch import distributed as dist
-from smp_core.transport.smddp import courier, streams
+from tests.smp_core.transport.smddp import test_streams
+from smp_core.transport.smddp import inter_machine, streams
 
 ranks = sys.argv[4:]
 for rank in ranks:
     if not os.fork():
         os.environ["RANK"] = rank
-        sys.stdout = open(f"{sys.argv[3]}/said{rank}", "w")
+        sys.stdout = open(f"{sys.argv[3]}/reported{rank}", "w")
         break
 else:
     for _ in ranks:
         os.wait()
     sys.exit()
 
-streams._ALIVE = dict.fromkeys(streams._ALIVE, 1)
-streams._UNHEARD = 3.0
+streams._KEEPALIVE = dict.fromkeys(streams._KEEPALIVE, 1)
+streams._ACKNOWLEDGE_TIMEOUT = 3.0
 dist.init_process_group("smddp")
 rank, size = dist.get_rank(), dist.get_world_size()
-listens = courier._Traffic._this.streams.peer().address
+listens = inter_machine._SharedStreams._instance.streams.peer().address
 for count in (1, 100_000):
     tensor = torch.full((count,), 2.0**rank)
     dist.all_reduce(tensor)
@@ -660,12 +669,12 @@ def test_two_machines(tmp_path: Path, machines: Machines, end: str) -> None:
         for each in started:
             each.kill()
             each.wait()
-    said = [(tmp_path / f"said{rank}").read_text() for rank in range(4)]
+    reported = [(tmp_path / f"reported{rank}").read_text() for rank in range(4)]
     a, b = machines.hosts
-    told = [json.loads(text) for text in said[: 4 if end == "cut" else 3]]
+    found = [json.loads(text) for text in reported[: 4 if end == "cut" else 3]]
     addresses = ["10.213.77.1"] * 2 + ["10.213.77.2"] * 2
-    assert [listens for listens, _ in told] == addresses[: len(told)]
-    for rank, (_, text) in enumerate(told):
+    assert [listens for listens, _ in found] == addresses[: len(found)]
+    for rank, (_, text) in enumerate(found):
         if end == "cut":
             there = b if rank < 2 else a
             assert f"its connection from machine {there} has ended" in text
@@ -673,3 +682,19 @@ def test_two_machines(tmp_path: Path, machines: Machines, end: str) -> None:
             assert f"rank 3: its connection from machine {b} has ended" in text
         else:
             assert "rank 3: its process" in text
+
+
+def test_the_listener_is_bound_to_the_address_of_the_way_to_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch import distributed as dist
+
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # TEST-NET-1: not this machine's
+    store: Any = dist.TCPStore("127.0.0.1", 0, 1, True)
+    below = dist.PrefixStore("below", store)  # type: ignore[attr-defined]
+    assert own_address(below) == "127.0.0.1"
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert own_address(dist.HashStore()) == "127.0.0.1"  # type: ignore[attr-defined]
+    with test_streams.two_processes() as processes:
+        assert isinstance(processes[0].streams.peer(), Peer)
+        assert processes[0].streams.peer().address == "127.0.0.1"

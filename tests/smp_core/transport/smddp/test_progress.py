@@ -1,4 +1,4 @@
-"""The helper thread of `smddp`: operations go on while their ranks do something else than wait for them."""
+"""The progress engine of `smddp`: operations go on while their ranks do something else than wait for them."""
 
 from __future__ import annotations
 
@@ -12,30 +12,40 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from smp_core.transport.smddp import flat, futex, mail, progress
-from smp_core.transport.smddp.mail import INLINE
-from smp_core.transport.smddp.segment import LARGEST
-from tests.smp_core.transport.smddp import rank_processes
-from tests.smp_core.transport.smddp.rank_processes import KILLED, on_ranks
-
-RANKS = 3
-MANY = 40 * LARGEST // 4  # numbers of float32 that take many rounds
-WIDE = 60  # a layer has more than a bucket
-NAME = "smddp helper"
-
-
-def limit() -> float:
-    """Seconds after which what goes on by itself has not done so."""
-    return rank_processes.LIMIT.total_seconds() / 3
+from smp_core.transport.smddp import futex, progress
+from smp_core.transport.smddp.point_to_point import EAGER_BYTES
+from tests.smp_core.transport.smddp.rank_processes import (
+    KILLED,
+    MANY,
+    RANKS,
+    WIDE,
+    limit,
+    on_ranks,
+    progress_threads,
+    text_of,
+)
 
 
-def helpers() -> int:
-    return sum(each.name == NAME for each in threading.enumerate())
+def test_a_wait_that_is_woken_for_other_things_finds_who_has_ended(tmp_path: Path) -> None:
+    def body(rank: int) -> str:
+        if rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        sleep = futex.sleep
+
+        def woken(words: Any, seconds: float) -> bool:
+            sleep(words, min(seconds, 0.001))
+            return True
+
+        futex.sleep = woken
+        return text_of(dist.DistBackendError, lambda: dist.recv(torch.empty(1), 1))
+
+    one, killed = on_ranks(tmp_path, 2, body)
+    assert killed == KILLED
+    assert "rank 1: its process" in one
 
 
 def test_an_operation_is_done_though_nobody_waits_for_it(tmp_path: Path) -> None:
@@ -57,7 +67,7 @@ def test_a_message_arrives_though_its_ranks_wait_elsewhere(tmp_path: Path) -> No
 
     def body(rank: int) -> None:
         elsewhere = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=limit()))
-        for count in (1, INLINE, MANY):
+        for count in (1, EAGER_BYTES, MANY):
             tensor = torch.full((count,), float(rank))
             if rank == 0:
                 dist.send(tensor, 1)  # done when rank 1 has taken it
@@ -147,92 +157,27 @@ def test_a_callback_issues_an_operation(tmp_path: Path) -> None:
     on_ranks(tmp_path, RANKS, body)
 
 
-def test_a_future_of_an_operation_that_fails_has_its_error(tmp_path: Path) -> None:
-    def body(rank: int) -> str:
-        future = dist.all_reduce(torch.ones(rank + 1), async_op=True).get_future()
-        with pytest.raises(Exception, match="differs in shape") as caught:
-            future.wait()
-        dist.barrier()
-        return str(caught.value).partition("\n\nAt:")[
-            0
-        ]  # the lines behind it are of the rank's own stack
-
-    said = on_ranks(tmp_path, 2, body)
-    assert said == [said[0]] * 2
-
-
-def test_a_future_learns_of_the_end_of_a_rank(tmp_path: Path) -> None:
-    def body(rank: int) -> str:
-        if rank == 1:
-            os._exit(1)
-        future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
-        with pytest.raises(Exception, match="cannot end") as caught:
-            future.wait()
-        return str(caught.value)
-
-    said = on_ranks(tmp_path, 2, body)
-    assert "rank 1: its process" in said[0]
-    assert said[1] == KILLED
-
-
-def test_a_rank_that_ends_in_a_backward_pass_of_ddp_is_an_error(tmp_path: Path) -> None:
-    """DDP waits in C++, where a future whose result is an exception ended the process."""
-
-    def body(rank: int) -> str:
-        model, ends = torch.nn.Linear(WIDE, WIDE), False
-
-        def end(gradient: torch.Tensor) -> None:
-            if ends:
-                os._exit(1)
-
-        wrapped = DistributedDataParallel(model)
-        x = torch.ones(1, WIDE, requires_grad=True)
-        wrapped(x).sum().backward()
-        if rank == 1:
-            ends = True
-            model.weight.register_hook(end)
-        with pytest.raises(RuntimeError, match="cannot end") as caught:
-            wrapped(x).sum().backward()
-        return str(caught.value)
-
-    said = on_ranks(tmp_path, 2, body)
-    assert "rank 1: its process" in said[0]
-    assert said[1] == KILLED
-
-
-def test_a_future_has_the_limit_of_its_group(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        group = dist.new_group(timeout=datetime.timedelta(seconds=0.2))
-        if rank == 0:
-            future = dist.all_reduce(torch.ones(1), group=group, async_op=True).get_future()
-            with pytest.raises(Exception, match=r"not done after 0\.2 s: rank 1 did not come"):
-                future.wait()
-        dist.barrier()
-
-    on_ranks(tmp_path, 2, body)
-
-
-def test_there_is_one_helper_from_the_first_group_to_the_last(tmp_path: Path) -> None:
+def test_there_is_one_progress_thread_from_the_first_group_to_the_last(tmp_path: Path) -> None:
     def body(rank: int) -> list[int]:
-        seen = [helpers()]
+        seen = [progress_threads()]
         group = dist.new_group([0, 1])
-        seen.append(helpers())
+        seen.append(progress_threads())
         dist.destroy_process_group(group)
-        seen.append(helpers())
+        seen.append(progress_threads())
         dist.destroy_process_group()
-        return [*seen, helpers()]
+        return [*seen, progress_threads()]
 
     assert on_ranks(tmp_path, 2, body) == [[1, 1, 1, 0]] * 2
 
 
 def test_an_operation_goes_on_beside_a_thread_that_waits_for_another(tmp_path: Path) -> None:
-    """The thread that waits knows nothing of the operation's group, and does not look by itself."""
+    """The thread that waits knows nothing of the operation's group, and does not poll by itself."""
 
     def body(rank: int) -> None:
         groups = [dist.new_group() for _ in range(3)]
         for group in groups:
             dist.barrier(group)
-        progress._TICK = 3600.0
+        progress._POLL_INTERVAL = 3600.0
         message, slept = torch.zeros(1), threading.Event()
         sleep = futex.sleep
 
@@ -258,11 +203,11 @@ def test_an_operation_goes_on_beside_a_thread_that_waits_for_another(tmp_path: P
     on_ranks(tmp_path, 2, body)
 
 
-def test_a_signal_s_handler_takes_the_turn_that_its_thread_waits_for(tmp_path: Path) -> None:
+def test_a_signal_s_handler_takes_the_lock_that_its_thread_waits_for(tmp_path: Path) -> None:
     waits = threading.Semaphore(0)
 
     class Lock:
-        """Tells of every wait for it."""
+        """Notices every wait for it."""
 
         def __init__(self) -> None:
             self._lock = threading.RLock()
@@ -276,19 +221,19 @@ def test_a_signal_s_handler_takes_the_turn_that_its_thread_waits_for(tmp_path: P
             self._lock.release()
 
     def body(rank: int) -> list[str]:
-        turns: Any = progress._Turns()
-        turns._lock = Lock()
+        lock: Any = progress._PriorityLock()
+        lock._lock = Lock()
         main, done = threading.get_ident(), []
         taken, struck = threading.Event(), threading.Event()
 
         def handler(*_: Any) -> None:
             if not struck.is_set():
                 struck.set()
-                with turns:
+                with lock:
                     done.append("handler")
 
         def other() -> None:
-            with turns:
+            with lock:
                 taken.set()
                 assert waits.acquire(timeout=limit())  # the main thread's
                 while not struck.wait(
@@ -301,7 +246,7 @@ def test_a_signal_s_handler_takes_the_turn_that_its_thread_waits_for(tmp_path: P
         thread = threading.Thread(target=other)
         thread.start()
         assert taken.wait(limit())
-        with turns:
+        with lock:
             done.append("main")
         thread.join()
         return done
@@ -311,7 +256,7 @@ def test_a_signal_s_handler_takes_the_turn_that_its_thread_waits_for(tmp_path: P
 
 def test_a_group_that_goes_settles_what_its_last_step_has_done() -> None:
     class Channel:
-        def move(self, steps: int = progress.ALL) -> list[Any]:
+        def progress(self, steps: int = progress.ALL) -> list[Any]:
             promise.done = True
             return []
 
@@ -338,29 +283,7 @@ def test_a_group_that_goes_settles_what_its_last_step_has_done() -> None:
     assert promise.settled
 
 
-def test_an_operation_keeps_the_memory_that_its_tensor_gives_up(tmp_path: Path) -> None:
-    """Pipelines free the output that they have sent in that way."""
-    given_up = multiprocessing.get_context("fork").Event()
-
-    def body(rank: int) -> None:
-        tensor = torch.full((MANY,), float(rank + 1))
-        if rank == 0:
-            assert given_up.wait(limit())
-            dist.all_reduce(tensor)
-            assert torch.equal(tensor, torch.full((MANY,), 3.0))
-            return
-        work = dist.all_reduce(tensor, async_op=True)
-        tensor.data = torch.empty(1)
-        others = [torch.full((MANY,), 7.0) for _ in range(4)]
-        given_up.set()
-        assert work is not None
-        work.wait()
-        assert all(torch.equal(each, torch.full((MANY,), 7.0)) for each in others)
-
-    on_ranks(tmp_path, 2, body)
-
-
-def test_a_rank_that_waits_for_a_call_moves_what_else_is_in_flight(tmp_path: Path) -> None:
+def test_a_rank_that_waits_for_a_call_advances_all_that_is_in_flight(tmp_path: Path) -> None:
     """Rank 0 begins its part of an operation when rank 1 sleeps in a call of another group."""
     slept = multiprocessing.get_context("fork").Event()
 
@@ -368,7 +291,7 @@ def test_a_rank_that_waits_for_a_call_moves_what_else_is_in_flight(tmp_path: Pat
         groups = [dist.new_group() for _ in range(2)]
         for group in groups:
             dist.barrier(group)
-        progress._TICK = 3600.0
+        progress._POLL_INTERVAL = 3600.0
         tensor = torch.ones(MANY)
         if rank == 0:
             assert slept.wait(limit())
@@ -388,72 +311,6 @@ def test_a_rank_that_waits_for_a_call_moves_what_else_is_in_flight(tmp_path: Pat
             assert work is not None
             work.wait()
         assert torch.equal(tensor, torch.full((MANY,), 2.0))
-
-    on_ranks(tmp_path, 2, body)
-
-
-def test_an_answer_of_a_member_that_was_given_up_does_not_end_the_helper(tmp_path: Path) -> None:
-    """Rank 1 leaves a group with a receive in flight, and takes the message when its sender has got an error."""
-    fork = multiprocessing.get_context("fork")
-    left, given_up = fork.Event(), fork.Event()
-
-    def body(rank: int) -> None:
-        group = dist.new_group()
-        dist.barrier(group)
-        if rank == 1:
-            take = mail.Mail._take
-
-            def late(self: Any, *args: Any) -> None:
-                assert given_up.wait(60)
-                take(self, *args)
-
-            mail.Mail._take = late  # type: ignore[method-assign]
-            received = torch.zeros(1)
-            work = dist.irecv(received, 0, group=group)
-            dist.destroy_process_group(group)
-            left.set()
-            assert given_up.wait(60)
-            assert work is not None
-            work.wait()
-            assert received.item() == 1
-        else:
-            # The call that posts the receive would take an earlier message, and wait in it before the group is left.
-            assert left.wait(60)
-            for _ in range(2):  # the second one reads the answer to the first
-                with pytest.raises(dist.DistBackendError, match="it has destroyed the group"):
-                    dist.send(torch.ones(1), 1, group=group)
-                given_up.set()
-                dist.barrier()
-        if rank == 1:
-            dist.barrier()
-            dist.barrier()
-        assert helpers() == 1
-
-    on_ranks(tmp_path, 2, body)
-
-
-def test_what_fails_in_a_receive_is_its_error_alone(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        for count in (1, INLINE):
-            if rank == 0:
-                dist.send(torch.ones(count, 2), 1)
-            else:
-                finish = flat.Target.finish
-
-                def full(self: Any) -> None:
-                    raise MemoryError("no room")
-
-                flat.Target.finish = full  # type: ignore[method-assign]
-                work = dist.irecv(torch.ones(2, count).t(), 0)
-                assert work is not None
-                with pytest.raises(RuntimeError, match="MemoryError: no room"):
-                    work.get_future().wait()
-                flat.Target.finish = finish  # type: ignore[method-assign]
-            dist.barrier()
-        tensor = torch.ones(3)
-        dist.all_reduce(tensor, async_op=True).get_future().wait()
-        assert tensor.tolist() == [2.0] * 3
-        assert helpers() == 1
 
     on_ranks(tmp_path, 2, body)
 
@@ -531,7 +388,7 @@ def test_a_process_ends_though_a_callback_waits_for_another_rank(tmp_path: Path)
     assert "call 3 on group WORLD cannot end: rank 0: its process" in text
 
 
-def test_a_waiting_thread_moves_what_the_helper_leaves(tmp_path: Path) -> None:
+def test_a_waiting_thread_advances_what_the_progress_thread_leaves(tmp_path: Path) -> None:
     """Sixteen operations in flight from four threads, each waited for by its own: all are done, with their values."""
 
     def body(rank: int) -> None:
