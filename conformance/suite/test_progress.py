@@ -207,9 +207,8 @@ def test_callbacks_run_while_no_rank_makes_a_call(smp_world: SmpWorld, data: st.
 
 # ---- The backward pass ---------------------------------------------------------------------------
 
-Buckets = list[
-    list[int]
-]  # the numbers of elements of each bucket's parameters, in the order of the backward pass
+#: The numbers of elements of each bucket's parameters, in the order of the backward pass.
+Buckets = list[list[int]]
 
 
 class GradientBucket:
