@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from conformance.mutants.blocks import PerRun
 from conformance.mutants.point_to_point import EITHER, FinishedWork, landing_twice, wrap_dist
 from conformance.mutants.protocol import Bugs, Patch
 from pytest_smp.ranks.sim import collectives
-from pytest_smp.ranks.sim.matching import Call
+from pytest_smp.ranks.sim.mailbox import Mailbox, Post
+from pytest_smp.ranks.sim.matching import Call, Meeting
 from pytest_smp.ranks.sim.process_group import SharedGroup, SimProcessGroup
 from pytest_smp.ranks.sim.work import SimWork
 from smp_core.errors import VerdictError
@@ -196,3 +198,145 @@ def asynchronous_barrier_does_nothing(patch: Patch) -> None:
         return FinishedWork() if getattr(opts, "asyncOp", False) else barrier(self, opts)
 
     patch.setattr(SimProcessGroup, "barrier", nothing)
+
+
+# ---- Progress ------------------------------------------------------------------------------------
+
+
+class _Attention:
+    """The wait of a meeting's members for those of them that must be waiting, too. An Operation of the scheduler."""
+
+    def __init__(self, meeting: Meeting, needed: Sequence[int]) -> None:
+        self.meeting, self.left, self.done = meeting, set(needed), False
+
+    def describe(self, rank: int) -> str:
+        return self.meeting.describe(rank)
+
+    def missing(self, rank: int) -> Sequence[int]:
+        return sorted(self.left)
+
+    def come(self, work: SimWork) -> None:
+        """Note that a member waits, and return when all that are needed have waited."""
+        context = work._context
+        self.left.discard(context.rank)
+        if not self.left and not self.done:
+            self.done = True
+            for rank in self.meeting.channel.group.ranks:
+                context.scheduler.wake(rank, self)
+        context.scheduler.wait(context.thread_state, self)
+
+
+def _moved_by_waits(patch: Patch, needed: Callable[[tuple[int, ...]], Sequence[int]]) -> None:
+    """Let a collective end only when certain members of its group have waited for it."""
+    wait, found = SimWork._wait, PerRun(dict)
+
+    def attentive(self: SimWork) -> None:
+        meeting = self._operation
+        if isinstance(meeting, Meeting):
+            ranks = meeting.channel.group.ranks
+            # By the meeting itself, which the table keeps: no other one gets its id.
+            attention = found().setdefault(id(meeting), _Attention(meeting, needed(ranks)))
+            attention.come(self)
+        wait(self)
+
+    patch.setattr(SimWork, "_wait", attentive)
+
+
+@BUGS.enter("ASYNC-PROGRESS", VerdictError)
+def moved_by_the_waits_of_all(patch: Patch) -> None:
+    """a collective goes on only while all members wait for it"""
+    _moved_by_waits(patch, lambda ranks: ranks)
+
+
+@BUGS.enter("ASYNC-PROGRESS", VerdictError)
+def moved_by_the_first_rank(patch: Patch) -> None:
+    """the first rank of the group moves the data of a collective while it waits"""
+    _moved_by_waits(patch, lambda ranks: ranks[:1])
+
+
+def _posted_by_waits(patch: Patch, verb: str) -> None:
+    """Let a send, or a receive, begin when its rank waits for it."""
+    post, wait, late = Mailbox.post, SimWork._wait, PerRun(dict)
+
+    def later(self: Mailbox, new: Post) -> None:
+        if new.verb == verb:
+            late()[id(new)] = self, new
+        else:
+            post(self, new)
+
+    def begin(self: SimWork) -> None:
+        mailbox, new = late().pop(id(self._operation), (None, None))
+        if mailbox is not None:
+            post(mailbox, new)
+        wait(self)
+
+    patch.setattr(Mailbox, "post", later)
+    patch.setattr(SimWork, "_wait", begin)
+
+
+@BUGS.enter("ASYNC-PROGRESS-MESSAGE", VerdictError, kind="point-to-point")
+def sent_by_the_wait(patch: Patch) -> None:
+    """an asynchronous send leaves when its rank waits for it"""
+    _posted_by_waits(patch, "send")
+
+
+@BUGS.enter("ASYNC-PROGRESS-MESSAGE", VerdictError, kind="point-to-point")
+def received_by_the_wait(patch: Patch) -> None:
+    """an asynchronous receive takes its message when its rank waits for it"""
+    _posted_by_waits(patch, "recv")
+
+
+@BUGS.enter("ASYNC-PROGRESS-FUTURE", VerdictError)
+@BUGS.enter("ASYNC-PROGRESS-BUCKET", VerdictError)
+def futures_end_with_the_wait(patch: Patch) -> None:
+    """a future completes when its rank waits for the work"""
+    wait, futures = SimWork._wait, PerRun(dict)
+
+    def get_future(self: SimWork) -> Future[Any]:
+        future: Future[Any] = Future()
+        futures()[id(self)] = self, future
+        return future
+
+    def complete(self: SimWork) -> None:
+        wait(self)
+        _, future = futures().pop(id(self), (None, None))
+        if future is not None:
+            future.set_result(self._outputs)
+
+    patch.setattr(SimWork, "get_future", get_future)
+    patch.setattr(SimWork, "_wait", complete)
+
+
+@BUGS.enter("ASYNC-PROGRESS-FUTURE", VerdictError)
+@BUGS.enter("ASYNC-PROGRESS-BUCKET", VerdictError)
+def futures_end_with_the_next_call(patch: Patch) -> None:
+    """the future of a call completes when the rank makes its next call"""
+    get_future, collective, last = SimWork.get_future, SimProcessGroup._collective, PerRun(dict)
+
+    def later(self: SimWork) -> Future[Any]:
+        future: Future[Any] = Future()
+        last()[self._context.rank] = self, future
+        return future
+
+    def then_end(self: SimProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        work = collective(self, *args, **kwargs)
+        before, future = last().pop(self._context.rank, (None, None))
+        if before is not None:
+            future.set_result(get_future(before).value())
+        return work
+
+    patch.setattr(SimWork, "get_future", later)
+    patch.setattr(SimProcessGroup, "_collective", then_end)
+
+
+@BUGS.enter("ASYNC-PROGRESS-FUTURE")
+@BUGS.enter("ASYNC-PROGRESS-BUCKET")
+def callbacks_see_what_was_brought(patch: Patch) -> None:
+    """a future completes before the reduction, with the tensors that this rank brought"""
+
+    def get_future(self: SimWork) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result([tensor.clone() for tensor in self.in_flight.inputs])
+        return future
+
+    patch.setattr(SimWork, "get_future", get_future)

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from conformance.mutants.defences import unseen_drift
 from conformance.mutants.protocol import Bugs, Patch
+from smp_core.topology import GroupKind
 from smp_core.torch import session as sessions
 from smp_core.torch.memory import recompute
 from smp_core.torch.parameters import registration
 from smp_core.torch.pipeline import placement
 from smp_core.torch.precision.masters import Masters
-from smp_core.torch.reduction import collectives, gather_plan
+from smp_core.torch.reduction import collectives, gather_backend, gather_plan
 from smp_core.torch.reduction.bucket_reducer import BucketReducer
 from smp_core.torch.reduction.buckets import Bucket
 from smp_core.torch.reduction.collectives import Collectives
@@ -208,6 +209,79 @@ def a_gather_that_fits_takes_the_other_way(patch: Patch) -> None:
         self._smddp = self._flat
 
     patch.setattr(Collectives, "__init__", other)
+
+
+@BUGS.enter("SHARD-GATHER-OTHERS", kind="SMDDP gathers")
+def norms_go_by_smddp(patch: Patch) -> None:
+    """a gather of values that are no parameters goes by SMDDP"""
+    gather = Collectives._gather
+
+    def everything(self: Any, shard: Tensor, hops: Any, order: Any, reason: str = "") -> Any:
+        if self._smddp and hops is self._flat and shard.dtype is torch.float64:
+            return gather(self, shard, self._smddp, None)
+        return gather(self, shard, hops, order, reason)
+
+    patch.setattr(Collectives, "_gather", everything)
+
+
+@BUGS.enter("SHARD-GATHER-OTHERS", kind="SMDDP gathers")
+def sums_go_by_smddp(patch: Patch) -> None:
+    """gradients are reduced by SMDDP"""
+    made = Collectives.__init__
+
+    def summing(self: Any, *args: Any, **options: Any) -> None:
+        made(self, *args, **options)
+        if self._gather_backend.group is not None:
+            self._sums.process_group = self._gather_backend.group
+
+    patch.setattr(Collectives, "__init__", summing)
+
+
+@BUGS.enter("SHARD-GATHER-OTHERS", kind="SMDDP gathers")
+def every_group_has_smddp(patch: Patch) -> None:
+    """the ranks that split the state of the optimizer alone gather its parameters by SMDDP"""
+    made = GatherBackend.__init__
+
+    def any_kind(self: GatherBackend, runtime: Any, kind: Any) -> None:
+        made(self, runtime, kind)
+        if kind is GroupKind.RDP and self._degree > 1:
+            self._why = ""
+            self._join(runtime, Group(f"smp {kind.value} smddp", runtime.group(kind).ranks))
+
+    patch.setattr(GatherBackend, "__init__", any_kind)
+
+
+@BUGS.enter("SHARD-GATHER-SIZES", kind="SMDDP gathers")
+def an_element_has_four_bytes(patch: Patch) -> None:
+    """buffers hold as many elements of 8 bytes as of 4"""
+    gather = Collectives.all_gather
+
+    def counted(self: Any, shard: Tensor) -> Any:
+        of_bytes = self._gather_backend.reason_against
+        self._gather_backend.reason_against = lambda count: of_bytes(shard.numel() * 4)
+        try:
+            return gather(self, shard)
+        finally:
+            del self._gather_backend.reason_against
+
+    patch.setattr(Collectives, "all_gather", counted)
+
+
+@BUGS.enter("SHARD-GATHER-SIZES", kind="SMDDP gathers")
+def a_buffer_of_any_size(patch: Patch) -> None:
+    """a size of a buffer need be no multiple of 8192"""
+    patch.setattr(gather_backend, "_UNIT", 1)
+
+
+@BUGS.enter("SHARD-GATHER-SIZES", kind="SMDDP gathers")
+def buffers_are_not_compared(patch: Patch) -> None:
+    """ranks of a shard group have buffers of different sizes"""
+
+    def join(self: GatherBackend, runtime: Any, group: Group) -> None:
+        found = runtime.fabric.smddp_group(group)
+        self._why, self.group = (found, None) if isinstance(found, str) else ("", found)
+
+    patch.setattr(GatherBackend, "_join", join)
 
 
 # ---- Gradients -----------------------------------------------------------------------------------

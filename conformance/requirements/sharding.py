@@ -197,6 +197,22 @@ SHARDING = (
             ),
             "AWS Sharded Data Parallelism (Supported configurations: both buffers); INF: on CPU ranks",
         ),
+        (
+            "SHARD-GATHER-OTHERS",
+            (
+                "SMDDP carries the gathers of sharded parameters alone: reductions, gathers of other values, and the "
+                "exchanges of other groups go by the other backend, and a gather that does is listed with the reason."
+            ),
+            "AWS Sharded Data Parallelism (Train with SMDDP Collectives: other collectives); INF: on CPU ranks",
+        ),
+        (
+            "SHARD-GATHER-SIZES",
+            (
+                "Bytes decide, in any dtype, whether SMDDP's buffers hold a gather; a size of a buffer that is no "
+                "positive multiple of 8192, or differs between the ranks of a shard group, is refused on each of them."
+            ),
+            "AWS Sharded Data Parallelism (Performance and memory tuning: values); INF: that others are refused",
+        ),
     ),
     *_needing(
         _API | {EngineCapability.REPLAYED},

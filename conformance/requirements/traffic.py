@@ -24,6 +24,8 @@ _FINISHED = (
     "torch.distributed docs: Point-to-point communication (wait blocks until the operation is "
     "finished)"
 )
+_PROGRESS = frozenset({Capability.ASYNC_PROGRESS})
+_NO_CALLS = "INF: torch promises no progress between calls, so a backend may leave it unclaimed"
 _REQUEST = "torch.distributed docs: Synchronous and asynchronous collective operations (wait)"
 
 POINT_TO_POINT = (
@@ -376,6 +378,37 @@ ASYNCHRONOUS = (
         "torch.distributed docs: barrier (blocks ... if async work handle is called on wait())",
         Level.L1,
         _PROCESS_GROUPS | {Capability.BARRIER, Capability.OBJECTS},
+    ),
+    Requirement(
+        "ASYNC-PROGRESS",
+        "Once all ranks have started asynchronous collectives, the waits of some ranks end while the others "
+        "make no call.",
+        f"{_REQUEST}; {_NO_CALLS}",
+        Level.L1,
+        _PROCESS_GROUPS | _PROGRESS,
+    ),
+    Requirement(
+        "ASYNC-PROGRESS-FUTURE",
+        "The future of an asynchronous all_reduce completes with the reduced tensor, and runs its callback, while "
+        "no rank makes a call.",
+        f"torch.distributed docs: Work.get_future (completion of the Work, then); {_NO_CALLS}",
+        Level.L1,
+        _PROCESS_GROUPS | _PROGRESS | {Capability.ALL_REDUCE},
+    ),
+    Requirement(
+        "ASYNC-PROGRESS-MESSAGE",
+        "Once both ranks have posted a message, the wait of one of them ends while the other makes no call.",
+        f"{_FINISHED}; {_NO_CALLS}",
+        Level.L1,
+        _MESSAGES | _PROGRESS,
+    ),
+    Requirement(
+        "ASYNC-PROGRESS-BUCKET",
+        "The all_reduce of a gradient bucket that a hook of the backward pass started completes on all ranks "
+        "before the backward pass ends.",
+        f"torch.distributed docs: register_comm_hook, Work.get_future; {_NO_CALLS}",
+        Level.L1,
+        _PROCESS_GROUPS | _PROGRESS | {Capability.ALL_REDUCE},
     ),
 )
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,6 +15,7 @@ import torch
 from hypothesis import given
 from torch import nn
 
+from conformance.cases.draws import needs
 from conformance.cases.training import raised, results, sharded_cases, smp, trials, with_engine
 from conformance.requirements.catalogue import requirement
 from pytest_smp.proxies import SmpWorld
@@ -85,19 +88,20 @@ UNIT, SCRATCH, SORT = (
     16 * 2**20,
     128 * 2**20,
 )  # bytes: of both sizes; the sizes of the documentation
+FEWEST = 1024  # elements of a gather of parameters here; gathers of other values have fewer
 NO_SMDDP = "these ranks have none"
 GatherChoice = tuple[int, str, str]  # bytes of each rank's part, the backend, the reason
 
 
 class CountedGroup:
-    """A process group under another backend's name, which counts its gathers."""
+    """A process group under another backend's name, which counts its calls by name."""
 
-    def __init__(self, group: Any) -> None:
-        self._group, self.gathers = group, 0
+    def __init__(self, group: Any, ranks: tuple[int, ...]) -> None:
+        self._group, self.ranks = group, ranks
+        self.calls: Counter[str] = Counter()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_allgather_base":
-            self.gathers += 1
+        self.calls[name] += 1
         return getattr(self._group, name)
 
     def _get_backend(self, device: object) -> CountedGroup:
@@ -107,58 +111,92 @@ class CountedGroup:
         return "stand-in"
 
 
-def choices(
-    offered: bool, environment: Mapping[str, str], widths: Sequence[int]
-) -> tuple[list[GatherChoice], int]:
-    """Train a step. Return the choice for each gather of parameters, and the gathers of the stand-in for SMDDP.
+def degrees(smp_world: SmpWorld, most: int) -> st.SearchStrategy[int]:
+    """Draw a power of two up to ``most`` and the session's ranks, or skip a session of one rank."""
+    needs(smp_world, 2)
+    return st.sampled_from([each for each in (2, 4, 8) if each <= min(most, smp_world.ranks)])
 
-    The stand-in has the place of SMDDP's process group: so backends that have none are asked, too.
+
+@contextlib.contextmanager
+def stand_ins(offered: bool) -> Iterator[list[CountedGroup]]:
+    """Put a stand-in in the place of SMDDP's process groups, and list the groups that were asked for.
+
+    So backends that have no SMDDP are asked, too. Without an offer the list stays empty.
     """
     from smp_core import runtime
-    from smp_core.torch import observe
     from smp_core.transport.protocols import Group
 
-    os.environ.update(environment)
     smp.rank()
-    fabric, made = runtime.current("the requirement").fabric, []
+    fabric, made = runtime.current("the requirement").fabric, list[CountedGroup]()
 
     def smddp_group(group: Group) -> Any:
         if not offered:
             return NO_SMDDP
-        made.append(CountedGroup(fabric.process_group(group)))
+        made.append(CountedGroup(fabric.process_group(group), group.ranks))
         return made[-1]
 
     fabric.smddp_group = smddp_group  # type: ignore[method-assign]
     try:
-        layers = [(nn.Linear(1, width), nn.Linear(width, 1)) for width in widths]
-        for layer in itertools.chain(*layers):
-            layer.register_parameter("bias", None)
-        model = smp.DistributedModel(nn.Sequential(*itertools.chain(*layers)))
-
-        @smp.step  # type: ignore[untyped-decorator]  # anybody's
-        def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            loss: torch.Tensor = model(x).sum()
-            model.backward(loss)  # type: ignore[operator]
-            return loss
-
-        with observe.traffic(model).recorded() as log:
-            step(model, torch.ones(1, 1))
+        yield made
     finally:
         del fabric.smddp_group
+
+
+def layered(widths: Sequence[int], dtype: torch.dtype = torch.float32) -> Any:
+    """Wrap a chain of layers, two of each width, that have a weight and no bias."""
+    layers = [
+        (nn.Linear(1, width, dtype=dtype), nn.Linear(width, 1, dtype=dtype)) for width in widths
+    ]
+    for layer in itertools.chain(*layers):
+        layer.register_parameter("bias", None)
+    return smp.DistributedModel(nn.Sequential(*itertools.chain(*layers)))
+
+
+def train(model: Any, x: torch.Tensor) -> None:
+    """Run a step on the sum of the outputs."""
+
+    @smp.step  # type: ignore[untyped-decorator]  # anybody's
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x).sum()
+        model.backward(loss)  # type: ignore[operator]
+        return loss
+
+    step(model, x)
+
+
+def is_gather(sent: Any) -> bool:
+    """Return whether an exchange of the list is a gather, or a hop of one."""
+    return bool(sent.operation.startswith("all_gather"))
+
+
+def choices(
+    offered: bool,
+    environment: Mapping[str, str],
+    widths: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+) -> tuple[list[GatherChoice], int]:
+    """Train a step. Return the choice for each gather of parameters, and the gathers of the stand-in for SMDDP."""
+    from smp_core.torch import observe
+
+    os.environ.update(environment)
+    with stand_ins(offered) as made:
+        model = layered(widths, dtype)
+        with observe.traffic(model).recorded() as log:
+            train(model, torch.ones(1, 1, dtype=dtype))
     size = smp.rdp_size()
     gathers = [
         (each.elements * each.dtype.itemsize // size, each.backend, each.reason)
         for each in log
-        if each.operation.startswith("all_gather") and each.dtype is torch.float32
+        if is_gather(each) and each.dtype is dtype and each.elements >= FEWEST
     ]
-    return gathers, sum(each.gathers for each in made)
+    return gathers, sum(each.calls["_allgather_base"] for each in made)
 
 
 @requirement("SHARD-GATHER-BACKEND")
 @given(data=st.data())
 @trials(12)
 def test_the_backend_of_a_gather(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
-    degree = data.draw(st.sampled_from([each for each in (2, 4) if each <= smp_world.ranks]))
+    degree = data.draw(degrees(smp_world, 4), "sharding degree")
     chosen = data.draw(st.sampled_from(["auto", "auto", "auto", "nccl"]), "ddp_dist_backend")
     offered = data.draw(st.sampled_from([True, True, False]), "offered")
     buffers = st.none() | st.integers(1, 5).map(lambda count: count * UNIT)
@@ -201,6 +239,139 @@ def test_the_backend_of_a_gather(smp_world: SmpWorld, smp_engine: str, data: Dat
             )
             assert bool(reason) is bool(because), f"{part} bytes by {backend}: reason {reason!r}"
             assert all(word in reason for word in because), f"{reason!r} lacks one of {because}"
+
+
+def exchanges(
+    whole: bool, widths: Sequence[int]
+) -> tuple[list[tuple[str, ...]], list[tuple[int, ...]], dict[str, int]]:
+    """Train two steps with clipping, and ask for the whole state if ``whole``.
+
+    Return each exchange of the list (operation, group, dtype, backend, reason), the ranks of the stand-in's groups,
+    and how often each of their functions was called.
+    """
+    from smp_core.torch import observe
+
+    with stand_ins(offered=True) as made:
+        model = layered(widths)
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        with observe.traffic(model).recorded() as log:
+            for _ in range(2):
+                optimizer.zero_grad()
+                train(model, torch.ones(1, 1))
+                optimizer.step()
+            if whole:
+                model.state_dict()
+    listed: list[tuple[str, ...]] = [
+        (each.operation, str(each.group), str(each.dtype), each.backend, each.reason)
+        for each in log
+    ]
+    calls = sum((each.calls for each in made), Counter[str]())
+    return listed, [each.ranks for each in made], dict(calls)
+
+
+@requirement("SHARD-GATHER-OTHERS")
+@given(data=st.data())
+@trials(8)
+def test_what_smddp_does_not_carry(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
+    ranks = data.draw(degrees(smp_world, 8), "ranks")
+    # At degree 1 the state of the optimizer is split, and its parameters are gathered by the ranks that split it.
+    degree = data.draw(st.sampled_from([each for each in (2, 4, 8, 1) if each <= ranks]), "degree")
+    widths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3), "widths")
+    config = {
+        "ddp": True,
+        "sharded_data_parallel_degree": degree,
+        "shard_optimizer_state": degree == 1,
+        "sdp_param_persistence_threshold": data.draw(st.integers(0, max(widths)), "threshold"),
+        "sdp_hierarchical_allgather": data.draw(st.booleans(), "hierarchical"),
+    }
+    found = smp_world.run(
+        with_engine, smp_engine, exchanges, degree > 1, widths, ranks=ranks, config=config
+    )
+    for rank, (listed, groups, calls) in enumerate(found):
+        first = rank - rank % degree
+        assert set(groups) == ({tuple(range(first, first + degree))} if degree > 1 else set())
+        carried = [each for each in listed if each[3] == "stand-in"]
+        # The parameters are float32. Norms, which are gathered in float64, are no parameters.
+        parameters = "all_gather", "sharding", "torch.float32", "stand-in", ""
+        assert set(carried) <= {parameters}, carried
+        gathers = {"_allgather_base": len(carried)} if degree > 1 else {}
+        assert calls == gathers, f"calls of the stand-in for SMDDP: {calls}, {len(carried)} listed"
+        for operation, group, dtype, backend, reason in listed:
+            other = operation.startswith("all_gather") and backend != "stand-in"
+            assert bool(reason) is other, (
+                f"{operation} of {dtype} by {backend} on {group}: {reason!r}"
+            )
+        if degree > 1:
+            assert {"all_gather", "reduce_scatter"} <= {operation for operation, *_ in listed}
+
+
+@requirement("SHARD-GATHER-SIZES")
+@given(data=st.data())
+@trials(6)
+def test_bytes_decide(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
+    degree = data.draw(degrees(smp_world, 4), "sharding degree")
+    dtype = data.draw(st.sampled_from([torch.float64, torch.float32]), "dtype")
+    scratch = data.draw(st.integers(1, 3), "scratch") * UNIT
+    parts = st.builds(
+        lambda count, more: count * UNIT // dtype.itemsize + more,
+        st.integers(1, 4),
+        st.integers(-1, 1),
+    )
+    widths = data.draw(st.lists(parts, min_size=1, max_size=3, unique=True), "elements of parts")
+    config = {
+        "sharded_data_parallel_degree": degree,
+        "sdp_param_persistence_threshold": 0,
+        "ddp": True,
+    }
+    environment = {"SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES": str(scratch)}
+    arguments = True, environment, [width * degree for width in widths], dtype
+    found = smp_world.run(with_engine, smp_engine, choices, *arguments, ranks=degree, config=config)
+    for gathers, _ in found:
+        assert {part for part, _, _ in gathers} == {dtype.itemsize * width for width in widths}
+        for part, backend, reason in gathers:
+            carried = backend == "stand-in"
+            assert carried is (part <= scratch), f"{part} bytes of {dtype} by {backend}: {reason}"
+            assert carried or (str(part) in reason and str(scratch) in reason), reason
+
+
+def wrap(environments: Sequence[Mapping[str, str]]) -> str | None:
+    """Wrap a model in this rank's environment. Return the name of the type of the exception, or None."""
+    os.environ.update(environments[smp.rank()])
+    with stand_ins(offered=True):
+        return raised(lambda: layered([2]))
+
+
+@requirement("SHARD-GATHER-SIZES")
+@given(data=st.data())
+@trials(6)
+def test_sizes_of_buffers_that_are_refused(
+    smp_world: SmpWorld, smp_engine: str, data: Data
+) -> None:
+    degree = data.draw(degrees(smp_world, 4), "sharding degree")
+    name = data.draw(st.sampled_from(["SCRATCH", "SORT"]), "buffer")
+    good = st.integers(1, 2**20).map(lambda count: count * UNIT)
+    bad = st.one_of(
+        st.sampled_from(["0", "8191", "8 KiB", "8192.0"]),
+        good.map(lambda size: str(-size)),
+        st.builds(lambda size, more: str(size + more), good, st.integers(1, UNIT - 1)),
+    )
+    alike = data.draw(st.booleans(), "alike on all ranks")
+    if alike:
+        given = [data.draw(bad, "size")] * degree
+    else:
+        one, other = data.draw(
+            st.lists(good.map(str), min_size=2, max_size=2, unique=True), "sizes"
+        )
+        odd = data.draw(st.integers(0, degree - 1), "rank of the other size")
+        given = [other if rank == odd else one for rank in range(degree)]
+    environments = [{f"SMDDP_AG_{name}_BUFFER_SIZE_BYTES": size} for size in given]
+    config = {
+        "sharded_data_parallel_degree": degree,
+        "sdp_param_persistence_threshold": 0,
+        "ddp": True,
+    }
+    found = smp_world.run(with_engine, smp_engine, wrap, environments, ranks=degree, config=config)
+    assert all(found), f"{given} on the ranks: {found}"
 
 
 @requirement("SHARD-HIERARCHICAL")

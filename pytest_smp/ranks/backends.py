@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from pytest_smp.ranks.capabilities import Capabilities
+from pytest_smp.ranks.capabilities import MOVED_BY_CALLS, Capabilities
 from pytest_smp.ranks.protocols import PROTOCOL_VERSION, Backend, Executor, ExecutorOptions, Factory
 from pytest_smp.ranks.torch_backends import PREFIX as TORCH
 from pytest_smp.ranks.torch_backends import torch_named
@@ -115,7 +115,12 @@ BACKENDS = {
         ),
         Backend(SMDDP, "local processes that stay warm, and shared memory", _open_smddp),
         Backend(EXTERNAL, "ranks that a launcher started: mpiexec, torchrun, srun", _open_external),
-        Backend("mpi", "processes of an MPI job, and a process group over mpi4py", _open_mpi),
+        Backend(
+            "mpi",
+            "processes of an MPI job, and a process group over mpi4py",
+            _open_mpi,
+            MOVED_BY_CALLS,
+        ),
     )
 }
 

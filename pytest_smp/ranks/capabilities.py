@@ -31,6 +31,8 @@ class Capability(enum.StrEnum):
     MESSAGE_LAYOUTS = "message layouts"  #: messages from and into tensors that are not contiguous
     ANY_SOURCE = "any source"  #: recv without a source
     COALESCING = "coalescing"  #: batch_isend_irecv
+    #: an asynchronous operation completes without a call of the ranks that started it
+    ASYNC_PROGRESS = "asynchronous progress"
     COALESCED = "coalesced collectives"  #: several all_reduce (..._single) calls issued as one
     BARRIER = "barrier"
     BROADCAST = "broadcast"
@@ -148,3 +150,6 @@ def _sorted(sets: Iterable[tuple[str, frozenset[str]]]) -> dict[str, list[str]]:
 
 
 EVERYTHING = Capabilities()
+
+#: The claims of ranks whose calls move their messages: an operation goes on only while its rank is in a call.
+MOVED_BY_CALLS = Capabilities(frozenset(Capability) - {Capability.ASYNC_PROGRESS})

@@ -2,7 +2,8 @@
 
 A capability is left unclaimed only if the backend refuses such calls with an error on the calling rank,
 before anything is sent; docs/findings.md says how. A capability whose calls the backend takes and gets
-wrong is claimed, and stands among the expected failures.
+wrong is claimed, and stands among the expected failures. The exception is ASYNC_PROGRESS, which no call
+asks for.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ BACKEND = torch_backend(
                 Capability.LOCAL_GROUPS,
                 Capability.POINT_TO_POINT,
                 Capability.TAGS,
+                Capability.ASYNC_PROGRESS,
                 Capability.BARRIER,
                 Capability.BROADCAST,
                 Capability.ALL_REDUCE,
