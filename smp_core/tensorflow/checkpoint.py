@@ -22,7 +22,7 @@ from smp_core.errors import ArgumentTypeError, CheckpointError
 from smp_core.tensorflow import session as sessions
 from smp_core.tensorflow import slots
 from smp_core.tensorflow import tensorflow_parts as parts
-from smp_core.tensorflow.agreement import collective_try
+from smp_core.tensorflow.collective_try import collective_try
 from smp_core.tensorflow.tensorflow_parts import tf
 from smp_core.topology import GroupKind
 

@@ -23,7 +23,7 @@ from smp_core.errors import (
     VerdictError,
 )
 from smp_core.tensorflow import tensorflow_parts as parts
-from smp_core.tensorflow.agreement import told
+from smp_core.tensorflow.collective_try import error_text
 from smp_core.tensorflow.cut import SegmentMessage, Value
 from smp_core.tensorflow.framework import StepSum, sum_dtype
 from smp_core.tensorflow.plan import Plan
@@ -394,7 +394,7 @@ def _tell(
     sentence = ""
     if failure is not None:
         where = f"pp rank {transport.position} (world rank {transport.rank})"
-        sentence = f"smp.step was given up {when}, because {where} raised {told(failure)}"
+        sentence = f"smp.step was given up {when}, because {where} raised {error_text(failure)}"
     texts = members.texts(sentence)
     if failure is None:
         raise StepAbortedError(texts[failed[0]])

@@ -6,7 +6,7 @@ from typing import Any
 
 from smp_core.errors import CheckpointError
 from smp_core.tensorflow import tensorflow_parts as parts
-from smp_core.tensorflow.agreement import collective_try
+from smp_core.tensorflow.collective_try import collective_try
 from smp_core.tensorflow.session import TensorFlowSession
 from smp_core.tensorflow.tensorflow_parts import tf
 from smp_core.topology import GroupKind

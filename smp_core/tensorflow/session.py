@@ -78,12 +78,7 @@ def current(call: str) -> TensorFlowSession:
     owner = runtime.current(call)
     if owner.training is None:
         _check(owner)
-        context = current_rank.current()
-        eager = (
-            context is not None
-            and getattr(context, "fabric", None) is not None
-            and _is_thread(context)
-        )
+        eager = current_rank.ranks_are_threads()
         if eager:
             # Callbacks of a running graph come on threads of TensorFlow's own, which are no ranks.
             tf.config.run_functions_eagerly(True)
@@ -108,7 +103,3 @@ def _check(owner: Runtime) -> None:
             f"placement_strategy={config.placement_strategy!r}: for TensorFlow it is 'cluster' or 'spread'. "
             "See docs/spec/api.md#2"
         )
-
-
-def _is_thread(context: Any) -> bool:
-    return not hasattr(context, "retire")

@@ -27,7 +27,7 @@ from smp_core.tensorflow import auto, runner, segments
 from smp_core.tensorflow import plan as plans
 from smp_core.tensorflow import session as sessions
 from smp_core.tensorflow import tensorflow_parts as parts
-from smp_core.tensorflow.agreement import collective_try
+from smp_core.tensorflow.collective_try import collective_try
 from smp_core.tensorflow.framework import FRAMEWORK, JOINING
 from smp_core.tensorflow.plan import Plan
 from smp_core.tensorflow.runner import FAILED, PLANNED
