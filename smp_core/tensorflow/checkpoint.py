@@ -136,7 +136,7 @@ class CheckpointManager(parts.LateSweepManager):
                     given.restore(path).assert_existing_objects_matched()
 
             self._together("restore", early)
-            session.waiting.append(lambda: self._load(path, others))
+            session.deferred_restores.append(lambda: self._load(path, others))
         return path
 
     def _together(self, name: str, action: Callable[[], T]) -> list[T]:

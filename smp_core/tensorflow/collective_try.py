@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def error_text(error: BaseException) -> str:
-    """An error as other ranks tell of it: its class and its text."""
+    """The text by which other ranks name an error: its class and its message."""
     return f"{type(error).__name__}: {error}"
 
 

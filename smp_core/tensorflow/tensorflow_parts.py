@@ -31,20 +31,20 @@ __all__ = [
     "LateSweepManager",
     "array_of",
     "autograph_of_caller",
-    "called",
+    "call",
     "check_version",
-    "converted",
+    "convert",
     "count_in",
-    "empty",
     "flat_inputs",
+    "free",
     "handle_key",
     "handle_of",
     "inner",
     "inter_op_threads",
     "is_scratch",
+    "materialize",
     "origin_of",
     "places_in",
-    "refill",
     "slot_lists",
     "tag_of",
     "tagged",
@@ -184,7 +184,7 @@ def autograph_of_caller() -> Any:
     return tf.__internal__.autograph.control_status_ctx()
 
 
-def converted(function: Any, context: Any) -> Any:
+def convert(function: Any, context: Any) -> Any:
     """A function as AutoGraph converts it for a caller of whom ``autograph_of_caller`` gave the context."""
     return tf.__internal__.autograph.tf_convert(function, context, user_requested=True)
 
@@ -220,7 +220,7 @@ def flat_inputs(
     return list(concrete.function_type.unpack_inputs(bound))
 
 
-def called(function: Any, inputs: Sequence[Any]) -> Sequence[Any]:
+def call(function: Any, inputs: Sequence[Any]) -> Sequence[Any]:
     """The outputs of a concrete function that returns a list of tensors.
 
     A call of the function itself checks its arguments and packs its results, which takes as long as a small function.
@@ -248,13 +248,13 @@ def tensor_of(array: Any) -> Any:
     return tf.experimental.dlpack.from_dlpack(torch.from_numpy(array).__dlpack__())
 
 
-def empty(variable: Any) -> None:
+def free(variable: Any) -> None:
     """Free the memory of a variable; its handle stays, and a later assignment brings it back."""
     handle, dtype = handle_of(variable)
     tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros((0,), dtype), validate_shape=False)
 
 
-def refill(variable: Any, value: Any) -> None:
+def materialize(variable: Any, value: Any) -> None:
     """Assign a value of the full shape to a variable that may have been freed."""
     handle, dtype = handle_of(variable)
     tf.raw_ops.AssignVariableOp(resource=handle, value=tf.cast(value, dtype), validate_shape=False)

@@ -323,12 +323,12 @@ def test_a_rank_without_variables_applies_no_gradients(smp_world: Any) -> None:
 def test_the_first_rank_decides_the_automatic_partition(
     smp_world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decided = auto.decided
+    decide = auto.decide
 
     def differing(*args: Any) -> dict[str, int]:
-        return dict.fromkeys(decided(*args), 1) if smp.rank() else decided(*args)
+        return dict.fromkeys(decide(*args), 1) if smp.rank() else decide(*args)
 
-    monkeypatch.setattr(auto, "decided", differing)
+    monkeypatch.setattr(auto, "decide", differing)
     config = {"pipeline_parallel_degree": 2, "microbatches": 2}
     assert smp_world.run(automatic, ranks=2, config=config) == [["one", "one"], ["two", "two"]]
 
@@ -506,7 +506,7 @@ def traced_for_any_batch() -> list[Any]:
 
 
 def test_arguments_of_tf_function_reach_it(smp_world: Any) -> None:
-    # The second batch shows that the size varies; from then on one trace is of any size, which crosses the cut, too.
+    # The second batch shows that the size varies; from then on one trace is of any size, which leaves a partition, too.
     for found in smp_world.run(traced_for_any_batch, ranks=2, config=MANUAL):
         counts = [count for count, _ in found]
         assert counts[1] > counts[0]

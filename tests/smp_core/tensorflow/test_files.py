@@ -413,7 +413,7 @@ def test_a_saved_model_is_whole_and_needs_nothing_of_ours(smp_world: Any, tmp_pa
 
 
 def predicted(x: Any) -> Any:
-    """What the uncut model predicts after the step."""
+    """What the unpartitioned model predicts after the step."""
     import contextlib
 
     model = build(CASE, tf.keras.Model, lambda _: contextlib.nullcontext())

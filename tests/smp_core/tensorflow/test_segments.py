@@ -22,8 +22,16 @@ from conformance.cases.keras_script import (
 )
 from smp_core.tensorflow import segments
 from smp_core.tensorflow import tensorflow_parts as parts
-from smp_core.tensorflow.cut import COPIED, EVERYWHERE, GraphOperation, Value, cut, levels, live
 from smp_core.tensorflow.placement import place
+from smp_core.tensorflow.segmentation import (
+    COPIED,
+    EVERYWHERE,
+    GraphOperation,
+    Value,
+    levels,
+    live,
+    segment_graph,
+)
 from smp_core.tensorflow.tasks import SegmentTask, orders
 
 #: TensorFlow traces a model in about a second, so a plain run draws few; SMP_TF_EXAMPLES=500 draws many.
@@ -60,7 +68,7 @@ def test_the_segments_are_the_graph(case: Case) -> None:
     placed = place(graph.traced, handles)
     owned = [each for each in graph.outputs if placed.operations[each.operation].place >= 0]
     results = [each for each in graph.outputs if each not in owned]
-    made = cut(placed.operations, case.partitions, results, owned, graph.effects)
+    made = segment_graph(placed.operations, case.partitions, results, owned, graph.effects)
     for traced, operation in zip(graph.traced, placed.operations, strict=True):
         if traced.tag is not None and operation.place != COPIED:
             assert operation.place == traced.tag or _takes_a_handle(traced.inputs, handles)
@@ -107,7 +115,7 @@ def test_a_segment_has_the_functions_that_it_calls_and_no_others() -> None:
 
     graph = segments.read(tf.function(body).get_concrete_function(tf.TensorSpec([2])))
     placed = place(graph.traced, {})
-    made = cut(placed.operations, 2, [], graph.outputs)
+    made = segment_graph(placed.operations, 2, [], graph.outputs)
     names = [
         {
             each.signature.name
@@ -218,7 +226,7 @@ def test_a_cut_can_run_and_no_rank_waits_in_a_circle(
     results = [
         Value(at, 0) for at in data.draw(st.sets(st.integers(0, len(operations) - 1), min_size=1))
     ]
-    made = cut(operations, partitions, results)
+    made = segment_graph(operations, partitions, results)
     alive = live(operations, {each.operation for each in results})
     level = levels(operations, alive)
 
@@ -262,7 +270,7 @@ def _run(
                 moved = True
                 has[rank] |= {(task.microbatch, each) for each in segment.outputs}
                 for message in made.messages:
-                    if message.source == segment.spot and segment.spot.place == rank:
+                    if message.source == segment.key and segment.key.place == rank:
                         has[message.destination] |= {
                             (task.microbatch, each) for each in message.values
                         }

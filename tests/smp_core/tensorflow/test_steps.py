@@ -1,4 +1,4 @@
-"""A step over a pipeline has the losses, outputs and weights of the uncut model, bit for bit."""
+"""A step over a pipeline has the losses, outputs and weights of the unpartitioned model, bit for bit."""
 
 from __future__ import annotations
 
