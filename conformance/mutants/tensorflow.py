@@ -367,6 +367,17 @@ def variables_as_they_were_traced(patch: Patch) -> None:
     wrapped(patch, runner, "run", changed)
 
 
+@BUGS.enter("TF-STEP-ORDER")
+def steps_without_handles(patch: Patch) -> None:
+    """a step in a graph does not take the handles of its variables, so that it is not ordered with assignments"""
+    from smp_core.tensorflow import plan as plans
+
+    def changed(make: Any, *args: Any) -> Any:
+        return dataclasses.replace(make(*args), handles=[])
+
+    wrapped(patch, plans, "make", changed)
+
+
 def _handles(session: Any) -> list[Any]:
     from smp_core.tensorflow import tensorflow_parts
 
