@@ -43,7 +43,7 @@ REPLACED = {
 #: The folders whose docstrings and comments are read.
 FOLDERS = ("smp_core", "pytest_smp", "conformance", "tests", "benchmarks", "examples", "tools")
 #: Folders below them that still have sentences of the kind.
-LEFT_OUT = ("tests/smp_core/tensorflow", "tests/smp_core/transport/smddp")
+LEFT_OUT = ("tests/smp_core/transport/smddp",)
 #: Words that a sentence begins with instead of its subject. "Return whether ..." says what a predicate returns.
 RIDDLES = ("What", "Whatever", "Who", "Whoever", "It", "That", "Whether")
 _RIDDLE = re.compile(rf"\b(?:{'|'.join(RIDDLES)})\b")
