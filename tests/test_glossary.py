@@ -37,6 +37,7 @@ REPLACED = {
     r"nests": "tensor tree, containers or payloads",
     r"sharding groups?": "shard group",
     r"replication groups?": "replicate group",
+    r"uncut": "unpartitioned model",
     r"hosts?(?!\s+(?:name|memory))": "executor; node; machine",
 }
 
