@@ -1,9 +1,9 @@
-"""A step of a Keras model over a pipeline of two ranks, beside the uncut step in one process.
+"""A step of a Keras model over a pipeline of two ranks, beside the unpartitioned step in one process.
 
-The model has four layers of equal width. Each rank has one thread for operations. The uncut step has as many threads as
-there are ranks, or one; so has the step whose layers ``tf.device`` places on two devices of one process. Steps of the
-ranks and steps of the uncut model take turns, as do the two with more threads in a process of their own. All are
-checked to have the same losses first.
+The model has four layers of equal width. Each rank has one thread for operations. The unpartitioned step has as many
+threads as there are ranks, or one; so has the step whose layers ``tf.device`` places on two devices of one process.
+Steps of the ranks and steps of the unpartitioned model take turns, as do the two with more threads in a process of
+their own. All are checked to have the same losses first.
 
 Memory is that of a wider model, in processes of its own: a rank's variables with their slots, as counted, beside what
 the process holds more than before the model was made. There TF_ENABLE_ONEDNN_OPTS=0 has TensorFlow take memory from the
@@ -57,7 +57,7 @@ def data(tf: Any, width: int, batch: int) -> tuple[Any, Any]:
     return random.normal((batch, width)), random.normal((batch, width))
 
 
-def cut(tf: Any, width: int) -> Callable[[Any, Any], Any]:
+def partitioned(tf: Any, width: int) -> Callable[[Any, Any], Any]:
     """The step on this rank."""
     import smp_core.tensorflow as smp
 
@@ -100,7 +100,7 @@ def cut(tf: Any, width: int) -> Callable[[Any, Any], Any]:
     return step
 
 
-def uncut(tf: Any, width: int, placed: bool = False) -> Callable[[Any, Any], Any]:
+def unpartitioned(tf: Any, width: int, placed: bool = False) -> Callable[[Any, Any], Any]:
     """The step of the whole model; if ``placed``, each layer is on the device of its partition."""
 
     def device(at: int) -> Any:
@@ -145,11 +145,11 @@ def job(path: str) -> None:
     import smp_core.tensorflow as smp
 
     x, y = data(tf, WIDTH, BATCH)
-    ours = cut(tf, WIDTH)
-    theirs = uncut(tf, WIDTH) if smp.rank() == 0 else lambda x, y: None
-    found: dict[str, list[float]] = {"cut": [], "uncut": []}
+    ours = partitioned(tf, WIDTH)
+    theirs = unpartitioned(tf, WIDTH) if smp.rank() == 0 else lambda x, y: None
+    found: dict[str, list[float]] = {"partitioned": [], "unpartitioned": []}
     for number in range(WARM + TIMED):
-        for name, step in (("cut", ours), ("uncut", theirs)):
+        for name, step in (("partitioned", ours), ("unpartitioned", theirs)):
             smp.barrier(smp.WORLD)
             took = max(smp.allgather(seconds(lambda: _run(step, x, y)), smp.WORLD))  # noqa: B023
             if number >= WARM:
@@ -161,10 +161,10 @@ def job(path: str) -> None:
 
 
 def alone(path: str) -> None:
-    """The time of a step of the uncut model with as many threads as there are ranks, whole and placed."""
+    """The time of a step of the unpartitioned model with as many threads as there are ranks, whole and placed."""
     tf = configure(RANKS)
     x, y = data(tf, WIDTH, BATCH)
-    steps = {"threads": uncut(tf, WIDTH), "placed": uncut(tf, WIDTH, placed=True)}
+    steps = {"threads": unpartitioned(tf, WIDTH), "placed": unpartitioned(tf, WIDTH, placed=True)}
     found: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(WARM + TIMED):
         for name, step in steps.items():
@@ -191,11 +191,11 @@ def memory(path: str, whole: bool) -> None:
     tf = configure(1)
     x, y = data(tf, WIDE, MICROBATCHES)
     if whole:
-        ranks = [_memory_of(tf, uncut, x, y)]
+        ranks = [_memory_of(tf, unpartitioned, x, y)]
     else:
         import smp_core.tensorflow as smp
 
-        ours = _memory_of(tf, cut, x, y)
+        ours = _memory_of(tf, partitioned, x, y)
         ranks = smp.allgather(ours, smp.WORLD)
         if smp.rank():
             return
@@ -265,18 +265,18 @@ def figures(
         found = [1000 * each for each in times[key]]
         return Figure(name, median(found), "ms", (min(found), max(found)), ratio, budget)
 
-    ours = median(times["cut"])
-    against = {name: ours / median(times[name]) for name in ("uncut", "threads", "placed")}
+    ours = median(times["partitioned"])
+    against = {name: ours / median(times[name]) for name in ("unpartitioned", "threads", "placed")}
     mib = 2**20
     most = max(ranks, key=lambda each: each["held"] / each["owns"])
     return [
-        row("Keras: the uncut step, one thread", "uncut"),
-        row(f"Keras: the uncut step, {RANKS} threads", "threads"),
+        row("Keras: the unpartitioned step, one thread", "unpartitioned"),
+        row(f"Keras: the unpartitioned step, {RANKS} threads", "threads"),
         row(f"Keras: layers placed on {RANKS} devices of one process", "placed"),
         row(
             f"pipeline of {RANKS} ranks: a step",
-            "cut",
-            f"{against['uncut']:.2f} of one thread's, {against['threads']:.2f} of {RANKS} threads', "
+            "partitioned",
+            f"{against['unpartitioned']:.2f} of one thread's, {against['threads']:.2f} of {RANKS} threads', "
             f"{against['placed']:.2f} of the placed one's",
             f"at most 1.50 of {RANKS} threads'",
         ),

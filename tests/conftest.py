@@ -125,7 +125,8 @@ LONGEST = (
     "smp_core/tensorflow/test_failed_steps.py",
     "smp_core/tensorflow/test_public_scripts.py",
     "smp_core/tensorflow/test_segments.py",
-    "smp_core/tensorflow/test_files.py",
+    "smp_core/tensorflow/test_step.py",
+    "smp_core/tensorflow/test_checkpoint.py",
     "smp_core/tensorflow/test_example.py",
 )
 _HERE = Path(__file__).parent

@@ -223,8 +223,11 @@ def traces(engine: str, calls: Sequence[tuple[int, str, Any]], signature: bool) 
     return found
 
 
-def in_order(engine: str) -> list[float]:
-    """The losses of three steps of one ``tf.function``, with assignments to a variable between them."""
+def in_order(engine: str, graph: bool = False) -> list[float]:
+    """The losses of three steps of one ``tf.function``, with assignments to a variable between them.
+
+    With ``graph`` the function is a graph on every backend, which ranks without messages to each other can run.
+    """
     smp = namespace(engine)
     model = model_of(smp, two_layers(smp))
     factor = tf.Variable(1.0)
@@ -241,6 +244,8 @@ def in_order(engine: str) -> list[float]:
         factor.assign(factor * 5.0)
         return first, second, step(x).reduce_sum(), factor.read_value()
 
+    if graph:
+        tf.config.run_functions_eagerly(False)
     return [float(each) for each in whole(tf.constant(X))]
 
 

@@ -1,4 +1,4 @@
-"""Drawn Keras models: their training uncut in one process, and cut over ranks.
+"""Drawn Keras models: their training unpartitioned in one process, and partitioned over ranks.
 
 The same ``call`` builds both models; only the base class and the context ``partition`` differ. Ranks import this
 module, and so TensorFlow; properties do when they run (:func:`conformance.cases.keras.script`).
@@ -17,7 +17,7 @@ from tensorflow.python.ops import gen_math_ops
 from conformance.cases.keras import KerasCase
 from conformance.cases.training import namespace
 
-# TensorFlow's passes over a graph would rewrite other operations in the uncut graph than in segments.
+# TensorFlow's passes over a graph would rewrite other operations in the unpartitioned graph than in segments.
 tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
 
@@ -140,7 +140,7 @@ def loss_and_gradients(
     return loss, outputs, gradients
 
 
-def uncut_gradients(loss: Any, variables: Any) -> list[Any]:
+def unpartitioned_gradients(loss: Any, variables: Any) -> list[Any]:
     """The gradients of a loss by TensorFlow alone: a process without ranks does not import the engine."""
     values = [getattr(each, "value", each) for each in variables]  # in Keras 2 a method
     found = tf.gradients(
@@ -160,18 +160,20 @@ def named(variables: Any) -> dict[str, Any]:
     return {getattr(each, "path", each.name): each.numpy() for each in variables}
 
 
-def uncut(case: KerasCase, steps: int, outer: bool = False) -> tuple[list[Any], dict[str, Any]]:
+def unpartitioned(
+    case: KerasCase, steps: int, outer: bool = False
+) -> tuple[list[Any], dict[str, Any]]:
     """Losses and outputs of all microbatches, and the variables in the end, of the model in one process."""
     model = build(case, tf.keras.Model, lambda _: contextlib.nullcontext())
     return _trained(case, model, steps, outer), named(model.variables)
 
 
 def _trained(case: KerasCase, model: Any, steps: int, outer: bool) -> list[Any]:
-    """Train an uncut model; return losses and outputs of all microbatches."""
+    """Train an unpartitioned model; return losses and outputs of all microbatches."""
     optimizer = make_optimizer(case)
     x, y = (tf.constant(each[:SAMPLES]) for each in data(case, 0))
     body = tf.function(
-        lambda x, y: loss_and_gradients(case, model, optimizer, x, y, uncut_gradients)
+        lambda x, y: loss_and_gradients(case, model, optimizer, x, y, unpartitioned_gradients)
     )
     one = body.get_concrete_function(x, y)
 
@@ -225,8 +227,8 @@ def train(
 
 
 def check(case: KerasCase, found: list[Any], steps: int, outer: bool = False) -> None:
-    """Compare what the ranks of one replica found with the uncut model, bit for bit."""
-    seen, variables = uncut(case, steps, outer)
+    """Compare what the ranks of one replica found with the unpartitioned model, bit for bit."""
+    seen, variables = unpartitioned(case, steps, outer)
     for rank, (mine, _, _) in enumerate(found):
         assert len(mine) == len(seen)
         for at, (one, other) in enumerate(zip(mine, seen, strict=True)):
@@ -241,14 +243,14 @@ def check(case: KerasCase, found: list[Any], steps: int, outer: bool = False) ->
 
 
 def trainable(case: KerasCase) -> list[str]:
-    """The names of the trainable variables of the uncut model, in the order of the alphabet."""
+    """The names of the trainable variables of the unpartitioned model, in the order of the alphabet."""
     model = build(case, tf.keras.Model, lambda _: contextlib.nullcontext())
     model(tf.constant(data(case, 0)[0]))
     return sorted(named(model.trainable_variables))
 
 
 def predicted(case: KerasCase, x: Any) -> Any:
-    """The predictions of the uncut model for a batch, after one step of training."""
+    """The predictions of the unpartitioned model for a batch, after one step of training."""
     model = build(case, tf.keras.Model, lambda _: contextlib.nullcontext())
     _trained(case, model, 1, outer=False)
     return model(tf.constant(x), training=False).numpy()

@@ -42,7 +42,7 @@ def gradients_run_where_they_come_from(patch: Patch) -> None:
 def every_rank_runs_the_model(patch: Patch) -> None:
     """operations of the default partition run on every rank"""
     from smp_core.tensorflow import placement
-    from smp_core.tensorflow.cut import EVERYWHERE
+    from smp_core.tensorflow.segmentation import EVERYWHERE
 
     def changed(direct: Any, traced: Sequence[Any], index: int) -> Any:
         found = direct(traced, index)
@@ -151,8 +151,8 @@ def messages_keyed_by_name(patch: Patch) -> None:
     """the tensors of a message are in the order of their names, which differ by rank"""
     from smp_core.tensorflow import plan
 
-    def changed(cut: Any, operations: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        made = cut(operations, *args, **kwargs)
+    def changed(segment_graph: Any, operations: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        made = segment_graph(operations, *args, **kwargs)
         messages = tuple(
             each._replace(
                 values=tuple(
@@ -163,20 +163,20 @@ def messages_keyed_by_name(patch: Patch) -> None:
         )
         return dataclasses.replace(made, messages=messages)
 
-    wrapped(patch, plan, "cut", changed)
+    wrapped(patch, plan, "segment_graph", changed)
 
 
 @BUGS.enter("TF-PART-VALUE", *ASSERTION, SmpError, KeyError)
 def levels_are_one_too_low(patch: Patch) -> None:
     """the last level of a graph is taken for the one before it"""
-    from smp_core.tensorflow import cut
+    from smp_core.tensorflow import segmentation
 
     def changed(levels: Any, *args: Any) -> dict[int, int]:
         found: dict[int, int] = levels(*args)
         last = max(found.values(), default=0)
         return {index: min(level, max(last - 1, 0)) for index, level in found.items()}
 
-    wrapped(patch, cut, "levels", changed)
+    wrapped(patch, segmentation, "levels", changed)
 
 
 @BUGS.enter("TF-OUT-ALL-RANKS")
@@ -218,7 +218,7 @@ def _partitioned() -> bool:
     from smp_core.tensorflow import session
 
     now = session.current("a mutant")
-    return now.partitioned and not now.tracing and not now.whole
+    return now.partitioned and not now.tracing and not now.shows_all
 
 
 @BUGS.enter("TF-SCHED-EQUAL")
@@ -367,6 +367,17 @@ def variables_as_they_were_traced(patch: Patch) -> None:
     wrapped(patch, runner, "run", changed)
 
 
+@BUGS.enter("TF-STEP-ORDER")
+def steps_without_handles(patch: Patch) -> None:
+    """a step in a graph does not take the handles of its variables, so that it is not ordered with assignments"""
+    from smp_core.tensorflow import plan as plans
+
+    def changed(make: Any, *args: Any) -> Any:
+        return dataclasses.replace(make(*args), handles=[])
+
+    wrapped(patch, plans, "make", changed)
+
+
 def _handles(session: Any) -> list[Any]:
     from smp_core.tensorflow import tensorflow_parts
 
@@ -453,7 +464,7 @@ def the_hook_comes_late(patch: Patch) -> None:
             hook()
         return found
 
-    wrapped(patch, step, "_partitioned", partitioned)
+    wrapped(patch, step, "_complete_partition", partitioned)
     wrapped(patch, runner, "run", changed)
 
 
@@ -468,7 +479,7 @@ def traces_are_not_compared(patch: Patch) -> None:
     step = importlib.import_module("smp_core.tensorflow.step")
 
     patch.setattr(step, "_compare", lambda *_: None)
-    patch.setattr(runner, "agreed", lambda *_: None)
+    patch.setattr(runner, "agree_to_run", lambda *_: None)
 
 
 @BUGS.enter("TF-STEP-RAISES", *ASSERTION, VerdictError)
@@ -476,15 +487,15 @@ def the_other_ranks_are_not_told(patch: Patch) -> None:
     """an operation that fails ends the step of its own rank alone, which sends and receives nothing more"""
     from smp_core.tensorflow import runner
 
-    run = runner._Step._run
+    run = runner._StepRun._run
 
     def changed(self: Any, task: Any) -> None:
         run(self, task)
         if self._failure is not None:
             raise self._failure
 
-    patch.setattr(runner._Step, "_run", changed)
-    patch.setattr(runner, "ended", lambda *_: None)
+    patch.setattr(runner._StepRun, "_run", changed)
+    patch.setattr(runner, "agree_on_end", lambda *_: None)
 
 
 @BUGS.enter("TF-STEP-RAISES")
@@ -492,19 +503,19 @@ def the_last_to_run_are_not_told(patch: Patch) -> None:
     """only ranks that wait for tensors learn of an operation that fails: a step does not end together"""
     from smp_core.tensorflow import runner
 
-    def changed(ended: Any, transport: Any, members: Any, failure: Any, *when: str) -> None:
+    def changed(agree: Any, transport: Any, members: Any, failure: Any, *when: str) -> None:
         if failure is not None:
             raise failure
 
     def stopped(take: Any, self: Any, microbatch: int, value: Any) -> Any:
         found = take(self, microbatch, value)
-        if self._given_up and self._failure is None:
-            self._failure = SmpError("another rank has given the step up")
+        if self._aborted and self._failure is None:
+            self._failure = SmpError("another rank has aborted the step")
         return found
 
-    wrapped(patch, runner, "ended", changed)
-    take = runner._Step._take
-    patch.setattr(runner._Step, "_take", lambda *args: stopped(take, *args))
+    wrapped(patch, runner, "agree_on_end", changed)
+    take = runner._StepRun._take
+    patch.setattr(runner._StepRun, "_take", lambda *args: stopped(take, *args))
 
 
 @BUGS.enter("TF-PLACEMENT")
@@ -562,7 +573,7 @@ def early_restores_are_forgotten(patch: Patch) -> None:
 
     def changed(self: Any, restore_prefix: str | None = None) -> Any:
         found = restore(self, restore_prefix)
-        session.current("a mutant").waiting.clear()
+        session.current("a mutant").deferred_restores.clear()
         return found
 
     patch.setattr(CheckpointManager, "restore", changed)
@@ -585,7 +596,7 @@ def other_ranks_are_saved_as_zeros(patch: Patch) -> None:
     """the variables of other ranks are zeros in the SavedModel"""
     from smp_core.tensorflow import tensorflow_parts
 
-    def changed(refill: Any, variable: Any, value: Any) -> None:
-        refill(variable, tensorflow_parts.tf.zeros_like(value))
+    def changed(materialize: Any, variable: Any, value: Any) -> None:
+        materialize(variable, tensorflow_parts.tf.zeros_like(value))
 
-    wrapped(patch, tensorflow_parts, "refill", changed)
+    wrapped(patch, tensorflow_parts, "materialize", changed)

@@ -48,9 +48,9 @@ PLACEMENT = (
 VALUES = (
     _promise(
         "TF-PART-VALUE",
-        "Losses, outputs and variables are those of the uncut model to the bit, whatever the partition.",
-        "API 2 (partition: operations in call; save_model: the whole model); INF: to the bit, because a cut changes no "
-        "operation",
+        "Losses, outputs and variables are those of the unpartitioned model to the bit, whatever the partition.",
+        "API 2 (partition: operations in call; save_model: the whole model); INF: to the bit, because a partition "
+        "changes no operation",
     ),
     _promise(
         "TF-OUT-ALL-RANKS",

@@ -65,6 +65,16 @@ def test_steps_and_assignments_take_effect_in_order(smp_world: SmpWorld, smp_eng
         assert found == [loss, 2 * loss, 10 * loss, 10.0]
 
 
+@requirement("TF-STEP-ORDER")
+def test_steps_of_a_graph_take_effect_in_order_on_every_rank(
+    smp_world: SmpWorld, smp_engine: str
+) -> None:
+    keras, count = bodies(smp_world), two(smp_world)
+    loss = float(keras.X.sum()) * 6
+    for found in smp_world.run(keras.in_order, smp_engine, True, ranks=count, config=manual(1)):
+        assert found == [loss, 2 * loss, 10 * loss, 10.0]
+
+
 @requirement("TF-STEP-OUTSIDE")
 def test_a_call_outside_of_a_step_is_refused(smp_world: SmpWorld, smp_engine: str) -> None:
     keras, count = bodies(smp_world), two(smp_world)

@@ -1,4 +1,4 @@
-"""Properties of the values of a Keras model that is cut over a pipeline, against the uncut model."""
+"""Properties of the values of a Keras model that is partitioned over a pipeline, against the unpartitioned model."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Options:
     pipeline: int = 1  # partitions
     microbatches: int = 2
     auto: bool = False  # partition automatically, not by hand
-    exact: bool = False  # without the passes of TensorFlow that fuse what a cut separates
+    exact: bool = False  # without the passes of TensorFlow that fuse operations of several segments
     steps: int = 60
     batch: int = 64
     checkpoints: str = ""  # a folder; training goes on from its latest checkpoint

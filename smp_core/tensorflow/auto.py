@@ -9,35 +9,35 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from smp_core.tensorflow.placement import Traced
+from smp_core.tensorflow.placement import TracedOperation
 from smp_core.tensorflow.segments import Graph
 
-#: The tag of operations that wait for a partition.
-OPEN = -3
+#: The tag of operations that have no partition yet.
+UNPLACED = -3
 
 
-def resolved(graph: Graph, layers: dict[str, int], default: int) -> tuple[Traced, ...]:
+def resolve(graph: Graph, layers: dict[str, int], default: int) -> tuple[TracedOperation, ...]:
     """The operations, with the partition of their scope instead of the open tag.
 
     A scope that is not among ``layers``, as of a layer that is built later, joins the one before it.
     """
     last, found = default, []
     for each in graph.traced:
-        if each.tag != OPEN:
+        if each.tag != UNPLACED:
             found.append(each)
             continue
-        last = layers.setdefault(_known(each.name, layers), last)
+        last = layers.setdefault(_known_scope(each.name, layers), last)
         found.append(dataclasses.replace(each, tag=last))
     return tuple(found)
 
 
-def decided(graph: Graph, layers: Mapping[int, str], count: int) -> dict[str, int]:
+def decide(graph: Graph, layers: Mapping[int, str], count: int) -> dict[str, int]:
     """The partition of each scope.
 
     ``layers`` are the names of the layers of the trainable variables, by the placeholders of their handles.
     """
     handles = {inner.operation for outer, inner in graph.captures}
-    open_ = [at for at, each in enumerate(graph.traced) if each.tag == OPEN]
+    open_ = [at for at, each in enumerate(graph.traced) if each.tag == UNPLACED]
     costs = _costs(graph, handles, open_)
     most = sum(costs.values()) / count
     scopes = {at: _scope(graph.traced[at].name, 2) for at in open_}
@@ -74,7 +74,7 @@ def _scope(name: str, depth: int) -> str:
     return "/".join(parts[: min(depth, max(1, len(parts) - 1))])
 
 
-def _known(name: str, layers: Mapping[str, int]) -> str:
+def _known_scope(name: str, layers: Mapping[str, int]) -> str:
     """The smallest scope that is among ``layers``; else the layer of the model."""
     for depth in range(name.count("/"), 2, -1):
         if (scope := _scope(name, depth)) in layers:
@@ -102,10 +102,10 @@ def _costs(graph: Graph, handles: set[int], operations: Sequence[int]) -> dict[i
 def split(
     costs: Sequence[int], count: int, trains: Sequence[bool] | None = None
 ) -> list[tuple[int, int]]:
-    """Cut a sequence into ``count`` runs, some of which may be empty.
+    """Split a sequence into ``count`` runs, some of which may be empty.
 
-    Of all cuts the one with the fewest runs that train nothing, then the one whose most expensive run is cheapest, then
-    the one whose early runs are longest.
+    Of all splits the one with the fewest runs that train nothing, then the one whose most expensive run is cheapest,
+    then the one whose early runs are longest.
 
     Args:
         costs: the cost of each element.

@@ -18,9 +18,9 @@ from smp_core.errors import (
 from smp_core.tensorflow import saving
 from smp_core.tensorflow import session as sessions
 from smp_core.tensorflow import tensorflow_parts as parts
-from smp_core.tensorflow.auto import OPEN
-from smp_core.tensorflow.cut import EVERYWHERE
+from smp_core.tensorflow.auto import UNPLACED
 from smp_core.tensorflow.framework import FRAMEWORK
+from smp_core.tensorflow.segmentation import EVERYWHERE
 from smp_core.tensorflow.session import TensorFlowSession
 from smp_core.tensorflow.tensorflow_parts import tf
 
@@ -107,7 +107,7 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session = sessions.current("smp.DistributedModel")
-        if session.whole or session.call_graph is not None:
+        if session.shows_all or session.call_graph is not None:
             return super().__call__(*args, **kwargs)
         if not session.tracing:
             raise OutsideStepError(
@@ -124,7 +124,7 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
         session.call_graph = graph
         self._smp_signature = tf.nest.map_structure(_any_batch, self._served(args, kwargs))
         try:
-            with parts.tagged(OPEN if config.auto_partition else config.default_partition):
+            with parts.tagged(UNPLACED if config.auto_partition else config.default_partition):
                 outputs = super().__call__(*args, **kwargs)
         finally:
             session.call_graph = None
@@ -179,15 +179,15 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
     def all_variables(self) -> list[Any]:
         """The variables of all partitions."""
         session = sessions.current("smp.DistributedModel")
-        before, session.whole = session.whole, True
+        before, session.shows_all = session.shows_all, True
         try:
             return list(super().variables)
         finally:
-            session.whole = before
+            session.shows_all = before
 
     def _own(self, variables: Any) -> list[Any]:
         session: TensorFlowSession = sessions.current("smp.DistributedModel")
-        if not session.partitioned or session.tracing or session.whole:
+        if not session.partitioned or session.tracing or session.shows_all:
             return list(variables)
         here = session.partition
         return [

@@ -5,7 +5,7 @@ The rules, in the order in which they win:
 1. Constants, arguments and captured tensors are copied to where they are used.
 2. A variable belongs to one partition. All operations that take its handle run there: reads for other partitions too,
    which get the value. The owner is the partition of the first loop, branch or function that takes the handle, else of
-   the first operation that does. One that only operations outside of ``call`` use has a home that the caller names.
+   the first operation that does. One that only operations outside of ``call`` use has a default owner.
 3. An operation made inside of the model's ``call`` runs in the partition of its tag.
 4. A gradient operation runs where its forward operation does.
 5. An operation outside of ``call`` that is not for gradients runs everywhere.
@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from smp_core.errors import PartitionError
-from smp_core.tensorflow.cut import COPIED, EVERYWHERE, GraphOperation, Value
+from smp_core.tensorflow.segmentation import COPIED, EVERYWHERE, GraphOperation, Value
 
 _COPIED_TYPES = frozenset({"Const", "Placeholder"})
 _READ = "ReadVariableOp"
@@ -44,7 +44,7 @@ LOCAL_DTYPES = frozenset({"resource", "variant"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Traced:
+class TracedOperation:
     """One operation as it was traced, before it has a place.
 
     Attributes:
@@ -86,27 +86,28 @@ class OperationPlaces:
 
 
 def place(
-    traced: Sequence[Traced],
+    traced: Sequence[TracedOperation],
     handles: Mapping[int, str],
     *,
-    known: Mapping[int, int] | None = None,
-    wishes: Mapping[int, int] | None = None,
-    homes: Mapping[int, int] | None = None,
+    known_owners: Mapping[int, int] | None = None,
+    colocated: Mapping[int, int] | None = None,
+    default_owners: Mapping[int, int] | None = None,
 ) -> OperationPlaces:
     """Give every operation its place.
 
     Args:
         traced: the operations, in the order of creation.
         handles: the names of the variables whose handles are captured, by the index of the placeholder.
-        known: owners that earlier steps decided, by placeholder.
-        wishes: by operation, the placeholder of the variable whose gradient it is.
-        homes: by placeholder, the owner of a variable that nothing in a partition uses; else it is everywhere.
+        known_owners: owners that earlier steps decided, by placeholder.
+        colocated: by operation, the placeholder of the variable whose gradient it is: it runs at the owner of that
+            variable unless its inputs decide.
+        default_owners: by placeholder, the owner of a variable that nothing in a partition uses; else it is everywhere.
 
     Raises PartitionError for a variable that loops, branches or functions of two partitions take, and for a tensor
     that cannot leave its process and is needed in another partition.
     """
     direct = [_direct(traced, index) for index in range(len(traced))]
-    owners = _owners(traced, handles, direct, known or {}, homes or {})
+    owners = _owners(traced, handles, direct, known_owners or {}, default_owners or {})
     for index, each in enumerate(traced):
         for value in each.inputs:
             if value.operation in owners:
@@ -125,8 +126,8 @@ def place(
     for index, each in enumerate(traced):
         found = direct[index]
         if found is None:
-            wish = (wishes or {}).get(index)
-            owner = EVERYWHERE if wish is None else owners.get(wish, EVERYWHERE)
+            variable = (colocated or {}).get(index)
+            owner = EVERYWHERE if variable is None else owners.get(variable, EVERYWHERE)
             found = _by_neighbours(each, places, users[index], direct, owner)
         places.append(found)
     for index in reversed(range(len(traced))):
@@ -135,7 +136,7 @@ def place(
             places[index] = next((places[user] for user in users[index]), places[index])
     _check_edges(traced, places)
 
-    fixed = _fixed(traced, handles)
+    deferrable = _deferrable(traced, handles)
     operations = tuple(
         GraphOperation(
             each.name,
@@ -145,14 +146,14 @@ def place(
             each.outputs,
             places[index],
             backward[index],
-            fixed[index],
+            deferrable[index],
         )
         for index, each in enumerate(traced)
     )
     return OperationPlaces(operations, owners)
 
 
-def _direct(traced: Sequence[Traced], index: int) -> int | None:
+def _direct(traced: Sequence[TracedOperation], index: int) -> int | None:
     """The place that an operation has by itself; None if its neighbours decide."""
     each = traced[index]
     if each.type in _COPIED_TYPES and not each.inputs:
@@ -171,11 +172,11 @@ def _direct(traced: Sequence[Traced], index: int) -> int | None:
 
 
 def _owners(
-    traced: Sequence[Traced],
+    traced: Sequence[TracedOperation],
     handles: Mapping[int, str],
     direct: Sequence[int | None],
-    known: Mapping[int, int],
-    homes: Mapping[int, int],
+    known_owners: Mapping[int, int],
+    default_owners: Mapping[int, int],
 ) -> dict[int, int]:
     users: defaultdict[int, list[int]] = defaultdict(list)
     for index, each in enumerate(traced):
@@ -191,8 +192,8 @@ def _owners(
             if at not in (None, EVERYWHERE) and traced[index].type not in _MOVABLE
         ]
         free = [at for _, at in placed if at not in (None, EVERYWHERE)]
-        home = homes.get(handle, EVERYWHERE)
-        first = known.get(handle, bound[0][1] if bound else free[0] if free else home)
+        default = default_owners.get(handle, EVERYWHERE)
+        first = known_owners.get(handle, bound[0][1] if bound else free[0] if free else default)
         assert first is not None
         for index, at in bound:
             if at != first:
@@ -206,7 +207,7 @@ def _owners(
 
 
 def _outside(
-    traced: Sequence[Traced], users: Mapping[int, Sequence[int]], backward: Sequence[bool]
+    traced: Sequence[TracedOperation], users: Mapping[int, Sequence[int]], backward: Sequence[bool]
 ) -> list[int]:
     """The operations that a step makes outside of ``call``, but for gradients and what only gradients take."""
     found = [False] * len(traced)
@@ -221,7 +222,7 @@ def _outside(
 
 
 def _by_neighbours(
-    each: Traced,
+    each: TracedOperation,
     places: Sequence[int],
     users: Sequence[int],
     direct: Sequence[int | None],
@@ -239,7 +240,7 @@ def _by_neighbours(
     return owner
 
 
-def _check_edges(traced: Sequence[Traced], places: Sequence[int]) -> None:
+def _check_edges(traced: Sequence[TracedOperation], places: Sequence[int]) -> None:
     for index, each in enumerate(traced):
         for value in each.inputs:
             source = traced[value.operation]
@@ -255,7 +256,7 @@ def _check_edges(traced: Sequence[Traced], places: Sequence[int]) -> None:
                 )
 
 
-def _fixed(traced: Sequence[Traced], handles: Mapping[int, str]) -> list[bool]:
+def _deferrable(traced: Sequence[TracedOperation], handles: Mapping[int, str]) -> list[bool]:
     """For each operation, whether it gives a tensor and depends on nothing but variables and constants."""
     found: list[bool] = []
     for index, each in enumerate(traced):
@@ -268,7 +269,7 @@ def _fixed(traced: Sequence[Traced], handles: Mapping[int, str]) -> list[bool]:
     return found
 
 
-def _backward(traced: Sequence[Traced]) -> list[bool]:
+def _backward(traced: Sequence[TracedOperation]) -> list[bool]:
     """For each operation, whether it is for gradients: by itself, or because it takes a result of one that is.
 
     An operation with a tag is the model's, whatever it takes: the gradient of a loop gives the loop further inputs.

@@ -1,4 +1,4 @@
-"""The plan of one traced step: its cut, this rank's functions, and the tensors that the step returns here."""
+"""The plan of one traced step: its segmentation, this rank's functions, and the tensors that the step returns here."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 from smp_core.errors import PartitionError
 from smp_core.tensorflow import auto, segments
 from smp_core.tensorflow import tensorflow_parts as parts
-from smp_core.tensorflow.cut import (
+from smp_core.tensorflow.framework import StepSum, StepTensor
+from smp_core.tensorflow.placement import OperationPlaces, TracedOperation, place
+from smp_core.tensorflow.segmentation import (
     COPIED,
     EVERYWHERE,
-    Cut,
     GraphOperation,
+    Segmentation,
     SegmentMessage,
     Value,
-    cut,
-    described,
+    describe,
     fingerprint,
     live,
+    segment_graph,
 )
-from smp_core.tensorflow.framework import StepSum, StepTensor
-from smp_core.tensorflow.placement import OperationPlaces, Traced, place
 from smp_core.tensorflow.segments import Graph
 from smp_core.tensorflow.session import TensorFlowSession
 from smp_core.tensorflow.tensorflow_parts import tf
@@ -36,11 +36,11 @@ class Plan:
 
     Attributes:
         graph: the traced microbatch.
-        cut: its segments and messages.
+        segmentation: its segments and messages.
         functions: the functions of this rank's segments, by the index of the segment.
         feeds: the tensors that each of these functions takes.
         sends: the messages that leave with each of these segments.
-        comes: the message that brings each tensor of another rank.
+        receives: the message that brings each tensor of another rank.
         specs: dtype and shape of each tensor of a message.
         serial: pairs of segments: the first of a microbatch waits for the second of the one before.
         handles: the variables that these functions use.
@@ -48,16 +48,16 @@ class Plan:
         leaves: these leaves, each once.
         uses: how often this rank takes each tensor: for a segment, for a message, for what it returns.
         owned: the returned tensors that only this rank has: its gradients.
-        lines: the description by which ranks compare what they traced.
-        number: the fingerprint of that description.
+        description: the lines by which ranks compare what they traced.
+        fingerprint: the number that stands for them.
     """
 
     graph: Graph
-    cut: Cut
+    segmentation: Segmentation
     functions: dict[int, Any]
     feeds: dict[int, list[Value]]
     sends: dict[int, list[SegmentMessage]]
-    comes: dict[Value, SegmentMessage]
+    receives: dict[Value, SegmentMessage]
     specs: dict[Value, Spec]
     serial: list[tuple[int, int]]
     handles: list[Any]
@@ -65,8 +65,8 @@ class Plan:
     leaves: list[Value]
     uses: Counter[Value]
     owned: frozenset[Value]
-    lines: list[str]
-    number: int
+    description: list[str]
+    fingerprint: int
 
     def result(
         self,
@@ -86,41 +86,45 @@ class Plan:
 
 
 def make(session: TensorFlowSession, concrete: Any, trainable: Sequence[Any]) -> Plan:
-    """Place and cut what was traced, and build this rank's functions.
+    """Place the operations that were traced, divide them into segments, and build this rank's functions.
 
-    ``trainable`` are all trainable variables of the model. Raises PartitionError for a graph that cannot be cut.
+    ``trainable`` are all trainable variables of the model.
+
+    Raises PartitionError for a graph that cannot be partitioned.
     """
     graph = segments.read(concrete)
     handles = {
         inner.operation: outer for outer, inner in graph.captures if outer.dtype == tf.resource
     }
-    names = {parts.handle_key(parts.handle_of(each)[0]): each for each in _variables(session)}
-    titles = {
-        at: getattr(names.get(parts.handle_key(outer)), "path", None) or graph.traced[at].name
+    variables = {parts.handle_key(parts.handle_of(each)[0]): each for each in _variables(session)}
+    variable_names = {
+        at: getattr(variables.get(parts.handle_key(outer)), "path", None) or graph.traced[at].name
         for at, outer in handles.items()
     }
-    known = {
+    known_owners = {
         at: session.owners[parts.handle_key(outer)]
         for at, outer in handles.items()
         if parts.handle_key(outer) in session.owners
     }
     default = session.runtime.config.default_partition
-    homes = {at: default for at, outer in handles.items() if parts.handle_key(outer) in names}
+    default_owners = {
+        at: default for at, outer in handles.items() if parts.handle_key(outer) in variables
+    }
     placeholder = {parts.handle_key(outer): at for at, outer in handles.items()}
     keys = [parts.handle_key(parts.handle_of(each)[0]) for each in trainable]
     order = [placeholder.get(key) for key in keys]
     traced = (
-        auto.resolved(graph, session.layers, session.runtime.config.default_partition)
+        auto.resolve(graph, session.layers, session.runtime.config.default_partition)
         if session.runtime.config.auto_partition
         else graph.traced
     )
     structure = concrete.graph.structured_outputs
     placed = place(
         traced,
-        titles,
-        known=known,
-        wishes=dict(_wishes(graph, traced, structure, order)),
-        homes=homes,
+        variable_names,
+        known_owners=known_owners,
+        colocated=dict(_colocated(graph, traced, structure, order)),
+        default_owners=default_owners,
     )
     for at, owner in placed.owners.items():
         if owner != EVERYWHERE:
@@ -128,36 +132,36 @@ def make(session: TensorFlowSession, concrete: Any, trainable: Sequence[Any]) ->
 
     # As model.trainable_variables has them after the first step.
     owners = [session.owners.get(key, default) for key in keys]
-    returned, owned, others, moved = _returned(
+    returned, owned, others, destinations = _returned(
         graph, structure, placed.operations, owners, session.partition
     )
     leaves = set(graph.outputs)
     results = sorted(each for each in leaves if each not in owned | others)
-    made = cut(
+    made = segment_graph(
         placed.operations,
         session.partitions,
         results,
         sorted(owned | others),
         graph.effects,
-        moved,
+        destinations,
     )
     alive = live(placed.operations, {each.operation for each in leaves} | set(graph.effects))
-    lines = described(placed.operations, alive, graph.detail)
+    lines = describe(placed.operations, alive, graph.detail)
     lines += [f"message {each}" for each in made.messages]  # whose numbers all ranks must agree on
     here = {
         at: each
         for at, each in enumerate(made.segments)
-        if each.spot.place in (session.partition, EVERYWHERE)
+        if each.key.place in (session.partition, EVERYWHERE)
     }
-    index = {each.spot: at for at, each in enumerate(made.segments)}
+    index = {each.key: at for at, each in enumerate(made.segments)}
     sends: dict[int, list[SegmentMessage]] = {}
-    comes: dict[Value, SegmentMessage] = {}
+    receives: dict[Value, SegmentMessage] = {}
     specs: dict[Value, Spec] = {}
     for message in made.messages:
         if message.source.place == session.partition:
             sends.setdefault(index[message.source], []).append(message)
         elif message.destination == session.partition:
-            comes |= dict.fromkeys(message.values, message)
+            receives |= dict.fromkeys(message.values, message)
         for value in message.values:
             tensor = graph.tensor(value)
             shape = None if tensor.shape.rank is None else tuple(tensor.shape.as_list())
@@ -179,7 +183,7 @@ def make(session: TensorFlowSession, concrete: Any, trainable: Sequence[Any]) ->
         {at: segments.build(graph, placed.operations, each) for at, each in here.items()},
         feeds,
         sends,
-        comes,
+        receives,
         specs,
         _serial(placed, made),
         [outer for value, outer in graph.handles.items() if value in used],
@@ -209,21 +213,21 @@ def _variables(session: TensorFlowSession) -> list[Any]:
     return [] if session.model is None else session.model.all_variables()
 
 
-def _serial(placed: OperationPlaces, made: Cut) -> list[tuple[int, int]]:
+def _serial(placed: OperationPlaces, made: Segmentation) -> list[tuple[int, int]]:
     """The first and the last segment that use each variable that the step changes."""
-    spots = {
+    segment_of = {
         operation: at for at, each in enumerate(made.segments) for operation in each.operations
     }
     users: dict[int, list[int]] = {handle: [] for handle in placed.changed()}
     for index, each in enumerate(placed.operations):
         for value in each.inputs:
-            if value.operation in users and index in spots:
-                users[value.operation].append(spots[index])
+            if value.operation in users and index in segment_of:
+                users[value.operation].append(segment_of[index])
     return sorted({(min(each), max(each)) for each in users.values() if each})
 
 
-def _wishes(
-    graph: Graph, traced: Sequence[Traced], structure: Any, order: Sequence[int | None]
+def _colocated(
+    graph: Graph, traced: Sequence[TracedOperation], structure: Any, order: Sequence[int | None]
 ) -> Iterator[tuple[int, int]]:
     """The operations that sum and shape the gradients of one variable, if the step returns all gradients in a list."""
     for part in _lists(structure):
@@ -263,7 +267,7 @@ def _returned(
     """
     owned: set[Value] = set()
     others: set[Value] = set()
-    moved: dict[Value, int] = {}
+    destinations: dict[Value, int] = {}
 
     def is_gradient(leaf: Any) -> bool:
         if not tf.is_tensor(leaf):
@@ -277,7 +281,7 @@ def _returned(
         value = graph.value(leaf)
         (owned if owner == here else others).add(value)
         if operations[value.operation].place not in (owner, EVERYWHERE, COPIED):
-            moved[value] = owner
+            destinations[value] = owner
         return value
 
     def visit(part: Any) -> Any:
@@ -300,7 +304,7 @@ def _returned(
                 return [each for each in map(visit, part) if each is not None]
         return _mapped(part, visit)
 
-    return visit(structure), owned, others, moved
+    return visit(structure), owned, others, destinations
 
 
 def _leaves(part: Any) -> Iterator[Value]:

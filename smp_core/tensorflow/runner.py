@@ -1,10 +1,10 @@
 """One step on one rank: the tasks of its order, the messages between them, and the results of all microbatches.
 
 A step runs eagerly. Inside an outer ``tf.function`` it is one operation of that graph, which runs the step whenever the
-graph runs: an error of a segment is caught there, and told to the other ranks, before it ends the graph.
+graph runs: an error of a segment is caught there, and sent to the other ranks, before it ends the graph.
 
 A rank whose segment has failed computes nothing more, but sends and receives every message of the step, and marks
-those that it sends as given up. A rank that receives such a message does the same. So no message outlives the step, and
+those that it sends as aborted. A rank that receives such a message does the same. So no message outlives the step, and
 at its end all ranks agree that it failed, and who did.
 """
 
@@ -23,22 +23,22 @@ from smp_core.errors import (
     VerdictError,
 )
 from smp_core.tensorflow import tensorflow_parts as parts
-from smp_core.tensorflow.agreement import told
-from smp_core.tensorflow.cut import SegmentMessage, Value
+from smp_core.tensorflow.collective_try import error_text
 from smp_core.tensorflow.framework import StepSum, sum_dtype
 from smp_core.tensorflow.plan import Plan
+from smp_core.tensorflow.segmentation import SegmentMessage, Value
 from smp_core.tensorflow.session import TensorFlowSession
 from smp_core.tensorflow.tasks import SegmentTask, orders
 from smp_core.tensorflow.tensorflow_parts import tf
 from smp_core.tensorflow.transport import Members, SegmentTransport
 
-#: The words of a rank when it agrees on a step: it has made its plan now, it runs one, it is done with it, it failed.
+#: The states of a rank when it agrees on a step: it has made its plan now, it runs one, it is done with it, it failed.
 PLANNED, RUNS, DONE, FAILED = 0, 1, 2, 3
 BEFORE = "before it ran"
 #: A message of another rank, with its microbatch.
 Incoming = tuple[int, SegmentMessage]
 #: The messages for which a rank has room beside the one that it waits for.
-_AHEAD = 2
+_PREFETCHED = 2
 #: The microbatches whose gradients a rank holds before it adds them to the sums. The last ones wait for the end of the
 #: step, where a rank waits for others anyhow.
 _UNSUMMED = 2
@@ -75,9 +75,9 @@ def _executed(
 ) -> tuple[list[dict[Value, Any]], dict[Value, Any]]:
     """The tensors that each microbatch returns on this rank, and those that are wanted of ``sums``."""
     order, incoming = _order(session, tuple(plans))
-    with told_to_replicas(session):
-        agreed(session.transport, RUNS, [plan.number for plan in plans])
-    return _Step(session.transport, plans, given, incoming, sums).run(order)
+    with notify_replicas(session):
+        agree_to_run(session.transport, RUNS, [plan.fingerprint for plan in plans])
+    return _StepRun(session.transport, plans, given, incoming, sums).run(order)
 
 
 def _order(
@@ -91,7 +91,7 @@ def _order(
     if found is None:
         config = session.runtime.config
         order = orders(
-            [plan.cut for plan in plans],
+            [plan.segmentation for plan in plans],
             config.pipeline,
             config.active_microbatches,
             [plan.serial for plan in plans],
@@ -106,7 +106,9 @@ def _incoming(plans: Sequence[Plan], order: Sequence[SegmentTask]) -> list[Incom
         *((task.microbatch, value) for task in order for value in _takes(plans, task)),
         *((microbatch, value) for microbatch, plan in enumerate(plans) for value in plan.leaves),
     ]
-    messages = ((at, plans[at].comes[value]) for at, value in taken if value in plans[at].comes)
+    messages = (
+        (at, plans[at].receives[value]) for at, value in taken if value in plans[at].receives
+    )
     return list(dict.fromkeys(messages))
 
 
@@ -182,11 +184,11 @@ def _summable(plans: Sequence[Plan]) -> list[Value]:
     return [
         value
         for value in plans[0].leaves
-        if value in plans[0].owned and value not in plans[0].comes
+        if value in plans[0].owned and value not in plans[0].receives
     ]
 
 
-class _Step:
+class _StepRun:
     """The tensors of all microbatches of one step, as far as this rank has them and still needs them."""
 
     def __init__(
@@ -206,7 +208,7 @@ class _Step:
         self._left = [Counter(plan.uses) for plan in plans]
         self._offsets = [0]
         for plan in plans:
-            self._offsets.append(self._offsets[-1] + len(plan.cut.messages))
+            self._offsets.append(self._offsets[-1] + len(plan.segmentation.messages))
         self._received: set[int] = set()
         self._sums = [value for value, each in sums.items() if each.wanted]
         self._unwanted = {value for value, each in sums.items() if not each.parts_wanted}
@@ -215,7 +217,7 @@ class _Step:
                 left[value] += value not in self._unwanted
         self._totals: dict[Value, Any] = {}
         self._unsummed = list(range(len(plans)))
-        self._given_up = False
+        self._aborted = False
         self._failure: Exception | None = None
         self._when = ""
 
@@ -224,8 +226,8 @@ class _Step:
 
         Raises an error if a rank has failed.
         """
-        for _ in range(_AHEAD):
-            self._expect()
+        for _ in range(_PREFETCHED):
+            self._post_receive()
         left = Counter(task.microbatch for task in order)
         for task in order:
             self._run(task)
@@ -244,8 +246,8 @@ class _Step:
             }
             for microbatch, plan in enumerate(self._plans)
         ]
-        self._transport.settle()
-        ended(self._transport, self._transport.bound, self._failure, self._when)
+        self._transport.wait_for_sends()
+        agree_on_end(self._transport, self._transport.failure_domain, self._failure, self._when)
         return results, self._totals
 
     def _add(self, count: int) -> None:
@@ -254,7 +256,7 @@ class _Step:
         for microbatch in added:
             for value in self._sums:
                 part = self._take(microbatch, value)
-                if self._given_up:
+                if self._aborted:
                     return
                 total = self._totals.get(value)
                 try:
@@ -266,11 +268,11 @@ class _Step:
     def _run(self, task: SegmentTask) -> None:
         """Run one segment, and send what leaves with it."""
         plan, known = self._plans[task.microbatch], self._known[task.microbatch]
-        segment = plan.cut.segments[task.segment]
+        segment = plan.segmentation.segments[task.segment]
         inputs = [self._take(task.microbatch, value) for value in plan.feeds[task.segment]]
-        if not self._given_up:
+        if not self._aborted:
             try:
-                outputs = parts.called(plan.functions[task.segment], inputs)
+                outputs = parts.call(plan.functions[task.segment], inputs)
             except Exception as error:
                 self._failed(self._pass(task), error)
             else:
@@ -279,58 +281,60 @@ class _Step:
             tensors = [self._take(task.microbatch, value) for value in message.values]
             number = self._offsets[task.microbatch] + message.number
             specs = [plan.specs[value] for value in message.values]
-            if not self._given_up:
+            if not self._aborted:
                 try:
                     arrays = [parts.array_of(each) for each in tensors]
                     self._transport.send(message.destination, number, specs, arrays)
                 except Exception as error:
                     self._failed(self._pass(task), error)
-            if self._given_up:
-                self._transport.give_up(message.destination, number, specs)
+            if self._aborted:
+                self._transport.abort(message.destination, number, specs)
 
-    def _expect(self) -> None:
-        """Ask for the next message, which is sent in any case: a rank that has given the step up sends it, too."""
+    def _post_receive(self) -> None:
+        """Post the receive of the next message. A rank that has aborted the step sends it, too."""
         found = next(self._incoming, None)
         if found is not None:
             microbatch, message = found
             specs = [self._plans[microbatch].specs[each] for each in message.values]
             number = self._offsets[microbatch] + message.number
-            self._transport.expect(message.source.place, number, specs)
+            self._transport.post_receive(message.source.place, number, specs)
 
     def _failed(self, when: str, error: Exception) -> None:
-        """Give the step up because of an error on this rank, unless the world has ended, so that nobody waits."""
+        """Abort the step because of an error on this rank, unless the world has ended, so that nobody waits."""
         if isinstance(error, VerdictError):
             raise error
-        if not self._given_up:
-            self._when, self._failure, self._given_up = when, error, True
+        if not self._aborted:
+            self._when, self._failure, self._aborted = when, error, True
 
     def _pass(self, task: SegmentTask) -> str:
         plan = self._plans[task.microbatch]
-        turned = plan.cut.segments[task.segment].spot.level >= plan.cut.turn
-        return f"in the {'backward' if turned else 'forward'} pass of microbatch {task.microbatch}"
+        backward = plan.segmentation.is_backward(task.segment)
+        return (
+            f"in the {'backward' if backward else 'forward'} pass of microbatch {task.microbatch}"
+        )
 
     def _take(self, microbatch: int, value: Value) -> Any:
         """A tensor for one of its uses here: received if it is another rank's, copied if it is a constant.
 
-        None once the step is given up. After its last use the tensor is not kept.
+        None once the step is aborted. After its last use the tensor is not kept.
         """
         plan, known = self._plans[microbatch], self._known[microbatch]
-        message = plan.comes.get(value)
+        message = plan.receives.get(value)
         if message is not None and (number := self._offsets[microbatch] + message.number) not in (
             self._received
         ):
             self._received.add(number)
-            self._expect()
+            self._post_receive()
             specs = [plan.specs[each] for each in message.values]
             try:
                 arrays = self._transport.receive(message.source.place, number, specs)
                 if arrays is None:
-                    self._given_up = True
-                elif not self._given_up:
+                    self._aborted = True
+                elif not self._aborted:
                     known.update(zip(message.values, map(parts.tensor_of, arrays), strict=True))
             except Exception as error:
                 self._failed(f"with a message of microbatch {microbatch}", error)
-        if self._given_up:
+        if self._aborted:
             return None
         if value not in known:
             known[value] = tf.constant(tf.get_static_value(plan.graph.tensor(value)))
@@ -338,7 +342,7 @@ class _Step:
         return known[value] if self._left[microbatch][value] else known.pop(value)
 
 
-def agreed(
+def agree_to_run(
     transport: SegmentTransport,
     kind: int,
     numbers: Sequence[int],
@@ -352,11 +356,11 @@ def agreed(
     """
     digest = hash(tuple(numbers)) & (2**62 - 1)
     rows = transport.pipeline.agree(kind, digest)
-    _tell(transport, transport.pipeline, rows, failure, BEFORE)
+    _raise_remote_failure(transport, transport.pipeline, rows, failure, BEFORE)
     if failure is not None or len({tuple(row) for row in rows}) == 1:
         return
     if {row[0] for row in rows} == {PLANNED}:
-        return  # the caller compares line by line
+        return  # the caller compares the descriptions line by line
     kinds = ", ".join(
         f"rank {rank} {'traces a new step' if row[0] == PLANNED else 'runs a step traced before'}"
         for rank, row in enumerate(rows)
@@ -367,7 +371,7 @@ def agreed(
     )
 
 
-def ended(
+def agree_on_end(
     transport: SegmentTransport, members: Members, failure: Exception | None, when: str = BEFORE
 ) -> None:
     """Agree that a step, or the way to it, has ended well on every rank of ``members``.
@@ -375,12 +379,12 @@ def ended(
     A rank that failed raises its own error, the others StepAbortedError, which names the rank, its error and ``when``.
     """
     rows = members.agree(DONE if failure is None else FAILED)
-    _tell(transport, members, rows, failure, when)
+    _raise_remote_failure(transport, members, rows, failure, when)
     if failure is not None:
         raise failure
 
 
-def _tell(
+def _raise_remote_failure(
     transport: SegmentTransport,
     members: Members,
     rows: Sequence[Sequence[int]],
@@ -394,17 +398,17 @@ def _tell(
     sentence = ""
     if failure is not None:
         where = f"pp rank {transport.position} (world rank {transport.rank})"
-        sentence = f"smp.step was given up {when}, because {where} raised {told(failure)}"
+        sentence = f"smp.step was given up {when}, because {where} raised {error_text(failure)}"
     texts = members.texts(sentence)
     if failure is None:
         raise StepAbortedError(texts[failed[0]])
 
 
 @contextlib.contextmanager
-def told_to_replicas(session: TensorFlowSession) -> Iterator[None]:
-    """Tell the ranks of other pipelines of an error inside, which all ranks of this one raise.
+def notify_replicas(session: TensorFlowSession) -> Iterator[None]:
+    """Send an error inside to the ranks of other pipelines; all ranks of this one raise it.
 
-    Before the first step all ranks wait for each other once; then those that are bound to each other, after each step.
+    Before the first step all ranks wait for each other once; then those of one failure domain, after each step.
     """
     try:
         yield
@@ -412,9 +416,11 @@ def told_to_replicas(session: TensorFlowSession) -> Iterator[None]:
         raise
     except Exception as error:
         transport = session.transport
-        members = transport.bound if session.partitioned else transport.world
+        members = transport.failure_domain if session.partitioned else transport.world
         if members is not transport.pipeline:
             with tf.init_scope():
-                # Of a rank that was told itself nobody learns: the one that failed tells all.
-                ended(transport, members, None if isinstance(error, StepAbortedError) else error)
+                # A remote error goes no further: the rank that failed has sent its own to all.
+                agree_on_end(
+                    transport, members, None if isinstance(error, StepAbortedError) else error
+                )
         raise

@@ -6,7 +6,7 @@ from typing import Any
 
 from smp_core.errors import CheckpointError
 from smp_core.tensorflow import tensorflow_parts as parts
-from smp_core.tensorflow.agreement import collective_try
+from smp_core.tensorflow.collective_try import collective_try
 from smp_core.tensorflow.session import TensorFlowSession
 from smp_core.tensorflow.tensorflow_parts import tf
 from smp_core.topology import GroupKind
@@ -32,17 +32,17 @@ def save(session: TensorFlowSession, model: Any, path: str, signature: Any) -> N
             return
         remote = {at: value for each in gathered for at, value in each.items() if at not in mine}
         for at, value in remote.items():
-            parts.refill(variables[at], value)
-        session.whole = True
+            parts.materialize(variables[at], value)
+        session.shows_all = True
         try:
             whole = tf.Module()
             # Not the model itself: TensorFlow finds no variables of random generators in a model of Keras 3.
             whole.all_variables = [parts.inner(each) for each in variables]
             tf.saved_model.save(whole, path, signatures=_serving(model, signature))
         finally:
-            session.whole = False
+            session.shows_all = False
             for at in remote:
-                parts.empty(variables[at])
+                parts.free(variables[at])
 
     call = "smp.DistributedModel.save_model"
     collective_try(session.runtime, call, write, CheckpointError)

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from smp_core.tensorflow import tensorflow_parts as parts
-from smp_core.tensorflow.cut import COPIED, GraphOperation, Segment, Value
-from smp_core.tensorflow.placement import Traced
+from smp_core.tensorflow.placement import TracedOperation
+from smp_core.tensorflow.segmentation import COPIED, GraphOperation, Segment, Value
 from smp_core.tensorflow.tensorflow_parts import tf
 
 _TAPE = "gradient_tape/"
@@ -140,7 +140,7 @@ class Graph:
 
     concrete: Any
     nodes: tuple[Any, ...]
-    traced: tuple[Traced, ...]
+    traced: tuple[TracedOperation, ...]
     index: Mapping[str, int]
     arguments: tuple[Value, ...]
     captures: tuple[tuple[Any, Value], ...]
@@ -217,7 +217,7 @@ def read(concrete: Any) -> Graph:
     for node in nodes:
         forward = origin(node)
         traced.append(
-            Traced(
+            TracedOperation(
                 node.name,
                 node.type,
                 tuple(Value(index[each.op.name], each.value_index) for each in node.inputs),

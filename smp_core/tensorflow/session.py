@@ -9,7 +9,7 @@ from typing import Any
 from smp_core import runtime
 from smp_core.errors import ConfigError, SecondModelError
 from smp_core.runtime import Runtime
-from smp_core.tensorflow.cut import SegmentMessage
+from smp_core.tensorflow.segmentation import SegmentMessage
 from smp_core.tensorflow.tasks import SegmentTask
 from smp_core.tensorflow.tensorflow_parts import tf
 from smp_core.tensorflow.transport import SegmentTransport
@@ -29,13 +29,13 @@ class TensorFlowSession:
         transport: its messages.
         model: the DistributedModel; None until there is one.
         owners: the partition of each variable, by the id of its handle.
-        partitioned: whether the first step has cut the model.
-        hooks: what runs after that.
-        waiting: what runs before that: restores of checkpoints.
+        partitioned: whether the first step has partitioned the model.
+        hooks: the functions that run when the model is partitioned.
+        deferred_restores: restores of checkpoints, which run before the hooks.
         tracing: whether the body of a step is being traced.
         step_graph: the graph in which the body of a step is being traced.
         call_graph: the graph in which the model is being called; None outside of its ``call``.
-        whole: whether the model is to show all of its variables, as while it is saved.
+        shows_all: whether the model is to show all of its variables, as while it is saved.
         functions: the ``tf.function`` and the plans of each step function.
         orders: for the plans of a step's microbatches, the tasks of this rank and the messages that it takes.
         layers: the partition of each layer, by its scope, under ``auto_partition``.
@@ -49,11 +49,11 @@ class TensorFlowSession:
     owners: dict[int, int] = dataclasses.field(default_factory=dict)
     partitioned: bool = False
     hooks: list[Callable[[], object]] = dataclasses.field(default_factory=list)
-    waiting: list[Callable[[], object]] = dataclasses.field(default_factory=list)
+    deferred_restores: list[Callable[[], object]] = dataclasses.field(default_factory=list)
     tracing: bool = False
     step_graph: Any = None
     call_graph: Any = None
-    whole: bool = False
+    shows_all: bool = False
     functions: dict[Any, Any] = dataclasses.field(default_factory=dict)
     orders: dict[Any, tuple[Sequence[SegmentTask], Sequence[tuple[int, SegmentMessage]]]] = (
         dataclasses.field(default_factory=dict)
@@ -78,12 +78,7 @@ def current(call: str) -> TensorFlowSession:
     owner = runtime.current(call)
     if owner.training is None:
         _check(owner)
-        context = current_rank.current()
-        eager = (
-            context is not None
-            and getattr(context, "fabric", None) is not None
-            and _is_thread(context)
-        )
+        eager = current_rank.ranks_are_threads()
         if eager:
             # Callbacks of a running graph come on threads of TensorFlow's own, which are no ranks.
             tf.config.run_functions_eagerly(True)
@@ -108,7 +103,3 @@ def _check(owner: Runtime) -> None:
             f"placement_strategy={config.placement_strategy!r}: for TensorFlow it is 'cluster' or 'spread'. "
             "See docs/spec/api.md#2"
         )
-
-
-def _is_thread(context: Any) -> bool:
-    return not hasattr(context, "retire")

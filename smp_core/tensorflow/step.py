@@ -1,4 +1,4 @@
-"""smp.step on ``tf.function``: the body is traced for one microbatch, cut, and run for all of them (API 1.3, 2)."""
+"""smp.step on ``tf.function``: the body is traced and partitioned for one microbatch, and run for all (API 1.3, 2)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from smp_core.tensorflow import auto, runner, segments
 from smp_core.tensorflow import plan as plans
 from smp_core.tensorflow import session as sessions
 from smp_core.tensorflow import tensorflow_parts as parts
-from smp_core.tensorflow.agreement import collective_try
+from smp_core.tensorflow.collective_try import collective_try
 from smp_core.tensorflow.framework import FRAMEWORK, JOINING
 from smp_core.tensorflow.plan import Plan
 from smp_core.tensorflow.runner import FAILED, PLANNED
@@ -67,7 +67,7 @@ class StepFunction:
             OutsideStepError: a step is being traced on this rank.
             ArgumentTypeError: the function cannot be called with these arguments.
             BatchSizeError: ``microbatches`` does not divide a batch, or a tensor has no batch axis.
-            PartitionError: the graph cannot be cut, or the ranks traced different ones.
+            PartitionError: the graph cannot be partitioned, or the ranks traced different ones.
             StepAbortedError: the body, an operation of it, a load that waited for the partition, or a hook raised on
                 another rank.
             StructureError: the body returned another structure for one microbatch than for another.
@@ -79,11 +79,11 @@ class StepFunction:
                 f"smp.step: {name} was called inside a step: a step cannot run in a microbatch of another"
             )
         session.transport.open()
-        with runner.told_to_replicas(session):
+        with runner.notify_replicas(session):
             planned, flats = self._planned(session, CallArguments(args, kwargs))
         if not session.partitioned:
             with tf.init_scope():
-                _partitioned(session)
+                _complete_partition(session)
         results = runner.run(session, planned, flats, _averaging(session))
         return microbatch.join(JOINING, name, results)
 
@@ -119,7 +119,7 @@ class StepFunction:
         def body(*args: Any, **kwargs: Any) -> Any:
             called = function
             if autograph:
-                called = parts.converted(function, session.autograph)
+                called = parts.convert(function, session.autograph)
             session.tracing, session.step_graph = True, tf.compat.v1.get_default_graph()
             try:
                 result = called(*args, **kwargs)
@@ -190,13 +190,13 @@ class _State:
         except VerdictError:
             raise
         except Exception as error:
-            failure = _ours(error)
+            failure = _unwrapped(error)
             with tf.init_scope():
                 _compare(session, None, failure)
             raise failure from None
         plan = self._plans.get(id(concrete))
         if plan is None:
-            plan = self._made(session, concrete)
+            plan = self._make_plan(session, concrete)
             self._plans[id(concrete)] = (
                 plan  # which keeps the function, so that the id stays its own
             )
@@ -212,18 +212,18 @@ class _State:
         finally:
             tf.config.run_functions_eagerly(eager)
 
-    def _made(self, session: TensorFlowSession, concrete: Any) -> Plan:
+    def _make_plan(self, session: TensorFlowSession, concrete: Any) -> Plan:
         model = session.model
         trainable: Sequence[Any] = ()
         if model is not None:
-            session.whole, before = True, session.whole
+            session.shows_all, before = True, session.shows_all
             try:
                 trainable = list(model.trainable_variables)
             finally:
-                session.whole = before
+                session.shows_all = before
         if session.runtime.config.auto_partition and not session.layers:
             _decide(session, concrete, trainable)
-        # On a rank that cannot make its plan the others would wait: they are told.
+        # The others would wait for a rank that cannot make its plan: it sends them its error.
         failure: Exception | None = None
         plan: Plan | None = None
         try:
@@ -233,7 +233,7 @@ class _State:
         with tf.init_scope():
             _compare(session, plan, failure)
             if session.partitioned:
-                _freed(session)  # of layers that this step was the first to build
+                _free_remote(session)  # of layers that this step was the first to build
         assert plan is not None
         return plan
 
@@ -244,11 +244,11 @@ def _decide(session: TensorFlowSession, concrete: Any, trainable: Sequence[Any])
     mine: dict[str, int] = {}
     try:
         graph = segments.read(concrete)
-        mine = auto.decided(graph, plans.layers_of(graph, trainable), session.partitions)
+        mine = auto.decide(graph, plans.layers_of(graph, trainable), session.partitions)
     except Exception as error:
         failure = error
     with tf.init_scope():
-        runner.agreed(
+        runner.agree_to_run(
             session.transport, PLANNED if failure is None else FAILED, [_DECIDES], failure
         )
         if failure is not None:
@@ -258,7 +258,7 @@ def _decide(session: TensorFlowSession, concrete: Any, trainable: Sequence[Any])
         session.layers.update(zip(mine, json.loads(texts[0]), strict=False))
 
 
-def _ours(error: Exception) -> Exception:
+def _unwrapped(error: Exception) -> Exception:
     """The error of this package that AutoGraph or Keras wrapped in one of their own; else the error itself."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, SmpError):
@@ -272,8 +272,8 @@ def _compare(session: TensorFlowSession, plan: Plan | None, failure: Exception |
     A rank that has failed raises its own error; the others StepAbortedError. For different graphs it is PartitionError.
     """
     transport = session.transport
-    number = -1 if plan is None else plan.number
-    runner.agreed(transport, PLANNED if failure is None else FAILED, [number], failure)
+    number = -1 if plan is None else plan.fingerprint
+    runner.agree_to_run(transport, PLANNED if failure is None else FAILED, [number], failure)
     if failure is not None:
         raise failure
     if transport.pipeline.size > 1:
@@ -282,11 +282,11 @@ def _compare(session: TensorFlowSession, plan: Plan | None, failure: Exception |
             assert plan is not None
             group = session.runtime.group(GroupKind.PP)
             all_lines = session.runtime.fabric.objects.allgather(
-                plan.lines, Group("PP_GROUP", group.ranks)
+                plan.description, Group("PP_GROUP", group.ranks)
             )
-            told = _difference(all_lines)
+            difference = _difference(all_lines)
             raise PartitionError(
-                f"smp.step: the ranks of the pipeline traced different graphs: {told}. A step must make the same "
+                f"smp.step: the ranks of the pipeline traced different graphs: {difference}. A step must make the same "
                 "operations on every rank: no branch on a rank in it, no random Python value"
             )
 
@@ -301,25 +301,25 @@ def _difference(lines: Sequence[Sequence[str]]) -> str:
     return "they differ"
 
 
-def _partitioned(session: TensorFlowSession) -> None:
+def _complete_partition(session: TensorFlowSession) -> None:
     """Do what is due once, between the partition and the first forward pass."""
     if session.transport.world is not session.transport.pipeline:
-        runner.ended(session.transport, session.transport.world, None)  # see told_to_replicas
-    _owned(session)
+        runner.agree_on_end(session.transport, session.transport.world, None)  # see notify_replicas
+    _owners(session)
     session.partitioned = True  # a load asks the model for the variables that this rank owns
     try:
         _broadcast(session)
 
         def load() -> None:
-            for each in session.waiting:
+            for each in session.deferred_restores:
                 each()
 
         collective_try(session.runtime, "smp.CheckpointManager.restore", load, StepAbortedError)
     except BaseException:
         session.partitioned = False  # the next step begins with the same loads
         raise
-    session.waiting.clear()
-    _freed(session)
+    session.deferred_restores.clear()
+    _free_remote(session)
     hooks, session.hooks = session.hooks, []
 
     def call() -> None:
@@ -331,7 +331,7 @@ def _partitioned(session: TensorFlowSession) -> None:
     )
 
 
-def _owned(session: TensorFlowSession) -> list[tuple[Any, int]]:
+def _owners(session: TensorFlowSession) -> list[tuple[Any, int]]:
     """Every variable of the model with its owner: the default partition where no step has used it."""
     default = session.runtime.config.default_partition
     return [
@@ -340,11 +340,11 @@ def _owned(session: TensorFlowSession) -> list[tuple[Any, int]]:
     ]
 
 
-def _freed(session: TensorFlowSession) -> None:
+def _free_remote(session: TensorFlowSession) -> None:
     """Free the variables that other ranks own."""
-    for each, owner in _owned(session):
+    for each, owner in _owners(session):
         if owner != session.partition:
-            parts.empty(each)
+            parts.free(each)
 
 
 def _broadcast(session: TensorFlowSession) -> None:
@@ -357,7 +357,7 @@ def _broadcast(session: TensorFlowSession) -> None:
         mine if group.ranks[0] == session.runtime.rank else None, group
     )
     for each, value in zip(session.model.variables, given[0], strict=True):
-        parts.refill(each, value)
+        parts.materialize(each, value)
 
 
 def _averaging(session: TensorFlowSession) -> Callable[[Any], Any] | None:

@@ -11,43 +11,43 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from smp_core.schedule import POLICIES, Kind, Phase, Progress, Ready, choose
-from smp_core.tensorflow.cut import EVERYWHERE, Cut
+from smp_core.tensorflow.segmentation import EVERYWHERE, Segmentation
 
 
 class SegmentTask(NamedTuple):
-    """One segment of one microbatch; ``segment`` is its index in the cut."""
+    """One segment of one microbatch; ``segment`` is its index in the segmentation."""
 
     microbatch: int
     segment: int
 
 
-#: Pairs of segments, of one cut: the second of a microbatch runs before the first of the next one.
+#: Pairs of segments of one segmentation: the second of a microbatch runs before the first of the next one.
 Serial = Sequence[tuple[int, int]]
 
 
 def orders(
-    cuts: Sequence[Cut], schedule: str, cap: int, serial: Sequence[Serial] = ()
+    segmentations: Sequence[Segmentation], schedule: str, cap: int, serial: Sequence[Serial] = ()
 ) -> list[list[SegmentTask]]:
     """For each partition, the tasks of its rank in order.
 
     Args:
-        cuts: the cut of each microbatch.
+        segmentations: the segmentation of each microbatch.
         schedule: the name of the pipeline schedule.
         cap: the most microbatches in progress, where the schedule has such a limit.
         serial: for each microbatch, the segments that must wait for the microbatch before it.
     """
     policy = POLICIES[schedule]
-    ranks = range(cuts[0].partitions)
-    queues = [[_chain(cut, rank) for cut in cuts] for rank in ranks]
+    ranks = range(segmentations[0].partitions)
+    queues = [[_chain(segmentation, rank) for segmentation in segmentations] for rank in ranks]
     done: list[set[SegmentTask]] = [set() for _ in ranks]
     order: list[list[SegmentTask]] = [[] for _ in ranks]
     begun: set[int] = set()
-    needs = [_needs(cut) for cut in cuts]
+    needs = [_needs(segmentation) for segmentation in segmentations]
 
     def ready(rank: int, task: SegmentTask) -> bool:
-        cut = cuts[task.microbatch]
+        segmentation = segmentations[task.microbatch]
         for source in needs[task.microbatch][task.segment]:
-            place = cut.segments[source].spot.place
+            place = segmentation.segments[source].key.place
             if (
                 SegmentTask(task.microbatch, source)
                 not in done[rank if place == EVERYWHERE else place]
@@ -56,12 +56,17 @@ def orders(
         before = task.microbatch - 1
         if before < 0:
             return True
-        if cuts[before] is cut and SegmentTask(before, task.segment) not in done[rank]:
+        if (
+            segmentations[before] is segmentation
+            and SegmentTask(before, task.segment) not in done[rank]
+        ):
             return False
         return all(
             SegmentTask(before, last) in done[rank]
             for first, last in (serial[before] if serial else ())
-            if cuts[before] is cut and first == task.segment and last in queues[rank][before].all
+            if segmentations[before] is segmentation
+            and first == task.segment
+            and last in queues[rank][before].all
         )
 
     while any(queue.left for each in queues for queue in each):
@@ -71,8 +76,8 @@ def orders(
                 any(queues[each][microbatch].left for each in ranks) for microbatch in begun
             )
             forward = sum(
-                any(queues[each][at].forward_left(cut) for each in ranks)
-                for at, cut in enumerate(cuts)
+                any(queues[each][at].forward_left(segmentation) for each in ranks)
+                for at, segmentation in enumerate(segmentations)
             )
             options: list[tuple[Ready, SegmentTask]] = []
             for microbatch, queue in enumerate(queues[rank]):
@@ -81,9 +86,11 @@ def orders(
                 task = SegmentTask(microbatch, queue.left[0])
                 if not ready(rank, task):
                     continue
-                turns = cuts[microbatch].segments[task.segment].spot.level >= cuts[microbatch].turn
-                kind = Kind.START if microbatch not in begun else Kind.TURN if turns else Kind.GO_ON
-                phase = Phase.BACKWARD if turns else Phase.FORWARD
+                backward = segmentations[microbatch].is_backward(task.segment)
+                kind = (
+                    Kind.START if microbatch not in begun else Kind.TURN if backward else Kind.GO_ON
+                )
+                phase = Phase.BACKWARD if backward else Phase.FORWARD
                 options.append((Ready(phase, microbatch, kind, task.segment), task))
             at = choose(policy, [each for each, _ in options], Progress(forward, active, cap))
             if at is not None:
@@ -104,17 +111,21 @@ class _Queue:
     def __init__(self, segments: Sequence[int]) -> None:
         self.left, self.all = list(segments), frozenset(segments)
 
-    def forward_left(self, cut: Cut) -> bool:
-        return bool(self.left) and cut.segments[self.left[0]].spot.level < cut.turn
+    def forward_left(self, segmentation: Segmentation) -> bool:
+        return bool(self.left) and not segmentation.is_backward(self.left[0])
 
 
-def _chain(cut: Cut, rank: int) -> _Queue:
+def _chain(segmentation: Segmentation, rank: int) -> _Queue:
     return _Queue(
-        [at for at, each in enumerate(cut.segments) if each.spot.place in (rank, EVERYWHERE)]
+        [
+            at
+            for at, each in enumerate(segmentation.segments)
+            if each.key.place in (rank, EVERYWHERE)
+        ]
     )
 
 
-def _needs(cut: Cut) -> list[set[int]]:
+def _needs(segmentation: Segmentation) -> list[set[int]]:
     """For each segment, the segments whose tensors it takes."""
-    made = {value: at for at, each in enumerate(cut.segments) for value in each.outputs}
-    return [{made[value] for value in each.inputs} for each in cut.segments]
+    made = {value: at for at, each in enumerate(segmentation.segments) for value in each.outputs}
+    return [{made[value] for value in each.inputs} for each in segmentation.segments]

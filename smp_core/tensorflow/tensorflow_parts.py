@@ -6,9 +6,13 @@ Keras is imported as ``tf.keras`` only: Keras 3, or with TF_USE_LEGACY_KERAS=1 K
 from __future__ import annotations
 
 import contextlib
+import itertools
+import linecache
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -27,20 +31,20 @@ __all__ = [
     "LateSweepManager",
     "array_of",
     "autograph_of_caller",
-    "called",
+    "call",
     "check_version",
-    "converted",
+    "convert",
     "count_in",
-    "empty",
     "flat_inputs",
+    "free",
     "handle_key",
     "handle_of",
     "inner",
     "inter_op_threads",
     "is_scratch",
+    "materialize",
     "origin_of",
     "places_in",
-    "refill",
     "slot_lists",
     "tag_of",
     "tagged",
@@ -62,6 +66,8 @@ _SHARED = {
 
 def check_version(version: str) -> None:
     """Warn once of a release of TensorFlow that was not tried, and refuse one that lacks a part."""
+    from tensorflow.python.autograph.pyct import loader
+
     missing = [
         name
         for name, found in (
@@ -73,6 +79,7 @@ def check_version(version: str) -> None:
                 for each in ("_sweep", "_record_state")
             ),
             ("autograph.tf_convert", hasattr(tf.__internal__.autograph, "tf_convert")),
+            ("autograph.pyct.loader.load_source", hasattr(loader, "load_source")),
         )
         if not found
     ]
@@ -94,6 +101,32 @@ def _leave_unconverted() -> None:
     from tensorflow.python.autograph.core import config
 
     config.CONVERSION_RULES = (config.DoNotConvert("smp_core"), *config.CONVERSION_RULES)
+
+
+_generated = itertools.count()
+
+
+def _load_generated(source: str, delete_on_exit: bool) -> tuple[ModuleType, str]:
+    """A module of source that AutoGraph has generated, and the name by which tracebacks find its lines.
+
+    TensorFlow's own function writes a file, and removes it as Python ends. A rank process ends without that.
+    """
+    name = f"__autograph_generated_{next(_generated)}"
+    file = f"<{name}>"
+    # Without a time of change, so that linecache does not look for a file of this name.
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    module = ModuleType(name)
+    module.__file__ = file
+    exec(compile(source, file, "exec", dont_inherit=True), vars(module))
+    sys.modules[name] = module
+    return module, file
+
+
+def _keep_generated_source() -> None:
+    """Have AutoGraph keep what it generates in memory, so that it leaves no file in the folder for temporary ones."""
+    from tensorflow.python.autograph.pyct import loader
+
+    loader.load_source = _load_generated
 
 
 def inter_op_threads() -> int:
@@ -120,6 +153,7 @@ def _enough_threads() -> None:
 
 check_version(tf.__version__)
 _leave_unconverted()
+_keep_generated_source()
 _enough_threads()
 
 
@@ -150,7 +184,7 @@ def autograph_of_caller() -> Any:
     return tf.__internal__.autograph.control_status_ctx()
 
 
-def converted(function: Any, context: Any) -> Any:
+def convert(function: Any, context: Any) -> Any:
     """A function as AutoGraph converts it for a caller of whom ``autograph_of_caller`` gave the context."""
     return tf.__internal__.autograph.tf_convert(function, context, user_requested=True)
 
@@ -186,7 +220,7 @@ def flat_inputs(
     return list(concrete.function_type.unpack_inputs(bound))
 
 
-def called(function: Any, inputs: Sequence[Any]) -> Sequence[Any]:
+def call(function: Any, inputs: Sequence[Any]) -> Sequence[Any]:
     """The outputs of a concrete function that returns a list of tensors.
 
     A call of the function itself checks its arguments and packs its results, which takes as long as a small function.
@@ -214,13 +248,13 @@ def tensor_of(array: Any) -> Any:
     return tf.experimental.dlpack.from_dlpack(torch.from_numpy(array).__dlpack__())
 
 
-def empty(variable: Any) -> None:
+def free(variable: Any) -> None:
     """Free the memory of a variable; its handle stays, and a later assignment brings it back."""
     handle, dtype = handle_of(variable)
     tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros((0,), dtype), validate_shape=False)
 
 
-def refill(variable: Any, value: Any) -> None:
+def materialize(variable: Any, value: Any) -> None:
     """Assign a value of the full shape to a variable that may have been freed."""
     handle, dtype = handle_of(variable)
     tf.raw_ops.AssignVariableOp(resource=handle, value=tf.cast(value, dtype), validate_shape=False)

@@ -1,7 +1,7 @@
 """Messages between the ranks of one pipeline: the tensors of a segment as bytes, over a process group.
 
-A tensor of unknown size is preceded by its size. The last byte of a message says that its tensors are there; if its
-sender has given the step up, all of its bytes are ``_GIVEN_UP``. Sends are awaited at the end of the step, when each
+A tensor of unknown size is preceded by its size. The last byte of a message says that it is complete; if its sender has
+aborted the step, all of its bytes are ``_ABORTED``. Sends are awaited at the end of the step, when each
 receiver has taken them. Nothing here imports TensorFlow.
 """
 
@@ -21,7 +21,7 @@ from smp_core.transport.protocols import Group
 
 Array = np.ndarray[Any, np.dtype[Any]]
 MOST_DIMENSIONS = 8
-_THERE, _GIVEN_UP = 0, 255
+_COMPLETE, _ABORTED = 0, 255
 
 
 class Spec(NamedTuple):
@@ -79,7 +79,7 @@ class SegmentTransport:
         pipeline: the ranks of this pipeline.
         replicas: the ranks over which gradients are averaged: this rank alone if they are not.
         world: all ranks.
-        bound: the ranks whose steps fail together: all if gradients are averaged, else those of the pipeline.
+        failure_domain: the ranks whose steps fail together: all if gradients are averaged, else those of the pipeline.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -94,9 +94,9 @@ class SegmentTransport:
         if len(replicas) > 1:
             everyone = runtime.group(GroupKind.WORLD).ranks
             self.world = Members(runtime, "smp tensorflow world", everyone)
-        self.bound = self.world if self.replicas.size > 1 else self.pipeline
+        self.failure_domain = self.world if self.replicas.size > 1 else self.pipeline
         self._sent: list[tuple[Work, torch.Tensor]] = []
-        self._expected: dict[int, tuple[Work, torch.Tensor]] = {}
+        self._posted: dict[int, tuple[Work, torch.Tensor]] = {}
 
     def open(self) -> None:
         """Make the process groups. Every rank calls it before it uses one, so that all make them in the same order."""
@@ -115,8 +115,8 @@ class SegmentTransport:
             end = start + array.nbytes
             buffer[start:end] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             start = end
-        buffer[start] = _THERE
-        if not _known(specs):
+        buffer[start] = _COMPLETE
+        if not _is_static(specs):
             sizes = np.zeros((len(arrays), 1 + MOST_DIMENSIONS), np.int64)
             for row, array in zip(sizes, arrays, strict=True):
                 row[0] = array.ndim
@@ -124,38 +124,40 @@ class SegmentTransport:
             self._post(to, 2 * number, torch.from_numpy(sizes.reshape(-1).view(np.uint8)))
         self._post(to, 2 * number + 1, whole)
 
-    def give_up(self, to: int, number: int, specs: Sequence[Spec]) -> None:
-        """Send the message of this number without its tensors: this rank has given the step up."""
-        known = _known(specs)
-        size = 1 + sum(_sizes(specs, _shapes(specs))) if known else _size_of_sizes(specs)
-        buffer = torch.full((size,), _GIVEN_UP, dtype=torch.uint8)
-        self._post(to, 2 * number + known, buffer)
+    def abort(self, to: int, number: int, specs: Sequence[Spec]) -> None:
+        """Send the message of this number without its tensors: this rank has aborted the step."""
+        static = _is_static(specs)
+        size = 1 + sum(_sizes(specs, _shapes(specs))) if static else _size_of_sizes(specs)
+        buffer = torch.full((size,), _ABORTED, dtype=torch.uint8)
+        self._post(to, 2 * number + static, buffer)
 
     def _post(self, to: int, tag: int, buffer: torch.Tensor) -> None:
         self._sent.append((self.pipeline.group.send([buffer], to, tag), buffer))
 
-    def expect(self, source: int, number: int, specs: Sequence[Spec]) -> None:
-        """Have room for the message of this number before ``receive`` waits for it, if its size is known.
+    def post_receive(self, source: int, number: int, specs: Sequence[Spec]) -> None:
+        """Post the receive of the message of this number before ``receive`` waits for it, if its size is known.
 
         Gloo sends the data of a message only when its receiver has asked for it.
         """
-        if _known(specs):
+        if _is_static(specs):
             size = sum(_sizes(specs, _shapes(specs))) + 1
-            self._expected[number] = self._asked(source, 2 * number + 1, size)
+            self._posted[number] = self._start_receive(source, 2 * number + 1, size)
 
     def receive(self, source: int, number: int, specs: Sequence[Spec]) -> list[Array] | None:
-        """Wait for the message of this number; None if its sender has given the step up."""
-        if _known(specs):
+        """Wait for the message of this number; None if its sender has aborted the step."""
+        if _is_static(specs):
             shapes = _shapes(specs)
         else:
-            buffer = self._taken(source, 2 * number, _size_of_sizes(specs))
-            if buffer[-1] == _GIVEN_UP:
+            buffer = self._finish_receive(source, 2 * number, _size_of_sizes(specs))
+            if buffer[-1] == _ABORTED:
                 return None
             rows = buffer.view(np.int64).reshape(len(specs), -1)
             shapes = [tuple(int(size) for size in row[1 : 1 + row[0]]) for row in rows]
         sizes = _sizes(specs, shapes)
-        data = self._taken(source, 2 * number + 1, sum(sizes) + 1, self._expected.pop(number, None))
-        if data[-1] == _GIVEN_UP:
+        data = self._finish_receive(
+            source, 2 * number + 1, sum(sizes) + 1, self._posted.pop(number, None)
+        )
+        if data[-1] == _ABORTED:
             return None
         found, start = [], 0
         for spec, shape, size in zip(specs, shapes, sizes, strict=True):
@@ -167,18 +169,18 @@ class SegmentTransport:
             start += size
         return found
 
-    def _asked(self, source: int, tag: int, size: int) -> tuple[Work, torch.Tensor]:
+    def _start_receive(self, source: int, tag: int, size: int) -> tuple[Work, torch.Tensor]:
         buffer = torch.empty(size, dtype=torch.uint8)
         return self.pipeline.group.recv([buffer], source, tag), buffer
 
-    def _taken(
-        self, source: int, tag: int, size: int, asked: tuple[Work, torch.Tensor] | None = None
+    def _finish_receive(
+        self, source: int, tag: int, size: int, posted: tuple[Work, torch.Tensor] | None = None
     ) -> Array:
-        work, buffer = asked or self._asked(source, tag, size)
+        work, buffer = posted or self._start_receive(source, tag, size)
         work.wait()
         return buffer.numpy()
 
-    def settle(self) -> None:
+    def wait_for_sends(self) -> None:
         """Complete all sends of a step."""
         sent, self._sent = self._sent, []
         for work, _ in sent:
@@ -187,10 +189,10 @@ class SegmentTransport:
 
 def is_too_deep(spec: Spec) -> bool:
     """Return whether a tensor has more dimensions than a message of its sizes can hold."""
-    return not _known([spec]) and len(spec.shape or ()) > MOST_DIMENSIONS
+    return not _is_static([spec]) and len(spec.shape or ()) > MOST_DIMENSIONS
 
 
-def _known(specs: Sequence[Spec]) -> bool:
+def _is_static(specs: Sequence[Spec]) -> bool:
     """Return whether every size of every tensor is known."""
     return all(each.shape is not None and None not in each.shape for each in specs)
 
@@ -208,5 +210,5 @@ def _sizes(specs: Sequence[Spec], shapes: Sequence[tuple[int, ...]]) -> list[int
 
 
 def _size_of_sizes(specs: Sequence[Spec]) -> int:
-    """The bytes of the message of sizes. The last of a size is no ``_GIVEN_UP``: no tensor is that large."""
+    """The bytes of the message of sizes. The last of a size is no ``_ABORTED``: no tensor is that large."""
     return len(specs) * (1 + MOST_DIMENSIONS) * 8

@@ -3,9 +3,54 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
 
 from smp_core.errors import BackendError, ThreadError
+
+
+class CurrentJob(Protocol):
+    """The job that a rank runs, as ``smp.init`` sees it.
+
+    Attributes:
+        parameters: those of ``smp.init``, if the body does not call it.
+        automatic_init: whether the first call of the API initialises, with ``parameters``.
+    """
+
+    parameters: Mapping[str, Any] | None
+    automatic_init: bool
+
+
+class CurrentRank(Protocol):
+    """The rank that a thread or a process is while it runs a body: the *context* that an executor makes.
+
+    Attributes:
+        rank: its position in the world.
+        size: the number of ranks.
+        job: the job that it runs.
+        fabric: its part of the backend.
+        runtime: the Runtime that ``smp.init`` makes; None before.
+    """
+
+    rank: int
+    size: int
+    fabric: Any
+    runtime: Any
+
+    @property
+    def job(self) -> CurrentJob: ...
+
+
+@runtime_checkable
+class ReplaceableRank(CurrentRank, Protocol):
+    """A rank in a process of its own, which can be replaced after the run.
+
+    Attributes:
+        retire: the reason why the process is not to serve another run; empty if it is to.
+    """
+
+    retire: str
+
 
 _local = threading.local()
 _PARENT = "_smp_started_by_rank"
@@ -14,12 +59,17 @@ _PARENT = "_smp_started_by_rank"
 class _Process:
     """The rank that a rank process is, in all of its threads, while it runs a body."""
 
-    context: Any = None
+    context: CurrentRank | None = None
 
 
-def current() -> Any:
-    """The rank that this thread is (a RankContext or a ProcessContext), or None where there is none."""
+def current() -> CurrentRank | None:
+    """The rank that this thread is, or None where there is none."""
     return getattr(_local, "context", None) or _Process.context
+
+
+def ranks_are_threads() -> bool:
+    """Return whether the calling thread is a rank among others of this process."""
+    return _Process.context is None and current() is not None
 
 
 def retire(reason: str) -> None:
@@ -28,7 +78,7 @@ def retire(reason: str) -> None:
     Raises BackendError where the rank is no process of its own, or the run is nobody's.
     """
     context = current()
-    if not hasattr(context, "retire"):
+    if not isinstance(context, ReplaceableRank):
         raise BackendError(
             f"a fresh process is needed ({reason}), and ranks are threads of this one. Use a backend whose "
             "ranks are processes: --smp-backend=gloo"
@@ -36,12 +86,12 @@ def retire(reason: str) -> None:
     context.retire = reason
 
 
-def set_process(context: Any) -> None:
+def set_process(context: CurrentRank | None) -> None:
     """Say which rank this process is from now on."""
     _Process.context = context
 
 
-def set_current(context: Any) -> None:
+def set_current(context: CurrentRank | None) -> None:
     """Say which rank this thread is from now on."""
     _local.context = context
 

@@ -3,8 +3,8 @@
     python -m tools.profiles.keras --cases 500 --jobs 2
 
 Every case trains five steps of an optimizer on ranks of the backend. Its losses, outputs and variables are compared
-with those of the uncut model in one process, bit for bit. The exit status is 1 if a case fails, or a row of the table
-that :data:`WANTED` names stays below a twentieth of the cases.
+with those of the unpartitioned model in one process, bit for bit. The exit status is 1 if a case fails, or a row of the
+table that :data:`WANTED` names stays below a twentieth of the cases.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class KerasProfile(Profile):
 
     features: Callable[[KerasCase], set[str]] = features
     wanted: Sequence[str] = WANTED
-    reference: str = "the uncut model"
+    reference: str = "the unpartitioned model"
 
     def check(self, executor: Executor, case: KerasCase) -> None:
-        """Train a case on ranks, and compare it with the uncut model."""
+        """Train a case on ranks, and compare it with the unpartitioned model."""
         from conformance.cases import keras_script
 
         job = Job(

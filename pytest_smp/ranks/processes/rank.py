@@ -279,7 +279,7 @@ class _Server:
             if self._strikes is not None:
                 self._strikes.close()
             context = current_rank.current()
-            if context is not None and context.retire:
+            if isinstance(context, ProcessContext) and context.retire:
                 self._retired.append(context.retire)
             current_rank.set_process(None)
 

@@ -73,7 +73,7 @@ class WorkerThreads:
         self.idle: list[Worker] = []
         self.context = contextvars.copy_context()
         self.compute_threads = torch.get_num_threads()
-        self.rank: object = rank_threads.current()
+        self.rank = rank_threads.current()
 
     def acquire(self) -> Worker:
         """Return an idle worker, or a new one. Raises RuntimeError if no thread can be started."""

@@ -237,7 +237,7 @@ def test_a_rank_changes_its_own(smp_world, name):
 
 
 def test_every_entry_of_the_list_is_changed_by_a_probe(smp_world, monkeypatch):
-    # The entry of TensorFlow is changed in tests/smp_core/tensorflow/test_bad_input.py.
+    # The entry of TensorFlow is changed in tests/smp_core/tensorflow/test_session.py.
     STATES = tuple(each for each in rank_state.STATES if not each.module.startswith("tensorflow"))
     monkeypatch.setattr(rank_state, "STATES", STATES)
 

@@ -14,7 +14,7 @@ def test_a_small_profile_prints_its_table(capsys: pytest.CaptureFixture[str]) ->
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["all", "2", "2", "0"]
     assert "2 cases" in lines[-1]
-    assert "0 failed; the others equal the uncut model" in lines[-1]
+    assert "0 failed; the others equal the unpartitioned model" in lines[-1]
 
 
 def test_a_wrong_model_is_a_failure(

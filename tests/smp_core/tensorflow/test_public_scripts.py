@@ -25,7 +25,7 @@ def started(
 
 
 def by_rank(pattern: str, text: str, ranks: int) -> dict[int, list[str]]:
-    """What the group of the pattern matched in the lines of each rank, in order."""
+    """The text that the group of the pattern matched in the lines of each rank, in order."""
     found: dict[int, list[str]] = {rank: [] for rank in range(ranks)}
     for rank, each in re.findall(rf"\[rank (\d+)\] {pattern}", text):
         found[int(rank)].append(each)

@@ -107,7 +107,7 @@ def ended_world() -> None:
 
     first = min(plan.functions)
     plan.functions[first] = ends
-    one = runner._Step(session.transport, [plan], [[tf.ones((2, 2))]], [])
+    one = runner._StepRun(session.transport, [plan], [[tf.ones((2, 2))]], [])
     with pytest.raises(DeadlockError, match="the world has ended"):
         one._run(SegmentTask(0, first))
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import re
+import subprocess
+import sys
+import traceback
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tensorflow as tf
+from tensorflow.python.autograph.pyct import loader
 
 from smp_core.errors import BackendError, UnknownTensorFlowWarning
 from smp_core.tensorflow import tensorflow_parts as parts
@@ -30,6 +37,7 @@ def test_a_version_that_was_tried_is_not() -> None:
     ("owner", "name"),
     [
         (tf.Graph, "_attr_scope"),
+        (loader, "load_source"),
         (tf.train.CheckpointManager, "_sweep"),
         (tf.train.CheckpointManager, "_record_state"),
     ],
@@ -37,7 +45,7 @@ def test_a_version_that_was_tried_is_not() -> None:
 def test_a_missing_part_is_named(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
     monkeypatch.delattr(owner, name)
     with pytest.raises(
-        BackendError, match=rf"TensorFlow 2\.22\.0 has no \w+\.{name}\. Install one of 2\.21"
+        BackendError, match=rf"TensorFlow 2\.22\.0 has no [\w.]+\.{name}\. Install one of 2\.21"
     ):
         parts.check_version("2.22.0")
 
@@ -53,3 +61,60 @@ def test_no_other_file_uses_a_private_name_of_tensorflow() -> None:
         if private.search(line)
     ]
     assert found == []
+
+
+ENDS_AT_ONCE = """
+import os
+
+import smp_core.tensorflow
+import tensorflow as tf
+
+
+@tf.function
+def doubled(x):
+    if x > 0:
+        x = 2 * x
+    return x
+
+
+assert doubled(tf.constant(2)) == 4
+os._exit(0)
+"""
+
+
+def test_a_process_that_ends_at_once_leaves_no_file_of_autograph(tmp_path: Path) -> None:
+    script, folder = tmp_path / "script.py", tmp_path / "temporary"
+    script.write_text(ENDS_AT_ONCE, encoding="utf-8")
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(folder.iterdir()) == []
+
+
+def failing(x: Any) -> Any:
+    if x > 0:
+        raise KeyError("on purpose")
+    return x
+
+
+def test_an_error_in_a_function_of_autograph_has_the_lines_of_its_source() -> None:
+    with pytest.raises(KeyError, match="on purpose") as raised:
+        tf.function(failing)(1)
+    lines, first = inspect.getsourcelines(failing)
+    line = first + next(at for at, each in enumerate(lines) if "raise" in each)
+    assert f'File "{__file__}", line {line}, in failing' in str(raised.value)
+
+
+def test_what_autograph_generates_has_its_lines_in_tracebacks_and_can_be_read() -> None:
+    generated = tf.autograph.to_graph(failing)
+    assert "ag__.if_stmt" in inspect.getsource(generated)
+    with pytest.raises(KeyError, match="on purpose") as raised:
+        generated(1)
+    frame = traceback.extract_tb(raised.value.__traceback__)[-1]
+    assert "raise ag__.converted_call(ag__.ld(KeyError)" in (frame.line or "")

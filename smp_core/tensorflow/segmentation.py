@@ -1,4 +1,4 @@
-"""The cut of one traced microbatch, as data: operations in segments, and the tensors that pass between segments.
+"""The segmentation of one traced microbatch, as data: operations in segments, and the tensors that pass between them.
 
 An *operation* has a place: a partition, ``EVERYWHERE`` (every rank runs it), or ``COPIED`` (constants, arguments and
 captured tensors, which are copied to where they are used). A *segment* is the set of all operations of one level and
@@ -40,7 +40,7 @@ class GraphOperation:
         outputs: the dtypes of its outputs, by name.
         place: a partition, EVERYWHERE or COPIED.
         backward: whether it computes gradients.
-        fixed: whether it depends on variables and constants alone, so that it may run later than it could.
+        deferrable: whether it depends on variables and constants alone, so that it may run later than it could.
     """
 
     name: str
@@ -50,11 +50,11 @@ class GraphOperation:
     outputs: tuple[str, ...] = ()
     place: int = EVERYWHERE
     backward: bool = False
-    fixed: bool = False
+    deferrable: bool = False
 
 
-class Spot(NamedTuple):
-    """The name of a segment: its level and its place."""
+class SegmentKey(NamedTuple):
+    """The key of a segment: its level and its place."""
 
     level: int
     place: int
@@ -65,14 +65,14 @@ class Segment:
     """Operations that one rank, or every rank, runs as one function.
 
     Attributes:
-        spot: its level and its place.
+        key: its level and its place.
         operations: their indices, in the order of creation.
         arguments: the tensors of COPIED operations that it takes.
         inputs: the tensors of other segments that it takes.
         outputs: its tensors that other segments take, or that the step returns.
     """
 
-    spot: Spot
+    key: SegmentKey
     operations: tuple[int, ...]
     arguments: tuple[Value, ...]
     inputs: tuple[Value, ...]
@@ -86,30 +86,34 @@ class SegmentMessage(NamedTuple):
     """
 
     number: int
-    source: Spot
+    source: SegmentKey
     destination: int
     values: tuple[Value, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Cut:
+class Segmentation:
     """A traced microbatch in segments.
 
     Attributes:
         segments: in an order in which one process could run them.
         messages: in the order of their sources.
         partitions: the number of partitions.
-        turn: the first level that has nothing left to do but the backward pass.
+        first_backward_level: the first level that has nothing left to do but the backward pass.
     """
 
     segments: tuple[Segment, ...]
     messages: tuple[SegmentMessage, ...]
     partitions: int
-    turn: int
+    first_backward_level: int
+
+    def is_backward(self, segment: int) -> bool:
+        """Return whether the segment of this index belongs to the backward pass."""
+        return self.segments[segment].key.level >= self.first_backward_level
 
     def local(self, partition: int) -> tuple[Segment, ...]:
         """The segments that the rank of a partition runs."""
-        return tuple(each for each in self.segments if each.spot.place in (partition, EVERYWHERE))
+        return tuple(each for each in self.segments if each.key.place in (partition, EVERYWHERE))
 
 
 def live(operations: Sequence[GraphOperation], needed: Collection[int]) -> frozenset[int]:
@@ -131,7 +135,7 @@ def levels(operations: Sequence[GraphOperation], alive: Collection[int]) -> dict
     """The level of each live operation that is not COPIED."""
     found: dict[int, int] = {}
     users: defaultdict[int, list[int]] = defaultdict(list)
-    late: dict[int, None] = {}
+    deferred: dict[int, None] = {}
     for index in sorted(alive):
         operation = operations[index]
         if operation.place == COPIED:
@@ -141,20 +145,20 @@ def levels(operations: Sequence[GraphOperation], alive: Collection[int]) -> dict
         for each in before:
             users[each].append(index)
         found[index] = max(
-            (found[each] + _apart(operations[each], operation) for each in before),
+            (found[each] + _crosses(operations[each], operation) for each in before),
             default=0,
         )
-        if operation.fixed and before <= late.keys():
-            late[index] = None
-    for index in reversed(late):
+        if operation.deferrable and before <= deferred.keys():
+            deferred[index] = None
+    for index in reversed(deferred):
         found[index] = min(
-            (found[user] - _apart(operations[index], operations[user]) for user in users[index]),
+            (found[user] - _crosses(operations[index], operations[user]) for user in users[index]),
             default=found[index],
         )
     return found
 
 
-def _apart(source: GraphOperation, taker: GraphOperation) -> bool:
+def _crosses(source: GraphOperation, taker: GraphOperation) -> bool:
     """Return whether an operation must be in a later segment than one whose result it takes.
 
     In a partition the backward pass is never in a segment of the forward pass, so that a schedule can put it off.
@@ -163,88 +167,88 @@ def _apart(source: GraphOperation, taker: GraphOperation) -> bool:
     return source.place != taker.place or turns
 
 
-def cut(
+def segment_graph(
     operations: Sequence[GraphOperation],
     partitions: int,
     results: Collection[Value],
     owned: Collection[Value] = (),
     effects: Collection[int] = (),
-    homes: Mapping[Value, int] | None = None,
-) -> Cut:
-    """Cut a graph.
+    destinations: Mapping[Value, int] | None = None,
+) -> Segmentation:
+    """Divide a graph into segments.
 
     Args:
         operations: all operations, in the order of creation, each after its inputs.
         partitions: the number of partitions.
         results: the tensors that every rank must have in the end.
-        owned: the tensors that only the rank of their partition must have, or that of their home.
+        owned: the tensors that only the rank of their partition must have, or that of their destination.
         effects: the operations that run for what they change.
-        homes: for some of ``owned``, the partition whose rank must have it.
+        destinations: for some of ``owned``, the partition whose rank must have it.
     """
     alive = live(operations, {each.operation for each in (*results, *owned)} | set(effects))
     level = levels(operations, alive)
-    spots = {index: Spot(each, operations[index].place) for index, each in level.items()}
-    members: defaultdict[Spot, list[int]] = defaultdict(list)
-    for index in sorted(spots):
-        members[spots[index]].append(index)
+    keys = {index: SegmentKey(each, operations[index].place) for index, each in level.items()}
+    members: defaultdict[SegmentKey, list[int]] = defaultdict(list)
+    for index in sorted(keys):
+        members[keys[index]].append(index)
 
-    takers: defaultdict[Value, set[int]] = defaultdict(set)  # the places that take a tensor
-    leaving: defaultdict[Spot, set[Value]] = defaultdict(set)
-    taken: dict[Spot, tuple[tuple[Value, ...], tuple[Value, ...]]] = {}
-    for spot, indices in members.items():
+    consumers: defaultdict[Value, set[int]] = defaultdict(set)  # the places that take a tensor
+    outgoing: defaultdict[SegmentKey, set[Value]] = defaultdict(set)
+    taken: dict[SegmentKey, tuple[tuple[Value, ...], tuple[Value, ...]]] = {}
+    for key, indices in members.items():
         arguments: dict[Value, None] = {}
         inputs: dict[Value, None] = {}
         for index in indices:
             for value in operations[index].inputs:
-                source = spots.get(value.operation)
+                source = keys.get(value.operation)
                 if source is None:
                     arguments[value] = None
-                elif source != spot:
+                elif source != key:
                     inputs[value] = None
-                    takers[value].add(spot.place)
-                    leaving[source].add(value)
-        taken[spot] = tuple(arguments), tuple(inputs)
+                    consumers[value].add(key.place)
+                    outgoing[source].add(value)
+        taken[key] = tuple(arguments), tuple(inputs)
     for value in (*results, *owned):
-        if value.operation in spots:
-            leaving[spots[value.operation]].add(value)
+        if value.operation in keys:
+            outgoing[keys[value.operation]].add(value)
     for value in results:
-        takers[value].add(EVERYWHERE)
-    for value, home in (homes or {}).items():
-        takers[value].add(home)
+        consumers[value].add(EVERYWHERE)
+    for value, destination in (destinations or {}).items():
+        consumers[value].add(destination)
 
     segments: list[Segment] = []
     messages: list[SegmentMessage] = []
-    for spot in sorted(members):
-        outputs = tuple(sorted(leaving[spot]))
+    for key in sorted(members):
+        outputs = tuple(sorted(outgoing[key]))
         segments.append(
             Segment(
-                spot,
-                tuple(members[spot]),
-                *taken[spot],
+                key,
+                tuple(members[key]),
+                *taken[key],
                 outputs,
             )
         )
-        if spot.place == EVERYWHERE:
+        if key.place == EVERYWHERE:
             continue
         for destination in range(partitions):
             sent = tuple(
                 value
                 for value in outputs
-                if destination != spot.place and {destination, EVERYWHERE} & takers[value]
+                if destination != key.place and {destination, EVERYWHERE} & consumers[value]
             )
             if sent:
-                messages.append(SegmentMessage(len(messages), spot, destination, sent))
+                messages.append(SegmentMessage(len(messages), key, destination, sent))
     forward = (
         level[index]
-        for index, spot in spots.items()
-        if spot.place != EVERYWHERE
+        for index, key in keys.items()
+        if key.place != EVERYWHERE
         and not operations[index].backward
-        and not operations[index].fixed
+        and not operations[index].deferrable
     )
-    return Cut(tuple(segments), tuple(messages), partitions, max(forward, default=-1) + 1)
+    return Segmentation(tuple(segments), tuple(messages), partitions, max(forward, default=-1) + 1)
 
 
-def described(
+def describe(
     operations: Sequence[GraphOperation], alive: Collection[int], detail: Callable[[int], str]
 ) -> list[str]:
     """One line for each live operation, without names: ranks that traced the same graph have the same lines.
