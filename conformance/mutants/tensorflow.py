@@ -10,7 +10,7 @@ from typing import Any
 
 from conformance.mutants.protocol import ASSERTION, Bugs, Patch
 from smp_core import schedule
-from smp_core.errors import SmpError, VerdictError
+from smp_core.errors import PartitionError, SmpError, VerdictError
 from smp_core.transport import current_rank
 
 BUGS = Bugs("TensorFlow")
@@ -146,7 +146,7 @@ def gradients_of_a_tensor_used_twice(patch: Patch) -> None:
     wrapped(patch, gen_math_ops, "add_n", changed)
 
 
-@BUGS.enter("TF-PART-VALUE")
+@BUGS.enter("TF-PART-VALUE", *ASSERTION, PartitionError)  # ranks compare their messages, too
 def messages_keyed_by_name(patch: Patch) -> None:
     """the tensors of a message are in the order of their names, which differ by rank"""
     from smp_core.tensorflow import plan
