@@ -27,10 +27,10 @@ from smp_core.transport.smddp.process_group import SmddpProcessGroup
 from tests.namespaces import Machines
 
 RANKS = 2
-LAYERS, WIDTH, ROWS = 12, 1024, 2048
-LINKS = (2000, 1000, 500)  # Mbit/s
+LAYERS, WIDTH, ROWS = 12, 1024, 8192
+LINKS = (1000, 500, 250)  # Mbit/s
 BUCKET = 4  # MiB: the weights of one layer
-WARM, TIMED = 2, 9  # steps
+WARM, TIMED = 1, 5  # steps
 BUDGET = 1.1
 #: The data-parallel engines, each with the backend of its process group.
 ENGINES = {"ours": "smddp", "torch DDP": "smddp", "torch DDP on Gloo": "gloo"}
