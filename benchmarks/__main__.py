@@ -8,6 +8,8 @@ import importlib
 import json
 import os
 import platform
+import signal
+import sys
 from pathlib import Path
 
 from benchmarks.figures import Figure
@@ -36,6 +38,8 @@ def main() -> None:
     parser.add_argument("names", nargs="*", choices=[*NAMES, []], help=f"of {', '.join(NAMES)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     options = parser.parse_args()
+    # A benchmark that is ended removes its machines and ends its ranks.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     figures: list[Figure] = []
     for name in options.names or NAMES:
         figures += importlib.import_module(f"benchmarks.{name}").measure()

@@ -8,9 +8,9 @@ The number is the link's rate in Mbit/s. The colours follow the reader's choice 
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ rect { stroke: var(--paper) }
 .bucket { fill: #d1603d }
 </style>"""
 _NAME = re.compile(
-    r"(?P<rate>\d+) Mbit/s, (?P<engine>.+): (?P<what>forward|backward|update|bucket) in the last step"
+    r"(?P<rate>\d+) Mbit/s, (?P<engine>.+): (?P<what>forward|backward|update|bucket) in the median step"
 )
 
 
@@ -103,9 +103,14 @@ def _engine(top: float, name: str, spans: Sequence[Span], last: float) -> Iterat
 
 def main() -> None:
     """Draw what was found."""
-    found, rate, path = sys.argv[1:]
-    figures = json.loads(Path(found).read_text())
-    Path(path).write_text(svg(timelines(figures, int(rate)), int(rate)), encoding="utf-8")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overlap_chart", description=__doc__)
+    parser.add_argument("found", type=Path, help="the file that --json wrote")
+    parser.add_argument("rate", type=int, help="Mbit/s of the link")
+    parser.add_argument("chart", type=Path, help="the file to write")
+    options = parser.parse_args()
+    figures = json.loads(options.found.read_text())
+    drawn = svg(timelines(figures, options.rate), options.rate)
+    options.chart.write_text(drawn, encoding="utf-8")
 
 
 if __name__ == "__main__":

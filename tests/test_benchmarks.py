@@ -189,14 +189,14 @@ def test_a_step_is_compared_with_the_larger_of_its_parts() -> None:
     found = {each.name.removeprefix("1000 Mbit/s, "): each for each in figures}
     assert found["ours: a step"].ratio == "1.10 (1.10 to 1.10) of the larger"
     assert found["torch DDP on Gloo: a step"].ratio == "1.50 (1.50 to 1.50) of the larger"
-    assert found["ours: bucket in the last step"].spread == (500, 2000)
+    assert found["ours: bucket in the median step"].spread == (500, 2000)
 
 
 def test_a_timeline_is_drawn_to_scale() -> None:
     from benchmarks import overlap_chart as chart
 
     def figure(rate: int, what: str, begin: float, end: float) -> dict[str, object]:
-        return {"name": f"{rate} Mbit/s, ours: {what} in the last step", "spread": (begin, end)}
+        return {"name": f"{rate} Mbit/s, ours: {what} in the median step", "spread": (begin, end)}
 
     figures = [
         figure(1000, "forward", 0, 250),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from conformance.mutants.defences import unseen_drift
 from conformance.mutants.protocol import Bugs, Patch
+from smp_core.errors import DeadlockError
 from smp_core.topology import GroupKind
 from smp_core.torch import session as sessions
 from smp_core.torch.memory import recompute
@@ -278,10 +280,23 @@ def buffers_are_not_compared(patch: Patch) -> None:
     """ranks of a shard group have buffers of different sizes"""
 
     def join(self: GatherBackend, runtime: Any, group: Group) -> None:
+        self._buffers = gather_backend.GatherBuffers.of(os.environ)
         found = runtime.fabric.smddp_group(group)
         self._why, self.group = (found, None) if isinstance(found, str) else ("", found)
 
     patch.setattr(GatherBackend, "_join", join)
+
+
+@BUGS.enter("SHARD-GATHER-SIZES", AssertionError, DeadlockError, kind="SMDDP gathers")
+def a_bad_size_is_refused_where_it_is(patch: Patch) -> None:
+    """a rank with a bad size of a buffer raises before the others know"""
+    join = GatherBackend._join
+
+    def refused(self: GatherBackend, runtime: Any, group: Group) -> None:
+        gather_backend.GatherBuffers.of(os.environ)
+        join(self, runtime, group)
+
+    patch.setattr(GatherBackend, "_join", refused)
 
 
 # ---- Gradients -----------------------------------------------------------------------------------

@@ -389,8 +389,8 @@ ASYNCHRONOUS = (
     ),
     Requirement(
         "ASYNC-PROGRESS-FUTURE",
-        "The future of an asynchronous all_reduce completes with the reduced tensor, and runs its callback, while "
-        "no rank makes a call.",
+        "Once all ranks have their futures of an asynchronous all_reduce, the futures complete with the reduced "
+        "tensor, and run their callbacks, while no rank makes a call.",
         f"torch.distributed docs: Work.get_future (completion of the Work, then); {_NO_CALLS}",
         Level.L1,
         _PROCESS_GROUPS | _PROGRESS | {Capability.ALL_REDUCE},
@@ -404,8 +404,8 @@ ASYNCHRONOUS = (
     ),
     Requirement(
         "ASYNC-PROGRESS-BUCKET",
-        "The all_reduce of a gradient bucket that a hook of the backward pass started completes on all ranks "
-        "before the backward pass ends.",
+        "The all_reduce of a gradient bucket that a hook of the backward pass started, and asked for its future, "
+        "completes on all ranks before the backward pass ends.",
         f"torch.distributed docs: register_comm_hook, Work.get_future; {_NO_CALLS}",
         Level.L1,
         _PROCESS_GROUPS | _PROGRESS | {Capability.ALL_REDUCE},

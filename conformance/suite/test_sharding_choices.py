@@ -334,11 +334,19 @@ def test_bytes_decide(smp_world: SmpWorld, smp_engine: str, data: Data) -> None:
             assert carried or (str(part) in reason and str(scratch) in reason), reason
 
 
-def wrap(environments: Sequence[Mapping[str, str]]) -> str | None:
-    """Wrap a model in this rank's environment. Return the name of the type of the exception, or None."""
-    os.environ.update(environments[smp.rank()])
-    with stand_ins(offered=True):
-        return raised(lambda: layered([2]))
+def wrap(
+    environments: Sequence[Mapping[str, str]], mended: Mapping[str, str]
+) -> tuple[str | None, str | None]:
+    """Wrap a model in this rank's environment, and again in the mended one, which is that of all ranks.
+
+    Return the name of the type of each exception, or None.
+    """
+    found = []
+    for environment in (environments[smp.rank()], mended):
+        os.environ.update(environment)
+        with stand_ins(offered=True):
+            found.append(raised(lambda: layered([2])))
+    return found[0], found[1]
 
 
 @requirement("SHARD-GATHER-SIZES")
@@ -355,23 +363,26 @@ def test_sizes_of_buffers_that_are_refused(
         good.map(lambda size: str(-size)),
         st.builds(lambda size, more: str(size + more), good, st.integers(1, UNIT - 1)),
     )
-    alike = data.draw(st.booleans(), "alike on all ranks")
-    if alike:
-        given = [data.draw(bad, "size")] * degree
+    odd = data.draw(st.integers(0, degree - 1), "rank of the other size")
+    one, other = data.draw(st.lists(good.map(str), min_size=2, max_size=2, unique=True), "sizes")
+    wrong = data.draw(bad, "bad size")
+    kind = data.draw(st.sampled_from(["bad on all ranks", "bad on one", "different"]), "kind")
+    if kind == "bad on all ranks":
+        given = [wrong] * degree
     else:
-        one, other = data.draw(
-            st.lists(good.map(str), min_size=2, max_size=2, unique=True), "sizes"
-        )
-        odd = data.draw(st.integers(0, degree - 1), "rank of the other size")
-        given = [other if rank == odd else one for rank in range(degree)]
-    environments = [{f"SMDDP_AG_{name}_BUFFER_SIZE_BYTES": size} for size in given]
+        differing = wrong if kind == "bad on one" else other
+        given = [differing if rank == odd else one for rank in range(degree)]
+    variable = f"SMDDP_AG_{name}_BUFFER_SIZE_BYTES"
+    environments = [{variable: size} for size in given]
     config = {
         "sharded_data_parallel_degree": degree,
         "sdp_param_persistence_threshold": 0,
         "ddp": True,
     }
-    found = smp_world.run(with_engine, smp_engine, wrap, environments, ranks=degree, config=config)
-    assert all(found), f"{given} on the ranks: {found}"
+    arguments = environments, {variable: one}
+    found = smp_world.run(with_engine, smp_engine, wrap, *arguments, ranks=degree, config=config)
+    assert all(refused for refused, _ in found), f"{given} on the ranks: {found}"
+    assert not any(second for _, second in found), f"{one} on all ranks, then: {found}"
 
 
 @requirement("SHARD-HIERARCHICAL")

@@ -68,29 +68,40 @@ class GatherBackend:
 
     def __init__(self, runtime: Runtime, kind: GroupKind) -> None:
         self.group: ProcessGroup | None = None
-        self._why, self._buffers = "", GatherBuffers.of(os.environ)
+        self._why, self._buffers = "", GatherBuffers(0, 0)
         ranks = runtime.group(kind).ranks
         self._degree = len(ranks)
         if kind is not GroupKind.SHARDING or self._degree == 1:
             self._why = "the sharded degree is 1"
         elif runtime.config.ddp_dist_backend != "auto":
             self._why = f"ddp_dist_backend is {runtime.config.ddp_dist_backend!r}"
+        if self._why:
+            self._buffers = GatherBuffers.of(os.environ)
         else:
             self._join(runtime, Group(f"smp {kind.value} smddp", ranks))
 
     def _join(self, runtime: Runtime, group: Group) -> None:
-        found = runtime.fabric.smddp_group(group)
-        if isinstance(found, str):
-            self._why = found
+        local: GatherBuffers | str
+        try:
+            local = self._buffers = GatherBuffers.of(os.environ)
+        except ConfigError as error:
+            local = str(error)  # raised once the others know: they would wait for this rank
+        sizes = None if isinstance(local, str) else tuple(local)
+        gathered = runtime.fabric.objects.allgather((sizes, str(local)), group)
+        for rank, (found, text) in zip(group.ranks, gathered, strict=True):
+            if found is None:
+                raise ConfigError(text if text == local else f"rank {rank}: {text}")
+        process_group = runtime.fabric.smddp_group(group)
+        if isinstance(process_group, str):
+            self._why = process_group
             return
-        gathered = runtime.fabric.objects.allgather(tuple(self._buffers), group)
-        for rank, sizes in zip(group.ranks, gathered, strict=True):
-            if sizes != gathered[0]:  # one would gather by smddp, and the other elsewhere
+        for rank, (found, _) in zip(group.ranks, gathered, strict=True):
+            if found != gathered[0][0]:  # one would gather by smddp, and the other elsewhere
                 raise ConfigError(
-                    f"SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES and SMDDP_AG_SORT_BUFFER_SIZE_BYTES are {gathered[0]} on rank "
-                    f"{group.ranks[0]}, and {sizes} on rank {rank}: set them alike on all"
+                    "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES and SMDDP_AG_SORT_BUFFER_SIZE_BYTES are "
+                    f"{gathered[0][0]} on rank {group.ranks[0]}, and {found} on rank {rank}: set them alike on all"
                 )
-        self.group = found
+        self.group = process_group
 
     def reason_against(self, count: int) -> str:
         """The reason why a gather of ``count`` bytes of each rank does not go by `smddp`; empty if it does."""

@@ -50,7 +50,10 @@ def _no_ranges(*_: Any) -> Iterable[tuple[int, int]]:
 
 
 def _block_ranges(row: int, block: int, length: int) -> Ranges:
-    """The parts of a row that begins at a byte of the slot, and has cells for ``length`` bytes of each member."""
+    """The ranges of a row that begins at the byte ``row`` of the slot: a block for each member.
+
+    ``length``: the bytes of each member in all rounds; a block has at most ``block`` of them.
+    """
 
     def ranges(number: int, members: Sequence[int]) -> Iterable[tuple[int, int]]:
         count = min(block, max(length - number * block, 0))
