@@ -162,7 +162,8 @@ def cases(
             (ranks in any other order), "alone" (one rank), or "without 0" (ranks but rank 0, ascending).
         members: the group itself, if it was drawn before.
         shape: the strategy of a piece's shape; by default any shape without a side of 0.
-        uneven: whether the first sides of pieces differ, 0 among them.
+        uneven: whether the first sides of pieces differ, 0 among them. The group has two ranks at least, if the world
+            has: one example may be all that a session draws.
         given: the layouts that inputs may have.
         taken: the layouts that outputs may have.
         fixed: further fields of the case.
@@ -177,12 +178,10 @@ def cases(
     )
     drawn = draw(sides(max(int(cut), named)) if shape is None else shape)
 
-    ranks, default = members or draw(groups(world, claims, group))
+    ranks, default = members or draw(groups(world, claims, group, least=2 if uneven else 1))
     rows = None
     if uneven:
-        many = 1 if collective.given == "one" else len(ranks)
-        row = st.lists(st.integers(0, 4), min_size=many, max_size=many).map(tuple)
-        rows = tuple(draw(row) for _ in ranks)
+        rows = draw(_uneven_rows(len(ranks), 1 if collective.given == "one" else len(ranks)))
     return Case(
         operation=operation,
         ranks=ranks,
@@ -233,6 +232,15 @@ def every(
     return found
 
 
+def _uneven_rows(senders: int, many: int) -> st.SearchStrategy[tuple[tuple[int, ...], ...]]:
+    """Draw the first sides of the ``many`` pieces of each sender: not all alike, unless there is one piece."""
+    row = st.lists(st.integers(0, 4), min_size=many, max_size=many).map(tuple)
+    rows = st.lists(row, min_size=senders, max_size=senders).map(tuple)
+    if senders * many == 1:
+        return rows
+    return rows.filter(lambda rows: len({side for row in rows for side in row}) > 1)
+
+
 def _layouts(names: Sequence[str], shape: Shape) -> st.SearchStrategy[tuple[str, ...]]:
     """Draw one or two of the layouts that suit the shape; with two, neighbouring tensors can differ."""
     fitting = [name for name in names if LAYOUTS[name].min_dims <= len(shape)]
@@ -241,20 +249,25 @@ def _layouts(names: Sequence[str], shape: Shape) -> st.SearchStrategy[tuple[str,
     return st.lists(st.sampled_from(fitting), min_size=1, max_size=2).map(tuple)
 
 
-def groups(world: int, claims: Capabilities, kind: str) -> st.SearchStrategy[Members]:
-    """Draw a group of a kind that :func:`cases` knows; without the claim GROUPS, the default group."""
-    return _groups(world, kind if Capability.GROUPS in claims else "default")
+def groups(
+    world: int, claims: Capabilities, kind: str, least: int = 1
+) -> st.SearchStrategy[Members]:
+    """Draw a group of a kind that :func:`cases` knows; without the claim GROUPS, the default group.
+
+    A group of ranks in ascending order has ``least`` of them, if there are as many.
+    """
+    return _groups(world, kind if Capability.GROUPS in claims else "default", least)
 
 
 @st.composite
-def _groups(draw: st.DrawFn, world: int, kind: str) -> Members:
+def _groups(draw: st.DrawFn, world: int, kind: str, least: int) -> Members:
     everyone = tuple(range(world))
     if kind == "default" or (kind == "any" and draw(st.booleans())):
         return everyone, True
     if kind == "alone":
         return (draw(st.sampled_from(everyone)),), False
     among = everyone[1:] if kind == "without 0" else everyone
-    least = 2 if kind == "unsorted" else 1
+    least = 2 if kind == "unsorted" else min(least, len(among))
     size = draw(_many(least, len(among)))
     ranks = tuple(draw(st.permutations(among))[:size])
     if kind != "unsorted":
