@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 import traceback
-from pathlib import Path
 
 from torch import nn
 
@@ -17,6 +16,7 @@ from smp_core.torch.exceptions import StepAbortedError
 from smp_core.torch.execution.remote.messages import RemoteFailure
 from smp_core.torch.execution.timeline import Timed
 from smp_core.torch.session import TrainingSession
+from smp_core.transport.stack_frames import is_ours
 
 
 def module_text(path: str) -> str:
@@ -62,16 +62,16 @@ def failure_of(runtime: Runtime, activity: Timed | None, error: BaseException) -
 
 
 def _traceback(error: BaseException) -> str:
-    """The traceback of the user's frames, if there are any; frames of this project and of torch are left out."""
+    """The traceback of the user's frames, if there are any; frames of this project and of module calls are left out."""
     told = traceback.TracebackException.from_exception(error)  # survives what _text does
-    users = [frame for frame in told.stack if not frame.filename.startswith(_INSIDE)]
+    users = [
+        frame
+        for frame in told.stack
+        if not is_ours(frame.filename) and frame.filename != nn.modules.module.__file__
+    ]
     if users:
         told.stack = traceback.StackSummary.from_list(users)
     return "".join(told.format())
-
-
-#: Where the frames are that stand between the user's: this package's, and that of module calls.
-_INSIDE = (str(Path(__file__).parent.parent), nn.modules.module.__file__)
 
 
 def _text(error: BaseException) -> str:
