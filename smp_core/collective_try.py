@@ -18,6 +18,14 @@ T = TypeVar("T")
 F = TypeVar("F")
 
 
+def text_of(error: BaseException) -> str:
+    """The text of an error, also of one that cannot tell it: a failure that cannot be told leaves the others waiting."""
+    try:
+        return "".join(["", str(error)])  # of no class of the user's
+    except Exception as why:
+        return f"(its text cannot be had: str() raised {type(why).__name__})"
+
+
 def collective_try(
     runtime: Runtime,
     action: Callable[[], T],
@@ -30,8 +38,8 @@ def collective_try(
 
     Returns the values of all ranks by world rank, of which equal ones may be one object.
 
-    A rank on which ``action`` raised raises the same error; the others raise that of the lowest rank that failed, in
-    another form. If several ranks fail, their errors may differ; with ``same`` they all raise that of the lowest one.
+    A rank whose ``action`` failed raises its own error. Every other rank raises ``remote_error`` of the lowest failed
+    rank. With ``same``, failed ranks above the lowest raise that error, too.
 
     Args:
         runtime: the rank's place in the world.

@@ -60,8 +60,8 @@ class Members:
         return found
 
     def texts(self, text: str) -> list[str]:
-        """The texts of every member."""
-        data = text.encode()
+        """The texts of every member, with escapes for what UTF-8 does not have."""
+        data = text.encode(errors="backslashreplace")
         sizes = [size for (size,) in self.agree(len(data))]
         mine = torch.frombuffer(bytearray(data.ljust(max(1, *sizes), b" ")), dtype=torch.uint8)
         return [

@@ -8,6 +8,7 @@ import traceback
 
 from torch import nn
 
+from smp_core.collective_try import text_of
 from smp_core.errors import SmpError, VerdictError
 from smp_core.runtime import Runtime
 from smp_core.schedule import Phase
@@ -55,7 +56,7 @@ def failure_of(runtime: Runtime, activity: Timed | None, error: BaseException) -
         None if activity is None else activity.path,
         None if activity is None else activity.phase,
         type(error).__name__,
-        _text(error),
+        text_of(error),
         _traceback(error),
         api,
     )
@@ -63,7 +64,7 @@ def failure_of(runtime: Runtime, activity: Timed | None, error: BaseException) -
 
 def _traceback(error: BaseException) -> str:
     """The traceback of the user's frames, if there are any; frames of this project and of module calls are left out."""
-    told = traceback.TracebackException.from_exception(error)  # survives what _text does
+    told = traceback.TracebackException.from_exception(error)  # survives what text_of does
     users = [
         frame
         for frame in told.stack
@@ -72,13 +73,6 @@ def _traceback(error: BaseException) -> str:
     if users:
         told.stack = traceback.StackSummary.from_list(users)
     return "".join(told.format())
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return "".join(["", str(error)])  # of no class of the user's
-    except Exception as why:  # a failure that cannot be told would leave the others waiting
-        return f"(its text cannot be had: str() raised {type(why).__name__})"
 
 
 def _aborted(failure: RemoteFailure, when: str | None = None) -> StepAbortedError:
