@@ -1,7 +1,8 @@
-"""The protocol by which all ranks agree on a failure: each tries, all hear how it went, and all go on or none does.
+"""The protocol by which all ranks agree on a failure: either the action went well on every rank, or every rank raises.
 
-A rank that failed says so where the others wait for it, so nobody waits for what does not come. Each front end says in
-which form a failure travels, and as which error the other ranks raise it.
+Each rank tries the action, and tells all ranks how it went. A rank that failed takes part in this exchange, too, so
+that no rank waits for it. Each front end gives the form in which a failure travels, and the error that the other ranks
+raise for it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ F = TypeVar("F")
 
 
 def text_of(error: BaseException) -> str:
-    """The text of an error, also of one that cannot tell it: a failure that cannot be told leaves the others waiting."""
+    """The text of an error, or a sentence in its place if the error's class raises: a rank must be able to tell it."""
     try:
         return "".join(["", str(error)])  # of no class of the user's
     except Exception as why:
@@ -46,7 +47,7 @@ def collective_try(
         action: the work of this rank.
         failure_of: gives an error of this rank in a form that can be pickled and compared.
         remote_error: gives the error that a rank raises for another rank's failure.
-        same: whether all ranks raise the error of the lowest rank that failed.
+        same: whether failed ranks, too, raise the error of the lowest rank that failed.
     """
     value: T | None = None
     raised: Exception | None = None

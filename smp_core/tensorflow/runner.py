@@ -401,7 +401,7 @@ def _raise_remote_failure(
     sentence = ""
     if failure is not None:
         where = f"pp rank {transport.position} (world rank {transport.rank})"
-        sentence = f"smp.step was given up {when}, because {where} raised {error_text(failure)}"
+        sentence = f"smp.step was aborted {when}, because {where} raised {error_text(failure)}"
     texts = members.texts(sentence)
     if failure is None:
         raise StepAbortedError(texts[failed[0]])

@@ -241,10 +241,10 @@ class _State:
 def _decide(session: TensorFlowSession, concrete: Any, trainable: Sequence[Any]) -> None:
     """Have the automatic partition that the first rank of the pipeline decides."""
     failure: Exception | None = None
-    mine: dict[str, int] = {}
+    local: dict[str, int] = {}
     try:
         graph = segments.read(concrete)
-        mine = auto.decide(graph, plans.layers_of(graph, trainable), session.partitions)
+        local = auto.decide(graph, plans.layers_of(graph, trainable), session.partitions)
     except Exception as error:
         failure = error
     with tf.init_scope():
@@ -254,8 +254,8 @@ def _decide(session: TensorFlowSession, concrete: Any, trainable: Sequence[Any])
         if failure is not None:
             raise failure
         # By the order of the scopes: Keras counts layers in their names, which may differ by rank.
-        texts = session.transport.pipeline.texts(json.dumps(list(mine.values())))
-        session.layers.update(zip(mine, json.loads(texts[0]), strict=False))
+        texts = session.transport.pipeline.texts(json.dumps(list(local.values())))
+        session.layers.update(zip(local, json.loads(texts[0]), strict=False))
 
 
 def _unwrapped(error: Exception) -> Exception:
@@ -396,9 +396,9 @@ def _averaging(session: TensorFlowSession) -> Callable[[Any], Any] | None:
         return None
 
     def reduce(array: Any) -> Any:
-        mine = torch.from_numpy(np.array(array).reshape(-1))
-        total = torch.zeros_like(mine)
-        for row in replicas.gathered(mine):
+        local = torch.from_numpy(np.array(array).reshape(-1))
+        total = torch.zeros_like(local)
+        for row in replicas.gathered(local):
             total = total + row
         return (total / replicas.size).numpy().reshape(array.shape)
 

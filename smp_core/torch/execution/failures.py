@@ -85,7 +85,7 @@ def _aborted(failure: RemoteFailure, when: str | None = None) -> StepAbortedErro
         what = f"in the {phase} pass of microbatch {failure.microbatch}, in {module}"
     rest = "The parameters are as they were before the step; the next step may be tried"
     error = StepAbortedError(
-        f"smp.step was given up, because {where} raised {failure.type}: {failure.text}, {what}"
+        f"smp.step was aborted, because {where} raised {failure.type}: {failure.text}, {what}"
         + (f". {rest}" if when is None else "")
     )
     error.add_note(f"on {where}:\n{failure.traceback}")

@@ -90,7 +90,7 @@ def test_a_message_that_cannot_be_made_or_read_ends_the_step_on_every_rank(
             own = found[failed][1]
             where = f"pp rank {failed} (world rank {failed})"
             assert second == (
-                f"StepAbortedError: smp.step was given up {when} of microbatch 0, because {where} raised {own}"
+                f"StepAbortedError: smp.step was aborted {when} of microbatch 0, because {where} raised {own}"
             )
 
 

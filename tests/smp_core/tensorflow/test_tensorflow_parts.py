@@ -57,7 +57,9 @@ def test_a_module_that_was_moved_is_named(monkeypatch: pytest.MonkeyPatch, name:
     whole, _, last = f"tensorflow.python.{name}".rpartition(".")
     monkeypatch.setitem(sys.modules, f"{whole}.{last}", None)
     monkeypatch.delattr(sys.modules[whole], last)
-    with pytest.raises(BackendError, match=rf"TensorFlow 2\.22\.0 has no {name}\.\w+\b.*\. Install"):
+    with pytest.raises(
+        BackendError, match=rf"TensorFlow 2\.22\.0 has no {name}\.\w+\b.*\. Install"
+    ):
         parts.check_version("2.22.0")
 
 
