@@ -1,7 +1,8 @@
-"""The protocol by which all ranks agree on a failure: each tries, all hear how it went, and all go on or none does.
+"""The protocol by which all ranks agree on a failure: either the action went well on every rank, or every rank raises.
 
-A rank that failed says so where the others wait for it, so nobody waits for what does not come. Each front end says in
-which form a failure travels, and as which error the other ranks raise it.
+Each rank tries the action, and tells all ranks how it went. A rank that failed takes part in this exchange, too, so
+that no rank waits for it. Each front end gives the form in which a failure travels, and the error that the other ranks
+raise for it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,14 @@ T = TypeVar("T")
 F = TypeVar("F")
 
 
+def text_of(error: BaseException) -> str:
+    """The text of an error, or a sentence in its place if the error's class raises: a rank must be able to tell it."""
+    try:
+        return "".join(["", str(error)])  # of no class of the user's
+    except Exception as why:
+        return f"(its text cannot be had: str() raised {type(why).__name__})"
+
+
 def collective_try(
     runtime: Runtime,
     action: Callable[[], T],
@@ -30,15 +39,15 @@ def collective_try(
 
     Returns the values of all ranks by world rank, of which equal ones may be one object.
 
-    A rank on which ``action`` raised raises the same error; the others raise that of the lowest rank that failed, in
-    another form. If several ranks fail, their errors may differ; with ``same`` they all raise that of the lowest one.
+    A rank whose ``action`` failed raises its own error. Every other rank raises ``remote_error`` of the lowest failed
+    rank. With ``same``, failed ranks above the lowest raise that error, too.
 
     Args:
         runtime: the rank's place in the world.
         action: the work of this rank.
         failure_of: gives an error of this rank in a form that can be pickled and compared.
         remote_error: gives the error that a rank raises for another rank's failure.
-        same: whether all ranks raise the error of the lowest rank that failed.
+        same: whether failed ranks, too, raise the error of the lowest rank that failed.
     """
     value: T | None = None
     raised: Exception | None = None

@@ -17,7 +17,7 @@ UNPLACED = -3
 
 
 def resolve(graph: Graph, layers: dict[str, int], default: int) -> tuple[TracedOperation, ...]:
-    """The operations, with the partition of their scope instead of the open tag.
+    """The operations, with the partition of their scope instead of ``UNPLACED``.
 
     A scope that is not among ``layers``, as of a layer that is built later, joins the one before it.
     """
@@ -37,15 +37,15 @@ def decide(graph: Graph, layers: Mapping[int, str], count: int) -> dict[str, int
     ``layers`` are the names of the layers of the trainable variables, by the placeholders of their handles.
     """
     handles = {inner.operation for outer, inner in graph.captures}
-    open_ = [at for at, each in enumerate(graph.traced) if each.tag == UNPLACED]
-    costs = _costs(graph, handles, open_)
+    unplaced = [at for at, each in enumerate(graph.traced) if each.tag == UNPLACED]
+    costs = _costs(graph, handles, unplaced)
     most = sum(costs.values()) / count
-    scopes = {at: _scope(graph.traced[at].name, 2) for at in open_}
+    scopes = {at: _scope(graph.traced[at].name, 2) for at in unplaced}
     depth = 2
     while True:
         inside: dict[str, set[str]] = {}
         total: dict[str, int] = {}
-        for at in open_:
+        for at in unplaced:
             read = {value.operation for value in graph.traced[at].inputs}
             own = inside.setdefault(scopes[at], set())
             own |= {layers[each] for each in read & layers.keys()}
@@ -54,7 +54,7 @@ def decide(graph: Graph, layers: Mapping[int, str], count: int) -> dict[str, int
         depth += 1
         divided = {
             at: _scope(graph.traced[at].name, depth) if scopes[at] in large else scopes[at]
-            for at in open_
+            for at in unplaced
         }
         if divided == scopes:
             break

@@ -101,7 +101,7 @@ class CheckpointManager(parts.LateSweepManager):
                 "smp.CheckpointManager.save: the model is not partitioned yet; save after the first step"
             )
         writes = not session.runtime.position(GroupKind.RDP)
-        (name, *_) = self._together("save", lambda: uuid.uuid4().hex)
+        (name, *_) = self._try_on_all("save", lambda: uuid.uuid4().hex)
 
         def write() -> str | None:
             if not writes:
@@ -110,7 +110,7 @@ class CheckpointManager(parts.LateSweepManager):
             path: str | None = super(CheckpointManager, self).save(*args, **kwargs)
             return path
 
-        path = self._together("save", write)[session.runtime.rank]
+        path = self._try_on_all("save", write)[session.runtime.rank]
         if writes:
             self.sweep()  # all ranks have the new one
         return path
@@ -126,7 +126,7 @@ class CheckpointManager(parts.LateSweepManager):
         session = self._session
         path = self._path(restore_prefix)
         if path is not None and session.partitioned:
-            self._together("restore", lambda: self._load(path))
+            self._try_on_all("restore", lambda: self._load(path))
         elif path is not None:
             others = self._others()
 
@@ -135,11 +135,11 @@ class CheckpointManager(parts.LateSweepManager):
                     given = tf.train.Checkpoint(**others)
                     given.restore(path).assert_existing_objects_matched()
 
-            self._together("restore", early)
+            self._try_on_all("restore", early)
             session.deferred_restores.append(lambda: self._load(path, others))
         return path
 
-    def _together(self, name: str, action: Callable[[], T]) -> list[T]:
+    def _try_on_all(self, name: str, action: Callable[[], T]) -> list[T]:
         """The values of all ranks, by world rank; CheckpointError on all if the action failed on one."""
         call = f"smp.CheckpointManager.{name}"
         return collective_try(self._session.runtime, call, action, CheckpointError)
@@ -151,7 +151,7 @@ class CheckpointManager(parts.LateSweepManager):
     def _path(self, prefix: str | None) -> str | None:
         """The checkpoint of this name, or the latest that all ranks have; the same one on all ranks."""
         runtime, count = self._session.runtime, self._session.partitions
-        found: list[dict[str, _Description]] = self._together("restore", self._described)
+        found: list[dict[str, _Description]] = self._try_on_all("restore", self._described)
         writers = [
             each
             for rank, each in enumerate(found)

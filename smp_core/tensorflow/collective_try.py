@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 def error_text(error: BaseException) -> str:
     """The text by which other ranks name an error: its class and its message."""
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {tries.text_of(error)}"
 
 
 def collective_try(

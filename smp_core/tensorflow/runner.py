@@ -334,10 +334,13 @@ class _StepRun:
                     known.update(zip(message.values, map(parts.tensor_of, arrays), strict=True))
             except Exception as error:
                 self._failed(f"with a message of microbatch {microbatch}", error)
+        if value not in known and not self._aborted:
+            try:
+                known[value] = tf.constant(tf.get_static_value(plan.graph.tensor(value)))
+            except Exception as error:
+                self._failed(f"with a constant of microbatch {microbatch}", error)
         if self._aborted:
             return None
-        if value not in known:
-            known[value] = tf.constant(tf.get_static_value(plan.graph.tensor(value)))
         self._left[microbatch][value] -= 1
         return known[value] if self._left[microbatch][value] else known.pop(value)
 
@@ -398,7 +401,7 @@ def _raise_remote_failure(
     sentence = ""
     if failure is not None:
         where = f"pp rank {transport.position} (world rank {transport.rank})"
-        sentence = f"smp.step was given up {when}, because {where} raised {error_text(failure)}"
+        sentence = f"smp.step was aborted {when}, because {where} raised {error_text(failure)}"
     texts = members.texts(sentence)
     if failure is None:
         raise StepAbortedError(texts[failed[0]])

@@ -20,17 +20,17 @@ def save(session: TensorFlowSession, model: Any, path: str, signature: Any) -> N
     group = session.runtime.group(GroupKind.PP)
     variables = model.all_variables()
     owners = [session.owners[parts.handle_key(parts.handle_of(each)[0])] for each in variables]
-    mine = {
+    local = {
         at: each.numpy()
         for at, (each, owner) in enumerate(zip(variables, owners, strict=True))
         if owner == session.partition
     }
-    gathered = session.runtime.fabric.objects.allgather(mine, group)
+    gathered = session.runtime.fabric.objects.allgather(local, group)
 
     def write() -> None:
         if session.partition or session.runtime.position(GroupKind.RDP):
             return
-        remote = {at: value for each in gathered for at, value in each.items() if at not in mine}
+        remote = {at: value for each in gathered for at, value in each.items() if at not in local}
         for at, value in remote.items():
             parts.materialize(variables[at], value)
         session.shows_all = True

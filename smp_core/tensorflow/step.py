@@ -241,10 +241,10 @@ class _State:
 def _decide(session: TensorFlowSession, concrete: Any, trainable: Sequence[Any]) -> None:
     """Have the automatic partition that the first rank of the pipeline decides."""
     failure: Exception | None = None
-    mine: dict[str, int] = {}
+    local: dict[str, int] = {}
     try:
         graph = segments.read(concrete)
-        mine = auto.decide(graph, plans.layers_of(graph, trainable), session.partitions)
+        local = auto.decide(graph, plans.layers_of(graph, trainable), session.partitions)
     except Exception as error:
         failure = error
     with tf.init_scope():
@@ -254,8 +254,8 @@ def _decide(session: TensorFlowSession, concrete: Any, trainable: Sequence[Any])
         if failure is not None:
             raise failure
         # By the order of the scopes: Keras counts layers in their names, which may differ by rank.
-        texts = session.transport.pipeline.texts(json.dumps(list(mine.values())))
-        session.layers.update(zip(mine, json.loads(texts[0]), strict=False))
+        texts = session.transport.pipeline.texts(json.dumps(list(local.values())))
+        session.layers.update(zip(local, json.loads(texts[0]), strict=False))
 
 
 def _unwrapped(error: Exception) -> Exception:
@@ -308,7 +308,10 @@ def _complete_partition(session: TensorFlowSession) -> None:
     _owners(session)
     session.partitioned = True  # a load asks the model for the variables that this rank owns
     try:
-        _broadcast(session)
+        given = _first_replica(session)
+        collective_try(
+            session.runtime, "smp.step", lambda: _take_over(session, given), StepAbortedError
+        )
 
         def load() -> None:
             for each in session.deferred_restores:
@@ -347,16 +350,42 @@ def _free_remote(session: TensorFlowSession) -> None:
             parts.free(each)
 
 
-def _broadcast(session: TensorFlowSession) -> None:
-    """Give every replica the variables of the first one."""
+def _variables(session: TensorFlowSession) -> list[Any]:
+    return [] if session.model is None else list(session.model.variables)
+
+
+def _first_replica(session: TensorFlowSession) -> Sequence[Any] | None:
+    """The values of the variables of the first replica, on the others; None on the first one itself."""
     group = session.runtime.group(GroupKind.DP)
-    if len(group.ranks) == 1 or session.model is None:
+    if len(group.ranks) == 1:
+        return None
+    first = group.ranks[0] == session.runtime.rank
+    values = [each.numpy() for each in _variables(session)] if first else None
+    given: Sequence[Any] = session.runtime.fabric.objects.allgather(values, group)[0]
+    return None if first else given
+
+
+def _take_over(session: TensorFlowSession, given: Sequence[Any] | None) -> None:
+    """Assign the values of the first replica to the variables of this one, if it has the same ones."""
+    if given is None:
         return
-    mine = [each.numpy() for each in session.model.variables]
-    given = session.runtime.fabric.objects.allgather(
-        mine if group.ranks[0] == session.runtime.rank else None, group
-    )
-    for each, value in zip(session.model.variables, given[0], strict=True):
+    variables = _variables(session)
+    first = session.runtime.group(GroupKind.DP).ranks[0]
+    problem = ""
+    if len(variables) != len(given):
+        problem = f"the model has {len(variables)} variables here and {len(given)} on rank {first}"
+    else:
+        for each, value in zip(variables, given, strict=True):
+            if not tf.TensorShape(each.shape).is_compatible_with(value.shape):
+                name = getattr(each, "path", each.name)
+                shapes = f"{tuple(each.shape)} here and {value.shape} on rank {first}"
+                problem = f"{name} has the shape {shapes}"
+                break
+    if problem:
+        raise PartitionError(
+            f"smp.step: {problem}, the first replica, whose values the others take. Make the same model on every rank"
+        )
+    for each, value in zip(variables, given, strict=True):
         parts.materialize(each, value)
 
 
@@ -367,9 +396,9 @@ def _averaging(session: TensorFlowSession) -> Callable[[Any], Any] | None:
         return None
 
     def reduce(array: Any) -> Any:
-        mine = torch.from_numpy(np.array(array).reshape(-1))
-        total = torch.zeros_like(mine)
-        for row in replicas.gathered(mine):
+        local = torch.from_numpy(np.array(array).reshape(-1))
+        total = torch.zeros_like(local)
+        for row in replicas.gathered(local):
             total = total + row
         return (total / replicas.size).numpy().reshape(array.shape)
 

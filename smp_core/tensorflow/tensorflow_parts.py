@@ -6,6 +6,8 @@ Keras is imported as ``tf.keras`` only: Keras 3, or with TF_USE_LEGACY_KERAS=1 K
 from __future__ import annotations
 
 import contextlib
+import importlib
+import inspect
 import itertools
 import linecache
 import os
@@ -66,8 +68,6 @@ _SHARED = {
 
 def check_version(version: str) -> None:
     """Warn once of a release of TensorFlow that was not tried, and refuse one that lacks a part."""
-    from tensorflow.python.autograph.pyct import loader
-
     missing = [
         name
         for name, found in (
@@ -79,7 +79,14 @@ def check_version(version: str) -> None:
                 for each in ("_sweep", "_record_state")
             ),
             ("autograph.tf_convert", hasattr(tf.__internal__.autograph, "tf_convert")),
-            ("autograph.pyct.loader.load_source", hasattr(loader, "load_source")),
+            *(
+                (f"autograph.{module}.{each}", _has(f"tensorflow.python.autograph.{module}", each))
+                for module, each in (
+                    ("core.config", "CONVERSION_RULES"),
+                    ("core.config", "DoNotConvert"),
+                    ("pyct.loader", "load_source"),
+                )
+            ),
         )
         if not found
     ]
@@ -94,6 +101,14 @@ def check_version(version: str) -> None:
             UnknownTensorFlowWarning,
             stacklevel=2,
         )
+
+
+def _has(module: str, name: str) -> bool:
+    """Return whether there is such a module, with such a name in it."""
+    try:
+        return hasattr(importlib.import_module(module), name)
+    except ModuleNotFoundError:
+        return False
 
 
 def _leave_unconverted() -> None:
@@ -111,7 +126,10 @@ def _load_generated(source: str, delete_on_exit: bool) -> tuple[ModuleType, str]
 
     TensorFlow's own function writes a file, and removes it as Python ends. A rank process ends without that.
     """
-    name = f"__autograph_generated_{next(_generated)}"
+    # With the process: another one that shows a traceback of this one must not find lines of its own.
+    name = f"__autograph_generated_{os.getpid()}_{next(_generated)}"
+    # In <>, so that linecache never asks a loader. AutoGraph gives its functions the globals of the user's module,
+    # and that module's loader would give the user's lines for those of this source.
     file = f"<{name}>"
     # Without a time of change, so that linecache does not look for a file of this name.
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
@@ -126,7 +144,9 @@ def _keep_generated_source() -> None:
     """Have AutoGraph keep what it generates in memory, so that it leaves no file in the folder for temporary ones."""
     from tensorflow.python.autograph.pyct import loader
 
-    loader.load_source = _load_generated
+    expected, found = (inspect.signature(each) for each in (_load_generated, loader.load_source))
+    if list(found.parameters) == list(expected.parameters):
+        loader.load_source = _load_generated
 
 
 def inter_op_threads() -> int:
@@ -180,7 +200,7 @@ def origin_of(operation: Any) -> Any:
 
 
 def autograph_of_caller() -> Any:
-    """The caller's choice of AutoGraph, for ``converted``."""
+    """The caller's choice of AutoGraph, for ``convert``."""
     return tf.__internal__.autograph.control_status_ctx()
 
 

@@ -46,12 +46,12 @@ class Members:
             self._group = self._runtime.fabric.process_group(Group(self._name, self.ranks))
         return self._group
 
-    def gathered(self, mine: torch.Tensor) -> torch.Tensor:
+    def gathered(self, local: torch.Tensor) -> torch.Tensor:
         """A row for each member: its tensor of one dimension, of the same size everywhere."""
         if self.size == 1:
-            return mine[None]
-        rows = torch.empty(self.size * len(mine), dtype=mine.dtype)
-        self.group._allgather_base(rows, mine).wait()
+            return local[None]
+        rows = torch.empty(self.size * len(local), dtype=local.dtype)
+        self.group._allgather_base(rows, local).wait()
         return rows.reshape(self.size, -1)
 
     def agree(self, *numbers: int) -> list[list[int]]:
@@ -60,13 +60,13 @@ class Members:
         return found
 
     def texts(self, text: str) -> list[str]:
-        """The texts of every member."""
-        data = text.encode()
+        """The texts of every member, with escapes for what UTF-8 does not have."""
+        data = text.encode(errors="backslashreplace")
         sizes = [size for (size,) in self.agree(len(data))]
-        mine = torch.frombuffer(bytearray(data.ljust(max(1, *sizes), b" ")), dtype=torch.uint8)
+        local = torch.frombuffer(bytearray(data.ljust(max(1, *sizes), b" ")), dtype=torch.uint8)
         return [
             bytes(row[:size].tolist()).decode()
-            for row, size in zip(self.gathered(mine), sizes, strict=True)
+            for row, size in zip(self.gathered(local), sizes, strict=True)
         ]
 
 

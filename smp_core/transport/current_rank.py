@@ -79,10 +79,12 @@ def retire(reason: str) -> None:
     """
     context = current()
     if not isinstance(context, ReplaceableRank):
-        raise BackendError(
-            f"a fresh process is needed ({reason}), and ranks are threads of this one. Use a backend whose "
-            "ranks are processes: --smp-backend=gloo"
+        why = (
+            "ranks are threads of this one. Use a backend whose ranks are processes: --smp-backend=gloo"
+            if ranks_are_threads()
+            else "nobody replaces this one after a run. Start another one"
         )
+        raise BackendError(f"a fresh process is needed ({reason}), and {why}")
     context.retire = reason
 
 

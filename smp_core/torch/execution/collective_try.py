@@ -1,6 +1,6 @@
 """The agreement of all ranks on a failure, which travels in the form of failures.py.
 
-At the end of a step the same holds: there the failure is part of a report (agreement.py).
+At the end of a step the ranks agree in another exchange, in which a failure is part of a report (agreement.py).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def collective_try(
     """Run ``action`` on this rank, and agree with all ranks of the world that it went well; gives the values of all
     ranks, of which equal ones may be one object. Every rank of the world calls it.
 
-    A rank on which ``action`` raised raises the same; the others raise ``failures.remote_failure`` of the lowest
-    rank that failed: an error of ours as such, a user's as StepAbortedError, which says ``when``. If several ranks
-    fail, their errors may differ; with ``same`` they all raise that of the lowest one.
+    A rank whose ``action`` failed raises its own error. Every other rank raises ``failures.remote_failure`` of the
+    lowest failed rank: an error of this package as such, a user's as StepAbortedError, which says ``when``. With
+    ``same``, failed ranks above the lowest raise that error, too.
     """
     return tries.collective_try(
         runtime,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import pickle
 import traceback
-from pathlib import Path
 
 from torch import nn
 
+from smp_core.collective_try import text_of
 from smp_core.errors import SmpError, VerdictError
 from smp_core.runtime import Runtime
 from smp_core.schedule import Phase
@@ -17,6 +17,7 @@ from smp_core.torch.exceptions import StepAbortedError
 from smp_core.torch.execution.remote.messages import RemoteFailure
 from smp_core.torch.execution.timeline import Timed
 from smp_core.torch.session import TrainingSession
+from smp_core.transport.stack_frames import is_ours
 
 
 def module_text(path: str) -> str:
@@ -55,30 +56,23 @@ def failure_of(runtime: Runtime, activity: Timed | None, error: BaseException) -
         None if activity is None else activity.path,
         None if activity is None else activity.phase,
         type(error).__name__,
-        _text(error),
+        text_of(error),
         _traceback(error),
         api,
     )
 
 
 def _traceback(error: BaseException) -> str:
-    """The traceback of the user's frames, if there are any; frames of this project and of torch are left out."""
-    told = traceback.TracebackException.from_exception(error)  # survives what _text does
-    users = [frame for frame in told.stack if not frame.filename.startswith(_INSIDE)]
+    """The traceback of the user's frames, if there are any; frames of this project and of module calls are left out."""
+    told = traceback.TracebackException.from_exception(error)  # survives what text_of does
+    users = [
+        frame
+        for frame in told.stack
+        if not is_ours(frame.filename) and frame.filename != nn.modules.module.__file__
+    ]
     if users:
         told.stack = traceback.StackSummary.from_list(users)
     return "".join(told.format())
-
-
-#: Where the frames are that stand between the user's: this package's, and that of module calls.
-_INSIDE = (str(Path(__file__).parent.parent), nn.modules.module.__file__)
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return "".join(["", str(error)])  # of no class of the user's
-    except Exception as why:  # a failure that cannot be told would leave the others waiting
-        return f"(its text cannot be had: str() raised {type(why).__name__})"
 
 
 def _aborted(failure: RemoteFailure, when: str | None = None) -> StepAbortedError:
@@ -91,7 +85,7 @@ def _aborted(failure: RemoteFailure, when: str | None = None) -> StepAbortedErro
         what = f"in the {phase} pass of microbatch {failure.microbatch}, in {module}"
     rest = "The parameters are as they were before the step; the next step may be tried"
     error = StepAbortedError(
-        f"smp.step was given up, because {where} raised {failure.type}: {failure.text}, {what}"
+        f"smp.step was aborted, because {where} raised {failure.type}: {failure.text}, {what}"
         + (f". {rest}" if when is None else "")
     )
     error.add_note(f"on {where}:\n{failure.traceback}")

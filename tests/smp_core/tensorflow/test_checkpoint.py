@@ -118,9 +118,9 @@ def crashed(folder: str) -> list[str]:
         training.manager.save()
     training.step(2)
     if smp.rank():
-        training.manager._together = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        training.manager._try_on_all = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
     else:
-        training.manager._together = lambda name, action: [action()]
+        training.manager._try_on_all = lambda name, action: [action()]
         # Up to the moment at which the ranks tell each other that they have written.
         training.manager._sweep = lambda: (_ for _ in ()).throw(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):

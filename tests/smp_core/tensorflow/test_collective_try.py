@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tensorflow as tf
 
 import smp_core.tensorflow as smp
+from smp_core.errors import StepAbortedError
+from smp_core.tensorflow import session as sessions
 from tests.smp_core.tensorflow.keras_training import CASE, Training, stopped
+from tests.smp_core.tensorflow.small_models import MANUAL, Net, X
 
 
 def failing(folder: str, what: str) -> str:
@@ -61,3 +65,55 @@ def test_all_ranks_learn_which_rank_failed_and_why(
     own = found[failed]
     assert not own.startswith((kind, "nothing"))
     assert found[1 - failed] == f"{kind}: smp.{call}: failed on rank {failed}: {own}"
+
+
+class Untold(Exception):
+    """An error that cannot tell its text."""
+
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+def without_text(error: Exception, where: str) -> str:
+    """The class of this rank's error, or the text of the remote one, when rank 1 raises ``error``."""
+    model = Net()
+    step = smp.step(lambda x: tf.reduce_sum(model(x)))
+
+    def raises(*_: Any) -> None:
+        raise error
+
+    if where == "hook" and smp.rank() == 1:
+        smp.register_post_partition_hook(raises)
+    if where == "segment":
+        transport = sessions.current("test").transport
+        receive = transport.receive
+
+        def receiving(*args: Any) -> Any:
+            arrays = receive(*args)
+            return raises() if smp.rank() == 1 else arrays
+
+        transport.receive = receiving
+    try:
+        step(tf.constant(X))
+    except StepAbortedError as remote:
+        return str(remote)
+    except Exception as own:
+        return type(own).__name__
+    return "nothing"
+
+
+@pytest.mark.parametrize("where", ["hook", "segment"])
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (Untold(), "Untold: (its text cannot be had: str() raised ZeroDivisionError)"),
+        (ValueError("\ud800"), "ValueError: \\ud800"),
+    ],
+    ids=["no text", "a lone surrogate"],
+)
+def test_an_error_without_a_proper_text_is_told(
+    smp_world: Any, error: Exception, text: str, where: str
+) -> None:
+    remote, own = smp_world.run(without_text, error, where, ranks=2, config=MANUAL)
+    assert own == type(error).__name__
+    assert remote.encode(errors="backslashreplace").decode().endswith(text)

@@ -100,7 +100,7 @@ def outcomes(cases: list[Case | None], outer: bool, failing: int) -> list[Any]:
 def told(rank: int, partition: int, case: Case) -> str:
     microbatch, _, phase = case
     return (
-        f"StepAbortedError: smp.step was given up in the {phase} pass of microbatch {microbatch}, because "
+        f"StepAbortedError: smp.step was aborted in the {phase} pass of microbatch {microbatch}, because "
         f"pp rank {partition} (world rank {rank}) raised InvalidArgumentError: "
     )
 

@@ -57,12 +57,24 @@ def tensor_list() -> None:
     run(body)
 
 
+def table() -> None:
+    def body(model: Any, x: Any) -> Any:
+        with smp.partition(0):
+            handle = tf.raw_ops.HashTableV2(key_dtype=tf.int64, value_dtype=tf.int64)
+        with smp.partition(1):
+            size = tf.raw_ops.LookupTableSizeV2(table_handle=handle)
+        return x + tf.cast(size, tf.float32)
+
+    run(body)
+
+
 @pytest.mark.parametrize(
     ("body", "kind", "words"),
     [
         (variable_of_two_loops, PartitionError, "which partition 0 owns"),
         (strings, PartitionError, "dtype string .* cannot leave its rank"),
         (tensor_list, PartitionError, "dtype variant .* cannot leave its rank"),
+        (table, PartitionError, "dtype resource .* cannot leave its rank"),
     ],
     ids=lambda each: getattr(each, "__name__", None),
 )

@@ -90,8 +90,28 @@ def test_a_message_that_cannot_be_made_or_read_ends_the_step_on_every_rank(
             own = found[failed][1]
             where = f"pp rank {failed} (world rank {failed})"
             assert second == (
-                f"StepAbortedError: smp.step was given up {when} of microbatch 0, because {where} raised {own}"
+                f"StepAbortedError: smp.step was aborted {when} of microbatch 0, because {where} raised {own}"
             )
+
+
+def constant_without_a_value() -> None:
+    model = Net()
+    step = smp.step(lambda x: tf.reduce_sum(model(x)))
+    step(tf.ones((4, 2)))
+    session = sessions.current("test")
+    (state,) = session.functions.values()
+    (plan,) = state._plans.values()
+    one = runner._StepRun(session.transport, [plan], [[tf.ones((2, 2))]], [])
+    assert one._take(0, plan.leaves[0]) is None
+    with pytest.raises(ValueError, match="None"):
+        one.run([])
+    assert one._when == "with a constant of microbatch 0"
+
+
+def test_a_constant_that_cannot_be_made_ends_the_step(smp_world: Any) -> None:
+    smp_world.run(
+        constant_without_a_value, ranks=1, config={**CONFIG, "pipeline_parallel_degree": 1}
+    )
 
 
 def ended_world() -> None:

@@ -129,6 +129,48 @@ def test_gradients_are_averaged_over_replicas(smp_world: Any, horovod: bool) -> 
             np.testing.assert_array_equal(got, base * scale)
 
 
+class Different(smp.DistributedModel):
+    """A model that is not the same on the second replica."""
+
+    def __init__(self, more: int, units: int) -> None:
+        super().__init__()
+        second = smp.dp_rank() == 1
+        count, units = 1 + more * second, units if second else 2
+        self.layers_of_it = [tf.keras.layers.Dense(units, name=f"d{at}") for at in range(count)]
+
+    def call(self, x: Any) -> Any:
+        for layer in self.layers_of_it:
+            x = layer(x)
+        return x
+
+
+def different(more: int, units: int) -> str:
+    """The error of this rank where the model of the second replica has more layers, or so many units."""
+    model = Different(more, units)
+    step = smp.step(lambda x: tf.reduce_sum(model(x)))
+    with pytest.raises(SmpError) as raised:
+        step(tf.constant(X))
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+@pytest.mark.parametrize(
+    ("more", "units", "words"),
+    [
+        (1, 2, "the model has 4 variables here and 2 on rank 0"),
+        (0, 3, "d0/kernel has the shape (3, 3) here and (3, 2) on rank 0"),
+    ],
+    ids=["layers", "units"],
+)
+def test_replicas_of_different_models_are_told(
+    smp_world: Any, more: int, units: int, words: str
+) -> None:
+    config = {**MANUAL, "pipeline_parallel_degree": 1, "horovod": True}
+    first, second = smp_world.run(different, more, units, ranks=2, config=config)
+    assert second.startswith("PartitionError: smp.step: ")
+    assert words in second
+    assert first == f"StepAbortedError: smp.step: failed on rank 1: {second}"
+
+
 class Doubled:
     """An argument that says itself what each microbatch gets."""
 

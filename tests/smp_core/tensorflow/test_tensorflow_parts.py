@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import linecache
 import os
 import re
 import subprocess
@@ -48,6 +50,26 @@ def test_a_missing_part_is_named(monkeypatch: pytest.MonkeyPatch, owner: type, n
         BackendError, match=rf"TensorFlow 2\.22\.0 has no [\w.]+\.{name}\. Install one of 2\.21"
     ):
         parts.check_version("2.22.0")
+
+
+@pytest.mark.parametrize("name", ["autograph.pyct.loader", "autograph.core.config"])
+def test_a_module_that_was_moved_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    whole, _, last = f"tensorflow.python.{name}".rpartition(".")
+    monkeypatch.setitem(sys.modules, f"{whole}.{last}", None)
+    monkeypatch.delattr(sys.modules[whole], last)
+    with pytest.raises(
+        BackendError, match=rf"TensorFlow 2\.22\.0 has no {name}\.\w+\b.*\. Install"
+    ):
+        parts.check_version("2.22.0")
+
+
+def test_a_loader_of_another_signature_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_source(source: str, delete_on_exit: bool, name: str) -> None:
+        pass
+
+    monkeypatch.setattr(loader, "load_source", load_source)
+    parts._keep_generated_source()
+    assert loader.load_source is load_source
 
 
 def test_no_other_file_uses_a_private_name_of_tensorflow() -> None:
@@ -118,3 +140,22 @@ def test_what_autograph_generates_has_its_lines_in_tracebacks_and_can_be_read() 
         generated(1)
     frame = traceback.extract_tb(raised.value.__traceback__)[-1]
     assert "raise ag__.converted_call(ag__.ld(KeyError)" in (frame.line or "")
+
+
+def test_no_other_line_is_shown_when_the_cache_of_lines_was_cleared() -> None:
+    generated = tf.autograph.to_graph(failing)
+    linecache.clearcache()
+    with pytest.raises(KeyError, match="on purpose") as raised:
+        generated(1)
+    frame = traceback.extract_tb(raised.value.__traceback__)[-1]
+    assert frame.name == "if_body"
+    assert not frame.line
+
+
+def test_processes_generate_files_of_different_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    def name(pid: int) -> str:
+        monkeypatch.setattr(parts, "_generated", itertools.count())
+        monkeypatch.setattr(os, "getpid", lambda: pid)
+        return str(parts._load_generated("", delete_on_exit=True)[1])
+
+    assert name(1) != name(2)

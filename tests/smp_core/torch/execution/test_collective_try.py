@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -30,6 +32,11 @@ def model_of(smp):
     return model, net, step
 
 
+def frames(error):
+    """The functions in the traceback that the rank which failed has sent."""
+    return re.findall(r"line \d+, in (\w+)", "".join(error.__notes__))
+
+
 @pytest.mark.parametrize("kind", ["post_partition", "post_step"])
 @pytest.mark.parametrize("where", range(4))
 def test_a_hook_that_raises_on_one_rank(smp, kind, where):
@@ -46,6 +53,7 @@ def test_a_hook_that_raises_on_one_rank(smp, kind, where):
         text = str(raised.value)
         assert f"(world rank {where}) raised KeyError: 'broken', in a post-" in text
         assert "hook" in text
+        assert frames(raised.value) == ["hook"]
     step(model, torch.randn(4, 4))
     assert all(parameter.grad is not None for parameter in model.local_parameters())
 
@@ -57,8 +65,11 @@ def test_a_load_that_fails_on_one_rank(smp, where):
     if smp.rank() == where:
         del state["0.weight"]
     model.load_state_dict(state)
-    with pytest.raises(RuntimeError if smp.rank() == where else StepAbortedError, match="Missing"):
+    kind = RuntimeError if smp.rank() == where else StepAbortedError
+    with pytest.raises(kind, match="Missing") as raised:
         step(model, torch.randn(4, 4))
+    if smp.rank() != where:  # no line of the user's failed, so that the whole stack is told
+        assert frames(raised.value)[-1] == "load_state_dict"
     step(model, torch.randn(4, 4))
 
 
