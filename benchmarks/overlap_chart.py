@@ -1,7 +1,7 @@
 """The timeline of a step by the benchmark ``overlap``: phases and AllReduces of buckets, an engine above the other.
 
     python -m benchmarks overlap --json found.json
-    python -m benchmarks.overlap_chart found.json 500 docs/overlap.svg
+    python -m benchmarks.overlap_chart found.json 250 docs/overlap.svg
 
 The number is the link's rate in Mbit/s. The colours follow the reader's choice of a light or a dark page.
 """
