@@ -19,6 +19,9 @@ from conformance.cases.training import namespace
 
 # TensorFlow's passes over a graph would rewrite other operations in the unpartitioned graph than in segments.
 tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+# On several threads the last bits of some kernels depend on what the process has run before.
+with contextlib.suppress(RuntimeError):  # TensorFlow runs already
+    tf.config.threading.set_intra_op_parallelism_threads(1)
 
 
 def add_in_order(inputs: Any, name: str | None = None) -> Any:

@@ -193,6 +193,7 @@ def main() -> None:
     options = Options(**vars(parser.parse_args()))
     if options.exact:
         tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+        tf.config.threading.set_intra_op_parallelism_threads(1)
     curve = (plain if options.plain else train)(options)
     if options.curve and (options.plain or smp.rank() == 0):
         Path(options.curve).write_text(json.dumps(curve))
