@@ -167,7 +167,9 @@ def test_replicas_of_different_models_are_told(
     config = {**MANUAL, "pipeline_parallel_degree": 1, "horovod": True}
     first, second = smp_world.run(different, more, units, ranks=2, config=config)
     assert second.startswith("PartitionError: smp.step: ")
-    assert words in second
+    assert words in second.replace(
+        "kernel:0", "kernel"
+    )  # Keras 2 numbers the outputs of operations
     assert first == f"StepAbortedError: smp.step: failed on rank 1: {second}"
 
 
