@@ -94,13 +94,19 @@ def test_a_message_that_cannot_be_made_or_read_ends_the_step_on_every_rank(
             )
 
 
-def constant_without_a_value() -> None:
+def session_and_plan() -> tuple[sessions.TensorFlowSession, Any]:
+    """This rank's session after one step, and the plan of the step."""
     model = Net()
     step = smp.step(lambda x: tf.reduce_sum(model(x)))
     step(tf.ones((4, 2)))
     session = sessions.current("test")
     (state,) = session.functions.values()
     (plan,) = state._plans.values()
+    return session, plan
+
+
+def constant_without_a_value() -> None:
+    session, plan = session_and_plan()
     one = runner._StepRun(session.transport, [plan], [[tf.ones((2, 2))]], [])
     assert one._take(0, plan.leaves[0]) is None
     with pytest.raises(ValueError, match="None"):
@@ -115,12 +121,7 @@ def test_a_constant_that_cannot_be_made_ends_the_step(smp_world: Any) -> None:
 
 
 def ended_world() -> None:
-    model = Net()
-    step = smp.step(lambda x: tf.reduce_sum(model(x)))
-    step(tf.ones((4, 2)))
-    session = sessions.current("test")
-    (state,) = session.functions.values()
-    (plan,) = state._plans.values()
+    session, plan = session_and_plan()
 
     def ends(*args: Any) -> None:
         raise DeadlockError("the world has ended")
