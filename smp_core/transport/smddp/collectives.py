@@ -19,7 +19,7 @@ from smp_core.transport.checked_group import Collective
 from smp_core.transport.smddp.flat import Bytes, Target, address, copied_if_shared, read
 from smp_core.transport.smddp.folding import fold_rows
 from smp_core.transport.smddp.rounds import AHEAD, Ranges, Rounds, Transfer
-from smp_core.transport.smddp.segment import ROW_BYTES
+from smp_core.transport.smddp.segment import row_bytes
 
 # An all_reduce of more bytes goes in two hops: each member reduces a part, and all read the results. Below, each
 # member reduces everything.
@@ -34,7 +34,7 @@ CallSizes = tuple[tuple[tuple[Any, int], ...], tuple[tuple[Any, int], ...]]
 
 def block_bytes(size: int) -> int:
     """The bytes that a member writes for each of ``size`` others in a round."""
-    return ROW_BYTES // size // _LINE * _LINE
+    return row_bytes(size) // size // _LINE * _LINE
 
 
 def _rounds_of(length: int, piece: int) -> int:
@@ -66,29 +66,29 @@ def _gather_rows(
     rounds: Rounds, local: Bytes, length: int, sink: Sink, reader: int | None = None
 ) -> Transfer:
     """All members read the rows of all, or one ``reader`` does; ``local`` has ``length`` bytes, or none."""
-    me = rounds.me
+    me, most = rounds.me, rounds.row_bytes
 
     def ranges(number: int, members: Sequence[int]) -> Iterable[tuple[int, int]]:
-        count = min(ROW_BYTES, max(local.size - number * ROW_BYTES, 0))
+        count = min(most, max(local.size - number * most, 0))
         if reader is None or reader in members:
-            yield me * ROW_BYTES, me * ROW_BYTES + count
+            yield me * most, me * most + count
 
     def write(number: int, slot: Any) -> None:
-        piece = local[number * ROW_BYTES : (number + 1) * ROW_BYTES]
+        piece = local[number * most : (number + 1) * most]
         slot[me, : piece.size] = piece
 
     def read_rows(number: int, slot: Any) -> None:
-        at = number * ROW_BYTES
-        sink(slot[:, : min(ROW_BYTES, length - at)], at)
+        at = number * most
+        sink(slot[:, : min(most, length - at)], at)
 
-    return Transfer(write, read_rows, _rounds_of(length, ROW_BYTES), ranges=ranges)
+    return Transfer(write, read_rows, _rounds_of(length, most), ranges=ranges)
 
 
 def _broadcast_slot(
     rounds: Rounds, local: Bytes | None, length: int, target: Bytes | None
 ) -> Transfer:
     """One member writes all of the slot, and all others read it."""
-    most = ROW_BYTES * rounds.size
+    most = rounds.row_bytes * rounds.size
 
     def write(number: int, slot: Any) -> None:
         if local is not None:
@@ -109,19 +109,19 @@ def _broadcast_slot(
 
 def _scatter_rows(rounds: Rounds, rows: Any, target: Bytes) -> Transfer:
     """One member writes a row of the slot for each, which reads its own."""
-    me = rounds.me
+    me, most = rounds.me, rounds.row_bytes
 
     def write(number: int, slot: Any) -> None:
         if rows is not None:
-            piece = rows[:, number * ROW_BYTES : (number + 1) * ROW_BYTES]
+            piece = rows[:, number * most : (number + 1) * most]
             slot[:, : piece.shape[1]] = piece
 
     def read_rows(number: int, slot: Any) -> None:
-        place = target[number * ROW_BYTES : (number + 1) * ROW_BYTES]
+        place = target[number * most : (number + 1) * most]
         place[:] = slot[me, : place.size]
 
-    ranges = _no_ranges if rows is None else _block_ranges(0, ROW_BYTES, rows.shape[1])
-    return Transfer(write, read_rows, _rounds_of(target.size, ROW_BYTES), ranges=ranges)
+    ranges = _no_ranges if rows is None else _block_ranges(0, most, rows.shape[1])
+    return Transfer(write, read_rows, _rounds_of(target.size, most), ranges=ranges)
 
 
 def _exchange_blocks(rounds: Rounds, parts: Any, length: int, sink: Sink) -> Transfer:
@@ -138,7 +138,9 @@ def _exchange_blocks(rounds: Rounds, parts: Any, length: int, sink: Sink) -> Tra
         at = number * block
         sink(slot[:, own : own + min(block, length - at)], at)
 
-    ranges = _no_ranges if parts is None else _block_ranges(me * ROW_BYTES, block, parts.shape[1])
+    ranges = (
+        _no_ranges if parts is None else _block_ranges(me * rounds.row_bytes, block, parts.shape[1])
+    )
     return Transfer(write, read_rows, _rounds_of(length, block), ranges=ranges)
 
 
@@ -209,9 +211,11 @@ def _all_reduce(rounds: Rounds, call: Collective) -> Transfer:
 def _two_hops(rounds: Rounds, local: Bytes, target: Bytes, dtype: torch.dtype, op: str) -> Transfer:
     """A round carries a piece to be reduced, and the reductions of the piece some rounds before."""
     size, me = rounds.size, rounds.me
-    most = ROW_BYTES // (size + 1) // _LINE * _LINE  # bytes that each member reduces in a round
+    most = (
+        rounds.row_bytes // (size + 1) // _LINE * _LINE
+    )  # bytes that each member reduces in a round
     piece = most * size
-    results = ROW_BYTES - most
+    results = rounds.row_bytes - most
     pieces = _rounds_of(local.size, piece)
     ahead = min(AHEAD, pieces)
     reduced = [np.empty(0, np.uint8)] * ahead
@@ -246,7 +250,7 @@ def _two_hops(rounds: Rounds, local: Bytes, target: Bytes, dtype: torch.dtype, o
             place[rest:] = slot[full, results : results + place.size - rest]
 
     def ranges(number: int, members: Sequence[int]) -> Iterable[tuple[int, int]]:
-        row, length = me * ROW_BYTES, min(piece, max(local.size - number * piece, 0))
+        row, length = me * rounds.row_bytes, min(piece, max(local.size - number * piece, 0))
         each = block_of(length)
         for member in members:
             yield row + min(member * each, length), row + min((member + 1) * each, length)
@@ -281,7 +285,7 @@ def _all_gather_single(rounds: Rounds, call: Collective) -> Transfer:
     if len(call.gets) == 1:
         target = Target(call.gets)
         rows = target.bytes.reshape(size, local.size)
-        if local.size > ROW_BYTES:
+        if local.size > rounds.row_bytes:
             place = address(rows[rounds.me])
             local = copied_if_shared(local, [target.bytes], lambda _: address(local) == place)
         return _then(_gather_rows(rounds, local, local.size, _rows(rows)), target)
@@ -424,7 +428,7 @@ def _all_gather(rounds: Rounds, call: Collective, sizes: CallSizes) -> Transfer:
     targets = [Target(call.gets[member::size]) for member in range(size)]
     places = [each.bytes for each in targets]
     length = max(place.size for place in places)
-    if length > ROW_BYTES:
+    if length > rounds.row_bytes:
         own = address(places[rounds.me])
         local = copied_if_shared(
             local, places, lambda place: address(place) == address(local) == own
@@ -435,7 +439,7 @@ def _all_gather(rounds: Rounds, call: Collective, sizes: CallSizes) -> Transfer:
         return int(length)
 
     transfer = _gather_rows(rounds, local, length, _each(places))
-    return _then(_pairwise(rounds, transfer, check, ROW_BYTES), *targets)
+    return _then(_pairwise(rounds, transfer, check, rounds.row_bytes), *targets)
 
 
 def _all_to_all(rounds: Rounds, call: Collective, sizes: CallSizes) -> Transfer:
@@ -472,7 +476,9 @@ def _all_to_all_even(rounds: Rounds, whole: torch.Tensor, target: Bytes) -> Tran
         place = places[:, number * block : (number + 1) * block]
         place[:] = slot[:, own : own + place.shape[1]]
 
-    return Transfer(write, read_rows, ranges=_block_ranges(me * ROW_BYTES, block, parts.shape[1]))
+    return Transfer(
+        write, read_rows, ranges=_block_ranges(me * rounds.row_bytes, block, parts.shape[1])
+    )
 
 
 def _all_to_all_uneven(
@@ -498,7 +504,7 @@ def _all_to_all_uneven(
 
     def ranges(number: int, members: Sequence[int]) -> Iterable[tuple[int, int]]:
         for member in members:
-            ((begin, end),) = _block_ranges(me * ROW_BYTES, block, parts[member].size)(
+            ((begin, end),) = _block_ranges(me * rounds.row_bytes, block, parts[member].size)(
                 number, [member]
             )
             yield begin, end

@@ -33,7 +33,6 @@ from smp_core.transport.smddp.segment import (
     DIGEST_BYTES,
     FAILED,
     ROUND_SLOTS,
-    ROW_BYTES,
     SharedSegment,
 )
 from smp_core.transport.unseen import unseen
@@ -134,10 +133,10 @@ class Rounds:
         layout, me, size = segment.layout, segment.me, segment.size
         self.segment, self._name, self.ranks = segment, name, ranks
         self._inter_machine = inter_machine
-        self.me, self.size = me, size
+        self.me, self.size, self.row_bytes = me, size, layout.row_bytes
         self._view = segment.view
         data = segment.bytes[layout.slot(0) : layout.slot(ROUND_SLOTS)]
-        self._slots = list(data.reshape(ROUND_SLOTS, size, ROW_BYTES))
+        self._slots = list(data.reshape(ROUND_SLOTS, size, self.row_bytes))
         self._written = self._read = 0
         self._slot_digests = [b""] * ROUND_SLOTS  # of this member
         self._in_flight: deque[RoundsOperation] = deque()  # have a round that they have not read

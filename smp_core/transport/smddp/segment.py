@@ -32,8 +32,8 @@ from smp_core.errors import BackendError
 from smp_core.transport.smddp import futex
 
 ROUND_SLOTS = 4  # rounds of a group whose data exist at once
-# Bytes of a row, which a member writes in one round: the slots of 8 members stay in a cache of 8 MiB.
-ROW_BYTES = 256 * 1024
+# Bytes of a round: the slots of up to 8 members stay in a cache of 8 MiB. With more members each row has the least.
+ROUND_BYTES, LEAST_ROW_BYTES = 2 * 1024 * 1024, 256 * 1024
 # Bytes by which a member describes its call: the least, and those added for each member, whose sizes it gives, too.
 DESCRIPTION_BYTES, DESCRIPTION_BYTES_PER_MEMBER = 4096, 64
 DIGEST_BYTES = 16  # half of a call, half of its sizes
@@ -55,6 +55,11 @@ _PAGE = mmap.PAGESIZE
 
 def _up(count: int, step: int) -> int:
     return -(-count // step) * step
+
+
+def row_bytes(size: int) -> int:
+    """The bytes of a row, which a member of a group of ``size`` writes in one round: whole pages."""
+    return max(LEAST_ROW_BYTES, ROUND_BYTES // size // _PAGE * _PAGE)
 
 
 class MemberLayout(NamedTuple):
@@ -83,7 +88,7 @@ class SegmentLayout:
     """The offsets in the segment of a group of ``size`` members, in bytes."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size, self.row_bytes = size, row_bytes(size)
         self.description_bytes = max(
             DESCRIPTION_BYTES, _up(DESCRIPTION_BYTES_PER_MEMBER * size, _PAGE)
         )
@@ -95,7 +100,7 @@ class SegmentLayout:
         self.digests = self.doorbells + size * _LINE
         self.descriptions = _up(self.digests + ROUND_SLOTS * size * DIGEST_BYTES, _PAGE)
         self.data = self.descriptions + ROUND_SLOTS * size * self.description_bytes
-        self.links = self.data + ROUND_SLOTS * size * ROW_BYTES
+        self.links = self.data + ROUND_SLOTS * size * self.row_bytes
         self.end = self.links + size * size * LINK_BYTES
 
     def member(self, member: int) -> MemberLayout:
@@ -121,7 +126,7 @@ class SegmentLayout:
 
     def slot(self, slot: int) -> int:
         """A slot's first row; those of the next members follow."""
-        return self.data + slot * self.size * ROW_BYTES
+        return self.data + slot * self.size * self.row_bytes
 
     def link_begin(self, source: int, dest: int) -> int:
         """The first byte of the link from one member to another; the link to the next member follows."""

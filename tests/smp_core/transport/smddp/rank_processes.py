@@ -19,12 +19,13 @@ import torch
 from torch import distributed as dist
 
 from smp_core.transport.smddp import segment
-from smp_core.transport.smddp.segment import ROW_BYTES
+from smp_core.transport.smddp.segment import row_bytes
 
 LIMIT = datetime.timedelta(seconds=240)
 #: The value of a rank that was killed.
 KILLED = "killed"
 RANKS = 3  # an odd number in the tree of a fold
+ROW_BYTES = row_bytes(RANKS)
 MANY = 40 * ROW_BYTES // 4  # numbers of float32 that take many rounds
 WIDE = 60  # a layer of so many columns has more than a bucket
 

@@ -16,10 +16,10 @@ from torch.distributed import distributed_c10d as c10d
 from smp_core.reduction import reduce_tensors
 from smp_core.transport.smddp import segment
 from smp_core.transport.smddp.collectives import ONE_HOP_BYTES, block_bytes
-from smp_core.transport.smddp.segment import ROW_BYTES
 from tests.smp_core.transport.smddp.rank_processes import (
     KILLED,
     RANKS,
+    ROW_BYTES,
     check_values,
     on_ranks,
     text_of,

@@ -27,7 +27,7 @@ from torch import distributed as dist
 from smp_core.errors import BackendError
 from smp_core.transport.smddp import inter_machine, streams
 from smp_core.transport.smddp.inter_machine import own_address
-from smp_core.transport.smddp.segment import ROUND_SLOTS, ROW_BYTES
+from smp_core.transport.smddp.segment import ROUND_SLOTS, row_bytes
 from smp_core.transport.smddp.streams import Peer
 from tests.namespaces import Machines, two_machines
 from tests.smp_core.transport.smddp import (
@@ -43,6 +43,7 @@ from tests.smp_core.transport.smddp import (
 from tests.smp_core.transport.smddp.rank_processes import (
     KILLED,
     RANKS,
+    ROW_BYTES,
     check_values,
     on_machines,
     on_ranks,
@@ -229,7 +230,7 @@ def test_a_group_below_two_machines_uses_no_stream(tmp_path: Path) -> None:
     assert on_ranks(tmp_path, RANKS, body, on_machines("aba")) == [None] * RANKS
 
 
-N = 4 * ROW_BYTES  # bytes
+N = 4 * row_bytes(4)  # bytes
 _X = torch.uint8
 
 
@@ -318,14 +319,15 @@ def test_a_rank_sends_at_most_the_rounds_of_all_slots_before_they_are_received(
     def body(rank: int) -> int:
         send, sent = inter_machine.InterMachineTransport.send_round, []
 
-        def count(self: Any, number: int, *rest: Any) -> None:
+        def count_sent(self: Any, number: int, *rest: Any) -> None:
             sent.append(number)
             send(self, number, *rest)
 
-        inter_machine.InterMachineTransport.send_round = count  # type: ignore[method-assign]
-        wholes = [torch.empty(2 * ROW_BYTES // 4) for _ in range(calls)]
+        inter_machine.InterMachineTransport.send_round = count_sent  # type: ignore[method-assign]
+        count = row_bytes(2) // 4  # a row: one round
+        wholes = [torch.empty(2 * count) for _ in range(calls)]
         works: list[Any] = [
-            dist.all_gather_single(whole, value(rank, ROW_BYTES // 4, number), async_op=True)
+            dist.all_gather_single(whole, value(rank, count, number), async_op=True)
             for number, whole in enumerate(wholes)
         ]
         if rank:
@@ -341,7 +343,7 @@ def test_a_rank_sends_at_most_the_rounds_of_all_slots_before_they_are_received(
             stuck.set()
         for number, (work, whole) in enumerate(zip(works, wholes, strict=True)):
             work.wait()
-            parts = [value(each, ROW_BYTES // 4, number) for each in range(2)]
+            parts = [value(each, count, number) for each in range(2)]
             assert torch.equal(whole, torch.cat(parts))
         return most
 
@@ -520,7 +522,7 @@ def test_a_process_of_multiprocessing_ends_when_all_is_sent(
             streams.Streams.close = close_and_tell  # type: ignore[method-assign]
 
     def body(rank: int) -> None:
-        tensor = torch.full((2 * ROW_BYTES,), rank, dtype=torch.uint8)
+        tensor = torch.full((2 * row_bytes(2),), rank, dtype=torch.uint8)
         dist.broadcast(tensor, 1)
         assert (tensor == 1).all()
 

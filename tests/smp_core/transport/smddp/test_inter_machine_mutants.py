@@ -45,10 +45,10 @@ def _sent(patch: Patch, change: Callable[..., tuple[Any, ...]]) -> None:
 @BUGS.caught_by(*between(test_collectives.check_moves))
 def the_row_that_is_sent_is_the_next_member_s(patch: Patch) -> None:
     def next_row(self: Any, number: int, length: int, ranges: Any) -> tuple[Any, ...]:
-        most = segment.ROW_BYTES * self.segment.size
+        most = self.segment.layout.row_bytes * self.segment.size
 
         def shifted(members: Any) -> Any:
-            at = segment.ROW_BYTES
+            at = self.segment.layout.row_bytes
             return [(b + at, e + at) for b, e in ranges(members) if e + at <= most]
 
         return number, length, shifted

@@ -17,10 +17,10 @@ from smp_core.errors import BackendError, CollectiveMismatchError, UnsupportedEr
 from smp_core.reduction import reduce_tensors
 from smp_core.transport.smddp import collectives, futex, segment
 from smp_core.transport.smddp.collectives import ONE_HOP_BYTES
-from smp_core.transport.smddp.segment import ROW_BYTES
 from tests.smp_core.transport.smddp.rank_processes import (
     KILLED,
     RANKS,
+    ROW_BYTES,
     check_values,
     on_ranks,
     text_of,

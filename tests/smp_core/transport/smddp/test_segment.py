@@ -19,8 +19,13 @@ from torch import distributed as dist
 
 from smp_core.errors import BackendError
 from smp_core.transport.smddp import segment
-from smp_core.transport.smddp.segment import ROW_BYTES
-from tests.smp_core.transport.smddp.rank_processes import KILLED, RANKS, on_ranks, text_of
+from tests.smp_core.transport.smddp.rank_processes import (
+    KILLED,
+    RANKS,
+    ROW_BYTES,
+    on_ranks,
+    text_of,
+)
 
 
 def test_the_sizes_of_a_thousand_members_have_room() -> None:
