@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import smp_core.torch as smp
@@ -135,12 +136,13 @@ def offsets_without_padding(patch: Patch) -> None:
     """the second parameter of a unit is looked for where it would begin without padding"""
     wholes = Unit.full_tensors
 
-    def shifted(self: Unit, gathered: Tensor) -> Iterator[Tensor]:
-        first, rows = self.shards[0].layout, gathered.view(-1, self.flat.numel())
-        padding = first.padded_numel - first.numel
-        moved = rows.clone()
-        moved[:, first.shard_numel :] = rows[:, first.shard_numel :].roll(padding, 1)
-        return wholes(self, moved.view(-1))
+    def shifted(self: Unit, gathered: Iterable[Tensor]) -> Iterator[Tensor]:
+        layout, (first, *others) = self.shards[0].layout, gathered
+        if others:
+            rows = torch.cat([each.view(layout.ranks, -1) for each in others], 1)
+            moved = rows.roll(layout.padded_numel - layout.numel, 1)
+            others = [each.reshape(-1) for each in torch.split(moved, self.lengths[1:], 1)]
+        return wholes(self, [first, *others])
 
     patch.setattr(Unit, "full_tensors", shifted)
 
@@ -175,7 +177,8 @@ def any_guess_is_right(patch: Patch) -> None:
                 each.shape for each in self.units[number].shards
             ]:
                 self._live_units[number].all_gather.result()
-                self._live_units[number].all_gather = self._collectives.all_gather(next_.flat)
+                gather = self._collectives.all_gather_parts(next_.flat, next_.lengths)
+                self._live_units[number].all_gather = gather
 
     patch.setattr(Unsharded, "_prefetch", wrong)
 
@@ -253,7 +256,7 @@ def models_are_not_compared(patch: Patch) -> None:
 def gathers_bring_the_parameters_of_the_step_before(patch: Patch) -> None:
     """a step gathers the parameters that the step before it began with"""
     begin = Unsharded.begin_step
-    all_gather = Collectives.all_gather
+    gather = Collectives.all_gather_parts
     # Never cleared, because a mutant's process ends with its trial.
     kept: dict[Unit, tuple[Tensor, Tensor]] = {}
 
@@ -263,14 +266,14 @@ def gathers_bring_the_parameters_of_the_step_before(patch: Patch) -> None:
             now = unit.flat.clone()
             kept[unit] = kept.get(unit, (now, now))[1], now
 
-    def late(self: Collectives, flat: Tensor) -> Any:
+    def late(self: Collectives, flat: Tensor, lengths: Sequence[int]) -> Any:
         for unit, (before, _) in kept.items():
             if unit.flat is flat:
-                return all_gather(self, before)
-        return all_gather(self, flat)
+                return gather(self, before, lengths)
+        return gather(self, flat, lengths)
 
     patch.setattr(Unsharded, "begin_step", keeping)
-    patch.setattr(Collectives, "all_gather", late)
+    patch.setattr(Collectives, "all_gather_parts", late)
 
 
 @BUGS.enter("SHARD-STEPS")

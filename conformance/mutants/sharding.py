@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -256,17 +257,17 @@ def every_group_has_smddp(patch: Patch) -> None:
 @BUGS.enter("SHARD-GATHER-SIZES", kind="SMDDP gathers")
 def an_element_has_four_bytes(patch: Patch) -> None:
     """buffers hold as many elements of 8 bytes as of 4"""
-    gather = Collectives.all_gather
+    gather = Collectives.all_gather_parts
 
-    def counted(self: Any, shard: Tensor) -> Any:
+    def counted(self: Any, shard: Tensor, lengths: Sequence[int]) -> Any:
         of_bytes = self._gather_backend.reason_against
         self._gather_backend.reason_against = lambda count: of_bytes(shard.numel() * 4)
         try:
-            return gather(self, shard)
+            return gather(self, shard, lengths)
         finally:
             del self._gather_backend.reason_against
 
-    patch.setattr(Collectives, "all_gather", counted)
+    patch.setattr(Collectives, "all_gather_parts", counted)
 
 
 @BUGS.enter("SHARD-GATHER-SIZES", kind="SMDDP gathers")

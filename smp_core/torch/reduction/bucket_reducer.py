@@ -21,7 +21,7 @@ from smp_core.torch.reduction.collectives import Pending
 from smp_core.torch.reduction.policy import LateGradients
 
 #: Begins the collective of a bucket, on the rows of its gradients.
-Launch = Callable[[Bucket, torch.Tensor], Pending]
+Launch = Callable[[Bucket, torch.Tensor], Pending[torch.Tensor]]
 
 
 class BucketReducer:
@@ -38,7 +38,7 @@ class BucketReducer:
         self._lacking = [len(bucket.parameters) for bucket in buckets]  # how many are not ready
         self._sums: dict[nn.Parameter, torch.Tensor] = {}  # that have not been launched
         self._ready: set[nn.Parameter] = set()
-        self._operations: list[Pending] = []
+        self._operations: list[Pending[torch.Tensor]] = []
         self._taken: set[nn.Parameter] = set()  # that were launched with a gradient
         self._outdated: set[nn.Parameter] = set()  # that a gradient came for after the launch
         self.was_late = False

@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.distributed import distributed_c10d
@@ -45,14 +45,17 @@ _FOLDED = frozenset({torch.float32, torch.float64, torch.complex64, torch.comple
 #: The dtypes that narrower floats are folded in.
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
+_T = TypeVar("_T")
+_T_co = TypeVar("_T_co", covariant=True)
+
 #: The exchanges of an operation: each is waited for where it is yielded; the result is returned.
-_Exchanges = Generator[object, None, Tensor]
+_Exchanges = Generator[object, None, _T]
 
 
-class Pending(Protocol):
+class Pending(Protocol[_T_co]):
     """An operation in flight."""
 
-    def result(self) -> Tensor:
+    def result(self) -> _T_co:
         """Wait for it. The memory is new, and the same however often this is called."""
 
     def poll(self) -> None:
@@ -153,25 +156,37 @@ class Collectives:
             members = _Members(runtime, group.value, ranks, nodes, self._gather_backend.group)
             self._smddp = (("all_gather", members),)
         self.size, self.rank, self.replicas = len(ranks), self._shard_group.rank, len(others)
-        self._queue: deque[_Operation] = deque()
-        self._reductions: deque[_Operation] = deque()
-        self._open: dict[_Operation, None] = {}  # in the order in which they began
+        self._queue: deque[_Operation[Any]] = deque()
+        self._reductions: deque[_Operation[Any]] = deque()
+        self._open: dict[_Operation[Any], None] = {}  # in the order in which they began
         #: How many operations have begun: the same on all members that have done the same.
         self.begun = 0
 
-    def all_gather(self, shard: Tensor) -> Pending:
+    def all_gather(self, shard: Tensor) -> Pending[Tensor]:
         """The shards of all members, one after the other in the order of the group.
 
         ``shard`` is ``(n,)``, contiguous, of any dtype and the same size on all, 0 included; the result
         is ``(size * n,)``.
         """
-        against = self._gather_backend.reason_against(shard.numel() * shard.element_size())
-        if not against:
-            return self._begin(self._gather(shard.detach(), self._smddp, None))
-        exchanges = self._gather(shard.detach(), self._hops, self._order, against)
-        return self._begin(exchanges, self._queue if len(self._hops) > 1 else None)
+        hops, order, against = self._gather_way(shard)
+        exchanges = self._gather(shard.detach(), hops, order, against)
+        return self._begin(exchanges, self._queue if len(hops) > 1 else None)
 
-    def reduce_scatter(self, rows: Tensor) -> Pending:
+    def all_gather_parts(self, shard: Tensor, lengths: Sequence[int]) -> Pending[list[Tensor]]:
+        """The shards of all members, taken apart.
+
+        ``shard`` is as for :meth:`all_gather`, and has parts of these lengths, one after the other. The result has
+        a tensor for each part, ``(size * length,)``, in memory of its own: that part of the shards of all members, in
+        the order of the group.
+        """
+        hops, order, against = self._gather_way(shard)
+        ((_, members), *further) = hops
+        if members.backend == SMDDP and not further and shard.numel():
+            return self._begin(self._gather_apart(shard.detach(), lengths, members, against))
+        exchanges = self._taken_apart(self._gather(shard.detach(), hops, order, against), lengths)
+        return self._begin(exchanges, self._queue if further else None)
+
+    def reduce_scatter(self, rows: Tensor) -> Pending[Tensor]:
         """The sum over the members of the row that each has for this rank: the one with this rank's number.
 
         ``rows`` is ``(size, n)``, contiguous, float32, float64 or complex; the result is ``(n,)``.
@@ -180,14 +195,14 @@ class Collectives:
         _check("reduce_scatter", rows.dtype)
         return self._begin(self._reduce(rows.detach()))
 
-    def all_to_all(self, rows: Tensor) -> Pending:
+    def all_to_all(self, rows: Tensor) -> Pending[Tensor]:
         """Exchange rows: row i goes to member i, and row i of the result came from member i.
 
         ``rows`` is ``(size, ...)``, contiguous, of any dtype and the same shape on all, 0 elements included.
         """
         return self._begin(self._exchange(rows.detach()))
 
-    def all_reduce(self, flat: Tensor, divisor: int = 1) -> Pending:
+    def all_reduce(self, flat: Tensor, divisor: int = 1) -> Pending[Tensor]:
         """The sum over the ranks that hold the same shard, divided once; ``(n,)`` to ``(n,)``, with the same bits
         on all. 16-bit values are folded and divided in float32, and rounded once.
 
@@ -215,12 +230,43 @@ class Collectives:
 
     def _begin(
         self,
-        exchanges: _Exchanges,
-        queue: deque[_Operation] | None = None,
+        exchanges: _Exchanges[_T],
+        queue: deque[_Operation[Any]] | None = None,
         together: bool = False,
-    ) -> Pending:
+    ) -> Pending[_T]:
         self.begun += 1
         return _Operation(exchanges, queue, self._open, together)
+
+    def _gather_way(
+        self, shard: Tensor
+    ) -> tuple[Sequence[tuple[str, _Members]], Tensor | None, str]:
+        """The hops of a gather of these shards, the order that they leave the shards in, and the reason why they are
+        not those of `smddp`.
+        """
+        against = self._gather_backend.reason_against(shard.numel() * shard.element_size())
+        return (self._hops, self._order, against) if against else (self._smddp, None, "")
+
+    def _gather_apart(
+        self, shard: Tensor, lengths: Sequence[int], members: _Members, reason: str
+    ) -> _Exchanges[list[Tensor]]:
+        """Gather each part into its result: no buffer holds the shards of all members first."""
+        self._count_gather(shard, members, "all_gather", self._shard_kind, reason)
+        wholes = [shard.new_empty(members.size * length) for length in lengths]
+        for whole in wholes:
+            counted.holds(counted.EXCHANGED, whole)
+        group, parts = members.process_group, list(torch.split(shard, list(lengths)))
+        yield group.allgather_into_tensor_coalesced(wholes, parts, _c10d.AllgatherOptions())
+        return wholes
+
+    def _taken_apart(
+        self, exchanges: _Exchanges[Tensor], lengths: Sequence[int]
+    ) -> _Exchanges[list[Tensor]]:
+        whole = yield from exchanges
+        if len(lengths) == 1:
+            return [whole]
+        parts = torch.split(whole.view(self.size, sum(lengths)), list(lengths), dim=1)
+        # A copy each, though some lie in the buffer as they are to lie: it is to be freed.
+        return [part.clone(memory_format=torch.contiguous_format).view(-1) for part in parts]
 
     def _gather(
         self,
@@ -228,7 +274,7 @@ class Collectives:
         hops: Sequence[tuple[str, _Members]],
         order: Tensor | None,
         reason: str = "",
-    ) -> _Exchanges:
+    ) -> _Exchanges[Tensor]:
         shards, kind = shard, self._shard_kind
         for operation, members in hops:
             shards = yield from self._gather_from(shards, members, operation, kind, reason)
@@ -238,13 +284,13 @@ class Collectives:
         rows = shards.view(torch.uint8).view(self.size, -1)
         return rows.index_select(0, order.to(rows.device)).view(-1).view(shard.dtype)
 
-    def _exchange(self, rows: Tensor) -> _Exchanges:
+    def _exchange(self, rows: Tensor) -> _Exchanges[Tensor]:
         received = yield from self._exchange_rows(
             rows, self._shard_group, "all_to_all", self._shard_kind
         )
         return received
 
-    def _reduce(self, rows: Tensor) -> _Exchanges:
+    def _reduce(self, rows: Tensor) -> _Exchanges[Tensor]:
         members = self._sums
         if members.folds and rows.numel():
             self._count("reduce_scatter", self._shard_kind, members, rows.numel(), rows.dtype)
@@ -258,7 +304,7 @@ class Collectives:
         )
         return _fold(received)
 
-    def _reduce_all(self, flat: Tensor, divisor: int) -> _Exchanges:
+    def _reduce_all(self, flat: Tensor, divisor: int) -> _Exchanges[Tensor]:
         members, kind = self._replicate_group, self._replicate_kind
         if members.folds and flat.dtype not in _WIDE and flat.numel():
             return (yield from self._reduce_all_at_once(flat, members, kind, divisor))
@@ -272,7 +318,7 @@ class Collectives:
 
     def _reduce_all_at_once(
         self, flat: Tensor, members: _Members, kind: GroupKind, divisor: int
-    ) -> _Exchanges:
+    ) -> _Exchanges[Tensor]:
         """The sum over the replicate group by the backend's own all-reduce, divided once.
 
         The traffic counts the bytes of the exchanges of other backends (traffic.py): the backend's hops are its own.
@@ -293,11 +339,8 @@ class Collectives:
         kind: GroupKind,
         reason: str = "",
     ) -> Generator[object, None, Tensor]:
-        size, each = members.size, shard.numel() * shard.element_size()
-        ring = members.ring
-        counts = each * (size - 1), each * members.crossings
-        where = members.backend, reason
-        self.traffic.add(Sent(operation, kind, shard.numel() * size, shard.dtype, *counts, *where))
+        size, ring = members.size, members.ring
+        self._count_gather(shard, members, operation, kind, reason)
         if size == 1 or not shard.numel():
             return shard
         whole = shard.new_empty(shard.numel() * size)
@@ -331,6 +374,15 @@ class Collectives:
         yield members.process_group.alltoall_base(to, from_, [], [], options)
         return received
 
+    def _count_gather(
+        self, shard: Tensor, members: _Members, operation: str, kind: GroupKind, reason: str
+    ) -> None:
+        """Count a gather in which each member is sent the shards of all others."""
+        size, each = members.size, shard.numel() * shard.element_size()
+        counts = each * (size - 1), each * members.crossings
+        where = members.backend, reason
+        self.traffic.add(Sent(operation, kind, shard.numel() * size, shard.dtype, *counts, *where))
+
     def _count(
         self, operation: str, kind: GroupKind, members: _Members, elements: int, dtype: torch.dtype
     ) -> None:
@@ -353,7 +405,7 @@ class OperationState(enum.Enum):
     """The result alone."""
 
 
-class _Operation:
+class _Operation(Generic[_T]):
     """An operation of several exchanges (see Pending). The first exchange begins at once, the next ones when the
     result is asked for.
 
@@ -364,22 +416,22 @@ class _Operation:
 
     def __init__(
         self,
-        exchanges: _Exchanges,
-        queue: deque[_Operation] | None,
-        open_: dict[_Operation, None],
+        exchanges: _Exchanges[_T],
+        queue: deque[_Operation[Any]] | None,
+        open_: dict[_Operation[Any], None],
         together: bool = False,
     ) -> None:
         self._exchanges, self._queue, self._open = exchanges, queue, open_
         self._together = together
         self._work: Any = None
-        self._result: Tensor | None = None
+        self._result: _T | None = None
         self._state = OperationState.FIRST_EXCHANGE
         open_[self] = None
         self._advance(OperationState.FIRST_EXCHANGE)
         if self._state is not OperationState.DONE and queue is not None:
             queue.append(self)
 
-    def result(self) -> Tensor:
+    def result(self) -> _T:
         while self._state is not OperationState.DONE and self._queue:
             if self._together:
                 for each in self._queue:

@@ -173,7 +173,7 @@ class GradientReducer:
             return False
         return self._shards.all_reducer(split_of(parameter) is not None).replicas == 1
 
-    def _launch(self, bucket: Bucket, rows: torch.Tensor) -> Pending:
+    def _launch(self, bucket: Bucket, rows: torch.Tensor) -> Pending[torch.Tensor]:
         if self._policy.scatters:
             return self._collectives.reduce_scatter(rows)
         return self._shards.all_reducer(bucket.split).all_reduce(
@@ -371,7 +371,7 @@ class GradientReducer:
             for parameter in [each for each in remaining if self._stays(each)]:
                 remaining.remove(parameter)
                 reduced[parameter] = self._averaged(parameter)
-        persistent: list[tuple[Bucket, Pending]] = []
+        persistent: list[tuple[Bucket, Pending[torch.Tensor]]] = []
         for bucket, result in self._launch_all_reduces(self._buckets(remaining)):
             row = result()
             if not self._policy.scatters:

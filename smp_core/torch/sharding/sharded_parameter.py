@@ -113,17 +113,15 @@ class Unit:
                 "model.load_state_dict"
             )
 
-    def full_tensors(self, gathered: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The full parameters, each in memory of its own, from the shards of all ranks in order."""
-        rows, together = gathered.view(-1, self.flat.numel()), gathered.untyped_storage()._cdata
-        start = 0
-        for shard in self.shards:
-            stop = start + shard.layout.shard_numel
-            flat = shard.layout.full(rows[:, start:stop])
-            if len(self.shards) > 1 and flat.untyped_storage()._cdata == together:
-                flat = flat.clone()  # shards of one element: a view was enough to line them up
-            yield shard.shaped(flat)
-            start = stop
+    @property
+    def lengths(self) -> list[int]:
+        """The elements of each shard in ``flat``, with its padding."""
+        return [shard.layout.shard_numel for shard in self.shards]
+
+    def full_tensors(self, gathered: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """The full parameters, from the shards of all ranks in order, of each parameter in a tensor."""
+        for shard, padded in zip(self.shards, gathered, strict=True):
+            yield shard.shaped(padded[: shard.numel])
 
 
 def make_unit(

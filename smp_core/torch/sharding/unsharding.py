@@ -39,7 +39,7 @@ from smp_core.torch.sharding.sharded_parameter import ShardedParameter, Unit
 class AllGather(Protocol):
     """collectives.Collectives, as far as it is needed here."""
 
-    def all_gather(self, part: torch.Tensor) -> Any: ...
+    def all_gather_parts(self, shard: torch.Tensor, lengths: Sequence[int]) -> Any: ...
 
 
 class UnitState(enum.Enum):
@@ -49,10 +49,10 @@ class UnitState(enum.Enum):
     """The rank's own shards alone: ``1 / degree`` of the unit, padding included."""
 
     UNSHARDING = "unsharding"
-    """An all-gather is in flight: the shards, and a buffer of the size of the whole unit that nobody may read."""
+    """An all-gather is in flight: the shards, and memory of the size of the whole unit that nobody may read."""
 
     UNSHARDED = "unsharded"
-    """The shards, and every parameter of the unit in full, each in a tensor of its own; the buffer is freed."""
+    """The shards, and every parameter of the unit in full, each in memory of its own."""
 
 
 class _LiveUnit:
@@ -260,7 +260,9 @@ class Unsharded:
         self.live += unit.numel
         self.peak = max(self.peak, self.live)
         with torch.inference_mode(False):
-            self._live_units[unit.number] = _LiveUnit(self._collectives.all_gather(unit.flat))
+            self._live_units[unit.number] = _LiveUnit(
+                self._collectives.all_gather_parts(unit.flat, unit.lengths)
+            )
 
     def _prefetch(self) -> None:
         if not self.prefetch or self._at is None or self._at >= len(self._expected):

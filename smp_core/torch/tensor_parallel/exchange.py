@@ -106,7 +106,7 @@ class TensorGroup:
         session: TrainingSession | None = self._runtime.training
         return session is not None and session.tracing
 
-    def _wait(self, begin: Callable[[], Pending]) -> Tensor:
+    def _wait(self, begin: Callable[[], Pending[Tensor]]) -> Tensor:
         """Carry out an operation in the rank's own thread, because no other thread communicates."""
         activity = activities.current()
         if activity is None:

@@ -152,11 +152,16 @@ def _folded(target: Bytes, dtype: torch.dtype, op: str) -> Sink:
     return sink
 
 
-def _rows(targets: Any) -> Sink:
-    """``targets``: a row for each member."""
+def _rows(targets: Sequence[Any]) -> Sink:
+    """``targets``, one behind the other: a row for each member."""
+    begins = list(itertools.accumulate((each.shape[1] for each in targets), initial=0))
 
     def sink(rows: Any, at: int) -> None:
-        targets[:, at : at + rows.shape[1]] = rows
+        end = at + rows.shape[1]
+        for target, begin, after in zip(targets, begins, begins[1:], strict=False):
+            first, last = max(begin, at), min(after, end)
+            if first < last:
+                target[:, first - begin : last - begin] = rows[:, first - at : last - at]
 
     return sink
 
@@ -282,26 +287,16 @@ def _gather(rounds: Rounds, call: Collective) -> Transfer:
 
 def _all_gather_single(rounds: Rounds, call: Collective) -> Transfer:
     size, local = rounds.size, read(call.brings)
-    if len(call.gets) == 1:
-        target = Target(call.gets)
-        rows = target.bytes.reshape(size, local.size)
-        if local.size > rounds.row_bytes:
-            place = address(rows[rounds.me])
-            local = copied_if_shared(local, [target.bytes], lambda _: address(local) == place)
-        return _then(_gather_rows(rounds, local, local.size, _rows(rows)), target)
-    flat = np.empty((size, local.size), np.uint8)
-    transfer = _gather_rows(rounds, local, local.size, _rows(flat))
-    transfer.finish = lambda: _split(flat, call.gets, call.brings)
-    return transfer
-
-
-def _split(flat: Any, gets: Sequence[Any], brings: Sequence[Any]) -> None:
-    at = 0
-    for output, value in zip(gets, brings, strict=True):
-        end = at + value.numel() * value.itemsize
-        rows = torch.from_numpy(flat[:, at:end].reshape(-1)).view(output.dtype)
-        output.data.copy_(rows.view(output.shape))
-        at = end
+    targets = [Target([each]) for each in call.gets]
+    places = [
+        target.bytes.reshape(size, value.numel() * value.itemsize)
+        for target, value in zip(targets, call.brings, strict=True)
+    ]
+    if local.size > rounds.row_bytes:
+        # In place, a member's input is its own row of the output, which no other member's row is written to.
+        own = address(places[0][rounds.me]) if len(places) == 1 else None
+        local = copied_if_shared(local, places, lambda _: address(local) == own)
+    return _then(_gather_rows(rounds, local, local.size, _rows(places)), *targets)
 
 
 def _reduce_scatter_single(rounds: Rounds, call: Collective) -> Transfer:
@@ -321,7 +316,7 @@ def _reduce_scatter_single(rounds: Rounds, call: Collective) -> Transfer:
 def _exchange_mixed(rounds: Rounds, rows: Any, target: Target, call: Collective) -> Transfer:
     """Outputs of different dtypes: the rows are kept until each output can be folded in its dtype."""
     kept = np.empty((rounds.size, target.bytes.size), np.uint8)
-    transfer = _exchange_blocks(rounds, rows, target.bytes.size, _rows(kept))
+    transfer = _exchange_blocks(rounds, rows, target.bytes.size, _rows([kept]))
 
     def finish() -> None:
         at = 0

@@ -59,7 +59,23 @@ def read(tensors: Sequence[Tensor]) -> Bytes:
         return _bytes(tensor)
     if not tensors:
         return np.empty(0, np.uint8)
+    if _adjacent(tensors):
+        first = _bare(next((each for each in tensors if each.numel()), tensors[0]))
+        return _bytes(first.as_strided([sum(each.numel() for each in tensors)], [1]))
     return np.concatenate([read([tensor]) for tensor in tensors])
+
+
+def _adjacent(tensors: Sequence[Tensor]) -> bool:
+    """Return whether tensors of one dtype lie in one memory, one behind the other."""
+    at, storage, dtype = None, tensors[0].untyped_storage().data_ptr(), tensors[0].dtype
+    for tensor in tensors:
+        begin = tensor.data_ptr() if tensor.numel() else at
+        if at not in (None, begin) or not _plain(tensor) or tensor.dtype is not dtype:
+            return False
+        if tensor.untyped_storage().data_ptr() != storage:  # two may follow each other by chance
+            return False
+        at = None if begin is None else begin + tensor.numel() * tensor.itemsize
+    return True
 
 
 class Target:

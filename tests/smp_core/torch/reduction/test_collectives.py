@@ -62,6 +62,47 @@ def test_parts_come_in_the_order_of_the_group(smp: Any, dtype: str) -> None:
         assert torch.equal(whole, positions(here.size * part, kind))
 
 
+LENGTHS = [[3], [2, 1], [0, 3, 0, 2], [1, 1, 1], [0], [0, 0], [70_000, 0, 41, 70_000]]
+
+
+def check_parts(gathers: Collectives, lengths: list[int], dtype: torch.dtype) -> None:
+    """Element i of a rank's shard is i + 1000 times the rank, as far as the dtype tells them apart."""
+    count = sum(lengths)
+    shards = [positions(count, dtype, 1000 * rank) for rank in range(gathers.size)]
+    parts = gathers.all_gather_parts(shards[gathers.rank], lengths).result()
+    for number, part in enumerate(parts):
+        begin = sum(lengths[:number])
+        expected = torch.cat([each[begin : begin + lengths[number]] for each in shards])
+        assert part.dtype is dtype
+        assert torch.equal(part, expected), (lengths, number)
+        assert part.untyped_storage().nbytes() == part.numel() * part.itemsize
+        part.zero_()  # changes no other part, and no shard
+    assert torch.equal(shards[gathers.rank], positions(count, dtype, 1000 * gathers.rank))
+
+
+@pytest.mark.smp(ranks=[1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "complex64"])
+def test_a_gather_of_parts_gives_each_in_memory_of_its_own(smp: Any, dtype: str) -> None:
+    gathers = Collectives(runtime.current("test"), GroupKind.RDP, None)
+    for lengths in LENGTHS:
+        check_parts(gathers, lengths, getattr(torch, dtype))
+
+
+@pytest.mark.smp(ranks=4, **FOUR, ranks_per_node=2, sdp_hierarchical_allgather=True)
+def test_a_gather_of_parts_in_two_hops(smp: Any) -> None:
+    for lengths in LENGTHS:
+        check_parts(collectives(), lengths, torch.float32)
+
+
+@pytest.mark.smp(ranks=4, **FOUR)
+def test_a_gather_of_parts_counts_as_one_of_the_whole(smp: Any) -> None:
+    gathers = collectives()
+    with gathers.traffic.recorded() as log:
+        gathers.all_gather_parts(torch.ones(5), [2, 3]).result()
+        gathers.all_gather(torch.ones(5)).result()
+    assert log[0] == log[1]
+
+
 @pytest.mark.smp(ranks=4, **FOUR)
 def test_signs_and_payloads_of_not_a_number_survive(smp: Any) -> None:
     bits = torch.tensor([-(2**31), 0x7FC00001, 1], dtype=torch.int32) + runtime.current("t").rank

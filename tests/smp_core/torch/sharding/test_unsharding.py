@@ -33,12 +33,13 @@ class OneRank:
     def __init__(self):
         self.begun = []
 
-    def all_gather(self, part):
-        self.begun.append(part)
+    def all_gather_parts(self, shard, lengths):
+        self.begun.append((shard, lengths))
         return self
 
     def result(self):
-        return self.begun[-1].clone()
+        shard, lengths = self.begun[-1]
+        return [part.clone() for part in torch.split(shard, lengths)]
 
 
 class Call:

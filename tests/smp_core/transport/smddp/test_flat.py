@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from smp_core.transport.smddp import segment
+from smp_core.transport.smddp import flat, segment
 from tests.smp_core.transport.smddp.rank_processes import MANY, RANKS, check_values, limit, on_ranks
 
 
@@ -43,6 +43,33 @@ def check_storages_can_be_resized(rank: int) -> None:
     for each in (tensor, whole):
         each.untyped_storage().resize_(0)
         assert not each.untyped_storage().nbytes()
+
+
+def test_tensors_one_behind_the_other_are_read_from_their_memory() -> None:
+    memory = torch.arange(24.0)
+    for parts in (
+        [memory[2:5], memory[5:6], memory[6:20]],
+        [memory[9:9], memory[2:8].view(2, 3), memory[0:0], memory[8:10]],
+    ):
+        read = flat.read(parts)
+        assert flat.address(read) == memory[2:].data_ptr()
+        assert read.tobytes() == torch.cat([part.reshape(-1) for part in parts]).numpy().tobytes()
+
+
+def test_tensors_that_lie_elsewhere_are_read_one_by_one() -> None:
+    memory, other = torch.arange(24.0), torch.arange(4.0)
+    for parts in (
+        [memory[2:5], memory[6:20]],
+        [memory[5:6], memory[2:5]],
+        [memory[::2], memory[23:]],
+        [memory[:2], memory[2:4].view(torch.int32)],
+        [memory[:4], other],
+        [memory[0:0], other],
+        [other[0:0], memory[0:0]],
+        [memory[:4], torch.complex(other, other).conj().imag],
+    ):
+        expected = b"".join(part.resolve_neg().contiguous().numpy().tobytes() for part in parts)
+        assert flat.read(parts).tobytes() == expected
 
 
 CHECKS: list[Callable[[int], None]] = [
