@@ -21,7 +21,7 @@ def _memory() -> str:
     rounds = (layout.links - layout.data) / MIB
     link = segment.LINK_BYTES / MIB
     return (
-        f"grows to {rounds:g} MiB for the collectives of {WORDS[layout.size]} ranks, "
+        f"grows to {rounds:g} MiB for the collectives of a group of up to {WORDS[layout.size]} ranks, "
         f"and by {link:.1f} MiB for each pair of ranks"
     )
 
@@ -44,8 +44,9 @@ def _silence() -> float:
             "backends",
             f"{WORDS[segment.PIECE_SLOTS]} pieces of {segment.PIECE_BYTES / KIB:g} KiB ahead",
         ),
-        ("backends", f"{WORDS[segment.ROUND_SLOTS]} rounds of {segment.ROUND_BYTES / MIB:g} MiB"),
-        ("backends", f"{segment.LEAST_ROW_BYTES / KIB:g} KiB of each"),
+        ("backends", f"A round has {segment.ROUND_BYTES / MIB:g} MiB,"),
+        ("backends", f"or {segment.LEAST_ROW_BYTES / KIB:g} KiB of each rank"),
+        ("backends", f"At most {WORDS[segment.ROUND_SLOTS]} rounds of a group"),
         ("backends", f"{_silence():g} seconds after its machine vanished"),
         ("security", f"nothing after {WORDS[int(streams._HANDSHAKE_TIMEOUT)]} seconds is closed"),
         ("security", f"when there are more than {streams._MAX_UNAUTHENTICATED}"),

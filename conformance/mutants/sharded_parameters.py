@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -136,12 +136,11 @@ def offsets_without_padding(patch: Patch) -> None:
     """the second parameter of a unit is looked for where it would begin without padding"""
     wholes = Unit.full_tensors
 
-    def shifted(self: Unit, gathered: Iterable[Tensor]) -> Iterator[Tensor]:
+    def shifted(self: Unit, gathered: Sequence[Tensor]) -> Iterator[Tensor]:
         layout, (first, *others) = self.shards[0].layout, gathered
         if others:
-            rows = torch.cat([each.view(layout.ranks, -1) for each in others], 1)
-            moved = rows.roll(layout.padded_numel - layout.numel, 1)
-            others = [each.reshape(-1) for each in torch.split(moved, self.lengths[1:], 1)]
+            moved = torch.cat(others, 1).roll(layout.padded_numel - layout.numel, 1)
+            others = list(torch.split(moved, self.lengths[1:], 1))
         return wholes(self, [first, *others])
 
     patch.setattr(Unit, "full_tensors", shifted)

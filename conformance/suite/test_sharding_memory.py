@@ -183,10 +183,11 @@ def test_ranks_clip_by_the_same_bits(smp_world: SmpWorld, smp_engine: str, data:
 # ---- What is whole, and for how long -------------------------------------------------------------
 
 
-#: Whether these unsharded elements, by layer, are right while a layer runs, named by its path ("" after the step).
-Right = Callable[[str, dict[str, int]], bool]
+#: Whether a layer may run (its path; "" is after the step) while these elements, by layer, are unsharded.
+Allowed = Callable[[str, dict[str, int]], bool]
 
-#: Seconds that a backend's threads get to drop what they still hold of a collective that has completed.
+#: The seconds that a backend's threads get, in all looks of a rank together, to drop what they still hold of a
+#: collective that has completed.
 PATIENCE = 2.0
 
 
@@ -195,15 +196,15 @@ class MemoryWatch:
 
     Weak references to the storages tell whether the memory is freed. A thread of a backend may hold the result of a
     collective a little longer than the rank that waited for it (Gloo's does, until it gets the interpreter's lock to
-    drop a tensor that Python has seen). So a look that is not ``right`` is repeated until it is, or until
-    ``PATIENCE`` is over, which is once.
+    drop a tensor that Python has seen). So a look that sees what is not ``allowed`` is repeated, for ``PATIENCE``
+    seconds in all.
     """
 
-    def __init__(self, module: nn.Module, shapes: dict[str, torch.Size], right: Right) -> None:
+    def __init__(self, module: nn.Module, shapes: dict[str, torch.Size], allowed: Allowed) -> None:
         self.memory: dict[str, list[weakref.ref[Any]]] = {}
         #: The path of each layer that ran, and what was unsharded.
         self.seen: list[tuple[str, dict[str, int]]] = []
-        self._right, self._patience = right, PATIENCE
+        self._allowed, self._patience = allowed, PATIENCE
         for path, layer in module.named_modules():
             if f"{path}.weight" in shapes:
                 hook = self._watching(path, shapes[f"{path}.weight"])
@@ -220,11 +221,11 @@ class MemoryWatch:
 
     def look(self, running: str) -> None:
         """Note what is unsharded while the layer ``running`` runs."""
-        while not self._right(running, whole := self._whole()) and self._patience > 0:
-            time.sleep(
-                0.001
-            )  # lets go of the interpreter's lock, for which the backend's thread waits
-            self._patience -= 0.001
+        while not self._allowed(running, whole := self._whole()) and self._patience > 0:
+            start = time.monotonic()
+            # Lets go of the interpreter's lock, for which the backend's thread waits.
+            time.sleep(0.001)
+            self._patience -= time.monotonic() - start
         self.seen.append((running, whole))
 
     def _whole(self) -> dict[str, int]:
@@ -241,12 +242,12 @@ class MemoryWatch:
 
 
 def whole_on_rank(
-    engine: str, case: ShardedTraining, right: Right
+    engine: str, case: ShardedTraining, allowed: Allowed
 ) -> list[tuple[str, dict[str, int]]]:
     """Train one window and step; return each layer that ran with the unsharded elements then, and "" for the end."""
     session, replica = opened(engine, case)
     shapes = {name: each.shape for name, each in build(case.model).named_parameters()}
-    watch = MemoryWatch(session.module, shapes, right)
+    watch = MemoryWatch(session.module, shapes, allowed)
     window(session, case, replica, 0)
     session.step()
     watch.look("")
@@ -306,9 +307,9 @@ def test_no_more_is_whole_than_is_allowed(
     fixed: dict[str, Any] = {"model": LAYERS, "threshold": 0, "live": live, "windows": 1}
     drawn = sharded_cases(smp_world, smp_engine, least=2, sharding=(2, 4), **fixed)
     case = data.draw(drawn, "case")
-    right = functools.partial(within, live)
+    allowed = functools.partial(within, live)
     ranks = smp_world.run(
-        whole_on_rank, smp_engine, case, right, ranks=case.ranks, config=case.config
+        whole_on_rank, smp_engine, case, allowed, ranks=case.ranks, config=case.config
     )
     for rank, seen in enumerate(ranks):
         for running, whole in seen:

@@ -168,7 +168,7 @@ class Collectives:
         ``shard`` is ``(n,)``, contiguous, of any dtype and the same size on all, 0 included; the result
         is ``(size * n,)``.
         """
-        hops, order, against = self._gather_way(shard)
+        hops, order, against = self._gather_route(shard)
         exchanges = self._gather(shard.detach(), hops, order, against)
         return self._begin(exchanges, self._queue if len(hops) > 1 else None)
 
@@ -176,14 +176,20 @@ class Collectives:
         """The shards of all members, taken apart.
 
         ``shard`` is as for :meth:`all_gather`, and has parts of these lengths, one after the other. The result has
-        a tensor for each part, ``(size * length,)``, in memory of its own: that part of the shards of all members, in
-        the order of the group.
+        a tensor for each part, ``(size, length)``: that part of the shards of all members, in the order of the group.
+        Each is contiguous, in memory of its own, or all are views of one buffer.
+
+        Raises ValueError if the lengths are not those of the shard.
         """
-        hops, order, against = self._gather_way(shard)
+        if sum(lengths) != shard.numel():
+            raise ValueError(f"{shard.numel()} elements have no parts of {list(lengths)}")
+        hops, order, against = self._gather_route(shard)
         ((_, members), *further) = hops
         if members.backend == SMDDP and not further and shard.numel():
-            return self._begin(self._gather_apart(shard.detach(), lengths, members, against))
-        exchanges = self._taken_apart(self._gather(shard.detach(), hops, order, against), lengths)
+            return self._begin(self._gather_parts(shard.detach(), lengths, members, against))
+        exchanges = self._split_gathered(
+            self._gather(shard.detach(), hops, order, against), lengths
+        )
         return self._begin(exchanges, self._queue if further else None)
 
     def reduce_scatter(self, rows: Tensor) -> Pending[Tensor]:
@@ -237,7 +243,7 @@ class Collectives:
         self.begun += 1
         return _Operation(exchanges, queue, self._open, together)
 
-    def _gather_way(
+    def _gather_route(
         self, shard: Tensor
     ) -> tuple[Sequence[tuple[str, _Members]], Tensor | None, str]:
         """The hops of a gather of these shards, the order that they leave the shards in, and the reason why they are
@@ -246,27 +252,25 @@ class Collectives:
         against = self._gather_backend.reason_against(shard.numel() * shard.element_size())
         return (self._hops, self._order, against) if against else (self._smddp, None, "")
 
-    def _gather_apart(
+    def _gather_parts(
         self, shard: Tensor, lengths: Sequence[int], members: _Members, reason: str
     ) -> _Exchanges[list[Tensor]]:
         """Gather each part into its result: no buffer holds the shards of all members first."""
+        parts = list(torch.split(shard, list(lengths)))
         self._count_gather(shard, members, "all_gather", self._shard_kind, reason)
-        wholes = [shard.new_empty(members.size * length) for length in lengths]
+        wholes = [shard.new_empty(members.size, length) for length in lengths]
         for whole in wholes:
             counted.holds(counted.EXCHANGED, whole)
-        group, parts = members.process_group, list(torch.split(shard, list(lengths)))
+        group = members.process_group
         yield group.allgather_into_tensor_coalesced(wholes, parts, _c10d.AllgatherOptions())
         return wholes
 
-    def _taken_apart(
+    def _split_gathered(
         self, exchanges: _Exchanges[Tensor], lengths: Sequence[int]
     ) -> _Exchanges[list[Tensor]]:
+        """The parts, as views of the shards of all members."""
         whole = yield from exchanges
-        if len(lengths) == 1:
-            return [whole]
-        parts = torch.split(whole.view(self.size, sum(lengths)), list(lengths), dim=1)
-        # A copy each, though some lie in the buffer as they are to lie: it is to be freed.
-        return [part.clone(memory_format=torch.contiguous_format).view(-1) for part in parts]
+        return list(torch.split(whole.view(self.size, sum(lengths)), list(lengths), dim=1))
 
     def _gather(
         self,
@@ -468,6 +472,11 @@ class _Operation(Generic[_T]):
             self._work, self._result = None, stop.value
             self._state = OperationState.DONE
             self._open.pop(self, None)
+        except BaseException:
+            self._open.pop(
+                self, None
+            )  # it is in flight no more, so that nobody waits for it at the end of a step
+            raise
 
 
 def _fold(rows: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ parameter tell which parameter it is a shard of (``describe``); persistent param
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -118,10 +119,19 @@ class Unit:
         """The elements of each shard in ``flat``, with its padding."""
         return [shard.layout.shard_numel for shard in self.shards]
 
-    def full_tensors(self, gathered: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """The full parameters, from the shards of all ranks in order, of each parameter in a tensor."""
-        for shard, padded in zip(self.shards, gathered, strict=True):
-            yield shard.shaped(padded[: shard.numel])
+    def full_tensors(self, gathered: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """The full parameters, each in memory of its own.
+
+        ``gathered``: for each parameter the padded shards of all ranks, in order, as rows. Those that are views of one
+        buffer are copied.
+        """
+        storages = Counter(part.untyped_storage()._cdata for part in gathered)
+        for shard, rows in zip(self.shards, gathered, strict=True):
+            flat = shard.layout.full(rows)
+            storage = flat.untyped_storage()._cdata
+            if storages[storage] > 1:
+                flat = flat.clone()  # shards of one element: a view was enough to line them up
+            yield shard.shaped(flat)
 
 
 def make_unit(

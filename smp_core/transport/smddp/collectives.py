@@ -7,6 +7,7 @@ bits are those of `sim`.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -153,15 +154,18 @@ def _folded(target: Bytes, dtype: torch.dtype, op: str) -> Sink:
 
 
 def _rows(targets: Sequence[Any]) -> Sink:
-    """``targets``, one behind the other: a row for each member."""
-    begins = list(itertools.accumulate((each.shape[1] for each in targets), initial=0))
+    """``targets`` take consecutive columns of the rows; each has a row for each member."""
+    ends = list(itertools.accumulate(each.shape[1] for each in targets))
 
     def sink(rows: Any, at: int) -> None:
         end = at + rows.shape[1]
-        for target, begin, after in zip(targets, begins, begins[1:], strict=False):
+        for number in range(bisect.bisect_right(ends, at), len(targets)):
+            target, after = targets[number], ends[number]
+            begin = after - target.shape[1]
+            if begin >= end:
+                break
             first, last = max(begin, at), min(after, end)
-            if first < last:
-                target[:, first - begin : last - begin] = rows[:, first - at : last - at]
+            target[:, first - begin : last - begin] = rows[:, first - at : last - at]
 
     return sink
 
@@ -216,9 +220,8 @@ def _all_reduce(rounds: Rounds, call: Collective) -> Transfer:
 def _two_hops(rounds: Rounds, local: Bytes, target: Bytes, dtype: torch.dtype, op: str) -> Transfer:
     """A round carries a piece to be reduced, and the reductions of the piece some rounds before."""
     size, me = rounds.size, rounds.me
-    most = (
-        rounds.row_bytes // (size + 1) // _LINE * _LINE
-    )  # bytes that each member reduces in a round
+    # The bytes that each member reduces in a round.
+    most = rounds.row_bytes // (size + 1) // _LINE * _LINE
     piece = most * size
     results = rounds.row_bytes - most
     pieces = _rounds_of(local.size, piece)

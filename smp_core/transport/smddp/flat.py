@@ -60,21 +60,27 @@ def read(tensors: Sequence[Tensor]) -> Bytes:
     if not tensors:
         return np.empty(0, np.uint8)
     if _adjacent(tensors):
-        first = _bare(next((each for each in tensors if each.numel()), tensors[0]))
-        return _bytes(first.as_strided([sum(each.numel() for each in tensors)], [1]))
+        count = sum(each.numel() * each.itemsize for each in tensors)
+        first = next((each for each in tensors if each.numel()), tensors[0])
+        return np.asarray(_Memory(_bare(first), count)) if count else np.empty(0, np.uint8)
     return np.concatenate([read([tensor]) for tensor in tensors])
 
 
 def _adjacent(tensors: Sequence[Tensor]) -> bool:
-    """Return whether tensors of one dtype lie in one memory, one behind the other."""
-    at, storage, dtype = None, tensors[0].untyped_storage().data_ptr(), tensors[0].dtype
-    for tensor in tensors:
-        begin = tensor.data_ptr() if tensor.numel() else at
-        if at not in (None, begin) or not _plain(tensor) or tensor.dtype is not dtype:
+    """Return whether tensors lie in one storage, one behind the other."""
+    storage, at = None, None
+    for tensor in map(_bare, tensors):
+        if not _plain(tensor):
             return False
-        if tensor.untyped_storage().data_ptr() != storage:  # two may follow each other by chance
+        if not tensor.numel():
+            continue
+        # Not its address: two storages may follow each other by chance, or begin at the same place.
+        if storage not in (None, tensor.untyped_storage()._cdata):
             return False
-        at = None if begin is None else begin + tensor.numel() * tensor.itemsize
+        if at not in (None, tensor.data_ptr()):
+            return False
+        storage = tensor.untyped_storage()._cdata
+        at = tensor.data_ptr() + tensor.numel() * tensor.itemsize
     return True
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from datetime import timedelta
 from typing import Any
 
@@ -55,14 +54,14 @@ class SmddpProcessGroup(CheckedGroup):
                 self._segment.open_on_machines(self.machines, timeout)
                 self._inter_machine = InterMachineTransport(self._segment, self.machines, timeout)
                 self._segment.release()
-            elif self._is_default:
+            else:
                 self._segment.open(timeout)
                 self._segment.wait_for_all(timeout)
         except BaseException:
             self._segment.release()
             raise
-        self._channels: tuple[Rounds, PointToPoint] | None = None
-        self._opening = threading.Lock()
+        arguments = self._segment, self.text(), self._ranks, self._inter_machine
+        self._channels = Rounds(*arguments), PointToPoint(*arguments)
         PROGRESS.enter(self._segment)
 
     def _find_machines(self) -> list[str]:
@@ -88,14 +87,7 @@ class SmddpProcessGroup(CheckedGroup):
         self.check_process(call)
         if self._destroyed:
             raise NotInitializedError(f"{call}: process group {self._name} has been destroyed")
-        if self._channels is not None:
-            return self._channels
-        with self._opening:
-            if self._channels is None:
-                self._segment.open(self.timeout)
-                arguments = self._segment, self.text(), self._ranks, self._inter_machine
-                self._channels = Rounds(*arguments), PointToPoint(*arguments)
-            return self._channels
+        return self._channels
 
     def _collective(self, call: Collective, opts: Any) -> SmddpWork:
         """See CheckedGroup."""
@@ -151,7 +143,7 @@ class SmddpProcessGroup(CheckedGroup):
 
     def missing(self, operation: Any) -> str:
         """The members that an operation waits for, in words."""
-        if self._channels is None or not isinstance(operation, RoundsOperation):
+        if not isinstance(operation, RoundsOperation):
             return ""
         absent = self._channels[0].missing()
         return f": {absent}" if absent else ""

@@ -32,7 +32,8 @@ from smp_core.errors import BackendError
 from smp_core.transport.smddp import futex
 
 ROUND_SLOTS = 4  # rounds of a group whose data exist at once
-# Bytes of a round: the slots of up to 8 members stay in a cache of 8 MiB. With more members each row has the least.
+# Bytes of a round: the slots of a group of up to 8 members stay in a cache of 8 MiB. With more members each row has the
+# least, and a round is longer.
 ROUND_BYTES, LEAST_ROW_BYTES = 2 * 1024 * 1024, 256 * 1024
 # Bytes by which a member describes its call: the least, and those added for each member, whose sizes it gives, too.
 DESCRIPTION_BYTES, DESCRIPTION_BYTES_PER_MEMBER = 4096, 64
@@ -327,9 +328,10 @@ class SharedSegment:
         futex.add_and_wake(self.address + self.layout.attached)
 
     def wait_for_all(self, timeout: datetime.timedelta) -> None:
-        """On the first member: return when all others have mapped the memory, so that it may end before they use it.
+        """On the first member: return when all others have mapped the memory, so that it may leave or end before they
+        use it.
 
-        Raises DistBackendError after ``timeout``.
+        Raises DistBackendError after ``timeout``, and if a member has ended before it mapped the memory.
         """
         try:
             if self.me == 0:
@@ -346,11 +348,24 @@ class SharedSegment:
                 continue
             if self.store.check([failed]):
                 raise BackendError(self.store.get(failed).decode())
+            if ended := self._ended_before_mapping():
+                raise dist.DistBackendError(f"group {self.name} cannot begin: {ended}")
             if left <= 0:
                 raise dist.DistBackendError(
-                    f"{seen} of {self.size} ranks came to init_process_group within "
+                    f"{seen} of {self.size} ranks came to init_process_group or new_group within "
                     f"{timeout.total_seconds():g} s"
                 )
+
+    def _ended_before_mapping(self) -> str:
+        """The members whose processes have ended before they mapped the memory, in words; empty if there is none."""
+        absent = [
+            member
+            for member in range(self.size)
+            if not self.count(self.layout.member(member).process).value
+        ]
+        return "; ".join(
+            f"member {each}: {why}" for each in absent if (why := self.departure(each))
+        )
 
     @property
     def memory(self) -> Any:

@@ -26,7 +26,7 @@ class OneRank:
         return self
 
     def result(self):
-        return [part.clone() for part in self._parts]
+        return [part.clone().view(1, -1) for part in self._parts]
 
 
 class Call:

@@ -31,6 +31,30 @@ def test_the_sums_of_smddp_are_those_of_the_published_order(apart_pytest: Run) -
     assert outcomes["passed"] > 85
 
 
+PARTS = """
+import pytest, torch
+from smp_core import runtime
+from smp_core.torch.reduction.collectives import Collectives
+
+@pytest.mark.smp(ranks=4, ddp=True, sharded_data_parallel_degree=4)
+def test_parts(smp):
+    gathers = Collectives(runtime.current("test"))
+    shard = torch.arange(5.0) + 10 * smp.rank()
+    parts = gathers.all_gather_parts(shard, [2, 3]).result()
+    assert parts[1].tolist() == [[10 * rank + 2, 10 * rank + 3, 10 * rank + 4] for rank in range(4)]
+    assert [part.untyped_storage().nbytes() for part in parts] == [32, 48]
+"""
+
+
+def test_parts_are_gathered_without_a_buffer_of_the_whole(
+    apart_pytest: Run, tmp_path: Path
+) -> None:
+    """Each has memory of its own, of its size."""
+    (tmp_path / "test_parts.py").write_text(PARTS)
+    result = apart_pytest("--smp-backend=smddp", "-p", "no:cacheprovider", str(tmp_path))
+    assert result.parseoutcomes() == {"passed": 1}, result.stdout.str()
+
+
 MESH = """
 import pytest, torch
 from smp_core import runtime

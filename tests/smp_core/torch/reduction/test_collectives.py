@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -72,17 +73,16 @@ def check_parts(gathers: Collectives, lengths: list[int], dtype: torch.dtype) ->
     parts = gathers.all_gather_parts(shards[gathers.rank], lengths).result()
     for number, part in enumerate(parts):
         begin = sum(lengths[:number])
-        expected = torch.cat([each[begin : begin + lengths[number]] for each in shards])
+        expected = torch.stack([each[begin : begin + lengths[number]] for each in shards])
         assert part.dtype is dtype
         assert torch.equal(part, expected), (lengths, number)
-        assert part.untyped_storage().nbytes() == part.numel() * part.itemsize
         part.zero_()  # changes no other part, and no shard
     assert torch.equal(shards[gathers.rank], positions(count, dtype, 1000 * gathers.rank))
 
 
 @pytest.mark.smp(ranks=[1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "complex64"])
-def test_a_gather_of_parts_gives_each_in_memory_of_its_own(smp: Any, dtype: str) -> None:
+def test_a_gather_of_parts_gives_each_by_itself(smp: Any, dtype: str) -> None:
     gathers = Collectives(runtime.current("test"), GroupKind.RDP, None)
     for lengths in LENGTHS:
         check_parts(gathers, lengths, getattr(torch, dtype))
@@ -101,6 +101,28 @@ def test_a_gather_of_parts_counts_as_one_of_the_whole(smp: Any) -> None:
         gathers.all_gather_parts(torch.ones(5), [2, 3]).result()
         gathers.all_gather(torch.ones(5)).result()
     assert log[0] == log[1]
+
+
+@pytest.mark.smp(ranks=4, **FOUR)
+def test_a_gather_of_other_parts_than_the_shard_has_is_refused(smp: Any) -> None:
+    gathers = collectives()
+    with gathers.traffic.recorded() as log:
+        for lengths in ([1, 1], [2, 3], []):
+            with pytest.raises(
+                ValueError, match=re.escape(f"4 elements have no parts of {lengths}")
+            ):
+                gathers.all_gather_parts(torch.ones(4), lengths)
+    assert not log
+    gathers.settle()
+
+
+@pytest.mark.smp(ranks=4, **FOUR)
+def test_an_operation_that_failed_is_not_waited_for(smp: Any) -> None:
+    gathers = collectives()
+    gathers._shard_group.process_group = None  # has no gather
+    with pytest.raises(AttributeError):
+        gathers.all_gather(torch.ones(2))
+    gathers.settle()
 
 
 @pytest.mark.smp(ranks=4, **FOUR)

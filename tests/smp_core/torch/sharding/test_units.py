@@ -103,12 +103,13 @@ KINDS = {
 }
 
 
+@pytest.mark.parametrize("together", [False, True], ids=["apart", "in one buffer"])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 @pytest.mark.parametrize(
     "kinds", [[kind] for kind in KINDS] + [[kind for kind in KINDS if kind != "complex"]]
 )
-def test_parts_of_all_ranks_make_the_parameters_again(kinds, ranks):
-    """And each whole has the stride of a dense tensor."""
+def test_parts_of_all_ranks_make_the_parameters_again(kinds, ranks, together):
+    """And each whole has memory of its own, and the stride of a dense tensor."""
     named = [(kind, nn.Parameter(KINDS[kind])) for kind in kinds]
     units = [make_unit(0, nn.Module(), named, ranks, rank) for rank in range(ranks)]
     for unit in units:
@@ -116,11 +117,14 @@ def test_parts_of_all_ranks_make_the_parameters_again(kinds, ranks):
             own = shard.copy_from_full(parameter)
             assert own.numel() == shard.owned_numel
             assert own.untyped_storage().data_ptr() == unit.flat.untyped_storage().data_ptr()
-    parts = [torch.split(unit.flat, unit.lengths) for unit in units]
-    wholes = list(units[0].full_tensors(map(torch.cat, zip(*parts, strict=True))))
+    rows = torch.stack([unit.flat for unit in units])
+    parts = torch.split(rows, units[0].lengths, dim=1)
+    gathered = parts if together else [part.contiguous().clone() for part in parts]
+    wholes = list(units[0].full_tensors(gathered))
     for whole, (_, parameter) in zip(wholes, named, strict=True):
         assert torch.equal(whole, parameter)
         assert whole.stride() == dense_stride(parameter)
+    assert len({whole.untyped_storage()._cdata for whole in wholes}) == len(named)
     assert units[0].numel == sum(parameter.numel() for _, parameter in named)
 
 

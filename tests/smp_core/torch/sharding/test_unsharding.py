@@ -39,7 +39,7 @@ class OneRank:
 
     def result(self):
         shard, lengths = self.begun[-1]
-        return [part.clone() for part in torch.split(shard, lengths)]
+        return [part.clone().view(1, -1) for part in torch.split(shard, lengths)]
 
 
 class Call:

@@ -91,6 +91,25 @@ def check_moves(rank: int) -> None:
         assert torch.equal(whole, torch.cat([each[rank] for each in parts])), count
 
 
+def check_several_gathers_at_once(rank: int) -> None:
+    """The outputs follow each other in memory, and so do the inputs: in memory of their own, or in the outputs."""
+    group: Any = dist.group.WORLD
+    for count in EDGES:
+        first, second = ([value(each, count, part) for each in range(RANKS)] for part in range(2))
+        expected = torch.cat([*first, *second])
+        for at in (
+            None,
+            (RANKS - 1) * count,
+        ):  # in the last row of the one, and the first row of the other
+            whole = torch.zeros(2 * RANKS * count)
+            inputs = torch.empty(2 * count) if at is None else whole[at : at + 2 * count]
+            inputs.copy_(torch.cat([first[rank], second[rank]]))
+            outputs = list(torch.split(whole, [RANKS * count] * 2))
+            parts = list(torch.split(inputs, [count] * 2))
+            group.all_gather_single_coalesced(outputs, parts).wait()
+            assert torch.equal(whole, expected), (count, at)
+
+
 def check_uneven(rank: int) -> None:
     """Rank r sends r + s + 1 times as much to rank s, so that ranks are done after different rounds."""
     for unit in (0, 1, block_bytes(RANKS) // 4 // 2 + 1, ROW_BYTES // 4 // 3 + 1):
@@ -160,6 +179,7 @@ def check_memory_of_large_tensors(rank: int) -> None:
 CHECKS: list[Callable[[int], None]] = [
     check_reductions,
     check_moves,
+    check_several_gathers_at_once,
     check_uneven,
     check_mixed_dtypes,
     check_memory_of_large_tensors,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,33 @@ def parts_end_inside_of_an_element(patch: Patch) -> None:
 @BUGS.caught_by(*values(test_collectives.check_moves))
 def what_is_written_in_place_is_sent(patch: Patch) -> None:
     patch.setattr(collectives, "copied_if_shared", lambda source, targets, same: source)
+
+
+@BUGS.caught_by(*values(test_collectives.check_several_gathers_at_once))
+def what_several_gathers_write_in_place_is_sent(patch: Patch) -> None:
+    copied = collectives.copied_if_shared
+
+    def kept(source: Any, targets: Any, same: Any) -> Any:
+        return source if len(targets) > 1 else copied(source, targets, same)
+
+    patch.setattr(collectives, "copied_if_shared", kept)
+
+
+@BUGS.caught_by(*values(test_collectives.check_several_gathers_at_once))
+def a_round_ends_with_a_target(patch: Patch) -> None:
+    def rows(targets: Any) -> Any:
+        ends = list(itertools.accumulate(each.shape[1] for each in targets))
+
+        def sink(rows: Any, at: int) -> None:
+            for target, end in zip(targets, ends, strict=True):
+                begin = end - target.shape[1]
+                if begin <= at < end:
+                    rest = target[:, at - begin :]
+                    rest[:] = rows[:, : rest.shape[1]]
+
+        return sink
+
+    patch.setattr(collectives, "_rows", rows)
 
 
 @BUGS.caught_by(*values(test_collectives.check_moves))

@@ -6,6 +6,7 @@ import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import distributed as dist
@@ -49,27 +50,32 @@ def test_tensors_one_behind_the_other_are_read_from_their_memory() -> None:
     memory = torch.arange(24.0)
     for parts in (
         [memory[2:5], memory[5:6], memory[6:20]],
+        [memory[2:4], memory[4:6].view(torch.int32)],
         [memory[9:9], memory[2:8].view(2, 3), memory[0:0], memory[8:10]],
+        [torch.empty(0), memory[2:5]],
     ):
         read = flat.read(parts)
         assert flat.address(read) == memory[2:].data_ptr()
-        assert read.tobytes() == torch.cat([part.reshape(-1) for part in parts]).numpy().tobytes()
+        assert read.tobytes() == b"".join(part.numpy().tobytes() for part in parts)
 
 
 def test_tensors_that_lie_elsewhere_are_read_one_by_one() -> None:
     memory, other = torch.arange(24.0), torch.arange(4.0)
+    numbers = np.arange(24, dtype=np.float32)
+    first, rest, whole = map(torch.from_numpy, (numbers[:4], numbers[4:], numbers))
     for parts in (
+        [first, rest],  # neighbours, and two storages
+        [first, whole[4:]],  # two storages that begin at one place
         [memory[2:5], memory[6:20]],
         [memory[5:6], memory[2:5]],
         [memory[::2], memory[23:]],
-        [memory[:2], memory[2:4].view(torch.int32)],
         [memory[:4], other],
-        [memory[0:0], other],
-        [other[0:0], memory[0:0]],
         [memory[:4], torch.complex(other, other).conj().imag],
     ):
         expected = b"".join(part.resolve_neg().contiguous().numpy().tobytes() for part in parts)
-        assert flat.read(parts).tobytes() == expected
+        read = flat.read(parts)
+        assert read.tobytes() == expected
+        assert flat.address(read) not in [part.data_ptr() for part in parts]
 
 
 CHECKS: list[Callable[[int], None]] = [

@@ -36,6 +36,16 @@ def a_negative_view_is_read_as_it_lies(patch: Patch) -> None:
     patch.setattr(flat, "_plain", lambda tensor: tensor.is_contiguous())
 
 
+@BUGS.caught_by(test_flat.test_tensors_that_lie_elsewhere_are_read_one_by_one)
+def neighbours_are_one_storage(patch: Patch) -> None:
+    def adjacent(tensors: Any) -> bool:
+        ends = [each.data_ptr() + each.numel() * each.itemsize for each in tensors]
+        begins = [each.data_ptr() for each in tensors]
+        return all(map(flat._plain, tensors)) and begins[1:] == ends[:-1]
+
+    patch.setattr(flat, "_adjacent", adjacent)
+
+
 @BUGS.caught_by(*values(test_flat.check_storages_can_be_resized))
 def the_storage_of_a_tensor_is_numpy_s(patch: Patch) -> None:
     patch.setattr(flat, "_bytes", lambda tensor: tensor.view(-1).view(torch.uint8).numpy())

@@ -152,44 +152,29 @@ def test_a_group_whose_members_do_not_come_leaves_no_descriptor(tmp_path: Path) 
     assert on_ranks(tmp_path, 1, body) == [0]
 
 
-def test_threads_that_use_a_group_first_at_once_open_it_once(tmp_path: Path) -> None:
-    """The second thread comes while the first opens the group."""
+@pytest.mark.parametrize("leaver", range(RANKS))
+def test_a_rank_may_leave_a_group_before_the_others_use_it(tmp_path: Path, leaver: int) -> None:
+    """The first member made the memory, and others open it."""
+    left = multiprocessing.get_context("fork").Event()
 
-    def body(rank: int) -> int:
-        group: Any = dist.new_group([0])
-        rounds, opened, came = process_group.Rounds, [], threading.Event()
-        second = threading.Thread(target=group._check, args=("barrier",))
-
-        class Lock:
-            """Notices that the second thread has to wait."""
-
-            def __init__(self, lock: Any) -> None:
-                self._lock = lock
-
-            def __enter__(self) -> None:
-                if not self._lock.acquire(blocking=False):
-                    came.set()
-                    self._lock.acquire()
-
-            def __exit__(self, *_: object) -> None:
-                self._lock.release()
-
-        def made(*args: Any) -> Any:
-            opened.append(1)
-            if threading.current_thread() is second:
-                came.set()
+    def body(rank: int) -> float:
+        group: Any = dist.new_group([0, 1, 2])
+        others, value = [each for each in range(RANKS) if each != leaver], torch.zeros(1)
+        if rank == leaver:
+            dist.destroy_process_group(group)
+            left.set()
+        else:
+            assert left.wait(60)
+            if rank == others[0]:
+                dist.send(torch.ones(1), others[1], group)
             else:
-                second.start()
-                assert came.wait(60)
-            return rounds(*args)
+                dist.recv(value, others[0], group)
+        return value.item()
 
-        process_group.Rounds = made
-        group._opening = Lock(group._opening)
-        dist.barrier(group)
-        second.join()
-        return len(opened)
-
-    assert on_ranks(tmp_path, 1, body) == [1]
+    received = on_ranks(tmp_path, RANKS, body)
+    assert received == [
+        float(rank == max(each for each in range(RANKS) if each != leaver)) for rank in range(RANKS)
+    ]
 
 
 def test_a_rank_that_leaves_the_group_ends_the_waits_for_it(tmp_path: Path) -> None:

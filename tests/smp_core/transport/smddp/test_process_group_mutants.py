@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import types
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +13,6 @@ from tests.smp_core.transport.smddp import test_inter_machine, test_process_grou
 from tests.smp_core.transport.smddp.planted_bugs import Bug, Bugs, Patch, check_caught
 
 BUGS = Bugs()
-
-
-class _NoLock(contextlib.nullcontext[None]):
-    def acquire(self, blocking: bool = True) -> bool:
-        return True
-
-    def release(self) -> None:
-        pass
 
 
 @BUGS.caught_by(test_process_group.test_lists_of_different_lengths_differ)
@@ -42,11 +32,6 @@ def nobody_is_named(patch: Patch) -> None:
 @BUGS.caught_by(test_process_group.test_a_fork_of_a_rank_is_refused)
 def a_fork_passes_for_its_parent(patch: Patch) -> None:
     patch.setattr(process_group.SmddpProcessGroup, "check_process", lambda self, call: None)
-
-
-@BUGS.caught_by(test_process_group.test_threads_that_use_a_group_first_at_once_open_it_once)
-def two_threads_open_a_group(patch: Patch) -> None:
-    patch.setattr(process_group, "threading", types.SimpleNamespace(Lock=_NoLock))
 
 
 @BUGS.caught_by(test_process_group.test_a_monitored_barrier_has_a_limit_of_its_own)

@@ -45,7 +45,7 @@ def a_failure_to_make_the_memory_is_not_announced(patch: Patch) -> None:
     patch.setattr(segment.SharedSegment, "refuse", lambda self, error: None)
 
 
-@BUGS.caught_by(test_segment.test_the_end_of_a_rank_that_has_not_used_a_group_ends_the_waits_for_it)
+@BUGS.caught_by(test_segment.test_the_end_of_a_rank_that_has_not_mapped_the_memory_ends_the_start)
 def a_member_is_known_once_it_has_mapped_the_memory(patch: Patch) -> None:
     def process(self: Any, member: int) -> tuple[int, int]:
         row = self.layout.member(member)
