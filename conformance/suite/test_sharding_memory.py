@@ -183,7 +183,8 @@ def test_ranks_clip_by_the_same_bits(smp_world: SmpWorld, smp_engine: str, data:
 # ---- What is whole, and for how long -------------------------------------------------------------
 
 
-#: Whether a layer may run (its path; "" is after the step) while these elements, by layer, are unsharded.
+#: A rule that tells whether a layer (its path; "" is after the step) may run while these elements, by layer, are
+#: unsharded.
 Allowed = Callable[[str, dict[str, int]], bool]
 
 #: The seconds that a backend's threads get, in all looks of a rank together, to drop what they still hold of a

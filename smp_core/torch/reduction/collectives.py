@@ -156,9 +156,9 @@ class Collectives:
             members = _Members(runtime, group.value, ranks, nodes, self._gather_backend.group)
             self._smddp = (("all_gather", members),)
         self.size, self.rank, self.replicas = len(ranks), self._shard_group.rank, len(others)
-        self._queue: deque[_Operation[Any]] = deque()
-        self._reductions: deque[_Operation[Any]] = deque()
-        self._open: dict[_Operation[Any], None] = {}  # in the order in which they began
+        self._queue: deque[_Operation[object]] = deque()
+        self._reductions: deque[_Operation[object]] = deque()
+        self._open: dict[_Operation[object], None] = {}  # in the order in which they began
         #: How many operations have begun: the same on all members that have done the same.
         self.begun = 0
 
@@ -237,7 +237,7 @@ class Collectives:
     def _begin(
         self,
         exchanges: _Exchanges[_T],
-        queue: deque[_Operation[Any]] | None = None,
+        queue: deque[_Operation[object]] | None = None,
         together: bool = False,
     ) -> Pending[_T]:
         self.begun += 1
@@ -409,7 +409,7 @@ class OperationState(enum.Enum):
     """The result alone."""
 
 
-class _Operation(Generic[_T]):
+class _Operation(Generic[_T_co]):
     """An operation of several exchanges (see Pending). The first exchange begins at once, the next ones when the
     result is asked for.
 
@@ -420,22 +420,22 @@ class _Operation(Generic[_T]):
 
     def __init__(
         self,
-        exchanges: _Exchanges[_T],
-        queue: deque[_Operation[Any]] | None,
-        open_: dict[_Operation[Any], None],
+        exchanges: _Exchanges[_T_co],
+        queue: deque[_Operation[object]] | None,
+        open_: dict[_Operation[object], None],
         together: bool = False,
     ) -> None:
         self._exchanges, self._queue, self._open = exchanges, queue, open_
         self._together = together
         self._work: Any = None
-        self._result: _T | None = None
+        self._result: _T_co | None = None
         self._state = OperationState.FIRST_EXCHANGE
         open_[self] = None
         self._advance(OperationState.FIRST_EXCHANGE)
         if self._state is not OperationState.DONE and queue is not None:
             queue.append(self)
 
-    def result(self) -> _T:
+    def result(self) -> _T_co:
         while self._state is not OperationState.DONE and self._queue:
             if self._together:
                 for each in self._queue:
