@@ -21,6 +21,7 @@ from conformance.engines.names import find_engine
 from conformance.requirements.catalogue import requirement
 from pytest_smp.proxies import SmpWorld
 from pytest_smp.strategies import Model, Overflows, blocks
+from pytest_smp.strategies.training_models import Block
 from pytest_smp.strategies.training_replay import replayed
 from pytest_smp.strategies.training_script import compare
 
@@ -140,6 +141,34 @@ def test_real_values_in_shards_are_those_of_the_published_order(
     drawn = sharded_cases(smp_world, smp_engine, least=2, sharding=(2, 4), real=True, dtypes=dtypes)
     case = data.draw(drawn, "case")
     compare(replayed(case), results(smp_world, smp_engine, case), what="the published order")
+
+
+#: A model whose gradients overflow in float16 where the data have one of these seeds.
+LARGE = Model(Block("chain", (Block("linear"),) * 4), inputs=2, width=4)
+OVERFLOWING = (43, 67, 82, 84, 177, 183)
+
+
+@requirement("PREC-REPLAYED")
+@given(data=st.data(), seed=st.sampled_from(OVERFLOWING))
+@trials(2)
+def test_an_infinite_norm_clips_nothing(
+    smp_world: SmpWorld, smp_engine: str, data: Data, seed: int
+) -> None:
+    fixed: dict[str, Any] = {
+        "model": LARGE,
+        "dtypes": ("float16",),
+        "optimizer": "sgd",
+        "windows": 1,
+    }
+    fixed |= {"rows": 1, "length": 1, "microbatches": 1, "passes": 1, "loss": "square"}
+    if EngineCapability.CLIPPING in find_engine(smp_engine).capabilities:
+        fixed["clip"] = 0.5
+    drawn = sharded_cases(smp_world, smp_engine, least=2, most=2, sharding=(2,), real=True, **fixed)
+    case = dataclasses.replace(data.draw(drawn, "case"), seed=seed)
+    expected = replayed(case)
+    found = [each for all_ in expected.gradients for each in all_.values() if each is not None]
+    assert any(each.isinf().any() for each in found), "the case has no overflow"
+    compare(expected, results(smp_world, smp_engine, case), what="the published order")
 
 
 # ---- What goes in, and what comes out ------------------------------------------------------------

@@ -193,7 +193,9 @@ class Reference:
         self.found.gradients.append(now)
         if case.steps_after(window):
             if case.most is not None:
-                coefficient = min(1.0, case.most / (norm(now) + 1e-6))
+                total = norm(now)
+                # An infinite norm clips nothing: 0 times infinity would be no number.
+                coefficient = min(1.0, case.most / (total + 1e-6)) if math.isfinite(total) else 1.0
                 for each in self.masters.values():
                     if each.grad is not None:
                         each.grad.mul_(coefficient)
