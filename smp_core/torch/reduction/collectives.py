@@ -429,6 +429,7 @@ class _Operation(Generic[_T_co]):
         self._together = together
         self._work: Any = None
         self._result: _T_co | None = None
+        self._error: Exception | None = None
         self._state = OperationState.FIRST_EXCHANGE
         open_[self] = None
         self._advance(OperationState.FIRST_EXCHANGE)
@@ -442,6 +443,8 @@ class _Operation(Generic[_T_co]):
                     each._begin_second()
             self._queue.popleft()._finish()
         self._finish()
+        if self._error is not None:
+            raise self._error
         assert self._result is not None
         return self._result
 
@@ -460,23 +463,30 @@ class _Operation(Generic[_T_co]):
             self._go_on()
 
     def _go_on(self) -> None:
-        self._work.wait()
         self._advance(OperationState.LATER_EXCHANGE)
 
     def _advance(self, state: OperationState) -> None:
-        """Begin the next exchange, or keep the result if there is none."""
+        """Wait for the exchange in flight, if there is one; begin the next, or keep the result if there is none.
+
+        An operation that fails is done, and is waited for no more.
+        """
         try:
+            if self._work is not None:
+                self._work.wait()
             self._work = next(self._exchanges)
             self._state = state
         except StopIteration as stop:
-            self._work, self._result = None, stop.value
-            self._state = OperationState.DONE
-            self._open.pop(self, None)
-        except BaseException:
-            self._open.pop(
-                self, None
-            )  # it is in flight no more, so that nobody waits for it at the end of a step
+            self._result = stop.value
+            self._end()
+        except Exception as error:
+            self._error = error
+            self._end()
             raise
+
+    def _end(self) -> None:
+        self._work = None
+        self._state = OperationState.DONE
+        self._open.pop(self, None)
 
 
 def _fold(rows: Tensor) -> Tensor:

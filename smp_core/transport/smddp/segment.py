@@ -201,10 +201,19 @@ class SharedSegment:
 
     def refuse(self, error: BaseException) -> None:
         """Announce the failure of this member to those that wait for it."""
-        keys = [self._key if self.me == 0 else f"{self._key} failed"]
+        keys = [self._failed_key]
+        if self.me == 0:
+            keys.append(self._key)  # for those that have not mapped the memory
         keys += [self._exchange_key(topic, self.me) for topic in _EXCHANGES]
-        for key in keys:
-            self.store.set(key, f"{_REFUSED} member {self.me}: {error}")
+        text = str(error)  # of another member perhaps
+        text = text if text.startswith(_REFUSED) else f"{_REFUSED} member {self.me}: {text}"
+        with contextlib.suppress(RuntimeError):  # the store may have ended
+            for key in keys:
+                self.store.set(key, text)
+
+    @property
+    def _failed_key(self) -> str:
+        return f"{self._key} failed"
 
     def _exchange_key(self, topic: str, member: int) -> str:
         return f"{self._key} {topic} {member}"
@@ -270,7 +279,7 @@ class SharedSegment:
             return
         try:
             self._open(timeout)
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C as well: the others would wait
             self.refuse(error)
             raise
 
@@ -321,33 +330,35 @@ class SharedSegment:
         self.rounds = [self.count(row.rounds) for row in rows]
 
     def _join(self) -> None:
+        # First: should the process end now, all are known to have come, and the store tells which process it was.
+        futex.add_and_wake(self.address + self.layout.attached)
         row = self.layout.member(self.me)
         # Each in one write; others may read in between.
         self.count(row.process).value = os.getpid()
         self.count(row.process_start).value = _own_start_time()
-        futex.add_and_wake(self.address + self.layout.attached)
 
     def wait_for_all(self, timeout: datetime.timedelta) -> None:
-        """On the first member: return when all others have mapped the memory, so that it may leave or end before they
-        use it.
+        """Return when all members have mapped the memory, so that each may leave or end before the others use it.
 
-        Raises DistBackendError after ``timeout``, and if a member has ended before it mapped the memory.
+        Raises DistBackendError after ``timeout``, and if a member has ended before it mapped the memory; BackendError
+        if another member has failed to begin.
         """
         try:
-            if self.me == 0:
-                self._wait_for_all(timeout)
+            self._wait_for_all(timeout)
+        except BaseException as error:
+            self.refuse(error)
+            raise
         finally:
             self.release()
 
     def _wait_for_all(self, timeout: datetime.timedelta) -> None:
         at, end = self.layout.attached, time.monotonic() + timeout.total_seconds()
-        failed = f"{self._key} failed"
         while (seen := self.word(at).value) < self.size:
             left = max(end - time.monotonic(), 0.0)
             if futex.sleep([(self.address + at, seen)], min(_POLL_INTERVAL, left)):
                 continue
-            if self.store.check([failed]):
-                raise BackendError(self.store.get(failed).decode())
+            if self.store.check([self._failed_key]):
+                raise BackendError(self.store.get(self._failed_key).decode())
             if ended := self._ended_before_mapping():
                 raise dist.DistBackendError(f"group {self.name} cannot begin: {ended}")
             if left <= 0:
@@ -358,14 +369,15 @@ class SharedSegment:
 
     def _ended_before_mapping(self) -> str:
         """The members whose processes have ended before they mapped the memory, in words; empty if there is none."""
-        absent = [
-            member
-            for member in range(self.size)
-            if not self.count(self.layout.member(member).process).value
-        ]
+        absent = [member for member in range(self.size) if not self._has_mapped(member)]
+        ended = [(member, why) for member in absent if (why := self._process_end(member))]
+        # Asked again: one may have mapped the memory and ended since.
         return "; ".join(
-            f"member {each}: {why}" for each in absent if (why := self.departure(each))
+            f"member {each}: {why}" for each, why in ended if not self._has_mapped(each)
         )
+
+    def _has_mapped(self, member: int) -> bool:
+        return bool(self.count(self.layout.member(member).process).value)
 
     @property
     def memory(self) -> Any:
@@ -429,13 +441,18 @@ class SharedSegment:
 
     def departure(self, member: int) -> str:
         """The reason why a member arrives at nothing any more; empty if it may."""
-        if member not in self.remote:
-            pid, start = self._process(member)
-            with contextlib.suppress(OSError):  # the next poll may find it
-                if pid and start and _start_time(pid) != start:
-                    return f"its process {pid} has ended"
+        if member not in self.remote and (ended := self._process_end(member)):
+            return ended
         reason = self.count(self.layout.member(member).departure).value
         return self.departure_text(member, reason)
+
+    def _process_end(self, member: int) -> str:
+        """The end of the process of a member of this machine, in words; empty if it lives or is not known yet."""
+        pid, start = self._process(member)
+        with contextlib.suppress(OSError):  # the next poll may find it
+            if pid and start and _start_time(pid) != start:
+                return f"its process {pid} has ended"
+        return ""
 
     def departure_text(self, member: int, reason: int) -> str:
         """The reason of a member's departure in words."""

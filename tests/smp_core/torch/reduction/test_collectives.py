@@ -126,6 +126,30 @@ def test_an_operation_that_failed_is_not_waited_for(smp: Any) -> None:
 
 
 @pytest.mark.smp(ranks=4, **FOUR)
+def test_an_operation_whose_exchange_failed_is_done(smp: Any) -> None:
+    """Whoever asks for its result gets the error, and nobody waits for it again."""
+
+    class Group:
+        waits = 0
+
+        def _allgather_base(self, *_: Any) -> Any:
+            return self
+
+        def wait(self) -> None:
+            self.waits += 1
+            raise RuntimeError("the exchange failed")
+
+    gathers = collectives()
+    gathers._shard_group.process_group = group = Group()
+    pending = gathers.all_gather(torch.ones(2))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the exchange failed"):
+            pending.result()
+    gathers.settle()
+    assert group.waits == 1
+
+
+@pytest.mark.smp(ranks=4, **FOUR)
 def test_signs_and_payloads_of_not_a_number_survive(smp: Any) -> None:
     bits = torch.tensor([-(2**31), 0x7FC00001, 1], dtype=torch.int32) + runtime.current("t").rank
     whole = collectives().all_gather(bits.view(torch.float32)).result()

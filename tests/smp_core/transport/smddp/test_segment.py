@@ -5,10 +5,12 @@ from __future__ import annotations
 import datetime
 import gc
 import json
+import multiprocessing
 import os
 import re
 import resource
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,6 +134,56 @@ def test_the_end_of_a_rank_that_has_not_mapped_the_memory_ends_the_start(tmp_pat
     reported, killed = on_ranks(tmp_path, 2, body)
     assert killed == KILLED
     assert re.search(r"group \S+ cannot begin: member 1: its process \d+ has ended", reported)
+
+
+def test_a_rank_may_map_the_memory_and_end_while_another_looks_for_it(tmp_path: Path) -> None:
+    looks = multiprocessing.get_context("fork").Event()
+
+    def body(rank: int) -> str:
+        if rank == 1:
+            assert looks.wait(60)
+            dist.new_group([0, 1])
+            os.kill(os.getpid(), signal.SIGKILL)
+        process_end = segment.SharedSegment._process_end
+
+        def wait_for_end(self: Any, member: int) -> str:
+            looks.set()
+            while not (ended := process_end(self, member)):
+                time.sleep(0.01)
+            return ended
+
+        segment.SharedSegment._process_end = wait_for_end  # type: ignore[method-assign]
+        group = dist.new_group([0, 1])
+        segment.SharedSegment._process_end = process_end  # type: ignore[method-assign]
+        return text_of(dist.DistBackendError, lambda: dist.barrier(group))
+
+    reported, killed = on_ranks(tmp_path, 2, body)
+    assert killed == KILLED
+    assert re.search(r"cannot end: rank 1: its process \d+ has ended", reported)
+
+
+def test_all_members_hear_of_one_that_cannot_begin(tmp_path: Path) -> None:
+    def body(rank: int) -> str:
+        if rank == 1:
+
+            def refuse(*_: Any) -> Any:
+                raise BackendError("cannot map")
+
+            segment._map_file = refuse
+        return text_of(BackendError, lambda: dist.new_group([0, 1, 2]))
+
+    told = "there is no shared memory: member 1: cannot map"
+    assert on_ranks(tmp_path, RANKS, body) == [told, "cannot map", told]
+
+
+def test_a_member_that_comes_late_hears_that_the_first_has_not_waited() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    short = datetime.timedelta(milliseconds=1)
+    first = segment.SharedSegment(store, 0, 2, "of a test")
+    reported = text_of(dist.DistBackendError, lambda: first.wait_for_all(short))
+    assert "1 of 2 ranks came" in reported
+    late = segment.SharedSegment(store, 1, 2, "of a test")
+    assert text_of(BackendError, lambda: late.open(short)).endswith(f"member 0: {reported}")
 
 
 def test_a_member_that_is_joining_has_not_ended(tmp_path: Path) -> None:

@@ -54,6 +54,26 @@ def a_member_is_known_once_it_has_mapped_the_memory(patch: Patch) -> None:
     patch.setattr(segment.SharedSegment, "_process", process)
 
 
+@BUGS.caught_by(test_segment.test_a_rank_may_map_the_memory_and_end_while_another_looks_for_it)
+def a_member_is_absent_as_it_was_before(patch: Patch) -> None:
+    def ended(self: Any) -> str:
+        absent = [each for each in range(self.size) if not self._has_mapped(each)]
+        return "; ".join(why for each in absent if (why := self._process_end(each)))
+
+    patch.setattr(segment.SharedSegment, "_ended_before_mapping", ended)
+
+
+@BUGS.caught_by(test_segment.test_all_members_hear_of_one_that_cannot_begin)
+def only_the_first_member_waits_for_all(patch: Patch) -> None:
+    wait = segment.SharedSegment.wait_for_all
+
+    def first(self: Any, timeout: datetime.timedelta) -> None:
+        if self.me == 0:
+            wait(self, timeout)
+
+    patch.setattr(segment.SharedSegment, "wait_for_all", first)
+
+
 @BUGS.caught_by(test_segment.test_a_member_that_is_joining_has_not_ended)
 def half_of_a_row_is_a_row(patch: Patch) -> None:
     def departure(self: Any, member: int) -> str:
