@@ -127,7 +127,7 @@ def test_an_operation_that_failed_is_not_waited_for(smp: Any) -> None:
 
 @pytest.mark.smp(ranks=4, **FOUR)
 def test_an_operation_whose_exchange_failed_is_done(smp: Any) -> None:
-    """Whoever asks for its result gets the error, and nobody waits for it again."""
+    """Its error is raised to each who asks for its result, and nobody waits for it again."""
 
     class Group:
         waits = 0
