@@ -377,6 +377,7 @@ class SharedSegment:
         )
 
     def _has_mapped(self, member: int) -> bool:
+        """Return whether a member has written its row, which it does once it has mapped the memory."""
         return bool(self.count(self.layout.member(member).process).value)
 
     @property

@@ -49,14 +49,19 @@ def test_no_room_for_shared_memory_is_an_error_of_every_rank(tmp_path: Path) -> 
     assert "File too large" in str(caught.value)
 
 
+def map_nothing() -> None:
+    """Have all shared memory refused to this process."""
+
+    def refuse(*_: Any) -> Any:
+        raise BackendError("cannot map")
+
+    segment._map_file = refuse
+
+
 def test_a_rank_that_cannot_map_the_memory_ends_the_start_of_all(tmp_path: Path) -> None:
     def fail(rank: int) -> None:
         if rank == 1:
-
-            def refuse(*_: Any) -> Any:
-                raise BackendError("cannot map")
-
-            segment._map_file = refuse
+            map_nothing()
 
     with pytest.raises(AssertionError, match="there is no shared memory: member 1: cannot map"):
         on_ranks(tmp_path, 2, lambda rank: dist.barrier(), fail)
@@ -70,10 +75,7 @@ def test_a_start_that_fails_leaves_no_descriptor(tmp_path: Path) -> None:
             return there
 
         def unmapped() -> segment.SharedSegment:
-            def refuse(*_: Any) -> Any:
-                raise BackendError("cannot map")
-
-            segment._map_file = refuse
+            map_nothing()
             return segment.SharedSegment(dist.HashStore(), 0, 2, "of a test")  # type: ignore[attr-defined]
 
         gc.collect()  # of the parent's: it may hold descriptors
@@ -165,11 +167,7 @@ def test_a_rank_may_map_the_memory_and_end_while_another_looks_for_it(tmp_path: 
 def test_all_members_hear_of_one_that_cannot_begin(tmp_path: Path) -> None:
     def body(rank: int) -> str:
         if rank == 1:
-
-            def refuse(*_: Any) -> Any:
-                raise BackendError("cannot map")
-
-            segment._map_file = refuse
+            map_nothing()
         return text_of(BackendError, lambda: dist.new_group([0, 1, 2]))
 
     told = "there is no shared memory: member 1: cannot map"
