@@ -270,7 +270,9 @@ def _import() -> None:
     # A session's first draw looks for constants in the source of every module of ours, for a second.
     search = getattr(importlib.import_module(_PROVIDERS), "_get_local_constants", None)  # private
     if search is not None:
-        search()
+        with tempfile.TemporaryDirectory() as folder:  # what it writes; that of pytest.main is gone
+            sys.modules["hypothesis.configuration"].set_hypothesis_home_dir(folder)
+            search()
     gc.enable()
     gc.freeze()  # nobody need look for garbage in it, and have its pages copied
 
