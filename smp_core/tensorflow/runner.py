@@ -151,15 +151,10 @@ def _traced(
             for value in plan.leaves
         )
         # Nothing takes the tensors that stand for those that are not wanted.
+        unwanted = {dtype: tf.zeros((0,), dtype) for dtype in set(types)}
         return [
-            *(
-                tf.zeros((0,), dtype) if each is None else each
-                for (dtype, _), each in zip(leaves, values, strict=True)
-            ),
-            *(
-                totals.get(value, tf.zeros((0,), dtype))
-                for value, dtype in zip(sums, wide, strict=True)
-            ),
+            unwanted[dtype] if each is None else each
+            for dtype, each in zip(types, (*values, *map(totals.get, sums)), strict=True)
         ]
 
     types = [*(dtype for dtype, _ in leaves), *wide]
@@ -253,17 +248,18 @@ class _StepRun:
     def _add(self, count: int) -> None:
         """Add the gradients of the next so many microbatches to the sums, in the order of the microbatches."""
         added, self._unsummed = self._unsummed[:count], self._unsummed[count:]
-        for microbatch in added:
-            for value in self._sums:
-                part = self._take(microbatch, value)
-                if self._aborted:
-                    return
-                total = self._totals.get(value)
-                try:
-                    part = tf.cast(part, sum_dtype(part.dtype))
-                    self._totals[value] = part if total is None else tf.add(total, part)
-                except Exception as error:
-                    self._failed(f"with the sums of microbatch {microbatch}", error)
+        for value in self._sums if added else ():
+            parts_of_it = [self._take(microbatch, value) for microbatch in added]
+            if self._aborted:
+                return
+            try:
+                terms = [tf.cast(each, sum_dtype(each.dtype)) for each in parts_of_it]
+                if value in self._totals:
+                    terms.insert(0, self._totals.pop(value))
+                # One pass over all terms, which adds from the left, as single additions would.
+                self._totals[value] = tf.add_n(terms)
+            except Exception as error:
+                self._failed(f"with the sums of microbatches {added[0]} to {added[-1]}", error)
 
     def _run(self, task: SegmentTask) -> None:
         """Run one segment, and send what leaves with it."""

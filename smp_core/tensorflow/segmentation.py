@@ -6,6 +6,9 @@ one place. The level of an operation is the largest level among its inputs, plus
 in a backward pass, of the forward pass. So no two segments need each other, and the segments in the order of their
 levels are an order of the whole graph.
 
+Other ranks wait for the messages of a segment. Where a large part of it is needed for no message, as the gradients of
+weights are in a backward pass, that part is a segment of its own, which runs when the messages have left.
+
 Nothing here imports TensorFlow.
 """
 
@@ -19,6 +22,8 @@ from typing import NamedTuple
 
 EVERYWHERE = -1
 COPIED = -2
+#: Parts of the names of operations that take longer than the start of a function: products, and convolutions.
+_LARGE = ("MatMul", "Einsum", "Conv")
 
 
 class Value(NamedTuple):
@@ -54,10 +59,11 @@ class GraphOperation:
 
 
 class SegmentKey(NamedTuple):
-    """The key of a segment: its level and its place."""
+    """The key of a segment: its level, its place, and whether it is the part that no message needs."""
 
     level: int
     place: int
+    unsent: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -188,6 +194,9 @@ def segment_graph(
     alive = live(operations, {each.operation for each in (*results, *owned)} | set(effects))
     level = levels(operations, alive)
     keys = {index: SegmentKey(each, operations[index].place) for index, each in level.items()}
+    if partitions > 1:
+        for index in _unsent(operations, keys, results, destinations or {}):
+            keys[index] = keys[index]._replace(unsent=True)
     members: defaultdict[SegmentKey, list[int]] = defaultdict(list)
     for index in sorted(keys):
         members[keys[index]].append(index)
@@ -246,6 +255,39 @@ def segment_graph(
         and not operations[index].deferrable
     )
     return Segmentation(tuple(segments), tuple(messages), partitions, max(forward, default=-1) + 1)
+
+
+def _unsent(
+    operations: Sequence[GraphOperation],
+    keys: Mapping[int, SegmentKey],
+    results: Collection[Value],
+    destinations: Mapping[Value, int],
+) -> list[int]:
+    """The operations that no message of their segment needs, of each segment where they are worth one of their own."""
+    needed = {value.operation for value in results}
+    needed |= {
+        value.operation
+        for value, destination in destinations.items()
+        if operations[value.operation].place != destination
+    }
+    for index, key in keys.items():
+        for value in operations[index].inputs:
+            source = keys.get(value.operation)
+            if source is not None and source.place != key.place:
+                needed.add(value.operation)
+    senders = {keys[index] for index in needed if index in keys}
+    for index in sorted(keys, reverse=True):
+        if index in needed:
+            operation = operations[index]
+            before = {each.operation for each in operation.inputs} | set(operation.controls)
+            needed |= {each for each in before if keys.get(each) == keys[index]}
+    rest = [
+        index
+        for index in sorted(keys)
+        if index not in needed and keys[index] in senders and keys[index].place != EVERYWHERE
+    ]
+    large = {keys[index] for index in rest if any(map(operations[index].type.count, _LARGE))}
+    return [index for index in rest if keys[index] in large]
 
 
 def describe(

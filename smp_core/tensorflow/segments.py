@@ -221,7 +221,7 @@ def read(concrete: Any) -> Graph:
                 node.name,
                 node.type,
                 tuple(Value(index[each.op.name], each.value_index) for each in node.inputs),
-                tuple(index[each.name] for each in node.control_inputs),
+                tuple(sorted(_effects(node.control_inputs, index))),
                 tuple(each.dtype.name for each in node.outputs),
                 parts.tag_of(node),
                 forward,
@@ -250,7 +250,7 @@ def read(concrete: Any) -> Graph:
 
 
 def _effects(nodes: Sequence[Any], index: Mapping[str, int]) -> set[int]:
-    """The operations to run; one that only waits for others stands for those."""
+    """The operations to run, or to wait for; one that only waits for others stands for those."""
     found: set[int] = set()
     for node in nodes:
         found |= _effects(node.control_inputs, index) if node.type == "NoOp" else {index[node.name]}
