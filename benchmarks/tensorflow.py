@@ -24,7 +24,8 @@ from typing import Any
 
 from benchmarks.figures import Figure, median, seconds
 
-RANKS, LAYERS, WIDTH, BATCH, MICROBATCHES = 2, 4, 1024, 256, 4
+RANKS, LAYERS, WIDTH, MICROBATCHES = 2, 4, 1024, 4
+BATCHES = (256, 1024)  # 64 and 256 rows in a microbatch: of 64, a product takes longer for each row
 WIDE = 4096  # of the model whose memory is measured
 WARM, TIMED = 3, 15  # steps
 
@@ -144,34 +145,37 @@ def job(path: str) -> None:
     tf = configure(1)
     import smp_core.tensorflow as smp
 
-    x, y = data(tf, WIDTH, BATCH)
     ours = partitioned(tf, WIDTH)
     theirs = unpartitioned(tf, WIDTH) if smp.rank() == 0 else lambda x, y: None
-    found: dict[str, list[float]] = {"partitioned": [], "unpartitioned": []}
-    for number in range(WARM + TIMED):
-        for name, step in (("partitioned", ours), ("unpartitioned", theirs)):
-            smp.barrier(smp.WORLD)
-            took = max(smp.allgather(seconds(lambda: _run(step, x, y)), smp.WORLD))  # noqa: B023
-            if number >= WARM:
-                found[name].append(took)
-    losses = float(ours(x, y)), theirs(x, y)
+    found: dict[str, list[float]] = {}
+    for batch in BATCHES:
+        x, y = data(tf, WIDTH, batch)
+        for number in range(WARM + TIMED):
+            for name, step in (("partitioned", ours), ("unpartitioned", theirs)):
+                smp.barrier(smp.WORLD)
+                took = max(smp.allgather(seconds(lambda: _run(step, x, y)), smp.WORLD))  # noqa: B023
+                if number >= WARM:
+                    found.setdefault(f"{name} {batch}", []).append(took)
+        losses = float(ours(x, y)), theirs(x, y)
+        if smp.rank() == 0:
+            check(losses[0], float(losses[1]))
     if smp.rank() == 0:
-        check(losses[0], float(losses[1]))
         Path(path).write_text(json.dumps(found))
 
 
 def alone(path: str) -> None:
     """The time of a step of the unpartitioned model with as many threads as there are ranks, whole and placed."""
     tf = configure(RANKS)
-    x, y = data(tf, WIDTH, BATCH)
     steps = {"threads": unpartitioned(tf, WIDTH), "placed": unpartitioned(tf, WIDTH, placed=True)}
-    found: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(WARM + TIMED):
-        for name, step in steps.items():
-            took = seconds(lambda: _run(step, x, y))  # noqa: B023
-            if number >= WARM:
-                found[name].append(took)
-    check(*(float(each(x, y)) for each in steps.values()))
+    found: dict[str, list[float]] = {}
+    for batch in BATCHES:
+        x, y = data(tf, WIDTH, batch)
+        for number in range(WARM + TIMED):
+            for name, step in steps.items():
+                took = seconds(lambda: _run(step, x, y))  # noqa: B023
+                if number >= WARM:
+                    found.setdefault(f"{name} {batch}", []).append(took)
+        check(*(float(each(x, y)) for each in steps.values()))
     Path(path).write_text(json.dumps(found))
 
 
@@ -265,21 +269,28 @@ def figures(
         found = [1000 * each for each in times[key]]
         return Figure(name, median(found), "ms", (min(found), max(found)), ratio, budget)
 
-    ours = median(times["partitioned"])
-    against = {name: ours / median(times[name]) for name in ("unpartitioned", "threads", "placed")}
+    rows = []
+    for batch in BATCHES:
+        ours = median(times[f"partitioned {batch}"])
+        alone, threads, placed = (
+            ours / median(times[f"{name} {batch}"])
+            for name in ("unpartitioned", "threads", "placed")
+        )
+        rows += [
+            row(f"Keras, batch {batch}: a step, one thread", f"unpartitioned {batch}"),
+            row(f"Keras, batch {batch}: a step, {RANKS} threads", f"threads {batch}"),
+            row(f"Keras, batch {batch}: layers placed on {RANKS} devices", f"placed {batch}"),
+            row(
+                f"pipeline of {RANKS} ranks, batch {batch}: a step",
+                f"partitioned {batch}",
+                f"{alone:.2f} of one thread's, {threads:.2f} of {RANKS} threads', {placed:.2f} of the placed one's",
+                f"at most 1.50 of {RANKS} threads'",
+            ),
+        ]
     mib = 2**20
     most = max(ranks, key=lambda each: each["held"] / each["owns"])
     return [
-        row("Keras: the unpartitioned step, one thread", "unpartitioned"),
-        row(f"Keras: the unpartitioned step, {RANKS} threads", "threads"),
-        row(f"Keras: layers placed on {RANKS} devices of one process", "placed"),
-        row(
-            f"pipeline of {RANKS} ranks: a step",
-            "partitioned",
-            f"{against['unpartitioned']:.2f} of one thread's, {against['threads']:.2f} of {RANKS} threads', "
-            f"{against['placed']:.2f} of the placed one's",
-            f"at most 1.50 of {RANKS} threads'",
-        ),
+        *rows,
         Figure("Keras: variables and slots of the wide model", whole["owns"] / mib, "MiB"),
         Figure("Keras: held between steps", whole["held"] / mib, "MiB", None, _of(whole, "held")),
         Figure("Keras: peak of a step", whole["peak"] / mib, "MiB", None, _of(whole, "peak")),

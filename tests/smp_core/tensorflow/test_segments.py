@@ -67,6 +67,8 @@ def test_the_segments_are_the_graph(case: Case) -> None:
     for traced, operation in zip(graph.traced, placed.operations, strict=True):
         if traced.tag is not None and operation.place != COPIED:
             assert operation.place == traced.tag or _takes_a_handle(traced.inputs, handles)
+    for segment in made.segments:  # none only waits
+        assert segment.outputs or set(segment.operations) & set(graph.effects)
     functions = [segments.build(graph, placed.operations, each) for each in made.segments]
 
     for step in range(5):
