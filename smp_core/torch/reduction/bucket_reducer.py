@@ -20,8 +20,10 @@ from smp_core.torch.reduction.buckets import Bucket, Totals
 from smp_core.torch.reduction.collectives import Pending
 from smp_core.torch.reduction.policy import LateGradients
 
-#: Begins the collective of a bucket, on the rows of its gradients.
-Launch = Callable[[Bucket, torch.Tensor], Pending[torch.Tensor]]
+#: The gradients of a bucket, as its collective takes them.
+Pack = Callable[[Bucket, Totals], list[torch.Tensor]]
+#: Begins the collective of a bucket, on its packed gradients.
+Launch = Callable[[Bucket, list[torch.Tensor]], Pending[torch.Tensor]]
 
 
 class BucketReducer:
@@ -30,8 +32,11 @@ class BucketReducer:
     ``was_late``: a gradient came for a parameter that had seemed to be ready. ``late`` is the policy.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], launch: Launch, late: LateGradients) -> None:
-        self._buckets, self._launch_bucket, self._policy = list(buckets), launch, late
+    def __init__(
+        self, buckets: Sequence[Bucket], pack: Pack, launch: Launch, late: LateGradients
+    ) -> None:
+        self._buckets, self._pack, self._launch_bucket = list(buckets), pack, launch
+        self._policy = late
         self._bucket_of = {
             each: n for n, bucket in enumerate(buckets) for each in bucket.parameters
         }
@@ -130,13 +135,13 @@ class BucketReducer:
         for operation in self._operations:
             operation.poll()
         bucket = self._buckets[self.launched]
-        rows = bucket.rows(self._sums)
+        packed = self._pack(bucket, self._sums)
         for parameter in (
             bucket.parameters
         ):  # before the exchange, so that its buffer takes the place of the sums
             if self._sums.pop(parameter, None) is not None:
                 self._taken.add(parameter)
-        self._operations.append(self._launch_bucket(bucket, rows))
+        self._operations.append(self._launch_bucket(bucket, packed))
         counted.happened("sent")
 
     def scattered(
@@ -148,7 +153,7 @@ class BucketReducer:
         self._buckets += more
         # Late gradients are complete before the buckets that have not been launched, so they go first.
         second = {
-            n: self._launch_bucket(self._buckets[n], self._buckets[n].rows(self._sums))
+            n: self._launch_bucket(self._buckets[n], self._pack(self._buckets[n], self._sums))
             for n in late
         }
         self.catch_up(len(self._buckets))

@@ -42,26 +42,31 @@ class Bucket:
         #: True if each tp rank has a slice of its parameters, so that gradients are reduced over RDP groups.
         self.split = split_of(parameters[0]) is not None
 
+    def columns(self, totals: Totals) -> list[torch.Tensor]:
+        """Each parameter's gradient, ``(ranks, shard_numel)``, contiguous; zeros for one without a gradient.
+
+        The memory is that of the gradient, where its layout allows it.
+        """
+        return [
+            self._columns_of(totals.get(parameter), layout)
+            for parameter, layout in zip(self.parameters, self.layouts, strict=True)
+        ]
+
+    def _columns_of(self, total: torch.Tensor | None, layout: Layout) -> torch.Tensor:
+        shape = self.ranks, layout.shard_numel
+        if total is None:
+            device = self.parameters[
+                0
+            ].device  # not torch's default device, which a script may have set
+            return torch.zeros(shape, dtype=self.dtype, device=device)
+        total = (total.to_dense() if total.is_sparse else total).to(self.dtype)
+        if layout.padded_numel != layout.numel:
+            return layout.shards(total)
+        return total.reshape(shape).contiguous()
+
     def rows(self, totals: Totals) -> torch.Tensor:
         """The gradients, ``(ranks, width)``, in memory of their own; zeros for a parameter without a gradient."""
-        width = sum(layout.shard_numel for layout in self.layouts)
-        device = self.parameters[
-            0
-        ].device  # not torch's default device, which a script may have set
-        rows = torch.empty((self.ranks, width), dtype=self.dtype, device=device)
-        start = 0
-        for parameter, layout in zip(self.parameters, self.layouts, strict=True):
-            columns = rows[:, start : start + layout.shard_numel]
-            total = totals.get(parameter)
-            if total is None:
-                columns.zero_()  # the former content of the memory would be summed
-            else:
-                total = total.to_dense() if total.is_sparse else total
-                even = layout.padded_numel == layout.numel
-                flat = total.reshape(-1)
-                columns.copy_(flat.view(columns.shape) if even else layout.shards(flat))
-            start += layout.shard_numel
-        return rows
+        return torch.cat(self.columns(totals), dim=1)
 
     def shards(self, row: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Each parameter's shard of a row, with its padding."""

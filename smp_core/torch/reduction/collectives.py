@@ -192,14 +192,21 @@ class Collectives:
         )
         return self._begin(exchanges, self._queue if further else None)
 
-    def reduce_scatter(self, rows: Tensor) -> Pending[Tensor]:
+    @property
+    def takes_columns(self) -> bool:
+        """True if a reduce-scatter sends each of its columns from where it is; otherwise it joins them first."""
+        return self._sums.folds
+
+    def reduce_scatter(self, columns: Sequence[Tensor]) -> Pending[Tensor]:
         """The sum over the members of the row that each has for this rank: the one with this rank's number.
 
-        ``rows`` is ``(size, n)``, contiguous, float32, float64 or complex; the result is ``(n,)``.
+        ``columns`` are ``(size, n)`` each, contiguous, of one dtype: float32, float64 or complex. A row is that of all
+        columns, one behind the other; the result is ``(n,)``, with the sum of their ``n``.
         Raises TypeError for another dtype.
         """
-        _check("reduce_scatter", rows.dtype)
-        return self._begin(self._reduce(rows.detach()))
+        for each in columns:
+            _check("reduce_scatter", each.dtype)
+        return self._begin(self._reduce([each.detach() for each in columns]))
 
     def all_to_all(self, rows: Tensor) -> Pending[Tensor]:
         """Exchange rows: row i goes to member i, and row i of the result came from member i.
@@ -292,21 +299,29 @@ class Collectives:
         received = yield from self._exchange_rows(
             rows, self._shard_group, "all_to_all", self._shard_kind
         )
-        return received
+        return received.clone() if received is rows else received
 
-    def _reduce(self, rows: Tensor) -> _Exchanges[Tensor]:
+    def _reduce(self, columns: Sequence[Tensor]) -> _Exchanges[Tensor]:
         members = self._sums
-        if members.folds and rows.numel():
-            self._count("reduce_scatter", self._shard_kind, members, rows.numel(), rows.dtype)
-            total = rows.new_empty(rows.shape[1:])
-            counted.holds(counted.EXCHANGED, rows)
-            options = _c10d.ReduceScatterOptions()
-            yield members.process_group.reduce_scatter_single(total, rows.view(-1), options)
-            return total
-        received = yield from self._exchange_rows(
-            rows, self._sums, "reduce_scatter", self._shard_kind
-        )
-        return _fold(received)
+        if members.folds and any(each.numel() for each in columns):
+            return (yield from self._reduce_columns(columns, members))
+        rows = columns[0] if len(columns) == 1 else torch.cat(list(columns), 1)
+        del columns
+        received = yield from self._exchange_rows(rows, members, "reduce_scatter", self._shard_kind)
+        total = _fold(received)
+        return total.clone() if received is rows else total
+
+    def _reduce_columns(self, columns: Sequence[Tensor], members: _Members) -> _Exchanges[Tensor]:
+        """The sum by the backend's own reduce-scatter."""
+        elements = sum(each.numel() for each in columns)
+        self._count("reduce_scatter", self._shard_kind, members, elements, columns[0].dtype)
+        for each in columns:
+            counted.holds(counted.EXCHANGED, each)
+        total = columns[0].new_empty(elements // members.size)
+        parts = list(torch.split(total, [each.shape[1] for each in columns]))
+        options = _c10d.ReduceScatterOptions()
+        yield members.process_group.reduce_scatter_tensor_coalesced(parts, list(columns), options)
+        return total
 
     def _reduce_all(self, flat: Tensor, divisor: int) -> _Exchanges[Tensor]:
         members, kind = self._replicate_group, self._replicate_kind
@@ -318,6 +333,8 @@ class Collectives:
         rows = yield from self._exchange_rows(rows, members, "all_reduce", kind)
         total = divided(_fold(rows.to(_WIDE.get(flat.dtype, flat.dtype))), divisor).to(flat.dtype)
         whole = yield from self._gather_from(total, members, "all_reduce, handed out", kind)
+        if members.size == 1 and divisor == 1:
+            return whole.clone()  # which may be the given tensor
         return whole[: flat.numel()]
 
     def _reduce_all_at_once(
@@ -367,9 +384,10 @@ class Collectives:
     def _exchange_rows(
         self, rows: Tensor, members: _Members, operation: str, kind: GroupKind
     ) -> Generator[object, None, Tensor]:
+        """The members' rows for this one; the given rows themselves where this one is alone, or rows are empty."""
         self._count(operation, kind, members, rows.numel(), rows.dtype)
         if members.size == 1 or not rows.numel():
-            return rows.clone()
+            return rows
         received = torch.empty_like(rows)
         counted.holds(counted.EXCHANGED, rows)
         counted.holds(counted.EXCHANGED, received)

@@ -165,7 +165,7 @@ class GradientReducer:
 
     def _new_step(self) -> BucketReducer:
         planned = [each for each in self._planned() if not self._stays(each)]
-        return BucketReducer(self._buckets(planned), self._launch, self._policy.late)
+        return BucketReducer(self._buckets(planned), self._pack, self._launch, self._policy.late)
 
     def _stays(self, parameter: nn.Parameter) -> bool:
         """Return whether no other rank has a summand of the parameter's gradient, so that it is in no bucket."""
@@ -173,11 +173,16 @@ class GradientReducer:
             return False
         return self._shards.all_reducer(split_of(parameter) is not None).replicas == 1
 
-    def _launch(self, bucket: Bucket, rows: torch.Tensor) -> Pending[torch.Tensor]:
+    def _pack(self, bucket: Bucket, totals: Totals) -> list[torch.Tensor]:
+        if self._policy.scatters and self._collectives.takes_columns:
+            return bucket.columns(totals)
+        return [bucket.rows(totals)]
+
+    def _launch(self, bucket: Bucket, packed: list[torch.Tensor]) -> Pending[torch.Tensor]:
         if self._policy.scatters:
-            return self._collectives.reduce_scatter(rows)
+            return self._collectives.reduce_scatter(packed)
         return self._shards.all_reducer(bucket.split).all_reduce(
-            rows.view(-1),
+            packed[0].view(-1),
             self._divisor(self._unit or self._runtime.config.microbatches, bucket.split),
         )
 

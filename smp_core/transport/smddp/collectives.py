@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -125,23 +125,24 @@ def _scatter_rows(rounds: Rounds, rows: Any, target: Bytes) -> Transfer:
     return Transfer(write, read_rows, _rounds_of(target.size, most), ranges=ranges)
 
 
-def _exchange_blocks(rounds: Rounds, parts: Any, length: int, sink: Sink) -> Transfer:
-    """Each member reads the blocks for it. ``parts``: for each member ``length`` bytes; or None."""
+def _exchange_blocks(rounds: Rounds, parts: Sequence[Any], length: int, sink: Sink) -> Transfer:
+    """Each member reads the blocks for it. ``parts`` have a row for each member; the rows of all parts, one behind the
+    other, are ``length`` bytes, or none.
+    """
     size, me, block = rounds.size, rounds.me, block_bytes(rounds.size)
-    own = me * block
+    own, columns = me * block, _Columns(parts)
 
     def write(number: int, slot: Any) -> None:
-        if parts is not None:
-            piece = parts[:, number * block : (number + 1) * block]
-            slot[me, : size * block].reshape(size, block)[:, : piece.shape[1]] = piece
+        at = number * block
+        blocks = slot[me, : size * block].reshape(size, block)
+        for part, begin in columns.between(at, at + block):
+            blocks[:, begin : begin + part.shape[1]] = part
 
     def read_rows(number: int, slot: Any) -> None:
         at = number * block
         sink(slot[:, own : own + min(block, length - at)], at)
 
-    ranges = (
-        _no_ranges if parts is None else _block_ranges(me * rounds.row_bytes, block, parts.shape[1])
-    )
+    ranges = _block_ranges(me * rounds.row_bytes, block, columns.length)
     return Transfer(write, read_rows, _rounds_of(length, block), ranges=ranges)
 
 
@@ -153,19 +154,31 @@ def _folded(target: Bytes, dtype: torch.dtype, op: str) -> Sink:
     return sink
 
 
+class _Columns:
+    """Arrays whose rows lie one behind the other: each has consecutive columns of a whole of ``length`` columns."""
+
+    def __init__(self, arrays: Sequence[Any]) -> None:
+        self._arrays = arrays
+        self._ends = list(itertools.accumulate(each.shape[1] for each in arrays))
+        self.length: int = self._ends[-1] if arrays else 0
+
+    def between(self, begin: int, end: int) -> Iterator[tuple[Any, int]]:
+        """The parts of the arrays in some columns, and where each begins there."""
+        for number in range(bisect.bisect_right(self._ends, begin), len(self._arrays)):
+            array, after = self._arrays[number], self._ends[number]
+            first = after - array.shape[1]
+            if first >= end:
+                break
+            yield array[:, max(begin - first, 0) : end - first], max(first - begin, 0)
+
+
 def _rows(targets: Sequence[Any]) -> Sink:
     """``targets`` take consecutive columns of the rows; each has a row for each member."""
-    ends = list(itertools.accumulate(each.shape[1] for each in targets))
+    columns = _Columns(targets)
 
     def sink(rows: Any, at: int) -> None:
-        end = at + rows.shape[1]
-        for number in range(bisect.bisect_right(ends, at), len(targets)):
-            target, after = targets[number], ends[number]
-            begin = after - target.shape[1]
-            if begin >= end:
-                break
-            first, last = max(begin, at), min(after, end)
-            target[:, first - begin : last - begin] = rows[:, first - at : last - at]
+        for target, begin in columns.between(at, at + rows.shape[1]):
+            target[:] = rows[:, begin : begin + target.shape[1]]
 
     return sink
 
@@ -304,22 +317,26 @@ def _all_gather_single(rounds: Rounds, call: Collective) -> Transfer:
 
 def _reduce_scatter_single(rounds: Rounds, call: Collective) -> Transfer:
     size, target = rounds.size, Target(call.gets)
-    parts = [read([each]).reshape(size, -1) if each.numel() else None for each in call.brings]
-    there = [each for each in parts if each is not None]
-    rows = there[0] if len(there) == 1 else np.concatenate(there, 1) if there else None
-    if rows is not None and target.bytes.size > block_bytes(size):
-        place = address(rows[rounds.me])  # which no other member reads
-        rows = copied_if_shared(rows, [target.bytes], lambda each: address(each) == place)
+    parts = [read([each]).reshape(size, -1) for each in call.brings if each.numel()]
+    if target.bytes.size > block_bytes(size):
+        # A round is read before the last one is written. No other member reads this one's own row.
+        own = address(parts[0][rounds.me]) if len(parts) == 1 else None
+        parts = [
+            copied_if_shared(each, [target.bytes], lambda place: address(place) == own)
+            for each in parts
+        ]
     if len({each.dtype for each in call.gets}) > 1:
-        return _exchange_mixed(rounds, rows, target, call)
+        return _exchange_mixed(rounds, parts, target, call)
     sink = _folded(target.bytes, call.gets[0].dtype, call.op)
-    return _then(_exchange_blocks(rounds, rows, target.bytes.size, sink), target)
+    return _then(_exchange_blocks(rounds, parts, target.bytes.size, sink), target)
 
 
-def _exchange_mixed(rounds: Rounds, rows: Any, target: Target, call: Collective) -> Transfer:
+def _exchange_mixed(
+    rounds: Rounds, parts: Sequence[Any], target: Target, call: Collective
+) -> Transfer:
     """Outputs of different dtypes: the rows are kept until each output can be folded in its dtype."""
     kept = np.empty((rounds.size, target.bytes.size), np.uint8)
-    transfer = _exchange_blocks(rounds, rows, target.bytes.size, _rows([kept]))
+    transfer = _exchange_blocks(rounds, parts, target.bytes.size, _rows([kept]))
 
     def finish() -> None:
         at = 0
@@ -344,7 +361,9 @@ def _reduce_scatter(rounds: Rounds, call: Collective) -> Transfer:
     for row, part in zip(rows, parts, strict=True):
         row[: part.size] = part
     padded = np.empty(length, np.uint8)
-    transfer = _exchange_blocks(rounds, rows, length, _folded(padded, call.gets[0].dtype, call.op))
+    transfer = _exchange_blocks(
+        rounds, [rows], length, _folded(padded, call.gets[0].dtype, call.op)
+    )
 
     def finish() -> None:
         target.bytes[:] = padded[: target.bytes.size]

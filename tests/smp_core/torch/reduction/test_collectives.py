@@ -292,9 +292,11 @@ def test_each_rank_gets_the_tree_of_its_rows(smp: Any, dtype: str) -> None:
     for count in (4, 1, 0):
         all_ = [real_values(rank, here.size, count, dtype=kind) for rank in range(here.size)]
         given = all_[here.rank].clone()
-        mine = reduces.reduce_scatter(given).result()
-        assert mine.dtype is kind
-        assert torch.equal(mine, tree([rows[here.rank] for rows in all_]))
+        for columns in ([given], [given[:, :1].clone(), given[:, 1:].clone()]):
+            mine = reduces.reduce_scatter(columns).result()
+            assert mine.dtype is kind
+            assert torch.equal(mine, tree([rows[here.rank] for rows in all_]))
+        mine = reduces.reduce_scatter([given]).result()
         assert torch.equal(given, all_[here.rank])
         given.zero_()
         assert torch.equal(mine, tree([rows[here.rank] for rows in all_]))
@@ -327,7 +329,7 @@ def test_groups_are_those_of_the_topology(smp: Any) -> None:
     assert both.all_gather(mine).result().tolist() == [rank // 3 * 3 + each for each in range(3)]
     rows = torch.tensor([[1.0], [10.0], [100.0]]) * 2.0**rank
     among = sum(2.0**each for each in range(6) if each // 3 == rank // 3)
-    assert both.reduce_scatter(rows).result().tolist() == [among * 10 ** (rank % 3)]
+    assert both.reduce_scatter([rows]).result().tolist() == [among * 10 ** (rank % 3)]
     assert both.all_reduce(mine).result().tolist() == [2 * (rank % 3) + 3]
 
 
@@ -337,7 +339,7 @@ def test_what_would_be_rounded_on_the_way_is_refused(smp: Any, dtype: str) -> No
     both = Collectives(runtime.current("test"), GroupKind.RDP, GroupKind.RDP)
     values = torch.ones(both.size, 2, dtype=getattr(torch, dtype))
     with pytest.raises(TypeError, match=rf"reduce_scatter: torch.{dtype} would be rounded"):
-        both.reduce_scatter(values)
+        both.reduce_scatter([values])
     if dtype == "int32":
         with pytest.raises(TypeError, match=r"all_reduce: torch.int32 would be rounded"):
             both.all_reduce(values[0])
@@ -370,7 +372,7 @@ def test_alone_nothing_is_sent_and_results_have_memory_of_their_own(smp: Any) ->
     given = positions(3)
     results = [
         alone.all_gather(given).result(),
-        alone.reduce_scatter(given[None]).result(),
+        alone.reduce_scatter([given[None]]).result(),
         alone.all_reduce(given).result(),
     ]
     expected = positions(3)
@@ -387,7 +389,7 @@ def test_bytes_are_those_that_leave_the_rank(smp: Any) -> None:
     both = collectives()
     rank = runtime.current("test").rank
     both.all_gather(positions(5, torch.bfloat16)).result()
-    both.reduce_scatter(torch.ones(3, 5)).result()
+    both.reduce_scatter([torch.ones(3, 5)]).result()
     both.all_reduce(torch.ones(5, dtype=torch.float64)).result()
     node = [each // 2 for each in range(6)]
     group = [each for each in range(6) if each // 3 == rank // 3]

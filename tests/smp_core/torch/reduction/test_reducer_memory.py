@@ -36,10 +36,14 @@ def test_the_sums_of_a_bucket_are_freed_before_its_exchange(late):
     total = torch.arange(6.0)
     held, seen = weakref.ref(total), []
 
-    def launch(bucket, rows):
-        seen.append((held() is None, rows.tolist()))
+    def pack(bucket, totals):
+        return [bucket.rows(totals)]
 
-    reducer = BucketReducer([Bucket([parameter], [Layout(6, 2)], torch.float32)], launch, late)
+    def launch(bucket, packed):
+        seen.append((held() is None, packed[0].tolist()))
+
+    bucket = Bucket([parameter], [Layout(6, 2)], torch.float32)
+    reducer = BucketReducer([bucket], pack, launch, late)
     reducer.on_ready(parameter, total)
     del total
     reducer.advance()

@@ -107,6 +107,29 @@ def check_several_gathers_at_once(rank: int) -> None:
             assert torch.equal(whole, expected), (count, at)
 
 
+def check_several_scatters_at_once(rank: int) -> None:
+    """The outputs follow each other in memory: in memory of their own, or in that of an input; or they lie apart."""
+    group: Any = dist.group.WORLD
+    for count in EDGES:
+        lengths = count, count + 1, 0, 1
+        given = [
+            [value(each, RANKS * length, part) for each in range(RANKS)]
+            for part, length in enumerate(lengths)
+        ]
+        expected = [
+            reduce_tensors(everybody, "SUM")[rank * length : (rank + 1) * length]
+            for everybody, length in zip(given, lengths, strict=True)
+        ]
+        for where in ("one memory", "an input", "apart"):
+            inputs = [everybody[rank].clone() for everybody in given]
+            outputs = [torch.empty(length) for length in lengths]
+            if where != "apart":
+                first = inputs[1] if where == "an input" else torch.empty(sum(lengths))
+                outputs = list(first[: sum(lengths)].split(lengths))
+            group.reduce_scatter_single_coalesced(outputs, inputs).wait()
+            assert all(map(torch.equal, outputs, expected)), (count, where)
+
+
 def check_uneven(rank: int) -> None:
     """Rank r sends r + s + 1 times as much to rank s, so that ranks are done after different rounds."""
     for unit in (0, 1, block_bytes(RANKS) // 4 // 2 + 1, ROW_BYTES // 4 // 3 + 1):
@@ -148,12 +171,16 @@ def check_memory_of_large_tensors(rank: int) -> None:
     def operations(count: int) -> list[Callable[[], Any]]:
         source, target = torch.ones(count), torch.ones(count)
         parts = source.view(RANKS, -1)
+        group: Any = dist.group.WORLD
+        outputs = list(target[: count // RANKS].chunk(2))
+        inputs = list(source.split([RANKS * len(each) for each in outputs]))
         return [
             lambda: dist.all_reduce(target),
             lambda: dist.broadcast(target, 1),
             lambda: dist.reduce(target, 1),
             lambda: dist.all_gather_single(target, parts[rank]),
             lambda: dist.reduce_scatter_single(target[: count // RANKS], source),
+            lambda: group.reduce_scatter_single_coalesced(outputs, inputs).wait(),
             lambda: dist.all_to_all_single(target, source),
             lambda: dist.send(source, 1) if rank == 0 else rank > 1 or dist.recv(target, 0),
         ]
@@ -177,6 +204,7 @@ CHECKS: list[Callable[[int], None]] = [
     check_reductions,
     check_moves,
     check_several_gathers_at_once,
+    check_several_scatters_at_once,
     check_uneven,
     check_mixed_dtypes,
     check_memory_of_large_tensors,

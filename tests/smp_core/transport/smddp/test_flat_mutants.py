@@ -17,13 +17,13 @@ BUGS = Bugs()
 
 @BUGS.caught_by(*values(test_flat.check_nothing_is_written_to_tensors_without_elements))
 def a_tensor_without_elements_has_one(patch: Patch) -> None:
-    def as_bytes(tensor: Any) -> Any:
-        view = tensor.view(-1)
+    def as_bytes(tensors: Any) -> Any:
+        view = tensors[0].view(-1)
         if view.stride(0) != 1:
             view = view.as_strided((1,), (1,))
         return view.view(torch.uint8).numpy()
 
-    patch.setattr(flat, "_bytes", as_bytes)
+    patch.setattr(flat, "_joined", as_bytes)
 
 
 @BUGS.caught_by(*values(test_point_to_point.check_any_source))
@@ -48,7 +48,7 @@ def neighbours_are_one_storage(patch: Patch) -> None:
 
 @BUGS.caught_by(*values(test_flat.check_storages_can_be_resized))
 def the_storage_of_a_tensor_is_numpy_s(patch: Patch) -> None:
-    patch.setattr(flat, "_bytes", lambda tensor: tensor.view(-1).view(torch.uint8).numpy())
+    patch.setattr(flat, "_joined", lambda tensors: tensors[0].view(-1).view(torch.uint8).numpy())
 
 
 @BUGS.caught_by(test_flat.test_an_operation_keeps_the_memory_that_its_tensor_gives_up)
