@@ -6,6 +6,14 @@ the sender's side of a stream nothing is ever unread.
 
 Note [Authentication]: the listener's secret went through the store. Each side proves by HMAC that it knows the secret,
 before anything else is read. A connection without proof is closed after some seconds, and earlier if there are many.
+
+Note [Silence]: a machine that has vanished is silent; the kernel of a process that is stopped answers. Keepalive asks
+on a connection where no bytes wait, as on all those on which this process reads. Where bytes wait, the kernel asks by
+sending them again, or asks for room when the receiver has none, at intervals that grow to two minutes.
+TCP_USER_TIMEOUT takes the answer "no room" for silence, and would end the stream to a process that is stopped. So the
+thread of the streams looks itself. The time begins when a look finds a question without an answer, so that a machine
+that vanishes after it has had no room for long is noticed late there. The stream from it has ended by then, if there
+is one.
 """
 
 from __future__ import annotations
@@ -39,7 +47,11 @@ _READ_QUANTUM = 1 << 20  # bytes that are read from one connection before the ot
 _PIECES_PER_CALL = 64  # of one system call
 #: A machine that vanishes is noticed within half a minute: seconds of silence, between two questions, and questions.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
-_ACKNOWLEDGE_TIMEOUT = 30.0  # seconds in which sent bytes must be acknowledged
+_ACKNOWLEDGE_TIMEOUT = 30.0  # seconds in which bytes, or a question for room, must have an answer
+_LOOK_INTERVAL = 1.0  # seconds between two looks for an answer
+#: The beginning of the kernel's tcp_info: unanswered questions, segments without an acknowledgement, and the
+#: milliseconds since bytes were sent and since an acknowledgement came.
+_TCP_INFO = struct.Struct("=3xB20xI16xI8xI")
 
 Buffers = Generator[memoryview, None, None]  # the memory for the next bytes of a stream
 
@@ -67,8 +79,14 @@ def _prepare(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    timeout = int(_ACKNOWLEDGE_TIMEOUT * 1000)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout)
+
+
+def _unanswered(connection: socket.socket) -> tuple[bool, float]:
+    """Return whether the other machine's kernel owes an answer, and the seconds since its last one."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    questions, segments, sent, answered = _TCP_INFO.unpack(info)
+    # Bytes may lie unacknowledged and have an answer: there was no room for them. They are sent again after a time.
+    return bool(questions or (segments and sent < answered)), answered / 1000
 
 
 class _Reader:
@@ -115,6 +133,7 @@ class Outbound:
         self._connection: socket.socket | None = None
         self._reader: _Reader | None = None
         self._until = time.monotonic() + _CONNECT_TIMEOUT
+        self._silent_since: float | None = None  # the first look since which no answer has come
 
     def send(self, pieces: Iterable[memoryview]) -> None:
         """Send bytes, whose memory stays as it is until they were sent. Returns at once."""
@@ -256,6 +275,18 @@ class Outbound:
         if now >= self._until:
             self.end(TimeoutError(f"no answer within {_CONNECT_TIMEOUT:g} s"))
 
+    def look(self, now: float) -> None:
+        """End a stream whose other machine has owed an answer for too long. See Note [Silence]."""
+        if self._connection is None or self._reader is None:  # not there yet
+            return
+        owes, answered = _unanswered(self._connection)
+        if not owes:
+            self._silent_since = None
+        elif self._silent_since is None or now - answered > self._silent_since:
+            self._silent_since = now
+        elif now - self._silent_since >= _ACKNOWLEDGE_TIMEOUT:
+            self.end(TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)))
+
 
 class _Inbound:
     """A connection to this process's listener, which authenticates itself first."""
@@ -339,6 +370,7 @@ class Streams:
         self._pending_calls: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self.closing = 0.0
+        self._next_look = 0.0
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=128)
         self._listener.setblocking(False)
@@ -466,8 +498,9 @@ class Streams:
 
     def _select_timeout(self) -> float | None:
         """Seconds to wait for events; none if only events matter."""
-        timed = self._timers or self.unauthenticated or self.connecting or self.closing
-        return _RETRY_INTERVAL if timed else None
+        if self._timers or self.unauthenticated or self.connecting or self.closing:
+            return _RETRY_INTERVAL
+        return _LOOK_INTERVAL if self._outbound else None
 
     def _expire(self, now: float) -> None:
         due = [task for when, task in self._timers if when <= now]
@@ -479,3 +512,9 @@ class Streams:
                 each.end("has proven nothing")
         for stream in list(self.connecting):
             stream.expire(now)
+        if now >= self._next_look:
+            self._next_look = now + _LOOK_INTERVAL
+            with self._lock:
+                streams = list(self._outbound.values())
+            for stream in streams:
+                stream.look(now)

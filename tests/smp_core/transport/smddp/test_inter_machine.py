@@ -686,6 +686,80 @@ def test_two_machines(tmp_path: Path, machines: Machines, end: str) -> None:
             assert "rank 3: its process" in text
 
 
+#: One of two processes: that on "a" sends to the other one, and writes the reason why the stream has ended.
+STREAM = """
+import json, pathlib, socket, sys, threading, time
+from smp_core.transport.smddp import streams
+
+def receive(identity):
+    if full:
+        threading.Event().wait()  # the thread reads nothing more
+    while True:
+        yield memoryview(bytearray(1))
+
+def wait_for(condition):
+    while not condition():
+        time.sleep(0.01)
+
+host, full, folder = sys.argv[1], sys.argv[2] == "full", pathlib.Path(sys.argv[3])
+streams._ACKNOWLEDGE_TIMEOUT = 3.0
+mine = streams.Streams(f"10.213.77.{'ab'.index(host) + 1}", receive, lambda identity: None)
+peer = folder / "peer"
+if host == "b":
+    (folder / "written").write_text(json.dumps(mine.peer()))
+    (folder / "written").rename(peer)
+    threading.Event().wait()
+wait_for(peer.exists)
+stream = mine.stream_to(streams.Peer(*json.loads(peer.read_text())))
+assert stream.settled.wait(60) and not stream.reason, stream.reason
+if full:
+    stream.send([memoryview(bytes(1 << 26))])
+    def no_room():
+        info = stream._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232)
+        segments, room = (int.from_bytes(info[at : at + 4], "little") for at in (24, 228))
+        return not segments and not room
+    wait_for(no_room)
+    assert not stream.idle
+(folder / "ready").touch()
+wait_for((folder / "cut").exists)
+stream.send([memoryview(b"x")])
+wait_for(lambda: stream.reason)
+(folder / "reason").write_text(stream.reason)
+"""
+
+
+@pytest.mark.parametrize("room", ["full", "open"])
+def test_a_cut_link_ends_a_stream_with_bytes_on_their_way(
+    tmp_path: Path, machines: Machines, room: str
+) -> None:
+    """Nothing comes from the other process. Its machine has no more room for bytes, or has room."""
+    script, ready = tmp_path / "stream.py", tmp_path / "ready"
+    script.write_text(STREAM)
+    machines.know_each_other()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    started = []
+    try:
+        for host in "ab":
+            command = machines.on(host, *map(str, (sys.executable, script, host, room, tmp_path)))
+            started.append(subprocess.Popen(command, env=environment))
+        limit = time.monotonic() + 120
+        while not ready.exists():
+            assert time.monotonic() < limit
+            assert all(each.poll() is None for each in started)
+            time.sleep(0.01)
+        machines.cut()
+        (tmp_path / "cut").touch()
+        try:
+            assert started[0].wait(60) == 0
+        except subprocess.TimeoutExpired:
+            pytest.fail("the stream goes on")
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+    assert (tmp_path / "reason").read_text() == "Connection timed out"
+
+
 def test_the_listener_is_bound_to_the_address_of_the_way_to_the_store(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import signal
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -119,6 +121,91 @@ def test_what_waits_is_sent_before_the_streams_close() -> None:
     assert came == sent * 400
     closer.join()
     other.close()
+
+
+def since_last_answer(stream: Outbound) -> float:
+    """The seconds since the other machine's kernel has acknowledged anything: ``tcpi_last_ack_recv``."""
+    assert stream._connection is not None, stream.reason
+    info = stream._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
+    return float(struct.unpack_from("I", info, 56)[0]) / 1000
+
+
+def _receive_late(count: int, told: int) -> None:
+    """The other process: writes its address, and tells when all bytes have come."""
+    came, all_came = 0, threading.Event()
+
+    def receive(identity: str) -> Buffers:
+        nonlocal came
+        while True:
+            piece = bytearray(min(count - came, 1 << 16) or 1)
+            yield memoryview(piece)
+            came += len(piece)
+            if came == count:
+                all_came.set()
+
+    others = Streams("127.0.0.1", receive, lambda identity: None)
+    os.write(told, json.dumps(others.peer()).encode())
+    assert all_came.wait(LIMIT)
+    os.write(told, b"all")
+    signal.pause()
+
+
+#: The size of pieces, their number, and the room for them.
+STOPPED = {"all at once": (1 << 20, 32, 1 << 18), "one by one": (1, 1 << 14, 1 << 12)}
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_a_process_that_is_stopped_is_not_given_up(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Its kernel has no room, and says so when asked. Between two questions it is silent for longer than the limit.
+
+    Bytes that are sent one by one use the room up while more of them are on their way: these stay unacknowledged.
+    """
+    size, number, room = STOPPED[name]
+    # Linux answers one question for room in half a second (tcp_invalid_ratelimit), so that a second may pass without.
+    limit = 1.2
+    prepare = streams._prepare
+
+    def little(connection: socket.socket) -> None:
+        prepare(connection)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, room)
+
+    monkeypatch.setattr(streams, "_prepare", little)
+    monkeypatch.setattr(streams, "_ACKNOWLEDGE_TIMEOUT", limit)
+    monkeypatch.setattr(streams, "_LOOK_INTERVAL", 0.1)
+    hears, tells = os.pipe()
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            _receive_late(number * size, tells)
+        os._exit(1)
+    one = Process()
+    try:
+        os.close(tells)
+        stream = one.streams.stream_to(Peer(*json.loads(os.read(hears, 4096))))
+        assert stream.settled.wait(LIMIT)
+        os.kill(child, signal.SIGSTOP)
+        _, status = os.waitpid(child, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        for _ in range(number):
+            send(stream, bytes(size))
+        end = time.monotonic() + LIMIT
+        while since_last_answer(stream) < limit + 0.2:
+            assert time.monotonic() < end
+            os.sched_yield()
+        while since_last_answer(stream) > limit:  # the next question
+            assert time.monotonic() < end
+            os.sched_yield()
+        os.kill(child, signal.SIGCONT)
+        assert os.read(hears, 3) == b"all"
+        assert not stream.reason
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(hears)
+        one.streams.close()
 
 
 def test_another_listener_is_refused(processes: list[Process]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import socket
 import types
 from collections import deque
 from collections.abc import Callable
@@ -80,6 +81,44 @@ def silence_is_waited_for(patch: Patch) -> None:
 @BUGS.caught_by(streams_of(test_streams.test_many_strangers_do_not_keep_a_member_out))
 def strangers_are_kept(patch: Patch) -> None:
     patch.setattr(streams, "_MAX_UNAUTHENTICATED", 10**6)
+
+
+def _stopped(name: str) -> Callable[[Path], None]:
+    def run(_: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(test_streams, "LIMIT", 60)  # it takes some seconds without the bug, too
+            test_streams.test_a_process_that_is_stopped_is_not_given_up(patch, name)
+
+    return run
+
+
+@BUGS.caught_by(_stopped("all at once"))
+def no_room_is_taken_for_silence(patch: Patch) -> None:
+    def limited(connection: socket.socket) -> None:
+        prepare(connection)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1200)
+
+    prepare = streams._prepare
+    patch.setattr(streams, "_prepare", limited)
+
+
+def _see(patch: Patch, change: Callable[..., tuple[int, ...]]) -> None:
+    """Have a look find other numbers."""
+    info = streams._TCP_INFO
+    changed = types.SimpleNamespace(
+        size=info.size, unpack=lambda *args: change(*info.unpack(*args))
+    )
+    patch.setattr(streams, "_TCP_INFO", changed)
+
+
+@BUGS.caught_by(_stopped("all at once"))
+def each_silence_is_the_lack_of_an_answer(patch: Patch) -> None:
+    _see(patch, lambda questions, *rest: (1, *rest))
+
+
+@BUGS.caught_by(_stopped("one by one"))
+def bytes_without_room_have_no_answer(patch: Patch) -> None:
+    _see(patch, lambda questions, segments, sent, answered: (questions, segments, -1, answered))
 
 
 @pytest.mark.parametrize("bug", BUGS)
