@@ -249,15 +249,13 @@ class _StepRun:
         """Add the gradients of the next so many microbatches to the sums, in the order of the microbatches."""
         added, self._unsummed = self._unsummed[:count], self._unsummed[count:]
         for value in self._sums if added else ():
-            parts_of_it = [self._take(microbatch, value) for microbatch in added]
+            terms = [self._take(microbatch, value) for microbatch in added]
             if self._aborted:
                 return
             try:
-                terms = [tf.cast(each, sum_dtype(each.dtype)) for each in parts_of_it]
-                if value in self._totals:
-                    terms.insert(0, self._totals.pop(value))
-                # One pass over all terms, which adds from the left, as single additions would.
-                self._totals[value] = tf.add_n(terms)
+                wide = [tf.cast(each, sum_dtype(each.dtype)) for each in terms]
+                known = self._totals.pop(value, None)
+                self._totals[value] = parts.added(wide if known is None else [known, *wide])
             except Exception as error:
                 self._failed(f"with the sums of microbatches {added[0]} to {added[-1]}", error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import linecache
@@ -14,6 +15,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.python.autograph.pyct import loader
@@ -159,3 +161,14 @@ def test_processes_generate_files_of_different_names(monkeypatch: pytest.MonkeyP
         return str(parts._load_generated("", delete_on_exit=True)[1])
 
     assert name(1) != name(2)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 9, 10, 15, 16, 25])
+def test_a_sum_is_added_from_the_left(count: int) -> None:
+    random = np.random.default_rng(count)
+    scales = 10.0 ** random.integers(-4, 5, (count, 1))
+    terms = [tf.constant(each, tf.float32) for each in scales * random.standard_normal((count, 99))]
+    expected = functools.reduce(tf.add, terms).numpy()
+    if count > 2:
+        assert not np.array_equal(functools.reduce(tf.add, terms[::-1]).numpy(), expected)
+    np.testing.assert_array_equal(parts.added(terms).numpy(), expected)
