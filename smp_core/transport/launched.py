@@ -22,13 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from smp_core.errors import BackendError, NotInitializedError
 from smp_core.transport import ending
 from smp_core.transport.launchers import Launch, half_set, launch_of_process
-from smp_core.transport.protocols import (
-    SMDDP,
-    Fabric,
-    Group,
-    ObjectTransport,
-    RankEnvironment,
-)
+from smp_core.transport.protocols import Fabric, Group, ObjectTransport, RankEnvironment
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -242,9 +236,7 @@ class _TorchFabric(Fabric):
         self.rank, self.size = rank, size
         self._default: Any = dist.group.WORLD
         self._handles: dict[Group, Any] = {}
-        # Ranks that wait for each other by Gloo do not leave the cores to those that compute; by smddp they do.
-        carrier = SMDDP if f"cpu:{SMDDP}" in dist.get_backend_config() else "gloo"
-        private = dist.new_group(backend=carrier, group_desc="smp objects")
+        private = dist.new_group(backend="gloo", group_desc="smp objects")
         self.objects: ObjectTransport = GroupObjects(_environment(rank, size, Path()), private)
         self.local_rank, self.local_size = _local(rank, size, self.objects)
 

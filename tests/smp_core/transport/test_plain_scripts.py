@@ -157,25 +157,6 @@ os.write(1, b"done\\n")
     assert [text.count(each) for each in ("done", "saved", "left")] == [2, 2, 2], text
 
 
-def test_objects_go_by_smddp_where_tensors_do(script):
-    """No group of the script's world is one of Gloo, whose waits would keep the cores from ranks that compute."""
-    code, text = script(
-        torchrun(3),
-        HEAD
-        + """
-import smp_core.transport.smddp
-dist.init_process_group("smddp")
-smp.init({"ddp": True, "sharded_data_parallel_degree": 3})
-check()
-groups = torch.distributed.distributed_c10d._world.pg_map
-assert {backend for backend, _ in groups.values()} == {"smddp"}, groups
-os.write(1, b"done\\n")
-""",
-    )
-    assert code == 0, text
-    assert text.count("done") == 3, text
-
-
 ENDS = (
     HEAD
     + """
