@@ -11,6 +11,7 @@ at its end all ranks agree that it failed, and who did.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -151,9 +152,9 @@ def _traced(
             for value in plan.leaves
         )
         # Nothing takes the tensors that stand for those that are not wanted.
-        unwanted = {dtype: tf.zeros((0,), dtype) for dtype in set(types)}
+        nothing = functools.cache(functools.partial(tf.zeros, (0,)))
         return [
-            unwanted[dtype] if each is None else each
+            nothing(dtype) if each is None else each
             for dtype, each in zip(types, (*values, *map(totals.get, sums)), strict=True)
         ]
 
@@ -257,7 +258,7 @@ class _StepRun:
                 known = self._totals.pop(value, None)
                 self._totals[value] = parts.added(wide if known is None else [known, *wide])
             except Exception as error:
-                self._failed(f"with the sums of microbatches {added[0]} to {added[-1]}", error)
+                self._failed(f"with the sums up to microbatch {added[-1]}", error)
 
     def _run(self, task: SegmentTask) -> None:
         """Run one segment, and send what leaves with it."""

@@ -7,7 +7,8 @@ in a backward pass, of the forward pass. So no two segments need each other, and
 levels are an order of the whole graph.
 
 Other ranks wait for the messages of a segment. Where a large part of it is needed for no message, as the gradients of
-weights are in a backward pass, that part is a segment of its own, which runs when the messages have left.
+weights are in a backward pass, that part is a segment of its own, which runs when the messages have left. Nothing in
+the other part takes a tensor of it, or must run after it.
 
 Nothing here imports TensorFlow.
 """
@@ -71,7 +72,7 @@ class Segment:
     """Operations that one rank, or every rank, runs as one function.
 
     Attributes:
-        key: its level and its place.
+        key: its level, its place, and whether it is the part that no message needs.
         operations: their indices, in the order of creation.
         arguments: the tensors of COPIED operations that it takes.
         inputs: the tensors of other segments that it takes.

@@ -197,7 +197,7 @@ def read(concrete: Any) -> Graph:
     graph = concrete.graph
     nodes = _ordered(graph.get_operations())
     index = {each.name: at for at, each in enumerate(nodes)}
-    scopes = _scopes(nodes)
+    scopes, waits = _scopes(nodes), _waits(nodes)
 
     def origin(node: Any) -> int | None:
         found = parts.origin_of(node)
@@ -221,7 +221,7 @@ def read(concrete: Any) -> Graph:
                 node.name,
                 node.type,
                 tuple(Value(index[each.op.name], each.value_index) for each in node.inputs),
-                tuple(sorted(_effects(node.control_inputs, index))),
+                tuple(sorted(_controls(node, waits))),
                 tuple(each.dtype.name for each in node.outputs),
                 parts.tag_of(node),
                 forward,
@@ -243,18 +243,35 @@ def read(concrete: Any) -> Graph:
         tuple(value(each) for each in graph.inputs[:count]),
         captures,
         tuple(value(each) for each in graph.outputs),
-        tuple(sorted(_effects(graph.control_outputs, index))),
+        tuple(sorted(_awaited(graph.control_outputs, waits))),
         definition.versions,
         Functions({each.signature.name: each for each in definition.library.function}),
     )
 
 
-def _effects(nodes: Sequence[Any], index: Mapping[str, int]) -> set[int]:
-    """The operations to run, or to wait for; one that only waits for others stands for those."""
-    found: set[int] = set()
-    for node in nodes:
-        found |= _effects(node.control_inputs, index) if node.type == "NoOp" else {index[node.name]}
+def _waits(nodes: Sequence[Any]) -> dict[str, set[int]]:
+    """For each operation, by name, those that one behind it waits for: itself, or those for which it only waits."""
+    found: dict[str, set[int]] = {}
+    for at, node in enumerate(nodes):
+        only_waits = node.type == "NoOp"
+        found[node.name] = _awaited(node.control_inputs, found) if only_waits else {at}
     return found
+
+
+def _controls(node: Any, waits: Mapping[str, set[int]]) -> set[int]:
+    """The operations that must run before one, whose results it does not take.
+
+    TensorFlow has an operation behind others through a constant that it takes, if that is behind them, and a constant
+    is copied without its order.
+    """
+    constants = (each.op for each in node.inputs if each.op.type == "Const")
+    before = [node.control_inputs, *(each.control_inputs for each in constants)]
+    return set().union(*(_awaited(each, waits) for each in before))
+
+
+def _awaited(nodes: Sequence[Any], waits: Mapping[str, set[int]]) -> set[int]:
+    """The operations that one behind all of these waits for."""
+    return set().union(*(waits[node.name] for node in nodes))
 
 
 def _ordered(nodes: Sequence[Any]) -> tuple[Any, ...]:
@@ -310,18 +327,16 @@ def build(graph: Graph, operations: Sequence[GraphOperation], segment: Segment) 
         if value not in captured and graph.nodes[value.operation].type != "Placeholder"
     }
     definition = tf.compat.v1.GraphDef()
-    names = {operations[at].name for at in inside | copies}
     for at in sorted(inside | copies):
         node = definition.node.add()
         node.CopyFrom(graph.nodes[at].node_def)
         node.attr.pop("_class", None)  # names operations of other segments
-        kept = [
-            each
-            for each in node.input
-            if not each.startswith("^") or (each[1:] in names and operations[at].place != COPIED)
-        ]
+        kept = [each for each in node.input if not each.startswith("^")]
+        # Those of the traced operation may name one that only waits, and is in no segment.
+        controls = operations[at].controls if operations[at].place != COPIED else ()
         del node.input[:]
         node.input.extend(kept)
+        node.input.extend(f"^{operations[each].name}" for each in controls if each in inside)
     definition.versions.CopyFrom(graph.versions)
     definition.library.function.extend(graph.functions.reached(definition.node))
 

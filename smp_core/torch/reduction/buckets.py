@@ -42,6 +42,11 @@ class Bucket:
         #: True if each tp rank has a slice of its parameters, so that gradients are reduced over RDP groups.
         self.split = split_of(parameters[0]) is not None
 
+    @property
+    def _device(self) -> torch.device:
+        """The parameters' device, and not torch's default one, which a script may have set."""
+        return self.parameters[0].device
+
     def columns(self, totals: Totals) -> list[torch.Tensor]:
         """Each parameter's gradient, ``(ranks, shard_numel)``, contiguous; zeros for one without a gradient.
 
@@ -55,10 +60,7 @@ class Bucket:
     def _columns_of(self, total: torch.Tensor | None, layout: Layout) -> torch.Tensor:
         shape = self.ranks, layout.shard_numel
         if total is None:
-            device = self.parameters[
-                0
-            ].device  # not torch's default device, which a script may have set
-            return torch.zeros(shape, dtype=self.dtype, device=device)
+            return torch.zeros(shape, dtype=self.dtype, device=self._device)
         total = (total.to_dense() if total.is_sparse else total).to(self.dtype)
         if layout.padded_numel != layout.numel:
             return layout.shards(total)
@@ -66,7 +68,15 @@ class Bucket:
 
     def rows(self, totals: Totals) -> torch.Tensor:
         """The gradients, ``(ranks, width)``, in memory of their own; zeros for a parameter without a gradient."""
-        return torch.cat(self.columns(totals), dim=1)
+        width = sum(layout.shard_numel for layout in self.layouts)
+        rows = torch.empty((self.ranks, width), dtype=self.dtype, device=self._device)
+        start = 0
+        for parameter, layout in zip(self.parameters, self.layouts, strict=True):
+            # One by one: what must be copied on the way is there beside the rows once at a time.
+            columns = self._columns_of(totals.get(parameter), layout)
+            rows[:, start : start + layout.shard_numel] = columns
+            start += layout.shard_numel
+        return rows
 
     def shards(self, row: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Each parameter's shard of a row, with its padding."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from hypothesis import Phase, example, given, settings
 
@@ -133,6 +134,38 @@ def test_a_segment_has_the_functions_that_it_calls_and_no_others() -> None:
     for run, own in zip(functions, names, strict=True):
         library = {each.signature.name for each in run.graph.as_graph_def().library.function}
         assert library == own
+
+
+def test_an_order_through_operations_that_only_wait_is_kept() -> None:
+    """A check before an assignment, with many operations between them that do nothing."""
+    variable = tf.Variable(0.0)
+
+    def guarded(x: Any) -> Any:
+        waiting = [tf.raw_ops.Assert(condition=x < 2.0, data=[x])]
+        for _ in range(1500):
+            with tf.control_dependencies(waiting):
+                waiting = [tf.no_op(), tf.no_op()]
+        with tf.control_dependencies([tf.group(waiting)]):
+            variable.assign_add(1.0)
+        return x
+
+    concrete = tf.function(guarded, autograph=False).get_concrete_function(
+        tf.TensorSpec((), tf.float32)
+    )
+    graph = segments.read(concrete)
+    handles = {inner.operation: "a variable" for _, inner in graph.captures}
+    placed = place(graph.traced, handles)
+    made = segment_graph(placed.operations, 1, graph.outputs, (), graph.effects)
+    (run,) = (segments.build(graph, placed.operations, each) for each in made.segments)
+    (assignment,) = (
+        each for each in run.graph.get_operations() if each.type == "AssignAddVariableOp"
+    )
+    assert "Assert" in {each.type for each in assignment.control_inputs}
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        run(tf.constant(5.0))
+    assert variable.numpy() == 0.0
+    run(tf.constant(1.0))
+    assert variable.numpy() == 1.0
 
 
 def test_what_functions_and_operations_are_called_does_not_count() -> None:
