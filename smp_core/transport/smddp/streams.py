@@ -11,9 +11,9 @@ Note [Silence]: a machine that has vanished is silent; the kernel of a process t
 on a connection where no bytes wait, as on all those on which this process reads. Where bytes wait, the kernel asks by
 sending them again, or asks for room when the receiver has none, at intervals that grow to two minutes.
 TCP_USER_TIMEOUT takes the answer "no room" for silence, and would end the stream to a process that is stopped. So the
-thread of the streams looks itself. The time begins when a look finds a question without an answer, so that a machine
-that vanishes after it has had no room for long is noticed late there. The stream from it has ended by then, if there
-is one.
+thread of the streams looks itself. The time begins when a look finds that an answer is owed: of questions for room two,
+because one may be lost. So a machine that vanishes after it has had no room for long is noticed minutes later there.
+The stream from it has ended by then, if there is one.
 """
 
 from __future__ import annotations
@@ -84,9 +84,11 @@ def _prepare(connection: socket.socket) -> None:
 def _unanswered(connection: socket.socket) -> tuple[bool, float]:
     """Return whether the other machine's kernel owes an answer, and the seconds since its last one."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    if len(info) < _TCP_INFO.size:  # a kernel that tells less: nothing is known of silence
+        return False, 0.0
     questions, segments, sent, answered = _TCP_INFO.unpack(info)
     # Bytes may lie unacknowledged and have an answer: there was no room for them. They are sent again after a time.
-    return bool(questions or (segments and sent < answered)), answered / 1000
+    return questions > 1 or (segments > 0 and sent < answered), answered / 1000
 
 
 class _Reader:
@@ -134,6 +136,7 @@ class Outbound:
         self._reader: _Reader | None = None
         self._until = time.monotonic() + _CONNECT_TIMEOUT
         self._silent_since: float | None = None  # the first look since which no answer has come
+        self._looked = 0.0  # when the last look was
 
     def send(self, pieces: Iterable[memoryview]) -> None:
         """Send bytes, whose memory stays as it is until they were sent. Returns at once."""
@@ -280,9 +283,11 @@ class Outbound:
         if self._connection is None or self._reader is None:  # not there yet
             return
         owes, answered = _unanswered(self._connection)
+        # This process may have been stopped itself: it has not been listening.
+        away, self._looked = now - self._looked > 10 * _LOOK_INTERVAL, now
         if not owes:
             self._silent_since = None
-        elif self._silent_since is None or now - answered > self._silent_since:
+        elif self._silent_since is None or away or now - answered > self._silent_since:
             self._silent_since = now
         elif now - self._silent_since >= _ACKNOWLEDGE_TIMEOUT:
             self.end(TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)))
