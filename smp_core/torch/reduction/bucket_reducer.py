@@ -136,9 +136,8 @@ class BucketReducer:
             operation.poll()
         bucket = self._buckets[self.launched]
         packed = self._pack(bucket, self._sums)
-        for parameter in (
-            bucket.parameters
-        ):  # before the exchange, so that its buffer takes the place of the sums
+        # Before the exchange, so that its buffer takes the place of sums that were copied.
+        for parameter in bucket.parameters:
             if self._sums.pop(parameter, None) is not None:
                 self._taken.add(parameter)
         self._operations.append(self._launch_bucket(bucket, packed))

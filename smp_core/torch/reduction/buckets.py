@@ -1,4 +1,4 @@
-"""Buckets: the parameters whose gradients are reduced together, and how their gradients lie in one tensor."""
+"""Buckets: the parameters whose gradients are reduced together, and the rows of their gradients."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def dtype_of(parameter: nn.Parameter, wide: bool) -> torch.dtype:
 class Bucket:
     """Parameters of one dtype whose gradients are reduced together.
 
-    A bucket is laid out in rows, one for each rank of the shard group: that rank's shard of each parameter, one after
+    A bucket has a row for each rank of the shard group: that rank's shard of each parameter, one after
     the other. So one reduce-scatter delivers contiguous shards. In a shard group of one rank the only row has the
-    whole gradients.
+    whole gradients. The rows lie in one tensor, or the columns of each parameter where its gradient is.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class Bucket:
         rows = torch.empty((self.ranks, width), dtype=self.dtype, device=self._device)
         start = 0
         for parameter, layout in zip(self.parameters, self.layouts, strict=True):
-            # One by one: what must be copied on the way is there beside the rows once at a time.
-            columns = self._columns_of(totals.get(parameter), layout)
-            rows[:, start : start + layout.shard_numel] = columns
-            start += layout.shard_numel
+            end = start + layout.shard_numel
+            # One by one, so that no more than one is copied on the way while the rows are there.
+            rows[:, start:end] = self._columns_of(totals.get(parameter), layout)
+            start = end
         return rows
 
     def shards(self, row: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:

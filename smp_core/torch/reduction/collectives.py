@@ -200,8 +200,8 @@ class Collectives:
     def reduce_scatter(self, columns: Sequence[Tensor]) -> Pending[Tensor]:
         """The sum over the members of the row that each has for this rank: the one with this rank's number.
 
-        ``columns`` are ``(size, n)`` each, contiguous, of one dtype: float32, float64 or complex. A row is that of all
-        columns, one behind the other; the result is ``(n,)``, with the sum of their ``n``.
+        ``columns`` are ``(size, n_i)`` each, contiguous, of one dtype: float32, float64 or complex. A row is that of
+        all columns, one behind the other; the result is ``(n,)``, ``n`` the sum of all ``n_i``.
         Raises TypeError for another dtype.
         """
         for each in columns:
@@ -333,8 +333,8 @@ class Collectives:
         rows = yield from self._exchange_rows(rows, members, "all_reduce", kind)
         total = divided(_fold(rows.to(_WIDE.get(flat.dtype, flat.dtype))), divisor).to(flat.dtype)
         whole = yield from self._gather_from(total, members, "all_reduce, handed out", kind)
-        if members.size == 1 and divisor == 1:
-            return whole.clone()  # which may be the given tensor
+        if whole.data_ptr() == flat.data_ptr():  # a group of one, and nothing to divide
+            return whole.clone()
         return whole[: flat.numel()]
 
     def _reduce_all_at_once(

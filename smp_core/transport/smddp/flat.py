@@ -92,7 +92,7 @@ class Target:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors: Sequence[Tensor] = ()
-        # Of one, the common case, this is said faster.
+        # The first condition is the second one for one tensor, and is known sooner.
         if _plain(tensors[0]) if len(tensors) == 1 else _adjacent(tensors):
             self.bytes: Bytes = _joined(tensors)
         else:

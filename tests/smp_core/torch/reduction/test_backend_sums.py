@@ -55,6 +55,40 @@ def test_parts_are_gathered_without_a_buffer_of_the_whole(
     assert result.parseoutcomes() == {"passed": 1}, result.stdout.str()
 
 
+COLUMNS = """
+import pytest, torch
+from torch import nn
+from smp_core.torch.reduction.collectives import Collectives
+
+@pytest.mark.smp(ranks=2, ddp=True, sharded_data_parallel_degree=2, sdp_param_persistence_threshold=0)
+def test_columns(smp):
+    sent, scatter = [], Collectives.reduce_scatter
+
+    def noted(self, columns):
+        sent.append([tuple(each.shape) for each in columns])
+        return scatter(self, columns)
+
+    model = smp.DistributedModel(nn.Linear(4, 6))
+
+    @smp.step
+    def step(x):
+        model.backward(model(x).sum())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Collectives, "reduce_scatter", noted)
+        step(torch.ones(2, 4))
+    assert sent == [[(2, 3), (2, 12)]]
+    assert [parameter.grad.tolist() for parameter in model.parameters()] == [[2.0] * 12, [2.0] * 3]
+"""
+
+
+def test_gradients_are_sent_from_where_they_are(apart_pytest: Run, tmp_path: Path) -> None:
+    """A bucket's gradients are parts of one call, and no tensor of all of them is made."""
+    (tmp_path / "test_columns.py").write_text(COLUMNS)
+    result = apart_pytest("--smp-backend=smddp", "-p", "no:cacheprovider", str(tmp_path))
+    assert result.parseoutcomes() == {"passed": 1}, result.stdout.str()
+
+
 MESH = """
 import pytest, torch
 from smp_core import runtime
