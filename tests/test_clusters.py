@@ -375,7 +375,7 @@ def exchange(shard: int) -> tuple[dict[str, tuple[int, ...]], int, int, Any]:
     expected = torch.tensor([1.0 + rank for rank in members], dtype=torch.float64)
     assert torch.equal(whole.result(), expected.repeat_interleave(shard))
     rows = torch.ones(size, shard, dtype=torch.float64)
-    own = collectives.reduce_scatter(rows).result()
+    own = collectives.reduce_scatter([rows]).result()
     total = collectives.all_reduce(own).result()
     assert torch.equal(total, torch.full_like(total, smp.rdp_size()))
     return groups_of_rank(), smp.rdp_size(), smp.dp_size(), collectives.traffic.since()

@@ -220,7 +220,11 @@ def divided_by_the_degree_twice(patch: Patch) -> None:
 def parts_of_the_neighbour(patch: Patch) -> None:
     """each rank gets the sum for the rank before it"""
     scatter = Collectives.reduce_scatter
-    patch.setattr(Collectives, "reduce_scatter", lambda self, rows: scatter(self, rows.roll(1, 0)))
+
+    def rolled(self: Collectives, columns: Sequence[Tensor]) -> Any:
+        return scatter(self, [each.roll(1, 0) for each in columns])
+
+    patch.setattr(Collectives, "reduce_scatter", rolled)
 
 
 def groups_by(patch: Patch, kind: GroupKind, key: Callable[[int, int, int], int]) -> None:
@@ -258,7 +262,11 @@ def groups_are_strided(patch: Patch) -> None:
 def divided_before_the_sum(patch: Patch) -> None:
     """gradients are divided by the degree before they are summed, by the rest afterwards"""
     scatter = Collectives.reduce_scatter
-    patch.setattr(Collectives, "reduce_scatter", lambda self, rows: scatter(self, rows / self.size))
+
+    def divided(self: Collectives, columns: Sequence[Tensor]) -> Any:
+        return scatter(self, [each / self.size for each in columns])
+
+    patch.setattr(Collectives, "reduce_scatter", divided)
     divided_by(patch, lambda self, by, degree: by // degree)
 
 
