@@ -32,6 +32,7 @@ def test_a_gradient_keeps_no_padding_of_the_all_reduce(smp, rows):
 
 @pytest.mark.parametrize("late", LateGradients)
 def test_the_sums_of_a_bucket_are_freed_before_its_exchange(late):
+    """Where they were copied to rows, as for every backend but smddp, which sends the sums themselves."""
     parameter = nn.Parameter(torch.zeros(6))
     total = torch.arange(6.0)
     held, seen = weakref.ref(total), []
@@ -96,7 +97,11 @@ def test_rows_are_made_of_one_gradient_after_the_other(monkeypatch, kind, shape)
     assert torch.equal(rows, expected.float())
     del made[:]
     monkeypatch.undo()
-    assert torch.equal(torch.cat(bucket.columns(totals), 1), rows)
+    columns = bucket.columns(totals)
+    assert torch.equal(torch.cat(columns, 1), rows)
+    # One reduce-scatter takes them all, as they lie.
+    assert {each.dtype for each in columns} == {bucket.dtype}
+    assert all(each.is_contiguous() for each in columns)
 
 
 def test_columns_are_the_gradients_themselves():
