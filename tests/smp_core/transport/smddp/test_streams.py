@@ -208,6 +208,44 @@ def test_a_process_that_is_stopped_is_not_given_up(
         one.streams.close()
 
 
+class Told:
+    """A connection of which the kernel tells these numbers of tcp_info."""
+
+    def __init__(self, *numbers: int, length: int = 60) -> None:
+        self.told = streams._TCP_INFO.pack(*numbers)[:length]
+
+    def getsockopt(self, *_: int) -> bytes:
+        return self.told
+
+
+@pytest.mark.parametrize(
+    ("told", "owes"),
+    [
+        (Told(0, 0, 50, 10), False),
+        (Told(1, 0, 10, 50), False),  # one question for room, or its answer, may be lost
+        (Told(2, 0, 10, 50), True),
+        (Told(0, 3, 10, 50), True),
+        (Told(0, 3, 50, 10), False),  # the last answer is newer than the bytes: there was no room
+        (Told(2, 3, 10, 50, length=40), False),  # a kernel that tells less
+    ],
+)
+def test_an_answer_is_owed(told: Any, owes: bool) -> None:
+    assert streams._unanswered(told)[0] is owes
+
+
+def test_a_process_that_was_stopped_gives_the_others_time_to_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[float] = []
+    stream: Any = Outbound(Any, Peer("", "", "", 0))
+    stream._connection = stream._reader = stream
+    monkeypatch.setattr(streams, "_unanswered", lambda _: (True, 1000.0))
+    monkeypatch.setattr(Outbound, "end", lambda self, error: ended.append(now))
+    for now in (*range(1000, 1011), 1100, *range(1101, 1132)):  # stopped for 90 seconds
+        stream.look(float(now))
+    assert ended == [1130, 1131]
+
+
 def test_another_listener_is_refused(processes: list[Process]) -> None:
     """A listener that does not know the secret in the store."""
     one, other = processes
