@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_smp.ranks.faults import Exit, Kill, Raise, Stall
 from pytest_smp.ranks.schedule import Schedule
 from pytest_smp.strategies.configuration import configs
+from pytest_smp.strategies.divisions import routings, sequence_shards, split_matrices
 from pytest_smp.strategies.faults import faults
 from pytest_smp.strategies.mistakes import invalid_configs
 from pytest_smp.strategies.overflows import Overflows, overflows
@@ -106,12 +107,15 @@ __all__ = [
     "overflows",
     "placements",
     "programs",
+    "routings",
     "same",
     "schedules",
+    "sequence_shards",
     "shapes",
     "sharded_trainings",
     "sharding_configurations",
     "sliceables",
+    "split_matrices",
     "step_calls",
     "tensor_trainings",
     "tensors",

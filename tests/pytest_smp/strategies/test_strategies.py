@@ -27,6 +27,7 @@ def test_worlds_and_configurations_draw_without_torch() -> None:
     code = (
         "import sys; from hypothesis import find; from pytest_smp import strategies as s\n"
         "for each in (s.world_sizes(), s.placements(), s.degrees(8), s.topologies(), s.groups(8),\n"
+        "             s.split_matrices(8), s.routings(5, 3), s.sequence_shards(5, 2),\n"
         "             s.configs(8), s.invalid_configs(8)):\n"
         "    find(each, lambda value: True)\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
@@ -53,6 +54,11 @@ def test_worlds_and_configurations_draw_without_torch() -> None:
         ("groups", {"size": 4, "min_size": 0}, "min_size=0"),
         ("groups", {"size": 4, "max_size": 5}, "max_size=5"),
         ("groups", {"size": 4, "min_size": 3, "max_size": 2}, "max_size=2"),
+        ("split_matrices", {"size": 0}, "size=0"),
+        ("split_matrices", {"size": 2, "max_rows": 0}, "max_rows=0"),
+        ("routings", {"tokens": -1, "experts": 2}, "tokens=-1"),
+        ("routings", {"tokens": 4, "experts": 2, "top_k": 3}, "top_k=3"),
+        ("sequence_shards", {"length": 4, "ranks": 0}, "ranks=0"),
         ("configs", {"size": None}, "size=None"),
         ("configs", {"size": 4, "ignored": "no"}, "ignored='no'"),
         ("invalid_configs", {"size": -1}, "size=-1"),
@@ -97,6 +103,9 @@ _ALL: dict[str, SearchStrategy[Any]] = {
     "placements": strategies.placements(),
     "degrees": strategies.degrees(8),
     "topologies": strategies.topologies(sharding=True),
+    "split_matrices": strategies.split_matrices(3),
+    "routings": strategies.routings(4, 3, top_k=2),
+    "sequence_shards": strategies.sequence_shards(7, 3),
     "groups": strategies.groups(8),
     "configs": strategies.configs(8, ignored=True),
     "invalid_configs": strategies.invalid_configs(8),
