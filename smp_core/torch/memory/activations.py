@@ -45,6 +45,7 @@ from smp_core.torch.memory import recompute
 
 MARK = "_smp_activation_checkpointing"  #: attribute in which a policy is left on a module
 ARGUMENT = "_smp_checkpoint"  #: keyword argument by which a policy comes with a call
+TAKES_TUPLE = "_smp_takes_tuple"  #: attribute of classes of layers whose only argument is a tuple
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ def set_activation_checkpointing(
         module: part of the model, before or after it is wrapped.
         preserve_rng_state: draw the same random numbers again; see the head of this file.
         pack_args_as_tuple: for `nn.Sequential`: the input is a tuple, which the first layer gets as
-            one argument.
+            one argument. Not needed for distributed transformer layers, whose input is always a tuple.
         strategy: for `nn.Sequential`: ``each`` layer by itself, ``contiguous`` for all of a partition at once,
             ``group_N`` for N at a time.
 
@@ -209,7 +210,8 @@ def call(
     path = type(module).__name__  # no part of the model, or not of one that is partitioned
     if policy.group is None:
         return _region(module, path, policy, module, args, kwargs)
-    value = _checked_input(path, policy, args[0])
+    value = args[0]
+    _check_input(path, module, policy, value)
     for layers in _cut([each for each in module._modules.values() if each], policy.group):
         part = _Run(layers)
         value = _region(part, path, policy, part.forward, (value,), {})
@@ -351,7 +353,7 @@ def _grouping(site: Site, policy: CheckpointPolicy) -> Iterator[None]:
 def _layers(site: Site, policy: CheckpointPolicy, value: object) -> object:
     """The layers of a Sequential, group by group."""
     assert policy.group is not None
-    value = _checked_input(site.path, policy, value)
+    _check_input(site.path, site.module, policy, value)
     each = CheckpointPolicy(policy.preserve_rng_state)
     here = _owners(site.path) if activities.current() is None else {_rank()}
     layers = list(site.module._modules.values())
@@ -383,13 +385,15 @@ def _cut(layers: list[nn.Module], size: int) -> list[list[nn.Module]]:
     return [layers[start : start + size] for start in range(0, len(layers), size)]
 
 
-def _checked_input(path: str, policy: CheckpointPolicy, value: object) -> object:
-    if isinstance(value, tuple) and not policy.pack_args_as_tuple:
+def _check_input(path: str, module: nn.Module, policy: CheckpointPolicy, value: object) -> None:
+    first = next(iter(module._modules.values()), None)
+    if not isinstance(value, tuple) or getattr(first, TAKES_TUPLE, False):
+        return
+    if not policy.pack_args_as_tuple:
         raise ArgumentError(
             f"activation checkpointing: module {path!r} (Sequential) got a tuple. Set pack_args_as_tuple=True: its "
             "first layer then gets the tuple as one argument"
         )
-    return value
 
 
 def _same_keys(part: _Run) -> Callable[..., object]:

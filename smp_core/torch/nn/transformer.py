@@ -54,6 +54,8 @@ class DistributedTransformerLayer(DistributedModule, Undivided):
     Submodules: ``attention``, ``cross_attention``, ``output``. Raises IndivisibleError, ArgumentError.
     """
 
+    _smp_takes_tuple = True
+
     def __init__(
         self,
         num_attention_heads: int = 32,
@@ -159,6 +161,8 @@ class DistributedTransformer(DistributedModule):
 
     Raises IndivisibleError, ArgumentError.
     """
+
+    _smp_takes_tuple = True
 
     def __init__(
         self,

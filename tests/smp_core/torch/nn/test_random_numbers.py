@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -138,22 +140,33 @@ def test_the_channels_of_a_block_are_dropped_one_by_one(smp_world, optimize, pre
 
 
 def checkpointed() -> None:
-    """A layer that is repeated in backward drops what it dropped before."""
+    """A layer that is repeated in backward drops what it dropped before, and takes its tuple as one argument with and
+    without ``pack_args_as_tuple``.
+    """
     api.init()
     torch.manual_seed(0)
     shape = (HEADS, SIZE, HIDDEN, HIDDEN, 0.5, 0.5)
     stack = api.nn.DistributedTransformer(2, *shape)
     model = api.DistributedModel(stack)
     gradients = []
-    for number in range(2):
+    strategies: list[dict[str, Any]] = [
+        {"pack_args_as_tuple": packed, "strategy": strategy}
+        for packed in (False, True)
+        for strategy in ("each", "contiguous", "group_2")
+    ]
+    for options in (None, *strategies):
         torch.manual_seed(1)
         model.zero_grad()
-        if number:
-            api.set_activation_checkpointing(stack.seq_layers, pack_args_as_tuple=True)
+        if options is not None:
+            api.set_activation_checkpointing(stack.seq_layers, **options)
         x = torch.linspace(-1, 1, BATCH * LENGTH * HIDDEN).view(BATCH, LENGTH, HIDDEN)
         train_loss(model, (x, None))
         gradients.append([each.grad.clone() for each in model.parameters()])
-    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+    assert all(
+        torch.equal(*pair)
+        for repeated in gradients[1:]
+        for pair in zip(gradients[0], repeated, strict=True)
+    )
 
 
 @api.step
@@ -162,7 +175,8 @@ def train_loss(model, inputs):
     model.backward((output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum())
 
 
+@pytest.mark.parametrize("degree", [1, 2, 4])
 @pytest.mark.parametrize("optimize", ["speed", "memory"])
-def test_a_repeated_layer_drops_the_same(smp_world, optimize):
-    config = {"tensor_parallel_degree": 2, "ddp": True, "optimize": optimize}
+def test_a_repeated_layer_drops_the_same(smp_world, optimize, degree):
+    config = {"tensor_parallel_degree": degree, "ddp": True, "optimize": optimize}
     smp_world.run(checkpointed, ranks=4, config=config)
