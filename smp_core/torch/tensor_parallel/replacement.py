@@ -2,7 +2,7 @@
 
 The tree is changed in place, in the constructor of ``smp.DistributedModel``. A distributed module has new random
 weights: scripts load weights, and make the optimizer, afterwards. At degree 1 it takes the weights over, unless their
-values are delayed, or entries differ in name or shape.
+values are delayed, entries differ in name or shape, or the module was never initialised (initialisation.py).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from smp_core.torch.parameters import creation
 from smp_core.torch.parameters.marking import Mark
 from smp_core.torch.parameters.split import mark_replaced
 from smp_core.torch.tensor_parallel import registry, takeover
+from smp_core.torch.tensor_parallel.initialisation import uninitialised_modules
 from smp_core.torch.tensor_parallel.registry import Registration
 from smp_core.torch.tensor_parallel.translation import Translation
 from smp_core.torch.tensor_parallel.wishes import WISH, Wish
@@ -40,14 +41,14 @@ class Replacement:
         replaced: the paths of the modules that were replaced.
         translations: those of the states of replaced modules, by path.
         kept: the paths of the modules that stay although a script wished them to be distributed, with the reason.
-        renewed: the paths of modules replaced at degree 1 whose distributed modules have new weights all the same.
+        renewed: by reason, the paths of modules replaced at degree 1 whose distributed modules have new weights.
         lost: the paths of modules below replaced ones whose marks have no module to go to.
     """
 
     def __init__(self, root: nn.Module, kept_marks: tuple[Mark[int], ...] = ()) -> None:
         self.replaced: list[str] = []
         self.kept: dict[str, str] = {}
-        self.renewed: list[str] = []
+        self.renewed: dict[str, list[str]] = {}
         self.lost: list[str] = []
         self.translations: dict[str, Translation] = {}
         self._marks = kept_marks
@@ -64,6 +65,7 @@ class Replacement:
             for child in parent._modules.values()
             if child is not None
         )
+        self._uninitialised = uninitialised_modules(root) if takeover.keeps_weights() else set()
         self.root = self._replaced("", root, set())
         self._tell()
 
@@ -126,8 +128,10 @@ class Replacement:
             if unknown is not None:
                 self.kept[path] = f"its frozen parameter {unknown!r} has no counterpart"
                 return None
-            if not takeover.carry_weights(made, module, translation):
-                self.renewed.append(path)
+            initialised = id(module) not in self._uninitialised
+            reason = takeover.carry_weights(made, module, translation, initialised)
+            if reason is not None:
+                self.renewed.setdefault(reason, []).append(path or "the model itself")
             self._adopt(made, module, registration)
             lost = takeover.carry_marks(made, module, translation, self._marks)
             self.lost += [f"{path}.{each}" if path and each else path or each for each in lost]
@@ -160,11 +164,11 @@ class Replacement:
             vars(made)["forward"] = functools.update_wrapper(hooked, made.forward)
 
     def _tell(self) -> None:
-        if self.renewed:
+        for reason, paths in self.renewed.items():
             log.warning(
-                "tensor parallelism: the distributed modules of these have new weights, because their entries "
-                "differ in name or shape: %s",
-                ", ".join(path or "the model itself" for path in self.renewed),
+                "tensor parallelism: the distributed modules of these have new weights, because %s: %s",
+                reason,
+                ", ".join(paths),
             )
         if self.lost:
             log.warning(

@@ -35,23 +35,37 @@ def freeze(made: nn.Module, module: nn.Module, translation: Translation | None) 
     return None
 
 
-def carry_weights(made: nn.Module, module: nn.Module, translation: Translation | None) -> bool:
-    """Give a distributed module the weights of the original at ``tensor_parallel_degree`` 1, unless these are delayed.
-    Return whether the original has a value of the same shape for each of its entries; without that nothing is given.
-    """
+def keeps_weights() -> bool:
+    """Return whether distributed modules take weights over: at ``tensor_parallel_degree`` 1."""
     # The configuration has the degree: a registered class may be any class of modules, without an attribute for it.
-    degree = sessions.current("smp.DistributedModel").runtime.config.tensor_parallel_degree
-    if degree != 1 or any(map(is_on_tape, module.parameters())):
-        return True
+    config = sessions.current("smp.DistributedModel").runtime.config
+    degree: int = config.tensor_parallel_degree
+    return degree == 1
+
+
+def carry_weights(
+    made: nn.Module, module: nn.Module, translation: Translation | None, initialised: bool
+) -> str | None:
+    """Give a distributed module the weights of the original at ``tensor_parallel_degree`` 1, unless these are delayed.
+
+    Return the reason why it has new weights instead, if it should have had the original's.
+    """
+    if not keeps_weights() or any(map(is_on_tape, module.parameters())):
+        return None
+    if not initialised:
+        return (
+            "Transformers has neither initialised nor loaded them (init_weights is switched off); load weights after "
+            "the model is wrapped"
+        )
     state = module.state_dict()
     if translation is not None:
         state = translation.to_ours(state)
     ours = made.state_dict()
     shapes = {name: getattr(each, "shape", None) for name, each in state.items()}  # or extra state
     if any(shapes.get(name, ...) != getattr(each, "shape", None) for name, each in ours.items()):
-        return False
+        return "their entries differ in name or shape"
     made.load_state_dict({name: state[name] for name in ours})
-    return True
+    return None
 
 
 def carry_marks(

@@ -161,3 +161,47 @@ def _trains_as_the_plain_one(make, path, config):
 def test_a_wished_model_of_degree_1_trains_as_the_plain_one(smp_world, make, config):
     for kinds in smp_world.run(_trains_as_the_plain_one, make, MODELS[make], config, ranks=RANKS):
         assert any(kind.startswith("Distributed") for kind in kinds)
+
+
+def _state_without_initialisation(make, loaded):
+    """The whole state of a wished model whose initialisation a script has switched off."""
+    smp.init()
+    torch.manual_seed(0)
+    with smp.tensor_parallelism():
+        wished = make()
+    before = copy.deepcopy(wished.state_dict())
+    if loaded:
+        for value in before.values():
+            value.mul_(0.5)
+        wished.load_state_dict(before)
+    return before, _whole(smp.DistributedModel(wished))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:transformers")
+@pytest.mark.parametrize("make", [gpt2, gptj, bert], ids=lambda make: make.__name__)
+def test_a_model_that_was_never_initialised_has_the_weights_of_every_degree(
+    smp_world, make, monkeypatch, caplog
+):
+    """Public scripts switch the initialisation off, because distributed modules draw weights of their own."""
+    monkeypatch.setattr(transformers.PreTrainedModel, "init_weights", lambda self: None)
+    (_, one), (_, two) = (
+        smp_world.run(
+            _state_without_initialisation,
+            make,
+            False,
+            ranks=2,
+            config={"ddp": True, "tensor_parallel_degree": degree},
+        )[0]
+        for degree in (1, 2)
+    )
+    assert one.keys() == two.keys()
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
+    assert caplog.text.count("Transformers has neither initialised nor loaded them") == 2  # ranks
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:transformers")
+def test_weights_that_a_script_has_loaded_stay(smp_world, monkeypatch):
+    monkeypatch.setattr(transformers.PreTrainedModel, "init_weights", lambda m: m.tie_weights())
+    for make in (gpt2, gptj, bert):
+        [(before, after)] = smp_world.run(_state_without_initialisation, make, True, ranks=1)
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
