@@ -7,9 +7,12 @@ synchronous.
 
 from __future__ import annotations
 
+import hashlib
 import pickle
+import struct
+import threading
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,6 +29,11 @@ class _Objects(ABC):
 
     def __init__(self, environment: RankEnvironment) -> None:
         self._rank, self._board = environment.rank, environment.board
+        self._numbers: Counter[Any] = Counter()
+
+    def _number(self, *what: Any) -> int:
+        self._numbers[what] += 1
+        return self._numbers[what]
 
     @abstractmethod
     def _deliver(self, data: bytes, dests: list[int]) -> None:
@@ -88,28 +96,39 @@ class _Objects(ABC):
 #: The first byte of a member's data: the call that it makes.
 _MARKS = {"smp.allgather": b"g", "smp.barrier": b"b"}
 _MESSAGE, _TAKEN, _GATHER, _SHARE = range(4)  # tags
-_FIRST = 512  # bytes that travel with the length: most objects need no second message
+_HEAD = struct.Struct(
+    "<QQQ"
+)  # group digest and number of a collective (0, 0 of a send), bytes of data
+_FIRST = 512  # bytes that travel with the head: most objects need no second message
+_Key = tuple[int, int]  # a group's digest, and the number of a call on it
+_SENT = (0, 0)  # of objects that are sent or broadcast: `smp.recv_from` takes either, of any group
 
 
 class GroupObjects(_Objects):
     """Over point-to-point messages of a group that is private to it and holds all ranks of the world.
 
-    A message is its length and then its bytes. Messages, acknowledgements, and the two halves of a
-    collective have tags of their own, so that no two of them can be taken for each other. A
-    collective goes through the first member of its group: 2 (n - 1) messages instead of the
-    2 (n - 1)^2 of torch's rings.
+    A message is a head and then its bytes. Messages, acknowledgements, and the two halves of a
+    collective have tags of their own, and the head of each half names the group and the number of the
+    call, so that no two of them can be taken for each other. A collective goes through the first member
+    of its group: 2 (n - 1) messages instead of the 2 (n - 1)^2 of torch's rings.
     """
 
     def __init__(self, environment: RankEnvironment, group: Any) -> None:
         super().__init__(environment)
         self._group = group
         self._taken = torch.zeros(1, dtype=torch.uint8)
+        self._digests: dict[Group, int] = {}
+        # Messages received while waiting for one of another key, and the sources and tags on which a
+        # thread receives now: threads that call on different groups get each other's messages.
+        self._arrived: dict[tuple[int, int, _Key], deque[bytes]] = defaultdict(deque)
+        self._receiving: set[tuple[int, int]] = set()
+        self._turn = threading.Condition()
 
     # One message: a first part of fixed size, and the rest of a longer one in a second part.
 
-    def _post(self, data: bytes, dest: int, tag: int) -> list[Any]:
-        head = len(data).to_bytes(8, "little") + data[:_FIRST]
-        parts = [head.ljust(8 + _FIRST, b"\0")]
+    def _post(self, data: bytes, dest: int, tag: int, key: _Key) -> list[Any]:
+        head = _HEAD.pack(*key, len(data)) + data[:_FIRST]
+        parts = [head.ljust(_HEAD.size + _FIRST, b"\0")]
         if len(data) > _FIRST:
             parts.append(data[_FIRST:])
         works = []
@@ -118,16 +137,34 @@ class GroupObjects(_Objects):
             works.append((self._group.send([tensor], dest, tag), tensor))
         return works
 
-    def _take(self, source: int, tag: int) -> bytes:
-        head = torch.empty(8 + _FIRST, dtype=torch.uint8)
+    def _take(self, source: int, tag: int, key: _Key) -> bytes:
+        arrived, line = self._arrived[source, tag, key], (source, tag)
+        while True:
+            with self._turn:
+                self._turn.wait_for(lambda: arrived or line not in self._receiving)
+                if arrived:
+                    return arrived.popleft()
+                self._receiving.add(line)
+            try:
+                received_key, data = self._next(source, tag)
+                self._arrived[source, tag, received_key].append(data)
+            finally:
+                with self._turn:
+                    self._receiving.remove(line)
+                    self._turn.notify_all()
+
+    def _next(self, source: int, tag: int) -> tuple[_Key, bytes]:
+        """The next message of this source and tag, with its key."""
+        head = torch.empty(_HEAD.size + _FIRST, dtype=torch.uint8)
         self._group.recv([head], source, tag).wait()
         first = head.numpy().tobytes()
-        length = int.from_bytes(first[:8], "little")
+        group, number, length = _HEAD.unpack_from(first)
+        first = first[_HEAD.size :]
         if length <= _FIRST:
-            return first[8 : 8 + length]
+            return (group, number), first[:length]
         rest = torch.empty(length - _FIRST, dtype=torch.uint8)
         self._group.recv([rest], source, tag).wait()
-        return first[8:] + rest.numpy().tobytes()
+        return (group, number), first + rest.numpy().tobytes()
 
     @staticmethod
     def _finish(works: Iterable[tuple[Any, torch.Tensor]]) -> None:
@@ -135,29 +172,37 @@ class GroupObjects(_Objects):
             work.wait()
 
     def _deliver(self, data: bytes, dests: list[int]) -> None:
-        works = [work for dest in dests for work in self._post(data, dest, _MESSAGE)]
+        works = [work for dest in dests for work in self._post(data, dest, _MESSAGE, _SENT)]
         answers = [(torch.empty_like(self._taken), dest) for dest in dests]
         taken = [(self._group.recv([answer], dest, _TAKEN), answer) for answer, dest in answers]
         self._finish(works)
         self._finish(taken)
 
     def _receive(self, source: int) -> bytes:
-        data = self._take(source, _MESSAGE)
+        data = self._take(source, _MESSAGE, _SENT)
         self._group.send([self._taken], source, _TAKEN).wait()
         return data
 
     def _exchange(self, data: bytes, group: Group) -> list[bytes]:
-        first = group.ranks[0]
+        first, key = group.ranks[0], (self._digest(group), self._number(group))
         if self._rank != first:
-            self._finish(self._post(data, first, _GATHER))
-            shared = self._take(first, _SHARE)
+            self._finish(self._post(data, first, _GATHER, key))
+            shared = self._take(first, _SHARE, key)
             gathered: list[bytes] = pickle.loads(shared)
             return gathered
-        parts = [data if rank == first else self._take(rank, _GATHER) for rank in group.ranks]
+        parts = [data if rank == first else self._take(rank, _GATHER, key) for rank in group.ranks]
         shared = pickle.dumps(parts)
-        works = [work for rank in group.ranks[1:] for work in self._post(shared, rank, _SHARE)]
+        works = [work for rank in group.ranks[1:] for work in self._post(shared, rank, _SHARE, key)]
         self._finish(works)
         return parts
+
+    def _digest(self, group: Group) -> int:
+        digest = self._digests.get(group)
+        if digest is None:
+            name = f"{group.name} {group.ranks}".encode()
+            digest = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
+            self._digests[group] = digest
+        return digest
 
 
 class StoreObjects(_Objects):
@@ -171,11 +216,6 @@ class StoreObjects(_Objects):
     def __init__(self, environment: RankEnvironment, store: Any) -> None:
         super().__init__(environment)
         self._store = store
-        self._numbers: Counter[Any] = Counter()
-
-    def _number(self, *what: Any) -> int:
-        self._numbers[what] += 1
-        return self._numbers[what]
 
     def _pop(self, key: str) -> bytes:
         value: bytes = self._store.get(key)  # waits for it
