@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 from pytest_smp.ranks.faults import messages
 from pytest_smp.ranks.faults.striking import FaultyObjects, Later, Strikes
 from pytest_smp.ranks.processes.worker_pool import describe_exit
-from pytest_smp.ranks.protocols import Job, Outcome, OutcomeKind
+from pytest_smp.ranks.protocols import Job, Outcome
 from pytest_smp.ranks.sim.process_group import SimProcessGroup
 from pytest_smp.ranks.sim.rank_context import RankContext
 from pytest_smp.ranks.sim.scheduler import Scheduler, ThreadState
 from pytest_smp.ranks.sim.work import SimWork
-from smp_core.errors import Cancelled, CrashError
+from smp_core.errors import Cancelled
 
 
 class _Standing:
@@ -82,7 +82,7 @@ class FaultyContext(RankContext):
         super().__init__(rank, size, dataclasses.replace(job, body=struck_body), scheduler, thread)
         self.issued: Later = []  # faults that strike after the call being issued
         self.later: dict[int, Later] = {}  # the same, by the work that was issued
-        self._run, self._crash = run, ""
+        self._run = run
 
     def check(self, call: str, what: str = "call") -> None:
         """See RankContext. Calls of the object transport are struck by FaultyObjects."""
@@ -91,11 +91,8 @@ class FaultyContext(RankContext):
             self.issued = self.strikes.before(f"dist.{call}")
 
     def finished_outcome(self) -> Outcome:
-        """See RankContext. A killed rank has crashed, even if its body has caught the exception."""
+        """See RankContext."""
         outcome = super().finished_outcome()
-        if self._crash:
-            detail = f"crashed: {self._crash}"
-            outcome = self.outcome = Outcome(self.rank, OutcomeKind.CRASHED, detail=detail)
         outcome.struck = tuple(sorted(self.strikes.struck))
         return outcome
 
@@ -103,11 +100,7 @@ class FaultyContext(RankContext):
 
     def end(self, code: int, text: str) -> NoReturn:
         """The run ends with this rank's crash, and the thread unwinds."""
-        self._crash = describe_exit(code)
-        error = CrashError(
-            f"rank {self.rank} crashed: {self._crash}\nit wrote last:\n    smp_faults: {text}"
-        )
-        self.scheduler.fail(self.thread_state, error)
+        self.crash(describe_exit(code), f"\nit wrote last:\n    smp_faults: {text}")
         raise Cancelled(text)
 
     def stand_still(self, seconds: float | None, text: str) -> None:

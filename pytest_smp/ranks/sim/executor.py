@@ -35,6 +35,7 @@ from pytest_smp.ranks.protocols import (
 from pytest_smp.ranks.rank_state import Variables
 from pytest_smp.ranks.schedule import Schedule
 from pytest_smp.ranks.sim.one_core import OneCore
+from pytest_smp.ranks.sim.process_exit import ProcessExit
 from pytest_smp.ranks.sim.rank_context import RankContext
 from pytest_smp.ranks.sim.scheduler import Scheduler, ThreadState
 from smp_core.errors import (
@@ -185,6 +186,7 @@ class ThreadExecutor(Executor):
         self._threads: list[_RankThread] = []
         self._running = False
         self.abandoned = 0  # threads that never came back
+        self.guards_exit = True  # os._exit on a rank ends the rank; in a script, the process
 
     def open(self, size: int) -> World:
         """A world of ``size`` ranks; threads are made when a run needs them."""
@@ -237,6 +239,8 @@ class ThreadExecutor(Executor):
             stack.enter_context(isolation.process.entered())
             stack.callback(fabric.close)
             stack.enter_context(faults)
+            if self.guards_exit:
+                stack.enter_context(ProcessExit(contexts))
             if new:
                 stack.callback(_keep_compute_threads)
             stack.callback(_set_streams, sys.stdout, sys.stderr)  # a rank may leave others there

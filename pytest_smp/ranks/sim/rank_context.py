@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pytest_smp.ranks.protocols import Job, Outcome
+from pytest_smp.ranks.protocols import Job, Outcome, OutcomeKind
 from pytest_smp.ranks.sim.scheduler import Scheduler
-from smp_core.errors import ThreadError
+from smp_core.errors import Cancelled, CrashError, ThreadError
 from smp_core.transport import current_rank
 
 
@@ -14,6 +14,7 @@ class RankContext:
     """One rank of one run, as its own thread sees it."""
 
     __slots__ = (
+        "crashed",
         "fabric",
         "job",
         "outcome",
@@ -33,13 +34,34 @@ class RankContext:
             thread,
         )
         self.outcome: Outcome | None = None
+        self.crashed = ""  # how the rank's process would have ended before its body
         self.runtime: Any = None  # built by smp.init
         self.fabric: Any = None  # built by the fabric's `rank_fabric`, when the rank starts
 
     def finished_outcome(self) -> Outcome:
-        """The outcome of the rank, once its part has ended."""
+        """The outcome of the rank, once its part has ended: a crash even if the body has caught its exception."""
+        if self.crashed:
+            detail = f"crashed: {self.crashed}"
+            self.outcome = Outcome(self.rank, OutcomeKind.CRASHED, detail=detail)
         assert self.outcome is not None
         return self.outcome
+
+    def crash(self, how: str, where: str) -> None:
+        """End the run with this rank's crash.
+
+        Args:
+            how: the end of the process in words, such as "exit code 0".
+            where: the rest of the message, after ``how``.
+
+        Raises:
+            Cancelled: in the rank's own thread, to unwind its body.
+        """
+        self.crashed = how
+        self.scheduler.fail(
+            self.thread_state, CrashError(f"rank {self.rank} crashed: {how}{where}")
+        )
+        if current_rank.current() is self:
+            raise Cancelled(f"rank {self.rank} crashed: {how}")
 
     def check(self, call: str, what: str = "call") -> None:
         """Every communication call starts here: unwinds the rank if the run has ended."""

@@ -23,6 +23,7 @@ from unittest import mock
 
 from pytest_smp.ranks.backends import open_backend
 from pytest_smp.ranks.protocols import Job, Report, VerdictKind
+from pytest_smp.ranks.sim.executor import ThreadExecutor
 from pytest_smp.results import conclude
 from smp_core.launch import script
 from smp_core.launch.job import ScriptJob
@@ -70,6 +71,8 @@ def _run_job(job: ScriptJob, output: RankOutput) -> int:
     code = job.code()
     ranks = [script.namespace_of(job.script) for _ in range(job.ranks)]
     executor = open_backend("sim")
+    assert isinstance(executor, ThreadExecutor)
+    executor.guards_exit = False
     # Held-back lines would be lost with the child that wrote them.
     style = OutputStyle.PREFIX if output.style is OutputStyle.GROUP else output.style
     children = RankOutput(style, job.ranks)
