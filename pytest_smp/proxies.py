@@ -10,16 +10,19 @@ import functools
 import math
 import operator
 import os
+import re
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from smp_core.errors import ArgumentError, SmpError, ThreadError
 
 if TYPE_CHECKING:
     import pytest
 
+    from pytest_smp.rank_raises import RankRaises
     from pytest_smp.ranks.capabilities import Capabilities
     from pytest_smp.ranks.protocols import Report
     from pytest_smp.ranks.schedule import Schedule
@@ -45,17 +48,42 @@ class Smp:
         api, current_rank = _parts()
         value = getattr(api, name)
         if callable(value) and not isinstance(value, type) and current_rank.current() is None:
-            current_rank.refuse_child_thread()
-            raise ThreadError(
-                f"smp.{name} was used outside a rank: fixtures and plain tests run once, in the controller. "
-                "Use it in the body of a test marked smp, or in a function that smp_world runs"
-            )
+            self._refuse(name)
         return value
+
+    @staticmethod
+    def _refuse(name: str) -> NoReturn:
+        _parts()[1].refuse_child_thread()
+        raise ThreadError(
+            f"smp.{name} was used outside a rank: fixtures and plain tests run once, in the controller. "
+            "Use it in the body of a test marked smp, or in a function that smp_world runs"
+        )
+
+    def raises(
+        self,
+        expected: type[BaseException] | tuple[type[BaseException], ...],
+        *,
+        match: str | re.Pattern[str] | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> RankRaises:
+        """A context manager whose block ``ranks`` (all, if not given) must leave by an exception of this class.
+
+        On those ranks the block is one of ``pytest.raises``. A rank that is not named goes on if it comes to the end of
+        the block or gets the failure as StepAbortedError; one that waits in the block for ranks that have raised ends
+        there, at the end of the run. Raises RankError for a rank that there is not. See docs/testing.md.
+        """
+        from pytest_smp.rank_raises import RankRaises
+
+        _, current_rank = _parts()
+        rank = current_rank.current()
+        if rank is None:
+            self._refuse("raises")
+        return RankRaises(rank, expected, match, ranks, sys._getframe(1))
 
     def __dir__(self) -> list[str]:
         import smp_core.torch as api
 
-        return list(api.__all__)
+        return [*api.__all__, "raises"]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return the_smp, ()

@@ -26,6 +26,7 @@ from pytest_smp import readiness, results
 from pytest_smp.coverage import Coverage
 from pytest_smp.faults import among as faults_among
 from pytest_smp.proxies import TmpPath
+from pytest_smp.rank_raises import accept_consequences
 from pytest_smp.ranks import serialization
 from pytest_smp.ranks.backends import open_backend
 from pytest_smp.ranks.faults import Fault, unreached
@@ -199,6 +200,7 @@ class Controller:
         )
         started = time.monotonic()
         report = executor.open(ranks).run(job)
+        accept_consequences(report)
         if self.coverage is not None:
             self.coverage.add(report.outcomes)
         if report.verdict is VerdictKind.PASSED:

@@ -9,6 +9,7 @@ swallows them.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 #: How messages write the address of a page. A message may hold another one, whose addresses are replaced already.
@@ -146,7 +147,13 @@ class VerdictError(SmpError, RuntimeError):
 
 
 class DeadlockError(VerdictError):
-    """Raised when no rank can run: each rank's operation and the wait-for graph are in the message."""
+    """Raised when no rank can run: each rank's operation and the wait-for graph are in the message.
+
+    Attributes:
+        waits_for: for each rank that waits, the ranks without which it cannot go on.
+    """
+
+    waits_for: Mapping[int, tuple[int, ...]] = {}
 
 
 class CollectiveMismatchError(VerdictError):

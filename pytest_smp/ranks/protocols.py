@@ -16,12 +16,13 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pytest_smp.ranks.capabilities import EVERYTHING, Capabilities
 from pytest_smp.ranks.schedule import ROUND_ROBIN, Schedule
 from smp_core.errors import BackendError
 from smp_core.transport import torch_parts
+from smp_core.transport.current_rank import CurrentRank
 from smp_core.transport.protocols import FABRIC_VERSION, RankEnvironment, RankFabric
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class Outcome:
     stderr: str = ""
     struck: tuple[int, ...] = ()  # which of the job's faults have; unknown of a rank that is gone
     measured: bytes = b""  # what a prelude has measured on the rank (ranks/processes/measuring.py)
+    records: dict[str, Any] = dataclasses.field(default_factory=dict)  # see RecordingRank
 
 
 @dataclasses.dataclass(slots=True)
@@ -159,6 +161,37 @@ class Job:
     )
     schedule: Schedule = ROUND_ROBIN  # the order of turns, where the backend decides it
     faults: tuple[Fault, ...] = ()  # what is to go wrong; those that Executor.injects allows
+
+
+#: The record of the block of ``smp.raises`` that a rank is in; it arrives also if the rank never comes back.
+INSIDE = "inside"
+
+
+class RaisesBlock(NamedTuple):
+    """One execution of a ``with smp.raises(...)`` statement, the same on all ranks that come to it.
+
+    Attributes:
+        place: file and line.
+        nth: how often the rank has come to this line.
+        ranks: the ranks that must raise.
+    """
+
+    place: str
+    nth: int
+    ranks: tuple[int, ...]
+
+
+class RecordingRank(CurrentRank, Protocol):
+    """A rank in a run of the harness, which takes notes for the controller.
+
+    Attributes:
+        records: plain values by name; those of a rank that comes back are in its outcome.
+    """
+
+    records: dict[str, Any]
+
+    def record(self, name: str, value: Any) -> None:
+        """Set a record."""
 
 
 class World(Protocol):

@@ -107,7 +107,9 @@ def deadlock(
         root = next((wait for wait in waits if not wait.missing), waits[0])
     hints = dict.fromkeys(wait.hint for wait in waits if wait.hint)
     lines += [f"hint: {hint}" for hint in hints]
-    return DeadlockError("\n".join(lines)), root.rank
+    error = DeadlockError("\n".join(lines))
+    error.waits_for = edges
+    return error, root.rank
 
 
 def _places(wait: Wait) -> str:

@@ -36,7 +36,7 @@ from pytest_smp.ranks.board.calls import (
 )
 from pytest_smp.ranks.board.ranks import RankState
 from pytest_smp.ranks.board.recorder import UNKNOWN
-from pytest_smp.ranks.protocols import VerdictKind
+from pytest_smp.ranks.protocols import RaisesBlock, VerdictKind
 from smp_core.errors import BackendError, CollectiveMismatchError, RankError, SmpError
 from smp_core.transport import diagnosis, messages
 from smp_core.transport.diagnosis import Wait, ranks_text, wait_lines
@@ -440,6 +440,10 @@ class Board:
         ]
         rest = len(calls) - len(lines)
         return [*lines, *([f"  and {rest} more"] if rest else [])]
+
+    def block(self, rank: int) -> RaisesBlock | None:
+        """The block of ``smp.raises`` that a rank is in."""
+        return self._ranks[rank].block
 
     def waits(self, rank: int) -> bool:
         """Return whether a rank is in a communication call, or has left its body by one that raised."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from pytest_smp.ranks.board import records
 from pytest_smp.ranks.board.calls import BoardPost, GroupKey, Handover, Issued, Joined, Stray
 from pytest_smp.ranks.board.recorder import Description
+from pytest_smp.ranks.protocols import RaisesBlock
 from smp_core.errors import BackendError
 from smp_core.transport.messages import Size
 from smp_core.transport.peers import ANY, Source, is_member
@@ -37,6 +38,7 @@ class RankState:
         raised: whether any call of this run has raised.
         last: the call that it made last, on any thread.
         place: where it waits.
+        block: the block of ``smp.raises`` that it is in.
         accompanied: whether other threads of the body may go on meanwhile.
         unsure: whether other threads have communicated, or have outlived the body.
         ended: whether its body is over.
@@ -55,6 +57,7 @@ class RankState:
         self.failed: Issued | None = None
         self.last: Issued | None = None
         self.place: Place | None = None
+        self.block: RaisesBlock | None = None
         self.unsure = self.accompanied = self.ended = self.raised = False
         self.calls: dict[int, Issued] = {}  # those that a record may still name
         self._groups: dict[int, tuple[GroupKey, str]] = {}
@@ -250,6 +253,11 @@ class RankState:
         self.waits = [call for call in self.waits if not call.waited]
         self.failed = None
 
+    def _enter_block(self, place: str, count: int, ranks: list[Any]) -> None:
+        if not all(type(rank) is int for rank in ranks):
+            raise ValueError("ranks must be integers")
+        self.block = RaisesBlock(place, count, tuple(ranks)) if place else None
+
     def _fail(self, numbers: list[Any]) -> None:
         failed = self.waits[0] if self.waits else None
         for number in numbers:
@@ -282,4 +290,5 @@ _READ: dict[str, Callable[..., None]] = {
     records.WAITS: RankState._wait,
     records.DONE: RankState._done,
     records.FAILED: RankState._fail,
+    records.INSIDE: RankState._enter_block,
 }

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from pytest_smp.ranks.board import records
 from pytest_smp.ranks.board.records import ACCOMPANIED, FRAMES, MAIN, OTHER, encode
+from pytest_smp.ranks.protocols import RaisesBlock
 from smp_core.errors import CollectiveMismatchError
 from smp_core.transport import messages, stack_frames
 from smp_core.transport.messages import Size
@@ -219,6 +220,11 @@ class BoardRecorder:
     def failed(self, numbers: Sequence[int]) -> None:
         """Waiting for these calls has raised."""
         self._say(encode(records.FAILED, [*numbers]))
+
+    def inside_block(self, block: RaisesBlock | None) -> None:
+        """The body is in this block of ``smp.raises`` from now on, or in none."""
+        place, count, ranks = ("", 0, ()) if block is None else block
+        self._say(encode(records.INSIDE, place, count, [*ranks]))
 
     def group(self, kind: str, name: str, shown: str, generation: int, ranks: Sequence[int]) -> int:
         """The number of a group: of this kind and name, made as the n-th of that name in this run."""

@@ -29,6 +29,7 @@ TOOK = "t"  # number, group rank: the sender of a receive from any source
 WITHDRAWN = "x"  # number: the backend has refused the call
 WAITS = "w"  # numbers, place, thread
 DONE = "f"  # numbers: the rank has learnt that they are over
+INSIDE = "n"  # place, count, ranks: a block of smp.raises, or an empty place outside of any
 FAILED = "!"  # numbers: waiting for them has raised
 
 #: The thread that makes a call or waits: the rank's main thread, alone; the main thread, while the body
@@ -52,6 +53,7 @@ SHAPES: dict[str, tuple[type, ...]] = {
     WITHDRAWN: (int,),
     WAITS: (list, int, int),
     DONE: (list,),
+    INSIDE: (str, int, list),
     FAILED: (list,),
 }
 

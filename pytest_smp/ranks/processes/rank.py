@@ -34,7 +34,7 @@ from pytest_smp.ranks.processes.process_state import Belongings, ProcessState, a
 from pytest_smp.ranks.processes.process_table import ProcessTable
 from pytest_smp.ranks.processes.stacks import Stacks
 from pytest_smp.ranks.processes.tasks import Done, Forming, JobSpec, Preparing, Task
-from pytest_smp.ranks.protocols import Job, Outcome, OutcomeKind
+from pytest_smp.ranks.protocols import INSIDE, Job, Outcome, OutcomeKind
 from smp_core.errors import Cancelled, PayloadError, SmpError
 from smp_core.transport import current_rank, stack_frames
 from smp_core.transport.launchers import RENDEZVOUS, launch_variables
@@ -60,12 +60,22 @@ class Membership:
 class ProcessContext:
     """One rank of one run, as the API sees it (compare rank_context.RankContext)."""
 
-    __slots__ = ("fabric", "job", "rank", "retire", "runtime", "size")
+    __slots__ = ("_recorder", "fabric", "job", "rank", "records", "retire", "runtime", "size")
 
-    def __init__(self, rank: int, size: int, job: Job, fabric: RankFabric) -> None:
+    def __init__(
+        self, rank: int, size: int, job: Job, fabric: RankFabric, recorder: BoardRecorder
+    ) -> None:
         self.rank, self.size, self.job, self.fabric = rank, size, job, fabric
+        self._recorder = recorder
+        self.records: dict[str, Any] = {}  # see protocols.RecordingRank
         self.runtime: Any = None
         self.retire = ""  # why this process is not to serve another run
+
+    def record(self, name: str, value: Any) -> None:
+        """See protocols.RecordingRank."""
+        self.records[name] = value
+        if name == INSIDE:
+            self._recorder.inside_block(value)
 
 
 class _Line:
@@ -134,6 +144,7 @@ class _Server:
         self._job_spec: JobSpec | None = None
         self._standing: _Standing | None = None
         self._retired: list[str] = []  # why this process is not to serve another run
+        self._records: dict[str, Any] = {}  # of the run
         self._strikes: ProcessStrikes | None = None  # from the run's start until its result is sent
         self._process_state = ProcessState()
         self._belongings = Belongings()
@@ -216,6 +227,7 @@ class _Server:
             changed = self._table.put_back()
             if os.getpid() == self._process:
                 outcome.measured = measuring.end()
+        outcome.records, self._records = self._records, {}
         value = packed = None
         if os.getpid() == self._process:
             value, packed = self._pack(outcome)
@@ -255,7 +267,7 @@ class _Server:
             job = self._job(task, job_spec)
             skips = job.skips
             reset(job.seed)
-            current_rank.set_process(ProcessContext(rank, task.size, job, fabric))
+            current_rank.set_process(ProcessContext(rank, task.size, job, fabric, self._recorder))
             args, kwargs = job.arguments(rank)
             mine = any(fault.rank == rank for fault in job.faults)
             if job_spec.check or mine:
@@ -279,8 +291,10 @@ class _Server:
             if self._strikes is not None:
                 self._strikes.close()
             context = current_rank.current()
-            if isinstance(context, ProcessContext) and context.retire:
-                self._retired.append(context.retire)
+            if isinstance(context, ProcessContext):
+                self._records = context.records
+                if context.retire:
+                    self._retired.append(context.retire)
             current_rank.set_process(None)
 
     def _struck(self, job: Job, fabric: RankFabric, job_spec: JobSpec) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from pytest_smp.ranks.board.analysis import Board, Finding
 from pytest_smp.ranks.processes import wire
 from pytest_smp.ranks.processes.tasks import Done
 from pytest_smp.ranks.processes.worker_pool import Ended, RankProcess, WorkerPool, describe_exit
-from pytest_smp.ranks.protocols import Job, Outcome, OutcomeKind, Report, VerdictKind
+from pytest_smp.ranks.protocols import INSIDE, Job, Outcome, OutcomeKind, Report, VerdictKind
 from pytest_smp.ranks.remote_errors import RemoteError
 from smp_core.errors import (
     BackendError,
@@ -422,6 +422,7 @@ class Run:
         if outcome.kind is OutcomeKind.CANCELLED:
             if finding is not None and error is finding.error and slot in finding.waits:
                 outcome.kind, outcome.detail = OutcomeKind.STUCK, finding.waits[slot]
+                outcome.records = {INSIDE: self._board.block(slot)}
             else:
                 blame = f"rank {root}" if root is not None else "another rank"
                 outcome.detail = f"cancelled because of {blame}"

@@ -83,6 +83,7 @@ class Done:
                 told,
                 outcome.struck,
                 outcome.measured,
+                outcome.records,
                 self.error,
                 self.value,
                 self.groups,
@@ -96,8 +97,8 @@ class Done:
     def of(cls, packed: bytes) -> Done:
         """The reverse of ``packed``."""
         told: Any
-        number, told, struck, measured, error, value, groups, unclean, records = pickle.loads(
-            packed
+        number, told, struck, measured, noted, error, value, groups, unclean, records = (
+            pickle.loads(packed)
         )
         rank, kind, detail, stdout, stderr = told
         outcome = Outcome(
@@ -108,5 +109,6 @@ class Done:
             stderr=stderr,
             struck=struck,
             measured=measured,
+            records=noted,
         )
         return cls(number, outcome, error, value, groups, unclean, records)

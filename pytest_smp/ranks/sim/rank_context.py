@@ -19,6 +19,7 @@ class RankContext:
         "job",
         "outcome",
         "rank",
+        "records",
         "runtime",
         "scheduler",
         "size",
@@ -36,6 +37,7 @@ class RankContext:
         self.outcome: Outcome | None = None
         self.crashed = ""  # how the rank's process would have ended before its body
         self.runtime: Any = None  # built by smp.init
+        self.records: dict[str, Any] = {}  # see protocols.RecordingRank
         self.fabric: Any = None  # built by the fabric's `rank_fabric`, when the rank starts
 
     def finished_outcome(self) -> Outcome:
@@ -44,6 +46,7 @@ class RankContext:
             detail = f"crashed: {self.crashed}"
             self.outcome = Outcome(self.rank, OutcomeKind.CRASHED, detail=detail)
         assert self.outcome is not None
+        self.outcome.records = self.records
         return self.outcome
 
     def crash(self, how: str, where: str) -> None:
@@ -62,6 +65,10 @@ class RankContext:
         )
         if current_rank.current() is self:
             raise Cancelled(f"rank {self.rank} crashed: {how}")
+
+    def record(self, name: str, value: Any) -> None:
+        """See protocols.RecordingRank."""
+        self.records[name] = value
 
     def check(self, call: str, what: str = "call") -> None:
         """Every communication call starts here: unwinds the rank if the run has ended."""
