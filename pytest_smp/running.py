@@ -210,6 +210,9 @@ class Controller:
             _show_output(report)
         if faults and report.verdict is VerdictKind.PASSED:
             _check_reached(faults, report)
+        for outcome in report.outcomes:
+            for incident in outcome.incidents:
+                incident.repeat(outcome.rank)
         for text in report.warnings if report.error is None else ():
             warnings.warn(text, GroupLeftWarning, stacklevel=2)
         return report

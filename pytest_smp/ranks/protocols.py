@@ -84,6 +84,13 @@ class OutcomeKind(enum.StrEnum):
     CRASHED = "crashed"
 
 
+class Incident(Protocol):
+    """A warning, or an exception that nobody could catch, on a rank that is a process."""
+
+    def repeat(self, rank: int) -> None:
+        """Have it happen in this process, too. Raises a warning that a filter makes an error."""
+
+
 @dataclasses.dataclass(slots=True)
 class Outcome:
     """The end of one rank's part in a run.
@@ -100,6 +107,7 @@ class Outcome:
     stdout: str = ""
     stderr: str = ""
     struck: tuple[int, ...] = ()  # which of the job's faults have; unknown of a rank that is gone
+    incidents: Sequence[Incident] = ()  # in the order of their kinds and times
     measured: bytes = b""  # what a prelude has measured on the rank (ranks/processes/measuring.py)
     records: dict[str, Any] = dataclasses.field(default_factory=dict)  # see RecordingRank
 

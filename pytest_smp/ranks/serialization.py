@@ -220,6 +220,17 @@ class _Opening:
         return _open, self._state
 
 
+def dump_value(value: object) -> bytes:
+    """Pickle a value that a body returned, and read it back: what its pickle does when it is read (end the
+    process, wait for ever) must happen to the rank, whose verdict that is, and not to the controller.
+
+    Raises whatever pickling and reading raise; SystemExit and KeyboardInterrupt are among that.
+    """
+    data = dumps(value)
+    pickle.loads(data)
+    return data
+
+
 def dump_error(error: BaseException) -> bytes:
     """Pickle an exception with its traceback, its notes, its cause and its context; see
     remote_errors. Does not raise.

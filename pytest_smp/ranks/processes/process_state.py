@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -86,8 +85,7 @@ class ProcessState:
                 os.chdir(directory)
         streams = sys.stdin, sys.stdout, sys.stderr
         try:
-            with warnings.catch_warnings():
-                yield
+            yield
         finally:
             for timer in _TIMERS:  # first: a timer would end a later body
                 signal.setitimer(timer, 0)

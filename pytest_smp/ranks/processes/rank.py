@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_smp.ranks import serialization
 from pytest_smp.ranks.board.recorder import BoardRecorder
 from pytest_smp.ranks.isolation import reset
-from pytest_smp.ranks.processes import measuring, wire
+from pytest_smp.ranks.processes import incidents, measuring, wire
 from pytest_smp.ranks.processes.output import Output
 from pytest_smp.ranks.processes.process_state import Belongings, ProcessState, adopt_orphans
 from pytest_smp.ranks.processes.process_table import ProcessTable
@@ -151,6 +151,7 @@ class _Server:
         self._table = ProcessTable()
         self._process = os.getpid()
         self._stacks = Stacks(membership.folder)
+        self._incidents = incidents.IncidentRecorder()
 
     def serve(self) -> None:
         """Answer requests until the controller says exit, or is gone."""
@@ -220,10 +221,11 @@ class _Server:
             self._output.renew()
         self._stacks.renew()
         job_spec = self._take(task)
-        with self._process_state.around(job_spec.directory):
+        state = self._process_state.around(job_spec.directory)
+        with state, self._incidents.recording() as shown_warnings:
             measuring.begin()
             os.environ.update(self._launch[task.size])
-            outcome = self._outcome(task, job_spec, fabric)
+            outcome = self._outcome(task, job_spec, fabric, shown_warnings)
             changed = self._table.put_back()
             if os.getpid() == self._process:
                 outcome.measured = measuring.end()
@@ -249,7 +251,8 @@ class _Server:
         records = self._line.sent - start
         retired, self._retired = self._retired, []
         reasons = changed + unclean + broken + retired
-        return Done(task.number, outcome, packed, value, groups, reasons, records)
+        happened = self._incidents.take()
+        return Done(task.number, outcome, packed, value, groups, reasons, records, happened)
 
     def _take(self, task: Task) -> JobSpec:
         if task.job_spec is not None:
@@ -259,7 +262,13 @@ class _Server:
         assert self._job_spec is not None
         return self._job_spec
 
-    def _outcome(self, task: Task, job_spec: JobSpec, fabric: RankFabric) -> Outcome:
+    def _outcome(
+        self,
+        task: Task,
+        job_spec: JobSpec,
+        fabric: RankFabric,
+        shown_warnings: list[warnings.WarningMessage],
+    ) -> Outcome:
         rank = self._membership.slot
         skips: tuple[type[BaseException], ...] = ()
         try:
@@ -276,6 +285,8 @@ class _Server:
             body = self._struck(job, fabric, job_spec) if mine else job.body
             if job_spec.check or (self._strikes is not None and self._strikes.of_tensors):
                 self._watch(task.number, job_spec)
+            shown_warnings.clear()  # those of imports: the controller's import has shown them
+            self._set_filters()
             value = body(*args, **kwargs)
             return Outcome(rank, OutcomeKind.RETURNED, value)
         except Cancelled as error:
@@ -328,10 +339,6 @@ class _Server:
         if standing is None:
             body = pickle.loads(job_spec.body)
             standing = self._standing = _Standing(body, *pickle.loads(job_spec.fields))
-        warnings.filters[:] = (  # type: ignore[index]
-            standing.filters  # as they are in the controller: the test's, and the session's
-        )
-        warnings._filters_mutated()  # type: ignore[attr-defined]
         body = standing.body
         if not serialization.is_constant(body):  # the last run may have changed its cells
             body = pickle.loads(job_spec.body)
@@ -340,13 +347,21 @@ class _Server:
         arguments = pickle.loads(task.arguments)
         return Job(body=body, arguments=arguments, seed=task.seed, **fields)
 
+    def _set_filters(self) -> None:
+        """Filter warnings as the controller does, by the test's filters and the session's."""
+        assert self._standing is not None
+        warnings.filters[:] = self._standing.filters  # type: ignore[index]
+        warnings._filters_mutated()  # type: ignore[attr-defined]
+
     def _pack(self, outcome: Outcome) -> tuple[bytes | None, bytes | None]:
         if outcome.kind is OutcomeKind.RETURNED:
             if outcome.value is None:
                 return None, None
             try:
-                return serialization.dumps(outcome.value), None
-            except Exception as reason:
+                return serialization.dump_value(outcome.value), None
+            except (
+                BaseException
+            ) as reason:  # a __reduce__ may raise anything, and so may what it names
                 outcome.kind = OutcomeKind.RAISED
                 outcome.error = PayloadError(
                     f"rank {outcome.rank}: what the body returned, a "

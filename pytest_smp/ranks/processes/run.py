@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from pytest_smp.ranks.board.analysis import Board, Finding
-from pytest_smp.ranks.processes import wire
+from pytest_smp.ranks.processes import incidents, wire
 from pytest_smp.ranks.processes.tasks import Done
 from pytest_smp.ranks.processes.worker_pool import Ended, RankProcess, WorkerPool, describe_exit
 from pytest_smp.ranks.protocols import INSIDE, Job, Outcome, OutcomeKind, Report, VerdictKind
@@ -195,10 +195,11 @@ class Run:
     def _came_back(self, rank: RankProcess, done: Done) -> None:
         del self._running[rank.slot]
         self._done[rank.slot] = done
+        done.outcome.incidents = incidents.of(done.incidents)
         if done.error is not None:
             try:
                 error = pickle.loads(done.error)
-            except Exception as reason:
+            except (Exception, SystemExit) as reason:
                 error = RemoteError(
                     f"rank {rank.slot} raised what cannot be unpickled here: {reason}"
                 )
@@ -208,7 +209,7 @@ class Run:
         if done.value is not None:
             try:
                 done.outcome.value = pickle.loads(done.value)
-            except Exception as reason:
+            except (Exception, SystemExit) as reason:  # the rank could read it
                 error = PayloadError(
                     f"rank {rank.slot}: what the body returned was pickled there and cannot be "
                     f"unpickled here: {type(reason).__name__}: {reason}"
@@ -416,7 +417,8 @@ class Run:
             return done.outcome
         else:
             outcome = Outcome(slot, OutcomeKind.CANCELLED)
-            outcome.measured = b"" if done is None else done.outcome.measured
+            if done is not None:
+                outcome.measured, outcome.incidents = done.outcome.measured, done.outcome.incidents
         outcome.stdout, outcome.stderr = self._pool.written(rank)
         finding = self._finding
         if outcome.kind is OutcomeKind.CANCELLED:

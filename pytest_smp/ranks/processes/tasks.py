@@ -72,6 +72,7 @@ class Done:
     groups: list[str]  # process groups left behind
     unclean: list[str]  # why this rank must be replaced
     records: int  # bytes sent on the line
+    incidents: bytes | None = None  # of the run (incidents.IncidentRecorder)
 
     def packed(self) -> bytes:
         """The answer as bytes for the wire: plain values alone, which pickle ten times as fast as objects."""
@@ -89,6 +90,7 @@ class Done:
                 self.groups,
                 self.unclean,
                 self.records,
+                self.incidents,
             ),
             pickle.HIGHEST_PROTOCOL,
         )
@@ -97,9 +99,7 @@ class Done:
     def of(cls, packed: bytes) -> Done:
         """The reverse of ``packed``."""
         told: Any
-        number, told, struck, measured, noted, error, value, groups, unclean, records = (
-            pickle.loads(packed)
-        )
+        number, told, struck, measured, noted, *rest = pickle.loads(packed)
         rank, kind, detail, stdout, stderr = told
         outcome = Outcome(
             rank,
@@ -111,4 +111,4 @@ class Done:
             measured=measured,
             records=noted,
         )
-        return cls(number, outcome, error, value, groups, unclean, records)
+        return cls(number, outcome, *rest)

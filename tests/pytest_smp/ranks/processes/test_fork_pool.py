@@ -201,6 +201,37 @@ def test_an_exception_comes_back_with_its_class_and_line(run):
     assert report.error.__traceback__.tb_frame.f_code.co_name == "_strange"
 
 
+class Reading:
+    """Calls a function with arguments whenever its pickle is read."""
+
+    def __init__(self, function, *args):
+        self._call = function, args
+
+    def __reduce__(self):
+        return self._call
+
+
+@pytest.mark.parametrize(
+    ("call", "verdict", "text"),
+    [
+        ((os._exit, 0), VerdictKind.CRASHED, "rank 1 crashed: exit code 0"),
+        ((signal.raise_signal, 9), VerdictKind.CRASHED, "rank 1 crashed: killed by SIGKILL"),
+        ((sys.exit, 0), VerdictKind.FAILED, "cannot be pickled: SystemExit: 0"),
+        ((exec, "raise KeyboardInterrupt"), VerdictKind.FAILED, "pickled: KeyboardInterrupt"),
+        ((threading.Event.wait, 1), VerdictKind.FAILED, "cannot be pickled: AttributeError"),
+        ((exec, "import threading; threading.Event().wait()"), VerdictKind.TIMED_OUT, "rank 1"),
+    ],
+    ids=["exit", "signal", "sys.exit", "interrupt", "raises", "waits"],
+)
+def test_a_returned_value_that_harms_its_reader_harms_its_rank(run, call, verdict, text):
+    def body():
+        return [Reading(*call)] if dist.get_rank() == 1 else 0
+
+    report = run(body, timeout=1.0 if verdict is VerdictKind.TIMED_OUT else 20.0)
+    assert report.verdict is verdict
+    assert text in str(report.error)
+
+
 def test_what_cannot_be_pickled_is_an_error_of_the_rank(run):
     report = run(lambda: threading.Lock())
     assert report.verdict is VerdictKind.FAILED
