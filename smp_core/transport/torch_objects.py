@@ -12,7 +12,7 @@ import pickle
 import struct
 import threading
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -96,9 +96,8 @@ class _Objects(ABC):
 #: The first byte of a member's data: the call that it makes.
 _MARKS = {"smp.allgather": b"g", "smp.barrier": b"b"}
 _MESSAGE, _TAKEN, _GATHER, _SHARE = range(4)  # tags
-_HEAD = struct.Struct(
-    "<QQQ"
-)  # group digest and number of a collective (0, 0 of a send), bytes of data
+#: Group digest and number of a collective (both 0 for a send), and the number of bytes of data.
+_HEAD = struct.Struct("<QQQ")
 _FIRST = 512  # bytes that travel with the head: most objects need no second message
 _Key = tuple[int, int]  # a group's digest, and the number of a call on it
 _SENT = (0, 0)  # of objects that are sent or broadcast: `smp.recv_from` takes either, of any group
@@ -120,7 +119,8 @@ class GroupObjects(_Objects):
         self._digests: dict[Group, int] = {}
         # Messages received while waiting for one of another key, and the sources and tags on which a
         # thread receives now: threads that call on different groups get each other's messages.
-        self._arrived: dict[tuple[int, int, _Key], deque[bytes]] = defaultdict(deque)
+        # A key has an entry only while a message waits: the number of calls of a run has no bound.
+        self._arrived: dict[tuple[int, int, _Key], deque[bytes]] = {}
         self._receiving: set[tuple[int, int]] = set()
         self._turn = threading.Condition()
 
@@ -138,20 +138,28 @@ class GroupObjects(_Objects):
         return works
 
     def _take(self, source: int, tag: int, key: _Key) -> bytes:
-        arrived, line = self._arrived[source, tag, key], (source, tag)
+        line, wanted = (source, tag), (source, tag, key)
         while True:
             with self._turn:
-                self._turn.wait_for(lambda: arrived or line not in self._receiving)
-                if arrived:
-                    return arrived.popleft()
+                self._turn.wait_for(lambda: wanted in self._arrived or line not in self._receiving)
+                if wanted in self._arrived:
+                    messages = self._arrived[wanted]
+                    data = messages.popleft()
+                    if not messages:
+                        del self._arrived[wanted]
+                    return data
                 self._receiving.add(line)
+            received_key = None
             try:
                 received_key, data = self._next(source, tag)
-                self._arrived[source, tag, received_key].append(data)
             finally:
                 with self._turn:
                     self._receiving.remove(line)
+                    if received_key is not None and received_key != key:
+                        self._arrived.setdefault((*line, received_key), deque()).append(data)
                     self._turn.notify_all()
+            if received_key == key:
+                return data
 
     def _next(self, source: int, tag: int) -> tuple[_Key, bytes]:
         """The next message of this source and tag, with its key."""
