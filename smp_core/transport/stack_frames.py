@@ -130,6 +130,17 @@ def user_place(frame: types.FrameType | None) -> Place | None:
     return None
 
 
+def user_line(depth: int) -> tuple[str, int] | None:
+    """File and number of the user's line in the caller's stack, ``depth`` frames below the caller."""
+    frame: types.FrameType | None = sys._getframe(depth + 1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not _is_plumbing(name):
+            return name, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
 def caller_place() -> Place | None:
     """The user's line that called into us."""
     return user_place(sys._getframe(1))

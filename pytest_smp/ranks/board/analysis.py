@@ -39,6 +39,7 @@ from pytest_smp.ranks.board.recorder import UNKNOWN
 from pytest_smp.ranks.protocols import RaisesBlock, VerdictKind
 from smp_core.errors import BackendError, CollectiveMismatchError, RankError, SmpError
 from smp_core.transport import diagnosis, messages
+from smp_core.transport.call_lines import CallLines, add_lines, line_of
 from smp_core.transport.diagnosis import Wait, ranks_text, wait_lines
 from smp_core.transport.stack_frames import Place
 
@@ -105,6 +106,7 @@ class Board:
         last run do no harm.
         """
         self._meetings: dict[tuple[GroupKey, int], BoardMeeting] = {}
+        self._lines = CallLines(self.size)
         self._counts: dict[tuple[GroupKey, int], int] = {}
         self._boxes: dict[tuple[GroupKey, int | None, int], Box] = {}
         self._objects = Objects()
@@ -141,6 +143,7 @@ class Board:
 
     def issued(self, call: Issued, partners: list[int]) -> None:
         """See ranks.Calls."""
+        self._lines.called(call.rank, line_of(call.place))
         if isinstance(call, Joined):
             self._join(call)
         elif isinstance(call, BoardPost):
@@ -184,10 +187,16 @@ class Board:
         meeting.calls[call.rank] = call
         if meeting.complete:
             self._forget_old(call.group, number)
+            self._note_lines(meeting, [*meeting.calls.values()])
             # Of a group of one, the sums of its split sizes say as much, and the backend checks them.
             alone = len(call.group.ranks) == 1
             if call.description.sent and not alone and _pairs(meeting) is not None:
                 self._suspects.setdefault(meeting, None)
+
+    def _note_lines(self, meeting: BoardMeeting, calls: Sequence[Joined]) -> None:
+        lines = {call.rank: line_of(call.place) for call in calls}
+        operation, shown = calls[0].description.operation, calls[0].shown
+        self._lines.met(meeting.group, shown, meeting.number, operation, lines)
 
     def _forget_old(self, group: GroupKey, number: int) -> None:
         # The last but one: of the last, a member may still withdraw its call.
@@ -324,7 +333,12 @@ class Board:
             return messages.group_mismatch(str(suspect.number), groups), odd
         said = _comparable(ordered)
         what, made = messages.differing([*said.values()]), [call.made() for call in ordered]
-        return messages.mismatch(suspect.number, ordered[0].shown, what, made, said), odd
+        error = messages.mismatch(suspect.number, ordered[0].shown, what, made, said)
+        if suspect.number > 1:  # of the first, the text above has the lines
+            self._note_lines(suspect, ordered)
+        lines = [line_of(call.place) for call in ordered]
+        add_lines(error, self._lines.tell(lines, [suspect.group]))
+        return error, odd
 
     # Deadlocks.
 
@@ -350,6 +364,9 @@ class Board:
             return astray
         finished = [state.rank for state in self._ranks if state not in pending]
         error, root = diagnosis.deadlock(waits, finished, self.size)
+        lines = [line_of(wait.issued or wait.place) for wait in waits]
+        groups = [call.group for state in pending for call in state.current()]
+        add_lines(error, self._lines.tell(lines, dict.fromkeys(groups)))
         place = next(wait.place for wait in waits if wait.rank == root)
         return Finding(error, root, {wait.rank: _lines(wait) for wait in waits}, place=place)
 

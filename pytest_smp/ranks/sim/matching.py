@@ -13,7 +13,8 @@ from typing import Any
 
 from pytest_smp.ranks.sim.rank_context import RankContext
 from smp_core.errors import CollectiveMismatchError
-from smp_core.transport import messages
+from smp_core.transport import messages, stack_frames
+from smp_core.transport.call_lines import Line, add_lines, line_of
 from smp_core.transport.protocols import Group
 from smp_core.transport.stack_frames import Place
 
@@ -30,6 +31,7 @@ class Call:
     place: Place | None = None
     rank: int = -1  # in the world; set when the call meets the others
     told: Fields = ()  # values that may differ, for messages
+    line: Line | None = None
 
     def text(self) -> str:
         """The call in words: ``all_reduce(reduce op=SUM, dtype=float32, shape=[4])``."""
@@ -92,6 +94,8 @@ class Channel:
         """
         context.scheduler.check(context.thread_state)
         position, call.rank = self.position[context.rank], context.rank
+        line = call.line = line_of(call.place) or stack_frames.user_line(1)
+        context.scheduler.call_lines.called(context.rank, line)
         number = self._counts[position] = self._counts[position] + 1
         meeting = self._open.get(number)
         if meeting is None:
@@ -107,6 +111,7 @@ class Channel:
         if meeting.arrived == len(meeting.calls):
             del self._open[number]
             calls: list[Call] = meeting.calls  # type: ignore[assignment]
+            self.note_lines(context, number, calls)
             try:
                 meeting.result = complete(calls)
             except (
@@ -118,6 +123,11 @@ class Channel:
             for rank in self.group.ranks:
                 context.scheduler.wake(rank, meeting)
         return meeting
+
+    def note_lines(self, context: RankContext, number: int, calls: Sequence[Call]) -> None:
+        """Note from which lines the members made a call."""
+        lines = {call.rank: call.line for call in calls}
+        context.scheduler.call_lines.met(self, self.shown, number, calls[0].operation, lines)
 
     def _agrees(self, first: Call, call: Call) -> bool:
         return first.operation == call.operation and first.fields == call.fields
@@ -166,4 +176,8 @@ class Mismatch:
         made = [(rank, call.text(), call.place) for rank, call in calls.items()]
         what = messages.differing([*said.values()])
         error = messages.mismatch(meeting.number, meeting.channel.shown, what, made, said)
+        if meeting.number > 1:  # of the first, the text above has the lines
+            meeting.channel.note_lines(self._context, meeting.number, [*calls.values()])
+        lines = [call.line for call in calls.values()]
+        add_lines(error, self._context.scheduler.call_lines.tell(lines, [meeting.channel]))
         return error, messages.by_what_they_say(said)[0][0]

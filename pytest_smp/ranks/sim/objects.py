@@ -14,6 +14,7 @@ from pytest_smp.ranks.sim.rank_context import RankContext
 from smp_core.transport import messages
 from smp_core.transport.payload import Payload
 from smp_core.transport.protocols import Group
+from smp_core.transport.stack_frames import user_line
 
 
 class _Message:
@@ -115,6 +116,7 @@ class SimObjects:
 
     def _post(self, call: str, payload: Payload, dests: set[int]) -> None:
         context, router = self._context, self._router
+        context.scheduler.call_lines.called(context.rank, user_line(2))
         message = _Message(context, call, payload, dests)
         for dest in sorted(dests):  # the order of waking is part of the run: never a set's
             receive = router.receives.pop((context.rank, dest), None)
@@ -131,6 +133,7 @@ class SimObjects:
         """See ObjectTransport."""
         context, router = self._context, self._router
         context.check("smp.recv_from")
+        context.scheduler.call_lines.called(context.rank, user_line(1))
         message = router.messages.pop((src, context.rank), None)
         if message is not None:
             message.outstanding.discard(context.rank)

@@ -14,6 +14,7 @@ from pytest_smp.ranks.sim.matching import Call, Channel, Complete
 from pytest_smp.ranks.sim.rank_context import RankContext
 from pytest_smp.ranks.sim.work import SimWork
 from smp_core.errors import ArgumentError, NotInitializedError
+from smp_core.transport.call_lines import line_of
 from smp_core.transport.checked_group import CheckedGroup, Collective
 from smp_core.transport.memory import InFlightBuffer
 from smp_core.transport.peers import Source
@@ -132,6 +133,7 @@ class SimProcessGroup(CheckedGroup):
         peer = self._check_message(verb, tensors, peer)
         # torch issues its synchronous send and recv in the same way, so each is in flight.
         sends, place = verb == "send", caller_place()
+        context.scheduler.call_lines.called(context.rank, line_of(place))
         in_flight = InFlightBuffer(tensors if sends else (), () if sends else tensors)
         post = Post(
             context, self._shared.group, verb, self._position, peer, tag, tensor, in_flight, place

@@ -22,6 +22,7 @@ from pytest_smp.ranks.isolation import Isolation
 from pytest_smp.ranks.schedule import ROUND_ROBIN, Schedule
 from smp_core.errors import BackendError, Cancelled, CollectiveMismatchError, DeadlockError
 from smp_core.transport import diagnosis
+from smp_core.transport.call_lines import CallLines, add_lines, line_of
 from smp_core.transport.stack_frames import Place
 
 
@@ -111,6 +112,7 @@ class Scheduler:
         self._turns = _TURNS * len(thread_states)  # until it is given anyway
         self._deviations = dict(schedule)
         self.decisions = 0  # made so far
+        self.call_lines = CallLines(len(thread_states))
         self.deviated: list[tuple[int, int]] = []  # the deviations that took effect
 
     # Called by ranks. The caller has the turn.
@@ -265,6 +267,12 @@ class Scheduler:
         try:
             self.stuck = self._waits()
             failure, root = diagnosis.deadlock(self.stuck, finished, len(self.thread_states))
+            channels = [
+                getattr(thread_state.waiting, "channel", None)
+                for thread_state in self.thread_states
+            ]
+            lines = [line_of(wait.issued or wait.place) for wait in self.stuck]
+            add_lines(failure, self.call_lines.tell(lines, channels))
         except Exception as error:  # the turn must go on, whatever became of the words
             text = f"deadlock: {len(waiting)} of {len(self.thread_states)} ranks wait, and none can go on"
             failure, root = DeadlockError(f"{text} (the diagnosis failed: {error!r})"), waiting[0]
