@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis.errors import UnsatisfiedAssumption
 
 from pytest_smp import failures
 from pytest_smp.failures import Failure
@@ -38,7 +37,6 @@ def conclude(report: Report, backend: str, config: Mapping[str, Any] | None = No
     count each of the group. ``config`` is the configuration that the run gave smp.init.
     """
     __tracebackhide__ = True
-    _prefer_failure(report)
     error = report.error
     if error is not None:
         if not isinstance(error, _ENDS_THE_SESSION):
@@ -67,16 +65,6 @@ def _replay(report: Report) -> list[str]:
     if not report.schedule:
         return []
     return [f"in the schedule {report.schedule}; replay it: --smp-schedule={report.schedule}"]
-
-
-def _prefer_failure(report: Report) -> None:
-    """An example that one rank rejects by ``assume`` is no reason to discard another rank's failure."""
-    if not isinstance(report.error, UnsatisfiedAssumption):
-        return
-    for outcome in report.outcomes:
-        if outcome.kind is OutcomeKind.RAISED and not isinstance(outcome.error, type(report.error)):
-            report.root, report.error = outcome.rank, outcome.error
-            return
 
 
 def _text(error: BaseException | None) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from smp_core.errors import VerdictError
+from smp_core.errors import SmpError, VerdictError
 from smp_core.runtime import Runtime
 from smp_core.topology import GroupKind
 from smp_core.transport.payload import allgather_alike
@@ -60,9 +60,14 @@ def collective_try(
     failure = None if raised is None else failure_of(raised)
     world = runtime.group(GroupKind.WORLD)
     gathered = allgather_alike(runtime.fabric.objects, (failure, value), world)
-    first = next((each for each, _ in gathered if each is not None), None)
+    source, first = next(
+        ((rank, each) for rank, (each, _) in enumerate(gathered) if each is not None), (None, None)
+    )
     if first is None:
         return [each for _, each in gathered]
     if raised is not None and (failure == first or not same):
         raise raised
-    raise remote_error(first) from raised
+    remote = remote_error(first)
+    if isinstance(remote, SmpError):
+        remote.raised_by = source
+    raise remote from raised

@@ -28,7 +28,13 @@ def with_pages(message: str) -> str:
 
 
 class SmpError(Exception):
-    """Base of all errors that the project raises on purpose."""
+    """Base of all errors that the project raises on purpose.
+
+    Attributes:
+        raised_by: the world rank whose exception this rank raises the error for; None for an error of its own.
+    """
+
+    raised_by: int | None = None
 
     def __str__(self) -> str:
         return with_pages(super().__str__())
@@ -215,6 +221,10 @@ class JobLost(BaseException):
 
 class Cancelled(BaseException):
     """Raised in a rank whose world has ended, to unwind it. Passes through ``except Exception``."""
+
+
+#: Exceptions that end a rank because its run has ended; no other rank is left to hear of them.
+RUN_ENDED: tuple[type[BaseException], ...] = (Cancelled, VerdictError)
 
 
 class UnknownTorchWarning(UserWarning):

@@ -399,7 +399,9 @@ def _raise_remote_failure(
         sentence = f"smp.step was aborted {when}, because {where} raised {error_text(failure)}"
     texts = members.texts(sentence)
     if failure is None:
-        raise StepAbortedError(texts[failed[0]])
+        error = StepAbortedError(texts[failed[0]])
+        error.raised_by = members.ranks[failed[0]]
+        raise error
 
 
 @contextlib.contextmanager

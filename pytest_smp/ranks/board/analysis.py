@@ -60,7 +60,7 @@ class Finding:
         root: the rank that it is raised on.
         waits: for each rank that waits, in what and for whom, in words.
         follows: some rank had caught the error of an earlier call, so what it did then may follow
-            from another rank's death.
+            from another rank's death. Once a rank is gone, such calls are not compared.
         place: the line of the root's call.
     """
 
@@ -265,10 +265,12 @@ class Board:
             calls: list[Issued] = [
                 *(suspect.calls.values() if isinstance(suspect, BoardMeeting) else suspect)
             ]
+            if self._gone:
+                calls = [call for call in calls if not call.late]
             quiet = self._quiet("mismatch", now)
             # The other members' calls may be on their way, and show which rank is the odd one.
             early = pending and self._may_learn(suspect, now)
-            if early or calls[0].group in self._spoilt:
+            if early or not calls or calls[0].group in self._spoilt:
                 continue
             # A call that the backend never comes back from has not been refused either.
             inside = all(call.taken or self._ranks[call.rank].inside is call for call in calls)
@@ -280,7 +282,7 @@ class Board:
             found = self._verdict(suspect, calls)
             if found is not None:
                 error, root = found
-                follows = any(self._ranks[call.rank].raised for call in calls)
+                follows = any(call.late for call in calls)
                 place = next((call.place for call in calls if call.rank == root), None)
                 return Finding(error, root, self._all_waits(), follows, place)
         return None

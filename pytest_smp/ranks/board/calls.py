@@ -44,7 +44,8 @@ class Issued:
 
     ``taken``: the call counts for sure, because the backend has taken it or the rank waits for it; until
     then the call may be withdrawn. ``waited``: the rank has learnt that the call is over. ``raised``: the
-    wait has raised; some backends refuse arguments only there.
+    wait has raised; some backends refuse arguments only there. ``late``: an earlier call of its rank had
+    raised, and the body went on: what it calls then may follow from another rank's death.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class Issued:
     taken: bool = False
     waited: bool = False
     raised: bool = False
+    late: bool = False
 
     def text(self) -> str:
         """The call in words."""

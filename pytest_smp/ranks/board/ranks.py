@@ -68,6 +68,8 @@ class RankState:
     def renew(self) -> None:
         """A new process has this rank's place: the rest of a line that never ended is void."""
         self._reader = records.Reader(self.rank)
+        for call in self.calls.values():
+            call.taken = True  # nobody is left to withdraw it
 
     def current(self) -> list[Issued]:
         """The calls that the rank is in."""
@@ -197,6 +199,7 @@ class RankState:
     def _issue(self, call: Issued, thread: int, partners: list[int] | None = None) -> None:
         if call.number in self.calls:
             raise ValueError("two calls of one number")
+        call.late = self.raised
         if thread == records.OTHER:
             self.unsure = True
         else:

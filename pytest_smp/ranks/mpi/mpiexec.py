@@ -98,11 +98,14 @@ class MpiexecPool(WorkerPool):
             return []
         ended = []
         over = self._job.poll() is not None
-        for name in sorted(set(os.listdir(self._told)) - self._known):
-            if name.isdecimal():
-                told = json.loads(Path(self._told, name).read_text())
-                ended.append(Ended(int(name), told["pid"], told["code"]))
-                self._known.add(name)
+        names = [
+            name for name in os.listdir(self._told) if name.isdecimal() and name not in self._known
+        ]
+        # The first to end first: the others may have ended because of it.
+        for name in sorted(names, key=lambda name: Path(self._told, name).stat().st_mtime_ns):
+            told = json.loads(Path(self._told, name).read_text())
+            ended.append(Ended(int(name), told["pid"], told["code"]))
+            self._known.add(name)
         if over and not ended:
             missing = [slot for slot in range(self._size) if str(slot) not in self._known]
             ended = [Ended(slot, None, None) for slot in missing]

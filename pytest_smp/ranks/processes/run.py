@@ -11,10 +11,11 @@ import os
 import pickle
 import selectors
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from pytest_smp.ranks.board.analysis import Board, Finding
+from pytest_smp.ranks.causes import Cause, origin_of, root_cause
 from pytest_smp.ranks.processes import incidents, wire
 from pytest_smp.ranks.processes.tasks import Done
 from pytest_smp.ranks.processes.worker_pool import Ended, RankProcess, WorkerPool, describe_exit
@@ -40,6 +41,9 @@ _LEAVING = 10.0  # seconds that a rank gets whose body is over, for its result o
 _GRACE = 0.5  # seconds that the others get after a rank has failed, to end by themselves
 _TOLD = 1.0  # seconds for the end to be told of a rank whose connection closed
 _TOLD_OF_ENDS = 20.0  # of one whose process ends for certain: a large one takes its time
+_TOLD_OF_JOB = (
+    0.1  # of further ones of a job: its launcher ends them, and what would tell of their ends
+)
 _CANCEL = 2.0  # seconds that a cooperative fabric gets to unwind
 
 
@@ -75,7 +79,8 @@ class Run:
         self._board = Board(len(ranks)) if board is None else board
         self._board.reset(number)
         self._done: dict[int, Done] = {}
-        self._errors: dict[int, BaseException] = {}
+        self._errors: dict[int, BaseException] = {}  # but not those of a run that has ended
+        self._stopped = False  # the ranks that still run have been told to end
         self._running = {rank.slot: rank for rank in ranks}
         self._crashed: dict[int, str] = {}
         self._gone: dict[
@@ -131,7 +136,8 @@ class Run:
                 self._notice_deaths()
             if self._failed():
                 failed_at = min(failed_at, now)
-                if self._finding is not None or now - failed_at > _GRACE or self._all_wait():
+                grace = _LEAVING if self._origin_runs() else _GRACE
+                if self._finding is not None or now - failed_at > grace or self._all_wait():
                     self._stop(list(self._running.values()))
                     return False
             elif now - start > limit:
@@ -148,6 +154,11 @@ class Run:
 
     def _failed(self) -> bool:
         return bool(self._crashed or self._gone or self._errors or self._finding)
+
+    def _origin_runs(self) -> bool:
+        """Return whether all errors tell of exceptions that ranks still have to raise."""
+        origins = {origin_of(error, slot) for slot, error in self._errors.items()}
+        return bool(origins) and origins <= self._running.keys() and not self._gone
 
     def _all_wait(self) -> bool:
         """Return whether no running rank can change the verdict: each waits for others, and is alive."""
@@ -204,7 +215,7 @@ class Run:
                     f"rank {rank.slot} raised what cannot be unpickled here: {reason}"
                 )
             done.outcome.error = error
-            if done.outcome.kind is OutcomeKind.RAISED:
+            if done.outcome.kind is OutcomeKind.RAISED and not self._stopped:
                 self._errors[rank.slot] = error
         if done.value is not None:
             try:
@@ -260,6 +271,8 @@ class Run:
             self._gone.pop(rank.slot, None)
             if rank not in self.broken:
                 self.broken.append(rank)
+            if self._checks:
+                self._board.gone(rank.slot)
             self._crashed[rank.slot] = str(ended)
 
     def _hear_last(self, rank: RankProcess) -> None:
@@ -305,11 +318,12 @@ class Run:
 
     def _stop(self, ranks: list[RankProcess]) -> None:
         """End those that still run: ask where the fabric listens, kill otherwise."""
-        self.whole = False
+        self.whole, self._stopped = False, True
         for rank in ranks:
             with contextlib.suppress(OSError):
                 rank.line.send_bytes(str(self._number).encode())
-        deadline = time.monotonic() + (_CANCEL if self._pool.restarts_together else 0.0)
+        unwinds = self._pool.restarts_together and not (self._crashed or self._gone)
+        deadline = time.monotonic() + (_CANCEL if unwinds else 0.0)
         try:
             while self._running and time.monotonic() < deadline:
                 self._hear(TICK)
@@ -350,9 +364,13 @@ class Run:
             self._crashed = {slot: describe_exit(None) for slot in self._gone}
         if self._checks:
             self._finish_reading()
-            if self._finding is None:
-                self._finding = self._board.look((), time.monotonic())
-        root, error, verdict = self._cause()
+            self._look_back()
+        cause = root_cause(self._causes())
+        root, error, verdict = None, None, VerdictKind.PASSED
+        if cause is not None:
+            root, error, verdict = cause.root, cause.error, cause.verdict
+        if self._crashed:
+            self.whole = False
         if self._pool.final and self.broken:
             error = JobLost(f"the job has lost its ranks\n{error}")
         outcomes = [self._outcome(rank, root, error) for rank in self.ranks]
@@ -364,32 +382,33 @@ class Run:
 
     def _until_told(self) -> float:
         """The seconds to wait for the news how the ranks that are gone have ended."""
+        if self._crashed and self._pool.restarts_together:
+            return _TOLD_OF_JOB
         states = [self._pool.state(rank) for rank in self._gone.values()]
         ends = any(state is not None and state.ends for state in states)
         return _TOLD_OF_ENDS if ends else _TOLD
 
-    def _cause(self) -> tuple[int | None, BaseException | None, VerdictKind]:
-        """The root cause: a crash, a finding of the board, or the first that raised by itself."""
+    def _look_back(self) -> None:
+        """Look at the records once more: it is known now who has died, and nothing more will come."""
         finding = self._finding
-        mismatch = finding is not None and finding.verdict is VerdictKind.MISMATCH
-        if finding is not None and mismatch and not (finding.follows and self._crashed):
-            return finding.root, finding.shown(), finding.verdict
-        if self._crashed:
-            self.whole = False
-            slot = next(iter(self._crashed))  # the first that was told: others may follow from it
-            return slot, self._crash(slot), VerdictKind.CRASHED
-        if self._errors:
-            slot = min(self._errors, key=self._rank_of_cause)
-            return slot, self._errors[slot], VerdictKind.FAILED
-        if finding is not None:
-            return finding.root, finding.shown(), finding.verdict
-        return None, None, VerdictKind.PASSED
+        if finding is None or (finding.follows and self._crashed):
+            for rank in self.ranks:
+                if rank.slot not in self._done:
+                    self._board.gone(rank.slot)
+            self._finding = self._board.look((), time.monotonic())
 
-    def _rank_of_cause(self, slot: int) -> tuple[bool, int]:
-        """Errors out of a communication call are often the consequence of another rank's. Among the
-        others the lowest rank's, not the first in time: the same failure must look the same again.
+    def _causes(self) -> Iterator[Cause]:
+        """The candidates for the root cause. Of errors the lowest rank's comes first, not the first in
+        time: the same failure must look the same again.
         """
-        return self._waits(slot), slot
+        if self._finding is not None:
+            finding = self._finding
+            yield Cause(finding.verdict, finding.root, finding.shown(), by_records=True)
+        if self._crashed:
+            slot = next(iter(self._crashed))  # the first that was told: others may follow from it
+            yield Cause(VerdictKind.CRASHED, slot, self._crash(slot))
+        for slot, error in sorted(self._errors.items()):
+            yield Cause(VerdictKind.FAILED, slot, error, in_call=self._waits(slot))
 
     def _crash(self, slot: int) -> CrashError:
         how = self._crashed[slot]

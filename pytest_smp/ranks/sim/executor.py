@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TextIO
 
+from pytest_smp.ranks.causes import Cause, root_cause, verdict_of
 from pytest_smp.ranks.faults import Claim
 from pytest_smp.ranks.isolation import Isolation
 from pytest_smp.ranks.protocols import (
@@ -41,11 +42,7 @@ from pytest_smp.ranks.sim.scheduler import Scheduler, ThreadState
 from smp_core.errors import (
     BackendError,
     Cancelled,
-    CollectiveMismatchError,
-    CrashError,
-    DeadlockError,
     LeakError,
-    RaceError,
     RunTimeout,
     SmpError,
     VerdictError,
@@ -458,6 +455,14 @@ def _timeout(
     return timeout
 
 
+def _cause(scheduler: Scheduler) -> Cause | None:
+    """The root cause among what ended the run and what ranks have raised."""
+    ends = [] if scheduler.failure is None else [(scheduler.failure, scheduler.root)]
+    return root_cause(
+        Cause(verdict_of(error), rank, error) for error, rank in [*ends, *scheduler.raised]
+    )
+
+
 def _report(
     job: Job,
     scheduler: Scheduler,
@@ -466,6 +471,7 @@ def _report(
 ) -> Report:
     """Put the ranks' outcomes together and find the verdict on the world."""
     outcomes = []
+    cause = _cause(scheduler)
     waits = {wait.rank: wait for wait in scheduler.stuck}
     for context in contexts:
         outcome = context.finished_outcome()
@@ -478,11 +484,11 @@ def _report(
                 if context.thread_state.place is not None
                 else ""
             )
-            outcome.detail = f"cancelled because of rank {scheduler.root}{place}"
+            root = scheduler.root if cause is None else cause.root
+            outcome.detail = f"cancelled because of rank {root}{place}"
         outcomes.append(outcome)
-    failure = scheduler.failure
-    if failure is not None:
-        return Report(_verdict(failure), outcomes, scheduler.root, failure)
+    if cause is not None:
+        return Report(cause.verdict, outcomes, cause.root, cause.error)
     if any(outcome.kind is OutcomeKind.SKIPPED for outcome in outcomes):
         return Report(VerdictKind.PASSED, outcomes)  # a rank that skips may leave work behind
     fatal, minor = fabric.leaks(job.strict)
@@ -492,16 +498,3 @@ def _report(
         )
         return Report(VerdictKind.LEAK, outcomes, None, error, warnings=minor)
     return Report(VerdictKind.PASSED, outcomes, warnings=minor)
-
-
-_VERDICTS: tuple[tuple[type[BaseException], VerdictKind], ...] = (
-    (DeadlockError, VerdictKind.DEADLOCK),
-    (CollectiveMismatchError, VerdictKind.MISMATCH),
-    (LeakError, VerdictKind.LEAK),
-    (RaceError, VerdictKind.RACE),
-    (CrashError, VerdictKind.CRASHED),
-)
-
-
-def _verdict(failure: BaseException) -> VerdictKind:
-    return next((kind for cls, kind in _VERDICTS if isinstance(failure, cls)), VerdictKind.FAILED)

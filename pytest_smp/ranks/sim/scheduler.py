@@ -18,9 +18,16 @@ import collections
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NoReturn, Protocol
 
+from pytest_smp.ranks.causes import origin_of
 from pytest_smp.ranks.isolation import Isolation
 from pytest_smp.ranks.schedule import ROUND_ROBIN, Schedule
-from smp_core.errors import BackendError, Cancelled, CollectiveMismatchError, DeadlockError
+from smp_core.errors import (
+    BackendError,
+    Cancelled,
+    CollectiveMismatchError,
+    DeadlockError,
+    VerdictError,
+)
 from smp_core.transport import diagnosis
 from smp_core.transport.call_lines import CallLines, add_lines, line_of
 from smp_core.transport.stack_frames import Place
@@ -96,6 +103,8 @@ class Scheduler:
         self.ended = False
         self.failure: BaseException | None = None  # the exception that ended the run
         self.root: int | None = None  # the rank that it belongs to
+        #: Exceptions of ranks in order of time, but for those that a verdict has brought about.
+        self.raised: list[tuple[BaseException, int]] = []
         self.running: ThreadState | None = None  # the rank that has the turn
         self.done = _thread.allocate_lock()  # released when the last rank has finished
         self.done.acquire()
@@ -184,13 +193,20 @@ class Scheduler:
         return any(thread_state not in slow for thread_state in self._ready)
 
     def fail(self, thread_state: ThreadState, failure: BaseException) -> None:
-        """End the run because of ``failure``, which this rank is about to raise or has raised."""
+        """End the run because of ``failure``, which this rank is about to raise or has raised.
+
+        If it tells of an exception of another rank, that one first gets the time to raise it.
+        """
         if self.ended:
-            return
-        if self.judgement is not None:  # it came first
+            if not isinstance(self.failure, VerdictError):
+                self.raised.append((failure, thread_state.rank))
+        elif self.judgement is not None:  # it came first
             self._give_judgement()
         else:
-            self._end(failure, thread_state.rank)
+            self.raised.append((failure, thread_state.rank))
+            origin = origin_of(failure, thread_state.rank)
+            if origin is None or self.thread_states[origin].finished:
+                self._end(failure, thread_state.rank)
 
     def judge(self, thread_state: ThreadState, judgement: Judgement) -> NoReturn:
         """End the run by a verdict, after the other ranks have had the time to show what they do."""
@@ -261,6 +277,9 @@ class Scheduler:
         ]
         if not waiting:
             return  # all have finished
+        if self.raised:
+            self._end(*self.raised[0])
+            return
         finished = [
             thread_state.rank for thread_state in self.thread_states if thread_state.finished
         ]

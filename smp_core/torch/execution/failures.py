@@ -35,10 +35,9 @@ def remote_failure(failure: RemoteFailure, when: str | None = None) -> Exception
 
     ``when`` says in words at which time the failure was, if it was in no microbatch.
     """
-    if failure.api is not None:
-        error: Exception = pickle.loads(failure.api)
-        return error
-    return _aborted(failure, when)
+    error: SmpError = _aborted(failure, when) if failure.api is None else pickle.loads(failure.api)
+    error.raised_by = failure.rank
+    return error
 
 
 def failure_of(runtime: Runtime, activity: Timed | None, error: BaseException) -> RemoteFailure:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from smp_core import schedule
+from smp_core.errors import RUN_ENDED
 from smp_core.schedule import Kind, Phase, Progress, Ready
 from smp_core.torch.execution import activity as activities
 from smp_core.torch.execution import modes, saving, streams, uses
@@ -217,6 +218,8 @@ class Server:
                 self._send(to, message, payload, activity.microbatch)
             return
         self._live.discard(activity)
+        if isinstance(activity.error, RUN_ENDED):
+            raise activity.error
         if activity.error is not None:
             step.fail(activity, activity.error)
         elif not activity.unwound:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from smp_core.errors import SmpError
+from smp_core.errors import RUN_ENDED, SmpError
 from smp_core.topology import GroupKind, Topology
 from smp_core.torch.exceptions import PartitionError, UnsupportedTrainingError
 from smp_core.torch.execution.source import KeptShard
@@ -182,9 +182,12 @@ def settle(session: TrainingSession, make: Callable[[], Placement]) -> Placement
         answer = runtime.fabric.objects.recv_from(source)
         if isinstance(answer, Placement):
             return answer
+        answer.raised_by = source
         raise answer
     try:
         placement = make()
+    except RUN_ENDED:
+        raise
     except SmpError as error:
         if len(world.ranks) > 1:
             runtime.fabric.objects.broadcast(type(error)(*error.args), world)

@@ -102,6 +102,24 @@ def test_a_mismatch_is_found_after_the_run_too() -> None:
     assert "differs in reduce op" in mismatch(board.look((), 0.0))
 
 
+def test_calls_that_a_death_has_failed_are_compared_and_later_ones_are_not() -> None:
+    """Gloo ends a rank that gets a tensor of another size; a rank that comes late sees that alone."""
+    board, ranks = world(4)
+    failed = [rank.joins(ALL_REDUCE) for rank in ranks[:2]]
+    in_call = ranks[2].calls(ALL_REDUCE)
+    ranks[3].joins(ALL_REDUCE_MAX)
+    board.gone(2)
+    ranks[1].recorder.failed(failed[1:])
+    ranks[1].joins(BARRIER)
+    for rank in (0, 1, 3):
+        board.gone(rank)
+    finding = board.look((), 0.0)
+    assert "ranks 0-2: all_reduce" in mismatch(finding)
+    assert finding is not None
+    assert (finding.root, finding.follows) == (3, False)
+    ranks[2].recorder.withdrawn(in_call)
+
+
 def test_a_call_that_the_backend_refuses_does_not_count() -> None:
     board, (one, other) = world(2)
     refused = one.calls(ALL_REDUCE_MAX)

@@ -1,5 +1,6 @@
-"""A rank's death is the cause of whatever its peers see, in whichever order the controller hears of
-it: from the peers' errors, the rank's two connections, and whoever waits for the process.
+"""A rank's death is the cause of whatever its peers see, and a mismatch that of the death, in whichever
+order the controller hears of it: from the peers' errors, the rank's two connections, and whoever waits for
+the process.
 
 A run's real controller hears a drawn order of these from sockets; no process is started.
 """
@@ -27,6 +28,7 @@ from pytest_smp.ranks.processes.run import Run
 from pytest_smp.ranks.processes.tasks import Done
 from pytest_smp.ranks.processes.worker_pool import Ended, RankProcess, WorkerPool
 from pytest_smp.ranks.protocols import Job, Outcome, OutcomeKind, VerdictKind
+from smp_core.errors import StepAbortedError
 from smp_core.transport.protocols import Group
 
 RESET = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection reset by peer"
@@ -52,15 +54,15 @@ class Rank:
         if not self.line.closed:
             os.write(self.line.fileno(), data)
 
-    def enters(self, call: str) -> None:
-        """Be in a collective: of a tensor, or (``smp.``) of objects."""
+    def enters(self, call: str, size: int = 1) -> None:
+        """Be in a collective: of a tensor with so many elements, or (``smp.``) of objects."""
         self._number = self._object = None
         if call.startswith("smp."):
             self._object = self.recorder.call(call, self._world)
             self._object.__enter__()
         else:
-            what = Description(call, ())
-            self._number = self.recorder.collective(self._group, call, lambda: what)
+            what = Description(call, (("elements", size),))
+            self._number = self.recorder.collective(self._group, (call, size), lambda: what)
             self.recorder.waits([self._number])
 
     def leaves(self) -> None:
@@ -95,8 +97,10 @@ class Scene(WorkerPool):
     A WorkerPool and, for the run, its executor and its clock.
     """
 
-    restarts_together = final = prepares = False
+    final = prepares = False
     limit = None
+    restarts_together = False
+    ended_by_launcher: frozenset[int] = frozenset()
 
     def __init__(self, size: int, dead: int) -> None:
         self.ranks = [Rank(slot, size) for slot in range(size)]
@@ -130,7 +134,8 @@ class Scene(WorkerPool):
     # WorkerPool, executor, selector, clock.
 
     def state(self, rank):
-        return ProcessStatus(exists=not self.told, ends=self.dies and rank is self.dead)
+        ends = rank.slot in self.ended_by_launcher or (self.dies and rank is self.dead)
+        return ProcessStatus(exists=not self.told, ends=ends)
 
     def written(self, rank):
         return "", ""
@@ -191,6 +196,7 @@ class Plan:
         peers: the effect of the death on each rank's call: raise, return, wait, or raise into a
             body that catches the error and calls something else.
         order: the events, each with its rank.
+        odd: the rank whose tensor has another size, of which the other one dies.
     """
 
     size: int
@@ -199,6 +205,7 @@ class Plan:
     other: str
     peers: tuple[str, ...]
     order: tuple[tuple[str, int], ...]
+    odd: int | None = None
 
 
 CALLS = "all_reduce", "barrier", "smp.allgather()", "smp.barrier()"
@@ -229,7 +236,7 @@ def _events(scene: Scene, plan: Plan):
 
     def enters(slot):
         inside.add(slot)
-        scene.ranks[slot].enters(plan.call)
+        scene.ranks[slot].enters(plan.call, 1 + (slot == plan.odd))
 
     def peer(slot):
         rank, does = scene.ranks[slot], plan.peers[slot]
@@ -251,17 +258,98 @@ def _events(scene: Scene, plan: Plan):
             yield getattr(scene, what)
 
 
+def _report(scene):
+    """Run to the end of the events."""
+    job = Job(body=print, arguments=lambda rank: ((), {}), timeout=60.0)
+    board = Board(len(scene.ranks))
+    with pytest.MonkeyPatch.context() as patch, contextlib.closing(scene):
+        patch.setattr(run_module, "time", scene)
+        processes = [rank.process for rank in scene.ranks]
+        return Run(scene, scene, processes, job, NUMBER, board).report(lambda rank: b"task")
+
+
 @given(plans())
 def test_a_death_is_the_cause_of_what_its_peers_see(plan):
     scene = Scene(plan.size, plan.dead)
     scene.events = [*_events(scene, plan)]
-    job = Job(body=print, arguments=lambda rank: ((), {}), timeout=60.0)
-    board = Board(plan.size)
-    with pytest.MonkeyPatch.context() as patch, contextlib.closing(scene):
-        patch.setattr(run_module, "time", scene)
-        processes = [rank.process for rank in scene.ranks]
-        report = Run(scene, scene, processes, job, NUMBER, board).report(lambda rank: b"task")
+    report = _report(scene)
     assert report.verdict is VerdictKind.CRASHED, report.error
     assert report.root == plan.dead
     assert "killed by SIGKILL (signal 9)" in str(report.error)
     assert report.outcomes[plan.dead].kind is OutcomeKind.CRASHED
+
+
+@st.composite
+def mismatches(draw) -> Plan:
+    """A tensor of the wrong size ends a rank that was in the collective with the one that sent it. Of the others
+    one at least was there as well; the rest comes late or never.
+    """
+    size = draw(st.integers(3, 4))
+    dead, odd, early, *others = draw(st.permutations(range(size)))
+    late = [slot for slot in others if draw(st.booleans())]
+    peers = [draw(st.sampled_from(("raises", "waits", "cleans up"))) for _ in range(size)]
+    after = [*((what, dead) for what in ENDS), *(("peer", slot) for slot in range(size))]
+    after += [("enters", slot) for slot in late]
+    before = [("enters", slot) for slot in (dead, odd, early)]
+    order = [*draw(st.permutations(before)), ("death", dead), *draw(st.permutations(after))]
+    other = draw(st.sampled_from(CALLS))
+    return Plan(size, dead, "all_reduce", other, tuple(peers), tuple(order), odd)
+
+
+@given(mismatches())
+def test_a_mismatch_is_the_cause_of_the_death_that_it_brings(plan):
+    scene = Scene(plan.size, plan.dead)
+    scene.events = [*_events(scene, plan)]
+    report = _report(scene)
+    assert report.verdict is VerdictKind.MISMATCH, report.error
+    assert report.root == plan.odd
+    assert f"odd one out: rank {plan.odd}" in str(report.error)
+
+
+@pytest.mark.parametrize("rounds", [1, 100])
+def test_the_rank_that_raised_comes_before_those_that_were_told(rounds):
+    """However long its result takes: the run waits for it."""
+    scene = Scene(3, 0)
+    remote = StepAbortedError("because rank 2 raised")
+    remote.raised_by = 2
+    scene.events = [
+        functools.partial(scene.ranks[0].sends_result, remote),
+        functools.partial(scene.ranks[1].enters, "all_reduce"),
+        *[lambda: None] * rounds,
+        functools.partial(scene.ranks[2].sends_result, ValueError("bad batch")),
+    ]
+    report = _report(scene)
+    assert (report.verdict, report.root) == (VerdictKind.FAILED, 2), report.error
+    assert type(report.error) is ValueError
+
+
+def test_what_ranks_raise_when_they_are_told_to_end_is_no_cause():
+    """Where they are asked to end, rather than killed, a body can catch that and raise."""
+    scene = Scene(2, 0)
+    scene.restarts_together = True
+    one, other = scene.ranks
+    scene.events = [
+        functools.partial(one.enters, "smp.allgather()"),
+        functools.partial(other.enters, "all_reduce"),
+        *[lambda: None] * 60,  # until the board is sure
+        functools.partial(one.sends_result, ValueError("Cancelled: the run has ended")),
+        functools.partial(other.sends_result, None),
+    ]
+    report = _report(scene)
+    assert report.verdict is VerdictKind.DEADLOCK, report.error
+
+
+def test_of_ranks_that_a_launcher_ends_no_news_are_awaited():
+    """The launcher ends their supervisors, too, which would tell of their ends."""
+    scene = Scene(3, 1)
+    scene.restarts_together, scene.ended_by_launcher = True, frozenset({0, 2})
+    scene.events = [
+        *(functools.partial(rank.enters, "barrier") for rank in scene.ranks),
+        scene.death,
+        scene.control_closes,
+        scene.is_waited_for,
+        *(rank.control.close for rank in scene.ranks if rank is not scene.ranks[1]),
+    ]
+    report = _report(scene)
+    assert (report.verdict, report.root) == (VerdictKind.CRASHED, 1), report.error
+    assert scene.monotonic() < 2.0  # on the scene's clock

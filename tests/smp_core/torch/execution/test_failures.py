@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import smp_core.torch as smp
-from smp_core.errors import SmpError
+from smp_core.errors import Cancelled, SmpError
 from smp_core.torch.exceptions import (
     BatchSizeError,
     DetachedLossError,
@@ -236,6 +236,45 @@ def outside():
     train(model, batch())
     kinds += [caught(model, batch())[0], caught(model.module.layers[1], batch())[0]]
     return kinds
+
+
+def _body_raises(raising, error, traced):
+    """A step whose body raises this on one rank, the first step or the second."""
+    torch.manual_seed(0)
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    trouble = traced
+
+    @smp.step
+    def step(x):
+        if trouble and smp.rank() == raising:
+            raise error
+        model.backward(model(x).sum())
+
+    if not traced:
+        step(torch.ones(4, 2))
+        trouble = True
+    step(torch.ones(4, 2))
+
+
+REPLICAS = {"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True}
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_the_root_is_the_replica_whose_body_raised(smp_world, traced):
+    """The ranks of the replica that went well may be the first to hear, and to raise."""
+    arguments = (2, LookupError("bad batch"), traced)
+    report = smp_world.report(_body_raises, *arguments, ranks=4, config=REPLICAS)
+    assert (report.root, type(report.error)) == (2, LookupError)
+    told = [outcome.error for outcome in report.outcomes if outcome.rank != 2]
+    assert [(type(error), error.raised_by) for error in told] == [(StepAbortedError, 2)] * 3
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_an_end_of_the_run_inside_of_a_step_is_sent_to_no_rank(smp_world, traced):
+    arguments = (0, Cancelled("the run has ended"), traced)
+    report = smp_world.report(_body_raises, *arguments, ranks=2, config=REPLICAS)
+    assert (report.root, type(report.error)) == (0, Cancelled)
+    assert report.outcomes[1].error is None
 
 
 def test_calls_outside_of_a_step(smp_world):

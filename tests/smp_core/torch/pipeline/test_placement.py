@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import nn
 
+from smp_core.errors import Cancelled, DeadlockError
+from smp_core.topology import Topology
 from smp_core.torch.exceptions import PartitionError, UnsupportedTrainingError
 from smp_core.torch.parameters import foreign, sharing
 from smp_core.torch.pipeline import placement
 from smp_core.torch.session import current
 from smp_core.torch.sharding.whole_model import WHOLE_MODEL
+from smp_core.transport.protocols import Group
 
 MANUAL = {"auto_partition": False, "default_partition": 0}
 
@@ -169,6 +172,23 @@ def test_an_error_of_the_deciding_rank_reaches_all(smp):
     expected = KeyError if smp.rank() == 0 else PartitionError
     with pytest.raises(expected, match="what"):
         placement.settle(current("test"), decide)
+
+
+@pytest.mark.parametrize("end", [Cancelled, DeadlockError])
+def test_an_end_of_the_run_is_sent_to_no_rank(end):
+    """A session whose object transport has no method: each use raises AttributeError."""
+    runtime = types.SimpleNamespace(
+        rank=0,
+        topology=Topology(2, pipeline=2),
+        group=lambda kind: Group("WORLD", (0, 1)),
+        fabric=types.SimpleNamespace(objects=None),
+    )
+
+    def decide():
+        raise end("the run has ended")
+
+    with pytest.raises(end):
+        placement.settle(types.SimpleNamespace(runtime=runtime), decide)
 
 
 @pytest.mark.smp(ranks=2, pipeline_parallel_degree=2, **MANUAL)
