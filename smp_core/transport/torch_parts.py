@@ -86,7 +86,9 @@ _WORLD = (
         "GroupName",
         "_unregister_all_process_groups",
         "_register_process_group",
+        "_update_default_pg",
         "_world",
+        "init_process_group.__wrapped__",
         *(
             f"_World.{name}"
             for name in (

@@ -7,13 +7,15 @@ place of the process's own while a body runs.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
+from smp_core.errors import RankError
 from smp_core.transport import messages
 from smp_core.transport.stack_frames import Place, caller_place
 
@@ -22,11 +24,20 @@ _register: Any = c10d._register_process_group  # type: ignore[attr-defined]
 
 
 class _Names(dict[Any, Any]):
-    """The names of groups, and the user's lines that made them."""
+    """The names of groups, and the user's lines that made them.
+
+    Attributes:
+        kept: groups that ``destroy_process_group()`` does not end.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.places: weakref.WeakKeyDictionary[Any, Place | None] = weakref.WeakKeyDictionary()
+        self.kept: set[Any] = set()
+
+    def __iter__(self) -> Iterator[Any]:
+        # destroy_process_group() shuts down the groups over which it iterates, and nothing else does so.
+        return iter([group for group in dict.__iter__(self) if group not in self.kept])
 
     def __setitem__(self, group: Any, name: Any) -> None:
         super().__setitem__(group, name)
@@ -45,6 +56,8 @@ class RankWorld(c10d._World):
     group_count: Any = 0
     tags_to_pg: Any = None
     pg_to_tag: Any = None
+    #: A body has called init_process_group: the next call is a second one, which torch refuses.
+    joined = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +65,93 @@ class RankWorld(c10d._World):
         self.pg_group_ranks, self.pg_backend_config = {}, {}
         self.tags_to_pg, self.pg_to_tag = {}, {}
 
+    def place(self) -> tuple[int, int] | None:
+        """Return the rank and the size of the world; None while it is formed."""
+        raise NotImplementedError
 
+    def rejoin(self, make: Callable[..., None]) -> None:
+        """Make the default group that of the ranks again, after ``destroy_process_group()``. ``make`` is torch's
+        ``init_process_group``.
+        """
+        raise NotImplementedError
+
+    def join(self, rank: int, size: int, make: Callable[..., None]) -> bool:
+        """Join the ranks that are there, for ``init_process_group``. Return False where torch is to make a group: for a
+        second call, and for one of another rank or size after the ranks' group was destroyed.
+
+        ``rank`` and ``size`` are -1 if the environment has them. Raises RankError for another rank or size.
+        """
+        here = self.place()
+        if here is None or (self.default_pg is not None and self.joined):
+            return False
+        if rank not in (-1, here[0]) or size not in (-1, here[1]):
+            if self.default_pg is None:
+                return False
+            raise RankError(
+                f"init_process_group: rank={rank}, world_size={size}, but this is rank {here[0]} of {here[1]}, which "
+                "are there before the body starts. Leave rank and world_size out, or start as many ranks"
+            )
+        if self.default_pg is None:
+            self.rejoin(make)
+        return True
+
+
+_init: Any = c10d.init_process_group
+#: Where torch's decorator of ``init_process_group`` holds the function: scripts have imported the decorated one.
+_cell: Any = next(cell for cell in _init.__closure__ if cell.cell_contents is _init.__wrapped__)
+
+
+def _joining(make: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(make)
+    def init_process_group(
+        backend: str | None = None,
+        init_method: str | None = None,
+        timeout: Any = None,
+        world_size: int = -1,
+        rank: int = -1,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        world: Any = c10d._world
+        join = getattr(world, "join", None)
+        if join is None:
+            make(backend, init_method, timeout, world_size, rank, *args, **kwargs)
+            return
+        if not join(rank, world_size, make):
+            make(backend, init_method, timeout, world_size, rank, *args, **kwargs)
+        world.joined = True
+
+    return init_process_group
+
+
+@functools.cache
+def install_joining() -> None:
+    """Have ``init_process_group`` on a rank join the ranks that are there, whatever its backend is called.
+
+    The change is for good, and has no effect outside of ranks.
+    """
+    _cell.cell_contents = _joining(_cell.cell_contents)
+
+
+class _ProcessWorld(RankWorld):
+    """torch.distributed's state of a TorchWorld."""
+
+    def __init__(self, world: TorchWorld) -> None:
+        super().__init__()
+        self.pg_names = _Names()
+        self._world = world
+
+    def place(self) -> tuple[int, int] | None:
+        default = self._world.default
+        return None if default is None else (default.rank(), default.size())
+
+    def rejoin(self, make: Callable[..., None]) -> None:
+        del make  # the group is there: it has outlived destroy_process_group()
+        self._world.rejoin()
+
+
+#: The attributes in which torch.distributed keeps what it knows of groups.
+_TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg")
 #: The worlds that hold groups of their last run.
 _HOLDING: list[TorchWorld] = []
 
@@ -61,14 +160,16 @@ class TorchWorld:
     """The state of one world, on one rank process. One is entered at a time."""
 
     def __init__(self) -> None:
-        self._state = RankWorld()
-        self._state.pg_names = _Names()
+        install_joining()
+        self._state = _ProcessWorld(self)
         self._own: set[Any] = set()  # the groups that stay from run to run
-        self._default: Any = None
+        self._tables: dict[str, dict[Any, Any]] = {}  # what torch.distributed knows of them
+        self.default: Any = None
         self._store: Any = None
         self._backend = ""
         self._count = 0
         self._runs = 0
+        self._joins = 0  # of this run
         self._held: list[Any] = []  # groups that the last run left
         self._outside: Any = None
         self._excepthook: Any = None
@@ -83,9 +184,28 @@ class TorchWorld:
             _HOLDING[0].release()
         self._put_in()
         self._runs += 1
-        if self._default is not None:
-            store = c10d.PrefixStore(f"run-{self._runs}", self._store)
-            self._state.pg_map[self._default] = (self._backend, store)
+        self._joins = 0
+        self._state.joined = False
+        if self.default is not None:
+            self._renew_store()
+
+    def _renew_store(self) -> None:
+        """Let the groups to come meet where no earlier ones have met, which may have had their names."""
+        store = c10d.PrefixStore(f"run-{self._runs}-{self._joins}", self._store)
+        self._state.pg_map[self.default] = (self._backend, store)
+
+    def rejoin(self) -> None:
+        """Put the world's own groups back, of which ``destroy_process_group()`` has left torch.distributed nothing."""
+        for name, table in self._tables.items():
+            getattr(self._state, name).update(table)
+        for tag, groups in self._tables["tags_to_pg"].items():
+            self._state.tags_to_pg[tag] = list(groups)
+        for group in self._own:
+            _register(self._state.pg_names[group], group)
+        self._state.group_count = self._count
+        self._joins += 1
+        self._renew_store()
+        c10d._update_default_pg(self.default)
 
     def rename(self, group: Any, name: str) -> None:
         """Give a group of the world's own a name that torch gives to none: it counts for nothing in
@@ -98,14 +218,18 @@ class TorchWorld:
     def keep(self) -> None:
         """The groups that exist now are the world's own: ``leave`` lets them be."""
         self._own = set(self._state.pg_map)
-        self._default = self._state.default_pg
-        self._backend, self._store = self._state.pg_map[self._default]
+        self._state.pg_names.kept |= self._own
+        self._tables = {name: dict(getattr(self._state, name)) for name in _TABLES}
+        tags = self._tables["tags_to_pg"]
+        self._tables["tags_to_pg"] = {tag: tuple(groups) for tag, groups in tags.items()}
+        self.default = self._state.default_pg
+        self._backend, self._store = self._state.pg_map[self.default]
         self._count = self._state.group_count
 
     @property
     def whole(self) -> bool:
-        """True if the world's own groups are all still there: a body may have destroyed them."""
-        return self._own <= set(self._state.pg_map) and self._state.default_pg is self._default
+        """True if the world's own groups are all still there: a body may have made another default group."""
+        return self._own <= set(self._state.pg_map) and self._state.default_pg is self.default
 
     def leave(self, ours: Collection[Any] = ()) -> list[str]:
         """Back to the process's own state. The groups that the body left, in words.
@@ -125,6 +249,8 @@ class TorchWorld:
                     messages.never_destroyed(name, ranks, self._state.pg_names.places.get(group))
                 )
         self._state.pg_coalesce_state.clear()
+        if self._state.default_pg is None and self.default is not None:
+            self.rejoin()
         self._state.group_count = self._count
         self._put_back()
         if self._held:
@@ -151,6 +277,7 @@ class TorchWorld:
     def close(self) -> None:
         """Destroy every group of the world."""
         self.enter()
+        self._state.pg_names.kept.clear()
         try:
             if self._state.default_pg is not None:
                 c10d.destroy_process_group()

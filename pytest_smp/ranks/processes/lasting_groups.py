@@ -32,7 +32,9 @@ class LastingGroups:
             handle, registration = self._made[group] = self._make(group)
         else:
             handle, registration = made
-            if group not in self._known:
+            if (
+                handle not in c10d._world.pg_map
+            ):  # of a former run, or from before destroy_process_group()
                 c10d._register_pg_in_world(handle, **registration)
         self._known.add(group)
         return handle
@@ -58,6 +60,7 @@ class LastingGroups:
             )
         mapping = {rank: position for position, rank in enumerate(ranks)}
         world.pg_group_ranks[handle] = mapping
+        world.pg_names.kept.add(handle)
         self.descriptors |= open_descriptors(before)
         return handle, {
             "backend_name": backend,
@@ -67,15 +70,11 @@ class LastingGroups:
             "rank_mapping": mapping,
         }
 
-    def leave(self) -> bool:
-        """The run is over: torch.distributed forgets the groups. Return whether they can serve again,
-        which is not so if the body has destroyed all process groups.
-        """
+    def leave(self) -> None:
+        """The run is over: torch.distributed forgets the groups."""
         world: Any = c10d._world
-        whole = True
         for group in self._known:
             handle, _ = self._made[group]
-            whole &= handle in world.pg_map
             for known in (
                 world.pg_map,
                 world.pg_names,
@@ -87,7 +86,6 @@ class LastingGroups:
             for each in {tag, ""} & set(world.tags_to_pg):
                 world.tags_to_pg[each] = [one for one in world.tags_to_pg[each] if one != handle]
         self._known.clear()
-        return whole
 
     def close(self) -> None:
         """The world is not used again."""

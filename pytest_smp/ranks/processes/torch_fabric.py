@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from pytest_smp.ranks.processes.lasting_groups import LastingGroups, lasts
 from smp_core.errors import NotInitializedError
@@ -67,11 +68,11 @@ class TorchFabric(RankFabric):
 
     def leave(self) -> list[str]:
         """See RankFabric."""
-        whole = self._lasting.leave()
+        self._lasting.leave()
         left = self._world.leave(self._handles.values())
         self._handles.clear()
-        if not (whole and self._world.whole):
-            raise RuntimeError("the body destroyed the default process group")
+        if not self._world.whole:
+            raise RuntimeError("the body made another default process group")
         return left
 
     @property
@@ -94,7 +95,7 @@ class TorchFabric(RankFabric):
         if lasts(group):
             return self._lasting.get(group)
         handle = self._handles.get(group)
-        if handle is None:
+        if handle is None or handle not in c10d._world.pg_map:
             handle = self._handles[group] = dist.new_group(
                 list(group.ranks),
                 timeout=_LIMIT,

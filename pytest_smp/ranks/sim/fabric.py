@@ -78,7 +78,7 @@ class SimFabric(Fabric):
         """
         world = self._torch_world
         if world is None:
-            world = self._torch_world = torch_private.SimRankWorld()
+            world = self._torch_world = torch_private.SimRankWorld(self.rank, self.size)
             self._make_default(world)
         return world
 

@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import _rendezvous_handlers as rendezvous_hand
 from pytest_smp.ranks.sim import profiling
 from smp_core.errors import ThreadError, UnsupportedError
 from smp_core.transport import current_rank, native_calls
-from smp_core.transport.torch_world import RankWorld
+from smp_core.transport.torch_world import RankWorld, install_joining
 
 DEFAULT_NAME = "0"  # torch's own for the default process group: names are numbers
 
@@ -56,9 +56,18 @@ class _OwnGroups(dict[Any, Any]):
 class SimRankWorld(RankWorld):
     """torch.distributed's state, for one simulated rank, which refuses the groups of other ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, size: int) -> None:
         super().__init__()
         self.pg_map, self.pg_group_ranks = _OwnGroups(), _OwnGroups()
+        self._place = rank, size
+
+    def place(self) -> tuple[int, int]:
+        return self._place
+
+    def rejoin(self, make: Callable[..., None]) -> None:
+        rank, size = self._place
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        make("sim", rank=rank, world_size=size, store=store)
 
 
 class _Router:
@@ -128,9 +137,8 @@ def _refusing(meet: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _REMEDY = (
-    "The ranks of sim are threads of one process. Their default process group is there from the start; after "
-    "destroy_process_group(), init_process_group('sim', rank=rank, world_size=size, "
-    "store=torch.distributed.HashStore()) makes it again. "
+    "The ranks of sim are threads of one process. Their default process group is there from the start, and "
+    "init_process_group with the rank and the size of the run joins it. "
     "For a process group of another backend run the ranks as processes (--smp-backend=gloo)"
 )
 #: Backends that wait in C++, while they are made, until all ranks have come.
@@ -158,6 +166,7 @@ class rank_worlds:
     """While entered, rank threads have a torch.distributed state each."""
 
     def enter(self) -> None:
+        install_joining()
         self._world, self._excepthook = c10d._world, sys.excepthook
         c10d._world = _Router(self._world)  # type: ignore[assignment]
         set_thread_isolation_mode(True)

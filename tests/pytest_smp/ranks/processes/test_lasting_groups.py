@@ -98,13 +98,28 @@ def test_what_a_body_leaves_beside_it_is_found(run, executor):
     assert executor.replaced == before + RANKS
 
 
-def test_a_body_that_destroys_all_groups_gets_no_lasting_one_of_the_next(run):
-    def destroys():
-        _sum("smp gone")
+def _joins(backend: str) -> list[float]:
+    """As a script for torchrun does it, twice; with a group of its own and one of the API's."""
+    sums = []
+    for _ in range(2):
+        dist.init_process_group(backend)
+        group = dist.new_group([0, 1, 2])
+        value = torch.tensor([dist.get_rank() + 1.0])
+        dist.all_reduce(value, group=group)
+        sums += [value.item(), _sum("smp joined")]
+        with pytest.raises(ValueError, match="twice"):
+            dist.init_process_group(backend)
         dist.destroy_process_group()
+        assert not dist.is_initialized()
+    return sums
 
-    run(destroys)
-    assert run(_sum, "smp gone").values == [6.0] * RANKS
+
+def test_a_body_joins_the_ranks_that_are_there_and_leaves_them(run, executor):
+    assert run(_joins, "nccl").values == [[6.0] * 4] * RANKS
+    before = executor.replaced
+    assert run(_joins, "gloo").values == [[6.0] * 4] * RANKS
+    assert run(_sum, "smp joined").values == [6.0] * RANKS
+    assert executor.replaced == before  # no rank was lost by it
 
 
 def test_a_member_that_never_comes_is_a_deadlock(run):

@@ -4,11 +4,15 @@ and making again.
 
 from __future__ import annotations
 
+import datetime
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -327,22 +331,18 @@ def test_the_default_group_is_made_again_for_the_rank_itself(
     smp_world.run(body, ranks=2)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "sim"])
-@pytest.mark.parametrize("method", [None, "tcp://127.0.0.1:29500", "file:///nonexistent/torch"])
-def test_ranks_do_not_wait_for_processes(smp_world: Any, backend: str, method: str | None) -> None:
-    """The address of env:// is in a rank's environment, but threads cannot meet there."""
+@pytest.mark.parametrize(
+    ("backend", "method"),
+    [("gloo", "tcp://127.0.0.1:29500"), ("sim", "file:///nonexistent/torch")],
+)
+def test_ranks_do_not_wait_for_processes(smp_world: Any, backend: str, method: str) -> None:
+    """A world of another size than the run's cannot meet: ranks are threads."""
 
     def body() -> None:
-        rank, size = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
         dist.destroy_process_group()
         with pytest.raises(UnsupportedError, match="ranks of sim are threads"):
-            dist.init_process_group(
-                backend,
-                init_method=method,
-                **({} if method is None else {"rank": rank, "world_size": size}),
-            )
-        dist.init_process_group("sim", rank=rank, world_size=size, store=dist.HashStore())
-        dist.barrier()
+            dist.init_process_group(backend, init_method=method, rank=rank, world_size=3)
 
     smp_world.run(body, ranks=2)
 
@@ -352,14 +352,72 @@ def test_ranks_do_not_wait_for_each_other_at_a_store(smp_world: Any, backend: st
     """Gloo would wait in C++ with the turn in hand, until the time limit."""
 
     def body() -> int:
-        rank, size = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
         dist.destroy_process_group()
         with pytest.raises(UnsupportedError, match="ranks of sim are threads"):
-            dist.init_process_group(backend, rank=rank, world_size=size, store=dist.HashStore())
+            dist.init_process_group(backend, rank=rank, world_size=3, store=dist.HashStore())
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
         return dist.get_world_size()
 
     assert smp_world.run(body, ranks=2, timeout=30) == [1, 1]
+
+
+#: Arguments with which scripts call init_process_group. Rank and size are in the environment.
+ARGUMENTS: list[dict[str, Any]] = [
+    {},
+    {"backend": "nccl"},
+    {"backend": "cpu:gloo,cuda:nccl", "init_method": "env://"},
+    {"backend": "gloo", "init_method": "tcp://127.0.0.1:29500"},
+    {"backend": "a backend of tomorrow", "device_id": torch.device("cuda:0")},
+    {"backend": "sim", "timeout": datetime.timedelta(seconds=1)},
+]
+
+
+@given(
+    visits=st.lists(st.tuples(st.sampled_from(ARGUMENTS), st.booleans()), max_size=3),
+    ranks=st.integers(1, 3),
+)
+@settings(max_examples=25, deadline=None)
+def test_init_process_group_joins_the_ranks_that_are_there(
+    smp_world: Any, visits: list[tuple[dict[str, Any], bool]], ranks: int
+) -> None:
+    """A script joins and leaves as often as it likes; with its rank and size in arguments or without."""
+
+    def body() -> list[float]:
+        sums = []
+        for arguments, told in visits:
+            place = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+            dist.init_process_group(
+                **arguments,
+                **(dict(zip(("rank", "world_size"), place, strict=True)) if told else {}),
+            )
+            assert (dist.get_rank(), dist.get_world_size()) == place
+            with pytest.raises(ValueError, match="initialize the default process group twice"):
+                dist.init_process_group(**arguments)
+            group = dist.new_group([0])
+            for each in (dist.group.WORLD, group):
+                if each is not dist.GroupMember.NON_GROUP_MEMBER:
+                    value = torch.ones(1)
+                    dist.all_reduce(value, group=each)
+                    sums.append(value.item())
+            dist.destroy_process_group()
+            assert not dist.is_initialized()
+        return sums
+
+    first, *others = smp_world.run(body, ranks=ranks)
+    assert first == [float(ranks), 1.0] * len(visits)
+    assert others == [[float(ranks)] * len(visits)] * (ranks - 1)
+
+
+def test_init_process_group_of_another_place_is_refused(smp_world: Any) -> None:
+    def body() -> None:
+        for place in ({"rank": 2}, {"world_size": 8}):
+            with pytest.raises(
+                RankError, match=r"but this is rank \d of 2, which are there before"
+            ):
+                dist.init_process_group("nccl", **place)
+
+    smp_world.run(body, ranks=2)
 
 
 def test_a_rank_may_meet_itself(smp_world: Any, tmp_path: Path) -> None:
