@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_smp import launch, moved, settings, summary
+from pytest_smp import launch, moved, settings, summary, supervision
 
 if TYPE_CHECKING:
     from pytest_smp.faults import SmpFaults
@@ -33,7 +33,10 @@ moved.install()  # now: a conftest or a plugin of others may import from an old 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    return launch.split(config)
+    status = launch.split(config)
+    if status is None:
+        supervision.supervise(config)
+    return status
 
 
 def pytest_configure(config: pytest.Config) -> None:

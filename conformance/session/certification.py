@@ -19,12 +19,12 @@ class Certification:
     Attributes:
         level: the highest level reached, or None.
         obstacles: descriptions of everything that --smp-certify does not allow; empty if there is nothing.
-        waivers: the number of waived requirements up to that level.
+        counts: the number of requirements up to that level by verdict; empty without a level.
     """
 
     level: Level | None
     obstacles: tuple[str, ...]
-    waivers: int
+    counts: Mapping[Verdict, int]
 
     @property
     def certified(self) -> bool:
@@ -34,8 +34,11 @@ class Certification:
     def __str__(self) -> str:
         if self.level is None:
             return "no level"
-        some = {0: "", 1: " with 1 waiver"}
-        return self.level.name + some.get(self.waivers, f" with {self.waivers} waivers")
+        shares = [f"{self.counts[Verdict.PASS]} of {sum(self.counts.values())} pass"]
+        for verdict in (Verdict.NOT_SUPPORTED, Verdict.WAIVED):
+            if self.counts.get(verdict):
+                shares.append(f"{self.counts[verdict]} {verdict.lower()}")
+        return f"{self.level.name}: {', '.join(shares)}"
 
 
 def reached(registry: Registry, verdicts: Mapping[str, Verdict]) -> Level | None:
@@ -82,5 +85,5 @@ def certification(
     return Certification(
         level,
         tuple(f"{what}: {', '.join(names)}" if names else what for what, names in found.items()),
-        counts[Verdict.WAIVED],
+        counts,
     )

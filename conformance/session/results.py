@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,11 @@ class PropertyResult:
         if worse:
             self.outcome = outcome
         return worse
+
+    def take(self, outcome: PropertyOutcome, told: Mapping[str, Any]) -> None:
+        """Add one more outcome, and its error and notes if it is worse than all before."""
+        if self.add(outcome) and told:
+            self.error, self.notes = told["error"], told["notes"]
 
 
 def property_name(nodeid: str) -> str:

@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from conformance.session.verdicts import (
     lacking,
     table,
 )
+from conformance.session.witness import SeenFailure, Witness
 from pytest_smp import settings, written
 from pytest_smp.ranks.backends import find_backend
 from pytest_smp.ranks.capabilities import DTYPES, EVERYTHING, REDUCTIONS, Capabilities, Capability
@@ -50,6 +51,7 @@ _SIBLINGS = (
     "requirement_properties"  # the requirement's number of properties, deselected ones included
 )
 _TOLD = "conformance"  # outcome, error and notes of a property that did not pass, in JSON
+_FAILURES = {PropertyOutcome.ERROR, PropertyOutcome.FAILED, PropertyOutcome.WAIVED}
 _EXPECTED: pytest.StashKey[Expectation | None] = pytest.StashKey()
 
 
@@ -93,6 +95,7 @@ class SuiteSession:
             str, str
         ] = {}  # by node id; a worker's output names the requirements later
         self._certification: Certification | None = None
+        self._witness = Witness()
         self._written: str | None = None
 
     def found(self) -> None:
@@ -307,9 +310,21 @@ class SuiteSession:
             setattr(function, name, before)
 
     def tell(self, item: pytest.Item, call: pytest.CallInfo[Any], made: pytest.TestReport) -> None:
-        """Write outcome, error and notes into a report for the main process, and waive an expected failure."""
+        """Write outcome, error and notes into a report for the main process, and waive an expected failure.
+
+        A failure goes to the witness as well, since the report may never be logged.
+        """
         id = _property(made, _REQUIREMENT)
-        if id is None or made.passed or call.excinfo is None:
+        if id is None:
+            return
+        if made.passed or call.excinfo is None:
+            if made.when == "call" and made.passed and not hasattr(made, "wasxfail"):
+                passed: dict[str, Any] = {
+                    "outcome": PropertyOutcome.PASSED,
+                    "error": None,
+                    "notes": [],
+                }
+                made.user_properties.append((_TOLD, json.dumps(passed)))
             return
         error = call.excinfo.value
         outcome = _outcome(made, error, self._replaces_ranks)
@@ -321,6 +336,8 @@ class SuiteSession:
             made.sections.append(("requirement", str(self.registry[id])))
         told = {"outcome": outcome, "error": report.error_text(error), "notes": _notes(error)}
         made.user_properties.append((_TOLD, json.dumps(told)))
+        if outcome in _FAILURES:
+            self._witness.add(SeenFailure(made.nodeid, id, told))
 
     @property
     def _replaces_ranks(self) -> bool:
@@ -344,9 +361,8 @@ class SuiteSession:
         smp = _property(made, "smp")
         if smp is not None:
             result.smp = json.loads(smp)
-        counts = made.when == "call" or not made.passed
-        if counts and result.add(_told_outcome(made, told)) and told:
-            result.error, result.notes = told["error"], told["notes"]
+        if told or made.when == "call" or not made.passed:
+            result.take(_told_outcome(made, told), told)
         if made.when == "teardown" and self._started:
             self._write_so_far()
 
@@ -357,6 +373,7 @@ class SuiteSession:
         return {
             "whole": self.whole,
             "unclosed": self.unclosed,
+            "failures": [tuple(failure) for failure in self._seen_failures()],
             "properties": {
                 nodeid: [result.requirement, result.outcome is not PropertyOutcome.DESELECTED]
                 for nodeid, result in self.results.items()
@@ -370,6 +387,18 @@ class SuiteSession:
         for nodeid, (id, selected) in output["properties"].items():
             missing = PropertyOutcome.NOT_RUN if selected else PropertyOutcome.DESELECTED
             self.results.setdefault(nodeid, PropertyResult(id, missing))
+        self._add_failures(SeenFailure(*failure) for failure in output["failures"])
+
+    def _seen_failures(self) -> list[SeenFailure]:
+        failures = self._witness.failures()
+        self._witness.close()
+        return failures
+
+    def _add_failures(self, failures: Iterable[SeenFailure]) -> None:
+        """Add what the suite saw to what was reported: a plugin may have logged a later try alone."""
+        for failure in failures:
+            result = self.results.setdefault(failure.nodeid, PropertyResult(failure.requirement))
+            result.take(PropertyOutcome(failure.told["outcome"]), failure.told)
 
     # The end.
 
@@ -443,6 +472,7 @@ class SuiteSession:
         --smp-certify finds an obstacle.
         """
         self.close_backend()
+        self._add_failures(self._seen_failures())
         for nodeid, text in self._crashed.items():
             if nodeid in self.results:
                 self.results[nodeid].add(PropertyOutcome.ERROR)
@@ -638,13 +668,13 @@ def _outcome(
 
 
 def _told_outcome(made: pytest.TestReport, told: Mapping[str, Any]) -> PropertyOutcome:
-    """The outcome of a property from a report; one that is neither pass nor failure counts as skipped."""
+    """The outcome of a property from a report.
+
+    The outcome that the suite saw decides. A report without one that is no failure counts as skipped: a plugin
+    made it, or changed its outcome before the suite saw it.
+    """
     if told:
         return PropertyOutcome(told["outcome"])
-    if made.failed:
-        return PropertyOutcome.FAILED
-    if made.passed and not hasattr(made, "wasxfail"):
-        return PropertyOutcome.PASSED
     return (
         PropertyOutcome.SKIPPED if made.outcome in ("passed", "skipped") else PropertyOutcome.FAILED
     )

@@ -159,19 +159,21 @@ def test_the_level_reached(found: Mapping[str, Verdict], level: Level | None) ->
 def test_a_certificate_counts_the_waivers_up_to_its_level() -> None:
     found = certification(small(), verdicts(a=P, c=W, b=W, d=P), {}, whole=True)
     assert found.certified
-    assert str(found) == "L2 with 2 waivers"
+    assert str(found) == "L2: 2 of 4 pass, 2 waived"
     found = certification(small(), verdicts(a=P, c=W, b=W, d=W), {}, whole=True)
     assert found.certified
-    assert str(found) == "L0 with 1 waiver"
+    assert str(found) == "L0: 1 of 2 pass, 1 waived"
     found = certification(small(), verdicts(a=P, c=P, b=P, d=P), {}, whole=True)
-    assert str(found) == "L2"
+    assert str(found) == "L2: 4 of 4 pass"
+    found = certification(small(), verdicts(a=P, c=W, b=N, d=P), {}, whole=True)
+    assert str(found) == "L2: 2 of 4 pass, 1 not supported, 1 waived"
 
 
 def test_what_stands_against_a_certificate() -> None:
     found = certification(small(), verdicts(a=P, c=P, b=F, d=S), {"1 deselected": ["x"]}, True)
     assert not found.certified
     assert found.obstacles == ("1 deselected: x", "FAIL: B-B", "STALE WAIVER: D-D")
-    assert str(found) == "L0"
+    assert str(found) == "L0: 2 of 2 pass"
 
 
 def test_a_part_and_nothing_certify_nothing() -> None:

@@ -1,0 +1,231 @@
+"""What the suite saw decides: drawn phases of properties, some of them never logged, against a model of verdicts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from conformance.requirements.catalogue import REQUIREMENTS
+from conformance.session.expectations import Expectation
+from conformance.session.session import SuiteSession
+from conformance.session.verdicts import PropertyOutcome, Verdict, not_supported
+from conformance.session.witness import SeenFailure, Witness
+from smp_core.errors import RunTimeout
+
+IDS = tuple(REQUIREMENTS)[:3]
+
+
+def fail(error: BaseException) -> Any:
+    def raise_error() -> None:
+        raise error
+
+    return raise_error
+
+
+#: For each kind of phase: what it runs, the phase, and the outcome that it leaves on threads and on processes.
+PHASES = {
+    "pass": (lambda: None, "call", "PASSED", "PASSED"),
+    "assertion": (fail(AssertionError("no")), "call", "FAILED", "FAILED"),
+    "pytest.fail": (lambda: pytest.fail("no"), "call", "FAILED", "FAILED"),
+    "time-out": (fail(RunTimeout("late")), "call", "ERROR", "FAILED"),
+    "exit": (fail(SystemExit(0)), "call", "ERROR", "ERROR"),
+    "skip": (lambda: pytest.skip("no"), "call", "SKIPPED", "SKIPPED"),
+    "not supported": (lambda: not_supported("no"), "call", "NOT_SUPPORTED", "NOT_SUPPORTED"),
+    "set-up": (fail(AssertionError("no")), "setup", "ERROR", "ERROR"),
+    "tear-down": (fail(AssertionError("no")), "teardown", "ERROR", "ERROR"),
+    "silence": (lambda: None, "teardown", None, None),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """One phase that runs, whether its report is logged, and whether a hook of others makes it a pass."""
+
+    kind: str
+    logged: bool
+    forgiven: bool
+
+
+PHASE = st.builds(Phase, st.sampled_from(sorted(PHASES)), st.booleans(), st.booleans())
+
+
+@contextlib.contextmanager
+def suite_session(config: pytest.Config, *, processes: bool = False) -> Iterator[SuiteSession]:
+    suite = SuiteSession(config)
+    executor = SimpleNamespace(steady=not processes)
+    suite._controller = SimpleNamespace(open=lambda: executor, close=lambda: None)  # type: ignore[assignment]
+    suite.expected = {}
+    try:
+        yield suite
+    finally:
+        suite._witness.close()
+
+
+def prepare(suite: SuiteSession, nodeid: str, id: str, siblings: int = 1) -> Any:
+    suite.siblings[id] = siblings
+    item = SimpleNamespace(nodeid=nodeid, stash=pytest.Stash(), user_properties=[])
+    suite._prepare(item, id)  # type: ignore[arg-type]
+    suite.results[nodeid].outcome = PropertyOutcome.NOT_RUN
+    return item
+
+
+def run(suite: SuiteSession, item: Any, phase: Phase) -> None:
+    function, when, *_ = PHASES[phase.kind]
+    call = pytest.CallInfo.from_call(function, when)  # type: ignore[arg-type]
+    error = None if call.excinfo is None else call.excinfo.value
+    outcome: Any = "passed" if error is None else "failed"
+    if isinstance(error, pytest.skip.Exception):
+        outcome = "skipped"
+    made = pytest.TestReport(
+        item.nodeid,
+        ("f", 0, "t"),
+        {},
+        outcome,
+        None,
+        when,  # type: ignore[arg-type]
+        user_properties=item.user_properties,
+    )
+    suite.tell(item, call, made)
+    if phase.forgiven:
+        made.outcome = "passed"
+    if phase.logged:
+        suite.logged(made)
+
+
+def expected_verdict(
+    properties: Sequence[Sequence[Phase]], waived: bool, processes: bool
+) -> Verdict:
+    """The verdict on one requirement by its page: docs/conformance.md, Verdicts."""
+    outcomes: set[str] = set()
+    for phases in properties:
+        left = {PHASES[phase.kind][2 + processes] for phase in phases}
+        # What passed and was not logged was never heard of; a failure was seen.
+        heard = {PHASES[phase.kind][2 + processes] for phase in phases if phase.logged} - {None}
+        bad = (left & {"FAILED", "ERROR"}) | heard
+        outcomes |= {
+            min(bad, key=lambda name: list(PropertyOutcome).index(PropertyOutcome[name]))  # type: ignore[type-var]
+            if bad
+            else "NOT_RUN"
+        }
+    if "ERROR" in outcomes or ("FAILED" in outcomes and not waived):
+        return Verdict.FAIL
+    if "FAILED" in outcomes:
+        return Verdict.WAIVED
+    if outcomes & {"SKIPPED", "NOT_RUN"}:
+        return Verdict.SKIPPED
+    if outcomes == {"NOT_SUPPORTED"}:
+        return Verdict.NOT_SUPPORTED
+    return Verdict.STALE_WAIVER if waived else Verdict.PASS
+
+
+@given(
+    properties=st.lists(st.lists(PHASE, max_size=4), min_size=1, max_size=3),
+    waived=st.booleans(),
+    processes=st.booleans(),
+)
+def test_the_verdict_is_that_of_every_phase_that_was_seen(
+    pytestconfig: pytest.Config,
+    properties: list[list[Phase]],
+    waived: bool,
+    processes: bool,
+) -> None:
+    check_verdict(pytestconfig, properties, waived, processes)
+
+
+@pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
+@pytest.mark.parametrize("waived", [False, True], ids=["", "waived"])
+@pytest.mark.parametrize("kind", sorted(PHASES))
+def test_the_verdict_of_one_phase(
+    pytestconfig: pytest.Config, kind: str, waived: bool, processes: bool
+) -> None:
+    phases = [Phase("pass", logged=True, forgiven=False), Phase(kind, logged=True, forgiven=False)]
+    check_verdict(pytestconfig, [phases], waived, processes)
+
+
+def check_verdict(
+    pytestconfig: pytest.Config,
+    properties: Sequence[Sequence[Phase]],
+    waived: bool,
+    processes: bool,
+) -> None:
+    """Run the phases of the properties of one requirement, and compare its verdict with the model's."""
+    id, quiet, _ = IDS
+    with suite_session(pytestconfig, processes=processes) as suite:
+        if waived:
+            suite.expected[id] = Expectation(id, "It is known.", "https://example.com/1")
+        count = len(properties)
+        items = [prepare(suite, f"t.py::{number}", id, count) for number in range(count)]
+        suite.siblings[quiet] = 1
+        for item, phases in zip(items, properties, strict=True):
+            for phase in phases:
+                run(suite, item, phase)
+        suite._add_failures(suite._seen_failures())
+        verdicts = suite.verdicts()
+    assert verdicts[id] is expected_verdict(properties, waived, processes)
+    assert verdicts[quiet] is Verdict.SKIPPED
+
+
+@pytest.mark.parametrize("reported", [1, 2])
+def test_a_property_that_a_worker_never_reported_is_missed(
+    pytestconfig: pytest.Config, reported: int
+) -> None:
+    """Its worker died between two properties: the main process knows their number alone."""
+    id = IDS[0]
+    with suite_session(pytestconfig) as suite:
+        for number in range(reported):
+            item = prepare(suite, f"t.py::{number}", id, siblings=2)
+            run(suite, item, Phase("pass", logged=True, forgiven=False))
+        verdicts = suite.verdicts()
+        assert verdicts[id] is (Verdict.PASS if reported == 2 else Verdict.SKIPPED)
+
+
+@pytest.mark.parametrize("process", ["worker", "fork"])
+def test_a_failure_of_another_process_counts(pytestconfig: pytest.Config, process: str) -> None:
+    """The last try passed in this process; the first one failed in a worker of xdist, or in a forked child."""
+    id = IDS[0]
+    broken = Phase("assertion", logged=False, forgiven=False)
+    with suite_session(pytestconfig) as suite, suite_session(pytestconfig) as worker:
+        item = prepare(suite, "t.py::a", id)
+        if process == "worker":
+            run(worker, prepare(worker, "t.py::a", id), broken)
+            suite.worker_told(worker.worker_output())
+        else:
+            child = os.fork()
+            if child == 0:
+                run(suite, item, broken)
+                os._exit(0)
+            os.waitpid(child, 0)
+        run(suite, item, Phase("pass", logged=True, forgiven=False))
+        suite._add_failures(suite._seen_failures())
+        assert suite.verdicts()[id] is Verdict.FAIL
+        assert suite.results["t.py::a"].error == "AssertionError: no"
+
+
+def test_the_witness_leaves_no_file() -> None:
+    witness = Witness()
+    assert witness.failures() == []
+    failure = SeenFailure("t.py::a", IDS[0], {"outcome": "failed", "error": "no", "notes": ["é"]})
+    witness.add(failure)
+    witness.add(failure)
+    assert witness.failures() == [failure, failure]
+    witness.close()
+    assert witness.failures() == []
+    witness.close()
+
+
+@given(data=st.data())
+def test_an_entry_by_id_covers_one_requirement(data: st.DataObject) -> None:
+    id = data.draw(st.sampled_from(sorted(REQUIREMENTS)))
+    part = data.draw(st.integers(1, len(id)))
+    entry = Expectation(id[:part], "It is known.", "https://example.com/1")
+    assert [each for each in REQUIREMENTS if entry.matches(each)] == [id[:part]] * (
+        id[:part] in REQUIREMENTS
+    )
