@@ -1,7 +1,7 @@
 """Failures that the suite saw, in a file that forked processes share.
 
-A plugin may run a failed property again and log the last try alone, in this process or in a forked one. What the
-suite saw of the first try stays in the file.
+A plugin may run a failed property again and log the last try alone, in this process or in a forked one. The file
+keeps the failure of the first try.
 """
 
 from __future__ import annotations
