@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pytest_smp.compute_threads import one_compute_thread
 from smp_core import reduction
 from smp_core.torch.execution import uses
 
@@ -43,6 +44,7 @@ class Replayed:
     gradients: dict[str, torch.Tensor | None]
 
 
+@one_compute_thread()
 def gradients(
     module: nn.Module,
     body: Callable[..., Any],

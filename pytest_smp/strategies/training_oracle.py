@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pytest_smp.compute_threads import one_compute_thread
 from pytest_smp.strategies.training import Training
 from pytest_smp.strategies.training_models import build
 
@@ -220,6 +221,7 @@ def norm(gradients: Grads) -> float:
     return math.sqrt(sum(squares))
 
 
+@one_compute_thread()
 def plain(case: Training, divisor: int | None = None) -> Results:
     """Train in one process, without any library but torch.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from pytest_smp import replay
+from pytest_smp.compute_threads import one_compute_thread
 from pytest_smp.strategies import training_oracle as oracle
 from pytest_smp.strategies import training_tensor_replay
 from pytest_smp.strategies.training import Training
@@ -20,6 +21,7 @@ from pytest_smp.strategies.training_tensor_replay import register
 from smp_core.torch.execution import streams
 
 
+@one_compute_thread()
 def replayed(case: Training) -> Results:
     """Train in one process; gradients in the published order."""
     if isinstance(case, TensorTraining) and case.tensor > 1:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pytest_smp import replay
+from pytest_smp.compute_threads import one_compute_thread
 from pytest_smp.strategies import training_oracle as oracle
 from pytest_smp.strategies.training_oracle import Grads, Results
 from pytest_smp.strategies.training_script import borrowers
@@ -193,6 +194,7 @@ def register(module: nn.Module) -> None:
 # ---- Training ----------------------------------------------------------------------------------------------------
 
 
+@one_compute_thread()
 def replayed(case: TensorTraining) -> Results:
     """Train in one process; activations and gradients in the published order."""
     reference = oracle.Reference(case)

@@ -1,4 +1,4 @@
-"""What the suite saw decides: drawn phases of properties, some of them never logged, against a model of verdicts."""
+"""Verdicts by the phases of properties that the suite saw, some of them never logged, against a model."""
 
 from __future__ import annotations
 

@@ -50,6 +50,24 @@ def test_exact_cases_are_valid_and_certified(case: TensorTraining) -> None:
     compare(oracle.plain(case), seen(case, replayed(case)), none=True)
 
 
+@pytest.mark.parametrize("oracle_of_bits", [oracle.plain, replayed], ids=["plain", "replayed"])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_an_oracle_of_bits_computes_on_one_thread(
+    oracle_of_bits: Callable[[TensorTraining], Any], tensor: int
+) -> None:
+    """The process has two, as one on two cores has."""
+    before, threads = torch.get_num_threads(), set()
+    register = torch.nn.modules.module.register_module_forward_hook
+    hook = register(lambda *_: threads.add(torch.get_num_threads()))
+    torch.set_num_threads(2)
+    try:
+        oracle_of_bits(TensorTraining(Model(inputs=2), dp=2, tensor=tensor, distributed=("stem",)))
+        assert (threads, torch.get_num_threads()) == ({1}, 2)
+    finally:
+        hook.remove()
+        torch.set_num_threads(before)
+
+
 def test_every_feature_is_drawn(drawn: Drawn) -> None:
     rows: set[str] = set()
     for case in drawn(mixed(8), 250):
