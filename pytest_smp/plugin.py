@@ -14,6 +14,7 @@ import pytest
 from pytest_smp import launch, moved, settings, summary, supervision
 
 if TYPE_CHECKING:
+    from pytest_smp.calls import SmpCalls
     from pytest_smp.faults import SmpFaults
     from pytest_smp.marker import Request
     from pytest_smp.proxies import Smp, SmpWorld, TmpPath
@@ -196,6 +197,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         from pytest_smp import faults
 
         controller_of(item.config).faults = faults.of_markers(item)
+    if "smp_calls" in getattr(item, "fixturenames", ()):
+        controller_of(item.config).records_calls = True
 
 
 @pytest.hookimpl(wrapper=True)
@@ -325,6 +328,14 @@ def smp_faults(pytestconfig: pytest.Config) -> SmpFaults:
     from pytest_smp.faults import SmpFaults
 
     return SmpFaults(controller_of(pytestconfig))
+
+
+@pytest.fixture(scope="session")
+def smp_calls(pytestconfig: pytest.Config) -> SmpCalls:
+    """The communications of the last run as data; on a rank, its own so far."""
+    from pytest_smp.calls import SmpCalls
+
+    return SmpCalls(controller_of(pytestconfig))
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,7 @@ from pytest_smp.proxies import TmpPath
 from pytest_smp.rank_raises import accept_consequences
 from pytest_smp.ranks import serialization
 from pytest_smp.ranks.backends import open_backend
+from pytest_smp.ranks.call_records import CALLS, CommunicationCall
 from pytest_smp.ranks.faults import Fault, unreached
 from pytest_smp.ranks.faults import check as check_faults
 from pytest_smp.ranks.protocols import (
@@ -138,6 +139,8 @@ class Controller:
         self._limits = TimeLimits()
         self.decisions = 0  # of the last run
         self.faults: tuple[Fault, ...] = ()  # of the test that runs
+        self.records_calls = False  # for the test that runs
+        self.calls: list[CommunicationCall] = []  # of its last run, by rank
         self.tmp_path: TmpPath | None = None
         self._last: Report | None = None
         self._executor: Executor | None = None
@@ -197,10 +200,16 @@ class Controller:
             context=_hypothesis_context(),
             schedule=self._schedule(schedule),
             faults=faults,
+            records_calls=self.records_calls,
         )
+        self.calls = []
         started = time.monotonic()
         report = executor.open(ranks).run(job)
         accept_consequences(report)
+        if self.records_calls:
+            self.calls = [
+                call for outcome in report.outcomes for call in outcome.records.get(CALLS, ())
+            ]
         if self.coverage is not None:
             self.coverage.add(report.outcomes)
         if report.verdict is VerdictKind.PASSED:
@@ -220,7 +229,7 @@ class Controller:
     def new_test(self) -> None:
         """Called before every test, before its fixtures: nothing of the last test's is in force."""
         self._limits.new_test()
-        self.faults = ()
+        self.faults, self.records_calls, self.calls = (), False, []
         if self.tmp_path is not None:
             self.tmp_path.renew()
 

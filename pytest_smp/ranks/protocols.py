@@ -169,6 +169,7 @@ class Job:
     )
     schedule: Schedule = ROUND_ROBIN  # the order of turns, where the backend decides it
     faults: tuple[Fault, ...] = ()  # what is to go wrong; those that Executor.injects allows
+    records_calls: bool = False  # each rank records its communications (ranks/call_records.py)
 
 
 #: The record of the block of ``smp.raises`` that a rank is in; it arrives also if the rank never comes back.

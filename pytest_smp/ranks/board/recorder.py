@@ -14,7 +14,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_smp.ranks.board import records
 from pytest_smp.ranks.board.records import ACCOMPANIED, FRAMES, MAIN, OTHER, encode
@@ -24,6 +24,9 @@ from smp_core.transport import messages, stack_frames
 from smp_core.transport.messages import Size
 from smp_core.transport.peers import ANY, Source
 from smp_core.transport.protocols import Group
+
+if TYPE_CHECKING:
+    from pytest_smp.ranks.call_records import CommunicationCall
 
 Fields = tuple[tuple[str, str | int], ...]
 
@@ -40,6 +43,11 @@ _DONE = f'["{records.DONE}",[%b]]\n'.encode()
 def _listed(numbers: Sequence[int]) -> bytes:
     return b"%d" % numbers[0] if len(numbers) == 1 else ",".join(map(str, numbers)).encode()
 
+
+#: Calls of the object transport that a body makes; the others belong to the transport.
+OBJECT_CALLS = frozenset(
+    {"smp.send", "smp.broadcast", "smp.recv_from", "smp.allgather", "smp.barrier"}
+)
 
 #: Stands in ``fields`` for an unknown value.
 UNKNOWN = "?"
@@ -84,7 +92,9 @@ class BoardRecorder:
         self._lock = threading.Lock()
         self.inside = _Depth()
         self._main = self._threads = self._number = 0
+        self.calls: list[CommunicationCall] | None = None  # of the run, if they are wanted
         self._groups: dict[tuple[object, ...], int] = {}
+        self._members: list[tuple[int, ...]] = []  # of groups, by number
         self._places: dict[tuple[types.CodeType, int, bool], int] = {}
         self._descriptions: dict[object, int] = {}
         self._plumbing: dict[types.CodeType, bool] = {}
@@ -98,6 +108,7 @@ class BoardRecorder:
         """
         for table in (self._groups, self._places, self._descriptions, self._plumbing):
             table.clear()
+        self._members.clear()
         self._main, self._threads = _thread.get_ident(), _thread._count()
         self._number, self._on, self._pid = 0, True, os.getpid()
         self.run += 1
@@ -148,6 +159,8 @@ class BoardRecorder:
             thread = self._thread()
             text = messages.object_call_text(call, shown, to, source)
             self._tell(encode(records.OBJECT, number, own, text, place, thread, [*to], from_))
+        if self.calls is not None and call in OBJECT_CALLS:
+            self._keep(own, (call, ()))
         try:
             with self.quiet():
                 yield
@@ -170,6 +183,8 @@ class BoardRecorder:
             where = self._place(sys._getframe(1)) if place is None else place
             thread = self._thread()
             self._tell(_COLLECTIVE % (number, group, description, where, thread))
+        if self.calls is not None:
+            self._keep(group, key)
         return number
 
     def post(
@@ -193,6 +208,8 @@ class BoardRecorder:
             else:
                 frame = _SEND if sends else _RECEIVE
                 self._tell(frame % (number, group, description, where, thread, peer, tag))
+        if self.calls is not None:
+            self._keep(group, key)
         return number
 
     def returned(self, number: int) -> None:
@@ -231,6 +248,19 @@ class BoardRecorder:
         with self._lock:
             return self._group(kind, name, shown, generation, tuple(ranks))
 
+    def _keep(self, group: int, key: Any) -> None:
+        """Keep a call as data. ``key``: as `fingerprint` makes it, but for those of new_group."""
+        from pytest_smp.ranks.call_records import call_record  # it imports torch
+
+        first, last = key if isinstance(key, tuple) else (key, ())
+        if first == "new_group" or self.calls is None:
+            return
+        # A collective's arguments and the size of its group, or an operation and its tensors.
+        operation, specs = (
+            (first, last) if isinstance(first, str) else (first.operation, first.brings)
+        )
+        self.calls.append(call_record(self.rank, operation, self._members[group], specs))
+
     # Inside; the caller has the lock.
 
     def _say(self, record: bytes) -> None:
@@ -258,6 +288,7 @@ class BoardRecorder:
         known = self._groups.get(key)
         if known is None:
             known = self._groups[key] = len(self._groups)
+            self._members.append(ranks)
             self._words += encode(records.GROUP, known, kind, name, shown, generation, [*ranks])
         return known
 

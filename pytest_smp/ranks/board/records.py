@@ -118,5 +118,5 @@ class Reader:
         return BackendError(
             f"rank {self._rank}: its line to the board carries what is no record ({why}): "
             f"{line[:80]!r}. Something in the rank writes to a descriptor that is not its own, or "
-            "its memory is damaged; run it with --smp-check=off to go on without the board"
+            "its memory is damaged; run it with --smp-check=false to go on without the board"
         )

@@ -528,6 +528,7 @@ class _JobCache:
             for name in (
                 *("parameters", "automatic_init", "strict", "capture", "skips"),
                 *(("faults",) if job.faults else ()),
+                *(("records_calls",) if job.records_calls else ()),
             )
         }
         try:

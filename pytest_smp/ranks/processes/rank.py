@@ -35,7 +35,7 @@ from pytest_smp.ranks.processes.process_table import ProcessTable
 from pytest_smp.ranks.processes.stacks import Stacks
 from pytest_smp.ranks.processes.tasks import Done, Forming, JobSpec, Preparing, Task
 from pytest_smp.ranks.protocols import INSIDE, Job, Outcome, OutcomeKind
-from smp_core.errors import Cancelled, PayloadError, SmpError
+from smp_core.errors import Cancelled, PayloadError, SmpError, UnsupportedError
 from smp_core.transport import current_rank, stack_frames
 from smp_core.transport.launchers import RENDEZVOUS, launch_variables
 from smp_core.transport.protocols import RankEnvironment, RankFabric
@@ -283,6 +283,8 @@ class _Server:
                 self._cover(job_spec)  # before the table is noted: no change of the body's
             self._table.note((len(sys.modules), job_spec.key))
             body = self._struck(job, fabric, job_spec) if mine else job.body
+            if job.records_calls:
+                self._record_calls(job_spec)
             if job_spec.check or (self._strikes is not None and self._strikes.of_tensors):
                 self._watch(task.number, job_spec)
             shown_warnings.clear()  # those of imports: the controller's import has shown them
@@ -299,6 +301,7 @@ class _Server:
             return Outcome(rank, OutcomeKind.RAISED, error=error)
         finally:
             self._recorder.end()
+            self._recorder.calls = None
             if self._strikes is not None:
                 self._strikes.close()
             context = current_rank.current()
@@ -316,6 +319,17 @@ class _Server:
         if not job_spec.check:
             strikes.silence()
         return strikes.body(job.body)
+
+    def _record_calls(self, job_spec: JobSpec) -> None:
+        if not job_spec.check:
+            raise UnsupportedError(
+                "smp_calls: rank processes record calls for the board; leave out --smp-check=false"
+            )
+        from pytest_smp.ranks.call_records import CALLS
+
+        context = current_rank.current()
+        assert isinstance(context, ProcessContext)
+        self._recorder.calls = context.records[CALLS] = []
 
     def _watch(self, run: int, job_spec: JobSpec) -> None:
         """Record what the body communicates. Where torch is loaded, it is torch's business too."""

@@ -105,14 +105,21 @@ class SimObjects:
     def send(self, obj: object, dest: int) -> None:
         """See ObjectTransport."""
         call = f"smp.send(world rank {dest})"
-        self._context.check(call)
+        self._check(call, "smp.send", (self._context.rank, dest))
         self._post(call, Payload(obj, call), {dest})
 
     def broadcast(self, obj: object, group: Group) -> None:
         """See ObjectTransport."""
         call = f"smp.broadcast(group {messages.group_text(group.name, group.ranks)})"
-        self._context.check(call)
+        self._check(call, "smp.broadcast", group.ranks)
         self._post(call, Payload(obj, call), set(group.ranks) - {self._context.rank})
+
+    def _check(self, call: str, operation: str, group: tuple[int, ...]) -> None:
+        """Begin a call of these ranks."""
+        context = self._context
+        context.check(call)
+        if context.job.records_calls:
+            context.record_call(operation, group)
 
     def _post(self, call: str, payload: Payload, dests: set[int]) -> None:
         context, router = self._context, self._router
@@ -132,7 +139,7 @@ class SimObjects:
     def recv_from(self, src: int) -> Any:
         """See ObjectTransport."""
         context, router = self._context, self._router
-        context.check("smp.recv_from")
+        self._check("smp.recv_from", "smp.recv_from", (context.rank, src))
         context.scheduler.call_lines.called(context.rank, user_line(1))
         message = router.messages.pop((src, context.rank), None)
         if message is not None:
@@ -149,7 +156,7 @@ class SimObjects:
     def allgather(self, obj: object, group: Group) -> list[Any]:
         """See ObjectTransport."""
         context = self._context
-        context.check("smp.allgather")
+        self._check("smp.allgather", "smp.allgather", group.ranks)
         call = Call("smp.allgather", (), Payload(obj, "smp.allgather"))
         meeting = self._router.channel(group).join(context, call, _all)
         context.scheduler.wait(context.thread_state, meeting)
@@ -159,6 +166,6 @@ class SimObjects:
     def barrier(self, group: Group) -> None:
         """See ObjectTransport."""
         context = self._context
-        context.check("smp.barrier")
+        self._check("smp.barrier", "smp.barrier", group.ranks)
         meeting = self._router.channel(group).join(context, Call("smp.barrier", (), None), _nothing)
         context.scheduler.wait(context.thread_state, meeting)

@@ -83,6 +83,12 @@ class SimProcessGroup(CheckedGroup):
         context = self._enter(call.operation)
         made = Call(call.operation, call.fields, None, caller_place(), told=call.told)
         whole = call.whole
+        if context.job.records_calls:
+            tensors = whole[:1] if whole is not None else call.brings or call.gets
+            if call.operation == "scatter":
+                tensors = call.gets
+            specs = [(tensor.dtype, tensor.shape) for tensor in tensors]
+            context.record_call(call.operation, self._shared.group.ranks, specs)
         in_flight = InFlightBuffer(
             *((call.brings, call.gets) if whole is None else (whole[:1], whole[1:]))
         )
@@ -134,6 +140,8 @@ class SimProcessGroup(CheckedGroup):
         # torch issues its synchronous send and recv in the same way, so each is in flight.
         sends, place = verb == "send", caller_place()
         context.scheduler.call_lines.called(context.rank, line_of(place))
+        if context.job.records_calls:
+            context.record_call(verb, self._shared.group.ranks, [(tensor.dtype, tensor.shape)])
         in_flight = InFlightBuffer(tensors if sends else (), () if sends else tensors)
         post = Post(
             context, self._shared.group, verb, self._position, peer, tag, tensor, in_flight, place

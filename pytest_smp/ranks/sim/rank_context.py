@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from pytest_smp.ranks.protocols import Job, Outcome, OutcomeKind
 from pytest_smp.ranks.sim.scheduler import Scheduler
 from smp_core.errors import Cancelled, CrashError, ThreadError
 from smp_core.transport import current_rank
+
+if TYPE_CHECKING:
+    import torch
 
 
 class RankContext:
@@ -65,6 +69,18 @@ class RankContext:
         )
         if current_rank.current() is self:
             raise Cancelled(f"rank {self.rank} crashed: {how}")
+
+    def record_call(
+        self,
+        operation: str,
+        group: Sequence[int],
+        specs: Iterable[tuple[torch.dtype, Sequence[int]]] = (),
+    ) -> None:
+        """Record a communication; called where ``job.records_calls``. ``specs``: dtypes and shapes."""
+        from pytest_smp.ranks.call_records import CALLS, call_record  # it imports torch
+
+        calls = self.records.setdefault(CALLS, [])
+        calls.append(call_record(self.rank, operation, group, specs))
 
     def record(self, name: str, value: Any) -> None:
         """See protocols.RecordingRank."""
