@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pytest_smp.ranks import serialization
+from pytest_smp.ranks.remote_errors import RemoteError
 from smp_core.errors import Cancelled
 
 #: Where the controller keeps which warnings of a file were shown, for the filter action "default"; like
@@ -162,4 +163,12 @@ def of(packed: bytes | None) -> Sequence[Incident]:
     """Unpack the incidents that ``IncidentRecorder.take`` has packed."""
     if packed is None:
         return ()
-    return [kind(pickle.loads(error), *rest) for kind, error, rest in pickle.loads(packed)]
+    return [kind(_error(error), *rest) for kind, error, rest in pickle.loads(packed)]
+
+
+def _error(packed: bytes) -> BaseException:
+    try:
+        error: BaseException = pickle.loads(packed)
+    except (Exception, SystemExit) as reason:  # the rank could read it
+        return RemoteError(f"it cannot be unpickled here: {type(reason).__name__}: {reason}")
+    return error

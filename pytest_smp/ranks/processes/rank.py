@@ -33,7 +33,7 @@ from pytest_smp.ranks.processes.output import Output
 from pytest_smp.ranks.processes.process_state import Belongings, ProcessState, adopt_orphans
 from pytest_smp.ranks.processes.process_table import ProcessTable
 from pytest_smp.ranks.processes.stacks import Stacks
-from pytest_smp.ranks.processes.tasks import Done, Forming, JobSpec, Preparing, Task
+from pytest_smp.ranks.processes.tasks import LOADED, Done, Forming, JobSpec, Preparing, Task
 from pytest_smp.ranks.protocols import INSIDE, Job, Outcome, OutcomeKind
 from smp_core.errors import Cancelled, PayloadError, SmpError, UnsupportedError
 from smp_core.transport import current_rank, stack_frames
@@ -289,6 +289,8 @@ class _Server:
                 self._watch(task.number, job_spec)
             shown_warnings.clear()  # those of imports: the controller's import has shown them
             self._set_filters()
+            if task.job_spec is not None:
+                self._control.send_bytes(LOADED)
             value = body(*args, **kwargs)
             return Outcome(rank, OutcomeKind.RETURNED, value)
         except Cancelled as error:

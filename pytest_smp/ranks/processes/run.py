@@ -17,7 +17,7 @@ from typing import Protocol
 from pytest_smp.ranks.board.analysis import Board, Finding
 from pytest_smp.ranks.causes import Cause, origin_of, root_cause
 from pytest_smp.ranks.processes import incidents, wire
-from pytest_smp.ranks.processes.tasks import Done
+from pytest_smp.ranks.processes.tasks import LOADED, Done
 from pytest_smp.ranks.processes.worker_pool import Ended, RankProcess, WorkerPool, describe_exit
 from pytest_smp.ranks.protocols import INSIDE, Job, Outcome, OutcomeKind, Report, VerdictKind
 from pytest_smp.ranks.remote_errors import RemoteError
@@ -37,6 +37,7 @@ _CHUNK = 1 << 16  # bytes read at a time
 _CHUNKS = 4  # at most, at a look: a rank may write faster than we read
 _LATE = 1.0  # seconds that a record may take that was sent before a rank came back
 TICK = 0.02  # seconds between two looks at the board
+_LOADING = 300.0  # seconds that ranks get to import what the body needs, before the limit counts
 _LEAVING = 10.0  # seconds that a rank gets whose body is over, for its result or its error to come
 _GRACE = 0.5  # seconds that the others get after a rank has failed, to end by themselves
 _TOLD = 1.0  # seconds for the end to be told of a rank whose connection closed
@@ -82,6 +83,7 @@ class Run:
         self._errors: dict[int, BaseException] = {}  # but not those of a run that has ended
         self._stopped = False  # the ranks that still run have been told to end
         self._running = {rank.slot: rank for rank in ranks}
+        self._loading: set[int] = set()  # ranks that have not said that they have the body
         self._crashed: dict[int, str] = {}
         self._gone: dict[
             int, RankProcess
@@ -95,7 +97,10 @@ class Run:
         try:
             for rank in self.ranks:
                 rank.records = 0
+                known = rank.job_spec
                 request = task(rank)
+                if rank.job_spec != known:
+                    self._loading.add(rank.slot)
                 rank.busy = bool(self._job.faults)
                 try:
                     rank.control.send_bytes(request)
@@ -115,12 +120,15 @@ class Run:
     def _wait(self) -> bool:
         """Wait until all ranks have ended or a failure has ended the run; return whether time was up."""
         limit = math.inf if self._job.timeout is None else self._job.timeout
-        start = looked = time.monotonic()
+        begun = start = looked = time.monotonic()
         failed_at = found_at = math.inf
         held: Finding | None = None  # a finding that a late result may explain
         while self._running:
             self._hear(TICK)
             now = time.monotonic()
+            # A fresh rank imports the body's module: its time says nothing of the body.
+            if not self._loading.isdisjoint(self._running) and now - begun < _LOADING:
+                start = now
             failed = self._failed()
             if self._running and self._checks and (failed or now - looked >= TICK):
                 looked = now
@@ -183,14 +191,15 @@ class Run:
                 self._hear_of_ends()
             elif rank.slot in self._running and self._running[rank.slot] is rank:
                 try:
-                    done = Done.of(rank.control.recv_bytes())
+                    done = self._receive(rank)
                 except Exception as error:  # it has ended, or its body wrote to this descriptor
                     self._note_early(rank, error)
                     self._lost(rank)
                     if wire.is_silence(error):
                         self._silent(rank.host)
                 else:
-                    self._came_back(rank, done)
+                    if done is not None:
+                        self._came_back(rank, done)
             else:
                 try:
                     if not rank.busy:
@@ -202,6 +211,17 @@ class Run:
                         self._executor.selector.unregister(rank.control)
         if self._gone:
             self._hear_of_ends()
+
+    def _receive(self, rank: RankProcess) -> Done | None:
+        """Read a message of a rank's: its answer, or None if it has only got the body.
+
+        Raises what reading raises if the rank has ended instead.
+        """
+        packed = rank.control.recv_bytes()
+        if packed != LOADED:
+            return Done.of(packed)
+        self._loading.discard(rank.slot)
+        return None
 
     def _came_back(self, rank: RankProcess, done: Done) -> None:
         del self._running[rank.slot]
@@ -279,7 +299,9 @@ class Run:
         """Read the result that a rank sent before it ended, which may still lie in its connection."""
         while rank.slot in self._running and rank.control.poll(0):
             try:
-                self._came_back(rank, Done.of(rank.control.recv_bytes()))
+                done = self._receive(rank)
+                if done is not None:
+                    self._came_back(rank, done)
             except Exception as error:  # as in _hear
                 self._note_early(rank, error)
                 break

@@ -41,6 +41,10 @@ class Task:
         )
 
 
+#: A rank's answer to a task that has a job spec, before it calls the body: all that the body needs is imported.
+LOADED = b"loaded"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Forming:
     """Asks a rank to join a world."""

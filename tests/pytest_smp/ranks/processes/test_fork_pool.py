@@ -7,6 +7,7 @@ import ctypes
 import dataclasses
 import faulthandler
 import gc
+import importlib
 import os
 import re
 import resource
@@ -786,3 +787,32 @@ def test_a_body_that_makes_every_descriptor_non_blocking_harms_no_later_run(run)
 
     first, *others = ([o.value for o in run(body, changes).outcomes] for changes in (1, 0, 0, 1, 0))
     assert others == [first] * 4
+
+
+# ---- The time limit ------------------------------------------------------------------------------
+
+_SLOW_TO_IMPORT = """
+import os, pathlib, time
+
+controller, folder = int(os.environ["CONTROLLER"]), pathlib.Path(__file__).parent
+if os.getpid() != controller:
+    time.sleep(0.5)  # several times the limit
+
+def body():
+    (folder / f"{os.getpid()}.begun").touch()
+"""
+
+
+def test_imports_of_fresh_ranks_do_not_count_against_the_limit(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("CONTROLLER", str(os.getpid()))
+    tmp_path.joinpath("slow_to_import.py").write_text(_SLOW_TO_IMPORT)
+    monkeypatch.syspath_prepend(tmp_path)
+    body = importlib.import_module("slow_to_import").body
+    begun: list[int] = []  # ranks that had the body whenever time was up
+
+    def patience():
+        begun.append(len([*tmp_path.glob("*.begun")]))
+        return True
+
+    assert run(body, timeout=0.05, patience=patience).verdict is VerdictKind.PASSED
+    assert set(begun) <= {RANKS}
