@@ -188,11 +188,19 @@ class _LocalForkServer(ForkServerConnection):
 
     def ask(self, **request: Any) -> None:
         """See ForkServerConnection. A body may have stopped its rank's parent, which would never answer."""
+        self._rouse()
+        super().ask(**request)
+
+    def running(self) -> dict[int, int]:
+        """See ForkServerConnection. One that is stopped would not tell how a rank has ended, either."""
+        self._rouse()
+        return super().running()
+
+    def _rouse(self) -> None:
         state = ProcessStatus.of(self.process.pid)
         if state is not None and state.stopped:
             log.warning("the fork server of rank processes was stopped, and goes on")
             self.process.send_signal(signal.SIGCONT)
-        super().ask(**request)
 
     def last_words(self) -> str:
         """See ForkServerConnection."""

@@ -40,6 +40,7 @@ TICK = 0.02  # seconds between two looks at the board
 _LOADING = 300.0  # seconds that ranks get to import what the body needs, before the limit counts
 _LEAVING = 10.0  # seconds that a rank gets whose body is over, for its result or its error to come
 _GRACE = 0.5  # seconds that the others get after a rank has failed, to end by themselves
+_LOOK = 1.0  # seconds between two looks at the ranks' processes
 _TOLD = 1.0  # seconds for the end to be told of a rank whose connection closed
 _TOLD_OF_ENDS = 20.0  # of one whose process ends for certain: a large one takes its time
 _TOLD_OF_JOB = (
@@ -83,6 +84,7 @@ class Run:
         self._errors: dict[int, BaseException] = {}  # but not those of a run that has ended
         self._stopped = False  # the ranks that still run have been told to end
         self._running = {rank.slot: rank for rank in ranks}
+        self._due = math.inf  # when the limit is over
         self._loading: set[int] = set()  # ranks that have not said that they have the body
         self._crashed: dict[int, str] = {}
         self._gone: dict[
@@ -120,7 +122,7 @@ class Run:
     def _wait(self) -> bool:
         """Wait until all ranks have ended or a failure has ended the run; return whether time was up."""
         limit = math.inf if self._job.timeout is None else self._job.timeout
-        begun = start = looked = time.monotonic()
+        begun = start = looked = looked_at_processes = time.monotonic()
         failed_at = found_at = math.inf
         held: Finding | None = None  # a finding that a late result may explain
         while self._running:
@@ -129,6 +131,7 @@ class Run:
             # A fresh rank imports the body's module: its time says nothing of the body.
             if not self._loading.isdisjoint(self._running) and now - begun < _LOADING:
                 start = now
+            self._due = start + limit
             failed = self._failed()
             if self._running and self._checks and (failed or now - looked >= TICK):
                 looked = now
@@ -140,7 +143,8 @@ class Run:
                     leaving = any(self._board.body_is_over(slot) for slot in self._running)
                     if not leaving or now - found_at > _LEAVING:
                         self._finding = finding
-            if self._failed() or now - start > limit:
+            if self._failed() or now - start > limit or now - looked_at_processes > _LOOK:
+                looked_at_processes = now
                 self._notice_deaths()
             if self._failed():
                 failed_at = min(failed_at, now)
@@ -181,8 +185,16 @@ class Run:
         """
         for rank in list(self._running.values()):
             state = self._pool.state(rank)
-            if state is not None and state.ends:
+            if state is None:
+                continue
+            if state.ends:
                 self._hear_last(rank)
+            elif state.main_thread_ended:  # nobody will tell: the process stays
+                self._lost(rank)
+                del self._gone[rank.slot]
+                self._crashed[rank.slot] = (
+                    "its main thread has ended alone, and the process goes on"
+                )
 
     def _hear(self, timeout: float) -> None:
         for key, _ in self._executor.selector.select(timeout):
@@ -379,7 +391,7 @@ class Run:
 
     def _conclude(self) -> Report:
         start = time.monotonic()
-        while self._gone and time.monotonic() - start < self._until_told():
+        while self._gone and time.monotonic() < start + self._until_told(start):
             self._hear_of_ends()
             time.sleep(0.001)
         if not self._crashed:
@@ -402,13 +414,13 @@ class Run:
             self.whole = self._checks and self._board.settled()
         return Report(verdict, outcomes, root, error)
 
-    def _until_told(self) -> float:
-        """The seconds to wait for the news how the ranks that are gone have ended."""
+    def _until_told(self, start: float) -> float:
+        """The seconds to wait, from ``start``, for the news how the ranks that are gone have ended."""
         if self._crashed and self._pool.restarts_together:
             return _TOLD_OF_JOB
         states = [self._pool.state(rank) for rank in self._gone.values()]
         ends = any(state is not None and state.ends for state in states)
-        return _TOLD_OF_ENDS if ends else _TOLD
+        return max(_TOLD, min(_TOLD_OF_ENDS, self._due - start)) if ends else _TOLD
 
     def _look_back(self) -> None:
         """Look at the records once more: it is known now who has died, and nothing more will come."""

@@ -9,6 +9,7 @@ import faulthandler
 import gc
 import importlib
 import os
+import platform
 import re
 import resource
 import signal
@@ -585,6 +586,35 @@ def test_a_stopped_fork_server_goes_on(run, caplog):
     assert run(body).verdict is VerdictKind.FAILED
     assert run(_ranks).values == list(range(RANKS))
     assert "was stopped, and goes on" in caplog.text
+
+
+def test_a_death_beside_a_stopped_fork_server_is_told_with_its_signal(run, monkeypatch):
+    def body():
+        if smp.rank() == 1:
+            os.kill(os.getppid(), signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGKILL)
+        smp.barrier()
+
+    monkeypatch.setattr(run_module, "_TOLD_OF_ENDS", 1000.0)  # all the time that it takes
+    report = run(body)
+    assert report.verdict is VerdictKind.CRASHED
+    assert "rank 1 crashed: killed by SIGKILL (signal 9)" in str(report.error)
+
+
+_SYS_EXIT = {"x86_64": 60, "aarch64": 93}
+
+
+def test_a_rank_whose_main_thread_alone_ends_has_crashed(run, monkeypatch):
+    number = _SYS_EXIT[platform.machine()]
+
+    def body():
+        if smp.rank() == 1:
+            ctypes.CDLL(None).syscall(number, 0)
+        smp.barrier()
+
+    report = run(body, timeout=1000.0)
+    assert report.verdict is VerdictKind.CRASHED
+    assert "rank 1 crashed: its main thread has ended alone" in str(report.error)
 
 
 def _kills_the_fork_server():
