@@ -98,9 +98,7 @@ class MpiexecPool(WorkerPool):
             return []
         ended = []
         over = self._job.poll() is not None
-        names = [
-            name for name in os.listdir(self._told) if name.isdecimal() and name not in self._known
-        ]
+        names = [name for name in self._told_names() - self._known if name.isdecimal()]
         # The first to end first: the others may have ended because of it.
         for name in sorted(names, key=lambda name: Path(self._told, name).stat().st_mtime_ns):
             told = json.loads(Path(self._told, name).read_text())
@@ -112,6 +110,12 @@ class MpiexecPool(WorkerPool):
             self._known.update(map(str, missing))
         return ended
 
+    def _told_names(self) -> set[str]:
+        try:
+            return set(os.listdir(self._told))
+        except FileNotFoundError:  # somebody has removed the folder: the next run gets another pool
+            return set()
+
     def last_words(self) -> str:
         """The end of mpiexec's own output."""
         try:
@@ -121,7 +125,7 @@ class MpiexecPool(WorkerPool):
 
     def kill(self, ranks: Collection[RankProcess]) -> None:
         """See WorkerPool: the whole job."""
-        told = set(os.listdir(self._told)) if self._job is not None else set()
+        told = self._told_names() if self._job is not None else set()
         for each in ranks:
             if str(each.slot) in told:  # it has ended, and its number may be another's by now
                 continue

@@ -135,11 +135,6 @@ class ProcessExecutor(Executor):
         self.injects = {Claim.STRIKES, Claim.PROCESSES} | tensors
         self._synchronous_sends = synchronous_sends
         self.lost = ""  # why nothing more can run, once that is so
-        self._ranks: dict[int, RankProcess] = {}
-        self._starting: set[int] = set()
-        self._killed: set[tuple[int | None, int | None]] = set()  # their ends are no news
-        self._unclaimed: list[Ended] = []
-        self._folders: dict[int, str] = {}
         self._numbers = itertools.count(1)
         self._formings = itertools.count(1)
         self._running = False
@@ -148,6 +143,12 @@ class ProcessExecutor(Executor):
 
     def configure(self, options: ExecutorOptions) -> None:
         """Get ready to start rank processes."""
+        self._options = options
+        self._ranks: dict[int, RankProcess] = {}
+        self._starting: set[int] = set()
+        self._killed: set[tuple[int | None, int | None]] = set()  # their ends are no news
+        self._unclaimed: list[Ended] = []
+        self._folders: dict[int, str] = {}  # of worlds, by size
         self._check = options.check
         self._renew_job_cache()
         self._prelude = None if options.prelude is None else serialization.dumps(options.prelude)
@@ -203,6 +204,7 @@ class ProcessExecutor(Executor):
             raise BackendError(self.lost)
         self._running = True
         try:
+            self._renew_folder()
             news = self._gather(size)
             ranks = [self._ranks[slot] for slot in range(size)]
             number = next(self._numbers)
@@ -220,6 +222,20 @@ class ProcessExecutor(Executor):
             self._running = False
 
     # Rank processes.
+
+    def _renew_folder(self) -> None:
+        """Begin with a new pool if somebody has removed its folder, or a part of it (a cleaner of TMPDIR):
+        no process could connect, and no world form.
+        """
+        paths = [*self._folders.values()]
+        if isinstance(self._pool.address, str):
+            paths.append(self._pool.address)
+        missing = next((path for path in paths if not os.path.exists(path)), None)
+        if missing is None or self._pool.final:  # those that a launcher started have no other
+            return
+        log.warning("%s of the rank processes is gone, and others take their places", missing)
+        self.close()
+        self.configure(self._options)
 
     def _welcome(self, connection: Connection, hello: dict[str, Any]) -> None:
         if hello["wire"] == "fork_server":

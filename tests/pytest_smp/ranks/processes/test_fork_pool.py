@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -817,6 +818,21 @@ def test_a_body_that_makes_every_descriptor_non_blocking_harms_no_later_run(run)
 
     first, *others = ([o.value for o in run(body, changes).outcomes] for changes in (1, 0, 0, 1, 0))
     assert others == [first] * 4
+
+
+# ---- The folder ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", ["", "world"])
+def test_a_pool_whose_folder_was_removed_begins_with_a_new_one(run, executor, caplog, part):
+    assert run(_ranks).values == list(range(RANKS))
+    pool = executor._pool
+    removed = executor._folders[RANKS] if part == "world" else os.path.join(pool.folder, part)
+    (shutil.rmtree if os.path.isdir(removed) else os.unlink)(removed)
+    assert run(_ranks).values == list(range(RANKS))
+    assert run(lambda: os.getpid() if smp.rank() else os.abort()).verdict is VerdictKind.CRASHED
+    assert removed.rstrip("/") in caplog.text
+    assert not os.path.exists(pool.folder)
 
 
 # ---- The time limit ------------------------------------------------------------------------------
