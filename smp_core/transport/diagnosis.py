@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from smp_core.errors import DeadlockError
+from smp_core.transport.handled import while_handling
 from smp_core.transport.stack_frames import Place
 
 _MOST_WAITS = 16  # different waits that a message lists
@@ -20,7 +21,7 @@ _MOST_WAITS = 16  # different waits that a message lists
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wait:
     """One rank's wait: its call in words, the ranks it waits for, the user's line, the likely mistake,
-    and the line that made the call, where that is another one.
+    the line that made the call, where that is another one, and the exception that the rank handles meanwhile.
     """
 
     rank: int
@@ -29,6 +30,7 @@ class Wait:
     place: Place | None
     hint: str | None = None
     issued: Place | None = None
+    exception: str = ""
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -80,8 +82,10 @@ def deadlock(
 ) -> tuple[DeadlockError, int]:
     """The verdict on a stuck world, and the rank that it is raised on.
 
-    The error is raised on the first rank that waits for one that has returned, else on the first of a cycle.
+    The error is raised on a rank that handles an exception while it waits, else on the first that waits for one that
+    has returned, else on the first of a cycle.
     """
+    waits = sorted(waits, key=lambda wait: not wait.exception)
     gone = set(finished)
     edges = {wait.rank: wait.missing for wait in waits}
     left_behind = [wait for wait in waits if gone.intersection(wait.missing)]
@@ -105,6 +109,8 @@ def deadlock(
         )
     else:  # a chain that ends at a wait for nobody in particular
         root = next((wait for wait in waits if not wait.missing), waits[0])
+    if waits[0].exception:
+        root = waits[0]
     hints = dict.fromkeys(wait.hint for wait in waits if wait.hint)
     lines += [f"hint: {hint}" for hint in hints]
     error = DeadlockError("\n".join(lines))
@@ -121,15 +127,15 @@ def _places(wait: Wait) -> str:
 
 def wait_lines(waits: Sequence[Wait]) -> list[str]:
     """One line for all ranks in the same call at the same place, waiting for the same ranks."""
-    merged: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
+    merged: dict[tuple[str, tuple[int, ...], str, str], list[int]] = {}
     for wait in waits:
-        key = wait.call, wait.missing, _places(wait)
+        key = wait.call, wait.missing, _places(wait), while_handling(wait.exception)
         merged.setdefault(key, []).append(wait.rank)
     lines = []
-    for (call, missing, place), ranks in itertools.islice(merged.items(), _MOST_WAITS):
+    for (call, missing, place, handling), ranks in itertools.islice(merged.items(), _MOST_WAITS):
         verb = "waits" if len(ranks) == 1 else "wait"
         target = f" for {ranks_text(missing)}" if missing else ""
-        lines.append(f"  {ranks_text(ranks)} {verb} in {call}{target}")
+        lines.append(f"  {ranks_text(ranks)} {verb} in {call}{target}{handling}")
         if place:
             lines.append(f"      {place}")
     rest = sum(len(ranks) for ranks in itertools.islice(merged.values(), _MOST_WAITS, None))

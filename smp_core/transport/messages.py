@@ -102,6 +102,16 @@ def by_what_they_say(said: Mapping[int, Hashable]) -> list[list[int]]:
     return sorted(last_first, key=len)
 
 
+def rank_to_blame(said: Mapping[int, Hashable], exceptions: Mapping[int, str]) -> int:
+    """The rank to blame for calls that differ: one that calls while it handles an exception, else the odd one out.
+
+    ``exceptions``: the exception that each rank handles, in words; empty if none.
+    """
+    sets = by_what_they_say(said)
+    aside = [ranks for ranks in sets if all(exceptions[rank] for rank in ranks)]
+    return (aside or sets)[0][0]
+
+
 def odd_ones_out(said: Mapping[int, Hashable]) -> list[str]:
     """A line that names the ranks which differ from most others, if there are such."""
     *few, most = by_what_they_say(said)

@@ -104,19 +104,26 @@ def _frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
         frame = frame.f_back
 
 
-def thread_frames() -> dict[int, types.FrameType]:
-    """The current frame of every thread, by its identifier.
+@contextlib.contextmanager
+def collection_paused() -> Iterator[None]:
+    """Pause garbage collection while the interpreter lists all threads.
 
-    Without garbage collection: CPython 3.11 holds a lock of the interpreter's while it makes frame
-    objects, and a collection that frees a ``threading.local`` then waits for that lock for ever.
+    CPython 3.11 holds a lock meanwhile, and a collection that frees a ``threading.local`` then waits for that lock
+    for ever.
     """
     collecting = gc.isenabled()
     gc.disable()
     try:
-        return sys._current_frames()
+        yield
     finally:
         if collecting:
             gc.enable()
+
+
+def thread_frames() -> dict[int, types.FrameType]:
+    """The current frame of every thread, by its identifier."""
+    with collection_paused():
+        return sys._current_frames()
 
 
 def user_place(frame: types.FrameType | None) -> Place | None:

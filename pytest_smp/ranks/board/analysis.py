@@ -41,6 +41,7 @@ from smp_core.errors import BackendError, CollectiveMismatchError, RankError, Sm
 from smp_core.transport import diagnosis, messages
 from smp_core.transport.call_lines import CallLines, add_lines, line_of
 from smp_core.transport.diagnosis import Wait, ranks_text, wait_lines
+from smp_core.transport.handled import while_handling
 from smp_core.transport.stack_frames import Place
 
 #: Elements that a backend moves in a second at the very least.
@@ -381,7 +382,10 @@ class Board:
             hint = self._hint(first)
         elif isinstance(first, BoardPost) and not first.sends:
             hint = self._tag_hint(first)
-        return Wait(state.rank, first.described(), tuple(missing), place, hint, first.place)
+        exception = state.exception
+        return Wait(
+            state.rank, first.described(), tuple(missing), place, hint, first.place, exception
+        )
 
     def _astray(self) -> Finding | None:
         """The first call that names a member which its group does not have, and that the backend
@@ -435,6 +439,7 @@ class Board:
         if isinstance(call, Stray):
             why = f": {call.why()}"
         place = state.place if state.waits else call.place
+        why += while_handling(state.exception)
         return f"in {call.described()}{why}{messages.at(place)}"
 
     def last(self, rank: int) -> str:
@@ -578,9 +583,11 @@ def _comparable(calls: Sequence[Issued]) -> dict[int, tuple[str, messages.Fields
 
 
 def _odd_one_out(calls: list[Joined]) -> int | None:
-    """A rank of the smallest set of equal calls, if they are not all equal."""
-    sets = messages.by_what_they_say(_comparable(calls))
-    return sets[0][0] if len(sets) > 1 else None
+    """The rank to blame for calls that differ; None if they are all equal."""
+    said = _comparable(calls)
+    if len(set(said.values())) < 2:
+        return None
+    return messages.rank_to_blame(said, {call.rank: call.exception for call in calls})
 
 
 def _post_difference(send: BoardPost, receive: BoardPost) -> str:

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pytest_smp.ranks.board.recorder import UNKNOWN, Description
 from smp_core.errors import RankError
 from smp_core.transport import messages, peers
+from smp_core.transport.handled import while_handling
 from smp_core.transport.stack_frames import Place
 
 _NOTHING = Description("", None)
@@ -45,7 +46,8 @@ class Issued:
     ``taken``: the call counts for sure, because the backend has taken it or the rank waits for it; until
     then the call may be withdrawn. ``waited``: the rank has learnt that the call is over. ``raised``: the
     wait has raised; some backends refuse arguments only there. ``late``: an earlier call of its rank had
-    raised, and the body went on: what it calls then may follow from another rank's death.
+    raised, and the body went on: what it calls then may follow from another rank's death. ``exception``: what
+    its rank handled meanwhile, in words.
     """
 
     rank: int
@@ -58,6 +60,7 @@ class Issued:
     waited: bool = False
     raised: bool = False
     late: bool = False
+    exception: str = ""
 
     def text(self) -> str:
         """The call in words."""
@@ -86,7 +89,7 @@ class Issued:
 
     def made(self) -> messages.Made:
         """The call as messages list it."""
-        return self.rank, self.text(), self.place
+        return self.rank, self.text() + while_handling(self.exception), self.place
 
 
 # ---- Collectives ---------------------------------------------------------------------------------

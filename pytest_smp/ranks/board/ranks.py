@@ -36,6 +36,7 @@ class RankState:
         inside: the call that its main thread makes and has not come back from, unless it waits.
         failed: the call that it has just raised out of.
         raised: whether any call of this run has raised.
+        exception: what its main thread handled at its last call or wait, in words; empty if nothing.
         last: the call that it made last, on any thread.
         place: where it waits.
         block: the block of ``smp.raises`` that it is in.
@@ -57,6 +58,7 @@ class RankState:
         self.failed: Issued | None = None
         self.last: Issued | None = None
         self.place: Place | None = None
+        self.exception = ""
         self.block: RaisesBlock | None = None
         self.unsure = self.accompanied = self.ended = self.raised = False
         self.calls: dict[int, Issued] = {}  # those that a record may still name
@@ -200,6 +202,7 @@ class RankState:
         if call.number in self.calls:
             raise ValueError("two calls of one number")
         call.late = self.raised
+        call.exception = "" if thread == records.OTHER else self.exception
         if thread == records.OTHER:
             self.unsure = True
         else:
@@ -209,6 +212,9 @@ class RankState:
         self.calls[call.number] = self.last = call
         self.failed = None
         self._calls_of_all.issued(call, partners or [])
+
+    def _handle(self, exception: str) -> None:
+        self.exception = exception
 
     def _took(self, number: int, source: int) -> None:
         call = self.calls.get(number)
@@ -293,5 +299,6 @@ _READ: dict[str, Callable[..., None]] = {
     records.WAITS: RankState._wait,
     records.DONE: RankState._done,
     records.FAILED: RankState._fail,
+    records.HANDLES: RankState._handle,
     records.INSIDE: RankState._enter_block,
 }

@@ -21,6 +21,7 @@ from pytest_smp.ranks.board.records import ACCOMPANIED, FRAMES, MAIN, OTHER, enc
 from pytest_smp.ranks.protocols import RaisesBlock
 from smp_core.errors import CollectiveMismatchError
 from smp_core.transport import messages, stack_frames
+from smp_core.transport.handled import exception_text
 from smp_core.transport.messages import Size
 from smp_core.transport.peers import ANY, Source
 from smp_core.transport.protocols import Group
@@ -89,6 +90,7 @@ class BoardRecorder:
         self.run = 0  # the number of begins, by which others notice a new run
         self._write, self._on, self._pid = write, False, 0
         self._words = b""  # records that must precede the next one, written with it
+        self._exception = ""  # that the main thread handles, as it was last told
         self._lock = threading.Lock()
         self.inside = _Depth()
         self._main = self._threads = self._number = 0
@@ -112,7 +114,7 @@ class BoardRecorder:
         self._main, self._threads = _thread.get_ident(), _thread._count()
         self._number, self._on, self._pid = 0, True, os.getpid()
         self.run += 1
-        self._words = encode(records.BEGIN, run)
+        self._words, self._exception = encode(records.BEGIN, run), ""
 
     def end(self) -> None:
         """The body is over, however it ended; nothing is recorded any more."""
@@ -150,6 +152,7 @@ class BoardRecorder:
             with self.quiet():
                 yield
             return
+        self._note_exception()
         with self._lock:
             number = self._next()
             shown = messages.group_text(group.name, group.ranks)
@@ -178,6 +181,7 @@ class BoardRecorder:
         self, group: int, key: object, describe: Callable[[], Description], place: int | None = None
     ) -> int:
         """A call that all members of the group join. ``key`` stands for the description."""
+        self._note_exception()
         with self._lock:
             number, description = self._next(), self._description(key, describe)
             where = self._place(sys._getframe(1)) if place is None else place
@@ -200,6 +204,7 @@ class BoardRecorder:
 
         The number is recorded as the caller gave it: the group may have no such member.
         """
+        self._note_exception()
         with self._lock:
             number, description = self._next(), self._description(key, describe)
             where, thread = self._place(sys._getframe(1)), self._thread()
@@ -226,6 +231,7 @@ class BoardRecorder:
 
     def waits(self, numbers: Sequence[int]) -> None:
         """This thread waits until these calls are over."""
+        self._note_exception()
         with self._lock:
             place = self._place(sys._getframe(1))
             self._tell(_WAITS % (_listed(numbers), place, self._thread()))
@@ -260,6 +266,18 @@ class BoardRecorder:
             (first, last) if isinstance(first, str) else (first.operation, first.brings)
         )
         self.calls.append(call_record(self.rank, operation, self._members[group], specs))
+
+    def _note_exception(self) -> None:
+        """Have the next record preceded by the exception that the main thread handles, if that has changed."""
+        error = sys.exception()
+        if (error is None and not self._exception) or _thread.get_ident() != self._main:
+            return
+        with self.quiet():  # the exception's class makes the text, and may communicate
+            text = exception_text(error)
+        if text != self._exception:
+            self._exception = text
+            with self._lock:
+                self._words += encode(records.HANDLES, text)
 
     # Inside; the caller has the lock.
 

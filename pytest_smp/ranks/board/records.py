@@ -31,6 +31,7 @@ WAITS = "w"  # numbers, place, thread
 DONE = "f"  # numbers: the rank has learnt that they are over
 INSIDE = "n"  # place, count, ranks: a block of smp.raises, or an empty place outside of any
 FAILED = "!"  # numbers: waiting for them has raised
+HANDLES = "h"  # exception: the main thread handles it from now on, or none
 
 #: The thread that makes a call or waits: the rank's main thread, alone; the main thread, while the body
 #: has other Python threads that may communicate as well; another thread.
@@ -55,6 +56,7 @@ SHAPES: dict[str, tuple[type, ...]] = {
     DONE: (list,),
     INSIDE: (str, int, list),
     FAILED: (list,),
+    HANDLES: (str,),
 }
 
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode

@@ -47,7 +47,7 @@ from smp_core.errors import (
     SmpError,
     VerdictError,
 )
-from smp_core.transport import current_rank, stack_frames
+from smp_core.transport import current_rank, handled, stack_frames
 from smp_core.transport.diagnosis import ranks_text, wait_lines
 from smp_core.transport.launchers import launch_variables
 
@@ -216,7 +216,11 @@ class ThreadExecutor(Executor):
         thread_states = [ThreadState(rank, thread.turn) for rank, thread in enumerate(threads)]
         isolation = Isolation(size, job.seed, _variables(size))
         scheduler = Scheduler(
-            thread_states, isolation, lambda ranks: _places(threads, ranks), job.schedule
+            thread_states,
+            isolation,
+            lambda ranks: _places(threads, ranks),
+            job.schedule,
+            lambda ranks: _exceptions(threads, ranks),
         )
         fabric = self._make_fabric(size)
         make: Callable[..., RankContext] = RankContext
@@ -389,6 +393,15 @@ def _places(
     }
 
 
+def _exceptions(threads: list[_RankThread], ranks: Iterable[int]) -> dict[int, str]:
+    """The exception that each of these ranks handles, in words, by one look at all threads."""
+    exceptions = handled.thread_exceptions()
+    return {
+        rank: handled.exception_text(exceptions.get(threads[rank].thread.ident or 0))
+        for rank in ranks
+    }
+
+
 def _interrupt(thread: threading.Thread) -> None:
     """Raise Cancelled in a thread at its next bytecode: ends a loop in Python, not one in C."""
     assert thread.ident is not None
@@ -411,6 +424,7 @@ def _captured(size: int) -> Iterator[tuple[_Output, _Output]]:
 def _unfinished(scheduler: Scheduler, contexts: list[RankContext]) -> dict[int, Outcome]:
     """The outcome of each rank that has not returned when time is up, with its state in words."""
     unfinished = {}
+    exceptions = scheduler.exceptions(range(len(contexts)))
     for context in contexts:
         rank, waiting, kind = context.rank, context.thread_state.waiting, OutcomeKind.STUCK
         if context.thread_state.finished:
@@ -420,6 +434,7 @@ def _unfinished(scheduler: Scheduler, contexts: list[RankContext]) -> dict[int, 
         elif waiting is not None:
             missing = ranks_text(waiting.missing(rank))
             detail = f"waits in {waiting.describe(rank)} for {missing}"
+            detail += handled.while_handling(exceptions[rank])
         elif context.thread_state is scheduler.running:
             detail = "never came back: it computes, or waits where the scheduler cannot see"
         else:

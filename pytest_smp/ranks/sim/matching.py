@@ -15,6 +15,7 @@ from pytest_smp.ranks.sim.rank_context import RankContext
 from smp_core.errors import CollectiveMismatchError
 from smp_core.transport import messages, stack_frames
 from smp_core.transport.call_lines import Line, add_lines, line_of
+from smp_core.transport.handled import while_handling
 from smp_core.transport.protocols import Group
 from smp_core.transport.stack_frames import Place
 
@@ -173,11 +174,15 @@ class Mismatch:
         for rank, place in self._context.scheduler.locate(unknown).items():
             calls[rank].place = place  # each waits in this call, or makes it now
         said = {rank: (call.operation, call.fields) for rank, call in calls.items()}
-        made = [(rank, call.text(), call.place) for rank, call in calls.items()]
+        exceptions = self._context.scheduler.exceptions(calls)
+        made = [
+            (rank, call.text() + while_handling(exceptions[rank]), call.place)
+            for rank, call in calls.items()
+        ]
         what = messages.differing([*said.values()])
         error = messages.mismatch(meeting.number, meeting.channel.shown, what, made, said)
         if meeting.number > 1:  # of the first, the text above has the lines
             meeting.channel.note_lines(self._context, meeting.number, [*calls.values()])
         lines = [call.line for call in calls.values()]
         add_lines(error, self._context.scheduler.call_lines.tell(lines, [meeting.channel]))
-        return error, messages.by_what_they_say(said)[0][0]
+        return error, messages.rank_to_blame(said, exceptions)

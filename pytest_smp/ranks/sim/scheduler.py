@@ -76,6 +76,10 @@ def _issued(operation: Operation, rank: int) -> Place | None:
     return place
 
 
+def _no_exceptions(ranks: Iterable[int]) -> dict[int, str]:
+    return dict.fromkeys(ranks, "")
+
+
 class ThreadState:
     """One rank's place in the scheduler: the lock it sleeps on, and what it waits for."""
 
@@ -98,6 +102,7 @@ class Scheduler:
         isolation: Isolation,
         locate: Callable[[Iterable[int]], dict[int, Place | None]],
         schedule: Schedule = ROUND_ROBIN,
+        exceptions: Callable[[Iterable[int]], dict[int, str]] = _no_exceptions,
     ) -> None:
         self.thread_states = thread_states
         self.ended = False
@@ -111,7 +116,7 @@ class Scheduler:
         self.stuck: list[diagnosis.Wait] = []  # the waits when no rank could run
         self._ready: collections.deque[ThreadState] = collections.deque(thread_states)
         self._isolation = isolation
-        self.locate = locate
+        self.locate, self.exceptions = locate, exceptions
         self._given_up = False
         self._must_raise: ThreadState | None = (
             None  # the root of a verdict, until its thread raises it
@@ -326,6 +331,7 @@ class Scheduler:
         self._must_raise = thread_state
 
     def _waits(self) -> list[diagnosis.Wait]:
+        exceptions = self.exceptions(range(len(self.thread_states)))
         places = self.locate(
             thread_state.rank
             for thread_state in self.thread_states
@@ -339,6 +345,7 @@ class Scheduler:
                 places[thread_state.rank],
                 getattr(thread_state.waiting, "hint", None),
                 _issued(thread_state.waiting, thread_state.rank),
+                exceptions[thread_state.rank],
             )
             for thread_state in self.thread_states
             if thread_state.waiting is not None

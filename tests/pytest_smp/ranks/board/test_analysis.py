@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -276,6 +278,63 @@ def test_a_member_that_returned() -> None:
     assert finding.root == 0
     assert {*finding.waits} == {0, 1}
     assert finding.waits[1].startswith("rank 1 waits in all_reduce(")
+
+
+def _handling(error: Exception, act: Callable[[], object]) -> None:
+    try:
+        raise error
+    except type(error):
+        act()
+
+
+class Talkative(Exception):
+    """An exception whose text is made by a collective."""
+
+    def __str__(self) -> str:
+        self.args[0].enters("smp.allgather()")
+        raise ValueError("no text")
+
+
+def test_an_exception_that_a_rank_handles_is_told_with_its_wait() -> None:
+    board, ranks = world(3)
+    ranks[0].joins(ALL_REDUCE)
+    _handling(RuntimeError("bad batch 17\nand more"), lambda: ranks[1].enters("smp.barrier"))
+    ranks[2].returns()
+    finding = later(board)
+    call = r"smp\.barrier\(\) \[group WORLD, call 1\]"
+    told = r", while it handles RuntimeError: bad batch 17 \(test_analysis.py:\d+\)"
+    first = deadlock(finding).splitlines()[1]
+    assert re.fullmatch(rf"  rank 1 waits in {call} for ranks 0, 2{told}", first)
+    assert finding is not None
+    assert finding.root == 1
+    assert re.match(rf"in {call}, waiting for ranks 0, 2{told}\n", board.where(1))
+
+
+def test_an_exception_is_told_of_the_calls_that_were_made_while_it_was_handled() -> None:
+    board, (one, other) = world(2)
+    _handling(KeyError(), lambda: one.does(BARRIER))
+    other.does(BARRIER)
+    one.joins(ALL_REDUCE)
+    other.joins(ALL_REDUCE_MAX)
+    assert "handles" not in mismatch(board.look((), 0.0))
+
+
+@pytest.mark.parametrize("odd", range(2))
+def test_calls_of_a_rank_that_handles_an_exception_are_the_odd_ones(odd: int) -> None:
+    board, ranks = world(2)
+    _handling(KeyError(), lambda: ranks[odd].joins(BARRIER))
+    ranks[1 - odd].joins(ALL_REDUCE)
+    finding = board.look((), 0.0)
+    assert f"\n  rank {odd}: barrier(), while it handles KeyError (" in mismatch(finding)
+    assert finding is not None
+    assert finding.root == odd
+
+
+def test_the_text_of_an_exception_is_made_by_nobody_s_call() -> None:
+    board, ranks = world(2)
+    error = Talkative(ranks[0])
+    _handling(error, lambda: ranks[0].enters("smp.barrier()"))
+    assert "while it handles Talkative (" in board.where(0)
 
 
 def test_one_look_is_not_enough() -> None:

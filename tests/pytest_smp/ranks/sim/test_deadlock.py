@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import distributed as dist
 
 from pytest_smp.ranks.backends import open_backend
@@ -37,6 +39,62 @@ def ones(count: int = 1) -> torch.Tensor:
 
 
 # The wait-for graph.
+
+
+@given(
+    st.integers(2, 4).flatmap(lambda size: st.tuples(st.just(size), st.integers(0, size - 1))),
+    st.sampled_from(["barrier", "all_reduce", "recv"]),
+)
+def test_an_exception_that_a_rank_handles_while_it_waits_is_told(
+    smp_world: Any, world: tuple[int, int], call: str
+) -> None:
+    """Cleaning up is often a call that no other rank makes; the exception then never leaves the rank."""
+    size, bad = world
+    calls: dict[str, Callable[[], object]] = {
+        "barrier": dist.barrier,
+        "all_reduce": lambda: dist.all_reduce(ones()),
+        "recv": lambda: dist.recv(ones(), (bad + 1) % size),
+    }
+
+    def body() -> None:
+        dist.barrier()
+        group = dist.new_group()
+        try:
+            if dist.get_rank() == bad:
+                raise RuntimeError("bad batch 17\nand more")
+            dist.all_reduce(ones(), group=group)
+        finally:
+            if dist.get_rank() == bad:
+                calls[call]()
+
+    report = smp_world.report(body, ranks=size)
+    lines = deadlock(report)
+    line = body.__code__.co_firstlineno + 5
+    told = f", while it handles RuntimeError: bad batch 17 ({THIS_FILE}:{line})"
+    assert report.root == bad
+    assert lines[1].startswith(f"  rank {bad} waits in {call}")
+    assert lines[1].endswith(told)
+    assert "\n".join(lines).count("while it handles") == 1
+    assert report.outcomes[bad].detail.splitlines()[0].endswith(told)
+
+
+@pytest.mark.parametrize("bad", range(2))
+def test_of_two_calls_that_differ_that_of_a_rank_which_handles_an_exception_is_the_odd_one(
+    smp_world: Any, bad: int
+) -> None:
+    def body() -> None:
+        try:
+            if dist.get_rank() == bad:
+                raise RuntimeError("bad batch 17")
+            dist.all_reduce(ones())
+        finally:
+            dist.barrier()
+
+    report = smp_world.report(body, ranks=2)
+    assert (report.verdict, report.root) == (VerdictKind.MISMATCH, bad)
+    line = body.__code__.co_firstlineno + 3
+    told = f"barrier(), while it handles RuntimeError: bad batch 17 ({THIS_FILE}:{line})"
+    assert f"\n  rank {bad}: {told}\n" in str(report.error)
 
 
 def test_a_rank_has_returned(smp_world: Any) -> None:
