@@ -8,12 +8,13 @@ the runtime belongs to the process.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import operator
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -27,6 +28,7 @@ from smp_core.errors import (
 from smp_core.topology import GroupKind, Topology
 from smp_core.transport import current_rank as rank_threads
 from smp_core.transport import ending as ending  # its exit handler is there before the script's
+from smp_core.transport.diagnosis import ranks_text
 from smp_core.transport.protocols import Fabric, Group
 from smp_core.variables import PARAMETERS
 
@@ -71,13 +73,15 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     as JSON in the environment variable SM_HP_MP_PARAMETERS, win over it (1.2). Calling again
     changes nothing if the configuration is the same or ``None``.
 
-    In a plain script every rank calls it, and it returns when all have: the ranks are those of
+    Every rank calls it, and it returns when all have: it compares what the ranks were given. In a
+    plain script the ranks are those of
     torchrun, mpiexec or srun, or of the default process group if there is one already; a process
     that was started alone is a world of one rank. From then on ``torch.distributed`` is initialised
     where there are several.
 
-    Raises ConfigError for a bad configuration, before any rank is met; AlreadyInitializedError for a
-    different one; BackendError if the other ranks cannot be met.
+    Raises ConfigError for a bad configuration, before any rank is met, and on every rank for
+    configurations that differ between ranks; AlreadyInitializedError for a different one in a further
+    call; BackendError if the other ranks cannot be met.
     """
     context = rank_threads.current()
     if context is not None and context.runtime is None and context.job.parameters:
@@ -91,10 +95,13 @@ def init(config: Mapping[str, Any] | None = None) -> None:
             )
         return
     if context is not None:
-        context.runtime = _build(config, context.fabric)
+        runtime = _build(config, context.fabric)
         if _is_importing(sys._getframe(1)):
             # Simulated ranks share modules: the others will not run this one again, and mean it all the same.
             context.job.automatic_init, context.job.parameters = True, config
+        else:
+            _check_agreement(runtime)
+        context.runtime = runtime
     else:
         rank_threads.refuse_child_thread()
         _Process.runtime = _of_process(config)
@@ -254,7 +261,44 @@ def _of_process(config: Mapping[str, Any] | None) -> Runtime:
     parsed, rendezvous = _parse(config, _launcher_parameters()), find_rendezvous()
     topology = _topology(_Same(parsed), rendezvous.size)
     _warn_of_keys_without_effect(parsed)
-    return Runtime(parsed, topology, rendezvous.join(parsed.ddp_dist_backend))
+    runtime = Runtime(parsed, topology, rendezvous.join(parsed.ddp_dist_backend))
+    _check_agreement(runtime)
+    return runtime
+
+
+def _check_agreement(runtime: Runtime) -> None:
+    """Raise ConfigError, the same on every rank, if the configurations of the ranks differ.
+
+    All ranks call. One exchange of a digest; where digests differ, one of the configurations.
+    """
+    if runtime.size == 1:
+        return
+    # A group of its own: a rank that does not call `init` would take this for a call of the script's.
+    group = Group("smp init", tuple(range(runtime.size)))
+    objects = runtime.fabric.objects
+    if len({*objects.allgather(_digest(_Same(runtime.config)), group)}) > 1:
+        raise ConfigError(_difference(objects.allgather(runtime.config, group)))
+
+
+def _difference(configs: Sequence[Config]) -> str:
+    """The text on configurations that differ, one for each rank in rank order: a line for each key."""
+    # A default that depends on another key differs with that key, which has a line of its own.
+    names = {name for config in configs for name in config.to_parameters()}
+    lines = ["smp.init: the ranks have different configurations, where all need the same one:"]
+    for name in Config.model_fields:
+        ranks: dict[str, list[int]] = {}
+        for rank, config in enumerate(configs):
+            ranks.setdefault(repr(getattr(config, name)), []).append(rank)
+        if name in names and len(ranks) > 1:
+            values = "; ".join(f"{value} on {ranks_text(at)}" for value, at in ranks.items())
+            lines.append(f"  {name}: {values}")
+    return "\n".join(lines)
+
+
+@functools.lru_cache(maxsize=256)
+def _digest(key: _Same) -> str:
+    """A digest of all values of a configuration."""
+    return hashlib.blake2b(repr(dict(key.config)).encode(), digest_size=16).hexdigest()
 
 
 def validate(config: Mapping[str, Any] | None, size: int) -> None:

@@ -41,6 +41,27 @@ def no_permutations(patch: Patch) -> None:
     patch.setattr(runtime, "_parse", parse_strictly)
 
 
+@BUGS.enter("CONF-AGREED")
+def each_rank_its_own(patch: Patch) -> None:
+    """init does not compare the configurations of the ranks"""
+    patch.setattr(runtime, "_check_agreement", lambda made: None)
+
+
+@BUGS.enter("CONF-AGREED")
+def only_others_are_told(patch: Patch) -> None:
+    """rank 0, whose configuration counts, accepts ranks with another one"""
+    check = runtime._check_agreement
+
+    def check_others(made: runtime.Runtime) -> None:
+        try:
+            check(made)
+        except ConfigError:
+            if made.rank:
+                raise
+
+    patch.setattr(runtime, "_check_agreement", check_others)
+
+
 @BUGS.enter("CONF-PARTITIONS", *ASSERTION, ConfigError)
 def no_alias(patch: Patch) -> None:
     """partitions is an unknown key"""

@@ -156,6 +156,15 @@ CONFIGURATION = (
         Level.L0,
         _RANKS,
     ),
+    Requirement(
+        "CONF-AGREED",
+        "Configurations that differ between ranks are refused by init, on every rank in the same words, "
+        "with the keys, the values and the ranks.",
+        "API 1.2; INF: the sources speak of one configuration, and ranks with different ones compute wrong "
+        "gradients or wait for ever",
+        Level.L0,
+        _OBJECTS,
+    ),
 )
 
 GROUPS = (

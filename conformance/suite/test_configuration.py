@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,46 @@ def check_refused(
         messages.append(message)
     for name in names:
         assert all(name in message for message in messages)
+
+
+def initialize_by_rank(configs: list[dict[str, Any]], ranks: list[int]) -> tuple[str | None, bool]:
+    """Call init as ``initialize`` does, with the configuration whose index ``ranks`` has for this rank."""
+    smp.init()
+    rank = smp.rank()
+    smp.shutdown()
+    return initialize(configs[ranks[rank]])
+
+
+@requirement("CONF-AGREED")
+@pytest.mark.filterwarnings("ignore::smp_core.config.IgnoredKeyWarning")  # drawn as well
+@given(data=st.data())
+@on_ranks
+def test_configurations_that_differ_are_refused(smp_world: SmpWorld, data: st.DataObject) -> None:
+    ranks = data.draw(sizes(smp_world, 2), "ranks")
+    first, second = data.draw(st.tuples(neutral, neutral), "configurations")
+    count = data.draw(st.integers(1, 15), "microbatches")
+    first["microbatches"], second["microbatches"] = count, count + 1
+    # A key that a rank leaves out has its default (API 3.1).
+    if count == 1 and data.draw(st.booleans(), "left out"):
+        del first["microbatches"]
+    has = data.draw(st.lists(st.sampled_from([0, 1]), min_size=ranks, max_size=ranks), "has")
+    assume(len({*has}) == 2)
+    seen = smp_world.run(initialize_by_rank, [first, second], has, ranks=ranks, init=False)
+    assert {initialized for _, initialized in seen} == {False}
+    assert len({*seen}) == 1
+    message = str(seen[0][0])
+    for index, config in enumerate([first, second]):
+        value, members = config.get("microbatches", 1), [r for r in range(ranks) if has[r] == index]
+        (text,) = re.findall(rf"\n  microbatches: .*?\b{value} on ranks? ([\d, -]+)", message)
+        assert members_of(text) == members
+    for key in first.keys() & second.keys():
+        assert (f"  {key}: " in message) == (first[key] != second[key])
+
+
+def members_of(text: str) -> list[int]:
+    """The ranks of a text such as 0-2, 5."""
+    bounds = [part.partition("-") for part in text.replace(" ", "").strip(",").split(",")]
+    return [rank for low, _, high in bounds for rank in range(int(low), int(high or low) + 1)]
 
 
 @requirement("CONF-VALID")
