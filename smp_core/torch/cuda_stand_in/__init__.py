@@ -27,9 +27,10 @@ def _patch(stack: contextlib.ExitStack) -> None:
         stack.enter_context(requests.replaced(owner, name, wrap))
     stack.enter_context(requests.moving_lazy_parameters())
     stack.enter_context(requests.loading())
+    stack.enter_context(requests.late_parts())
     factories = {(module, name) for module, name in names.factories()}
     for module, shown_names in list(names.views()):
-        passed_on = {name: "torch.nn" for name in shown_names if (module, name) in factories}
+        passed_on = {name: names.PASSING_ON for name in shown_names if (module, name) in factories}
         stack.enter_context(shown(module, shown_names, passed_on))
 
 

@@ -68,6 +68,9 @@ def _make_generator(_: type, device: str | torch.device | int = "cpu") -> torch.
 
 # Factories
 
+#: The packages of torch that hand a script's device to factories.
+PASSING_ON = ("torch.nn", "torch.distributed", "torch.optim")
+
 
 def factories() -> Iterator[tuple[ModuleType, str]]:
     """The functions of torch that take ``device=``, by module and name: those that torch lists, and those that take

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.abc
+import importlib.machinery
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 
 import torch
 import torch.utils._device
 import torch.utils.data.dataloader
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -183,6 +187,48 @@ def _cpu_replica(original: Callable[..., object]) -> Callable[..., object]:
     return __init__
 
 
+def _cpu_mesh(original: Callable[..., object]) -> Callable[..., object]:
+    """For ``DeviceMesh``, whose kind of device decides where tensors of its ranks are."""
+
+    def __init__(self: object, device_type: str, *args: object, **kwargs: object) -> None:
+        original(self, type_name(device_type), *args, **kwargs)
+
+    return __init__
+
+
+def _cpu_shards(original: Callable[..., object]) -> Callable[..., object]:
+    """For ``FullyShardedDataParallel``, which looks for a GPU unless it is told the CPU."""
+    signature = inspect.signature(original)
+
+    def __init__(*args: object, **kwargs: object) -> None:
+        given = signature.bind(*args, **kwargs)
+        given.arguments["device_id"] = _CPU
+        original(*given.args, **given.kwargs)
+
+    return __init__
+
+
+def _cpu_stage(original: Callable[..., object]) -> Callable[..., object]:
+    """For stages of ``torch.distributed.pipelining``, which receive on their device."""
+    signature = inspect.signature(original)
+
+    def __init__(*args: object, **kwargs: object) -> None:
+        given = signature.bind(*args, **kwargs)
+        given.arguments["device"] = host(given.arguments["device"])
+        original(*given.args, **given.kwargs)
+
+    return __init__
+
+
+def _unchecked(original: Callable[..., object]) -> Callable[..., object]:
+    """For FSDP's check that states to be broadcast are on a GPU."""
+
+    def check(module_states: object) -> None:
+        """Any backend of ranks on the CPU broadcasts them."""
+
+    return check
+
+
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 #: A function of the one that it replaces.
@@ -208,12 +254,13 @@ METHODS: tuple[tuple[type, str, Wrap], ...] = (
     (torch.amp.GradScaler, "__init__", _cpu_scaler),
     (torch.autocast, "__init__", _cpu_autocast),
     (DistributedDataParallel, "__init__", _cpu_replica),
+    (DeviceMesh, "__init__", _cpu_mesh),
 )
 
 
 @contextlib.contextmanager
-def replaced(owner: type, name: str, wrap: Wrap) -> Iterator[None]:
-    """While entered, the class has the wrapped method; afterwards its namespace is as it was."""
+def replaced(owner: object, name: str, wrap: Wrap) -> Iterator[None]:
+    """While entered, the class or module has the wrapped function; afterwards its namespace is as it was."""
     own = vars(owner).get(name)
     setattr(owner, name, functools.wraps(getattr(owner, name))(wrap(getattr(owner, name))))
     try:
@@ -236,6 +283,64 @@ def moving_lazy_parameters() -> Iterator[None]:
     finally:
         for move in moves:
             allowed.remove(move)
+
+
+# Parts of torch that a script imports, because their import takes seconds
+
+
+#: The functions that are replaced when their module is loaded, by its name: class ("" for none), function, and wrap.
+LATE: dict[str, tuple[str, str, Wrap]] = {
+    "torch.distributed.fsdp._init_utils": (
+        "",
+        "_check_module_states_for_sync_module_states",
+        _unchecked,
+    ),
+    "torch.distributed.fsdp.fully_sharded_data_parallel": (
+        "FullyShardedDataParallel",
+        "__init__",
+        _cpu_shards,
+    ),
+    "torch.distributed.pipelining.stage": ("_PipelineStageBase", "__init__", _cpu_stage),
+}
+
+
+class _LateModules(importlib.abc.MetaPathFinder):
+    """Calls a function with each module of LATE that is imported from now on."""
+
+    def __init__(self, patch: Callable[[ModuleType], None]) -> None:
+        self._patch = patch
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if name in LATE else None
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                self._patch(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+@contextlib.contextmanager
+def late_parts() -> Iterator[None]:
+    """While entered, FSDP and pipeline stages compute on the CPU, whenever a script imports them."""
+    with contextlib.ExitStack() as stack:
+
+        def patch(module: ModuleType) -> None:
+            owner, name, wrap = LATE[module.__name__]
+            stack.enter_context(replaced(getattr(module, owner) if owner else module, name, wrap))
+
+        for name in LATE:
+            if name in sys.modules:
+                patch(sys.modules[name])
+        finder = _LateModules(patch)
+        sys.meta_path.insert(0, finder)
+        stack.callback(sys.meta_path.remove, finder)
+        yield
 
 
 # Saved files

@@ -29,14 +29,12 @@ def inside(frame: FrameType) -> bool:
     return _is_inside(frame.f_globals.get("__name__"))
 
 
-def _attribute(name: str, answers: dict[str, object], passing_on: str | None) -> property:
-    """The property for one name. Readers in the package ``passing_on`` get the stand-in although they are inside."""
-    there = f"{passing_on}."
+def _attribute(name: str, answers: dict[str, object], passing_on: tuple[str, ...]) -> property:
+    """The property for one name. Readers in the packages ``passing_on`` get the stand-in although they are inside."""
+    there = tuple(f"{package}." for package in passing_on)
 
     def truthful(frame: FrameType) -> bool:
-        return inside(frame) and not (
-            passing_on and f"{frame.f_globals['__name__']}.".startswith(there)
-        )
+        return inside(frame) and not f"{frame.f_globals['__name__']}.".startswith(there)
 
     def read(module: ModuleType) -> object:
         if not truthful(sys._getframe(1)):
@@ -67,16 +65,18 @@ def _reduce(module: ModuleType) -> tuple[object, ...]:
 
 @contextlib.contextmanager
 def shown(
-    module: ModuleType, answers: Mapping[str, object], passing_on: Mapping[str, str] = {}
+    module: ModuleType,
+    answers: Mapping[str, object],
+    passing_on: Mapping[str, tuple[str, ...]] = {},
 ) -> Iterator[None]:
     """While entered, readers outside of ``INSIDE`` see the answers in the module.
 
-    ``passing_on`` names, for attributes that need it, a package inside whose modules get the answer, too.
+    ``passing_on`` names, for attributes that need it, packages inside whose modules get the answer, too.
     """
     own = dict(answers)
     kept = module.__class__
     attributes: dict[str, object] = {
-        name: _attribute(name, own, passing_on.get(name)) for name in own
+        name: _attribute(name, own, passing_on.get(name, ())) for name in own
     }
     module.__class__ = type(
         kept.__name__, (kept,), {**attributes, "__slots__": (), "__reduce__": _reduce}

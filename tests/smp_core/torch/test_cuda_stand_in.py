@@ -7,6 +7,7 @@ import copy
 import io
 import pickle
 import re
+import subprocess
 import sys
 import textwrap
 import types
@@ -22,7 +23,13 @@ import torch
 import torch.utils._device
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
 import smp_core.torch as engine
@@ -537,6 +544,96 @@ def test_a_replica_of_torch_takes_device_numbers(smp: Any) -> None:
         model(torch.tensor([[smp.rank() + 1.0]], device=device)).sum().backward()
         assert module.weight.grad is not None
         assert module.weight.grad.item() == 1.5
+
+
+def _meshes() -> None:
+    mesh = init_device_mesh("cuda", (2, 1), mesh_dim_names=("shard", "tensor"))
+    DeviceMesh("cuda", [0, 1])
+    DeviceMesh.from_group(dist.group.WORLD, "cuda")
+    assert mesh["shard"].get_local_rank() == dist.get_rank()
+    assert mesh.device_type == "cpu"
+
+
+def _distributed_tensors() -> None:
+    mesh = init_device_mesh("cuda", (2,))
+    tensor = distribute_tensor(torch.arange(4.0, device="cuda"), mesh, [Shard(0)]).cuda()
+    assert tensor.full_tensor().tolist() == [0, 1, 2, 3]
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).cuda()
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    model(torch.ones(2, 4, device="cuda")).sum().backward()
+
+
+def _fsdp2() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cuda", (2,)))
+    model.to_empty(device="cuda").reset_parameters()
+    model(torch.ones(2, 4, device="cuda")).sum().backward()
+
+
+def _fsdp1() -> None:
+    for options in (
+        {},
+        {"device_id": torch.cuda.current_device()},
+        {"device_id": torch.device("cuda", 0), "sync_module_states": True},
+        {"device_mesh": init_device_mesh("cuda", (2,))},
+    ):
+        model = FullyShardedDataParallel(nn.Linear(4, 4), **options)
+        model(torch.ones(2, 4, device="cuda")).sum().backward()
+
+
+def _stages() -> None:
+    rank = dist.get_rank()
+    stage = PipelineStage(nn.Linear(4, 4).cuda(), rank, 2, torch.device("cuda", rank))
+    schedule = ScheduleGPipe(stage, 2)
+    schedule.step(*(() if rank else (torch.ones(4, 4),)))
+
+
+def _groups_and_objects() -> None:
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda:0"))
+    dist.barrier(device_ids=[torch.cuda.current_device()])
+    objects = [dist.get_rank()]
+    dist.broadcast_object_list(objects, 1, device=torch.device("cuda"))
+    assert objects == [1]
+
+
+def _averages() -> None:
+    torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2), device="cuda")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_torchs_own_code_takes_the_device_type_cuda(smp_world: Any) -> None:
+    def body(part: Callable[[], None]) -> None:
+        with cuda_stand_in.installed(2):
+            torch.cuda.set_device(dist.get_rank())
+            part()
+            dist.destroy_process_group()  # with those of meshes
+
+    for part in (
+        *(_meshes, _distributed_tensors, _fsdp2, _fsdp1, _stages),
+        *(_groups_and_objects, _averages),
+    ):
+        smp_world.run(body, part, ranks=2)
+
+
+def test_what_a_script_imports_late_takes_it_as_well() -> None:
+    """In a process of its own: here others have imported it."""
+    code = """
+        import sys
+        import torch
+        from smp_core.torch import cuda_stand_in
+        from smp_core.torch.cuda_stand_in import requests
+        assert not requests.LATE.keys() & sys.modules.keys()
+        with cuda_stand_in.installed(1):
+            import torch.distributed.fsdp, torch.distributed.pipelining
+            owners = [
+                (getattr(sys.modules[module], owner) if owner else sys.modules[module], name)
+                for module, (owner, name, _) in requests.LATE.items()
+            ]
+            shown = [getattr(*each) for each in owners]
+        assert [getattr(*each) for each in owners] == [each.__wrapped__ for each in shown]
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
 
 
 @pytest.mark.smp(ranks=4)
