@@ -9,8 +9,10 @@ backend has taken it: one that it refuses is withdrawn.
 may be of different ages; that does no harm. Suppose that one of these ranks had gone on since, and
 take the first: its wait ended because of calls that other ranks made before they went on from
 where their records end, so all of those calls are on the board, and the wait is not one that cannot
-end. The rule needs that nobody else can help a rank: a body with Python threads of its own, or one
-that does not wait in what is recorded, keeps the verdict away, and the time limit decides.
+end. The rule needs that nobody else can help a rank: a body with Python threads of its own, a function
+of the body's that a future may run by now, or a rank that does not wait in what is recorded, keeps the
+verdict away, and the time limit decides. This project's own threads (helper_threads) never help: they
+communicate for the rank's thread while that one sleeps, or not at all.
 
 A wait that *surely* cannot end (see calls) counts at once. One that would not end on `sim`, and
 might on a backend that lets calls end early, or refuses them late, counts once nothing has happened
@@ -346,7 +348,7 @@ class Board:
     # Deadlocks.
 
     def _deadlock(self, pending: list[RankState], now: float) -> Finding | None:
-        if not pending or any(state.unsure for state in self._ranks):
+        if not pending or any(state.unsure or state.has_callbacks() for state in self._ranks):
             return None
         waits: list[Wait] = []
         sure, elements = True, 0
@@ -529,7 +531,8 @@ class Board:
         for state in self._ranks:
             for call in state.calls.values():
                 direct = call.place is None or call.place.direct
-                if call not in left and direct and not isinstance(call, Handover):
+                awaited = call.has_future or isinstance(call, Handover)
+                if call not in left and direct and not awaited:
                     name = call.description.operation if isinstance(call, Joined) else call.text()
                     found.append(
                         (call.rank, f"{name} was never waited for{messages.at(call.place)}")

@@ -7,10 +7,13 @@ Python, so it is not compared.
 Note [Waits in C++]
 
 The caller in C++ also waits in C++, where we see nothing. Three kinds of waits are known. Functional
-collectives wait in ``wait_tensor``, an operator too. The check of parameters with which DDP begins waits
-for each call at once. DDP's reducer waits for its buckets when the backward pass is over, in a callback
-that it queues behind the last bucket; a callback queued at the first bucket runs just before. Any other
-caller in C++ is taken to go on, so that no verdict follows from its calls alone.
+collectives wait in ``wait_tensor``, an operator too. Some functions wait for their own calls, such as
+DDP's broadcast of buffers (see _WAIT_THEMSELVES). DDP's reducer waits for its buckets when the backward
+pass is over (backward_passes). Any other caller in C++ is taken to go on, so that no verdict follows from
+its calls alone.
+
+A function that waits for its own calls may issue another one before it waits. Verdicts stay right, because its
+calls are on one group and in order, so a rank that the next one helps has got past those before.
 """
 
 from __future__ import annotations
@@ -21,12 +24,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import autograd
 from torch import distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 from torch.multiprocessing import reductions
 
 from pytest_smp.ranks.board import fingerprint
+from pytest_smp.ranks.board.backward_passes import BackwardPasses
 from pytest_smp.ranks.board.fingerprint import Key, specs
 from pytest_smp.ranks.board.groups import GroupRegistry, Known
 from pytest_smp.ranks.board.recorder import UNKNOWN, BoardRecorder
@@ -35,7 +38,7 @@ from smp_core.transport.peers import ANY
 # Parts of torch that have no types.
 _Library: Any = torch.library.Library
 _StorageWeakRef: Any = reductions.StorageWeakRef
-_engine: Any = autograd.Variable._execution_engine
+_Reducer: Any = vars(dist)["Reducer"]
 
 #: By name of the operator: the position of its process group, and the key of the call.
 _COLLECTIVES: dict[str, tuple[int, Callable[[Any], Key]]] = {
@@ -87,21 +90,27 @@ _OPERATORS = {
 _MOST_TRACKED = 256  # calls whose tensors are looked through for those that are gone
 
 
-class _Thread(threading.local):
-    """The state of one thread: the calls issued in DDP's first check, the depth of backward passes, and the
-    calls issued in those.
-    """
+#: Functions of torch, in C++, that return once their calls are over, by owner and name.
+_WAIT_THEMSELVES: tuple[tuple[Any, str], ...] = (
+    (dist, "_verify_params_across_processes"),
+    (dist, "_broadcast_coalesced"),
+    (_Reducer, "_rebuild_buckets"),
+)
 
-    checked: list[int] | None = None
-    passes = 0
-    issued: list[int] | None = None
+
+class _Thread(threading.local):
+    """The calls of this thread that the function of _WAIT_THEMSELVES that it is in has issued, or None."""
+
+    awaited: list[int] | None = None
 
 
 class Dispatched:
     """Puts the kernels in place and takes them away."""
 
-    def __init__(self, recorder: BoardRecorder, registry: GroupRegistry) -> None:
-        self._recorder, self._registry = recorder, registry
+    def __init__(
+        self, recorder: BoardRecorder, registry: GroupRegistry, passes: BackwardPasses
+    ) -> None:
+        self._recorder, self._registry, self._passes = recorder, registry, passes
         self._libraries: list[Any] = []
         self._undo: list[tuple[Any, str, Any]] = []
         self._thread = _Thread()
@@ -120,13 +129,12 @@ class Dispatched:
         functional = _Library("_c10d_functional", "IMPL")
         self._put(functional, "wait_tensor", self._wait_tensor)
         self._libraries = [library, functional]
-        for owner, name, wrapper in (
-            (dist, "_verify_params_across_processes", self._check),
-            (autograd, "_engine_run_backward", self._backward),
-        ):
-            original = vars(owner)[name]
-            self._undo.append((owner, name, original))
-            setattr(owner, name, functools.wraps(original)(functools.partial(wrapper, original)))
+        waiting = [
+            (owner, name, self._waiting(vars(owner)[name])) for owner, name in _WAIT_THEMSELVES
+        ]
+        for owner, name, wrapper in (*waiting, *self._passes.wrappers()):
+            self._undo.append((owner, name, vars(owner)[name]))
+            setattr(owner, name, wrapper)
 
     def uninstall(self) -> None:
         """Take the kernels away."""
@@ -153,9 +161,12 @@ class Dispatched:
 
     # Calls.
 
-    def _seen(self, issue: Callable[[Any], int | None], go_on: Callable[[], Any], args: Any) -> Any:
+    def _seen(
+        self, issue: Callable[[Any, bool], int | None], go_on: Callable[[], Any], args: Any
+    ) -> Any:
         recorder = self._recorder
-        number = issue(args)
+        by_reducer = self._passes.calls(2)
+        number = issue(args, by_reducer)
         if number is None:
             return go_on()
         try:
@@ -166,24 +177,28 @@ class Dispatched:
             raise
         recorder.returned(number)
         self._track(number, args[0])
-        thread = self._thread
-        if thread.checked is not None:
-            thread.checked.append(number)
-            recorder.waits((number,))
-        elif thread.passes == 1:
-            self._bucket(number)
+        awaited = self._thread.awaited
+        if awaited is not None:
+            awaited.append(number)
+            recorder.waits(awaited)
+        elif by_reducer:
+            self._passes.awaits((number,))
         return result
 
-    def _collective(self, at: int, key_of: Callable[[Any], Key], args: Any) -> int | None:
+    def _collective(
+        self, at: int, key_of: Callable[[Any], Key], args: Any, by_reducer: bool
+    ) -> int | None:
         group = self._group(args[at])
         if group is None:
             return None
         key, size = key_of(args), len(group.ranks)
+        if by_reducer and key.op is UNKNOWN:
+            key = key._replace(op="SUM")  # it divides by itself
         return self._recorder.collective(
             group.number, (key, size), lambda: fingerprint.describe(key, size)
         )
 
-    def _post(self, sends: bool, named: bool, args: Any) -> int | None:
+    def _post(self, sends: bool, named: bool, args: Any, by_reducer: bool) -> int | None:
         group = self._group(args[1])
         if group is None:
             return None
@@ -215,49 +230,21 @@ class Dispatched:
         entry = self._tracked.pop(args[0].untyped_storage()._cdata, None)
         if entry is None or entry[0].expired() or self._run != recorder.run:
             return go_on()
-        recorder.waits((entry[1],))
-        try:
-            with recorder.quiet():
-                result = go_on()
-        except BaseException:
-            recorder.failed((entry[1],))
-            raise
-        recorder.done((entry[1],))
-        return result
+        with recorder.waiting((entry[1],)):
+            return go_on()
 
-    def _check(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _waiting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         thread, recorder = self._thread, self._recorder
-        numbers: list[int] = []
-        thread.checked = numbers
-        try:
-            return original(*args, **kwargs)
-        finally:
-            thread.checked = None
-            if numbers and recorder.active:
-                recorder.done(numbers)
 
-    def _bucket(self, number: int) -> None:
-        thread, recorder = self._thread, self._recorder
-        if thread.issued is None:
-            issued: list[int] = []
-            thread.issued = issued
-            run = recorder.run
-
-            def before_the_reducer_waits() -> None:
-                if recorder.active and recorder.run == run:
-                    recorder.waits(issued)
-
-            _engine.queue_callback(before_the_reducer_waits)
-        thread.issued.append(number)
-
-    def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        thread, recorder = self._thread, self._recorder
-        thread.passes += 1
-        try:
-            return original(*args, **kwargs)
-        finally:
-            thread.passes -= 1
-            if not thread.passes and thread.issued is not None:
-                numbers, thread.issued = thread.issued, None
-                if recorder.active:
+        @functools.wraps(original)
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            numbers: list[int] = []
+            thread.awaited = numbers
+            try:
+                return original(*args, **kwargs)
+            finally:
+                thread.awaited = None
+                if numbers and recorder.active:
                     recorder.done(numbers)
+
+        return wait

@@ -15,10 +15,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from pytest_smp.ranks.board import dispatched, fingerprint
+from pytest_smp.ranks.board.backward_passes import BackwardPasses
+from pytest_smp.ranks.board.futures import Futures
 from pytest_smp.ranks.board.groups import GroupRegistry, Known
 from pytest_smp.ranks.board.native import NativeMethod, native_call
 from pytest_smp.ranks.board.recorder import BoardRecorder
@@ -40,8 +43,10 @@ class Instrument:
     def __init__(self, recorder: BoardRecorder) -> None:
         self._recorder = recorder
         self._registry = GroupRegistry(recorder)
-        self._works = Works(recorder)
-        self._dispatched = dispatched.Dispatched(recorder, self._registry)
+        passes = BackwardPasses(recorder)
+        self._futures = Futures(recorder, passes)
+        self._works = Works(recorder, self._futures, passes)
+        self._dispatched = dispatched.Dispatched(recorder, self._registry, passes)
         self._coalescing = _Coalescing()
         self._undo: list[tuple[Any, str, Any]] = []
         self._seen: weakref.WeakSet[type] = weakref.WeakSet()
@@ -52,12 +57,16 @@ class Instrument:
             self._cover(cls, self._group_method)
         for cls in _family(dist.Work):
             self._cover(cls, self._works.method)
+        for cls in _family(torch._C.Future):
+            self._cover(cls, self._futures.method)
         if not any(owner is c10d for owner, _, _ in self._undo):
             for name, wrap in (
                 ("_new_group_with_tag", self._new_group),
                 ("_register_pg_in_world", self._register),
             ):
                 self._replace(c10d, name, wrap(vars(c10d)[name]))
+            for owner, name, wrapper in self._futures.wrappers():
+                self._replace(owner, name, wrapper)
             self._dispatched.install()
 
     def uninstall(self) -> None:

@@ -77,6 +77,10 @@ class RankState:
         """The calls that the rank is in."""
         return self.waits or ([self.inside] if self.inside is not None else [])
 
+    def has_callbacks(self) -> bool:
+        """Return whether a function of the body's may run, because a call is over or may be."""
+        return any(call.callback and not call.blocked() for call in self.calls.values())
+
     def feed(self, data: bytes) -> int:
         """Read records; return how many counted.
 
@@ -267,6 +271,12 @@ class RankState:
             raise ValueError("ranks must be integers")
         self.block = RaisesBlock(place, count, tuple(ranks)) if place else None
 
+    def _future(self, numbers: list[Any], callback: bool) -> None:
+        for number in numbers:
+            if number in self.calls:
+                call = self.calls[number]
+                call.has_future, call.callback = True, call.callback or callback
+
     def _fail(self, numbers: list[Any]) -> None:
         failed = self.waits[0] if self.waits else None
         for number in numbers:
@@ -301,4 +311,5 @@ _READ: dict[str, Callable[..., None]] = {
     records.FAILED: RankState._fail,
     records.HANDLES: RankState._handle,
     records.INSIDE: RankState._enter_block,
+    records.FUTURE: RankState._future,
 }

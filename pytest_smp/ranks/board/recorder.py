@@ -20,7 +20,7 @@ from pytest_smp.ranks.board import records
 from pytest_smp.ranks.board.records import ACCOMPANIED, FRAMES, MAIN, OTHER, encode
 from pytest_smp.ranks.protocols import RaisesBlock
 from smp_core.errors import CollectiveMismatchError
-from smp_core.transport import messages, stack_frames
+from smp_core.transport import helper_threads, messages, stack_frames
 from smp_core.transport.handled import exception_text
 from smp_core.transport.messages import Size
 from smp_core.transport.peers import ANY, Source
@@ -111,7 +111,7 @@ class BoardRecorder:
         for table in (self._groups, self._places, self._descriptions, self._plumbing):
             table.clear()
         self._members.clear()
-        self._main, self._threads = _thread.get_ident(), _thread._count()
+        self._main, self._threads = _thread.get_ident(), helper_threads.count_other_threads()
         self._number, self._on, self._pid = 0, True, os.getpid()
         self.run += 1
         self._words, self._exception = encode(records.BEGIN, run), ""
@@ -240,6 +240,22 @@ class BoardRecorder:
         """This thread has learnt that these calls are over."""
         self._say(_DONE % _listed(numbers))
 
+    @contextlib.contextmanager
+    def waiting(self, numbers: Sequence[int]) -> Iterator[None]:
+        """While entered, this thread waits until these calls are over; then it has learnt that."""
+        self.waits(numbers)
+        try:
+            with self.quiet():
+                yield
+        except BaseException:
+            self.failed(numbers)
+            raise
+        self.done(numbers)
+
+    def future(self, numbers: Sequence[int], *, callback: bool = False) -> None:
+        """The body has a future of these calls; with ``callback``, it runs a function once they are over."""
+        self._say(encode(records.FUTURE, [*numbers], callback))
+
     def failed(self, numbers: Sequence[int]) -> None:
         """Waiting for these calls has raised."""
         self._say(encode(records.FAILED, [*numbers]))
@@ -295,9 +311,9 @@ class BoardRecorder:
         return self._number
 
     def _thread(self) -> int:
-        if _thread.get_ident() != self._main:
+        if _thread.get_ident() != self._main and helper_threads.acting_thread() != self._main:
             return OTHER
-        return ACCOMPANIED if _thread._count() > self._threads else MAIN
+        return ACCOMPANIED if helper_threads.count_other_threads() > self._threads else MAIN
 
     def _group(
         self, kind: str, name: str, shown: str, generation: int, ranks: tuple[int, ...]

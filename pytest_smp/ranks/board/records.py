@@ -32,6 +32,7 @@ DONE = "f"  # numbers: the rank has learnt that they are over
 INSIDE = "n"  # place, count, ranks: a block of smp.raises, or an empty place outside of any
 FAILED = "!"  # numbers: waiting for them has raised
 HANDLES = "h"  # exception: the main thread handles it from now on, or none
+FUTURE = "u"  # numbers, callback: the body has their future, and maybe a function that runs then
 
 #: The thread that makes a call or waits: the rank's main thread, alone; the main thread, while the body
 #: has other Python threads that may communicate as well; another thread.
@@ -57,6 +58,7 @@ SHAPES: dict[str, tuple[type, ...]] = {
     INSIDE: (str, int, list),
     FAILED: (list,),
     HANDLES: (str,),
+    FUTURE: (list, bool),
 }
 
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode

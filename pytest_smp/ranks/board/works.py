@@ -8,21 +8,25 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from pytest_smp.ranks.board.backward_passes import BackwardPasses
+from pytest_smp.ranks.board.futures import Futures, forget_entry
 from pytest_smp.ranks.board.recorder import BoardRecorder
 
 Method = Callable[..., Any]
 
-#: Methods of a work that end when it is over, or count as having waited for it.
-_WAITS = ("wait", "synchronize", "get_future", "result")
+#: Methods of a work that end when it is over.
+_WAITS = ("wait", "synchronize", "result")
 #: Methods that tell whether it is over.
 _TESTS = ("is_completed", "is_success")
+#: Methods that give its future: by the second name C++ asks a work of Python's.
+_FUTURES = ("get_future", "getFuture")
 
 
 class Works:
     """The works whose end their rank has not learnt of."""
 
-    def __init__(self, recorder: BoardRecorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: BoardRecorder, futures: Futures, passes: BackwardPasses) -> None:
+        self._recorder, self._futures, self._passes = recorder, futures, passes
         self._numbers: dict[int, tuple[weakref.ref[Any], list[int], int]] = {}
         self._anybody: set[int] = set()  # numbers of receives from any source
 
@@ -41,7 +45,7 @@ class Works:
     def add(self, work: Any, numbers: list[int]) -> None:
         """``work`` is of these calls."""
         identity = id(work)
-        forget = functools.partial(_forget, self._numbers, identity)
+        forget = functools.partial(forget_entry, self._numbers, identity)
         self._numbers[identity] = weakref.ref(work, forget), numbers, self._recorder.run
 
     def method(self, name: str, original: Method) -> Method | None:
@@ -50,7 +54,7 @@ class Works:
             return self._waiting(original)
         if name in _TESTS:
             return self._testing(original)
-        return None
+        return self._giving_future(original) if name in _FUTURES else None
 
     def _waiting(self, original: Method) -> Method:
         recorder, numbers_of, done = self._recorder, self._numbers, self._done
@@ -90,8 +94,20 @@ class Works:
 
         return test
 
+    def _giving_future(self, original: Method) -> Method:
+        recorder, numbers_of = self._recorder, self._numbers
 
-def _forget(numbers: dict[int, Any], identity: int, reference: weakref.ref[Any]) -> None:
-    entry = numbers.get(identity)
-    if entry is not None and entry[0] is reference:
-        del numbers[identity]
+        @functools.wraps(original)
+        def get_future(self: Any, *args: Any, **kwargs: Any) -> Any:
+            by_reducer = passes.calls(1)
+            future = original(self, *args, **kwargs)  # where it waits, it does so by ``wait``
+            entry = numbers_of.get(id(self))
+            if entry is not None and entry[2] == recorder.run and recorder.active:
+                recorder.future(entry[1])
+                futures.add(future, entry[1])
+                if by_reducer:
+                    passes.awaits(entry[1])
+            return future
+
+        futures, passes = self._futures, self._passes
+        return get_future

@@ -37,6 +37,7 @@ from pytest_smp.ranks.processes.tasks import LOADED, Done, Forming, JobSpec, Pre
 from pytest_smp.ranks.protocols import INSIDE, Job, Outcome, OutcomeKind
 from smp_core.errors import Cancelled, PayloadError, SmpError, UnsupportedError
 from smp_core.transport import current_rank, stack_frames
+from smp_core.transport.helper_threads import HelperThread
 from smp_core.transport.launchers import RENDEZVOUS, launch_variables
 from smp_core.transport.protocols import RankEnvironment, RankFabric
 
@@ -88,7 +89,7 @@ class _Line:
         self.sent = 0
         self.run = 0  # the number of the run that is on
         self._cancelled = 0
-        self._thread = threading.Thread(target=self._listen, name="smp line", daemon=True)
+        self._thread = HelperThread(target=self._listen, name="smp line", daemon=True)
         self._thread.start()
 
     def _listen(self) -> None:

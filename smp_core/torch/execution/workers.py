@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from smp_core.transport import current_rank as rank_threads
+from smp_core.transport.helper_threads import HelperThread
 
 _SLICE = 1.0  # seconds: an interruption of the rank's own thread takes effect between two waits
 
@@ -31,7 +32,9 @@ class Worker:
         self.turn = _thread.allocate_lock()
         self.turn.acquire()
         self.task: Callable[[], None] | None = None
-        self.thread = threading.Thread(target=self._serve, name="smp worker", daemon=True)
+        self.thread = HelperThread(
+            target=self._serve, name="smp worker", daemon=True, stands_for=pool.thread
+        )
         self.thread.start()
 
     def _serve(self) -> None:
@@ -74,6 +77,7 @@ class WorkerThreads:
         self.context = contextvars.copy_context()
         self.compute_threads = torch.get_num_threads()
         self.rank = rank_threads.current()
+        self.thread = _thread.get_ident()
 
     def acquire(self) -> Worker:
         """Return an idle worker, or a new one. Raises RuntimeError if no thread can be started."""

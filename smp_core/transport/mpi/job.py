@@ -10,6 +10,7 @@ import threading
 from typing import Any
 
 from smp_core.errors import BackendError
+from smp_core.transport.helper_threads import HelperThread
 from smp_core.transport.launchers import Launch
 from smp_core.transport.mpi.library import load
 
@@ -76,7 +77,7 @@ class Pulse:
     def __init__(self, world: Any) -> None:
         self._world = world
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="smp pulse", daemon=True)
+        self._thread = HelperThread(target=self._beat, name="smp pulse", daemon=True)
         self._thread.start()
 
     def _beat(self) -> None:

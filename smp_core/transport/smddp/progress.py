@@ -25,6 +25,7 @@ from typing import NamedTuple, Protocol
 from torch import distributed as dist
 
 from smp_core.transport import ending
+from smp_core.transport.helper_threads import HelperThread
 from smp_core.transport.smddp import futex
 
 _POLL_INTERVAL = 0.1  # seconds between two checks whether the others are alive
@@ -305,7 +306,7 @@ class ProgressLoop:
             thread.end()
 
 
-class _ProgressThread(threading.Thread):
+class _ProgressThread(HelperThread):
     """Advances operations while the threads of the program do something else."""
 
     def __init__(self, loop: ProgressLoop) -> None:

@@ -33,6 +33,8 @@ from collections.abc import Callable, Generator, Iterable
 from itertools import islice
 from typing import NamedTuple
 
+from smp_core.transport.helper_threads import HelperThread
+
 _MAGIC = b"smddp\x00\x00\x01"  # the last byte is the version
 _HELLO = struct.Struct("<8s16s32s")  # the magic, the process that connects, its nonce
 _NONCE, _PROOF = 32, 32  # bytes
@@ -384,7 +386,7 @@ class Streams:
         self._sockets: set[socket.socket] = {self._listener}
         self._listen()
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_wakeup)
-        self._thread = threading.Thread(target=self._run, name="smddp streams", daemon=True)
+        self._thread = HelperThread(target=self._run, name="smddp streams", daemon=True)
         self._thread.start()
 
     def peer(self) -> Peer:

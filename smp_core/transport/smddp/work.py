@@ -36,7 +36,7 @@ class SmddpWork(Work):
         super().__init__()
         self._blockers = blockers
         self._group, self._operation = group, operation
-        self._outputs, self.name = outputs, name
+        self.outputs, self.name = outputs, name
         self._future: Future[Any] | None = None
 
     def done(self) -> bool:
@@ -106,7 +106,7 @@ class SmddpWork(Work):
     def result(self) -> list[torch.Tensor]:
         """The tensors that the operation writes, once it is done."""
         self.wait()
-        outputs: list[torch.Tensor] = self._outputs
+        outputs: list[torch.Tensor] = self.outputs
         return outputs
 
     def source_rank(self) -> int:
@@ -132,7 +132,7 @@ class _FutureResult:
     def _value(self, _: Future[None]) -> Any:
         if self._error is not None:
             raise self._error
-        return self._work.result()
+        return self._work.outputs  # ``result`` would count as a wait of the progress thread's
 
     def ready(self) -> bool:
         return self._work.done()

@@ -13,6 +13,7 @@ from pytest_smp.ranks.board import Board, Finding
 from pytest_smp.ranks.board.fingerprint import Key, describe
 from pytest_smp.ranks.board.recorder import Description
 from smp_core.errors import BackendError, CollectiveMismatchError, DeadlockError
+from smp_core.transport.helper_threads import HelperThread
 from smp_core.transport.peers import ANY
 
 from .streams import (
@@ -532,6 +533,40 @@ def test_threads_of_the_body_keep_a_deadlock_away(when: str) -> None:
     thread.join()
     one.waits(one.posts("irecv", 1))
     assert later(board) is None
+
+
+def test_a_helper_thread_keeps_no_deadlock_away() -> None:
+    """A step's worker runs the body while the rank's own thread sleeps; others never communicate."""
+    board, (one, other) = world(2)
+    other.returns()
+    done = threading.Event()
+    beside = HelperThread(target=done.wait, daemon=True)
+    beside.start()
+
+    def turn() -> None:
+        one.waits(one.posts("irecv", 1))
+
+    worker = HelperThread(target=turn, stands_for=threading.get_ident())
+    worker.start()
+    worker.join()
+    assert "rank 0 waits in recv from rank 1" in deadlock(at_once(board))
+    done.set()
+    beside.join()
+
+
+def test_a_callback_of_a_future_may_help() -> None:
+    """The callback runs in any thread once its call is over."""
+    for joined in (False, True):
+        board, (one, other) = world(2)
+        number = one.starts(ALL_REDUCE)
+        one.recorder.future([number], callback=True)
+        if joined:
+            other.starts(ALL_REDUCE)
+        other.returns()
+        one.waits(one.posts("irecv", 1))
+        assert (later(board) is None) == joined
+        one.recorder.done([number])
+        assert later(board) is not None
 
 
 def test_receives_from_anybody() -> None:

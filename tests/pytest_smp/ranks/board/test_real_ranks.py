@@ -11,6 +11,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -288,9 +289,74 @@ def from_anybody(rank: int) -> None:
         dist.recv(torch.ones(2))
 
 
-@pytest.mark.parametrize("body", [returns_early, both_receive, both_send, from_anybody])
+def by_its_future(rank: int) -> None:
+    for _ in range(2 - rank):
+        dist.all_reduce(torch.ones(2), async_op=True).get_future().wait()  # type: ignore[union-attr]
+
+
+def by_futures_of_it(rank: int) -> None:
+    for _ in range(2 - rank):
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        assert work is not None
+        torch.futures.wait_all([work.get_future().then(lambda future: future.value())])
+
+
+def uneven_ddp(rank: int) -> None:
+    """The second forward pass begins with a broadcast of the order of the buckets."""
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    for _ in range(2 - rank):
+        model(torch.ones(1, 3)).sum().backward()
+
+
+def uneven_ddp_at_last(rank: int) -> None:
+    """The third backward pass waits for its bucket."""
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    for _ in range(3 - rank):
+        model(torch.ones(1, 3)).sum().backward()
+
+
+def uneven_ddp_with_buffers(rank: int) -> None:
+    """A forward pass begins with a broadcast of the buffers, in two parts."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    for _ in range(2 + rank):
+        model(torch.ones(4, 3)).sum().backward()
+
+
+def uneven_ddp_with_a_hook(rank: int) -> None:
+    """The backward pass waits for a future that Python made."""
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    for _ in range(3 - rank):
+        model(torch.ones(4, 3)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        returns_early,
+        both_receive,
+        both_send,
+        from_anybody,
+    ],
+)
 def test_deadlocks_read_as_on_sim(body: Body) -> None:
     assert verdict(body) == on_sim(body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        by_its_future,
+        by_futures_of_it,
+        uneven_ddp,
+        uneven_ddp_at_last,
+        uneven_ddp_with_buffers,
+        uneven_ddp_with_a_hook,
+    ],
+)
+def test_waits_for_futures_and_in_ddp_read_as_on_sim(body: Body) -> None:
+    """Of two ranks: Gloo carries a broadcast from rank to rank, so of more it lets some go on."""
+    assert verdict(body, 2) == on_sim(body, 2)
 
 
 def test_groups_entered_in_different_orders() -> None:
@@ -320,7 +386,7 @@ def test_ddp_whose_other_rank_stops() -> None:
             model(torch.ones(1, 4)).sum().backward()
 
     message = verdict(body)
-    assert "ranks 0, 2 wait in all_reduce(dtype=float32, shape=[20])" in message
+    assert "ranks 0, 2 wait in all_reduce(reduce op=SUM, dtype=float32, shape=[20])" in message
     assert "model(torch.ones(1, 4)).sum().backward()" in message
     assert "which has returned without a matching call" in message
 
