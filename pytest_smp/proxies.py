@@ -14,6 +14,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 
     from pytest_smp.rank_raises import RankRaises
     from pytest_smp.ranks.capabilities import Capabilities
-    from pytest_smp.ranks.protocols import Report
+    from pytest_smp.ranks.protocols import Outcome, Report
     from pytest_smp.ranks.schedule import Schedule
+    from pytest_smp.script_runs import ScriptRun
     from pytest_smp.settings import Settings
 
 # pytest leaves these frames out below an error that we raise on purpose; a bug of ours shows them.
@@ -102,6 +104,13 @@ class Runner(Protocol):
     """The object that runs functions on ranks: the controller (running.py)."""
 
     settings: Settings
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """The outcomes of the last run, in rank order."""
+
+    def around_threads(self, body: ScriptRun) -> AbstractContextManager[None]:
+        """Entered around a script's run: prepares this process, if the ranks are threads of it."""
 
     def run(
         self,
@@ -184,6 +193,32 @@ class SmpWorld:
         """Run ``body`` like ``run``; return the verdict and every rank's outcome, and raise for none of them."""
         how = self._how(body, ranks, config, timeout, init, schedule)
         return self._controller.report(body, args, _keywords(kwargs), **how)
+
+    def run_script(
+        self,
+        script: str | os.PathLike[str],
+        arguments: Sequence[str] = (),
+        *,
+        ranks: int | None = None,
+        config: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        schedule: Schedule | None = None,
+    ) -> list[Outcome]:
+        """Run a script as ``__main__`` on every rank; return the ranks' outcomes, with their output.
+
+        ``script`` is found from the working folder, and ``arguments`` become ``sys.argv[1:]``. The other arguments are
+        those of ``run``. The script ends well by its last line, or by ``sys.exit()`` with 0 or nothing. Raises the
+        root cause of a failed run; ScriptExit for another ``sys.exit``; before any rank starts ArgumentError for a
+        script that there is not or that is not valid Python, and ArgumentTypeError for arguments that are no strings.
+        """
+        __tracebackhide__ = True
+        from pytest_smp.script_runs import ScriptRun, script_job
+
+        body = ScriptRun(script_job(script, arguments, ranks or self.ranks))
+        how = self._how(body, ranks, config, timeout, True, schedule)
+        with self._controller.around_threads(body):
+            self._controller.run(body, (), {}, **how)
+        return self._controller.outcomes
 
     def _how(
         self,

@@ -14,7 +14,7 @@ import time
 import unittest
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -36,11 +36,13 @@ from pytest_smp.ranks.protocols import (
     Executor,
     ExecutorOptions,
     Job,
+    Outcome,
     OutcomeKind,
     Report,
     VerdictKind,
 )
 from pytest_smp.ranks.schedule import ROUND_ROBIN, Schedule
+from pytest_smp.ranks.sim.executor import ThreadExecutor
 from pytest_smp.settings import Settings
 from pytest_smp.strategies.schedules import schedules
 from pytest_smp.time_limits import TimeLimits
@@ -55,6 +57,9 @@ from smp_core.errors import (
     UnsupportedError,
 )
 from smp_core.transport.payload import Payload, plain_dumps
+
+if TYPE_CHECKING:
+    from pytest_smp.script_runs import ScriptRun
 
 # pytest leaves these frames out below an error that we raise on purpose; a bug of ours shows them.
 __tracebackhide__ = operator.methodcaller("errisinstance", SmpError)
@@ -237,6 +242,16 @@ class Controller:
     def abandons(self) -> bool:
         """True if ranks that do not end are left behind and go on, as threads are."""
         return self._executor is None or self._executor.steady
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """The outcomes of the last run, in rank order."""
+        return [] if self._last is None else self._last.outcomes
+
+    def around_threads(self, body: ScriptRun) -> contextlib.AbstractContextManager[None]:
+        """Entered around a script's run: prepares this process, if the ranks are threads of it."""
+        threads = isinstance(self.open(), ThreadExecutor)
+        return body.around_threads() if threads else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def prepared(self, function: Any, ranks: int | None = None) -> Iterator[None]:

@@ -92,7 +92,7 @@ def _run_job(job: ScriptJob, output: RankOutput) -> int:
     try:
         with (
             mock.patch.dict(os.environ, job.variables()),
-            _modules(job, _Main(ranks)),
+            script_modules(job, RankMain(ranks)),
             background.entered(),
             _Handlers().entered(),
             script.prepare(job, job.ranks),
@@ -112,7 +112,7 @@ def _run_job(job: ScriptJob, output: RankOutput) -> int:
 
 
 @contextlib.contextmanager
-def _modules(job: ScriptJob, main: ModuleType) -> Iterator[None]:
+def script_modules(job: ScriptJob, main: ModuleType) -> Iterator[None]:
     """While entered, ``main`` is the module ``__main__``. Afterwards modules that the script has imported from its own
     folders are gone: another script may have other ones by these names. Libraries stay, many cannot be imported twice.
     """
@@ -144,7 +144,7 @@ def _run(code: CodeType, names: dict[str, Any], rank: int, background: _Backgrou
     process = os.getpid()
     try:
         with background.inherited():
-            _execute(code, names)
+            execute_script(code, names)
         background.wait(rank)
     finally:
         _flush()
@@ -152,7 +152,7 @@ def _run(code: CodeType, names: dict[str, Any], rank: int, background: _Backgrou
             _end_child(sys.exception(), code)
 
 
-def _execute(code: CodeType, names: dict[str, Any]) -> None:
+def execute_script(code: CodeType, names: dict[str, Any]) -> None:
     """Run the script's code; raise ScriptExit where it ends by an exit code other than 0."""
     try:
         exec(code, names)
@@ -208,7 +208,7 @@ def _rank() -> int | None:
     return current_rank.parent_rank() if context is None else context.rank
 
 
-class _Main(ModuleType):
+class RankMain(ModuleType):
     """Stands in for the module ``__main__``, whose names are those of the rank that asks.
 
     Pickles look there for the script's classes; dataclasses and typing, for the meaning of annotations.
