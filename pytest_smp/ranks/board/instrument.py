@@ -217,6 +217,10 @@ class Instrument:
             try:
                 with recorder.quiet():
                     group = original(ranks, *args, **kwargs)
+            except RuntimeError:
+                # The call has met other ranks, whose calls may make other groups: a mismatch is then the cause.
+                recorder.failed((number,))
+                raise
             except BaseException:
                 recorder.withdrawn(number)
                 raise

@@ -82,13 +82,6 @@ class SimFabric(Fabric):
             self._make_default(world)
         return world
 
-    def _shared_group(self, name: str, ranks: tuple[int, ...]) -> SharedGroup:
-        try:
-            return self._shared.group(name, ranks, self.rank)
-        except CollectiveMismatchError as error:
-            self._context.scheduler.fail(self._context.thread_state, error)
-            raise
-
     def _make_default(self, world: torch_private.SimRankWorld) -> None:
         world.default_pg = self._registered(
             _DEFAULT, tuple(range(self.size)), torch_private.DEFAULT_NAME
@@ -100,7 +93,7 @@ class SimFabric(Fabric):
         self, name: str, ranks: tuple[int, ...], torch_name: str | None = None
     ) -> SimProcessGroup:
         """This rank's handle on a group, as torch.distributed knows it."""
-        shared = self._shared_group(name, ranks)
+        shared = self._shared.group(name, ranks, self.rank)
         known = name if torch_name is None else torch_name
         handle = SimProcessGroup(self._context, shared, known)
         torch_private.register_in_world(
@@ -122,15 +115,19 @@ class SimFabric(Fabric):
             raise RankError(
                 f"init_process_group: rank={rank}, world_size={size}, but this is rank {self.rank} of {self.size}"
             )
-        shared = self._shared_group(_DEFAULT, tuple(range(self.size)))
+        shared = self._shared.group(_DEFAULT, tuple(range(self.size)), self.rank)
         return SimProcessGroup(self._context, shared, torch_private.DEFAULT_NAME)
 
     def new_group(
         self, ranks: tuple[int, ...], name: str | None, desc: str | None
     ) -> SimProcessGroup | None:
         """Make a group for torch's ``new_group``, which delegates here. None for a rank that is no member."""
-        shared = self._shared_group(str(name), ranks)
-        self._shared.called_new_group.setdefault(str(name), set()).add(self.rank)
+        calls = self._shared.new_group_calls.setdefault(str(name), {})
+        calls[self.rank] = ranks, caller_place()
+        if len({members for members, _ in calls.values()}) > 1:
+            mismatch = GroupMismatch(str(name), calls, self.size)
+            self._context.scheduler.judge(self._context.thread_state, mismatch)
+        shared = self._shared.group(str(name), ranks, self.rank)
         if self.rank not in ranks:
             return None
         group = SimProcessGroup(self._context, shared, str(name))
@@ -155,6 +152,37 @@ class SimFabric(Fabric):
         return handle
 
 
+#: By rank, the members that a call of new_group names, and its line.
+NewGroupCalls = dict[int, tuple[tuple[int, ...], Place | None]]
+
+
+class GroupMismatch:
+    """The verdict on calls of new_group that name different members. A Judgement of the scheduler."""
+
+    def __init__(self, name: str, calls: NewGroupCalls, size: int) -> None:
+        self._name, self._calls, self._size = name, calls, size
+        self.done = False
+
+    def describe(self, rank: int) -> str:
+        """See Operation."""
+        return f"new_group number {self._name} of ranks {list(self._calls[rank][0])}"
+
+    def missing(self, rank: int) -> list[int]:
+        """See Operation."""
+        return [other for other in range(self._size) if other not in self._calls]
+
+    @property
+    def ripe(self) -> bool:
+        """True if every rank of the world has called."""
+        return len(self._calls) == self._size
+
+    def verdict(self) -> tuple[CollectiveMismatchError, int]:
+        """The error, with every call that was made, and the rank to blame."""
+        made = {rank: (list(ranks), place) for rank, (ranks, place) in sorted(self._calls.items())}
+        members = {rank: tuple(ranks) for rank, (ranks, _) in made.items()}
+        return messages.group_mismatch(self._name, made), messages.by_what_they_say(members)[0][0]
+
+
 class SimWorldFabric:
     """The state that the ranks of one run share."""
 
@@ -163,7 +191,7 @@ class SimWorldFabric:
         self.router = ObjectRouter()
         self.store = StoreData()
         self.made_by_user: list[tuple[int, SimProcessGroup, Place | None]] = []
-        self.called_new_group: dict[str, set[int]] = {}
+        self.new_group_calls: dict[str, NewGroupCalls] = {}
         self._names: dict[Group, str] = {}
         self._groups: dict[str, tuple[SharedGroup, int, Place | None]] = {}
         self._fabrics: list[SimFabric] = []
@@ -177,24 +205,11 @@ class SimWorldFabric:
         return fabric
 
     def group(self, name: str, ranks: tuple[int, ...], rank: int) -> SharedGroup:
-        """The state that the members of one group share, made when the first of them comes.
-
-        Raises CollectiveMismatchError if ranks give one name to different groups, since not all of them
-        called new_group.
-        """
+        """The state that the members of one group share, made when the first of them comes."""
         known = self._groups.get(name)
         if known is None:
             known = self._groups[name] = SharedGroup(Group(name, ranks)), rank, caller_place()
-        shared, maker, place = known
-        if shared.group.ranks != ranks:
-            raise CollectiveMismatchError(
-                f"mismatch: new_group number {name} differs in its ranks\n"
-                f"  rank {maker}: ranks {list(shared.group.ranks)}{_at(place)}\n"
-                f"  rank {rank}: ranks {list(ranks)}{_at(caller_place())}\n"
-                "hint: every rank of the world must call new_group, for every group, "
-                "in the same order"
-            )
-        return shared
+        return known[0]
 
     def name(self, group: Group) -> str:
         """torch's name for a group of the API: the same on every member, and its alone."""
@@ -226,8 +241,8 @@ class SimWorldFabric:
                     )
         fatal = messages.left(found)
         everybody = set(range(self.size))
-        for name, callers in self.called_new_group.items():
-            absent = everybody - callers
+        for name, calls in self.new_group_calls.items():
+            absent = everybody - calls.keys()
             if absent and name.isdecimal():  # other names are those of use_local_synchronization
                 shared, maker, place = self._groups[name]
                 fatal.append(

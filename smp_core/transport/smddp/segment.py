@@ -46,6 +46,7 @@ _MEMBER_BYTES = 32  # of a member's row in the table: four numbers of 64 bits
 _LINE = 64  # bytes of a cache line: words that different ranks write do not share one
 _SECRET = 16
 _REFUSED = "there is no shared memory:"
+_UNLIKE = "the ranks have called new_group with different ranks"
 _POLL_INTERVAL = 0.1  # seconds between two checks whether another member has failed
 LEFT, FAILED, DISCONNECTED = 1, 2, 3  # the last: the connection from its machine has ended
 _DEPARTURES = ("", "it has destroyed the group", "an operation of it on the group has failed")
@@ -302,7 +303,7 @@ class SharedSegment:
         except OSError as error:
             raise BackendError(
                 f"group {self.name}: member {self.me} cannot open the shared memory of member {maker}, process {pid}: "
-                f"{error.strerror}. Either that process has ended, or it is another user's"
+                f"{error.strerror}. Either that process has ended, or it is another user's, or {_UNLIKE}"
             ) from error
         try:
             same = os.fstat(opened).st_size == self.layout.end
@@ -315,7 +316,7 @@ class SharedSegment:
             self._memory = None
             raise BackendError(
                 f"group {self.name}: member {maker}, process {pid}, has destroyed the group before member {self.me} "
-                "used it"
+                f"used it, or {_UNLIKE}"
             )
         self._join()
 

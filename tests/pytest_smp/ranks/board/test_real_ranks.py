@@ -377,6 +377,23 @@ def test_mismatches_name_the_ranks_and_the_lines(body: Body, what: str) -> None:
     assert f"{__name__.rpartition('.')[2]}.py" in message
 
 
+def test_a_group_that_cannot_be_made_because_others_make_another() -> None:
+    """The mismatch is the cause of the error that the backend raises on one of them, as smddp does."""
+
+    def body(rank: int) -> None:
+        if rank == 2:
+            c10d._new_process_group_helper = _refused
+        dist.new_group([0, 1] if rank < 2 else [0, 1, 2])
+
+    message = verdict(body)
+    assert "mismatch: new_group number 1 differs in its ranks\n  ranks 0-1: ranks [0, 1]" in message
+    assert "odd one out: rank 2" in message
+
+
+def _refused(*arguments: object, **options: object) -> None:
+    raise RuntimeError("the shared memory of member 0 is of another size")
+
+
 def test_ddp_whose_other_rank_stops() -> None:
     def body(rank: int) -> None:
         model = DistributedDataParallel(nn.Linear(4, 4))

@@ -330,14 +330,30 @@ def test_point_to_point(smp_world: Any, what: str, sent: Any, expected: Any, fir
 
 def test_new_group_with_unlike_ranks(smp_world: Any) -> None:
     def body() -> None:
-        dist.new_group([0, 1] if dist.get_rank() == 0 else [1, 2])
+        dist.new_group([1, 2] if dist.get_rank() == 1 else [0, 1])
 
-    text = mismatch(smp_world.report(body, ranks=3))
+    report = smp_world.report(body, ranks=4)
+    text = mismatch(report)
     assert "differs in its ranks" in text
-    assert "rank 0: ranks [0, 1]" in text
+    assert "ranks 0, 2-3: ranks [0, 1]" in text
     assert "rank 1: ranks [1, 2]" in text
+    assert "odd one out: rank 1\n" in text
     assert "every rank of the world must call new_group" in text
     assert text.count(THIS_FILE) == 2  # the line of each
+    assert report.root == 1
+
+
+def test_new_group_with_unlike_ranks_that_not_all_call(smp_world: Any) -> None:
+    """The verdict waits for the other ranks' calls, and comes once none will."""
+
+    def body() -> None:
+        if dist.get_rank() != 3:
+            dist.new_group([0, dist.get_rank() or 1])
+
+    text = mismatch(smp_world.report(body, ranks=4))
+    assert "ranks 0-1: ranks [0, 1]" in text
+    assert "rank 2: ranks [0, 2]" in text
+    assert "odd one out: rank 2\n" in text
 
 
 def test_new_group_called_by_its_members_only(smp_world: Any) -> None:
