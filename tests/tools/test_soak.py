@@ -11,7 +11,7 @@ import pytest
 from pytest_smp.ranks.backends import open_backend
 from pytest_smp.ranks.faults import Claim, Kill
 from pytest_smp.ranks.protocols import ExecutorOptions, Job, OutcomeKind, VerdictKind
-from tools.soak import leaks, programs, verdicts
+from tools.soak import differing, leaks, programs, verdicts
 from tools.soak.__main__ import main, soak
 from tools.soak.leaks import Held
 
@@ -52,10 +52,22 @@ def test_programs_make_the_calls_that_they_say(executor, size, tmp_path):
     assert report.values == said, report.error
 
 
+@pytest.mark.parametrize("kind", differing.CALLS)
+def test_calls_that_differ_are_a_mismatch_and_one_that_passes_is_a_miss(executor, kind, tmp_path):
+    fault = differing.Differing(rank=2, step=0, kind=kind)
+    steps = (programs.SoakStep("barrier", 1),)
+    case = verdicts.SoakCase(steps, fault, "mismatch", 3, str(tmp_path))
+    job = Job(body=programs.run, arguments=programs.SoakArguments(case.arguments))
+    report = executor.open(3).run(job)
+    assert verdicts.complaints(case, report, processes=False) == []
+    blamed = dataclasses.replace(report, root=1)
+    assert verdicts.complaints(case, blamed, processes=False) == ["root 1, not 2"]
+
+
 def test_a_seed_draws_the_same_case_again(tmp_path):
     cases = [verdicts.draw("7-3", 4, set(Claim), str(tmp_path)) for _ in range(2)]
     assert cases[0] == cases[1]
-    kinds = {verdicts.draw(f"7-{n}", 4, set(Claim), "").kind for n in range(300)}
+    kinds = {verdicts.draw(f"7-{n}", 4, set(Claim), "").kind for n in range(600)}
     assert kinds == set(verdicts._WEIGHTS)
 
 

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -38,6 +39,7 @@ class Soak:
     checked: bool = True
     misses: list[str] = dataclasses.field(default_factory=list)
     shared: set[str] = dataclasses.field(default_factory=set)  # what its ranks have shared
+    #: Of the runs with a fault, to the verdict, by the kind of the fault.
     seconds: collections.defaultdict[str, list[float]] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(list)
     )
@@ -57,9 +59,7 @@ class Soak:
         for number in range(first, first + count):
             name = f"{seed}-{number}"
             case = verdicts.draw(name, self.size, self.executor.injects, folder, self.checked)
-            start = time.monotonic()
             wrong = self._fault(case)
-            self.seconds[case.kind].append(time.monotonic() - start)
             self.shared |= leaks.shared_memory(leaks.descendants())
             if wrong:
                 self.misses.append(_miss(number, case, wrong))
@@ -72,14 +72,16 @@ class Soak:
     def _fault(self, case: SoakCase) -> list[str]:
         processes = Claim.PROCESSES in self.executor.injects
         limit = {"timeout": self.timeout} if case.lasts else {}
+        start = time.monotonic()
         report = self.run(programs.run, *case.arguments, faults=case.faults, **limit)
+        self.seconds[case.kind].append(time.monotonic() - start)
         wrong = verdicts.complaints(case, report, processes)
         if wrong:
             wrong.append(f"the error: {report.error!r}")
             wrong += [f"{each.rank}: {each.kind} {each.detail}" for each in report.outcomes]
         if isinstance(case.fault, Inside):
             case.fault.marker(case.folder).unlink(missing_ok=True)
-        clean = self.run(programs.run, case.steps, case.folder)
+        clean = self.run(programs.run, programs.without_pauses(case.steps), case.folder)
         if clean.verdict is not VerdictKind.PASSED:
             wrong.append(f"the clean run after it: {clean.verdict}: {clean.error!r}")
         told = verdicts.after_the_run(case, report)
@@ -132,10 +134,10 @@ def _held() -> Held:
 
 
 def _table(soak: Soak) -> Iterator[str]:
-    yield f"{'fault':12}{'runs':>8}{'mean s':>10}{'worst s':>10}"
+    yield f"{'fault':12}{'runs':>8}{'median s':>10}{'worst s':>10}"
     for kind, seconds in sorted(soak.seconds.items()):
-        mean = sum(seconds) / len(seconds)
-        yield f"{kind:12}{len(seconds):8}{mean:10.3f}{max(seconds):10.3f}"
+        median = statistics.median(seconds)
+        yield f"{kind:12}{len(seconds):8}{median:10.3f}{max(seconds):10.3f}"
 
 
 def soak(

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import os
 import random
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,18 +15,24 @@ import torch.distributed as dist
 
 import smp_core.torch as smp
 from tools.soak.collectives import TORCH, Names, expect
+from tools.soak.differing import Differing
 from tools.soak.inside import Inside
 
 #: Bytes that each rank writes in a step that writes.
 SIZE = 1 << 16
+_PAUSED = 0.2  # the share of steps that some ranks begin late
 
 
 @dataclasses.dataclass(frozen=True)
 class SoakStep:
-    """One step, whose values differ from those of steps with another ``number``."""
+    """One step, whose values differ from those of steps with another ``number``.
+
+    ``pauses``: for each rank the seconds by which it begins the step late.
+    """
 
     kind: str
     number: int
+    pauses: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +51,42 @@ def draw(rng: random.Random, most: int = 6) -> tuple[SoakStep, ...]:
     return tuple(SoakStep(kind, number) for number, kind in enumerate(kinds, 1))
 
 
-def run(steps: Iterable[SoakStep], folder: str, inside: Inside | None = None) -> int:
+def with_pauses(rng: random.Random, steps: tuple[SoakStep, ...], size: int) -> tuple[SoakStep, ...]:
+    """The program with drawn pauses before some of its steps."""
+
+    def pause() -> float:
+        return rng.choice((0.0, 0.0, 0.002, 0.02, 0.2))
+
+    return tuple(
+        dataclasses.replace(step, pauses=tuple(pause() for _ in range(size)))
+        if rng.random() < _PAUSED
+        else step
+        for step in steps
+    )
+
+
+def without_pauses(steps: Iterable[SoakStep]) -> tuple[SoakStep, ...]:
+    """The program with no pause."""
+    return tuple(dataclasses.replace(step, pauses=()) for step in steps)
+
+
+def run(
+    steps: Iterable[SoakStep],
+    folder: str,
+    inside: Inside | None = None,
+    differing: Differing | None = None,
+) -> int:
     """The body. Returns how many calls the rank made; its steps raise AssertionError.
 
-    ``inside``: a rank that is to die in one of the steps.
+    ``inside``: a rank that is to die in one of the steps. ``differing``: one that makes another call in a step's place.
     """
     calls = 0
     for index, step in enumerate(steps):
+        if step.pauses:
+            time.sleep(step.pauses[smp.rank()])
+        if differing is not None and differing.step == index:
+            differing.call(smp.rank(), smp.size())
+            continue
         dies = inside if inside is not None and inside.step == index else None
         if dies is not None:
             dies.before(smp.rank(), folder)

@@ -25,6 +25,7 @@ from pytest_smp.ranks.faults import (
 from pytest_smp.ranks.protocols import OutcomeKind, Report, VerdictKind
 from smp_core.errors import InjectedError, PayloadError
 from tools.soak import programs
+from tools.soak.differing import Differing
 from tools.soak.inside import Inside
 from tools.soak.programs import SoakStep
 
@@ -33,12 +34,12 @@ from tools.soak.programs import SoakStep
 class SoakCase:
     """A program, a fault that it comes to, and where its ranks write.
 
-    A fault of the kind Inside is the program's own doing; the others are injected.
+    A fault of the kind Inside or Differing is the program's own doing; the others are injected.
     ``checked``: there is a deadlock verdict, so that a run in which ranks only wait soon ends.
     """
 
     steps: tuple[SoakStep, ...]
-    fault: Any  # a Fault, or Inside
+    fault: Any  # a Fault, Inside or Differing
     kind: str
     size: int
     folder: str
@@ -49,12 +50,14 @@ class SoakCase:
         """The arguments of the body."""
         if isinstance(self.fault, Inside):
             return self.steps, self.folder, self.fault
+        if isinstance(self.fault, Differing):
+            return self.steps, self.folder, None, self.fault
         return self.steps, self.folder
 
     @property
     def faults(self) -> tuple[Fault, ...]:
         """The faults that are injected."""
-        return () if isinstance(self.fault, Inside) else (self.fault,)
+        return () if isinstance(self.fault, Inside | Differing) else (self.fault,)
 
     @property
     def lasts(self) -> bool:
@@ -69,11 +72,18 @@ def draw(
     rng = random.Random(seed)
     while True:
         steps, rank = programs.draw(rng), rng.randrange(size)
+        if Claim.PROCESSES in claims:  # on `sim` all ranks stand still in a pause
+            steps = programs.with_pauses(rng, steps, size)
         kind = rng.choices([*_WEIGHTS], [*_WEIGHTS.values()])[0]
         if kind == "inside":
             if Claim.PROCESSES in claims:
                 inside = Inside.draw(rng, rank, size, len(steps), seed)
                 return SoakCase(steps, inside, kind, size, folder, checked)
+            continue
+        if kind == "mismatch":
+            if checked and size > 2:  # of two ranks none is the odd one
+                differing = Differing.draw(rng, rank, len(steps))
+                return SoakCase(steps, differing, kind, size, folder, checked)
             continue
         fault = _DRAW[kind](rng, rank, _Calls(programs.calls(steps, rank, size), steps, folder))
         if fault is not None and fault.needs <= set(claims):
@@ -114,6 +124,7 @@ def _hit(cls: type[Drop | Corrupt]) -> Callable[[random.Random, int, _Calls], Fa
 _WEIGHTS = {
     "kill": 40,
     "inside": 40,
+    "mismatch": 40,
     "exit": 16,
     "raise": 16,
     "delay": 8,
@@ -158,6 +169,14 @@ def complaints(case: SoakCase, report: Report, processes: bool) -> list[str]:
 
 
 Checks = list[tuple[bool, str]]
+
+
+def _differ(case: SoakCase, report: Report, processes: bool) -> Checks:
+    return [
+        _is(report, VerdictKind.MISMATCH),
+        _root(case, report),
+        _says(report, f"odd one out: rank {case.fault.rank}"),
+    ]
 
 
 def _is(report: Report, *kinds: VerdictKind) -> tuple[bool, str]:
@@ -314,6 +333,7 @@ def _damaged(case: SoakCase, report: Report, processes: bool) -> Checks:
 _JUDGE: dict[str, Callable[[SoakCase, Report, bool], Checks]] = {
     "kill": _crash,
     "inside": _killed_inside,
+    "mismatch": _differ,
     "exit": _crash,
     "raise": _raised(InjectedError, ""),
     "delay": _late,
