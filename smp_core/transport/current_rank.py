@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from smp_core.errors import BackendError, ThreadError
@@ -64,7 +65,25 @@ class _Process:
 
 def current() -> CurrentRank | None:
     """The rank that this thread is, or None where there is none."""
-    return getattr(_local, "context", None) or _Process.context
+    context: CurrentRank | None = getattr(_local, "context", None)
+    if context is not None:
+        return context
+    lent = getattr(_local, "adopted", None)
+    if lent is not None and lent[1]():
+        adopted_rank: CurrentRank = lent[0]
+        return adopted_rank
+    return _Process.context
+
+
+@contextlib.contextmanager
+def adopted(context: CurrentRank, lasts: Callable[[], bool]) -> Iterator[None]:
+    """While entered, and ``lasts`` is true, the calling thread, which a rank has started, is that rank too."""
+    outer = getattr(_local, "adopted", None)
+    _local.adopted = context, lasts
+    try:
+        yield
+    finally:
+        _local.adopted = outer
 
 
 def ranks_are_threads() -> bool:
@@ -105,17 +124,26 @@ def parent_rank(thread: threading.Thread | None = None) -> int | None:
 
 
 def refuse_child_thread() -> None:
-    """Raise ThreadError in a thread that a rank started: calls belong to the rank's own thread."""
+    """Raise ThreadError in a thread that a rank started in a run that is over."""
     rank = parent_rank()
     if rank is not None:
         raise ThreadError(
-            f"thread {threading.current_thread().name!r} was started by rank {rank}: where ranks are threads, smp and "
-            "torch.distributed calls must be made in the rank's own thread"
+            f"thread {threading.current_thread().name!r} was started by rank {rank}, whose run is over: "
+            "where ranks are threads, smp and torch.distributed calls end with the run"
         )
 
 
 class child_threads:
-    """While entered, threads know the rank that started them."""
+    """While entered, threads know the rank that started them.
+
+    Args:
+        adopt: called with the rank and the thread in a thread of a rank that is about to start another one.
+    """
+
+    def __init__(
+        self, adopt: Callable[[CurrentRank, threading.Thread], None] | None = None
+    ) -> None:
+        self._adopt = adopt
 
     def __enter__(self) -> None:
         self._start = start = threading.Thread.start
@@ -125,6 +153,8 @@ class child_threads:
             rank = context.rank if context is not None else parent_rank()
             if rank is not None:
                 setattr(thread, _PARENT, rank)
+            if context is not None and self._adopt is not None:
+                self._adopt(context, thread)
             start(thread)
 
         threading.Thread.start = start_and_tell  # type: ignore[method-assign, assignment]

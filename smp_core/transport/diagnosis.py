@@ -87,10 +87,12 @@ def deadlock(
     """
     waits = sorted(waits, key=lambda wait: not wait.exception)
     gone = set(finished)
-    edges = {wait.rank: wait.missing for wait in waits}
+    edges: dict[int, tuple[int, ...]] = {}
+    for wait in waits:  # several for a rank that has threads
+        edges[wait.rank] = (*edges.get(wait.rank, ()), *wait.missing)
     left_behind = [wait for wait in waits if gone.intersection(wait.missing)]
     cycle = [] if left_behind else find_cycle(edges)
-    lines = [f"deadlock: {len(waits)} of {size} ranks wait, and none can go on"]
+    lines = [f"deadlock: {len(edges)} of {size} ranks wait, and none can go on"]
     lines += wait_lines(waits)
     if gone:
         verb = "has" if len(gone) == 1 else "have"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
@@ -15,7 +13,6 @@ from smp_core.errors import (
     BackendError,
     ConfigError,
     NotInitializedError,
-    ThreadError,
 )
 
 
@@ -157,27 +154,6 @@ def test_a_configuration_that_does_not_fit_the_world_is_refused_before_anybody_i
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"pipeline_parallel_degree.*3"):
         smp.init({"pipeline_parallel_degree": 2})
-
-
-def test_a_thread_that_a_rank_starts_is_no_rank(smp_world):
-    def body():
-        smp.init()
-        caught = []
-
-        def call():
-            try:
-                smp.rank()
-            except Exception as error:
-                caught.append(error)
-
-        thread = threading.Thread(target=call, name="helper")
-        thread.start()
-        thread.join()
-        assert isinstance(caught[0], ThreadError)
-        return str(caught[0])
-
-    for rank, message in enumerate(smp_world.run(body, ranks=2)):
-        assert f"'helper' was started by rank {rank}" in message
 
 
 @pytest.mark.parametrize("first", [1, True, 1.0])

@@ -39,6 +39,7 @@ from pytest_smp.ranks.sim.one_core import OneCore
 from pytest_smp.ranks.sim.process_exit import ProcessExit
 from pytest_smp.ranks.sim.rank_context import RankContext
 from pytest_smp.ranks.sim.scheduler import Scheduler, ThreadState
+from pytest_smp.ranks.sim.threads import LOOK, RankThreads
 from smp_core.errors import (
     BackendError,
     Cancelled,
@@ -236,7 +237,7 @@ class ThreadExecutor(Executor):
             thread.part = _Part(context, fabric)
         streams = None
         with contextlib.ExitStack() as stack:
-            stack.enter_context(current_rank.child_threads())
+            stack.enter_context(RankThreads(scheduler, contexts).entered())
             stack.enter_context(isolation.process.entered())
             stack.callback(fabric.close)
             stack.enter_context(faults)
@@ -283,20 +284,24 @@ class ThreadExecutor(Executor):
         one_core.release(context.thread.thread.native_id for context in contexts)
         for context in contexts:
             context.thread.abandoned = True
-        running = scheduler.running
-        if running is not None:
-            _interrupt(contexts[running.rank].thread.thread)
         self._threads = self._threads[len(contexts) :]
-        came_back = scheduler.done.acquire(timeout=_GRACE / 10)
-        for _ in range(9):  # a body may swallow it, or the next rank may be another that loops
-            if came_back:
-                break
-            if scheduler.running is not None:
-                _interrupt(contexts[scheduler.running.rank].thread.thread)
-            came_back = scheduler.done.acquire(timeout=_GRACE / 10)
-        if not came_back:
-            scheduler.restore()
-            self.abandoned += sum(not context.thread_state.finished for context in contexts)
+        for _ in range(10):  # a body may swallow it, or the next rank may be another that loops
+            running = scheduler.running
+            if running is not None:
+                _interrupt(_thread_of(scheduler, contexts, running))
+            scheduler.done.acquire(timeout=_GRACE / 10)
+            if scheduler.over:
+                return
+        scheduler.restore()
+        self.abandoned += sum(not context.body_state.finished for context in contexts)
+
+
+def _thread_of(
+    scheduler: Scheduler, contexts: list[RankContext], state: ThreadState
+) -> threading.Thread:
+    thread = None if scheduler.threads is None else scheduler.threads.thread_of(state)
+    body: threading.Thread = contexts[state.rank].thread.thread
+    return thread or body
 
 
 def _await(scheduler: Scheduler, job: Job, meanwhile: Callable[[], None]) -> bool:
@@ -305,16 +310,25 @@ def _await(scheduler: Scheduler, job: Job, meanwhile: Callable[[], None]) -> boo
     In slices: an interruption that no real signal delivers does not wake a sleeping main thread.
     """
     limit = math.inf if job.timeout is None else job.timeout
-    start = time.monotonic()
+    start = followed = time.monotonic()
     while True:
         left = start + limit - time.monotonic()
-        if scheduler.done.acquire(timeout=max(0.0, min(left, _SLICE))):
+        threads = scheduler.threads
+        time_slice = _SLICE if threads is None else LOOK
+        scheduler.done.acquire(timeout=max(0.0, min(left, time_slice)))
+        if scheduler.over:
             return True
-        if left <= _SLICE:
+        if threads is not None:
+            threads.look()
+        elif scheduler.threads is not None:
+            continue  # woken by a rank that has started a thread
+        if left <= time_slice:
             if not job.patience():
                 return False
             start = time.monotonic()
-        meanwhile()
+        if time.monotonic() >= followed + _SLICE:
+            followed = time.monotonic()
+            meanwhile()
 
 
 @functools.lru_cache(maxsize=256)
@@ -343,11 +357,11 @@ class _Part:
         except Cancelled as error:  # injected into the last lines of _outcome
             context.outcome = Outcome(context.rank, OutcomeKind.CANCELLED, detail=str(error))
         except BaseException as error:  # of ours, around the body: never a pass
-            context.scheduler.fail(context.thread_state, error)
+            context.scheduler.fail(context.body_state, error)
             context.outcome = Outcome(context.rank, OutcomeKind.RAISED, error=error)
         finally:
             current_rank.set_current(None)
-            context.scheduler.finish(context.thread_state)
+            context.scheduler.finish(context.body_state)
 
 
 def _outcome(context: RankContext, fabric: WorldFabric) -> Outcome:
@@ -363,10 +377,11 @@ def _outcome(context: RankContext, fabric: WorldFabric) -> Outcome:
         else:
             with entered:
                 value = job.body(*args, **kwargs)
+        _wait_for_threads(context)
         return Outcome(rank, OutcomeKind.RETURNED, value)
     except Cancelled as error:
         if not context.scheduler.ended:  # of the body's own making
-            context.scheduler.fail(context.thread_state, error)
+            context.scheduler.fail(context.body_state, error)
             return Outcome(rank, OutcomeKind.RAISED, error=error)
         return Outcome(rank, OutcomeKind.CANCELLED, detail=str(error))
     except job.skips as error:
@@ -377,10 +392,18 @@ def _outcome(context: RankContext, fabric: WorldFabric) -> Outcome:
         if not isinstance(error, VerdictError):
             for text in rank_fabric.in_flight():
                 error.add_note(text)
-        context.scheduler.fail(context.thread_state, error)
+        context.scheduler.fail(context.body_state, error)
         return Outcome(rank, OutcomeKind.RAISED, error=error)
     finally:
         rank_fabric.leave()
+
+
+def _wait_for_threads(context: RankContext) -> None:
+    """The body returns: have the turn, and wait until no thread of the rank is in a communication call."""
+    threads = context.scheduler.threads
+    if threads is not None:
+        threads.take_turn(context)
+        threads.wait_for_calls(context)
 
 
 def _places(
@@ -426,8 +449,8 @@ def _unfinished(scheduler: Scheduler, contexts: list[RankContext]) -> dict[int, 
     unfinished = {}
     exceptions = scheduler.exceptions(range(len(contexts)))
     for context in contexts:
-        rank, waiting, kind = context.rank, context.thread_state.waiting, OutcomeKind.STUCK
-        if context.thread_state.finished:
+        rank, waiting, kind = context.rank, context.body_state.waiting, OutcomeKind.STUCK
+        if context.body_state.finished:
             continue
         if context.fabric is None:
             detail, kind = "has not started", OutcomeKind.CANCELLED
@@ -435,7 +458,7 @@ def _unfinished(scheduler: Scheduler, contexts: list[RankContext]) -> dict[int, 
             missing = ranks_text(waiting.missing(rank))
             detail = f"waits in {waiting.describe(rank)} for {missing}"
             detail += handled.while_handling(exceptions[rank])
-        elif context.thread_state is scheduler.running:
+        elif context.body_state is scheduler.running:
             detail = "never came back: it computes, or waits where the scheduler cannot see"
         else:
             detail = "can go on, and has no turn"
@@ -452,7 +475,7 @@ def _timeout(
     """The verdict on a run that did not end in time: every rank's state and stack."""
     stacks = stack_frames.thread_frames()
     lines = [f"timeout: the run did not end within {job.timeout:g} s (--smp-timeout)"]
-    for context in sorted(contexts, key=lambda each: each.thread_state is not scheduler.running):
+    for context in sorted(contexts, key=lambda each: each.body_state is not scheduler.running):
         outcome = unfinished.get(context.rank)  # the one to blame first
         if outcome is None:
             ended = context.finished_outcome()
@@ -495,9 +518,7 @@ def _report(
             outcome.detail = "\n".join(wait_lines([waits[outcome.rank]])).strip()
         elif outcome.kind is OutcomeKind.CANCELLED:
             place = (
-                f" at {context.thread_state.place}"
-                if context.thread_state.place is not None
-                else ""
+                f" at {context.body_state.place}" if context.body_state.place is not None else ""
             )
             root = scheduler.root if cause is None else cause.root
             outcome.detail = f"cancelled because of rank {root}{place}"

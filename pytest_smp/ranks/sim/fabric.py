@@ -82,6 +82,25 @@ class SimFabric(Fabric):
             self._make_default(world)
         return world
 
+    def register_groups(self, registered: set[Any]) -> None:
+        """Enter the rank's groups in torch's registry of the calling thread, which has ``registered`` already."""
+        world = self._torch_world
+        if world is None:
+            return
+        names = {name: group for group, name in list(world.pg_names.items())}
+        if names.keys() == registered:
+            return
+        for name in registered - names.keys():
+            torch_private.unregister_process_group(name)
+        for name in names.keys() - registered:
+            torch_private.register_once(name, names[name])  # another thread of the rank has made it
+        registered.clear()
+        registered.update(names)
+
+    def forget_groups(self) -> None:
+        """Empty torch's registry of the calling thread, which may have served another rank."""
+        torch_private.unregister_all_process_groups()
+
     def _make_default(self, world: torch_private.SimRankWorld) -> None:
         world.default_pg = self._registered(
             _DEFAULT, tuple(range(self.size)), torch_private.DEFAULT_NAME
@@ -141,6 +160,8 @@ class SimFabric(Fabric):
 
         On `sim` making a group needs no communication, so it is made when first asked for.
         """
+        if self._context.scheduler.threads is not None:
+            self._context.check_thread("process_group")  # the names of groups are all ranks'
         world = self.torch_world()
         if group.name == _DEFAULT:
             if world.default_pg is None:

@@ -50,9 +50,8 @@ class ProcessExit:
             if rank is None or os.getpid() != self._process:
                 return function(*args, **kwargs)
             place = stack_frames.caller_place()
-            helper = (
-                "" if context is not None else f" in thread {threading.current_thread().name!r}"
-            )
+            is_body = current_rank.parent_rank() is None
+            helper = "" if is_body else f" in thread {threading.current_thread().name!r}"
             where = f" by os.{name}{helper}" + ("" if place is None else f"\n    {place}")
             self._contexts[rank].crash(_CALLS[name](*args, **kwargs), where)
             raise SystemExit(0)  # ends the helper thread

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytest_smp.ranks.protocols import Job, Outcome, OutcomeKind
-from pytest_smp.ranks.sim.scheduler import Scheduler
+from pytest_smp.ranks.sim.scheduler import Scheduler, ThreadState
 from smp_core.errors import Cancelled, CrashError, ThreadError
 from smp_core.transport import current_rank
 
@@ -33,16 +33,19 @@ class RankContext:
 
     def __init__(self, rank: int, size: int, job: Job, scheduler: Scheduler, thread: Any) -> None:
         self.rank, self.size, self.job = rank, size, job
-        self.scheduler, self.thread_state, self.thread = (
-            scheduler,
-            scheduler.thread_states[rank],
-            thread,
-        )
+        self.scheduler, self.thread = scheduler, thread
+        # Of the body's thread, or of another thread of the rank while that one has the turn.
+        self.thread_state = scheduler.thread_states[rank]
         self.outcome: Outcome | None = None
         self.crashed = ""  # how the rank's process would have ended before its body
         self.runtime: Any = None  # built by smp.init
         self.records: dict[str, Any] = {}  # see protocols.RecordingRank
         self.fabric: Any = None  # built by the fabric's `rank_fabric`, when the rank starts
+
+    @property
+    def body_state(self) -> ThreadState:
+        """The place of the thread that runs the body in the scheduler."""
+        return self.scheduler.thread_states[self.rank]
 
     def finished_outcome(self) -> Outcome:
         """The outcome of the rank, once its part has ended: a crash even if the body has caught its exception."""
@@ -64,6 +67,8 @@ class RankContext:
             Cancelled: in the rank's own thread, to unwind its body.
         """
         self.crashed = how
+        if current_rank.current() is self and self.scheduler.threads is not None:
+            self.scheduler.threads.take_turn(self)
         self.scheduler.fail(
             self.thread_state, CrashError(f"rank {self.rank} crashed: {how}{where}")
         )
@@ -92,10 +97,14 @@ class RankContext:
         self.scheduler.enter(self.thread_state)
 
     def check_thread(self, call: str, what: str = "call") -> None:
-        """Raise ThreadError in another thread: it would put the wrong rank to sleep."""
+        """Return when the calling thread may make a communication call of this rank.
+
+        Raises ThreadError in a thread of another rank, which would be put to sleep in the place of this one.
+        """
         if current_rank.current() is not self:
-            current_rank.refuse_child_thread()
             raise ThreadError(
                 f"{call}: this {what} belongs to rank {self.rank}, and another thread used it. "
                 "What a default argument or a module global captured is another rank's"
             )
+        if self.scheduler.threads is not None:
+            self.scheduler.threads.take_turn(self)

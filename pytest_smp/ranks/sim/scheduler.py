@@ -5,6 +5,8 @@ Exactly one rank thread runs at any time. The turn passes only when a rank waits
 ends, or gives way, so a run is a function of the program, its inputs, and the schedule. Ranks that
 can run stand in a queue and are served in order, but for the deviations of the schedule.
 
+A rank that starts threads has several strands; threads.py decides which of them runs.
+
 When a rank raises, or no rank can run, or two calls do not match, the run has *ended*: each rank
 then still gets its turn, a rank whose wait is over goes on to its next communication call, and
 every communication call unwinds its rank with Cancelled. So no rank is left behind, and a failure
@@ -15,8 +17,10 @@ from __future__ import annotations
 
 import _thread
 import collections
+import contextlib
+import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from pytest_smp.ranks.causes import origin_of
 from pytest_smp.ranks.isolation import Isolation
@@ -30,7 +34,7 @@ from smp_core.errors import (
 )
 from smp_core.transport import diagnosis
 from smp_core.transport.call_lines import CallLines, add_lines, line_of
-from smp_core.transport.stack_frames import Place
+from smp_core.transport.stack_frames import Place, thread_frames
 
 
 def _headroom(frames: int = 24) -> None:
@@ -42,7 +46,9 @@ def _headroom(frames: int = 24) -> None:
 class Operation(Protocol):
     """Something that a rank can wait for."""
 
-    done: bool
+    @property
+    def done(self) -> bool:
+        """True when the wait is over."""
 
     def describe(self, rank: int) -> str:
         """The call in words, as rank made it: operation, group, sequence number."""
@@ -65,6 +71,36 @@ class Judgement(Operation, Protocol):
         """The error, and the rank to blame."""
 
 
+class ThreadTurns(Protocol):
+    """The turns of ranks that have several threads; see threads.py (RankThreads)."""
+
+    def take_turn(self, context: Any) -> None: ...
+
+    def pass_turn(self, state: ThreadState, *, decided: bool) -> None: ...
+
+    def finish(self, state: ThreadState) -> None: ...
+
+    def wait_for_calls(self, context: Any) -> None: ...
+
+    def may_come(self) -> bool: ...
+
+    def look(self) -> None: ...
+
+    def register_groups(self, context: Any) -> None: ...
+
+    def counts_as_wait(self, state: ThreadState) -> bool: ...
+
+    def waiting_name(self, state: ThreadState) -> str: ...
+
+    def thread_of(self, state: ThreadState) -> threading.Thread | None: ...
+
+    def place(self, state: ThreadState, frames: dict[int, Any]) -> Place | None: ...
+
+    def blocked(self) -> list[tuple[int, str, Place | None]]: ...
+
+    def notes(self) -> list[str]: ...
+
+
 #: Turns that the other ranks get before a judgement, for each rank: one that polls gives way for ever.
 _TURNS = 1000
 
@@ -81,7 +117,7 @@ def _no_exceptions(ranks: Iterable[int]) -> dict[int, str]:
 
 
 class ThreadState:
-    """One rank's place in the scheduler: the lock it sleeps on, and what it waits for."""
+    """The place of one rank, or of a thread of it, in the scheduler: the lock it sleeps on, and what it waits for."""
 
     __slots__ = ("finished", "place", "rank", "turn", "waiting")
 
@@ -104,8 +140,11 @@ class Scheduler:
         schedule: Schedule = ROUND_ROBIN,
         exceptions: Callable[[Iterable[int]], dict[int, str]] = _no_exceptions,
     ) -> None:
-        self.thread_states = thread_states
+        self.thread_states = thread_states  # of the threads that run the bodies, by rank
+        self.helpers: list[ThreadState] = []  # of further threads of ranks
+        self.threads: ThreadTurns | None = None  # since a rank has started one
         self.ended = False
+        self.over = False  # all bodies have ended
         self.failure: BaseException | None = None  # the exception that ended the run
         self.root: int | None = None  # the rank that it belongs to
         #: Exceptions of ranks in order of time, but for those that a verdict has brought about.
@@ -180,6 +219,10 @@ class Scheduler:
         if thread_state.waiting is operation:
             thread_state.waiting = None
             self._ready.append(thread_state)
+        for helper in self.helpers:
+            if helper.waiting is operation and helper.rank == rank:
+                helper.waiting = None
+                self._ready.append(helper)
 
     def give_way(self, thread_state: ThreadState) -> None:
         """Let every rank that can run have a turn before this one goes on."""
@@ -225,6 +268,9 @@ class Scheduler:
 
     def finish(self, thread_state: ThreadState) -> None:
         """The rank's body is over; it does not run again."""
+        if self.threads is not None:
+            self.threads.finish(thread_state)
+            return
         thread_state.finished = True
         self._hand_over(thread_state, self._next())
 
@@ -246,6 +292,8 @@ class Scheduler:
         if self.failure is None:
             self.failure = failure
         self.ended = True
+        if self.threads is not None:
+            self.threads.look()
 
     def restore(self) -> None:
         """Load the controller's own process-wide state again, after ranks that did not come back."""
@@ -253,7 +301,47 @@ class Scheduler:
         running = self.running
         self._switch(None if running is None else running.rank, None)
 
+    # Called by RankThreads, which holds its gate.
+
+    def enqueue(self, thread_state: ThreadState) -> None:
+        """Put a thread into the queue that asks for the turn."""
+        self._ready.append(thread_state)
+
+    def is_queued(self, thread_state: ThreadState) -> bool:
+        """Return whether a thread can go on when its turn comes."""
+        return thread_state in self._ready
+
+    def has_queued(self, rank: int | None) -> bool:
+        """Return whether a thread of this rank, or of any, can go on when its turn comes."""
+        if rank is None:
+            return bool(self._ready)
+        return any(thread_state.rank == rank for thread_state in self._ready)
+
+    def prefer(self, rank: int) -> None:
+        """Let the first thread of this rank in the queue be the next."""
+        for thread_state in self._ready:
+            if thread_state.rank == rank:
+                self._ready.remove(thread_state)
+                self._ready.appendleft(thread_state)
+                return
+
+    def take_next(self, decided: bool) -> ThreadState | None:
+        """The next thread, out of the queue; None if none can go on."""
+        return self._next(decided)
+
+    def end_run(self, rank: int) -> None:
+        """All bodies have ended, on this rank last."""
+        self._hand_over(self.thread_states[rank], None)
+
+    def switch(self, leaving: int, entering: int) -> None:
+        """Put the state of the process away for one rank, and load another's."""
+        if not self._given_up:
+            self._switch(leaving, entering)
+
     # Inside.
+
+    def _states(self) -> list[ThreadState]:
+        return [*self.thread_states, *self.helpers] if self.helpers else self.thread_states
 
     def _next(self, decided: bool = False) -> ThreadState | None:
         if self.judgement is not None and not self.ended:
@@ -261,6 +349,8 @@ class Scheduler:
         if not self._ready and self.ended:
             self._release_waiting()  # after `abandon`, which has not done so
         elif not self._ready:
+            if self.threads is not None and self.threads.may_come():
+                return None
             self._look_for_deadlock()
         if not self._ready:
             return None
@@ -276,9 +366,7 @@ class Scheduler:
 
     def _look_for_deadlock(self) -> None:
         waiting = [
-            thread_state.rank
-            for thread_state in self.thread_states
-            if thread_state.waiting is not None
+            thread_state.rank for thread_state in self._states() if thread_state.waiting is not None
         ]
         if not waiting:
             return  # all have finished
@@ -300,8 +388,12 @@ class Scheduler:
         except Exception as error:  # the turn must go on, whatever became of the words
             text = f"deadlock: {len(waiting)} of {len(self.thread_states)} ranks wait, and none can go on"
             failure, root = DeadlockError(f"{text} (the diagnosis failed: {error!r})"), waiting[0]
+        if self.threads is not None:
+            for note in self.threads.notes():
+                failure.add_note(note)
+        raising = [state for state in self._called() if state.rank == root]
         self._end(failure, root)
-        self._must_raise = self.thread_states[root]
+        self._must_raise = raising[0] if raising else self.thread_states[root]
 
     def _count_turns(self, turns: int) -> None:
         self._turns -= turns
@@ -332,39 +424,63 @@ class Scheduler:
 
     def _waits(self) -> list[diagnosis.Wait]:
         exceptions = self.exceptions(range(len(self.thread_states)))
-        places = self.locate(
-            thread_state.rank
-            for thread_state in self.thread_states
-            if thread_state.waiting is not None
-        )
-        return [
+        called = self._called()
+        places = self._places(called)
+        waits = [
             diagnosis.Wait(
-                thread_state.rank,
-                thread_state.waiting.describe(thread_state.rank),
-                tuple(thread_state.waiting.missing(thread_state.rank)),
-                places[thread_state.rank],
-                getattr(thread_state.waiting, "hint", None),
-                _issued(thread_state.waiting, thread_state.rank),
-                exceptions[thread_state.rank],
+                state.rank,
+                state.waiting.describe(state.rank) + self._thread_name(state),
+                tuple(state.waiting.missing(state.rank)),
+                places[state],
+                getattr(state.waiting, "hint", None),
+                _issued(state.waiting, state.rank),
+                exceptions[state.rank] if state not in self.helpers else "",
             )
-            for thread_state in self.thread_states
-            if thread_state.waiting is not None
+            for state in called
+            if state.waiting is not None
         ]
+        if self.threads is not None:
+            waits += [
+                diagnosis.Wait(rank, text, (), place)
+                for rank, text, place in self.threads.blocked()
+            ]
+        return sorted(waits, key=lambda wait: wait.rank)
+
+    def _called(self) -> list[ThreadState]:
+        """The threads that wait in calls of the user's."""
+        return [
+            state
+            for state in self._states()
+            if state.waiting is not None
+            and (self.threads is None or self.threads.counts_as_wait(state))
+        ]
+
+    def _thread_name(self, state: ThreadState) -> str:
+        return "" if self.threads is None else self.threads.waiting_name(state)
+
+    def _places(self, states: list[ThreadState]) -> dict[ThreadState, Place | None]:
+        """The user's line in which each of these threads is."""
+        bodies = {state.rank: state for state in states if state not in self.helpers}
+        located = self.locate(bodies)
+        places = {bodies[rank]: place for rank, place in located.items()}
+        if self.threads is not None:
+            frames = thread_frames()
+            for state in states:
+                if state in self.helpers:
+                    places[state] = self.threads.place(state, frames)
+        return places
 
     def _end(self, failure: BaseException, root: int) -> None:
         self.ended, self.failure, self.root = True, failure, root
-        places = self.locate(
-            thread_state.rank
-            for thread_state in self.thread_states
-            if thread_state.waiting is not None
-        )
-        for rank, place in places.items():
-            self.thread_states[rank].place = place
+        for state, place in self._places(
+            [state for state in self._states() if state.waiting is not None]
+        ).items():
+            state.place = place
         self._release_waiting()
 
     def _release_waiting(self) -> None:
         waiting = [
-            thread_state for thread_state in self.thread_states if thread_state.waiting is not None
+            thread_state for thread_state in self._states() if thread_state.waiting is not None
         ]
         waiting.sort(key=lambda thread_state: thread_state.rank != self.root)  # the root first
         for thread_state in waiting:
@@ -380,6 +496,9 @@ class Scheduler:
         raise Cancelled(f"the run {why}")
 
     def _pass_turn(self, thread_state: ThreadState, decided: bool = False) -> None:
+        if self.threads is not None:
+            self.threads.pass_turn(thread_state, decided=decided)
+            return
         following = self._next(decided)
         if following is not thread_state:
             self._hand_over(thread_state, following)
@@ -410,4 +529,9 @@ class Scheduler:
         if not self._given_up:
             self._switch(thread_state.rank, None if following is None else following.rank)
         self.running = following
-        (self.done if following is None else following.turn).release()
+        if following is not None:
+            following.turn.release()
+            return
+        self.over = True
+        with contextlib.suppress(RuntimeError):  # released to tell that there are threads
+            self.done.release()

@@ -366,8 +366,8 @@ class _Handlers:
 
     def _own(self) -> dict[int, Any] | None:
         """The handlers of the rank that this thread is; None in others, and in a forked child, which sets real ones."""
-        context = current_rank.current()
-        if context is None or threading.current_thread() is threading.main_thread():
+        context: Any = current_rank.current()
+        if context is None or threading.current_thread() is not context.thread.thread:
             return None
         return self._ranks[context.rank]
 

@@ -30,6 +30,9 @@ DEFAULT_NAME = "0"  # torch's own for the default process group: names are numbe
 
 set_thread_isolation_mode = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
 unregister_all_process_groups = c10d._unregister_all_process_groups  # type: ignore[attr-defined]
+unregister_process_group = c10d._unregister_process_group  # type: ignore[attr-defined]
+register_process_group = c10d._register_process_group  # type: ignore[attr-defined]
+resolve_process_group = c10d._resolve_process_group  # type: ignore[attr-defined]
 GroupName = c10d.GroupName
 register_in_world = c10d._register_pg_in_world
 
@@ -79,9 +82,12 @@ class _Router:
         object.__setattr__(self, "_original", original)
 
     def _target(self) -> Any:
-        context = current_rank.current()
+        context: Any = current_rank.current()
         if context is not None:
-            return context.fabric.torch_world()
+            world = context.fabric.torch_world()
+            if context.scheduler.threads is not None:
+                context.scheduler.threads.register_groups(context)
+            return world
         current_rank.refuse_child_thread()
         return self._original
 
@@ -162,6 +168,14 @@ def _made_alone(
     return make_group(group_size, group_rank, ranks, backend, *args, **kwargs)
 
 
+def register_once(name: Any, group: Any) -> None:
+    """Enter a group in torch's registry of the calling thread, unless it is there: a rank may have several threads."""
+    try:
+        resolve_process_group(name)
+    except RuntimeError:
+        register_process_group(name, group)
+
+
 class rank_worlds:
     """While entered, rank threads have a torch.distributed state each."""
 
@@ -175,12 +189,14 @@ class rank_worlds:
         rendezvous_handlers.update({name: _refusing(it) for name, it in self._handlers.items()})
         c10d_logger._get_msg_dict = _message  # type: ignore[assignment]
         c10d._new_process_group_helper = _made_alone  # type: ignore[assignment]
+        c10d._register_process_group = register_once  # type: ignore[attr-defined, assignment]
         profiling.enter()
 
     def leave(self) -> None:
         profiling.leave()
         c10d_logger._get_msg_dict = _full_message
         c10d._new_process_group_helper = make_group
+        c10d._register_process_group = register_process_group  # type: ignore[attr-defined]
         rendezvous_handlers.update(self._handlers)
         _exception_log.removeFilter(_not_on_ranks)
         set_thread_isolation_mode(False)

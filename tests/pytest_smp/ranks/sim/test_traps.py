@@ -13,6 +13,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import smp_core.torch as smp
 from pytest_smp.ranks.backends import open_backend
 from pytest_smp.ranks.protocols import Job, VerdictKind
 from pytest_smp.ranks.sim import torch_private
@@ -302,36 +303,32 @@ def test_trap_6_c_plus_plus_broadcasts_and_verifies_for_ddp(smp_world: Any) -> N
     assert smp_world.run(body, ranks=3) == [[5.0, 5.0]] * 3
 
 
-def test_trap_7_a_thread_that_a_rank_starts_gets_our_message(smp_world: Any) -> None:
-    def body() -> list[str]:
-        errors: list[str] = []
-        group = dist.group.WORLD
+def test_trap_7_a_thread_that_outlives_its_run_gets_our_message(smp_world: Any) -> None:
+    over = threading.Event()
+    errors: list[str] = []
 
-        def child() -> None:
-            for call in (
-                lambda: dist.get_rank(),
-                lambda: dist.all_reduce(torch.ones(1)),
-                lambda: dist.barrier(group),
-                lambda: funcol.all_reduce(torch.ones(1), "sum", "WORLD"),
-            ):
-                try:
-                    call()
-                    errors.append("nothing raised")
-                except ThreadError as error:
-                    errors.append(str(error))
-                except Exception as error:
-                    errors.append(f"{type(error).__name__}: {error}")
+    def child() -> None:
+        over.wait()
+        for call in (smp.rank, dist.get_rank, lambda: dist.all_reduce(torch.ones(1))):
+            try:
+                call()
+            except ThreadError as error:
+                errors.append(str(error))
 
+    def body() -> threading.Thread:
         thread = threading.Thread(target=child, name="loader")
         thread.start()
-        thread.join()
-        return errors
+        return thread
 
-    for rank, errors in enumerate(smp_world.run(body, ranks=2)):
-        for error in errors[:3]:
-            assert f"thread 'loader' was started by rank {rank}" in error
-            assert "must be made in the rank's own thread" in error
-        assert "nothing raised" not in errors
+    (thread,) = smp_world.run(body, ranks=1)
+
+    def next_body() -> None:
+        over.set()
+        thread.join()
+
+    smp_world.run(next_body, ranks=1)
+    text = "thread 'loader' was started by rank 0, whose run is over"
+    assert [error.partition(":")[0] for error in errors] == [text] * 3
 
 
 def test_trap_7_a_thread_that_does_not_communicate_is_left_alone(smp_world: Any) -> None:
