@@ -99,6 +99,7 @@ def split(launch: Launch, fabric: str = "", *, capture: bool = True) -> int | No
     that the controller is forked into, return None at once.
     """
     fabric = fabric or launch.fabric
+    launcher = os.getppid()
     job = ExternalJob(launch, fabric, capture) if launch.rank == 0 else None
     controller = 0
     if job is not None:
@@ -121,7 +122,7 @@ def split(launch: Launch, fabric: str = "", *, capture: bool = True) -> int | No
         signal.signal(signal.SIGTERM, _leave)  # of a launcher that has seen another rank end
     served = False
     try:
-        code, served = _Supervisor(launch, fabric, job).serve(), True
+        code, served = _Supervisor(launch, fabric, job, launcher).serve(), True
     except BackendError as error:
         print(f"smp: rank {launch.rank}: {error}", file=sys.stderr)
         code = 1
@@ -139,6 +140,8 @@ def split(launch: Launch, fabric: str = "", *, capture: bool = True) -> int | No
     if controller:
         if not served:  # it would wait for this rank
             _pass_on(controller, signal.SIGTERM)
+        elif os.getppid() != launcher:  # it has ended, and its whole job with it
+            os.close(kept)
         _, status = os.waitpid(controller, 0)
         assert job is not None
         job.remove_folders()  # it may have ended before it took over, or have been killed
@@ -157,8 +160,8 @@ def _leave(number: int, _: object) -> None:
 
 
 def _end_with(alive: int, job: ExternalJob) -> None:
-    """End the controller when its supervisor is gone, but not before it could say why."""
-    os.read(alive, 1)  # nobody writes: it returns when the other end is closed
+    """End the controller when its supervisor or its launcher is gone, but not before it could say why."""
+    os.read(alive, 1)  # nobody writes: it returns when the supervisor has closed the other end
     time.sleep(_LAST_WORDS)
     job.remove_folders()
     os._exit(1)
@@ -172,8 +175,11 @@ def _pass_on(pid: int, number: int) -> None:
 class _Supervisor:
     """The supervisor that each process of the job becomes, apart from the controller."""
 
-    def __init__(self, launch: Launch, fabric: str, job: ExternalJob | None) -> None:
+    def __init__(
+        self, launch: Launch, fabric: str, job: ExternalJob | None, launcher: int
+    ) -> None:
         self._launch, self._fabric, self._job = launch, fabric, job
+        self._launcher = launcher  # the process that started this one
         self._folder = private_folder()
 
     def serve(self) -> int:
@@ -203,7 +209,7 @@ class _Supervisor:
         }
         secret = bytes.fromhex(contact["secret"])
         connection = wire.connect(setting["address"], secret, hello, patience=int(_GATHER))
-        return ForkServer(connection, setting, launcher=os.getppid())
+        return ForkServer(connection, setting, launcher=self._launcher)
 
     def _with_torch(self) -> int:
         """Meet at torch's own rendezvous; ranks are forked as often as need be."""

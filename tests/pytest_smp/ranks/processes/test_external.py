@@ -264,9 +264,26 @@ BUSY = """
 """
 
 
-def busy(command, pytester, launcher) -> Any:
-    """A job whose rank 0 computes for ever; and its controller."""
-    pytester.makepyfile(test_it=BUSY)
+#: The controller computes for ever, and its ranks wait for a run.
+BUSY_CONTROLLER = """
+    import pytest
+    from pytest_smp.ranks.processes import external
+    external._LAST_WORDS = 0.0
+
+    @pytest.mark.smp
+    def test_ranks(smp):
+        smp.barrier()
+
+    def test_busy():
+        print("controller 0, rank 0 computes", flush=True)
+        while True:
+            pass
+"""
+
+
+def busy(command, pytester, launcher, source=BUSY) -> Any:
+    """A job that computes for ever, on rank 0 or in its controller; and its controller."""
+    pytester.makepyfile(test_it=source)
     started = command([*launcher.words(2), "-s", "--smp-timeout=100", str(pytester.path)])
     started.shows("rank 0 computes")
     found = re.search(r"controller (\d+)", started.text)
@@ -291,7 +308,7 @@ def test_nobody_survives_the_controller(command, pytester, launcher):
 
 @pytest.mark.parametrize("launcher", ["torchrun"], indirect=True)
 def test_nobody_survives_the_launcher(command, pytester, launcher):
-    started, _ = busy(command, pytester, launcher)
+    started, _ = busy(command, pytester, launcher, BUSY_CONTROLLER)
     started.process.kill()
     started.end()
 
