@@ -44,6 +44,7 @@ class Request:
     ranks: tuple[int, ...]  # one run of the test for each
     many: bool  # written as a list: the ids name the number
     config: Mapping[str, Any]
+    fresh: bool = False  # on rank processes that have run nothing before
 
 
 def request_of(definition: pytest.Item | Any, settings: Settings) -> Request | None:
@@ -63,6 +64,9 @@ def request_of(definition: pytest.Item | Any, settings: Settings) -> Request | N
                 f"takes keyword arguments only, not {', '.join(map(repr, marker.args))}: smp(ranks=4)",
             )
         keywords.update(marker.kwargs)
+    fresh = keywords.pop("fresh", False)
+    if not isinstance(fresh, bool):
+        _refuse(definition, f"fresh={fresh!r}: must be True or False")
     ranks = keywords.pop("ranks", settings.ranks)
     many = isinstance(ranks, list | tuple)
     counts = tuple(ranks) if many else (ranks,)
@@ -72,7 +76,7 @@ def request_of(definition: pytest.Item | Any, settings: Settings) -> Request | N
         _check_count(definition, count, settings)
     _check_function(definition)
     _check_config(definition, keywords, counts)
-    return Request(counts, many, keywords)
+    return Request(counts, many, keywords, fresh)
 
 
 def request_of_item(item: pytest.Item, settings: Settings, ranks_parameter: str) -> Request:
@@ -90,6 +94,19 @@ def request_of_item(item: pytest.Item, settings: Settings, ranks_parameter: str)
     if ranks_parameter not in parameters:
         _refuse(item, "a list of ranks belongs on the test, not on one set of its parameters")
     return dataclasses.replace(request, ranks=(parameters[ranks_parameter],))
+
+
+def why_skipped(request: Request, settings: Settings) -> str | None:
+    """The reason why this session cannot run what an item's request asks for, or None if it can."""
+    (count,) = request.ranks
+    if count > settings.ranks:
+        return launch.shortage(count, settings.ranks)
+    if request.fresh and settings.backend.partition(":")[0] in ("sim", "external"):
+        return (
+            f"fresh=True: {settings.backend} cannot start rank processes for a test; gloo, smddp and mpi "
+            "can (--smp-backend)"
+        )
+    return None
 
 
 def _check_count(definition: Any, count: Any, settings: Settings) -> None:

@@ -120,7 +120,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     marked = [item for item in items if item.get_closest_marker("smp") is not None]
     if not marked:
         return
-    from pytest_smp.marker import problems, request_of_item
+    from pytest_smp.marker import problems, request_of_item, why_skipped
 
     chosen = config.stash[_SETTINGS]
     found = problems(marked, chosen, _RANKS)
@@ -137,8 +137,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.parametrize(_RANKS, request.ranks))
         (count,) = request.ranks
         item.user_properties.append((summary.RANKS, count))
-        if count > chosen.ranks:
-            item.add_marker(pytest.mark.skip(launch.shortage(count, chosen.ranks)))
+        reason = why_skipped(request, chosen)
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason))
 
 
 # Running.
@@ -160,19 +161,22 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if pyfuncitem.get_closest_marker("smp") is None:
         return None
     from pytest_smp import results
-    from pytest_smp.marker import request_of_item
+    from pytest_smp.marker import request_of_item, why_skipped
     from pytest_smp.running import MarkedTest
 
     chosen = pyfuncitem.config.stash[_SETTINGS]
     request = pyfuncitem.stash.get(_REQUEST, None)
     if request is None:  # marked after collection, by somebody's conftest
         request = request_of_item(pyfuncitem, chosen, _RANKS)
-        if request.ranks[0] > chosen.ranks:
-            pytest.skip(launch.shortage(request.ranks[0], chosen.ranks))
+        reason = why_skipped(request, chosen)
+        if reason is not None:
+            pytest.skip(reason)
     controller = controller_of(pyfuncitem.config)
     controller.take_last()
     error: BaseException | None = None
     try:
+        if request.fresh:
+            controller.open().renew()
         MarkedTest(pyfuncitem, request.ranks[0], request.config).run(controller)
     except BaseException as raised:
         error = raised

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pytest_smp.ranks.capabilities import EVERYTHING, Capabilities
 from pytest_smp.ranks.schedule import ROUND_ROBIN, Schedule
-from smp_core.errors import BackendError
+from smp_core.errors import BackendError, UnsupportedError
 from smp_core.transport import torch_parts
 from smp_core.transport.current_rank import CurrentRank
 from smp_core.transport.protocols import FABRIC_VERSION, RankEnvironment, RankFabric
@@ -240,6 +240,10 @@ class Executor(Protocol):
 
     def open(self, size: int) -> World:
         """A world of ``size`` ranks, numbered from 0."""
+
+    def renew(self) -> None:
+        """Have the next run on ranks that have run nothing before. Raises UnsupportedError if it cannot."""
+        raise UnsupportedError("fresh=True: this backend cannot start rank processes for a test")
 
     def close(self) -> None:
         """End every rank. Nothing of the executor outlives this call."""

@@ -371,6 +371,22 @@ def test_a_marker_that_comes_after_collection_skips_as_well(session: Session) ->
     ended.shows("needs 9 ranks, and 4 are there: pytest --smp-ranks=9")
 
 
+def test_fresh_ranks_are_processes(session: Session) -> None:
+    source = """
+        @pytest.mark.smp(ranks=[1, 2], fresh=True)
+        def test_fresh(smp):
+            assert False
+
+        @pytest.mark.smp(fresh=False)
+        def test_warm(smp):
+            pass
+        """
+    ended = session(source, "-rs")
+    assert ended.counts == {"passed": 1, "skipped": 2}
+    ended.shows("fresh=True: sim cannot start rank processes for a test")
+    refused(session(source.replace("False)", "1)")), "test_warm: marker smp: fresh=1: must be")
+
+
 def test_all_mistakes_are_told_in_one_go(session: Session) -> None:
     session.pytester.makepyfile(
         test_other="import pytest\n@pytest.mark.smp(ranks=0)\ndef test_x(): pass\n"

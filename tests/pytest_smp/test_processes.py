@@ -63,6 +63,17 @@ TESTS = """
     def test_globals_stay(smp):
         assert seen == [1]
 
+    @pytest.mark.smp(ranks=2, fresh=True)
+    @given(number=st.integers())
+    @settings(max_examples=3)
+    def test_fresh(smp, number):
+        assert 1 not in seen
+        seen.append(2)
+
+    @pytest.mark.smp(ranks=2)
+    def test_fresh_once(smp):
+        assert seen == [2, 2, 2]
+
     @pytest.mark.smp(ranks=[1, 2, 3], pipeline_parallel_degree=1)
     @given(points=st.lists(st.builds(Point, st.integers(0, 3)), min_size=1))
     @settings(max_examples=5)
@@ -165,7 +176,7 @@ def test_tests_behave_as_on_sim(folder, apart_pytest, arguments):
         *arguments,
     )
     text = result.stdout.str()
-    assert result.parseoutcomes() == {"passed": 8, "skipped": 1, "xfailed": 1, "failed": 7}, text
+    assert result.parseoutcomes() == {"passed": 10, "skipped": 1, "xfailed": 1, "failed": 7}, text
     assert "traceback entries are hidden" not in text
     for expected in (
         # pytest's own explanation, and a conftest's

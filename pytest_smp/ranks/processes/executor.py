@@ -176,6 +176,12 @@ class ProcessExecutor(Executor):
             )
         return ProcessWorld(self, size)
 
+    def renew(self) -> None:
+        """Replace all rank processes."""
+        if self._pool.final:
+            super().renew()
+        self.replace(list(self._ranks.values()))
+
     def close(self) -> None:
         """End all rank processes."""
         if os.getpid() != self._process:  # a fork of the controller has nothing to end

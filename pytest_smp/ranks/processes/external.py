@@ -99,7 +99,7 @@ def split(launch: Launch, fabric: str = "", *, capture: bool = True) -> int | No
     that the controller is forked into, return None at once.
     """
     fabric = fabric or launch.fabric
-    launcher = os.getppid()
+    parent = os.getppid()  # the launcher
     job = ExternalJob(launch, fabric, capture) if launch.rank == 0 else None
     controller = 0
     if job is not None:
@@ -122,7 +122,7 @@ def split(launch: Launch, fabric: str = "", *, capture: bool = True) -> int | No
         signal.signal(signal.SIGTERM, _leave)  # of a launcher that has seen another rank end
     served = False
     try:
-        code, served = _Supervisor(launch, fabric, job, launcher).serve(), True
+        code, served = _Supervisor(launch, fabric, job, parent).serve(), True
     except BackendError as error:
         print(f"smp: rank {launch.rank}: {error}", file=sys.stderr)
         code = 1
@@ -140,7 +140,7 @@ def split(launch: Launch, fabric: str = "", *, capture: bool = True) -> int | No
     if controller:
         if not served:  # it would wait for this rank
             _pass_on(controller, signal.SIGTERM)
-        elif os.getppid() != launcher:  # it has ended, and its whole job with it
+        elif os.getppid() != parent:  # it has ended, and its whole job with it
             os.close(kept)
         _, status = os.waitpid(controller, 0)
         assert job is not None
@@ -175,9 +175,7 @@ def _pass_on(pid: int, number: int) -> None:
 class _Supervisor:
     """The supervisor that each process of the job becomes, apart from the controller."""
 
-    def __init__(
-        self, launch: Launch, fabric: str, job: ExternalJob | None, launcher: int
-    ) -> None:
+    def __init__(self, launch: Launch, fabric: str, job: ExternalJob | None, launcher: int) -> None:
         self._launch, self._fabric, self._job = launch, fabric, job
         self._launcher = launcher  # the process that started this one
         self._folder = private_folder()
