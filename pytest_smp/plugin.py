@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pytest_smp.faults import SmpFaults
     from pytest_smp.marker import Request
     from pytest_smp.proxies import Smp, SmpWorld, TmpPath
+    from pytest_smp.replicas import SmpReplicas
     from pytest_smp.running import Controller
 
 _SETTINGS = pytest.StashKey[settings.Settings]()
@@ -203,6 +204,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         controller_of(item.config).faults = faults.of_markers(item)
     if "smp_calls" in getattr(item, "fixturenames", ()):
         controller_of(item.config).records_calls = True
+    if "smp_replicas" in getattr(item, "fixturenames", ()):
+        controller_of(item.config).compares_replicas = True
 
 
 @pytest.hookimpl(wrapper=True)
@@ -340,6 +343,14 @@ def smp_calls(pytestconfig: pytest.Config) -> SmpCalls:
     from pytest_smp.calls import SmpCalls
 
     return SmpCalls(controller_of(pytestconfig))
+
+
+@pytest.fixture(scope="session")
+def smp_replicas() -> SmpReplicas:
+    """Replicas are compared after each optimizer's step; ``watch`` takes further modules."""
+    from pytest_smp.replicas import SmpReplicas
+
+    return SmpReplicas()
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from hypothesis import control, reporting
 from hypothesis.internal.conjecture.data import ConjectureData
 from hypothesis.strategies import DataObject
 
-from pytest_smp import readiness, results
+from pytest_smp import readiness, replicas, results
 from pytest_smp.coverage import Coverage
 from pytest_smp.faults import among as faults_among
 from pytest_smp.proxies import TmpPath
@@ -145,6 +145,7 @@ class Controller:
         self.decisions = 0  # of the last run
         self.faults: tuple[Fault, ...] = ()  # of the test that runs
         self.records_calls = False  # for the test that runs
+        self.compares_replicas = False  # for the test that runs
         self.calls: list[CommunicationCall] = []  # of its last run, by rank
         self.tmp_path: TmpPath | None = None
         self._last: Report | None = None
@@ -191,8 +192,9 @@ class Controller:
         faults = (*self.faults, *faults)
         if faults:
             check_faults(faults, ranks, executor.injects, self.settings.backend)
+        compares = self.compares_replicas or self.settings.replicas
         job = Job(
-            body=body,
+            body=replicas.ReplicaBody(body) if compares else body,
             arguments=Arguments(args, kwargs, _leading_names(body, args)),
             parameters=config,
             automatic_init=automatic_init,
@@ -211,6 +213,8 @@ class Controller:
         started = time.monotonic()
         report = executor.open(ranks).run(job)
         accept_consequences(report)
+        if compares:
+            replicas.judge(report)
         if self.records_calls:
             self.calls = [
                 call for outcome in report.outcomes for call in outcome.records.get(CALLS, ())
@@ -234,7 +238,8 @@ class Controller:
     def new_test(self) -> None:
         """Called before every test, before its fixtures: nothing of the last test's is in force."""
         self._limits.new_test()
-        self.faults, self.records_calls, self.calls = (), False, []
+        self.faults, self.calls = (), []
+        self.records_calls = self.compares_replicas = False
         if self.tmp_path is not None:
             self.tmp_path.renew()
 

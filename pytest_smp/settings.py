@@ -30,6 +30,7 @@ class Settings:
     check: bool = True  # the board: mismatch and deadlock verdicts on rank processes
     explore: int = 0  # schedules that a marked test is run under; 0 is round-robin alone
     schedule: Schedule | None = None  # replayed in every run, or None: what the test says
+    replicas: bool = False  # ranks that must be equal are compared after each optimizer's step
     require_ranks: bool = False  # a test for which there are too few ranks is an error, not a skip
 
 
@@ -148,6 +149,13 @@ _OPTIONS = (
     ),
     _Option(
         "strict", "false", _flag, "true or false", "fail a run that leaves a process group behind"
+    ),
+    _Option(
+        "replicas",
+        "false",
+        _flag,
+        "true or false",
+        "compare replicas after each step of an optimizer: a difference fails the run",
     ),
     _Option(
         "require_ranks",

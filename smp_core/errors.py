@@ -166,6 +166,12 @@ class CollectiveMismatchError(VerdictError):
     """Raised when ranks make different calls at one sequence number of a group; names both calls."""
 
 
+class ReplicaError(VerdictError):
+    """Raised when ranks that must hold equal parameters or gradients do not, after a step of an optimizer: names the
+    tensor, the step, the first element and its values.
+    """
+
+
 class LeakError(VerdictError):
     """Raised when a run ends with a message never received or an asynchronous work never waited
     for.

@@ -84,7 +84,7 @@ def test_the_tests_of_readme_and_pages_pass(tmp_path, run_pytest):
     with_one = ("steps", "pipelines", "precision", "sharding", "checkpoints", "scripts")
     pages |= {f"docs/{page}.md": 1 for page in with_one} | {
         "docs/tensor.md": 2,
-        "docs/testing.md": 4,
+        "docs/testing.md": 5,
     }
     for page, count in pages.items():
         examples = blocks(page, "python")

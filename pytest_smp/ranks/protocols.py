@@ -68,6 +68,7 @@ class VerdictKind(enum.StrEnum):
     DEADLOCK = "deadlock"
     MISMATCH = "mismatch"
     LEAK = "leak"
+    REPLICAS = "replicas differ"  # ranks that must be equal (--smp-replicas)
     RACE = "race"  # memory of an operation in flight was changed
     CRASHED = "crashed"  # a rank process ended before its body did
     TIMED_OUT = "timed out"

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-import torch.distributed.fsdp  # noqa: F401  it stays imported, where a session in this process would import it twice
+
+# Both stay imported: a session in this process would import them twice.
+import torch._dynamo
+import torch.distributed.fsdp  # noqa: F401
 
 if TYPE_CHECKING:
     from tests.pytest_smp.conftest import Session
