@@ -565,9 +565,9 @@ def _distributed_tensors() -> None:
 
 def _fsdp2() -> None:
     with torch.device("meta"):
-        model = nn.Linear(4, 4)
+        model = nn.Linear(4, 4, bias=False)
     fully_shard(model, mesh=init_device_mesh("cuda", (2,)))
-    model.to_empty(device="cuda").reset_parameters()
+    nn.init.ones_(model.to_empty(device="cuda").weight)
     model(torch.ones(2, 4, device="cuda")).sum().backward()
 
 
