@@ -131,6 +131,9 @@ class DistributedModel(nn.Module):
             casting.convert(session, module, self._half)
         self.masters = _make_masters(session.runtime, self._half)
         self.module = module
+        if not hasattr(module, "module"):
+            # SMP has wrappers in between (DDP's, that of fp16): scripts write model.module.module.
+            vars(module)["module"] = module
         calls.keep_forwards(module)
         self.partitioned = False
         self.placement: Placement | None = None

@@ -40,7 +40,8 @@ class DistributedOptimizer(Internals, Optimizer):
     ``defaults`` are the wrapped optimizer's own, so learning-rate schedulers take either of the two.
 
     Args:
-        optimizer: any ``torch.optim.Optimizer``.
+        optimizer: any ``torch.optim.Optimizer``. With ``fp16`` also the ``FP16_Optimizer`` that scripts brought along
+            before SMP 1.10: the optimizer in its attribute ``optimizer`` is wrapped.
         static_loss_scale, dynamic_loss_scale, dynamic_loss_args: scripts pass them in FP32 runs too, the
             last as one dict under that name or as keywords of its keys. Ignored without ``fp16``.
 
@@ -57,12 +58,13 @@ class DistributedOptimizer(Internals, Optimizer):
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizer: object,
         static_loss_scale: float = 1.0,
         dynamic_loss_scale: bool = False,
         **dynamic_loss_args: object,
     ) -> None:
         session = sessions.current("smp.DistributedOptimizer")
+        optimizer = _unwrapped(optimizer, session.runtime.config.fp16)
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, DistributedOptimizer):
             raise ArgumentTypeError(
                 f"smp.DistributedOptimizer: optimizer is a {type(optimizer).__name__}, not a plain "
@@ -331,6 +333,22 @@ class DistributedOptimizer(Internals, Optimizer):
         if model.masters is not None:
             self._update = Update(self._session, model.masters)
         self._parameters.follow(model)
+
+
+def _unwrapped(optimizer: object, fp16: bool) -> object:
+    """Return the optimizer that a script's own ``FP16_Optimizer`` has around it; anything else as it is.
+
+    Raises ArgumentTypeError without ``fp16``: nothing else keeps masters of parameters in 16 bits.
+    """
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(optimizer, Optimizer) or not isinstance(inner, Optimizer):
+        return optimizer
+    if not fp16:
+        raise ArgumentTypeError(
+            f"smp.DistributedOptimizer: optimizer is a {type(optimizer).__name__} around a {type(inner).__name__}: the "
+            'configuration parameter fp16 has taken its place. Give "fp16": True to smp.init'
+        )
+    return inner
 
 
 def _of_partitions(runtime: Runtime, norm: float) -> Sequence[float]:

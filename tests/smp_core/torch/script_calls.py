@@ -363,7 +363,8 @@ CALLS: dict[str, Call] = {
     ),
     "get_module": Call(
         "fp16",
-        "module = net()\nmodel = smp.DistributedModel(module)\nassert model.get_module() is module",
+        "module = net()\nmodel = smp.DistributedModel(module)\nassert model.get_module() is module\n"
+        "assert model.module.module.module is module  # under SMP's wrappers of ddp and fp16",
     ),
     "local_state_dict": Call(
         "pipeline",
@@ -598,7 +599,12 @@ CALLS: dict[str, Call] = {
         "ours = translate_hf_state_dict_to_smdistributed_gpt2(state)\n"
         "assert 'transformer.seq_layers.0.attention.query.weight' in ours\n"
         "theirs = translate_state_dict_to_hf_gpt2(ours, max_seq_len=None)\n"
-        "assert all(torch.equal(theirs[name], each) for name, each in state.items())",
+        "assert all(torch.equal(theirs[name], each) for name, each in state.items())\n"
+        "from smdistributed.modelparallel.torch.nn.huggingface.gpt2 import (  # before SMP 1.10\n"
+        "    translate_hf_state_dict_to_smdistributed)\n"
+        "from smdistributed.modelparallel.torch.nn.huggingface.gptj import (\n"
+        "    translate_hf_gptj_state_dict_to_smdistributed)\n"
+        "assert translate_hf_state_dict_to_smdistributed(state).keys() == ours.keys()",
         "transformers",
     ),
     "set_activation_checkpointing": Call(

@@ -100,6 +100,10 @@ def translate_hf_state_dict_to_smdistributed_gpt2(
     return states.to_ours("gpt2", translation(), state_dict)
 
 
+#: The same, by the name that scripts before SMP 1.10 use.
+translate_hf_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_gpt2
+
+
 def translate_state_dict_to_hf_gpt2(
     state_dict: Mapping[str, object], max_seq_len: int | None = None
 ) -> dict[str, object]:

@@ -80,7 +80,8 @@ def translate_hf_state_dict_to_smdistributed_gptj(
     return states.to_ours("gptj", translation(), state_dict)
 
 
-#: The same, by the name that scripts use.
+#: The same, by the names that scripts use.
+translate_hf_gptj_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_gptj
 translate_hf_gptj_state_dict_to_smdistributed_gptj = translate_hf_state_dict_to_smdistributed_gptj
 
 

@@ -196,6 +196,33 @@ def test_loss_scale_arguments_are_ignored_in_fp32(smp, arguments):
     assert optimizer.param_groups[0]["lr"] == 1.0
 
 
+class FP16_Optimizer:
+    """As scripts brought one along before SMP 1.10, with masters of its own, which are not needed."""
+
+    def __init__(self, model, init_optimizer, static_loss_scale=None, dynamic_loss_scale=True):
+        del model, static_loss_scale, dynamic_loss_scale
+        self.optimizer = init_optimizer
+
+
+@pytest.mark.smp(ranks=1, fp16=True)
+def test_the_optimizer_inside_of_a_scripts_own_fp16_optimizer_is_wrapped(smp):
+    model = smp.DistributedModel(net())
+    inner = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = smp.DistributedOptimizer(FP16_Optimizer(model, inner), dynamic_loss_scale=True)
+    assert optimizer.optimizer is inner
+    distributed_step(smp, model, optimizer)
+    assert optimizer.loss_scale > 1
+
+
+@pytest.mark.smp(ranks=1)
+def test_a_scripts_own_fp16_optimizer_needs_the_parameter_fp16(smp):
+    wrapper = FP16_Optimizer(None, torch.optim.SGD(net().parameters(), lr=1.0))
+    with pytest.raises(
+        ArgumentTypeError, match=r'FP16_Optimizer around a SGD: .* Give "fp16": True'
+    ):
+        smp.DistributedOptimizer(wrapper)
+
+
 @pytest.mark.smp(ranks=2, **MANUAL)
 def test_bad_use_is_refused_with_what_to_do(smp):
     inner = torch.optim.SGD(net().parameters(), lr=1.0)
