@@ -21,7 +21,7 @@ _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 def line_of(place: Place | None) -> Line | None:
     """The line of a place."""
-    return None if place is None else (place.filename, place.lineno)
+    return (place.filename, place.lineno) if place is not None and place.filename else None
 
 
 class CallLines:

@@ -23,6 +23,8 @@ _OWN = tuple(
 FRONT_DOOR = ("distributed_c10d.py", "c10d_logger.py", "typing_extensions.py", "warnings.py")
 # The files in which torch wraps its deprecated names: all_gather_into_tensor, reduce_scatter_tensor.
 _WRAPPERS = ("typing_extensions", "warnings")
+# The modules whose functions call a user's function in a thread.
+_THREADS = ("concurrent.futures.thread", "multiprocessing.pool", "asyncio.threads")
 
 
 def _torch_root() -> str | None:
@@ -56,11 +58,17 @@ def _is_plumbing(name: str) -> bool:
         return True
     if name in (contextlib.__file__, threading.__file__):
         return True
-    return any(name == getattr(sys.modules.get(wrapper), "__file__", None) for wrapper in _WRAPPERS)
+    return any(
+        name == getattr(sys.modules.get(module), "__file__", None)
+        for module in (*_WRAPPERS, *_THREADS)
+    )
 
 
 class Place:
-    """A line of the user's, rendered only when somebody reads it."""
+    """A line of the user's, rendered only when somebody reads it.
+
+    Without a file, ``function`` says where the call was made: in a thread that runs no line of the user's.
+    """
 
     __slots__ = ("direct", "filename", "function", "lineno")
 
@@ -69,12 +77,16 @@ class Place:
         self.direct = direct  # the line calls us itself, or by torch.distributed's own functions
 
     def __str__(self) -> str:
+        if not self.filename:
+            return self.function
         source = linecache.getline(self.filename, self.lineno).strip()
         where = f"{relative(self.filename)}:{self.lineno} in {self.function}"
         return f"{where}:  {source}" if source else where
 
     def traceback(self) -> types.TracebackType | None:
         """A traceback of this line alone, for an error that is raised where no frame of it is."""
+        if not self.filename:
+            return None
         text = "\n" * (self.lineno - 1) + "raise _Here"
         code = compile(text, self.filename, "exec").replace(co_name=self.function)
         try:

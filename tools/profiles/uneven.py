@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -193,11 +194,8 @@ def _stamped() -> Iterator[list[float]]:
             stamps.append(time.monotonic())
         return finding
 
-    Board.look = look_and_note  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Board, "look", look_and_note):
         yield stamps
-    finally:
-        Board.look = look  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

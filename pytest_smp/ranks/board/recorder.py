@@ -97,7 +97,7 @@ class BoardRecorder:
         self.calls: list[CommunicationCall] | None = None  # of the run, if they are wanted
         self._groups: dict[tuple[object, ...], int] = {}
         self._members: list[tuple[int, ...]] = []  # of groups, by number
-        self._places: dict[tuple[types.CodeType, int, bool], int] = {}
+        self._places: dict[tuple[tuple[types.CodeType, int] | None, bool, str], int] = {}
         self._descriptions: dict[object, int] = {}
         self._plumbing: dict[types.CodeType, bool] = {}
 
@@ -311,7 +311,7 @@ class BoardRecorder:
         return self._number
 
     def _thread(self) -> int:
-        if _thread.get_ident() != self._main and helper_threads.acting_thread() != self._main:
+        if self._other_thread():
             return OTHER
         return ACCOMPANIED if helper_threads.count_other_threads() > self._threads else MAIN
 
@@ -334,7 +334,8 @@ class BoardRecorder:
         return known
 
     def _place(self, frame: types.FrameType | None) -> int:
-        """The number of the user's line in this stack, or -1.
+        """The number of the user's line in this stack, or -1; in another thread than the rank's own, that
+        thread stands with the line, or alone.
 
         As frames.user_place, which asks anew about every frame.
         """
@@ -350,13 +351,26 @@ class BoardRecorder:
                 stack_frames.is_own_code(code) or code.co_filename.endswith(stack_frames.FRONT_DOOR)
             )
             frame = frame.f_back
-        else:
+        thread = self._other_thread()
+        if frame is None and not thread:
             return -1
-        key = code, frame.f_lineno, direct
+        key = None if frame is None else (frame.f_code, frame.f_lineno), direct, thread
         known = self._places.get(key)
         if known is None:
             known = self._places[key] = len(self._places)
-            line = frame.f_lineno
-            record = (known, code.co_filename, line, code.co_name, direct)
-            self._words += encode(records.PLACE, *record)
+            file, line, function = "", 0, thread
+            if frame is not None:
+                file, line, function = (
+                    frame.f_code.co_filename,
+                    frame.f_lineno,
+                    frame.f_code.co_name,
+                )
+                function += f" in {thread}" if thread else ""
+            self._words += encode(records.PLACE, known, file, line, function, direct)
         return known
+
+    def _other_thread(self) -> str:
+        """The name of the calling thread, or nothing if it is the rank's own."""
+        if _thread.get_ident() == self._main or helper_threads.acting_thread() == self._main:
+            return ""
+        return f"thread {threading.current_thread().name!r}"

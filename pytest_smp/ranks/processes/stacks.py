@@ -9,6 +9,7 @@ import linecache
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from smp_core.transport import stack_frames
 
 STACKS = signal.SIGUSR2  # asks a rank for its stacks, whatever it is doing
 _FRAME = re.compile(r'\s+File "(.*)", line (\d+) in (.*)')
+_HEADER = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)
 _SERVER, _LISTENER = "rank.py", "_listen"  # what runs bodies, and the thread beside it
 _ENOUGH = "in serve"
 _PATIENCE = 5.0  # seconds for the handler to have run
@@ -41,7 +43,10 @@ class Stacks:
 
 
 def read_stacks(folder: str, pid: int) -> list[str]:
-    """The stacks of all threads that run a user's code, outermost line first; may be empty."""
+    """The stacks of all Python threads that run a user's code, outermost line first; may be empty.
+
+    The rank's own thread is the first; the others have a line above that says so.
+    """
     path = stacks_file(folder, pid)
     deadline = time.monotonic() + _PATIENCE
     text, quiet_since = "", time.monotonic()
@@ -55,11 +60,16 @@ def read_stacks(folder: str, pid: int) -> list[str]:
         elif _ENOUGH in text and time.monotonic() - quiet_since > _QUIET:
             break  # the handler writes thread by thread: the one that runs bodies is there
         time.sleep(0.005)
-    return [
-        stack
-        for part in re.split(r"^\S.*thread.*$", text, flags=re.M | re.I)
-        if (stack := _render(part))
-    ]
+    return render_stacks(text)
+
+
+def render_stacks(text: str) -> list[str]:
+    """The stacks of a dump of ``faulthandler``: see read_stacks."""
+    parts = [*filter(str.strip, _HEADER.split(text))]
+    own = [part for part in parts if _ENOUGH in part]
+    stacks = [_render(part) for part in own]
+    others = [_render(part) for part in parts if part not in own]
+    return [*filter(None, stacks), *(f"  another thread:\n{stack}" for stack in others if stack)]
 
 
 def _render(part: str) -> str:
@@ -73,6 +83,8 @@ def _render(part: str) -> str:
                 return ""
             start = index + 1
     places = places[start:]
+    while places and places[0][0] == threading.__file__:
+        places.pop(0)
     while places and stack_frames.is_ours(places[-1][0]):
         places.pop()
     lines = []

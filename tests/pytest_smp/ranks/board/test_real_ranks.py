@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -392,6 +393,21 @@ def test_a_group_that_cannot_be_made_because_others_make_another() -> None:
 
 def _refused(*arguments: object, **options: object) -> None:
     raise RuntimeError("the shared memory of member 0 is of another size")
+
+
+def test_a_call_of_a_background_thread_is_shown_with_the_thread() -> None:
+    def body(rank: int) -> None:
+        with ThreadPoolExecutor(1, "saver") as pool:
+            if rank == 0:
+                pool.submit(dist.barrier).result()
+            elif rank == 1:
+                pool.submit(lambda: dist.barrier()).result()
+            else:
+                dist.all_reduce(torch.ones(2))
+
+    message = verdict(body)
+    assert "rank 0: barrier()\n      thread 'saver_0'\n" in message
+    assert "in <lambda> in thread 'saver_0':  pool.submit(lambda: dist.barrier())" in message
 
 
 def test_ddp_whose_other_rank_stops() -> None:
