@@ -46,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "requirement(id): the requirement that a property of `conformance` tests"
     )
+    _register_profile(str(config.getoption("--hypothesis-profile", None)))
     door = _Door(config)
     config.pluginmanager.register(door, "smp-conformance-door")
     if config.getoption("smp_report") and not hasattr(config, "workerinput"):
@@ -56,6 +57,23 @@ def pytest_configure(config: pytest.Config) -> None:
     given = _OPTIONS.given(config)
     if given or any(leads_in(config, argument) for argument in config.args):
         door.open(given or _NAME)
+
+
+#: Profiles of Hypothesis: the number of examples, and whether all sessions draw the same ones.
+PROFILES = {"smp-quick": (20, True), "smp-certify": (400, False)}
+
+
+def _register_profile(name: str) -> None:
+    """Register a profile of the suite that the session asks for, before Hypothesis's own plugin loads it."""
+    if name in PROFILES:
+        from hypothesis import settings  # not at the top: a session without properties does without
+
+        examples, derandomize = PROFILES[name]
+        # The profile of CI=true is derandomised and has no database.
+        parent = settings.get_profile("default")
+        settings.register_profile(
+            name, parent, max_examples=examples, derandomize=derandomize, print_blob=True
+        )
 
 
 def _follow_moved_files(config: pytest.Config) -> None:

@@ -10,6 +10,9 @@ from __future__ import annotations
 #: The least number of examples of a property beside the simplest one, on every backend.
 LEAST_DRAWS = 5
 
+#: The least part of a profile's examples that a property gets: a profile with more examples has more of each.
+_LEAST_PART = 0.05
+
 #: The part of a property's examples that run where ranks are processes. An example takes about ten times
 #: as long there as on `sim`.
 _ON_PROCESSES = 0.25
@@ -20,9 +23,14 @@ def share(part: float, most: int) -> int:
 
     The result covers at least the simplest example and LEAST_DRAWS others, unless the profile has fewer.
     """
-    return max(round(part * most), min(1 + LEAST_DRAWS, most))
+    return max(round(max(part, _LEAST_PART) * most), min(1 + LEAST_DRAWS, most))
 
 
-def on_processes(examples: int) -> int:
-    """The number of a property's examples where ranks are processes, with the same least number."""
-    return share(_ON_PROCESSES, examples)
+def on_processes(examples: int, most: int = 100) -> int:
+    """The number of a property's examples where ranks are processes.
+
+    Args:
+        examples: the property's examples elsewhere.
+        most: the examples of the profile, whose least number of each property holds here as well.
+    """
+    return min(examples, max(share(_ON_PROCESSES, examples), round(_LEAST_PART * most)))

@@ -8,6 +8,9 @@ The file is TOML and is kept in the repository of the backend's author::
     id = "COMM-SEND-SYNC"     # or a glob: "COMM-BARRIER-*"
     reason = "send returns as soon as the object has left"
     link = "https://example.com/issues/7"
+    intermittent = true       # optional: it fails in some runs only, and a pass is not stale
+
+The examples that failed are beside the file, in the folder ``FILE.examples``, and are tried first.
 
 Every entry must match a requirement, and no requirement may match two entries. A waiver without effect,
 or with two reasons, would go unnoticed.
@@ -32,6 +35,7 @@ from conformance.session.verdicts import Verdict
 VERSION = 1
 TODO = "TODO"  #: the beginning of a reason or a link that the tool wrote and a person must fill in
 _FIELDS = ("id", "reason", "link")
+_INTERMITTENT = "intermittent"
 _HEADER = re.compile(r"^[ \t]*\[\[[ \t]*expected[ \t]*\]\]", re.MULTILINE)
 
 
@@ -46,6 +50,7 @@ class Expectation:
     id: str
     reason: str
     link: str
+    intermittent: bool = False  # fails in some runs only: a pass does not make the entry stale
     place: str = dataclasses.field(default="", compare=False)  # "expected.toml:3: entry 1"
 
     def matches(self, id: str) -> bool:
@@ -82,6 +87,11 @@ def read(path: Path) -> list[Expectation]:
     except UnicodeDecodeError as error:
         raise ExpectationError(f"{path.name}: not UTF-8: {error.reason}") from None
     return parse(text, path.name)
+
+
+def examples_of(path: Path) -> Path:
+    """The folder of the examples that failed, beside the file of expected failures."""
+    return path.with_name(f"{path.name}.examples")
 
 
 def file_of(named: Path | str | None) -> Path | None:
@@ -138,7 +148,10 @@ def parse(text: str, name: str) -> list[Expectation]:
 def _entry(fields: Mapping[str, Any], place: str) -> Expectation:
     if isinstance(fields.get("id"), str):
         place += f" ({fields['id']})"
-    _refuse_unknown(fields, _FIELDS, place)
+    _refuse_unknown(fields, (*_FIELDS, _INTERMITTENT), place)
+    intermittent = fields.get(_INTERMITTENT, False)
+    if not isinstance(intermittent, bool):
+        raise ExpectationError(f"{place}: {_INTERMITTENT} = {intermittent!r} is not true or false")
     for name in _FIELDS:
         if name not in fields:
             raise ExpectationError(f"{place}: no {name}")
@@ -210,9 +223,9 @@ def updated(
 ) -> list[Expectation]:
     """The entries that the file should have after a run, in the order of the requirements.
 
-    An entry stays if every supported requirement that it matches failed or was left out. Of a glob that
-    also matches a requirement that passed, the others get an entry each, with its reason and link. A
-    failed requirement without an entry gets a new one.
+    An entry stays if every supported requirement that it matches failed or was left out, or if it is
+    intermittent and one of them is supported. Of a glob that also matches a requirement that passed, the
+    others get an entry each, with its reason and link. A failed requirement without an entry gets a new one.
 
     Args:
         entries: the entries of the file before.
@@ -226,7 +239,7 @@ def updated(
     for entry in entries:
         matched = [id for id in known if entry.matches(id) and id not in covered]
         matched = [id for id in matched if verdicts[id] is not Verdict.NOT_SUPPORTED]
-        hits = [id for id in matched if id in stays]
+        hits = [id for id in matched if id in stays or entry.intermittent]
         covered.update(hits)
         ids = [entry.id] if hits and hits == matched else hits
         first = known.index(hits[0]) if hits else 0
@@ -257,6 +270,8 @@ def _lines(entries: Sequence[Expectation], errors: Mapping[str, str]) -> Iterato
             yield f"# {_printable(errors[entry.id])}"
         for name in _FIELDS:
             yield f"{name} = {_string(getattr(entry, name))}"
+        if entry.intermittent:
+            yield f"{_INTERMITTENT} = true"
 
 
 def _string(text: str) -> str:

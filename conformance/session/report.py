@@ -130,7 +130,12 @@ def _requirement(session: Reported, requirement: Requirement, verdict: Verdict) 
         "verdict": str(verdict),
         "waiver": None
         if entry is None
-        else {"id": entry.id, "reason": entry.reason, "link": entry.link},
+        else {
+            "id": entry.id,
+            "reason": entry.reason,
+            "link": entry.link,
+            "intermittent": entry.intermittent,
+        },
         "properties": [
             {"name": property_name(nodeid), **_result(session, result)}
             for nodeid, result in sorted(session.results.items())

@@ -277,7 +277,8 @@ class SuiteSession:
         """Change Hypothesis's settings while an item runs.
 
         An expected failure is not shrunk, and neither is any failure of a session that only lists them;
-        their number of examples stays, since the first failure ends them. All other properties get fewer
+        their number of examples stays, since the first failure ends them. The examples beside the file of
+        expected failures come first, and a session that writes the file adds to them. All other properties get fewer
         examples on ranks that are processes, and in a rehearsal.
         """
         function = getattr(item, "obj", None)
@@ -289,19 +290,27 @@ class SuiteSession:
             return
         from hypothesis import Phase
         from hypothesis import settings as hypothesis_settings
-        from hypothesis.database import ReadOnlyDatabase
+
+        from conformance.session.examples import replayed_examples
 
         name = "_hypothesis_internal_use_settings"  # private
         before = getattr(function, name, None)
         base = before or hypothesis_settings()
         if listed:
             phases = [each for each in base.phases if each not in (Phase.shrink, Phase.explain)]
-            # Hypothesis takes a saved example for shrunk, so a later run would not shrink it: save nothing.
-            kept = None if base.database is None else ReadOnlyDatabase(base.database)
-            changed = hypothesis_settings(base, phases=phases, database=kept)
+            changed = hypothesis_settings(base, phases=phases)
+            files = self.expectations, self.options.write_expectations
+            kept, target = (path and expectations.examples_of(path) for path in files)
+            database = replayed_examples(base.database, kept, target)
+            if database is not None:
+                # A derandomised profile, such as Hypothesis's of CI=true, has no database of its own.
+                changed = hypothesis_settings(changed, database=database, derandomize=False)
         else:
-            few = amounts.on_processes(base.max_examples) if self._replaces_ranks else 10**9
-            few = min(few, _SMOKE if self.options.smoke else few, base.max_examples)
+            few = base.max_examples
+            if self._replaces_ranks:
+                few = amounts.on_processes(few, hypothesis_settings().max_examples)
+            if self.options.smoke:
+                few = min(few, _SMOKE)
             changed = hypothesis_settings(base, max_examples=few)
         setattr(function, name, changed)
         try:
@@ -420,7 +429,13 @@ class SuiteSession:
             outcomes[result.requirement].append(result.outcome)
         for id, count in self.siblings.items():
             outcomes[id] += [PropertyOutcome.NOT_RUN] * (count - len(outcomes[id]))
-        return judge_all(self.registry, outcomes, unclaimed=self.lacks, expected=self.expected)
+        return judge_all(
+            self.registry,
+            outcomes,
+            unclaimed=self.lacks,
+            expected=self.expected,
+            intermittent={id for id, entry in self.expected.items() if entry.intermittent},
+        )
 
     def certification(self) -> Certification:
         """The certification of the run, with its obstacles."""

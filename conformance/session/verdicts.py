@@ -32,7 +32,7 @@ class Verdict(enum.StrEnum):
     FAIL = "FAIL"  #: a property failed, or could not be tested
     STALE_WAIVER = "STALE WAIVER"  #: an expected failure whose properties all passed
     SKIPPED = "SKIPPED"  #: a property was left out, by choice or for lack of ranks
-    WAIVED = "WAIVED"  #: an expected failure that failed
+    WAIVED = "WAIVED"  #: an expected failure that failed, or that is intermittent
     NOT_SUPPORTED = "NOT SUPPORTED"  #: the backend or the engine lacks a claim that is needed
     PASS = "PASS"  #: every property passed
 
@@ -55,7 +55,11 @@ _LEFT_OUT = {PropertyOutcome.SKIPPED, PropertyOutcome.NOT_RUN, PropertyOutcome.D
 
 
 def judge(
-    outcomes: Collection[PropertyOutcome], *, claimed: bool = True, expected: bool = False
+    outcomes: Collection[PropertyOutcome],
+    *,
+    claimed: bool = True,
+    expected: bool = False,
+    intermittent: bool = False,
 ) -> Verdict:
     """The verdict on one requirement.
 
@@ -63,6 +67,7 @@ def judge(
         outcomes: the outcomes of all its properties; empty if none was run.
         claimed: whether the backend and the engine claim all its needs.
         expected: whether the requirement is an expected failure.
+        intermittent: whether that failure is expected in some runs only.
     """
     if not claimed:
         return Verdict.NOT_SUPPORTED
@@ -75,7 +80,9 @@ def judge(
         return Verdict.SKIPPED
     if found == {PropertyOutcome.NOT_SUPPORTED}:
         return Verdict.NOT_SUPPORTED
-    return Verdict.STALE_WAIVER if expected else Verdict.PASS
+    if expected:
+        return Verdict.WAIVED if intermittent else Verdict.STALE_WAIVER
+    return Verdict.PASS
 
 
 def judge_all(
@@ -84,6 +91,7 @@ def judge_all(
     *,
     unclaimed: Collection[str] = (),
     expected: Collection[str] = (),
+    intermittent: Collection[str] = (),
 ) -> dict[str, Verdict]:
     """The verdict on every requirement, by id; see :func:`judge`.
 
@@ -92,9 +100,15 @@ def judge_all(
         outcomes: the outcomes of properties, by the requirement's id.
         unclaimed: the ids of requirements that need something the backend or the engine does not claim.
         expected: the ids of requirements that are expected failures.
+        intermittent: those of them that fail in some runs only.
     """
     return {
-        id: judge(outcomes.get(id, ()), claimed=id not in unclaimed, expected=id in expected)
+        id: judge(
+            outcomes.get(id, ()),
+            claimed=id not in unclaimed,
+            expected=id in expected,
+            intermittent=id in intermittent,
+        )
         for id in registry
     }
 

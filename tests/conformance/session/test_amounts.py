@@ -55,8 +55,26 @@ def test_the_simplest_example_always_comes_first() -> None:
 
 @pytest.mark.parametrize(
     ("part", "most", "examples"),
-    [(0.5, 100, 50), (0.01, 100, 6), (0, 100, 6), (0.3, 1000, 300), (0.01, 4, 4), (1, 1, 1)],
+    [
+        (0.5, 100, 50),
+        (0.01, 100, 6),
+        (0, 100, 6),
+        (0.3, 1000, 300),
+        (0.01, 4, 4),
+        (1, 1, 1),
+        (0, 400, 20),
+    ],
 )
 def test_a_share_of_a_profile(part: float, most: int, examples: int) -> None:
     assert share(part, most) == examples
     assert on_processes(examples) <= examples
+
+
+@pytest.mark.parametrize(
+    ("examples", "most", "there"),
+    [(100, 100, 25), (6, 100, 6), (4, 100, 4), (20, 400, 20), (400, 400, 100), (20, 20, 6)],
+)
+def test_where_ranks_are_processes_a_profile_has_the_same_least_number(
+    examples: int, most: int, there: int
+) -> None:
+    assert on_processes(examples, most) == there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import tomllib
 from pathlib import Path
@@ -88,6 +89,11 @@ def test_a_file_may_be_empty_but_for_its_version() -> None:
             "example.com/",
             ":80/",
             "e.toml:3: entry 1 (COMM-ORDER): link = 'https://:80/issues/1' is",
+        ),
+        (
+            "link =",
+            "intermittent = 1\nlink =",
+            "e.toml:3: entry 1 (COMM-ORDER): intermittent = 1 is not true or false",
         ),
         ("It is known", " todo", "e.toml:3: entry 1 (COMM-ORDER): it still says TODO"),
         ('id = "COMM-ORDER"', "", "e.toml:3: entry 1: no id"),
@@ -202,6 +208,12 @@ def test_what_failed_again_keeps_its_entry_and_what_passes_loses_it() -> None:
     assert after(old("GONE-AWAY", "GONE-*"), PASS, PASS, PASS) == []
 
 
+def test_an_intermittent_entry_stays() -> None:
+    entries = [dataclasses.replace(each, intermittent=True) for each in old("COMM-*")]
+    assert after(entries, PASS, PASS, PASS) == entries
+    assert after(entries, NOT, NOT, PASS) == []
+
+
 def test_of_what_was_left_out_nothing_is_known() -> None:
     assert after(old("COMM-ORDER"), SKIPPED, PASS, PASS) == old("COMM-ORDER")
 
@@ -235,7 +247,12 @@ def test_a_new_entry_shows_what_happened() -> None:
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip)
 
 
-@given(st.lists(st.builds(Expectation, id=texts, reason=texts, link=texts)), texts)
+@given(
+    st.lists(
+        st.builds(Expectation, id=texts, reason=texts, link=texts, intermittent=st.booleans())
+    ),
+    texts,
+)
 def test_what_is_written_is_read_again(entries: list[Expectation], error: str) -> None:
     text = written(entries, dict.fromkeys([entry.id for entry in entries], error))
     tomllib.loads(text)

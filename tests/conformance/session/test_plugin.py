@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +313,54 @@ def test_the_file_is_not_written_from_half_a_session(small: Any, tmp_path: Path)
     assert (tmp_path / "e.toml").read_text() == WAIVERS
     assert "cannot be waived, for they could not be tested: ERROR-RANK\n" in hopeless
     assert "ERROR-RANK" not in (tmp_path / "new.toml").read_text()
+
+
+def test_an_intermittent_failure_is_never_stale(small: Any, tmp_path: Path) -> None:
+    (tmp_path / "e.toml").write_text(WAIVERS + "intermittent = true\n")
+    certify = ["small", "--smp-certify", "--smp-expectations=e.toml", "--smp-report=r.json"]
+    passed, failed = small([*certify, "FAIL="], [*certify, "FAIL=COMM-ORDER"])
+    for output in (passed, failed):
+        assert verdict_lines(output)["WAIVED"] == ["COMM-ORDER"]
+        assert "\ncertified: L2: 4 of 5 pass, 1 waived\n" in output
+        assert exit_code(output) == 0
+    small(["small", "--smp-write-expectations=e.toml"])
+    assert (tmp_path / "e.toml").read_text().endswith("intermittent = true\n")
+
+
+def test_examples_that_failed_are_kept_beside_the_file_and_come_first(
+    small: Any, tmp_path: Path
+) -> None:
+    expect = "--smp-expectations=e.toml"
+    write, ci, other = (
+        ["small", "FAIL=COMM-ORDER", *more, f"NUMBERS={name}"]
+        for name, more in (
+            ("write", ["--smp-write-expectations=e.toml"]),
+            ("ci", [expect, "CI=true", "--hypothesis-profile=ci"]),
+            ("other", [expect]),
+        )
+    )
+    small(write)
+    kept = (tmp_path / "write").read_text().split()[-1]  # the first one that failed is the last one
+    assert list((tmp_path / "e.toml.examples").rglob("*"))
+    text = (tmp_path / "e.toml").read_text()
+    text = text.replace("TODO: where it is tracked", "https://example.com/1")
+    (tmp_path / "e.toml").write_text(text.replace("TODO: ", ""))
+    shutil.rmtree(tmp_path / ".hypothesis", ignore_errors=True)
+    for output in small(ci, other):
+        assert verdict_lines(output)["WAIVED"] == ["COMM-ORDER"]
+    for name in ("ci", "other"):
+        assert set((tmp_path / name).read_text().split()) == {kept}
+
+
+def test_profiles_have_their_examples(small: Any, tmp_path: Path) -> None:
+    def numbers(profile: str, name: str) -> list[str]:
+        small(["small", f"--hypothesis-profile={profile}", f"NUMBERS={name}"])
+        return (tmp_path / name).read_text().split()
+
+    quick, again = numbers("smp-quick", "quick"), numbers("smp-quick", "again")
+    assert len(quick) == 20
+    assert quick == again
+    assert len(numbers("smp-certify", "certify")) == 400
 
 
 # ---- Certification -------------------------------------------------------------------------------

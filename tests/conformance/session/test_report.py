@@ -184,6 +184,7 @@ def test_it_says_what_the_session_said(small: Any, tmp_path: Path, workers: list
         "id": "COMM-O*",
         "reason": "It is known.",
         "link": "https://example.com/1",
+        "intermittent": False,
     }
     assert requirements["LIFE-START"]["waiver"] is None
     assert order["properties"][0]["error"].startswith("AssertionError: assert not (True")

@@ -48,6 +48,8 @@ def test_verdict_on_one_requirement(
 ) -> None:
     assert judge(outcomes) is verdict
     assert judge(outcomes, expected=True) is if_expected
+    if_intermittent = Verdict.WAIVED if if_expected is Verdict.STALE_WAIVER else if_expected
+    assert judge(outcomes, expected=True, intermittent=True) is if_intermittent
     assert judge(outcomes, claimed=False) is Verdict.NOT_SUPPORTED
 
 
