@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from torch import Tensor, nn
 
+from conformance.cases.draws import needs
 from conformance.cases.training import TrainingWorld, namespace, step_of_the_sum, trials, worlds
 from conformance.requirements.catalogue import requirement
 from pytest_smp.proxies import SmpWorld
@@ -305,6 +306,7 @@ def train_unevenly(engine: str, batches: tuple[int, ...], microbatches: int) -> 
 def test_replicas_may_have_fewer_batches(
     smp_world: SmpWorld, smp_engine: str, data: st.DataObject, batches: list[int]
 ) -> None:
+    needs(smp_world, 2)
     world = data.draw(worlds(smp_world, smp_engine).filter(lambda each: each.dp == 2), "world")
     world = dataclasses.replace(world, microbatches=2 ** (world.microbatches - 1))
     seen = smp_world.run(

@@ -435,6 +435,7 @@ def different_on_rank(at: int, what: str) -> str | None:
 def test_another_model_is_refused_everywhere(
     smp_world: SmpWorld, smp_engine: str, at: int, what: str
 ) -> None:
+    needs(smp_world, 2)
     config = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0, "ddp": True}
     told = smp_world.run(
         with_engine, smp_engine, different_on_rank, at, what, ranks=2, config=config
@@ -461,6 +462,7 @@ def layers_of(widths: list[int]) -> nn.Module:
 def test_delayed_values_are_those_of_one_process(
     smp_world: SmpWorld, smp_engine: str, widths: list[int], threshold: int
 ) -> None:
+    needs(smp_world, 2)
     config = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": threshold}
     found = smp_world.run(
         with_engine, smp_engine, delayed_on_rank, widths, ranks=2, config={**config, "ddp": True}

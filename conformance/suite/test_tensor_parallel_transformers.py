@@ -12,6 +12,7 @@ from hypothesis import given
 from torch import Tensor, nn
 
 import smp_core.torch as smp
+from conformance.cases.draws import needs
 from conformance.cases.training import trials
 from conformance.cases.transformers import LayerCase, State, expected, layers, loss_of
 from conformance.requirements.catalogue import requirement
@@ -85,6 +86,7 @@ def near(what: str, value: Tensor, coarse: Tensor, truth: Tensor, scale: float) 
 def test_a_layer_is_that_of_one_process(
     smp_world: SmpWorld, smp_engine: str, data: st.DataObject
 ) -> None:
+    needs(smp_world, 2)
     agree(smp_world, data.draw(layers(smp_world.ranks), "case"))
 
 
@@ -94,6 +96,7 @@ def test_a_layer_is_that_of_one_process(
 def test_each_sample_has_its_own_mask(
     smp_world: SmpWorld, smp_engine: str, data: st.DataObject
 ) -> None:
+    needs(smp_world, 2)
     drawn = data.draw(layers(smp_world.ranks), "case")
     length = max(3, drawn.length)
     agree(smp_world, dataclasses.replace(drawn, prescaled=False, padded=True, length=length))
@@ -105,6 +108,7 @@ def test_each_sample_has_its_own_mask(
 def test_speed_and_memory_hold_other_bytes(
     smp_world: SmpWorld, smp_engine: str, data: st.DataObject
 ) -> None:
+    needs(smp_world, 2)
     drawn = data.draw(layers(smp_world.ranks), "case")
     # Hidden states that are wider than the intermediate channels and the heads.
     sizes: dict[str, Any] = {
@@ -159,6 +163,7 @@ def bytes_held(case: LayerCase) -> tuple[list[int], int]:
 def test_dropout_follows_the_split(
     smp_world: SmpWorld, smp_engine: str, prescaled: bool, data: st.DataObject
 ) -> None:
+    needs(smp_world, 2)
     drawn = data.draw(layers(smp_world.ranks), "case")
     sizes: dict[str, Any] = {"channels": 32 * drawn.degree, "rows": 2, "length": 4}
     case = dataclasses.replace(drawn, prescaled=prescaled, **sizes)
