@@ -20,7 +20,7 @@ import functools
 import importlib
 import sys
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -121,7 +121,7 @@ class MutationSite:
             kind=f"generated: {self.operator}",
             sentence=self.where,
             requirement=requirement,
-            plant=functools.partial(_planted, self),
+            plant=functools.partial(planted, self),
             by=(*_ANYTHING, *more),
             but=_OUR_VERDICTS,
         )
@@ -187,7 +187,7 @@ def _can_be_made(site: MutationSite) -> bool:
     Otherwise the module could not be imported, and no property would be needed to notice.
     """
     try:
-        with _planted(site):
+        with planted(site):
             return True
     except Exception:
         return False
@@ -238,7 +238,8 @@ def _below(name: str, node: ast.AST, parent: ast.AST, statement: int) -> Iterato
 
 
 @contextlib.contextmanager
-def _planted(site: MutationSite) -> Iterator[None]:
+def planted(site: MutationSite) -> Iterator[None]:
+    """Plant the change while entered."""
     tree = mutated(site)
     module = importlib.import_module(site.module)
     path = str(module.__file__)
@@ -321,14 +322,14 @@ def _values(defaults: list[ast.expr], module: Any, path: str) -> tuple[Any, ...]
 
 
 @contextlib.contextmanager
-def watching() -> Iterator[set[tuple[str, int]]]:
-    """Collect the executed statements of MODULES, by module and line, on any thread.
+def watching(modules: Sequence[str] = MODULES) -> Iterator[set[tuple[str, int]]]:
+    """Collect the executed statements of ``modules``, by module and line, on any thread.
 
     Each function gets code that reports every statement, because sys.settrace would slow all code down.
     """
     reached: set[tuple[str, int]] = set()
     with contextlib.ExitStack() as undo:
-        for name in MODULES:
+        for name in modules:
             module = importlib.import_module(name)
             setattr(module, _TELL, functools.partial(_reached, reached, name))
             undo.callback(delattr, module, _TELL)
