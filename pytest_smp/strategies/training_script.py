@@ -297,7 +297,44 @@ def _same(want: Tensor, got: Any, place: str, what: str) -> None:
     if same:  # values that overflow must do so on both sides
         same = bool(((got == want) | (got.isnan() & want.isnan())).all())
     if not same:  # the texts of the tensors take longer to make than all comparisons
-        raise AssertionError(f"{place}: is {got}, {what} has {want}")
+        raise AssertionError(f"{place}: is {got}, {what} has {want}{_difference(want, got)}")
+
+
+#: Units in the last place within which another order of operations is the likely cause.
+_ORDER = 4
+
+
+def _difference(want: Tensor, got: Any) -> str:
+    """The difference of two tensors that may print alike: in units in the last place, and one element in full."""
+    alike = isinstance(got, Tensor) and (got.dtype, got.shape) == (want.dtype, want.shape)
+    if not alike or want.dtype not in _BITS or not bool((got.isfinite() & want.isfinite()).all()):
+        return ""
+    steps = (_position(got) - _position(want)).abs()
+    most, other = int(steps.max()), int((steps > 0).sum())
+    at = tuple(int(index) for index in (steps == most).nonzero()[0])
+    units = "1 unit" if most == 1 else f"{most} units"
+    text = (
+        f"\n{other} of {steps.numel()} elements differ, by at most {units} in the last place"
+        f"{f' at {list(at)}' if at else ''}: {got[at].item()!r}, not {want[at].item()!r}"
+    )
+    if most <= _ORDER:
+        text += "\ndoes the engine divide before it adds? It is to add first, and to divide once"
+    return text
+
+
+_BITS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+}
+
+
+def _position(values: Tensor) -> Tensor:
+    """The position of each value among the numbers of its dtype, which ascends with the value."""
+    bits = values.detach().contiguous().view(_BITS[values.dtype]).long()
+    lowest = -(2 ** (8 * values.element_size() - 1))
+    return torch.where(bits < 0, lowest - bits, bits)
 
 
 def _expect(holds: bool, message: str) -> None:

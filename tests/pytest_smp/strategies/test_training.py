@@ -290,3 +290,23 @@ def test_what_ranks_hold_is_put_together() -> None:
     compare(oracle.plain(case), halves)
     with pytest.raises(AssertionError, match=r"no rank holds head\.bias, head\.weight"):
         compare(oracle.plain(case), halves[:1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_difference_in_the_last_bit_is_told_in_units(dtype: torch.dtype, sign: int) -> None:
+    """Three thirds of three values, added before and after the division: two tensors that print alike."""
+    case = Training(Model(), seed=3)
+    expected, seen = oracle.plain(case), seen_of(oracle.plain(case), 0)
+    value = torch.tensor([sign * 0.1, 0.0], dtype=dtype)
+    toward = torch.tensor([sign * 1.0, 0.0], dtype=dtype)
+    expected.parameters["stem.bias"], seen.parameters["stem.bias"] = value, value.nextafter(toward)
+    with pytest.raises(AssertionError) as raised:
+        compare(expected, [seen])
+    text = str(raised.value)
+    assert "\n1 of 2 elements differ, by at most 1 unit in the last place at [0]: " in text
+    assert f", not {value[0].item()!r}\ndoes the engine divide before it adds?" in text
+    seen.parameters["stem.bias"] = 2 * value
+    with pytest.raises(AssertionError) as raised:
+        compare(expected, [seen])
+    assert "divide before" not in str(raised.value)
