@@ -118,10 +118,12 @@ class CheckpointManager(parts.LateSweepManager):
     def restore(self, restore_prefix: str | None = None) -> str | None:
         """Restore a checkpoint: the one of this name, such as ``"ckpt-2"``, or the latest that all ranks have.
 
-        Every rank calls it. Returns its path in the rank's folder, None if there is none and no name was given. Before
-        the first step it restores what is neither the model nor an optimizer, and those when the model is partitioned.
+        Every rank calls it. Returns its path in the rank's folder; None if no rank has any checkpoint, as at the start
+        of a training that names the one to go on from. Before the first step it restores what is neither the model nor
+        an optimizer, and those when the model is partitioned.
 
-        Raises CheckpointError, on every rank, for a checkpoint that one of them has not, or of another partition.
+        Raises CheckpointError, on every rank, for a name that a rank does not have beside others, or of another
+        partition.
         """
         session = self._session
         path = self._path(restore_prefix)
@@ -171,7 +173,7 @@ class CheckpointManager(parts.LateSweepManager):
                         f"smp.CheckpointManager.restore: {self._root} was written by {wrote} partitions, and there "
                         f"are {count}. Restore it with pipeline_parallel_degree={wrote}"
                     )
-        if prefix is None and not common:
+        if not common and (prefix is None or not any(found)):
             return None
         name = wanted[-1]
         lacking = [rank for rank, each in enumerate(found) if name not in each]

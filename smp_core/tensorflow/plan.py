@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from smp_core.errors import PartitionError
@@ -136,6 +137,7 @@ def make(session: TensorFlowSession, concrete: Any, trainable: Sequence[Any]) ->
         graph, structure, placed.operations, owners, session.partition
     )
     leaves = set(graph.outputs)
+    _warn_of_constants(session, placed.operations, leaves, default_owners.keys())
     results = sorted(each for each in leaves if each not in owned | others)
     made = segment_graph(
         placed.operations,
@@ -194,6 +196,28 @@ def make(session: TensorFlowSession, concrete: Any, trainable: Sequence[Any]) ->
         lines,
         fingerprint(lines),
     )
+
+
+def _warn_of_constants(
+    session: TensorFlowSession,
+    operations: Sequence[GraphOperation],
+    leaves: Collection[Value],
+    variables: Collection[int],
+) -> None:
+    """Warn if a step returns tensors and none of them is computed from a variable of the model (API 2)."""
+    # Without control inputs: TensorFlow adds those of all that must run to what a function returns.
+    needed, waiting = set[int](), [each.operation for each in leaves]
+    while waiting:
+        at = waiting.pop()
+        if at not in needed:
+            needed.add(at)
+            waiting += [each.operation for each in operations[at].inputs]
+    if leaves and _variables(session) and not needed.intersection(variables):
+        warnings.warn(
+            "smp.step: no tensor that the step returns depends on the model, and its return value must: return its "
+            "loss, its output or its gradients",
+            stacklevel=2,
+        )
 
 
 def layers_of(graph: Graph, variables: Sequence[Any]) -> dict[int, str]:

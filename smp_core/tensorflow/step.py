@@ -93,7 +93,7 @@ class StepFunction:
         """The plan of each microbatch, and the tensors that it is passed."""
         count = session.runtime.config.microbatches
         try:
-            calls = microbatch.split(FRAMEWORK, self._rules, call, count)
+            calls = microbatch.split(FRAMEWORK, self._rules, self._cast(call), count)
             state = session.functions.get(self)
             if state is None:
                 state = session.functions[self] = _State(self._traced(session, count))
@@ -129,6 +129,21 @@ class StepFunction:
 
         return tf.function(body, autograph=False, **options)
 
+    def _cast(self, call: CallArguments) -> CallArguments:
+        """The call with numpy's arrays in the dtypes of ``input_signature``, as ``tf.function`` casts them."""
+        signature = self._options.get("input_signature")
+        if signature is None:
+            return call
+        args, kwargs = list(call.args), dict(call.kwargs)
+        for at, (spec, name) in enumerate(
+            zip(signature, self._rules.signature.parameters, strict=False)
+        ):
+            if at < len(args):
+                args[at] = _cast_arrays(args[at], spec)
+            elif name in kwargs:
+                kwargs[name] = _cast_arrays(kwargs[name], spec)
+        return CallArguments(tuple(args), kwargs)
+
     def _divided(self, signature: Any, count: int) -> Any:
         """The signature of a microbatch: the batch axis of each tensor divided by the number of microbatches."""
         names = [
@@ -163,6 +178,23 @@ class StepFunction:
 
     def __repr__(self) -> str:
         return f"<smp.step of {self._function!r}>"
+
+
+def _cast_arrays(argument: Any, spec: Any) -> Any:
+    """The argument with each array of numpy in the dtype of its spec; of another structure, as it is."""
+    try:
+        tf.nest.assert_same_structure(argument, spec)
+    except (TypeError, ValueError):
+        return argument  # tf.function says what differs
+    return tf.nest.map_structure(
+        lambda leaf, one: (
+            leaf.astype(one.dtype.as_numpy_dtype)
+            if isinstance(leaf, np.ndarray) and isinstance(one, tf.TensorSpec)
+            else leaf
+        ),
+        argument,
+        spec,
+    )
 
 
 def _dense(name: str, leaf: Any) -> Any:

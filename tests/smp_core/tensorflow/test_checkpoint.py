@@ -104,6 +104,23 @@ def test_a_checkpoint_of_another_number_of_ranks_is_refused(smp_world: Any, tmp_
         )
 
 
+def restored_at_the_start(folder: str, prefix: str | None) -> Any:
+    training = Training(folder)
+    found = training.manager.restore(restore_prefix=prefix)
+    training.step(0)
+    return found
+
+
+@pytest.mark.parametrize("prefix", [None, "ckpt-2"])
+def test_nothing_is_restored_from_an_empty_folder(
+    smp_world: Any, tmp_path: Path, prefix: str | None
+) -> None:
+    """A script that names the checkpoint to go on from begins where there is none."""
+    arguments = (str(tmp_path), prefix)
+    config = CASE.config()
+    assert smp_world.run(restored_at_the_start, *arguments, ranks=2, config=config) == [None] * 2
+
+
 def test_a_checkpoint_that_is_not_there_is_refused(smp_world: Any, tmp_path: Path) -> None:
     smp_world.run(stopped, str(tmp_path), ranks=2, config=CASE.config())
     with pytest.raises(CheckpointError, match=r"no checkpoint 'ckpt-1' .* there is ckpt-2, ckpt-3"):

@@ -82,6 +82,41 @@ def test_a_drawn_model(smp_world: Any, case: Case) -> None:
     check(case, found, STEPS)
 
 
+def wider_arrays() -> tuple[list[str], bool]:
+    """Arrays of another dtype than the signature's, in a structure too, give what arrays of its own give."""
+    model = GivenCall(lambda model, x: model.dense(x["x"] if isinstance(x, dict) else x))
+    dtypes, equal = [], True
+    for structure in (lambda x: x, lambda x: {"x": x}):
+        signature = [tf.nest.map_structure(lambda _: tf.TensorSpec([4, 3]), structure(0))]
+        step = smp.step(lambda x: model(x), input_signature=signature)
+        narrow = step(structure(X)).concat()
+        wide = step(structure(X.astype(np.float64))).concat()
+        dtypes.append(wide.dtype.name)
+        equal &= bool(tf.reduce_all(narrow == wide))
+    return dtypes, equal
+
+
+def test_arrays_are_cast_to_the_input_signature(smp_world: Any) -> None:
+    found = smp_world.run(wider_arrays, ranks=2, config=MANUAL)
+    assert found == [(["float32", "float32"], True)] * 2
+
+
+def constant_result() -> None:
+    model = GivenCall(plain)
+
+    @smp.step
+    def step(x: Any) -> Any:
+        model(x)
+        return tf.constant(1.0)
+
+    with pytest.warns(UserWarning, match="no tensor that the step returns depends on the model"):
+        step(tf.constant(ONES))
+
+
+def test_a_result_that_does_not_depend_on_the_model_is_told(smp_world: Any) -> None:
+    smp_world.run(constant_result, ranks=2, config=MANUAL)
+
+
 def traces() -> int:
     count = [0]
     model = Net()
