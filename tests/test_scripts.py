@@ -146,9 +146,30 @@ def test_sharded_gpt2_in_bfloat16_has_the_losses_of_its_published_order(sim, twi
 
 
 @pytest.mark.filterwarnings("ignore::smp_core.torch.fused.PlainEquivalentWarning")
-def test_tensor_parallel_gpt2_in_float16_is_as_near_to_the_truth_as_plain_pytorch(sim, twin):
-    losses = sim(*TENSOR)
+@pytest.mark.parametrize("former", [0, 1], ids=["SMP 1.15", "before SMP 1.10"])
+def test_tensor_parallel_gpt2_in_float16_is_as_near_to_the_truth_as_plain_pytorch(
+    sim, twin, former
+):
+    losses = sim(*TENSOR, f"--former_style={former}")
     assert within_ratio(twin, losses, torch.float16, replicas=2, clip=CLIP, scale=2.0**12)
+
+
+@pytest.mark.filterwarnings("ignore::smp_core.torch.fused.PlainEquivalentWarning")
+def test_gpt2_with_new_weights_begins_alike_at_every_tensor_parallel_degree(sim, twin, monkeypatch):
+    """Public scripts switch the initialisation of the model off that is replaced."""
+    base = importlib.import_module("transformers").PreTrainedModel
+    monkeypatch.setattr(base, "init_weights", base.init_weights)  # which the script replaces
+    words = ["gpt2.py", "--new_weights=1", "--max_steps=1", "--prescaled_batch=1"]
+    one, two, four = (
+        torch.tensor(sim(*words, f"--tensor_parallel_degree={degree}", batch))
+        for degree, batch in (
+            (1, "--train_batch_size=4"),
+            (2, "--train_batch_size=8"),
+            (4, "--train_batch_size=16"),
+        )
+    )
+    torch.testing.assert_close(two, one)
+    torch.testing.assert_close(four, one)
 
 
 def within_ratio(

@@ -8,9 +8,12 @@ import smdistributed.modelparallel.torch as smp
 import torch
 import torch.distributed as dist
 from gpt2_data import Tokens, gpt2_config, weight_decay_groups
+from smdistributed.modelparallel.torch.nn.huggingface.gpt2 import (
+    translate_hf_state_dict_to_smdistributed,
+)
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
-from transformers import AutoModelForCausalLM, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 
 
 @smp.step
@@ -42,6 +45,8 @@ def parse_args():
     smp_grp.add_argument("--manual_partition", type=int, default=0)
     smp_grp.add_argument("--activation_checkpointing", type=int, default=1)
     smp_grp.add_argument("--fp16", type=int, default=0)
+    smp_grp.add_argument("--former_style", type=int, default=0, help="as before SMP 1.10")
+    smp_grp.add_argument("--new_weights", type=int, default=0, help="those of smp.nn's modules")
     smp_grp.add_argument("--bf16", type=int, default=0)
 
     train = parser.add_argument_group("training")
@@ -62,6 +67,13 @@ def parse_args():
     io.add_argument("--losses", default="", help="a JSON file to write the losses to")
     io.add_argument("--mp_parameters", default="", help="given by SageMaker's launcher")
     return parser.parse_args()
+
+
+class FP16_Optimizer:
+    """As scripts brought one along before SMP had fp16 itself."""
+
+    def __init__(self, init_optimizer):
+        self.optimizer = init_optimizer
 
 
 def batch_of_pipeline(batch, device):
@@ -160,7 +172,10 @@ def main():
     dtype = torch.get_default_dtype()
     if args.fp16 or args.bf16:
         dtype = torch.float16 if args.fp16 else torch.bfloat16
-    tensor_parallelism = smp.tp_size() > 1
+    tensor_parallelism = smp.tp_size() > 1 or args.new_weights > 0
+    if args.new_weights:
+        # The distributed modules override the weights of the model, which starts faster without.
+        PreTrainedModel.init_weights = lambda self: None
     with smp.model_creation(
         tensor_parallelism=tensor_parallelism,
         dtype=dtype,
@@ -171,18 +186,24 @@ def main():
     ):
         model = AutoModelForCausalLM.from_config(gpt2_config(args))
     translate_from = None
-    if tensor_parallelism:
+    if tensor_parallelism and not args.new_weights:
         # The distributed model draws weights of its own: give it those of the model.
         translate_from = {name: value.clone() for name, value in model.state_dict().items()}
+        if args.former_style:
+            translate_from = translate_hf_state_dict_to_smdistributed(translate_from)
     model = smp.DistributedModel(model, trace_device="gpu")
     if translate_from is not None:
         model.load_state_dict(translate_from)
 
-    m = model.get_module()
+    m = model.module.module if args.former_style else model.get_module()
     if tensor_parallelism:
         layers = m.transformer.seq_layers
         if args.activation_checkpointing:
-            smp.set_activation_checkpointing(layers, pack_args_as_tuple=True, strategy="each")
+            smp.set_activation_checkpointing(
+                layers,
+                **({"pack_args_as_tuple": True} if args.former_style else {}),
+                strategy="each",
+            )
     else:
         layers = m.transformer.h
         if args.activation_checkpointing:
@@ -195,6 +216,8 @@ def main():
     optimizer = torch.optim.AdamW(
         weight_decay_groups(model, args.weight_decay), lr=args.lr, betas=(0.9, 0.95)
     )
+    if args.former_style and args.fp16:
+        optimizer = FP16_Optimizer(optimizer)
     optimizer = smp.DistributedOptimizer(
         optimizer,
         static_loss_scale=None,
