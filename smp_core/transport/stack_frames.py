@@ -19,8 +19,12 @@ _OWN = tuple(
 )
 
 
-# Where torch.distributed's public functions stand; any other file of torch calls on its own account.
-FRONT_DOOR = ("distributed_c10d.py", "c10d_logger.py", "typing_extensions.py", "warnings.py")
+# Where torch.distributed's public functions stand; any other file of torch calls on its own account. A
+# coalescing manager calls at the end of its block, through contextlib.
+FRONT_DOOR = (
+    *("distributed_c10d.py", "c10d_logger.py", "typing_extensions.py", "warnings.py"),
+    "contextlib.py",
+)
 # The files in which torch wraps its deprecated names: all_gather_into_tensor, reduce_scatter_tensor.
 _WRAPPERS = ("typing_extensions", "warnings")
 # The modules whose functions call a user's function in a thread.
@@ -64,23 +68,53 @@ def _is_plumbing(name: str) -> bool:
     )
 
 
+#: Files whose functions communicate or wait themselves: the calls that messages name.
+_PRIMITIVES = (os.sep + "comm.py", os.path.join(os.sep, "futures", "__init__.py"))
+
+
+def entry_of(code: types.CodeType) -> str:
+    """The name by which a script calls this function of a library; "" for one that no script calls, or
+    whose name a message gives anyway.
+    """
+    name, file = code.co_qualname, code.co_filename
+    public = not code.co_name.startswith("_") or code.co_name in ("__init__", "__call__")
+    if not public or "<" in name or file.endswith((*FRONT_DOOR, *_PRIMITIVES)):
+        return ""
+    name = name.removesuffix(".__init__").removesuffix(".__call__")
+    if not is_own_code(code):
+        root = _torch_root()
+        return name if root is not None and file.startswith(root) else ""
+    inner = (os.sep + "transport" + os.sep, os.sep + "pytest_smp" + os.sep)
+    if any(part in file for part in inner):
+        return ""
+    return name if "." in name else f"smp.{name}"
+
+
 class Place:
     """A line of the user's, rendered only when somebody reads it.
 
     Without a file, ``function`` says where the call was made: in a thread that runs no line of the user's.
+
+    Attributes:
+        direct: the line calls us itself, or by torch.distributed's own functions.
+        entry: the function that the line calls and that communicates on its own account, or "".
     """
 
-    __slots__ = ("direct", "filename", "function", "lineno")
+    __slots__ = ("direct", "entry", "filename", "function", "lineno")
 
-    def __init__(self, filename: str, lineno: int, function: str, direct: bool = True) -> None:
+    def __init__(
+        self, filename: str, lineno: int, function: str, direct: bool = True, entry: str = ""
+    ) -> None:
         self.filename, self.lineno, self.function = filename, lineno, function
-        self.direct = direct  # the line calls us itself, or by torch.distributed's own functions
+        self.direct, self.entry = direct, entry
 
     def __str__(self) -> str:
         if not self.filename:
             return self.function
         source = linecache.getline(self.filename, self.lineno).strip()
         where = f"{relative(self.filename)}:{self.lineno} in {self.function}"
+        if self.entry:
+            where += f", by {self.entry}"
         return f"{where}:  {source}" if source else where
 
     def traceback(self) -> types.TracebackType | None:
@@ -140,11 +174,12 @@ def thread_frames() -> dict[int, types.FrameType]:
 
 def user_place(frame: types.FrameType | None) -> Place | None:
     """The innermost line of the user's in this stack, or None where there is none."""
-    direct = True
+    direct, entry = True, ""
     for each in _frames(frame):
         code = each.f_code
         if not is_plumbing(code):
-            return Place(code.co_filename, each.f_lineno, code.co_name, direct)
+            return Place(code.co_filename, each.f_lineno, code.co_name, direct, entry)
+        entry = entry_of(code) or entry
         direct = direct and (is_own_code(code) or code.co_filename.endswith(FRONT_DOOR))
     return None
 

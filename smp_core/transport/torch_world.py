@@ -241,13 +241,13 @@ class TorchWorld:
         left = []
         self._held = [each for each in self._state.pg_map if each not in self._own]
         for group in self._held:
-            if group not in ours:
+            place = self._state.pg_names.places.get(group)
+            # Groups that torch's own code has made, such as those of a device mesh, no script can destroy.
+            if group not in ours and (place is None or place.direct):
                 positions = self._state.pg_group_ranks.get(group, {})
                 ranks = sorted(positions, key=positions.__getitem__)
                 name = str(self._state.pg_names.get(group, "?"))
-                left.append(
-                    messages.never_destroyed(name, ranks, self._state.pg_names.places.get(group))
-                )
+                left.append(messages.never_destroyed(name, ranks, place))
         self._state.pg_coalesce_state.clear()
         if self._state.default_pg is None and self.default is not None:
             self.rejoin()

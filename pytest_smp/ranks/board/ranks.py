@@ -119,8 +119,10 @@ class RankState:
             raise ValueError("ranks must be integers")
         self._groups[known] = GroupKey(kind, name, generation, tuple(ranks)), shown
 
-    def _place(self, known: int, file: str, line: int, function: str, direct: bool) -> None:
-        self._places[known] = Place(file, line, function, direct)
+    def _place(
+        self, known: int, file: str, line: int, function: str, direct: bool, entry: str
+    ) -> None:
+        self._places[known] = Place(file, line, function, direct, entry)
 
     def _description(
         self,

@@ -97,9 +97,10 @@ class BoardRecorder:
         self.calls: list[CommunicationCall] | None = None  # of the run, if they are wanted
         self._groups: dict[tuple[object, ...], int] = {}
         self._members: list[tuple[int, ...]] = []  # of groups, by number
-        self._places: dict[tuple[tuple[types.CodeType, int] | None, bool, str], int] = {}
+        self._places: dict[tuple[tuple[types.CodeType, int] | None, bool, str, str], int] = {}
         self._descriptions: dict[object, int] = {}
         self._plumbing: dict[types.CodeType, bool] = {}
+        self._entries: dict[types.CodeType, str] = {}  # of plumbing
 
     # A run.
 
@@ -108,7 +109,13 @@ class BoardRecorder:
 
         Called by the thread that then runs the body.
         """
-        for table in (self._groups, self._places, self._descriptions, self._plumbing):
+        for table in (
+            self._groups,
+            self._places,
+            self._descriptions,
+            self._plumbing,
+            self._entries,
+        ):
             table.clear()
         self._members.clear()
         self._main, self._threads = _thread.get_ident(), helper_threads.count_other_threads()
@@ -339,14 +346,16 @@ class BoardRecorder:
 
         As frames.user_place, which asks anew about every frame.
         """
-        direct = True
+        direct, entry = True, ""
         while frame is not None:
             code = frame.f_code
             plumbing = self._plumbing.get(code)
             if plumbing is None:
                 plumbing = self._plumbing[code] = stack_frames.is_plumbing(code)
+                self._entries[code] = stack_frames.entry_of(code) if plumbing else ""
             if not plumbing:
                 break
+            entry = self._entries[code] or entry
             direct = direct and (
                 stack_frames.is_own_code(code) or code.co_filename.endswith(stack_frames.FRONT_DOOR)
             )
@@ -354,7 +363,7 @@ class BoardRecorder:
         thread = self._other_thread()
         if frame is None and not thread:
             return -1
-        key = None if frame is None else (frame.f_code, frame.f_lineno), direct, thread
+        key = None if frame is None else (frame.f_code, frame.f_lineno), direct, entry, thread
         known = self._places.get(key)
         if known is None:
             known = self._places[key] = len(self._places)
@@ -366,7 +375,7 @@ class BoardRecorder:
                     frame.f_code.co_name,
                 )
                 function += f" in {thread}" if thread else ""
-            self._words += encode(records.PLACE, known, file, line, function, direct)
+            self._words += encode(records.PLACE, known, file, line, function, direct, entry)
         return known
 
     def _other_thread(self) -> str:

@@ -17,7 +17,7 @@ MOST_BYTES = 1 << 24
 BEGIN = "b"  # run
 END = "e"  # thread: the body is over
 GROUP = "g"  # id, kind, name, name for messages, generation, world ranks in group order
-PLACE = "p"  # id, file, line, function, direct
+PLACE = "p"  # id, file, line, function, direct, entry
 DESCRIPTION = "d"  # id, operation, fields or null, told, sent, expected, elements
 COLLECTIVE = "c"  # number, group, description, place, thread
 SEND = "s"  # number, group, description, place, thread, peer's group rank, tag
@@ -43,7 +43,7 @@ SHAPES: dict[str, tuple[type, ...]] = {
     BEGIN: (int,),
     END: (int,),
     GROUP: (int, str, str, str, int, list),
-    PLACE: (int, str, int, str, bool),
+    PLACE: (int, str, int, str, bool, str),
     DESCRIPTION: (int, str, object, list, list, list, int),
     COLLECTIVE: (int, int, int, int, int),
     SEND: (int, int, int, int, int, int, int),

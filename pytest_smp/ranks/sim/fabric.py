@@ -273,7 +273,7 @@ class SimWorldFabric:
         groups = messages.left(
             (rank, messages.never_destroyed(group.group_name, group.members, place))
             for rank, group, place in sorted(self.made_by_user, key=lambda each: each[0])
-            if group.alive
+            if group.alive and (place is None or place.direct)  # torch's own code keeps its groups
         )
         return (fatal + groups, []) if strict else (fatal, groups)
 

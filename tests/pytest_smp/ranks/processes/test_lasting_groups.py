@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import smp_core.torch as smp
 from pytest_smp.ranks.backends import open_backend
@@ -127,3 +128,17 @@ def test_a_member_that_never_comes_is_a_deadlock(run):
     assert report.verdict is VerdictKind.DEADLOCK
     assert "smp.process_group" in str(report.error)
     assert run(_sum, "smp nobody").values == [6.0] * RANKS
+
+
+def _mesh(group: bool) -> None:
+    init_device_mesh("cpu", (RANKS,), mesh_dim_names=("a",))
+    init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("a", "b"))
+    if group:
+        dist.new_group([0, 1])
+
+
+def test_groups_of_a_device_mesh_are_no_leak(run):
+    """torch makes them, and gives no call that destroys a mesh. A body's own group stays one."""
+    assert run(_mesh, False).warnings == []
+    (warning,) = run(_mesh, True).warnings
+    assert "was never destroyed" in warning

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import distributed as dist
 
+import smp_core.torch as smp
 from pytest_smp.ranks.backends import open_backend
 from pytest_smp.ranks.protocols import ExecutorOptions, Job, OutcomeKind, Report, VerdictKind
 from smp_core.errors import DeadlockError
@@ -512,3 +513,17 @@ def test_a_message_with_another_tag_is_told(backend: str) -> None:
         executor.close()
     assert report.verdict is VerdictKind.DEADLOCK, report.error
     assert f"hint: {TAGS}" in str(report.error)
+
+
+def test_a_call_of_the_api_is_named_beside_the_one_inside(smp_world: Any) -> None:
+    """The script has no line that gathers."""
+
+    def body() -> None:
+        model = smp.DistributedModel(torch.nn.Linear(3, 1))
+        if smp.rank() == 0:
+            smp.save_checkpoint("nowhere", tag="first", model=model)
+
+    report = smp_world.report(body, ranks=2)
+    assert isinstance(report.error, DeadlockError)
+    assert "in smp.allgather()" in str(report.error)
+    assert "in body, by smp.save_checkpoint:  smp.save_checkpoint(" in str(report.error)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
 
 from pytest_smp.ranks.backends import open_backend
 from pytest_smp.ranks.protocols import Executor, Job, OutcomeKind, Report, VerdictKind
@@ -235,6 +237,34 @@ def test_destroying_everything_leaves_nothing(executor: Executor) -> None:
 
     job = Job(body=body, arguments=lambda rank: ((), {}), strict=True)
     assert executor.open(3).run(job).verdict is VerdictKind.PASSED
+
+
+def test_groups_of_a_device_mesh_are_no_leak(executor: Executor) -> None:
+    """torch makes them, and gives no call that destroys a mesh. A body's own group stays one."""
+
+    def body(group: bool) -> None:
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["a"].get_group()
+        if group:
+            dist.new_subgroups(2)
+
+    for group in (False, True):
+        job = Job(body=body, arguments=lambda rank, group=group: ((group,), {}), strict=True)
+        report = executor.open(4).run(job)
+        assert report.verdict is (VerdictKind.LEAK if group else VerdictKind.PASSED)
+    assert str(report.error).count("was never destroyed") == 2  # of either group, by its two ranks
+
+
+def test_a_coalescing_manager_that_is_never_waited_for(smp_world: Any) -> None:
+    """Its operation is issued at the end of the block, by the body's own line."""
+
+    def body() -> None:
+        with c10d._coalescing_manager(async_ops=True):
+            for _ in range(2):
+                dist.all_reduce(torch.ones(2))
+
+    report = smp_world.report(body, ranks=2)
+    assert isinstance(report.error, LeakError)
+    assert "ranks 0-1: all_reduce_coalesced was never waited for" in str(report.error)
 
 
 @pytest.mark.parametrize("late", [1, 3])
