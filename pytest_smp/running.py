@@ -208,6 +208,7 @@ class Controller:
             schedule=self._schedule(schedule),
             faults=faults,
             records_calls=self.records_calls,
+            simulated_timeouts=self.settings.timeouts == "simulated",
         )
         self.calls = []
         started = time.monotonic()

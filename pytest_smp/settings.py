@@ -30,6 +30,7 @@ class Settings:
     check: bool = True  # the board: mismatch and deadlock verdicts on rank processes
     explore: int = 0  # schedules that a marked test is run under; 0 is round-robin alone
     schedule: Schedule | None = None  # replayed in every run, or None: what the test says
+    timeouts: str = "verdict"  # the effect of a wait's time-out on sim
     replicas: bool = False  # ranks that must be equal are compared after each optimizer's step
     require_ranks: bool = False  # a test for which there are too few ranks is an error, not a skip
 
@@ -65,6 +66,12 @@ def _seed(text: str) -> int:
 def _backend(text: str) -> str:
     find_backend(text)
     return text  # module:attribute is found again by it, not by the backend's own name
+
+
+def _timeouts(text: str) -> str:
+    if text not in ("verdict", "simulated"):
+        raise ValueError
+    return text
 
 
 def _schedule(text: str) -> Schedule | None:
@@ -149,6 +156,13 @@ _OPTIONS = (
     ),
     _Option(
         "strict", "false", _flag, "true or false", "fail a run that leaves a process group behind"
+    ),
+    _Option(
+        "timeouts",
+        "verdict",
+        _timeouts,
+        "verdict or simulated",
+        "whether time-outs of waits fire on a simulated clock where ranks would be in a deadlock (sim)",
     ),
     _Option(
         "replicas",

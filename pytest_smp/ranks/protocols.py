@@ -170,6 +170,7 @@ class Job:
     )
     schedule: Schedule = ROUND_ROBIN  # the order of turns, where the backend decides it
     faults: tuple[Fault, ...] = ()  # what is to go wrong; those that Executor.injects allows
+    simulated_timeouts: bool = False  # time-outs of waits fire where no rank can go on (sim)
     records_calls: bool = False  # each rank records its communications (ranks/call_records.py)
 
 

@@ -120,6 +120,8 @@ def _joining(make: Callable[..., None]) -> Callable[..., None]:
         if not join(rank, world_size, make):
             make(backend, init_method, timeout, world_size, rank, *args, **kwargs)
         world.joined = True
+        if hasattr(world, "wait_timeout"):
+            world.wait_timeout = timeout
 
     return init_process_group
 

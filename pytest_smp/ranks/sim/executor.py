@@ -223,6 +223,8 @@ class ThreadExecutor(Executor):
             job.schedule,
             lambda ranks: _exceptions(threads, ranks),
         )
+        if job.simulated_timeouts:
+            scheduler.clock = 0.0
         fabric = self._make_fabric(size)
         make: Callable[..., RankContext] = RankContext
         faults: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

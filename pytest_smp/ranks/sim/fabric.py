@@ -250,7 +250,7 @@ class SimWorldFabric:
             for meeting in shared.channel.unfinished():
                 without = ranks_text(meeting.missing(-1))
                 for rank, call in zip(shared.group.ranks, meeting.calls, strict=True):
-                    if call is not None:
+                    if call is not None and not call.given_up:
                         text = messages.never_joined(meeting.describe(rank), without)
                         found.append((rank, f"{text}{_at(call.place)}"))
         for fabric in sorted(self._fabrics, key=lambda each: each.rank):

@@ -94,6 +94,11 @@ class Post:
         """The line that posted the send or the receive."""
         return self.place
 
+    def give_up(self, rank: int) -> None:
+        """See TensorOperation."""
+        if self.mailbox is not None:
+            self.mailbox.remove(self)
+
     def values(self, rank: int) -> list[torch.Tensor]:
         """The values that the rank gets, once the post is done: one for a receive, none for a send."""
         return [] if self.value is None else [self.value]
@@ -151,6 +156,12 @@ class Mailbox:
         for post in (send, receive):
             post.done = True
             post.context.scheduler.wake(post.context.rank, post)
+
+    def remove(self, post: Post) -> None:
+        """Forget a post that nothing has matched."""
+        for posts in (*self._sends, *self._receives):
+            if post in posts:
+                posts.remove(post)
 
     def sent_to(self, receiver: int) -> list[Post]:
         """The sends to a member that nothing has matched."""

@@ -33,6 +33,7 @@ class Call:
     rank: int = -1  # in the world; set when the call meets the others
     told: Fields = ()  # values that may differ, for messages
     line: Line | None = None
+    given_up: bool = False  # the wait for it has timed out
 
     def text(self) -> str:
         """The call in words: ``all_reduce(reduce op=SUM, dtype=float32, shape=[4])``."""
@@ -67,6 +68,12 @@ class Meeting:
         """The line of this member's call."""
         call = self.calls[self.channel.position[rank]]
         return None if call is None else call.place
+
+    def give_up(self, rank: int) -> None:
+        """See TensorOperation."""
+        call = self.calls[self.channel.position[rank]]
+        assert call is not None
+        call.given_up = True
 
     def values(self, rank: int) -> Any:
         """A member's part of the result, once done, if the result has a part for each member."""

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.distributed import BarrierOptions
 
 from pytest_smp.ranks.sim import collectives
 from pytest_smp.ranks.sim.mailbox import Mailbox, Post
@@ -106,6 +107,14 @@ class SimProcessGroup(CheckedGroup):
         meeting = self._shared.channel.join(context, made, completed)
         work = SimWork(context, meeting, in_flight, call.outputs, call.operation, made.place)
         return self._issued(work)
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """See CheckedGroup; with --smp-timeouts=simulated the time-out names a rank that does not come."""
+        options = BarrierOptions()
+        options.asyncOp = False
+        self._collective(Collective("monitored_barrier"), options).wait(timeout)
 
     def _take_off(
         self,

@@ -20,6 +20,7 @@ import collections
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
+from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
 from pytest_smp.ranks.causes import origin_of
@@ -119,14 +120,20 @@ def _no_exceptions(ranks: Iterable[int]) -> dict[int, str]:
 class ThreadState:
     """The place of one rank, or of a thread of it, in the scheduler: the lock it sleeps on, and what it waits for."""
 
-    __slots__ = ("finished", "place", "rank", "turn", "waiting")
+    __slots__ = ("deadline", "expired", "finished", "place", "rank", "turn", "waiting")
 
     def __init__(self, rank: int, turn: _thread.LockType) -> None:
         self.rank = rank
         self.turn = turn
         self.waiting: Operation | None = None
+        self.deadline: float | None = None  # of the wait, on the simulated clock
+        self.expired = False  # the deadline has passed; the thread does not know yet
         self.place: Place | None = None  # where it waited, kept when the run ends
         self.finished = False
+
+
+class WaitExpired(Exception):
+    """Raised in a rank whose wait was the first to exceed its time-out when no rank could go on."""
 
 
 class Scheduler:
@@ -165,6 +172,7 @@ class Scheduler:
         self._turns = _TURNS * len(thread_states)  # until it is given anyway
         self._deviations = dict(schedule)
         self.decisions = 0  # made so far
+        self.clock: float | None = None  # simulated seconds, if time-outs fire (--smp-timeouts)
         self.call_lines = CallLines(len(thread_states))
         self.deviated: list[tuple[int, int]] = []  # the deviations that took effect
 
@@ -204,14 +212,37 @@ class Scheduler:
         if self.ended:
             self._unwind(thread_state)
 
-    def wait(self, thread_state: ThreadState, operation: Operation) -> None:
-        """Return when ``operation.done``; meanwhile the others run."""
+    def wait(
+        self, thread_state: ThreadState, operation: Operation, timeout: timedelta | None = None
+    ) -> None:
+        """Return when ``operation.done``; meanwhile the others run.
+
+        Raises WaitExpired after ``timeout`` on the simulated clock, which stands still while a rank can go on.
+        """
         _headroom()
+        deadline = None
+        if timeout and self.clock is not None:
+            deadline = self.clock + timeout.total_seconds()
         while not operation.done:
             if self.ended:
                 self._unwind(thread_state)
-            thread_state.waiting = operation
+            thread_state.waiting, thread_state.deadline = operation, deadline
             self._pass_turn(thread_state)
+            if thread_state.expired:
+                thread_state.expired = False
+                if not operation.done and not self.ended:
+                    raise WaitExpired
+
+    def _expire(self) -> bool:
+        """End the wait whose deadline comes first; return whether there was one."""
+        due = [state for state in self._states() if state.waiting and state.deadline is not None]
+        if not due or self.clock is None:
+            return False
+        first = min(due, key=lambda state: state.deadline or 0.0)
+        self.clock = first.deadline
+        first.waiting, first.expired = None, True
+        self._ready.append(first)
+        return True
 
     def wake(self, rank: int, operation: Operation) -> None:
         """Put a rank back into the queue if it waits for ``operation``."""
@@ -372,6 +403,8 @@ class Scheduler:
             return  # all have finished
         if self.raised:
             self._end(*self.raised[0])
+            return
+        if self._expire():
             return
         finished = [
             thread_state.rank for thread_state in self.thread_states if thread_state.finished

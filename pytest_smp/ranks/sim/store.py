@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
 
 from pytest_smp.ranks.sim.rank_context import RankContext
+from pytest_smp.ranks.sim.scheduler import WaitExpired
 
 
 def _bytes(value: str | bytes) -> bytes:
@@ -55,7 +57,7 @@ class _KeyWait:
 class SimStore(Store):
     """One rank's view of the world's store.
 
-    Timeouts are not used: a wait that cannot end is a verdict.
+    The time-outs of ``wait`` fire with --smp-timeouts=simulated: otherwise a wait that cannot end is a verdict.
     """
 
     def __init__(self, context: RankContext, data: StoreData) -> None:
@@ -67,19 +69,25 @@ class SimStore(Store):
         self._context.check("torch.distributed store")
         return self._data.values
 
-    def _await_values(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of all keys at one moment, once all are set."""
+    def _await_values(self, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
+        """The values of all keys at one moment, once all are set. Raises DistStoreError after ``timeout``."""
         values = self._enter()
         if all(key in values for key in keys):
             return [values[key] for key in keys]
         wait = _KeyWait(self._context, keys, self._data)
         self._data.waits.append(wait)
-        self._context.scheduler.wait(self._context.thread_state, wait)
+        try:
+            self._context.scheduler.wait(self._context.thread_state, wait, timeout)
+        except WaitExpired:
+            self._data.waits.remove(wait)
+            milliseconds = (timeout or timedelta()).total_seconds() * 1000
+            names = ", ".join(f"/{key}" for key in keys if key not in self._data.values)
+            raise DistStoreError(f"wait timeout after {milliseconds:g}ms, keys: {names}") from None
         return wait.values
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return when all keys are set."""
-        self._await_values(keys)
+        self._await_values(keys, timeout)
 
     def set(self, key: str, value: str | bytes) -> None:
         self._enter()

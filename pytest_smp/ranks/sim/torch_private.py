@@ -13,6 +13,7 @@ import os
 import sys
 import urllib.parse
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class SimRankWorld(RankWorld):
         super().__init__()
         self.pg_map, self.pg_group_ranks = _OwnGroups(), _OwnGroups()
         self._place = rank, size
+        self.wait_timeout: timedelta | None = None  # that of init_process_group
 
     def place(self) -> tuple[int, int]:
         return self._place

@@ -15,8 +15,9 @@ from torch.futures import Future
 
 from pytest_smp.ranks.sim.mailbox import Post
 from pytest_smp.ranks.sim.rank_context import RankContext
-from pytest_smp.ranks.sim.scheduler import Operation
+from pytest_smp.ranks.sim.scheduler import Operation, WaitExpired
 from smp_core.errors import RaceError
+from smp_core.transport.diagnosis import ranks_text
 from smp_core.transport.memory import InFlightBuffer
 from smp_core.transport.peers import ANY
 from smp_core.transport.stack_frames import Place
@@ -25,6 +26,9 @@ from smp_core.transport.unseen import hide
 
 class TensorOperation(Operation, Protocol):
     """An operation that gives its ranks tensors."""
+
+    def give_up(self, rank: int) -> None:
+        """Take note that the rank's wait has timed out, so that nothing of it is a leak."""
 
     def values(self, rank: int) -> list[torch.Tensor]:
         """The values that a rank gets, once the operation is done: one per output."""
@@ -54,13 +58,33 @@ class SimWork(Work):
         """True if the operation is the receive of a message."""
         return isinstance(self._operation, Post) and bool(self.in_flight.outputs)
 
-    def _wait(self) -> None:
+    def _wait(self, timeout: timedelta | None = None) -> None:
         if self._forgotten:
             return
         context = self._context
         context.check_thread(self.name)
-        context.scheduler.wait(context.thread_state, self._operation)
+        timeout = timeout or context.fabric.torch_world().wait_timeout
+        try:
+            context.scheduler.wait(context.thread_state, self._operation, timeout)
+        except WaitExpired:
+            raise self._expired(timeout) from None
         self._land()
+
+    def _expired(self, timeout: timedelta | None) -> RuntimeError:
+        """Give the operation up; return what Gloo raises."""
+        context, operation = self._context, self._operation
+        context.fabric.unwaited.pop(id(self), None)
+        context.fabric.overlap_table.leave(self.in_flight)
+        self.in_flight.unwatch()
+        self._forgotten = True
+        missing = operation.missing(context.rank)
+        operation.give_up(context.rank)
+        milliseconds = f"{(timeout or timedelta()).total_seconds() * 1000:g}"
+        if self.name == "monitored_barrier":
+            text = f"[Rank {context.rank}]: Rank {missing[0]} failed to pass monitoredBarrier in {milliseconds} ms"
+        else:
+            text = f"Timed out waiting {milliseconds}ms for {self.name}; missing: {ranks_text(missing)}"
+        return RuntimeError(text)
 
     def _land(self) -> None:
         """The rank has learnt that the operation is done."""
@@ -87,9 +111,9 @@ class SimWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the operation is done.
 
-        The timeout is not used: a wait that cannot end is a verdict.
+        The timeout is used with --smp-timeouts=simulated: otherwise a wait that cannot end is a verdict.
         """
-        self._wait()
+        self._wait(timeout)
         return True
 
     def synchronize(self) -> None:
