@@ -181,6 +181,11 @@ def group_mismatch(
     return CollectiveMismatchError("\n".join(lines))
 
 
+def open_call_hint(rank: int, call: str, absent: int, place: Place | None) -> str:
+    """The hint that a backend has let a rank go on from a call which another one has not made."""
+    return f"rank {rank} has got past {call}, which rank {absent} has not joined{at(place)}"
+
+
 def tag_hint(receiver: int, tag: int, sent: Iterable[tuple[int, int]]) -> str | None:
     """The likely cause of a wait in a receive of this tag; None if no message has another tag.
 

@@ -33,6 +33,7 @@ from pytest_smp.ranks.board.calls import (
     Handover,
     Issued,
     Joined,
+    KeyWait,
     Objects,
     Stray,
 )
@@ -113,6 +114,7 @@ class Board:
         self._counts: dict[tuple[GroupKey, int], int] = {}
         self._boxes: dict[tuple[GroupKey, int | None, int], Box] = {}
         self._objects = Objects()
+        self._set_keys: set[str] = set()
         #: Calls that differ, and when that was first seen.
         self._suspects: dict[BoardMeeting | tuple[BoardPost, BoardPost], float | None] = {}
         self._strays: list[Stray] = []  # that the backend has not refused
@@ -146,6 +148,11 @@ class Board:
 
     def issued(self, call: Issued, partners: list[int]) -> None:
         """See ranks.Calls."""
+        if isinstance(
+            call, KeyWait
+        ):  # only where the keys were not there yet: in no count of calls
+            call.set_keys = self._set_keys
+            return
         self._lines.called(call.rank, line_of(call.place))
         if isinstance(call, Joined):
             self._join(call)
@@ -170,6 +177,10 @@ class Board:
             self._strays.remove(call)
         elif isinstance(call, Handover):
             self._objects.withdraw(call)
+
+    def keys_set(self, keys: list[str]) -> None:
+        """See ranks.Calls."""
+        self._set_keys.update(keys)
 
     def over(self, call: Issued) -> None:
         """See ranks.Calls."""
@@ -384,6 +395,7 @@ class Board:
             hint = self._hint(first)
         elif isinstance(first, BoardPost) and not first.sends:
             hint = self._tag_hint(first)
+        hint = hint or self._open_call_hint(state.rank, missing)
         exception = state.exception
         return Wait(
             state.rank, first.described(), tuple(missing), place, hint, first.place, exception
@@ -417,6 +429,15 @@ class Board:
         ]
         return messages.tag_hint(receive.rank, receive.tag, sent)
 
+    def _open_call_hint(self, rank: int, missing: Collection[int]) -> str | None:
+        """The call that a rank has come back from, as a backend may let it, and that waits on `sim`."""
+        for call in self._left():
+            state = self._ranks[call.rank]
+            absent = isinstance(call, Joined) and call.rank in missing and rank in call.wants()
+            if absent and call not in state.current():
+                return messages.open_call_hint(call.rank, call.described(), rank, call.place)
+        return None
+
     def _all_waits(self) -> dict[int, str]:
         return {
             state.rank: _lines(self._wait(state, calls))
@@ -438,8 +459,8 @@ class Board:
         call = next((each for each in calls if each.blocked()), calls[0])
         missing = sorted({rank for each in calls for rank in each.wants()})
         why = f", waiting for {ranks_text(missing)}" if missing else ", which all have joined"
-        if isinstance(call, Stray):
-            why = f": {call.why()}"
+        if isinstance(call, Stray | KeyWait):
+            why = f": {call.why()}" if isinstance(call, Stray) else ""
         place = state.place if state.waits else call.place
         why += while_handling(state.exception)
         return f"in {call.described()}{why}{messages.at(place)}"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pytest_smp.ranks.board.recorder import UNKNOWN, Description
 from smp_core.errors import RankError
@@ -461,3 +461,41 @@ class Objects:
             if call in queue:
                 queue.remove(call)
         call.open.clear()
+
+
+# ---- Stores --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class KeyWait(Issued):
+    """A wait for keys of the world's store, which any rank may set.
+
+    Attributes:
+        keys: those that the rank waits for, as it names them.
+        set_keys: the keys that ranks have set or are about to set in this run, as they name them.
+    """
+
+    keys: tuple[str, ...] = ()
+    set_keys: Collection[str] = ()
+
+    def text(self) -> str:
+        """See Issued. As `sim` has it."""
+        return f"store.wait for {', '.join(map(repr, self.keys))}"
+
+    def described(self) -> str:
+        """See Issued."""
+        return self.text()
+
+    def wants(self) -> list[int]:
+        """See Issued. No rank in particular."""
+        return []
+
+    needs = wants
+
+    def blocked(self) -> bool:
+        """See Issued. Prefixes are not known, so that a key behind any prefix counts."""
+        return not all(any(_may_be(key, named) for named in self.set_keys) for key in self.keys)
+
+
+def _may_be(key: str, named: str) -> bool:
+    return key == named or key.endswith(f"/{named}") or named.endswith(f"/{key}")

@@ -25,6 +25,7 @@ from pytest_smp.ranks.board.futures import Futures
 from pytest_smp.ranks.board.groups import GroupRegistry, Known
 from pytest_smp.ranks.board.native import NativeMethod, native_call
 from pytest_smp.ranks.board.recorder import BoardRecorder
+from pytest_smp.ranks.board.stores import Stores
 from pytest_smp.ranks.board.works import Works
 from smp_core.transport.peers import ANY
 
@@ -47,6 +48,7 @@ class Instrument:
         self._futures = Futures(recorder, passes)
         self._works = Works(recorder, self._futures, passes)
         self._dispatched = dispatched.Dispatched(recorder, self._registry, passes)
+        self._stores = Stores(recorder)
         self._coalescing = _Coalescing()
         self._undo: list[tuple[Any, str, Any]] = []
         self._seen: weakref.WeakSet[type] = weakref.WeakSet()
@@ -57,6 +59,8 @@ class Instrument:
             self._cover(cls, self._group_method)
         for cls in _family(dist.Work):
             self._cover(cls, self._works.method)
+        for cls in _family(vars(dist)["Store"]):
+            self._cover(cls, self._stores.method)
         for cls in _family(torch._C.Future):
             self._cover(cls, self._futures.method)
         if not any(owner is c10d for owner, _, _ in self._undo):

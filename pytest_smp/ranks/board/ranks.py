@@ -6,7 +6,15 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from pytest_smp.ranks.board import records
-from pytest_smp.ranks.board.calls import BoardPost, GroupKey, Handover, Issued, Joined, Stray
+from pytest_smp.ranks.board.calls import (
+    BoardPost,
+    GroupKey,
+    Handover,
+    Issued,
+    Joined,
+    KeyWait,
+    Stray,
+)
 from pytest_smp.ranks.board.recorder import Description
 from pytest_smp.ranks.protocols import RaisesBlock
 from smp_core.errors import BackendError
@@ -23,6 +31,9 @@ class Calls(Protocol):
 
     def withdrawn(self, call: Issued) -> None:
         """The backend has refused the call."""
+
+    def keys_set(self, keys: list[str]) -> None:
+        """These keys of a store may be set by now."""
 
     def over(self, call: Issued) -> None:
         """The rank has learnt that the call is over."""
@@ -204,6 +215,16 @@ class RankState:
         self._issue(call, thread, [*to] or [source])
         self._wait([number], place, thread)
 
+    def _set_keys(self, keys: list[Any]) -> None:
+        self._calls_of_all.keys_set(_texts(keys))
+
+    def _wait_for_keys(self, number: int, keys: list[Any], place: int, thread: int) -> None:
+        group = GroupKey("store", "", 0, ())
+        where = self._places.get(place)
+        call = KeyWait(self.rank, number, group, "", where, taken=True, keys=tuple(_texts(keys)))
+        self._issue(call, thread)
+        self._wait([number], place, thread)
+
     def _issue(self, call: Issued, thread: int, partners: list[int] | None = None) -> None:
         if call.number in self.calls:
             raise ValueError("two calls of one number")
@@ -288,6 +309,12 @@ class RankState:
         self.failed, self.raised = failed, True
 
 
+def _texts(items: list[Any]) -> list[str]:
+    if not all(type(item) is str for item in items):
+        raise ValueError("keys must be texts")
+    return items
+
+
 def _size(item: Any) -> Size:
     lengths = item if isinstance(item, list) else [item]
     if not all(type(length) is int for length in lengths):
@@ -314,4 +341,6 @@ _READ: dict[str, Callable[..., None]] = {
     records.HANDLES: RankState._handle,
     records.INSIDE: RankState._enter_block,
     records.FUTURE: RankState._future,
+    records.SETS_KEYS: RankState._set_keys,
+    records.WAITS_FOR_KEYS: RankState._wait_for_keys,
 }

@@ -259,6 +259,25 @@ class BoardRecorder:
             raise
         self.done(numbers)
 
+    def sets_keys(self, keys: Sequence[str]) -> None:
+        """This rank is about to set these keys of a store."""
+        self._say(encode(records.SETS_KEYS, [*keys]))
+
+    @contextlib.contextmanager
+    def waiting_for_keys(self, keys: Sequence[str]) -> Iterator[None]:
+        """While entered, this thread waits until these keys of the world's store are set."""
+        self._note_exception()
+        with self._lock:
+            number, place = self._next(), self._place(sys._getframe(1))
+            self._tell(encode(records.WAITS_FOR_KEYS, number, [*keys], place, self._thread()))
+        try:
+            with self.quiet():
+                yield
+        except BaseException:
+            self.failed((number,))
+            raise
+        self.done((number,))
+
     def future(self, numbers: Sequence[int], *, callback: bool = False) -> None:
         """The body has a future of these calls; with ``callback``, it runs a function once they are over."""
         self._say(encode(records.FUTURE, [*numbers], callback))

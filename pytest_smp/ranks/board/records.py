@@ -32,6 +32,8 @@ DONE = "f"  # numbers: the rank has learnt that they are over
 INSIDE = "n"  # place, count, ranks: a block of smp.raises, or an empty place outside of any
 FAILED = "!"  # numbers: waiting for them has raised
 HANDLES = "h"  # exception: the main thread handles it from now on, or none
+SETS_KEYS = "z"  # keys: the rank is about to set these keys of a store
+WAITS_FOR_KEYS = "y"  # number, keys, place, thread: until they are set in the world's store
 FUTURE = "u"  # numbers, callback: the body has their future, and maybe a function that runs then
 
 #: The thread that makes a call or waits: the rank's main thread, alone; the main thread, while the body
@@ -58,6 +60,8 @@ SHAPES: dict[str, tuple[type, ...]] = {
     INSIDE: (str, int, list),
     FAILED: (list,),
     HANDLES: (str,),
+    SETS_KEYS: (list,),
+    WAITS_FOR_KEYS: (int, list, int, int),
     FUTURE: (list, bool),
 }
 

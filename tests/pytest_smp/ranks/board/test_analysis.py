@@ -569,6 +569,18 @@ def test_a_callback_of_a_future_may_help() -> None:
         assert later(board) is not None
 
 
+def test_a_call_that_the_backend_has_let_go_is_told() -> None:
+    """MPI ends the root's part of a broadcast early."""
+    board, (one, other) = world(2)
+    one.does(BROADCAST)
+    one.returns()
+    other.waits(other.posts("irecv", 0))
+    assert (
+        "hint: rank 0 has got past broadcast(root=0, dtype=float32, shape=[4]) [group WORLD, call 1], "
+        "which rank 1 has not joined\n" in deadlock(at_once(board))
+    )
+
+
 def test_receives_from_anybody() -> None:
     board, ranks = world(3)
     ranks[0].waits(ranks[0].posts("irecv", ANY))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
@@ -157,6 +158,19 @@ def by_future(rank: int) -> None:
     work.get_future().wait()
 
 
+def by_store(rank: int) -> None:
+    """Keys by another prefix, that are there already, and an error that the caller expects."""
+    store = _store()
+    time.sleep(0.01 * rank)
+    dist.PrefixStore("of all", store).set(f"rank {rank}", "1")  # type: ignore[attr-defined]
+    store.wait([f"of all/rank {other}" for other in range(3)])
+    assert store.get("of all/rank 1") == b"1"
+    if rank == 0:
+        with pytest.raises(RuntimeError):
+            store.wait(["rank 3"], timedelta(seconds=1.5))
+    dist.barrier()
+
+
 def by_functional(rank: int) -> None:
     total = functional.all_reduce(torch.ones(3), "sum", _world()) + 1
     assert total.tolist() == [4.0] * 3
@@ -200,6 +214,7 @@ def fsdp(rank: int) -> None:
         (polled, 3, 1),
         (by_future, 3, 1),
         (by_functional, 3, 2),
+        (by_store, 3, 1),
         (ddp, 2, None),
         (fsdp, 4, None),
     ],
@@ -290,6 +305,23 @@ def from_anybody(rank: int) -> None:
         dist.recv(torch.ones(2))
 
 
+def _store() -> dist.Store:
+    return c10d._get_default_store()
+
+
+def key_that_nobody_sets(rank: int) -> None:
+    if rank:
+        _store().set("other", "1")
+        dist.barrier()
+    _store().get("key")
+
+
+def counter_that_stays_short(rank: int) -> None:
+    """A barrier by a counter, which one rank leaves out."""
+    if rank and _store().add("arrived", 1) < 3:
+        _store().wait(["all have arrived"])
+
+
 def by_its_future(rank: int) -> None:
     for _ in range(2 - rank):
         dist.all_reduce(torch.ones(2), async_op=True).get_future().wait()  # type: ignore[union-attr]
@@ -338,6 +370,8 @@ def uneven_ddp_with_a_hook(rank: int) -> None:
         both_receive,
         both_send,
         from_anybody,
+        key_that_nobody_sets,
+        counter_that_stays_short,
     ],
 )
 def test_deadlocks_read_as_on_sim(body: Body) -> None:
