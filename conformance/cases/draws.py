@@ -16,7 +16,7 @@ from pytest_smp.proxies import SmpWorld
 from smp_core.topology import Topology
 
 #: The largest world that properties draw: the smallest one with three dimensions of two ranks each.
-MOST_RANKS = 8
+MOST_RANKS = amounts.MOST_RANKS
 
 #: Settings of properties on ranks, on top of the user's profile. No deadline: the backend decides how
 #: long an example takes. One bug is reported: a second one rarely tells more. No explain phase: its

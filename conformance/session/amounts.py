@@ -7,6 +7,9 @@ never draw another one.
 
 from __future__ import annotations
 
+#: The most ranks that a property needs, at every level: the suite's worked tables have eight.
+MOST_RANKS = 8
+
 #: The least number of examples of a property beside the simplest one, on every backend.
 LEAST_DRAWS = 5
 

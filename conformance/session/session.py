@@ -35,7 +35,7 @@ from conformance.session.verdicts import (
     table,
 )
 from conformance.session.witness import SeenFailure, Witness
-from pytest_smp import settings, written
+from pytest_smp import launch, settings, written
 from pytest_smp.ranks.backends import find_backend
 from pytest_smp.ranks.capabilities import DTYPES, EVERYTHING, REDUCTIONS, Capabilities, Capability
 from smp_core.errors import BackendError, RunTimeout
@@ -244,8 +244,10 @@ class SuiteSession:
     def open_backend(self, items: list[pytest.Item]) -> None:
         """Open the backend if any property will need it.
 
-        Raises pytest.UsageError if the backend cannot be opened, because no requirement is to blame.
+        Raises pytest.UsageError if the backend cannot be opened, because no requirement is to blame, and if the
+        session can certify nothing for lack of ranks.
         """
+        self._refuse_few_ranks()
         ours = [self.results[item.nodeid] for item in items if item.nodeid in self.results]
         if all(result.requirement in self.lacks for result in ours):
             return
@@ -260,6 +262,17 @@ class SuiteSession:
         except BackendError as error:
             raise pytest.UsageError(str(error)) from None
         self._controller = controller_of(self.config)
+
+    def _refuse_few_ranks(self) -> None:
+        """Refuse a session that would run for minutes, skip properties, and certify nothing."""
+        ranks, needed = self.settings.ranks, amounts.MOST_RANKS
+        outcomes = {result.outcome for result in self.results.values()}
+        if not self.options.certify or self.options.smoke or not self.whole:
+            return
+        if ranks < needed and PropertyOutcome.DESELECTED not in outcomes:
+            raise pytest.UsageError(
+                f"--smp-certify: a certificate {launch.shortage(needed, ranks)}"
+            )
 
     def close_backend(self) -> None:
         """Close what ``open_backend`` opened, early enough that a failure can still be reported."""
@@ -590,6 +603,7 @@ class SuiteSession:
                 yield f"waived: {entry.id}: {entry}"
             if stale:
                 yield f"stale: {entry.place}: passes: {', '.join(stale)}"
+        yield from self._alike()
         if self.unclosed is not None:
             yield self.unclosed
         if self._written is not None:
@@ -601,6 +615,19 @@ class SuiteSession:
             else:
                 yield f"not certified; reached: {found}. What stands against it:"
                 yield from (f"   {text}" for text in found.obstacles)
+
+    def _alike(self) -> Iterator[str]:
+        """A line for each error by which several requirements fail: one cause may be behind them."""
+        ids: dict[str, list[str]] = defaultdict(list)
+        for result in self.results.values():
+            if result.outcome in (PropertyOutcome.FAILED, PropertyOutcome.ERROR) and result.error:
+                line = result.error.partition("\n")[0]
+                if result.requirement not in ids[line]:
+                    ids[line].append(result.requirement)
+        for line, requirements in sorted(ids.items(), key=lambda each: -len(each[1])):
+            if len(requirements) > 1:
+                some = ", ".join(requirements[:3]) + (", ..." if len(requirements) > 3 else "")
+                yield f"{len(requirements)} requirements fail alike ({some}): {line[:200]}"
 
     def tells(self, exit_status: int) -> bool:
         """Return whether the session has verdicts to show in the terminal."""

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -207,6 +208,47 @@ def test_a_failure_of_another_process_counts(pytestconfig: pytest.Config, proces
         suite._add_failures(suite._seen_failures())
         assert suite.verdicts()[id] is Verdict.FAIL
         assert suite.results["t.py::a"].error == "AssertionError: no"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "whole", "deselected", "refused"),
+    [
+        (7, True, False, True),
+        (8, True, False, False),
+        (7, False, False, False),
+        (7, True, True, False),
+    ],
+)
+def test_too_few_ranks_for_a_certificate_are_refused_before_it_runs(
+    pytestconfig: pytest.Config, ranks: int, whole: bool, deselected: bool, refused: bool
+) -> None:
+    with suite_session(pytestconfig) as suite:
+        item = prepare(suite, "t.py::a", IDS[0])
+        suite.lacks = {IDS[0]: []}  # no backend is opened
+        suite.options = dataclasses.replace(suite.options, certify=True)
+        suite.settings = dataclasses.replace(suite.settings, ranks=ranks)
+        suite.whole = whole
+        if deselected:
+            suite.results[item.nodeid].outcome = PropertyOutcome.DESELECTED
+        message = f"^--smp-certify: a certificate needs 8 ranks, and {ranks} are there"
+        with pytest.raises(pytest.UsageError, match=message) if refused else nullcontext():
+            suite.open_backend([item])
+
+
+def test_failures_of_one_error_are_told_together(pytestconfig: pytest.Config) -> None:
+    error = RuntimeError("ProcessGroup name not set\nand more")
+    with suite_session(pytestconfig) as suite:
+        for number, id in enumerate((*IDS, IDS[0])):
+            item = prepare(suite, f"t.py::{number}", id)
+            call = pytest.CallInfo.from_call(fail(error), "call")
+            made = pytest.TestReport(item.nodeid, ("f", 0, "t"), {}, "failed", None, "call")
+            made.user_properties = list(item.user_properties)
+            suite.tell(item, call, made)
+            suite.logged(made)
+        text = (
+            f"3 requirements fail alike ({', '.join(IDS)}): RuntimeError: ProcessGroup name not set"
+        )
+        assert list(suite._alike()) == [text]
 
 
 def test_the_witness_leaves_no_file() -> None:
