@@ -104,10 +104,14 @@ def _parameters(given: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     short = isinstance(model, Mapping) and model.keys() & {"enabled", "parameters"}
     if not short:
         if isinstance(model, Mapping) and "dataparallel" in model:
+            reason = (
+                'the data parallelism library and "modelparallel" exclude each other'
+                if "modelparallel" in model
+                else 'jobs of the data parallelism library alone are not launched; give "modelparallel"'
+            )
             raise ConfigError(
-                f'{where} has "dataparallel": the data parallelism library and "modelparallel" exclude each other. '
-                'Leave "dataparallel" out; the parameter "ddp": True is data parallelism of this library. '
-                "See docs/spec/api.md#3.4"
+                f'{where} has "dataparallel": {reason}. Leave "dataparallel" out; the parameter "ddp": True is data '
+                "parallelism of this library. See docs/spec/api.md#3.4"
             )
         if not model or (isinstance(model, Mapping) and not model.get("modelparallel")):
             raise ConfigError(

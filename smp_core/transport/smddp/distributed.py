@@ -39,12 +39,17 @@ def init_process_group(
 ) -> None:
     """Make the default process group: of the ranks that the launcher has started, or of this process alone.
 
-    All arguments are those of ``torch.distributed.init_process_group``. With ``store``, ``rank``, ``world_size`` or an
-    ``init_method`` other than "env://" the ranks meet as those say.
+    On a rank of a test it joins the ranks that are there. All arguments are those of
+    ``torch.distributed.init_process_group``; a ``backend`` of torch's own means SMDDP's. With ``store``, ``rank``,
+    ``world_size`` or an ``init_method`` other than "env://" the ranks meet as those say.
 
-    Raises BackendError if the launcher gives the ranks no place to meet or is half set, if the ranks do not meet, and
-    on simulated ranks, whose process group is there already.
+    Raises BackendError if the launcher gives the ranks no place to meet or is half set, or if the ranks do not meet.
     """
+    if current_rank.current() is not None:
+        dist.init_process_group(BACKEND, world_size=world_size, rank=rank)
+        return
+    if backend in ("nccl", "gloo", "mpi"):
+        backend = BACKEND  # scripts pass what torch.distributed has
     explicit = init_method not in (None, "env://") or (world_size, rank) != (-1, -1)
     launch = None if explicit or store is not None else _launch()
     if explicit or store is not None or dist.is_initialized():  # torch refuses a second one
@@ -68,12 +73,6 @@ def init_process_group(
 
 def _launch() -> Launch | None:
     """The launch of this process; None for a process that is alone."""
-    context = current_rank.current()
-    if context is not None:
-        raise BackendError(
-            f"init_process_group: rank {context.rank} is simulated, and its default process group is made for it: call "
-            "neither destroy_process_group nor init_process_group, or take --backend gloo"
-        )
     launch = launch_of_process()
     trouble = half_set(os.environ) if launch is None else ""
     if trouble:

@@ -84,8 +84,9 @@ def test_model_and_data_parallelism_exclude_each_other() -> None:
     """API 3.4, 6."""
     data = {"enabled": True}
     both = {"modelparallel": MODEL, "dataparallel": data}
-    for given in ({"dataparallel": data}, both):
-        refused({**WHOLE, "smdistributed": given}, '["smdistributed"] has "dataparallel"', "Leave")
+    for given, reason in (({"dataparallel": data}, "are not launched"), (both, "exclude")):
+        words = ('["smdistributed"] has "dataparallel"', reason, "Leave")
+        refused({**WHOLE, "smdistributed": given}, *words)
 
 
 @pytest.mark.parametrize(

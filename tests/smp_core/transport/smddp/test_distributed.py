@@ -126,12 +126,23 @@ def test_the_local_rank_is_that_of_the_launcher(monkeypatch: pytest.MonkeyPatch)
     assert (distributed.get_local_rank(), distributed.get_local_size()) == (0, 1)
 
 
-def test_simulated_ranks_have_their_group(smp_world: SmpWorld) -> None:
-    def body() -> None:
-        with pytest.raises(BackendError, match=r"rank \d is simulated"):
-            distributed.init_process_group()
+def test_ranks_of_a_test_join_those_that_are_there(smp_world: SmpWorld) -> None:
+    def body() -> int:
+        distributed.init_process_group(backend="nccl")
+        size = distributed.get_world_size()
+        distributed.destroy_process_group()
+        assert not dist.is_initialized()
+        return size
 
-    smp_world.run(body, ranks=2)
+    assert smp_world.run(body, ranks=2) == [2, 2]
+
+
+def test_a_backend_of_torchs_means_smddp() -> None:
+    distributed.init_process_group(backend="nccl")
+    try:
+        assert dist.get_backend() == "smddp"
+    finally:
+        dist.destroy_process_group()
 
 
 def test_names_that_are_nowhere_are_not_torch_s() -> None:
