@@ -103,10 +103,11 @@ class ReplicaWatch:
             self._take_due()
             self._seen.update(module.modules())
             self._roots.add(module)
-            if isinstance(module, DistributedDataParallel) and not module._comm_hooks:
-                members = tuple(dist.get_process_group_ranks(module.process_group))
-                ignored = frozenset(module.parameters_to_ignore)
-                self._watched.append(Watched(weakref.ref(module.module), members, ignored))
+            for part in module.modules():
+                if isinstance(part, DistributedDataParallel) and not part._comm_hooks:
+                    members = tuple(dist.get_process_group_ranks(part.process_group))
+                    ignored = frozenset(part.parameters_to_ignore)
+                    self._watched.append(Watched(weakref.ref(part.module), members, ignored))
         elif module in self._roots:
             self._take_due()
 
@@ -233,10 +234,11 @@ def _generators() -> Iterable[tuple[str, Any]]:
 def _joins(module: nn.Module, roots: Iterable[nn.Module]) -> bool:
     """Return whether a DDP module is in a ``join()``, in which ranks may make fewer steps."""
     return any(
-        isinstance(root, DistributedDataParallel)
-        and root.module is module
-        and root._join_config.enable
+        isinstance(part, DistributedDataParallel)
+        and part.module is module
+        and part._join_config.enable
         for root in roots
+        for part in root.modules()
     )
 
 

@@ -103,7 +103,7 @@ TESTS = """
         def spoil(step):
             if dist.get_rank() == 1:
                 model.module[0].bias.data[0] = 7.0
-        train(model, 1, spoil)
+        train(nn.Sequential(model), 1, spoil)
         assert False, "what the user sees"
 """
 
