@@ -34,7 +34,7 @@ def a_future_is_waited_for_as_it_is_asked_for(patch: Patch) -> None:
 
 @BUGS.caught_by(test_work.test_a_future_of_an_operation_that_fails_has_its_error)
 def a_future_has_the_outputs_of_what_failed(patch: Patch) -> None:
-    patch.setattr(work._FutureResult, "_value", lambda self, _: self._work._outputs)
+    patch.setattr(work._FutureResult, "_value", lambda self, _: self._work.outputs)
 
 
 @BUGS.caught_by(test_work.test_a_rank_that_ends_in_a_backward_pass_of_ddp_is_an_error)
