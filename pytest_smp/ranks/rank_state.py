@@ -53,6 +53,44 @@ _HOOKS = (
     "forward_hooks_always_called forward_hooks_with_kwargs"
 )
 
+_CP = "torch.distributed.tensor.experimental._context_parallel"
+_DISPATCHER = "torch.distributed.tensor", "DTensor._op_dispatcher"
+#: Dictionaries and sets of torch.distributed that its contexts change in place: a rank's own from its first change.
+_CONTAINERS = (
+    (_DISPATCHER[0], f"{_DISPATCHER[1]}._custom_op_handlers"),  # loss_parallel, context_parallel
+    (_DISPATCHER[0], f"{_DISPATCHER[1]}.sharding_propagator.op_strategy_funcs"),
+    (_DISPATCHER[0], f"{_DISPATCHER[1]}.sharding_propagator.op_to_schema_info"),
+    (f"{_CP}._attention", "_replaced_functions"),
+    (f"{_CP}._sharding_rules", "_cp_strategy_contexts"),
+    (f"{_CP}._sharding_rules", "_original_strategies"),
+    ("torch.distributed.fsdp._debug_utils", "SimpleProfiler.results"),
+    ("torch.distributed.fsdp._debug_utils", "SimpleProfiler.profiling"),
+)
+
+#: State of the process that contexts and setters of torch.distributed write.
+TORCH_DISTRIBUTED: tuple[Attribute, ...] = (
+    *(Attribute(*container) for container in _CONTAINERS),
+    Attribute("torch.nn.functional", "scaled_dot_product_attention"),
+    Attribute(f"{_CP}._attention", "_dispatch_mode"),
+    Attribute(f"{_CP}._attention", "_cp_options.enable_load_balance"),
+    Attribute(f"{_CP}._attention", "_cp_options.rotate_method"),
+    Attribute("torch.distributed._shard.api", "_CURRENT_PROCESS_GROUP"),
+    Attribute("torch.distributed.fsdp._fsdp_extensions", "_extensions"),
+    Attribute("torch.distributed.fsdp._fully_shard._fully_shard", "_enable_fsdp_module_new_init"),
+    *(
+        Attribute("torch.distributed.fsdp.wrap", f"_ConfigAutoWrap.{name}")
+        for name in ("in_autowrap_context", "wrapper_cls", "kwargs")
+    ),
+    *(
+        Attribute("torch.distributed.tensor._redistribute", name)
+        for name in (
+            "_DISABLE_REDISTRIBUTE_TRANSFORM_OPTIMIZATION",
+            "_FORCE_MIN_COST_REDISTRIBUTION_PLAN",
+        )
+    ),
+    Attribute("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module"),
+)
+
 #: All state that a process has once and a rank has for itself.
 STATES: tuple[Attribute | Switch, ...] = (
     Attribute("sys", "stdout"),
@@ -84,6 +122,7 @@ STATES: tuple[Attribute | Switch, ...] = (
         for name in ("precision", "threshold", "edgeitems", "linewidth", "sci_mode")
     ),
     Attribute("torch.distributed.tensor._random", "_rng_tracker"),
+    *TORCH_DISTRIBUTED,
     Attribute("smp_core.torch.cuda_stand_in.answers", "current_index"),
     Attribute(
         "tensorflow.python.eager.polymorphic_function.eager_function_run",
@@ -211,6 +250,55 @@ def _encoded(variables: Variables, rank: int) -> dict[Any, Any]:
     }
 
 
+#: Methods by which dictionaries and sets change.
+_CHANGING = (
+    *("__setitem__", "__delitem__", "__missing__", "__ior__", "__iand__", "__isub__", "__ixor__"),
+    *("update", "pop", "popitem", "clear", "setdefault", "add", "remove", "discard"),
+)
+
+
+class _Shared:
+    """The common part of containers that a rank copies when it changes them first."""
+
+    place: tuple[Any, str]
+    ranks_run = False
+
+
+@functools.cache
+def _shared_kind(kind: Any) -> Any:
+    """A class of containers like ``kind``."""
+
+    def changing(method: str) -> Callable[..., Any]:
+        def change(shared: Any, *args: Any, **kwargs: Any) -> Any:
+            owner, name = shared.place
+            if not _Shared.ranks_run:
+                return getattr(kind, method)(shared, *args, **kwargs)
+            if getattr(owner, name) is shared:
+                setattr(owner, name, _copy(shared, kind))
+            return getattr(getattr(owner, name), method)(*args, **kwargs)
+
+        return change
+
+    changes = {name: changing(name) for name in _CHANGING if hasattr(kind, name)}
+    return type(f"Shared{kind.__name__}", (_Shared, kind), changes)
+
+
+def _copy(container: Any, kind: Any) -> Any:
+    factory = getattr(container, "default_factory", None)
+    return kind(container) if factory is None else kind(factory, container)
+
+
+def _share_containers() -> None:
+    """Put containers that ranks copy in the place of those of loaded modules."""
+    for path in _CONTAINERS:
+        place = _attribute(Attribute(*path))
+        if place is not None and not isinstance(container := getattr(*place), _Shared):
+            kind: Any = type(container)
+            shared = _copy(container, _shared_kind(kind))
+            shared.place = place
+            setattr(*place, shared)
+
+
 class _HooksOfRanks:
     """Stands in for torch.utils.hooks where the optimizer looks for it."""
 
@@ -228,6 +316,7 @@ class RankStates:
 
     def __init__(self, size: int, variables: Variables | None) -> None:
         self._variables = variables
+        _share_containers()
         self._read, self._writes, self._filters, self._names = find()
         self._outside: Values = self._read()
         self._ranks: list[Values | None] = [None] * size
@@ -309,6 +398,7 @@ class RankStates:
         self._putenv, self._unsetenv = os.putenv, os.unsetenv
         os.putenv, os.unsetenv = self._set_variable, self._unset_variable
         self._folders.watch()
+        _Shared.ranks_run = True
         warnings._add_filter = own_filter  # type: ignore[attr-defined]
         modules.RemovableHandle = own_handle
         try:
@@ -319,6 +409,7 @@ class RankStates:
             optimizers.hooks = utils
             os.putenv, os.unsetenv = self._putenv, self._unsetenv
             self._restore_environment()
+            _Shared.ranks_run = False
             self._reset_loaded()
             self._folders.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import decimal
+import importlib
 import os
 import socket
 import subprocess
@@ -55,6 +56,27 @@ class _Calls(TorchFunctionMode):
 class _Passes(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
+
+
+def _of_torch_distributed(state):
+    """A change of an attribute, or of the container that it is in place."""
+    importlib.import_module(state.module)
+    owner, name = rank_state._attribute(state)
+
+    def change():
+        value = getattr(owner, name)
+        if (state.module, state.path) not in rank_state._CONTAINERS:
+            setattr(owner, name, "PROBE")
+        elif isinstance(value, set):
+            value.add("PROBE")
+        else:
+            value["PROBE"] = 1
+
+    def show():
+        value = getattr(owner, name)
+        return len(value) if isinstance(value, dict | set) else value
+
+    return change, show
 
 
 # A name, what changes it, and what shows it.
@@ -210,6 +232,13 @@ PROBES = {
         lambda: decimal.getcontext().prec,
     ),
 }
+
+PROBES.update(
+    {
+        f"{state.module}.{state.path}": _of_torch_distributed(state)
+        for state in rank_state.TORCH_DISTRIBUTED
+    }
+)
 
 
 @pytest.mark.parametrize("name", PROBES)

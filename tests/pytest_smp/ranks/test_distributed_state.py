@@ -1,0 +1,69 @@
+"""Contexts of torch.distributed that switch the whole process are a simulated rank's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._debug_utils import SimpleProfiler
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.parallel import loss_parallel
+
+
+def test_loss_parallel_ends_on_each_rank_for_itself(smp_world: Any) -> None:
+    logits = torch.randn(4, 8)
+    target = torch.tensor([0, 3, 5, 7])
+
+    def body() -> torch.Tensor:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        sharded = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
+        with loss_parallel():
+            loss: Any = functional.cross_entropy(sharded, target)
+            loss.backward()
+        gradient: Any = sharded.grad
+        full: torch.Tensor = gradient.full_tensor()
+        return full
+
+    plain = logits.clone().requires_grad_()
+    loss: Any = functional.cross_entropy(plain, target)
+    loss.backward()
+    assert plain.grad is not None
+    handlers = dict(DTensor._op_dispatcher._custom_op_handlers)
+    for gradient in smp_world.run(body, ranks=2):
+        torch.testing.assert_close(gradient, plain.grad)
+    assert handlers == DTensor._op_dispatcher._custom_op_handlers
+
+
+def test_context_parallel_of_a_rank_leaves_attention_of_others_plain(smp_world: Any) -> None:
+    query = torch.randn(1, 2, 4, 8)
+    attention = functional.scaled_dot_product_attention
+
+    def body() -> tuple[bool, bool]:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        plain = functional.scaled_dot_product_attention is attention
+        if dist.get_rank() == 0:
+            with context_parallel(mesh, buffers=[query.clone()], buffer_seq_dims=[2]):
+                inside = functional.scaled_dot_product_attention is attention
+                dist.barrier()
+            return plain, inside
+        dist.barrier()
+        return plain, functional.scaled_dot_product_attention(
+            query, query, query
+        ).shape == query.shape
+
+    assert smp_world.run(body, ranks=2)[1] == (True, True)
+    assert functional.scaled_dot_product_attention is attention
+
+
+def test_simple_profiler_of_fsdp_is_a_ranks_own(smp_world: Any) -> None:
+    def body() -> list[str]:
+        with SimpleProfiler.profile(SimpleProfiler.Type.ALL):
+            dist.barrier()
+        return list(SimpleProfiler.results)
+
+    assert smp_world.run(body, ranks=2) == [[SimpleProfiler.Type.ALL]] * 2
+    assert not SimpleProfiler.results
