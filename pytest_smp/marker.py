@@ -29,6 +29,7 @@ _NOT_ON_RANKS = {
     "record_property": "use smp_world in a plain test",
     "record_xml_attribute": "use smp_world in a plain test",
     "record_testsuite_property": "use smp_world in a plain test",
+    "subtests": "its reports are of the controller; parametrize the test, or use smp_world in a plain test",
     "pytester": "use smp_world in a plain test",
     "testdir": "use smp_world in a plain test",
     "smp_faults": "declare what is to go wrong before the run: by the marker smp_faults, or in a "
@@ -144,7 +145,7 @@ def _check_function(definition: Any) -> None:
 def why_not_plain(function: object) -> str | None:
     """The reason why calling ``function`` would not run its body, in words, or None if it would."""
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        return "is async"
+        return "is async (have a plain one call asyncio.run(main()))"
     if inspect.isgeneratorfunction(function):
         return "is a generator"
     return None

@@ -168,7 +168,7 @@ def add_to_item(
         "backend": backend,
         "verdict": str(report.verdict),
         "root": report.root,
-        "abandoned": abandoned,
+        "abandoned": abandoned and report.verdict is VerdictKind.TIMED_OUT,
         "schedule": str(report.schedule),
         "ranks": ranks,
     }

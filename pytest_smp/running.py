@@ -56,6 +56,7 @@ from smp_core.errors import (
     StuckError,
     UnsupportedError,
 )
+from smp_core.transport.current_rank import current
 from smp_core.transport.payload import Payload, plain_dumps
 
 if TYPE_CHECKING:
@@ -193,12 +194,18 @@ class Controller:
         if faults:
             check_faults(faults, ranks, executor.injects, self.settings.backend)
         compares = self.compares_replicas or self.settings.replicas
+        asked = timeout or self.settings.timeout
+        limit = self._limits.of(body, asked)
+        origin = "--smp-timeout" if timeout is None else "timeout= of the call"
+        if limit < asked:
+            origin = f"an example before has hung for the whole {asked:g} s of {origin}"
         job = Job(
             body=replicas.ReplicaBody(body) if compares else body,
             arguments=Arguments(args, kwargs, _leading_names(body, args)),
             parameters=config,
             automatic_init=automatic_init,
-            timeout=self._limits.of(body, timeout or self.settings.timeout),
+            timeout=limit,
+            timeout_origin=origin,
             patience=lambda: self.debugging,
             seed=self.settings.seed,
             strict=self.settings.strict,
@@ -374,7 +381,11 @@ def _hypothesis_context() -> Callable[[], contextlib.AbstractContextManager[Any]
         return lambda: None
     reporter = reporting.reporter.value
 
-    return lambda: _Entered(((variable, build), (reporting.reporter, reporter)))
+    def report_of_rank(text: str) -> None:
+        rank = current() if text.startswith("Draw ") else None  # each rank draws for itself
+        reporter(text if rank is None else f"rank {rank.rank}: {text}")
+
+    return lambda: _Entered(((variable, build), (reporting.reporter, report_of_rank)))
 
 
 class _Entered:

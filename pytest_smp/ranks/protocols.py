@@ -156,6 +156,7 @@ class Job:
     parameters: Mapping[str, Any] | None = None  # of smp.init, used when the body does not call it
     automatic_init: bool = True  # the first API call initialises, with `parameters`
     timeout: float | None = None  # seconds for the whole run; None waits for ever
+    timeout_origin: str = "--smp-timeout"  # for messages: who has set it
     patience: Callable[[], bool] = (
         no_patience  # asked when time is up: true (a debugger is open) starts it anew
     )

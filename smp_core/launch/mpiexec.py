@@ -114,6 +114,13 @@ def _version(program: str) -> str:
     return (shown.stdout + shown.stderr).replace("(OpenRTE)", "(Open MPI)")
 
 
+def session_variables(folder: str) -> dict[str, str]:
+    """The variables that have Open MPI (4; 5) keep its session folder in ``folder``: it leaves that in TMPDIR when
+    it is killed.
+    """
+    return {"OMPI_MCA_orte_tmpdir_base": folder, "PRTE_MCA_prte_tmpdir_base": folder}
+
+
 def outside_jobs(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without what an outer launcher says of this process. An mpiexec writes its own
     over that of its kind alone: in a shell that srun or MPICH started, every rank of an Open MPI job

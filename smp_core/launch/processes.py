@@ -26,7 +26,7 @@ import smp_core
 from smp_core.errors import BackendError
 from smp_core.launch import mpiexec, supervisor
 from smp_core.launch.job import ScriptJob, import_path
-from smp_core.launch.mpiexec import outside_jobs
+from smp_core.launch.mpiexec import outside_jobs, session_variables
 from smp_core.launch.output import RankOutput
 from smp_core.launch.rank import JOB, SOCKET
 from smp_core.transport.diagnosis import ranks_text
@@ -228,6 +228,7 @@ class _Run:
             stdin=subprocess.DEVNULL,
             env={
                 **environment,
+                **session_variables(str(self.folder)),
                 **outside_jobs(os.environ),
                 **self._job.variables(),
                 JOB_FOLDER: str(self.folder),

@@ -63,8 +63,18 @@ def test_a_marker_that_cannot_work_is_refused_at_collection(
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        ("async def test_x(smp): pass", "the test is async: a rank runs a plain function"),
-        ("async def test_x(smp): yield", "the test is async: a rank runs a plain function"),
+        (
+            "def test_x(smp, subtests): pass",
+            "fixture 'subtests' cannot be shared by ranks: its reports",
+        ),
+        (
+            "async def test_x(smp): pass",
+            "the test is async (have a plain one call asyncio.run(main())): a rank runs a plain function",
+        ),
+        (
+            "async def test_x(smp): yield",
+            "the test is async (have a plain one call asyncio.run(main())): a rank runs a plain function",
+        ),
         ("def test_x(smp): yield", "'yield' keyword is allowed in fixtures, but not in tests"),
     ],
 )

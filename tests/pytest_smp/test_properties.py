@@ -285,7 +285,7 @@ def test_data_is_drawn_inside_a_rank(session: Session) -> None:
         """
     )
     assert ended.counts == {"failed": 1}
-    ended.shows("data=data(...)", "Draw 1 (weight): 51")
+    ended.shows("data=data(...)", "rank 2: Draw 1 (weight): 51")
     ended.hides_ours("Flaky")
 
 
@@ -300,7 +300,7 @@ def test_every_rank_may_draw_for_itself(session: Session) -> None:
         """
     )
     assert ended.counts == {"failed": 1}
-    ended.shows("Draw 1: 0", "Draw 2: 0", "Draw 3: 0", "Draw 4: 51")
+    ended.shows("rank 0: Draw 1: 0", "rank 1: Draw 2: 0", "rank 2: Draw 3: 0", "rank 3: Draw 4: 51")
     ended.hides_ours("Flaky")
 
 

@@ -340,6 +340,7 @@ def test_junit_has_one_case_for_each_item_and_a_property_that_programs_can_read(
 
     passed = told("test_passes")
     assert (passed["backend"], passed["verdict"], passed["root"]) == ("sim", "passed", None)
+    assert passed["abandoned"] is False
     assert [rank["outcome"] for rank in passed["ranks"]] == ["returned", "returned"]
     failed = told("test_fails[ranks=3]")
     assert (failed["verdict"], failed["root"]) == ("failed", 1)

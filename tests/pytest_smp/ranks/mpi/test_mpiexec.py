@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from pytest_smp.ranks.backends import open_backend
 from pytest_smp.ranks.mpi.mpiexec import MpiexecPool
 from pytest_smp.ranks.protocols import ExecutorOptions
+from smp_core.errors import BackendError
 from smp_core.launch import supervisor
 
 #: The variables of a shell that srun, mpiexec or torchrun started, by their documentation.
@@ -45,8 +47,17 @@ def test_ranks_are_not_told_who_an_outer_launcher_takes_them_for(tmp_path, monke
     finally:
         pool.close()
     environment = json.loads(seen.read_text())
+    # Open MPI leaves its session folder when it is killed; that of the pool goes.
+    assert environment["PRTE_MCA_prte_tmpdir_base"] == pool.folder
+    assert environment["OMPI_MCA_orte_tmpdir_base"] == pool.folder
     assert not OUTER.keys() & environment.keys()
     assert environment["SLURM_JOB_ID"] == "7"  # of the allocation, where mpiexec is to run
+
+
+def test_mpi_without_mpi4py_is_refused_before_a_rank_starts(monkeypatch):
+    monkeypatch.setattr("pytest_smp.ranks.mpi.mpiexec.has_mpi4py", lambda: False)
+    with pytest.raises(BackendError, match="the mpi backend needs mpi4py: pip install"):
+        open_backend("mpi", ExecutorOptions(ranks=2))
 
 
 @pytest.mark.parametrize("name", ["PMI_RANK", "OMPI_COMM_WORLD_RANK"])
