@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import difflib
 import importlib
+import operator
 import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
@@ -20,12 +21,16 @@ from pytest_smp.ranks.protocols import PROTOCOL_VERSION, Backend, Executor, Exec
 from pytest_smp.ranks.torch_backends import PREFIX as TORCH
 from pytest_smp.ranks.torch_backends import torch_named
 from pytest_smp.ranks.torch_claims import GLOO
-from smp_core.errors import BackendError
+from smp_core.errors import BackendError, SmpError
 from smp_core.transport import torch_parts
 from smp_core.transport.protocols import SMDDP
 
 ENTRY_POINTS = "smp.backends"
 EXTERNAL = "external"
+
+
+# pytest leaves these frames out below an error that we raise on purpose; a bug of ours shows them.
+__tracebackhide__ = operator.methodcaller("errisinstance", SmpError)
 
 
 def _open_sim() -> Executor:

@@ -12,10 +12,12 @@ import dataclasses
 import functools
 import itertools
 import logging
+import operator
 import os
 import pickle
 import selectors
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -44,7 +46,10 @@ from pytest_smp.ranks.protocols import (
     Report,
     World,
 )
-from smp_core.errors import BackendError, JobLost
+from smp_core.errors import BackendError, JobLost, SmpError
+
+# pytest leaves these frames out below an error that we raise on purpose; a bug of ours shows them.
+__tracebackhide__ = operator.methodcaller("errisinstance", SmpError)
 
 log = logging.getLogger("pytest_smp.ranks")
 
@@ -392,8 +397,10 @@ class ProcessExecutor(Executor):
                         self.lost = f"the job has lost rank {ended.slot} before it was ready"
                     text = self._pool.last_words()
                     text += "".join(read_output(self._pool.folder, ended.pid or 0))[-2000:]
-                    # A process that exits with an error would do so again: only a killed one is restarted.
-                    kind = BackendError if (ended.code or 0) > 0 else _ProcessLost
+                    # A process that exits with an error, or has no shared memory (SIGBUS), would do so again:
+                    # only one that was killed otherwise is restarted.
+                    again = (ended.code or 0) <= 0 and ended.code != -signal.SIGBUS
+                    kind = _ProcessLost if again else BackendError
                     raise kind(
                         f"the process of rank {ended.slot} ended before it was ready: "
                         f"{ended}\n{text}".rstrip()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shutil
 import signal
 import socket
 from abc import ABC, abstractmethod
@@ -133,6 +134,20 @@ def describe_exit(code: int | None) -> str:
     if code >= 0:
         return f"exit code {code}"
     try:
-        return f"killed by {signal.Signals(-code).name} (signal {-code})"
+        text = f"killed by {signal.Signals(-code).name} (signal {-code})"
     except ValueError:
         return f"killed by signal {-code}"
+    return text + (_shared_memory() if -code == signal.SIGBUS else "")
+
+
+def _shared_memory() -> str:
+    """The room in shared memory, in words: a write where there is none ends a process by SIGBUS."""
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError:
+        return ""
+    return (
+        "; shared memory that is full or too small ends its writers so: /dev/shm has "
+        f"{usage.free >> 10} KiB free "
+        f"of {usage.total >> 10} KiB"
+    )

@@ -30,6 +30,7 @@ import smp_core.torch as smp
 from pytest_smp.ranks.backends import open_backend
 from pytest_smp.ranks.processes import run as run_module
 from pytest_smp.ranks.processes import wire
+from pytest_smp.ranks.processes.worker_pool import describe_exit
 from pytest_smp.ranks.protocols import ExecutorOptions, Job, OutcomeKind, Report, VerdictKind
 from smp_core.errors import BackendError, CrashError, DeadlockError, LeakError, RunTimeout
 from smp_core.transport import current_rank
@@ -313,6 +314,13 @@ def test_a_peer_that_ends_the_process_is_named_with_the_call(run, call):
         r" +.*test_fork_pool.py:[0-9]+ in body: +work = getattr",
         str(report.error),
     ), report.error
+
+
+def test_a_death_by_sigbus_says_how_much_shared_memory_there_is():
+    text = describe_exit(-signal.SIGBUS)
+    total = shutil.disk_usage("/dev/shm").total
+    assert text.startswith("killed by SIGBUS (signal 7); shared memory that is full or too small")
+    assert text.endswith(f"free of {total // 1024} KiB")
 
 
 def test_sys_exit_is_an_exception_of_the_body(run):
