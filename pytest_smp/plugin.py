@@ -88,6 +88,7 @@ def controller_of(config: pytest.Config) -> Controller:
             capture,
             Prelude.of(config, preloaded, coverage.ranks),
             coverage,
+            preloaded,
         )
     return controller
 
@@ -119,6 +120,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "smp_world" in getattr(item, "fixturenames", ()):
             item.user_properties.append((summary.RANKS, 0))
     marked = [item for item in items if item.get_closest_marker("smp") is not None]
+    users = {*marked, *(item for item in items if "smp_world" in getattr(item, "fixturenames", ()))}
+    if users:
+        from pytest_smp import readiness
+
+        modules = {item.module for item in users if isinstance(item, pytest.Function)}
+        config.stash[PRELOAD] = (*config.stash.get(PRELOAD, ()), *readiness.modules_for(modules))
     if not marked:
         return
     from pytest_smp.marker import problems, request_of_item, why_skipped

@@ -11,7 +11,12 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib
-from collections.abc import Iterator
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import hypothesis
@@ -25,7 +30,40 @@ _SETTINGS = "_hypothesis_internal_use_settings"
 #: import. Torch's take seconds, so only properties with a deadline import them beforehand; a version
 #: of torch need not have them all.
 _OURS = ("smp_core.torch", "pytest_smp.marker")
+#: Folders of modules whose use of optimizers says nothing of the tests.
+_NOT_OF_TESTS = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    *(str(Path(__file__).parents[1] / name) + os.sep for name in ("smp_core", "pytest_smp")),
+)
 _TORCHS = ("torch._dynamo", "torch.profiler._cupti_monitor", "torch.utils.serialization.config")
+
+
+_OPTIMIZERS_IMPORT = "torch._dynamo"
+
+
+def modules_for(modules: Iterable[ModuleType]) -> tuple[str, ...]:
+    """The modules to import before the first run of tests in ``modules``: a process's first optimizer imports
+    ``torch._dynamo`` for seconds, which would count against the run's limit.
+
+    A module uses optimizers if its source, or that of a module that it has imported, names any.
+    """
+    sources = {}
+    for module in modules:
+        for value in (module, *vars(module).values()):
+            home = value if isinstance(value, ModuleType) else sys.modules.get(_home(value))
+            file = getattr(home, "__file__", None) or ""
+            if home is not None and not file.startswith(_NOT_OF_TESTS):
+                sources[file] = home
+    for file in filter(os.path.isfile, sources):
+        with contextlib.suppress(OSError):
+            if b"optim" in Path(file).read_bytes().lower():
+                return (_OPTIMIZERS_IMPORT,)
+    return ()
+
+
+def _home(value: object) -> str:
+    name = getattr(value, "__module__", "") if isinstance(value, FunctionType | type) else ""
+    return name if isinstance(name, str) else ""
 
 
 def _nothing() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import inspect
 import operator
 import sys
@@ -135,10 +136,12 @@ class Controller:
         capture: bool,
         prelude: Callable[[], Any] | None = None,
         coverage: Coverage | None = None,
+        preloaded: Sequence[str] = (),
     ) -> None:
         self.settings = settings
         self.capture = capture
         self._prelude = prelude
+        self._preloaded = preloaded  # modules that every process of ranks imports first
         self.coverage = coverage  # of lines on rank processes
         self.debugging = False  # a debugger is open: time stands still
         self.timed_out = 0  # runs that did not end
@@ -163,6 +166,8 @@ class Controller:
                 prelude=self._prelude,
             )
             self._executor = open_backend(self.settings.backend, options)
+            for name in self._preloaded if self._executor.steady else ():
+                importlib.import_module(name)  # ranks of this process
         return self._executor
 
     @property
