@@ -9,7 +9,16 @@ import pytest
 from conformance.requirements.catalogue import REQUIREMENTS
 from conformance.requirements.registry import Capability, Level, Registry, Requirement
 from conformance.session.certification import certification, reached
-from conformance.session.verdicts import PropertyOutcome, Verdict, counted, judge, judge_all, table
+from conformance.session.results import argument, property_name
+from conformance.session.verdicts import (
+    PropertyOutcome,
+    Verdict,
+    counted,
+    judge,
+    judge_all,
+    lacking,
+    table,
+)
 
 PASSED, FAILED, ERROR, SKIPPED = (
     PropertyOutcome.PASSED,
@@ -122,6 +131,23 @@ def test_the_table_is_short_and_names_what_needs_a_look() -> None:
     assert len(passed) == 4
 
 
+def test_what_is_not_claimed_is_told_with_what_needs_it() -> None:
+    lacks = {"A-A": [Capability.RANKS], "B-B": [Capability.RANKS, Capability.OBJECTS]}
+    assert list(lacking(lacks, 80)) == [
+        f"not claimed: {Capability.RANKS}, needed by A-A, B-B",
+        f"not claimed: {Capability.OBJECTS}, needed by B-B",
+    ]
+    (line,) = lacking({f"AREA-{number:03}": [Capability.RANKS] for number in range(30)}, 80)
+    assert line.endswith(", ...")
+    assert list(lacking({"A-A": []}, 80)) == []
+
+
+def test_a_property_has_one_name_from_any_folder() -> None:
+    nodeid = "../a/b/conformance/suite/test_x.py::test_y[z::1]"
+    assert property_name(nodeid) == "conformance/suite/test_x.py::test_y[z::1]"
+    assert argument(nodeid) == "'conformance.suite.test_x::test_y[z::1]'"
+
+
 # ---- The level that is certified -----------------------------------------------------------------
 
 P, W, N, F, S = (
@@ -156,6 +182,14 @@ def verdicts(a: Verdict, b: Verdict, c: Verdict, d: Verdict) -> Mapping[str, Ver
 )
 def test_the_level_reached(found: Mapping[str, Verdict], level: Level | None) -> None:
     assert reached(small(), found) is level
+
+
+def test_a_level_may_have_all_good_verdicts() -> None:
+    ids = {"A-A": P, "B-B": W, "C-C": N}
+    level = Registry(
+        *(Requirement(i, "S.", "s", Level.L0, frozenset({Capability.RANKS})) for i in ids)
+    )
+    assert reached(level, ids) is Level.L0
 
 
 def test_a_certificate_counts_the_waivers_up_to_its_level() -> None:
