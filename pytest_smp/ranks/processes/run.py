@@ -187,6 +187,11 @@ class Run:
             state = self._pool.state(rank)
             if state is None:
                 continue
+            # A thread that a fatal signal is about to end looks like one that goes on, for a moment.
+            alone_since = time.monotonic()
+            while state.main_thread_ended and time.monotonic() - alone_since < _GRACE:
+                time.sleep(0.005)
+                state = self._pool.state(rank) or state
             if state.ends:
                 self._hear_last(rank)
             elif state.main_thread_ended:  # nobody will tell: the process stays

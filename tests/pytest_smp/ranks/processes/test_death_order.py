@@ -101,6 +101,7 @@ class Scene(WorkerPool):
     limit = None
     restarts_together = False
     ended_by_launcher: frozenset[int] = frozenset()
+    threads_end_at = 0.0  # on the clock: until then the dead rank's other threads go on
 
     def __init__(self, size: int, dead: int) -> None:
         self.ranks = [Rank(slot, size) for slot in range(size)]
@@ -135,6 +136,8 @@ class Scene(WorkerPool):
 
     def state(self, rank):
         ends = rank.slot in self.ended_by_launcher or (self.dies and rank is self.dead)
+        if ends and self.threads_end_at > self._now:
+            return ProcessStatus(main_thread_ended=True)
         return ProcessStatus(exists=not self.told, ends=ends)
 
     def written(self, rank):
@@ -337,6 +340,22 @@ def test_what_ranks_raise_when_they_are_told_to_end_is_no_cause():
     ]
     report = _report(scene)
     assert report.verdict is VerdictKind.DEADLOCK, report.error
+
+
+def test_threads_that_end_a_moment_later_are_no_end_of_the_main_thread_alone():
+    scene = Scene(2, 1)
+    scene.threads_end_at = 0.2
+    scene.events = [
+        *(functools.partial(rank.enters, "barrier") for rank in scene.ranks),
+        scene.death,
+        functools.partial(scene.ranks[0].sends_result, RuntimeError(RESET)),
+        *[lambda: None] * 10,
+        scene.control_closes,
+        scene.is_waited_for,
+    ]
+    report = _report(scene)
+    assert (report.verdict, report.root) == (VerdictKind.CRASHED, 1), report.error
+    assert "killed by SIGKILL (signal 9)" in str(report.error)
 
 
 def test_of_ranks_that_a_launcher_ends_no_news_are_awaited():
