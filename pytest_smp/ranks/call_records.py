@@ -32,7 +32,7 @@ class CommunicationCall(NamedTuple):
     Attributes:
         rank: the rank that made it, in the world.
         operation: its name, such as ``all_reduce``, ``send`` or ``smp.allgather``.
-        group: the ranks of its group, in the group's order; of an object that is sent, the caller and its peer.
+        group: the ranks of its group, in the group's order; of an object that is sent, its two ranks.
         dtype: of the tensors that the rank gives, or gets if it gives none; empty for objects and barriers.
         shapes: of the same tensors.
         bytes: the size of the same tensors; 0 for objects.
