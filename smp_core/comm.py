@@ -159,13 +159,19 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """The rank among the ranks of this node."""
-    return current("smp.local_rank").fabric.local_rank
+    """The rank among the ranks of this node: the launcher's, or the ``ranks_per_node`` ranks that count as one."""
+    runtime = current("smp.local_rank")
+    per_node = runtime.config.ranks_per_node
+    return runtime.fabric.local_rank if per_node is None else runtime.rank % per_node
 
 
 def local_size() -> int:
-    """The number of ranks of this node."""
-    return current("smp.local_size").fabric.local_size
+    """The number of ranks of this node; the last of nodes of ``ranks_per_node`` ranks may have fewer."""
+    runtime = current("smp.local_size")
+    per_node = runtime.config.ranks_per_node
+    if per_node is None:
+        return runtime.fabric.local_size
+    return min(per_node, runtime.size - runtime.rank // per_node * per_node)
 
 
 def mp_rank() -> int:

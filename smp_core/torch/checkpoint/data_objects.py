@@ -3,12 +3,17 @@
 A file names the class of such an object and has its attributes. The class is one of those below, of a module that the
 script has imported or of Transformers. While a file is read, a placeholder stands for the object and takes its
 attributes; it gets the class after the last byte, so that no method of the class sees the file.
+
+A member of an enumeration (a string enum of Transformers, say) is looked up by its value among the members that the
+class has, and the class is not called.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import enum
+import functools
 import importlib
 import pathlib
 import pickle
@@ -27,6 +32,9 @@ T = TypeVar("T")
 _KINDS = (argparse.Namespace, types.SimpleNamespace)
 _PATHS = (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.WindowsPath)
 _CONFIGURATIONS = ("PretrainedConfig", "PreTrainedConfig", "GenerationConfig")
+
+#: Types of the values by which members of enumerations are looked up; comparing them runs no code of a class.
+_ENUM_VALUES = (type(None), bool, int, float, str, bytes)
 
 #: A class, or one with the name that stands for it in files.
 _Allowed = Callable[..., object] | tuple[Callable[..., object], str]
@@ -68,7 +76,7 @@ def load(file: IO[bytes], read: Callable[[], T]) -> T:
 
 def has_attributes(value: object) -> bool:
     """Return whether the value is a data object whose attributes a file has by name."""
-    return type(value) not in _PATHS and _holds_data(type(value))
+    return type(value) not in _PATHS and _has_data_attributes(type(value))
 
 
 def _allowed(file: IO[bytes], made: _Made) -> list[_Allowed]:
@@ -87,6 +95,10 @@ def _allowed(file: IO[bytes], made: _Made) -> list[_Allowed]:
             return []
         if cls in _PATHS:
             allowed.append((cls, name))
+            continue
+        if issubclass(cls, enum.Enum):
+            # Not the class itself: its _missing_ would see a value of the file, and torch would set attributes of it.
+            allowed.append((functools.partial(_enum_member, cls), name))
             continue
         if cls is types.SimpleNamespace:  # no object gets this class later, and it has no code
             kind = type("Maker", (), {"__new__": lambda _: types.SimpleNamespace()})
@@ -110,8 +122,27 @@ def _class_of(name: str) -> type | None:
 
 
 def _holds_data(cls: type) -> bool:
-    if cls in _PATHS:
-        return True
+    return cls in _PATHS or _is_plain_enum(cls) or _has_data_attributes(cls)
+
+
+def _is_plain_enum(cls: type) -> bool:
+    """Return whether the class is an enumeration whose members are hashed and compared by Python's own code."""
+    own = [base for base in cls.__mro__ if base.__module__ not in ("builtins", "enum")]
+    return issubclass(cls, enum.Enum) and not any(
+        name in vars(base) for base in own for name in ("__eq__", "__hash__")
+    )
+
+
+def _enum_member(cls: type[enum.Enum], value: object) -> enum.Enum:
+    """Return the member of ``cls`` with this value of a file. Raises UnpicklingError if there is none."""
+    for member in cls._member_map_.values():
+        known = member._value_
+        if type(known) is type(value) and type(value) in _ENUM_VALUES and known == value:
+            return member
+    raise pickle.UnpicklingError(f"{cls.__name__} has no member of the value in the file")
+
+
+def _has_data_attributes(cls: type) -> bool:
     known = [each for each in cls.__mro__ if each in _KINDS or _is_configuration(each)]
     own = [each for each in cls.__mro__ if each not in (*_KINDS, object)]
     return bool(known) and not any(name in vars(each) for each in own for name in _OWN_CODE)

@@ -458,7 +458,8 @@ optimizer.step()
 with open(os.path.join(os.environ["SM_MODEL_DIR"], str(smp.rank())), "w") as file:
     with open(os.path.join(os.environ["SM_CHANNEL_TRAIN"], "data")) as source:
         data = source.read()
-    found = [arguments.lr, os.getcwd(), data, smp.size(), smp.pp_size(), loss.item()]
+    local = [smp.local_rank(), smp.local_size()]
+    found = [arguments.lr, os.getcwd(), data, smp.size(), smp.pp_size(), local, loss.item()]
     json.dump(found, file)
 """
 
@@ -484,7 +485,7 @@ def test_a_script_is_fitted(
     assert estimator.model_data is not None
     found = [json.loads((Path(estimator.model_data) / str(rank)).read_text()) for rank in range(4)]
     losses = {each.pop() for each in found}
-    assert found == [[0.25, str(source), "numbers", 4, 2]] * 4
+    assert found == [[0.25, str(source), "numbers", 4, 2, [rank % 2, 2]] for rank in range(4)]
     assert len(losses) == 1
     with pytest.raises(ScriptFailedError) as caught:
         make(**about, hyperparameters={"lr": 0.25, "fails": 2}).fit({"train": tmp_path})

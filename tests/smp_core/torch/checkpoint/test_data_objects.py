@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import enum
 import pathlib
 import sys
 import types
@@ -17,6 +18,40 @@ from hypothesis import given
 from smp_core.torch.checkpoint import files, plain
 from smp_core.torch.exceptions import CheckpointError
 
+
+
+class _Interval(str, enum.Enum):
+    """A string enum as Transformers has them."""
+
+    STEPS = "steps"
+    EPOCH = "epoch"
+
+    @classmethod
+    def _missing_(cls, value):
+        raise AssertionError("called")
+
+
+class _Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+class _Mode(enum.Enum):
+    OFF = None
+    ON = "steps"
+
+
+class _Compared(enum.Enum):
+    A = 1
+
+    def __eq__(self, other):
+        raise AssertionError("called")
+
+    def __hash__(self):
+        return 1
+
+
+MEMBERS = st.sampled_from([*_Interval, *_Level, *_Mode])
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
@@ -29,11 +64,12 @@ OBJECTS = st.recursive(
         st.sampled_from([argparse.Namespace, types.SimpleNamespace]),
         ATTRIBUTES,
     )
-    | st.builds(pathlib.Path, st.from_regex(r"[a-z/.]{1,9}", fullmatch=True)),
+    | st.builds(pathlib.Path, st.from_regex(r"[a-z/.]{1,9}", fullmatch=True))
+    | MEMBERS,
     lambda inner: (
         st.lists(inner, max_size=2)
         | st.builds(lambda value: argparse.Namespace(inner=value), inner)
-        | st.dictionaries(st.text(max_size=3), inner)
+        | st.dictionaries(st.text(max_size=3) | MEMBERS, inner)
     ),
     max_leaves=4,
 )
@@ -99,6 +135,7 @@ def test_data_objects_come_back_as_they_were(tmp_path_factory, obj):
     files.save(path, obj)
     loaded = files.load(path, "x")
     assert loaded == obj
+    assert repr(loaded) == repr(obj)  # a string enum equals its string
     assert type(loaded) is type(obj)
 
 
@@ -116,6 +153,13 @@ def test_a_configuration_of_hugging_face_comes_back_as_it_was(tmp_path, name):
     assert type(torch.load(tmp_path / "x.pt", weights_only=False)["model_config"]) is type(saved)
 
 
+def test_arguments_of_hugging_face_as_a_dict_come_back_as_they_were(tmp_path):
+    utilities = pytest.importorskip("transformers.trainer_utils", reason="the enums are its own")
+    saved = {"save_strategy": utilities.IntervalStrategy.STEPS, "steps": 5}
+    files.save(tmp_path / "x.pt", plain.plain(saved, "smp.save", "obj"))
+    assert files.load(tmp_path / "x.pt", "x")["save_strategy"] is saved["save_strategy"]
+
+
 def test_no_class_is_called(tmp_path):
     files.save(tmp_path / "x.pt", _Noting(1))
     assert _Noting.calls == [(1,)]
@@ -131,8 +175,11 @@ def test_no_class_is_called(tmp_path):
         argparse.Namespace(f=_Reduced(exec, ("raise AssertionError('called')",))),
         _WithState(x=1),
         _WithEnd(),
+        _Reduced(_Interval, ("no such member",)),
+        _Reduced(_Interval, ("steps",), {"_value_": "epoch"}),
+        {_Compared.A: 1},
     ],
-    ids=["arguments", "function", "attribute", "state", "end"],
+    ids=["arguments", "function", "attribute", "state", "end", "member", "in a member", "hash"],
 )
 def test_a_file_that_would_call_code_is_refused(tmp_path, obj, capsys):
     torch.save(obj, tmp_path / "x.pt", pickle_protocol=2)

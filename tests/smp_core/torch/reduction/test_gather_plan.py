@@ -152,6 +152,8 @@ def test_nodes_are_found_from_local_ranks(
 def test_the_key_says_where_nodes_are(smp: Any) -> None:
     smp.init()
     assert gather_plan.nodes_of(runtime.current("test")) == (0, 0, 1, 1, 2)
+    local = [(0, 2), (1, 2), (0, 2), (1, 2), (0, 1)]
+    assert (smp.local_rank(), smp.local_size()) == local[smp.rank()]
 
 
 @pytest.mark.smp(ranks=3)
