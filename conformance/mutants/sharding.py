@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from conformance.mutants.defences import unseen_drift
 from conformance.mutants.protocol import Bugs, Patch
 from smp_core.errors import DeadlockError
+from smp_core.gather_buffers import GatherBuffers
 from smp_core.topology import GroupKind
 from smp_core.torch import session as sessions
 from smp_core.torch.memory import recompute
@@ -22,7 +23,7 @@ from smp_core.torch.reduction import collectives, gather_backend, gather_plan
 from smp_core.torch.reduction.bucket_reducer import BucketReducer
 from smp_core.torch.reduction.buckets import Bucket
 from smp_core.torch.reduction.collectives import Collectives
-from smp_core.torch.reduction.gather_backend import GatherBackend, GatherBuffers
+from smp_core.torch.reduction.gather_backend import GatherBackend
 from smp_core.torch.reduction.reducer import GradientReducer
 from smp_core.torch.sharding import sharded_model, sharded_parameter
 from smp_core.torch.sharding.sharded_model import ShardedModel
@@ -277,7 +278,7 @@ def buffers_are_not_compared(patch: Patch) -> None:
     """ranks of a shard group have buffers of different sizes"""
 
     def join(self: GatherBackend, runtime: Any, group: Group) -> None:
-        self._buffers = gather_backend.GatherBuffers.of(os.environ)
+        self._buffers = GatherBuffers.of(os.environ)
         found = runtime.fabric.smddp_group(group)
         self._why, self.group = (found, None) if isinstance(found, str) else ("", found)
 
@@ -290,7 +291,7 @@ def a_bad_size_is_refused_where_it_is(patch: Patch) -> None:
     join = GatherBackend._join
 
     def refused(self: GatherBackend, runtime: Any, group: Group) -> None:
-        gather_backend.GatherBuffers.of(os.environ)
+        GatherBuffers.of(os.environ)
         join(self, runtime, group)
 
     patch.setattr(GatherBackend, "_join", refused)

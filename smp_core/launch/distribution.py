@@ -17,6 +17,7 @@ from typing import Any
 
 from smp_core.config import Config
 from smp_core.errors import ConfigError
+from smp_core.gather_buffers import GatherBuffers
 
 _COPY_MECHANISM = "btl_vader_single_copy_mechanism"
 #: The options that a job of Open MPI always has.
@@ -181,4 +182,8 @@ def _mpi_options(given: object, where: str) -> tuple[tuple[str, ...], dict[str, 
             raise ConfigError(f"{where}={given!r}: behind -x stands NAME or NAME=VALUE")
         if equals:
             environment[name] = value
+    try:
+        GatherBuffers.of(environment)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
     return tuple(options), environment

@@ -13,6 +13,7 @@ from typing import Any
 
 from smp_core.config import Config
 from smp_core.errors import ArgumentError, ArgumentTypeError, ConfigError, ScriptFailedError
+from smp_core.gather_buffers import GatherBuffers
 from smp_core.launch import command, toolkit
 from smp_core.launch.arguments import (
     FIT_WITHOUT_EFFECT,
@@ -91,6 +92,7 @@ class LocalEstimator:
         self._name = base_job_name or Path(self._entry_point).stem
         self._results = None if output_path is None else local_path(output_path, "output_path")
         self._environment = _environment(environment or {})
+        GatherBuffers.of(self._environment)
         self._backend, self._cpu, self._style = backend, cpu, _style(output)
         self._instances = 1 if instance_count is None else instance_count
         if type(self._instances) is not int or self._instances < 1:

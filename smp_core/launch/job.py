@@ -14,6 +14,7 @@ from typing import Any
 
 from smp_core.config import ALIASES, Config
 from smp_core.errors import ArgumentError
+from smp_core.gather_buffers import GatherBuffers
 from smp_core.import_names import check_import_path
 from smp_core.launch import gpus
 from smp_core.variables import PARAMETERS, TRUST_CHECKPOINTS
@@ -79,8 +80,8 @@ class ScriptJob:
 
     def check(self) -> None:
         """Raise ArgumentError if there is no such script or it is not valid Python, ConfigError for parameters that are
-        bad, or that do not fit the number of ranks, and RealInstallationError if the script would find a
-        ``smdistributed`` that is not ours.
+        bad, or that do not fit the number of ranks, or a bad size of a buffer, and RealInstallationError if the script
+        would find a ``smdistributed`` that is not ours.
         """
         path = Path(self.script)
         if not path.is_file():
@@ -96,6 +97,7 @@ class ScriptJob:
                 f"smp-run: script {self.script} is not valid Python:\n{told}"
             ) from None
         Config.parse(self.parameters).check_world(self.ranks)
+        GatherBuffers.of({**os.environ, **self.environment})
         check_import_path("smp-run", [*self.folders(), *import_path()])
 
     def folders(self) -> list[str]:

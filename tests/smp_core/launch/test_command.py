@@ -240,6 +240,14 @@ def test_bad_words(
     assert said in refused(capsys, seen, *words, script)
 
 
+def test_a_bad_size_of_a_buffer_is_named_before_a_rank_starts(
+    seen: Seen, script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SMDDP_AG_SORT_BUFFER_SIZE_BYTES", "8191")
+    said = "SMDDP_AG_SORT_BUFFER_SIZE_BYTES='8191' is no positive multiple of 8192"
+    assert said in refused(capsys, seen, "-n", "2", script)
+
+
 def test_the_script_is_missing(
     seen: Seen, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -126,6 +126,10 @@ def test_model_and_data_parallelism_exclude_each_other() -> None:
         (without(WHOLE, "mpi"), 'distribution["mpi"] is missing: MPI starts the ranks'),
         ({**WHOLE, "mpi": True}, 'distribution["mpi"] must be a dict, not bool'),
         (with_mpi(enabled=False), 'distribution["mpi"]["enabled"] is False'),
+        (
+            with_mpi(custom_mpi_options="-x SMDDP_AG_SORT_BUFFER_SIZE_BYTES=8191"),
+            "[\"custom_mpi_options\"]: SMDDP_AG_SORT_BUFFER_SIZE_BYTES='8191' is no positive multiple of 8192",
+        ),
         ({**WHOLE, "mpi": {"processes_per_host": 4}}, '["mpi"]["enabled"] is missing'),
         (with_mpi(process_per_host=4), "did you mean processes_per_host?"),
         ({**WHOLE, "mpi": {"enabled": True}}, '["processes_per_host"] is missing: must be an int'),

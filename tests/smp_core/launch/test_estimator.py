@@ -336,6 +336,11 @@ def test_the_gpus_of_types() -> None:
             "3 * 3 = 9 ranks: pipeline_parallel_degree=2",
         ),
         ({"instance_count": 0}, ConfigError, "instance_count=0: must be an int of at least 1"),
+        (
+            {"environment": {"SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES": "8191"}},
+            ConfigError,
+            "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES='8191' is no positive multiple of 8192",
+        ),
         ({"instance_count": "2"}, ConfigError, "instance_count='2': must be"),
         (
             {"hyperparameters": {"mp_parameters": "partitions=2"}},

@@ -19,10 +19,7 @@ from smp_core.torch.checkpoint import files, plain
 from smp_core.torch.exceptions import CheckpointError
 
 
-
-class _Interval(str, enum.Enum):
-    """A string enum as Transformers has them."""
-
+class _Interval(str, enum.Enum):  # noqa: UP042  as Transformers has them
     STEPS = "steps"
     EPOCH = "epoch"
 

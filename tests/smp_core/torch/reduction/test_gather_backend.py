@@ -13,8 +13,8 @@ import torch
 
 from smp_core import runtime
 from smp_core.errors import ConfigError
+from smp_core.gather_buffers import GatherBuffers
 from smp_core.torch.reduction.collectives import Collectives
-from smp_core.torch.reduction.gather_backend import GatherBuffers
 from tests.fork_server import ForkServer
 
 SCRATCH, SORT = "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES", "SMDDP_AG_SORT_BUFFER_SIZE_BYTES"
