@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from pytest_smp.ranks.warning_registries import WarningRegistries
 from pytest_smp.ranks.working_folders import WorkingFolders
 
 
@@ -324,6 +325,7 @@ class RankStates:
         self._environments: list[dict[Any, Any] | None] = [None] * size
         self._changed: set[Any] = set()  # variables that ranks have set or unset
         self._folders = WorkingFolders()
+        self._warnings = WarningRegistries()
 
     def _given(self, rank: int) -> dict[Any, Any]:
         """The environment that a rank starts with."""
@@ -343,6 +345,7 @@ class RankStates:
             if not all(map(operator.is_, wanted, now)):
                 self._load(wanted, now)
         finally:
+            self._warnings.switch(leaving, entering)
             self._switch_environment(entering)
             self._folders.now = entering
             if self._folders.changed:
@@ -365,8 +368,6 @@ class RankStates:
                     write(want)
                 except Exception as error:  # the others are put back all the same
                     failed = error
-        if wanted[self._filters] is not now[self._filters]:
-            warnings._filters_mutated()  # type: ignore[attr-defined]
         if failed is not None:
             raise failed
 
@@ -402,7 +403,8 @@ class RankStates:
         warnings._add_filter = own_filter  # type: ignore[attr-defined]
         modules.RemovableHandle = own_handle
         try:
-            yield
+            with self._warnings.watched():
+                yield
         finally:
             modules.RemovableHandle = handle
             warnings._add_filter = add_filter  # type: ignore[attr-defined]

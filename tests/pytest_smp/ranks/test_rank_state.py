@@ -13,11 +13,13 @@ import tempfile
 import unittest.mock
 import warnings
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor
+from hypothesis import given
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.modules import module as hooks
@@ -452,6 +454,48 @@ def test_warnings_are_caught_where_they_were_raised(smp_world):
         return [str(each.message) for each in caught]
 
     assert smp_world.run(body, ranks=3) == [[], ["of rank 1"], ["of rank 2"]]
+
+
+def _shown_warnings(program, namespace, hand_over):
+    """The warnings that a program shows: the names of functions that warn, actions of new filters, and blocks."""
+    shown = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        warnings.showwarning = lambda message, *_: shown.append(str(message))
+        for step in program:
+            hand_over()
+            with warnings.catch_warnings() if step == "block" else contextlib.nullcontext():
+                hand_over()
+            if step in namespace:
+                with contextlib.suppress(UserWarning):  # of the action "error"
+                    namespace[step]()
+            elif step != "block":
+                warnings.simplefilter(step)
+    return shown
+
+
+def _warning_functions():
+    """The functions of a module that has shown no warning yet."""
+    namespace = {"__name__": "drawn", "warn": warnings.warn}
+    exec("def a(): warn('a')\ndef b(): warn('b')", namespace)
+    return namespace
+
+
+_WARNING_STEPS = st.sampled_from(["a", "a", "b", "block", "default", "once", "always", "error"])
+_WARNING_PROGRAMS = st.lists(
+    st.lists(_WARNING_STEPS, min_size=6, max_size=6), min_size=2, max_size=3
+)
+
+
+@given(programs=_WARNING_PROGRAMS)
+def test_each_rank_is_shown_the_warnings_of_a_process_of_its_own(smp_world, programs):
+    namespace = _warning_functions()
+
+    def body():
+        return _shown_warnings(programs[smp.rank()], namespace, smp.barrier)
+
+    alone = [_shown_warnings(program, _warning_functions(), int) for program in programs]
+    assert smp_world.run(body, ranks=len(programs)) == alone
 
 
 def test_output_is_redirected_by_one_rank_for_itself(smp_world, tmp_path):
