@@ -71,6 +71,30 @@ MODULES: Mapping[str, str] = {
 }
 
 
+#: The name by which scripts with ``"horovod": True`` import Horovod, and the module that is it where none is installed.
+HOROVOD = "horovod.tensorflow", "smp_core.horovod"
+
+
+class _HorovodNames(MetaPathFinder, Loader):
+    """Finds Horovod's names where no finder before it does, so that an installed Horovod wins.
+
+    It finds none for code that only asks whether there is Horovod.
+    """
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        above, _, _ = HOROVOD[0].rpartition(".")
+        if name not in (above, HOROVOD[0]) or (name != above and not _stands_in_for_horovod()):
+            return None
+        return None if _only_asks() else ModuleSpec(name, self, is_package=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        name, target = HOROVOD
+        if module.__name__ == name:
+            sys.modules[name] = importlib.import_module(target)
+
+
 class _Names(MetaPathFinder, Loader):
     """Finds the import names, and no other; imports of ``smdistributed`` go no further than here."""
 
@@ -98,7 +122,8 @@ class _Names(MetaPathFinder, Loader):
 
 def install_import_names() -> None:
     """Have imports of ``smdistributed.modelparallel`` give the modules of this package, in this process, until
-    ``remove_import_names()``. Installing twice is the same as once.
+    ``remove_import_names()``, and ``horovod.tensorflow`` a stand-in where Horovod is not installed.
+    Installing twice is the same as once.
 
     Raises RealInstallationError, and changes nothing, if there is another ``smdistributed``: imported, installed, or a
     folder of that name on ``sys.path``.
@@ -107,6 +132,8 @@ def install_import_names() -> None:
         return
     _refuse("smp_core.install_import_names", _another())
     sys.meta_path.insert(0, _Names())
+    if not any(isinstance(finder, _HorovodNames) for finder in sys.meta_path):
+        sys.meta_path.append(_HorovodNames())
 
 
 def check_import_path(call: str, path: Sequence[str]) -> None:
@@ -118,7 +145,11 @@ def check_import_path(call: str, path: Sequence[str]) -> None:
 
 def remove_import_names() -> None:
     """Take the import names back; modules that were imported by them stay what they are. Without them, do nothing."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Names)]
+    finders = (_Names, _HorovodNames)
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, finders)]
+    if _stands_in_for_horovod():
+        for name in (HOROVOD[0].partition(".")[0], HOROVOD[0]):
+            sys.modules.pop(name, None)
     if _is_ours(sys.modules.get(_ROOT)):
         for name in (*PACKAGES, *MODULES):
             sys.modules.pop(name, None)
@@ -130,6 +161,11 @@ def import_names_are_installed() -> bool:
     """
     here = any(isinstance(finder, _Names) for finder in sys.meta_path)
     return here or _is_ours(sys.modules.get(_ROOT))
+
+
+def _stands_in_for_horovod() -> bool:
+    module = sys.modules.get(HOROVOD[0].partition(".")[0])
+    return isinstance(getattr(module, "__loader__", None), _HorovodNames)
 
 
 def _only_asks() -> bool:

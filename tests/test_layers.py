@@ -66,6 +66,7 @@ IN_CORE = Layering(
         "transport": "transport",
         "runtime": "runtime",
         "comm": "runtime",
+        "horovod": "runtime",
         "collective_try": "runtime",
         "torch": "torch",
         "tensorflow": "tensorflow",
