@@ -78,7 +78,7 @@ HOROVOD = "horovod.tensorflow", "smp_core.horovod"
 class _HorovodNames(MetaPathFinder, Loader):
     """Finds Horovod's names where no finder before it does, so that an installed Horovod wins.
 
-    It finds none for code that only asks whether there is Horovod.
+    Code that only asks whether there is Horovod finds none.
     """
 
     def find_spec(

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pickle
 import threading
+import unittest.mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_smp.ranks import serialization
+from pytest_smp.ranks import remote_errors, serialization
 from pytest_smp.ranks.backends import open_backend
 from pytest_smp.ranks.protocols import ExecutorOptions, Job, VerdictKind
-from pytest_smp.ranks.remote_errors import _LARGEST, RemoteError
+from pytest_smp.ranks.remote_errors import RemoteError
 
 SENTENCE = "what went wrong"
 
@@ -34,7 +35,7 @@ class Large(Exception):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.data = bytes(_LARGEST + 1)
+        self.data = bytes(remote_errors._LARGEST + 1)
 
 
 class Mute(Exception):
@@ -92,7 +93,7 @@ KINDS = {
     "exit": (lambda: SystemExit(SENTENCE), True),
     "holds": (lambda: Holds(SENTENCE), False),
     "large": (lambda: Large(SENTENCE), False),
-    "long": (lambda: ValueError(SENTENCE * (_LARGEST // 10)), False),
+    "long": (lambda: ValueError(SENTENCE * (remote_errors._LARGEST // 10)), False),
     "mute": (lambda: Mute(SENTENCE), True),
     "stubborn": (lambda: Stubborn(SENTENCE), False),
     "endless": (lambda: Endless(SENTENCE), False),
@@ -109,9 +110,12 @@ def _raise(error, depth):
     raise error
 
 
-def _raised(kinds, depth):
-    """The exception of the last kind, raised so deep, in the handler of the one before."""
-    last = None
+def _raised(kinds, depth, links=()):
+    """The exception of the last kind, raised so deep, in the handler of the one before.
+
+    ``links`` are more links of the chain: the numbers of two exceptions, and the name of the attribute.
+    """
+    last, errors = None, []
     for kind in kinds:
         error = KINDS[kind][0]()
         if last is not None:
@@ -120,24 +124,33 @@ def _raised(kinds, depth):
             _raise(error, depth)
         except BaseException as caught:
             last = caught
+            errors.append(last)
+    for source, target, name in links:
+        setattr(errors[source % len(errors)], name, errors[target % len(errors)])
     return last
 
 
+_NUMBERS = st.integers(0, 2)
+_LINKS = st.tuples(_NUMBERS, _NUMBERS, st.sampled_from(["__cause__", "__context__"]))
+
+
+@unittest.mock.patch.object(remote_errors, "_LARGEST", 1 << 18)  # whose pickles take less time
 @settings(deadline=None)
 @given(
     st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=3),
     st.sampled_from([0, 5, 99, 500]),
+    st.lists(_LINKS, max_size=3),
 )
-def test_any_error_arrives_with_its_type_and_its_lines(kinds, depth):
-    error = _raised(kinds, depth)
+def test_any_error_arrives_with_its_type_and_its_lines(kinds, depth, links):
+    error = _raised(kinds, depth, links)
     data = serialization.dump_error(error)
-    assert len(data) <= _LARGEST
+    assert len(data) <= remote_errors._LARGEST
     arrived = pickle.loads(data)
     itself = type(arrived) is type(error)
-    if kinds in (["cyclic"], ["nested group"]):
+    if kinds[-1] in ("cyclic", "nested group"):
         assert itself or type(arrived) is RemoteError
-    elif len(kinds) == 1:
-        assert itself is KINDS[kinds[0]][1]
+    else:
+        assert itself is KINDS[kinds[-1]][1]
     if not itself:
         assert type(arrived) is RemoteError
         assert str(arrived).startswith(type(error).__name__)
@@ -155,6 +168,29 @@ def _functions(error):
         names.append(entry.tb_frame.f_code.co_name)
         entry = entry.tb_next
     return names
+
+
+def test_a_cause_that_is_raised_again_from_none_arrives_as_itself():
+    """As a step raises the error of its own rank: its context is the agreed error, of which it is the cause."""
+    try:
+        cause = KeyError(SENTENCE)
+        try:
+            raise ValueError("agreed") from cause
+        except ValueError:
+            raise cause from None
+    except KeyError as error:
+        arrived = pickle.loads(serialization.dump_error(error))
+    assert (type(arrived), arrived.args) == (KeyError, (SENTENCE,))
+    assert arrived.__suppress_context__
+    assert type(arrived.__context__) is ValueError
+    assert arrived.__context__.__cause__ is None
+
+
+def test_a_member_of_a_group_that_it_was_raised_from_arrives_as_itself():
+    error = KeyError(SENTENCE)
+    error.__cause__ = ExceptionGroup("group", [ValueError(), ExceptionGroup("inner", [error])])
+    arrived = pickle.loads(serialization.dump_error(error))
+    assert (type(arrived), arrived.args, arrived.__cause__) == (KeyError, (SENTENCE,), None)
 
 
 def test_a_long_chain_of_causes_is_cut_and_says_so():
